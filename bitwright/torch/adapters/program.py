@@ -115,6 +115,9 @@ class _Tracer(Handler):
         self, key: Key, row: Function | None, func: Callable[..., Any], args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            # tensors inside torch.vmap hold no values; what it returns (a mask) is a constant of this run
+            return func(*args, **kwargs)
         plan = self._plans.get(key, CallPlan(""))
         reads = [self._value(t) for t in tensors_in((args, kwargs))]
         slots = {value: i for i, value in enumerate(dict.fromkeys(reads))}
@@ -128,14 +131,11 @@ class _Tracer(Handler):
         if not produced:
             return output
         in_place = func is SET_ITEM or (row is not None and (row.in_place or bool(kwargs.get("inplace"))))
-        written = tuple(self._bind(t) for t in produced)
-        if plan.op and any(t.is_floating_point() for t in produced) or not self._computed.isdisjoint(slots):
-            self._computed.update(written)
         self.steps.append(
             Step(
                 plan.op,
                 tuple(slots),
-                written,
+                self._bind_computed(plan.op, slots, produced),
                 _Replay(func, template, in_place),
                 places,
                 tuple((places[p.at], p.site) for p in plan.operands if p.at in places),
@@ -144,6 +144,13 @@ class _Tracer(Handler):
             )
         )
         return output
+
+    def _bind_computed(self, op: str, reads: Mapping[int, int], produced: Sequence[Tensor]) -> tuple[int, ...]:
+        """Values of what a call made, with a note of those that floating-point numbers of the input lead to."""
+        written = tuple(self._bind(t) for t in produced)
+        if (op and any(t.is_floating_point() for t in produced)) or not self._computed.isdisjoint(reads):
+            self._computed.update(written)
+        return written
 
     def _run(
         self, row: Function | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],

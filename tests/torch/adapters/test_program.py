@@ -119,6 +119,35 @@ def test_a_size_that_the_model_read_holds_where_quantizers_would_find_other_rows
     apply_gptq(sim, batches)
 
 
+class RuleMask(torch.nn.Module):
+    """A mask by a rule of single positions, as transformers make those whose rule is a function of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        def rule(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (j <= i) | (kind[b, i] == kind[b, j])
+
+        t = torch.arange(x.shape[1])
+        every = torch.vmap(torch.vmap(torch.vmap(rule, (None, None, 0)), (None, 0, None)), (0, None, None))
+        mask = every(torch.arange(x.shape[0]), t, t)
+        return self.b((self.a(x) @ x.transpose(1, 2)).masked_fill(~mask, -1e4).softmax(-1) @ x)  # type: ignore[no-any-return]
+
+
+def test_a_mask_that_vmap_makes_is_a_constant_of_its_run() -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(2, 6, 8), torch.randint(0, 2, (2, 6))) for _ in range(3)]
+    sim = QuantizationSimModel(RuleMask().eval(), batches[0], default_param_bw=4)
+    sim.compute_encodings(batches, progress=False)
+    adapter = TorchSimulation(sim)
+    for batch in batches:
+        with torch.no_grad():
+            assert torch.equal(repeated(adapter, batch, quantized=True)[0], sim.model(*batch))
+    assert len(apply_gptq(sim, batches)) == 2
+
+
 class ThroughAView(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
