@@ -10,7 +10,8 @@ values before rounding make, where a grid makes ties. The op table says which
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.ops import Need, OpRow, op_row
@@ -22,6 +23,7 @@ REASONS: dict[Need, str] = {
     "domain": "float: {} has no answer beyond a bound that an integer grid may pass",
     "identity": "float: {} compares it or counts with it, and a grid has other numbers",
     "order": "float: {} decides by it what is computed next, and a grid makes ties of values that are nearly equal",
+    "steering": "float: the model's code decides by it, or by what {} makes of it, what it computes",
     "phase": "float: {} takes it for an angle, and the steps of an integer grid are large against a turn",
 }
 _KEEPS = frozenset(("Neg", "Abs", "Square", "Pow", "Sqrt", "Clip", "Max", "Min", "Mul", "Div", "Reciprocal"))
@@ -57,7 +59,56 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
     trace = _Trace(graph, static)
     for op in reversed(graph.ops):
         trace.visit(op)
+    for value in steering_values(graph, static):
+        readers = graph.consumers(value)
+        maker = graph.producer(value)
+        trace.found[value] = ("steering", readers[0][0].name if readers else maker.name if maker else value)
     return trace.found
+
+
+def steering_values(graph: Graph, static: set[str]) -> list[str]:
+    """What the code of a model reads to decide what it computes, and what that comes from, but for what layers make.
+
+    These are single numbers: thresholds, times and step sizes of a solver; and tensors that such numbers lead to and that
+    lead to them again, as the states and error estimates of a solver that chooses its steps do. A tensor of which the code
+    only asks something (whether it is finite) is none.
+    """
+    read = [value.name for value in graph.values.values() if value.read_by_code]
+    if not read:
+        return []
+    before = _reached(graph, read, lambda value: _made_of(graph, value))
+    numbers = [v for v in before if graph.values[v].is_float and math.prod(graph.values[v].shape) == 1]
+    after = _reached(graph, numbers, lambda value: _made_into(graph, value))
+    found = before & after
+    single = {v for v in before | after if math.prod(graph.values[v].shape) == 1 and v not in static}
+    return sorted(v for v in found | single if graph.values[v].is_float and not _is_of_layer(graph, v))
+
+
+def _reached(graph: Graph, start: list[str], following: Callable[[str], Iterable[str]]) -> set[str]:
+    found, stack = set(start), list(start)
+    while stack:
+        for value in following(stack.pop()):
+            if value not in found:
+                found.add(value)
+                stack.append(value)
+    return found
+
+
+def _made_of(graph: Graph, value: str) -> Iterator[str]:
+    maker = graph.producer(value)
+    if maker is not None and op_row(maker.type).kind != "compute":
+        yield from (v for _, v in maker.sources())
+
+
+def _made_into(graph: Graph, value: str) -> Iterator[str]:
+    for reader, _ in graph.consumers(value):
+        if op_row(reader.type).kind != "compute":
+            yield from reader.outputs
+
+
+def _is_of_layer(graph: Graph, value: str) -> bool:
+    maker = graph.producer(value)
+    return maker is not None and op_row(maker.type).kind == "compute"
 
 
 class _Trace:

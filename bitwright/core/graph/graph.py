@@ -28,8 +28,9 @@ class Value:
         param: name of the parameter, for ``param`` values.
         sources: for ``constant`` values, names of the parameters it was computed from: who changes one of them changes
             the readers of this value too.
-        made_anew: of a ``constant``, whether every run makes it again, and not from what is stored alone: it is not data, but
-            may follow the lengths of the inputs, as a bias per position does.
+        made_anew: of a ``constant``, whether every run makes it again, and not from what is stored alone, or cuts it to a
+            length of the input: it is no weight, and follows the lengths of the inputs, as a bias per position does.
+        read_by_code: whether the code of the model takes it for a number or a truth, to decide what it computes.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Value:
     param: str | None = None
     sources: tuple[str, ...] = ()
     made_anew: bool = False
+    read_by_code: bool = False
 
     @property
     def is_float(self) -> bool:

@@ -14,7 +14,7 @@ from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
 
 Kind = Literal["compute", "movement", "pointwise", "merge", "norm", "reduce", "float"]
-Need = Literal["divisor", "magnitude", "domain", "phase", "identity", "order"]
+Need = Literal["divisor", "magnitude", "domain", "phase", "identity", "order", "steering"]
 
 
 @dataclass(frozen=True)

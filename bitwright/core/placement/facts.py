@@ -87,12 +87,26 @@ class Facts:
             and (len(row.activations) > 1)
         )
 
-    def exact_reason(self, value: str, spec: QuantSpec | None) -> str:
-        """Why no grid of ``spec`` serves a value; empty where one does. Small float formats have steps that grow."""
+    def steering_reason(self, row: OpRow, values: list[str]) -> str:
+        """Why an operand stays in float that decides in some runs what the model computes; a layer quantizes its own."""
+        steering = (self.exact[v] for v in values if v in self.exact and self.exact[v][0] == "steering")
+        need, op = next(steering, (None, ""))
+        return "" if need is None or row.kind == "compute" else REASONS[need].format(op)
+
+    def exact_reason(self, value: str, spec: QuantSpec | None, reader: OpRow | None = None) -> str:
+        """Why no grid of ``spec`` serves a value; empty where one does. Small float formats have steps that grow.
+
+        Args:
+            reader: of the value; a layer quantizes what it reads of a solver's states, which stay in float.
+        """
         if value not in self.exact:
             return ""
         need, op = self.exact[value]
-        coarse = need in ("phase", "identity", "order") or spec is None or isinstance(spec.format, IntFormat)
+        if need == "steering" and reader is not None and reader.kind == "compute":
+            return ""
+        coarse = (
+            need in ("phase", "identity", "order", "steering") or spec is None or isinstance(spec.format, IntFormat)
+        )
         return REASONS[need].format(op) if coarse else ""
 
     def concrete(self, granularity: Granularity, op: Op, value: str) -> Granularity:

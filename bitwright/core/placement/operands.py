@@ -27,6 +27,7 @@ from bitwright.core.placement.plan import Role, SitePlan
 from bitwright.core.placement.rules import Rule, Setting
 from bitwright.core.sums.int32_bias import bias_entries
 
+_PRODUCTS = frozenset(("MatMul", "Einsum"))
 _ADDED = "added to the product of {} before anything is rounded"
 _MOST_INPUT_BITS, _MOST_WEIGHT_BITS = 16, 8  # what int32 accumulators are made for
 # they read the shape of a tensor and none of its values
@@ -243,7 +244,7 @@ class Operands:
         reason = no_input_reason(ledger, op, row, port, value)
         wanted = False
         if not reason:
-            reason = "" if groups else facts.exact_reason(value, spec)
+            reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, row))
             wanted = self._input_wanted(op, row, setting, from_model, reason)
         reason = reason or f"{op.name} reads it in float"
         if not ledger.verdict(setting, wanted, spec, site, reason, origin, NO_ACTIVATIONS):
@@ -335,8 +336,8 @@ class Operands:
 
     def _param_name(self, op: Op, row: OpRow, port: int, value: Value) -> str | None:
         """The parameter that a constant at ``port`` is; ``None`` for an operand that is none."""
-        if is_addend(op.type, port):
-            return None
+        if is_addend(op.type, port) or (value.made_anew and op.type in _PRODUCTS):
+            return None  # of a product with what every run makes, as positions, the second factor is data as well
         if port in row.params or row.weight == port:
             return row.params.get(port, "weight")
         if (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -69,6 +70,7 @@ class _Tensor:
     constant: torch.Tensor | None = None
     sources: tuple[str, ...] = ()
     made_anew: bool = False
+    read_by_code: bool = False
 
 
 AnyRecorder = TypeVar("AnyRecorder", bound="Recorder")
@@ -96,6 +98,7 @@ class Recorder(Handler):
         self.repeats: dict[Key, int] = {}  # likewise
         self._trace = interceptor_of().trace
         self._params: dict[str, int] = {}
+        self._lengths: set[int] = set()  # that a part of a parameter has where it is cut for the input of this run
         self._live: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     # -- handler
@@ -103,9 +106,12 @@ class Recorder(Handler):
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Name the model's inputs after the parameters of its forward."""
         self._live.clear()
+        self._lengths.clear()
         if self._trace is not None:
             self._trace.begin()
         for path, tensor in named_inputs(self._signature, args, kwargs):
+            with torch._C.DisableTorchFunction():
+                self._lengths.update(_lengths_of(tensor))
             if path not in self.inputs:
                 self.inputs[path] = self._new("input", tensor, path)
             self._bind(tensor, self.inputs[path])
@@ -163,6 +169,9 @@ class Recorder(Handler):
         tensors = tensors_in((args, kwargs))
         key = frame.other_key(name)
         inputs = [self._value(t) for t in tensors]
+        if name in _READS:
+            for value in inputs:
+                self.values[value].read_by_code = True
         return self._note(frame, key, name.strip("_"), name.strip("_"), inputs, {}, func, args, kwargs)
 
     # -- notes
@@ -182,7 +191,8 @@ class Recorder(Handler):
         if self._trace is not None:
             self._trace.call(frame.path, op_type, args, kwargs, self._is_fixed, produced)
         if _is_constant(op_type, read):
-            self._note_constants(key, label, inputs, read, produced)
+            follows = self._follows_input(op_type, read, produced)
+            self._note_constants(key, label, inputs, read, produced, follows)
             return output
         if known is None:
             params = (value.param for value in read)
@@ -199,15 +209,30 @@ class Recorder(Handler):
 
     def _note_constants(
         self, key: Key, label: str, inputs: Sequence[int | None], read: Sequence[_Tensor], produced: Sequence[torch.Tensor],
+        follows: bool,
     ) -> None:  # fmt: skip
-        """A call that reads parameters and constants only: what it returns is the same in every run."""
+        """A call that reads parameters and constants only: what it returns is the same in every run.
+
+        Args:
+            follows: whether it has a size of the input.
+        """
         self.static.add(key)
         sources = tuple(dict.fromkeys(name for v in read for name in ((v.param,) if v.param else v.sources)))
-        anew = not sources or any(v.made_anew for v in read)  # parts of what is stored are as long as that allows
+        anew = not sources or follows or any(v.made_anew for v in read)
         for tensor in produced:
             if not (len(inputs) == 1 and self._known(tensor) == inputs[0]):
                 self._bind(tensor, self._new("constant", tensor, label, keep=tensor))
                 self.values[-1].sources, self.values[-1].made_anew = sources, anew
+
+    def _follows_input(self, op_type: str, read: Sequence[_Tensor], produced: Sequence[torch.Tensor]) -> bool:
+        """Whether a call cuts or stretches what is stored to a size that an axis of the input has, or to one for distances.
+
+        Sizes are numbers in the code, of which nobody can tell where they come from; features are left out.
+        """
+        if op_type not in _RESIZING or len(read) != 1:
+            return False
+        changed = Counter(produced[0].shape) - Counter(read[0].shape)
+        return not self._lengths.isdisjoint(changed)
 
     def _is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter or was computed from parameters alone."""
@@ -260,7 +285,7 @@ class Recorder(Handler):
         name_calls(list(self.calls.values()))
         names = self._names_of_values()
         values = {
-            names[i]: Value(names[i], t.kind, t.shape, t.dtype, t.param, t.sources, t.made_anew)  # type: ignore[arg-type]
+            names[i]: Value(names[i], t.kind, t.shape, t.dtype, t.param, t.sources, t.made_anew, t.read_by_code)  # type: ignore[arg-type]
             for i, t in enumerate(self.values)
         }
         inner = {call.key: self._inner(call, names, values) for call in self.calls.values()}
@@ -368,8 +393,26 @@ def _is_constant(op_type: str, read: Sequence[_Tensor]) -> bool:
 
 
 def _first_step(op_type: str, read: Sequence[_Tensor]) -> bool:
-    """Whether a layer is applied to a tensor made from nothing: the zero state a loop over time starts from."""
-    return op_row(op_type).kind == "compute" and any(v.kind == "constant" and not v.sources for v in read)
+    """Whether a layer is applied to a tensor that every run makes: the zero state a loop over time starts from, positions."""
+    return op_row(op_type).kind == "compute" and any(
+        v.kind == "constant" and (v.made_anew or not v.sources) for v in read
+    )
+
+
+#: calls that give a tensor to Python code as a number or a truth
+_READS = frozenset(
+    ("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "item", "tolist", "is_nonzero", "equal",
+     "allclose")
+)  # fmt: skip
+#: movements that change the length of an axis
+_RESIZING = frozenset(("Slice", "Expand", "Tile", "Resize", "ResizeNearest", "Pad", "PadConstant"))
+
+
+def _lengths_of(tensor: torch.Tensor) -> set[int]:
+    """The axes of an input that are no features, and what tables of relative positions have for each."""
+    features = {2: 1, 3: 2, 4: 1, 5: 1}.get(tensor.dim()) if tensor.is_floating_point() else None
+    axes = {int(n) for i, n in enumerate(tensor.shape) if i != features and n > 1}
+    return axes | {m for n in axes for m in (n - 1, n + 1, 2 * n - 1, 2 * n, 2 * n + 1)}
 
 
 def named_inputs(
