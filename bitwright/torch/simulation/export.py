@@ -168,7 +168,7 @@ def _check(sim: QuantizationSimModel, version: str) -> None:
 def _check_exportable(sim: QuantizationSimModel) -> None:
     refuse_corrections(sim, "export")
     for name, tensor in named_state(sim.model):
-        if tensor.dtype in (torch.bfloat16, torch.float64):
+        if tensor.dtype in (torch.bfloat16, torch.float64) and _computes(sim, name, tensor.dtype):
             raise ExportError(
                 name,
                 f"it is {str(tensor.dtype).removeprefix('torch.')}, for which ONNX Runtime has no convolution or matrix "
@@ -184,6 +184,17 @@ def _check_exportable(sim: QuantizationSimModel) -> None:
             "return a tensor, or tensors in tuples, lists, dicts or dataclasses; wrap the model in a module whose forward "
             "takes them out of the object it returns now",
         )
+
+
+def _computes(sim: QuantizationSimModel, name: str, dtype: torch.dtype) -> bool:
+    """Whether an operator other than a cast reads the tensor ``name``, or what is made of it in the same type.
+
+    ONNX Runtime casts every type, and adds and multiplies float64, but has no convolutions in it.
+    """
+    kind, graph = str(dtype).removeprefix("torch."), sim.graph
+    held = [v.name for v in graph.values.values() if v.param == name or (name in v.sources and v.dtype == kind)]
+    readers = {op.type for value in held for op, _ in graph.consumers(value)}
+    return bool(readers - {"Cast"})
 
 
 def _refuse_bfloat16_results(sim: QuantizationSimModel) -> None:

@@ -163,3 +163,22 @@ def test_checks_on_values_are_left_out_of_the_file(tmp_path: Path) -> None:
     exported = sim.export(tmp_path, "m", batch)
     np.testing.assert_allclose(in_runtime(exported.qdq, *batch), sim.model(*batch).detach(), atol=1e-6)
     assert sim.verify(batch).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_buffer_of_another_type_that_is_cast_where_it_is_used_is_exported(dtype: torch.dtype, tmp_path: Path) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("positions", torch.randn(4, 8).to(dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + self.positions.to(x.dtype))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8)
+    sim = simulated(Positions(), (x,))
+    exported = sim.export(tmp_path, "m", x)
+    np.testing.assert_allclose(in_runtime(exported.qdq, x), sim.model(x).detach(), atol=1e-6)
+    assert sim.verify(x).ok
