@@ -1,7 +1,7 @@
 """Arrays from ``.npy`` and ``.npz`` untrusted files.
 
 No memory is taken before the header of an array and the size of its data agree, nothing is unpickled, and an archive
-may not unpack to more than :data:`MAX_UNPACKED` or :data:`MAX_RATIO` times its own size, whichever is more.
+may not unpack to more than :data:`MAX_BEYOND` bytes beyond its own size.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from bitwright.errors import BitwrightError
 Array = NDArray[Any]
 AnyPath = str | os.PathLike[str]
 
-MAX_UNPACKED = 1 << 30
-MAX_RATIO = 16
+MAX_BEYOND = 1 << 29
+_PIECE = 1 << 20  # bytes read at once: a stream that unpacks holds as many again
 _MAX_ARRAYS = 1 << 20
 # what a damaged header, archive or stream raises in numpy, zipfile and zlib
 _FAULTS = (
@@ -81,9 +81,11 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
 
 
 def _check_sizes(members: list[zipfile.ZipInfo], size: int) -> None:
-    unpacked, most = sum(member.file_size for member in members), max(MAX_UNPACKED, MAX_RATIO * size)
+    unpacked, most = sum(member.file_size for member in members), size + MAX_BEYOND
     if unpacked > most:
-        raise ValueError(f"it unpacks to {unpacked} bytes, more than {most}; write several files, or np.savez")
+        raise ValueError(
+            f"it unpacks to {unpacked} bytes, more than {most}; write it with np.savez, which does not compress, or in parts"
+        )
     if len(members) > _MAX_ARRAYS:
         raise ValueError(f"it holds {len(members)} arrays, more than {_MAX_ARRAYS}")
 
@@ -105,7 +107,7 @@ def _array(file: IO[bytes], size: int) -> Array:
     array = np.empty(shape, dtype, "F" if fortran else "C")
     left = array.reshape(-1, order="A").view(np.uint8).data if array.nbytes else memoryview(b"")
     while left:
-        count = file.readinto(left)  # type: ignore[attr-defined]
+        count = file.readinto(left[:_PIECE])  # type: ignore[attr-defined]
         if not count:
             raise EOFError(f"{len(left)} bytes are missing")
         left = left[count:]

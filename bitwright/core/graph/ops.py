@@ -273,9 +273,9 @@ def resolve_granularity(
     if isinstance(granularity, PerBlock):
         return granularity.resolve(*block_axes(op_type, attrs, port, shape))
     resolved = granularity.resolve(channel, block)
-    if isinstance(resolved, PerChannel) and shape and resolved.axis is not None and shape[resolved.axis] == 1:
-        return PerTensor()
-    return resolved
+    if isinstance(resolved, PerChannel) and resolved.axis is not None and -len(shape) <= resolved.axis < len(shape):
+        return PerTensor() if shape[resolved.axis] == 1 else resolved
+    return resolved  # an axis that the tensor lacks is refused by name where its scales are counted
 
 
 def _channels_on_several_axes(

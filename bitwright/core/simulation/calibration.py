@@ -7,7 +7,7 @@ batch is undone by putting the old ones into place again; a clean batch costs a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,11 @@ class BatchGate:
         self._channels: list[ConstantChannels | None] = []
         self._batch: Any = None
 
+    @property
+    def next_number(self) -> int:
+        """Number of the batch that starts next; the one that is still open counts."""
+        return self.log.batches + (self._before is not None)
+
     def open(self, batch: Any = None) -> None:
         """A batch starts; one that is still open is closed first."""
         if self._before is not None:
@@ -190,6 +195,23 @@ class BatchGate:
             quantizer.statistics, quantizer.empty = statistics, empty
         for watch, seen in zip(self.watches, self._channels, strict=True):
             watch.seen = seen
+
+
+def refuse_empty(number: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a batch without a sample, of which nothing could be learned.
+
+    Args:
+        number: of the batch.
+        shapes: of its tensors, by name. A batch that holds elements in any of them, as a cache that is still empty has
+            beside its tokens, is no empty one, and scalars tell nothing about it.
+
+    Raises:
+        CalibrationError: no tensor with an axis has an element.
+    """
+    shaped = {name: shape for name, shape in shapes.items() if shape}
+    if shaped and all(0 in shape for shape in shaped.values()):
+        text = ", ".join(f"{name} is {'x'.join(map(str, shape))}" for name, shape in shaped.items())
+        raise CalibrationError(f"batch {number}", f"it holds no sample: {text}", "leave empty batches out of the data")
 
 
 def nested_calibration() -> CalibrationError:

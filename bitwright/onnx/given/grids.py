@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ def stored_constant(node: ir.Node, facts: dict[str, Any], codes: Array) -> tuple
         scale, zero, axis = _folded_parameters(node, facts)
     elif node.op_type != "Cast":
         scale, zero, axis, block = _linear_parameters(node, codes.dtype)
+    _check_fits(node, scale, zero, axis, block, codes.shape)
     where = codes.ndim and axis % codes.ndim
     wide = codes.astype(np.float32)
     if zero is not None:
@@ -99,6 +101,44 @@ def _linear_parameters(node: ir.Node, kind: np.dtype[Any]) -> tuple[Array, Array
     return scale, zero, node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
 
 
+def _check_fits(
+    node: ir.Node, scale: Array, zero: Array | None, axis: int, block: int, shape: Sequence[int | None] | None
+) -> None:
+    """Refuse scales that do not belong to a tensor of ``shape``, of which nothing or single axes may not be known.
+
+    Raises:
+        ModelError: with what does not fit; ONNX Runtime does not load such a quantizer either.
+    """
+
+    def wrong(problem: str) -> ModelError:
+        return ModelError(str(node.name), problem, "quantize the model again, or correct the file: no runtime reads it")
+
+    if zero is not None and zero.size not in (1, scale.size):
+        raise wrong(f"it has {zero.size} zero points and {scale.size} scales")
+    if not scale.size:
+        raise wrong("it has no scale")
+    if block < 0:
+        raise wrong(f"its blocks have {block} elements")
+    if shape is None or not (block or scale.size > 1):
+        return
+    rank = len(shape)
+    if not -rank <= axis < rank:
+        raise wrong(f"its axis is {axis}, and its tensor has {rank} axes")
+    axis %= rank
+    if not block:
+        found, needed = [scale.size], [shape[axis]]
+    else:
+        found = list(scale.shape)
+        needed = [-(-n // block) if i == axis and n is not None else n for i, n in enumerate(shape)]
+    known = len(found) == len(needed) and scale.ndim == (rank if block else 1)
+    if not known or any(n is not None and n != have for have, n in zip(found, needed, strict=True)):
+        text = "x".join("?" if n is None else str(n) for n in shape)
+        kind = f"blocks of {block} along axis {axis}" if block else f"axis {axis}"
+        raise wrong(
+            f"its scales have the shape {list(scale.shape)}, which does not fit {kind} of a tensor of shape {text}"
+        )
+
+
 def written_grid(node: ir.Node) -> Encoding:
     """The grid of a QuantizeLinear or DequantizeLinear."""
     entry = node.inputs[0]
@@ -107,6 +147,8 @@ def written_grid(node: ir.Node) -> Encoding:
     dtype = codes.dtype if third is None and codes is not None else None if third is None else third.dtype
     dtype = dtype or ir.DataType(node.attributes.get_int("output_dtype", 0) or int(ir.DataType.UINT8))
     scale, zero, axis, block = _linear_parameters(node, np.dtype(dtype.numpy()))
+    shape = None if entry is None or entry.shape is None else [n if isinstance(n, int) else None for n in entry.shape]
+    _check_fits(node, scale, zero, axis, block, shape)
     return encoding_of(_written_format(node, dtype), scale, zero, axis, block, rank_of(entry))
 
 

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.graph.constant_channels import ChannelWatch
 from bitwright.core.numerics import statistics
-from bitwright.core.simulation.calibration import BatchGate
+from bitwright.core.simulation.calibration import BatchGate, refuse_empty
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.export.verify.runtime import refusals
@@ -231,10 +231,12 @@ class Calibrator:
 
         Raises:
             ModelError: the batch does not fit the inputs.
-            CalibrationError: the model fails on it, or makes NaN or Inf of it that the gate does not let through.
+            CalibrationError: it holds no sample, or the model fails on it, or makes NaN or Inf of it that the gate does not
+                let through.
         """
         where = f"batch {self.runs}"
         feeds = as_feeds(given, self.specs, where)
+        refuse_empty(self.runs, {name: array.shape for name, array in feeds.items()})
         before = replace(self._bounds)
         if self.gate is not None:
             self.gate.open(feeds)

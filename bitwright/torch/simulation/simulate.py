@@ -16,7 +16,7 @@ import torch
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.health.repair import Repair
-from bitwright.core.simulation.calibration import BatchGate
+from bitwright.core.simulation.calibration import BatchGate, refuse_empty
 from bitwright.core.simulation.occupancy import Lock
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import DerivedBias
@@ -137,6 +137,9 @@ class Simulator(Handler):
             self.lengths, self.longer, self.ranges = {}, {}, {}
         self.told = False
         if self.gate is not None:
+            if given is not None:
+                shapes = {f"input {i}": tuple(t.shape) for i, t in enumerate(tensors_in(given))}
+                refuse_empty(self.gate.next_number, shapes)
             self.gate.open(given)
 
     def part(self, path: str, caller: str | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -67,9 +68,20 @@ def test_damaged_archives_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         archive.writestr("notes.txt", "no array")
     assert "the magic string is not correct" in refused(tmp_path / "c.npz", (tmp_path / "c.npz").read_bytes())
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(1 << 20, np.int8))
-    monkeypatch.setattr(array_files, "MAX_UNPACKED", 1 << 10)
+    monkeypatch.setattr(array_files, "MAX_BEYOND", 1 << 10)
     bomb = (tmp_path / "bomb.npz").read_bytes()
     assert "it unpacks to 1048704 bytes, more than" in refused(tmp_path / "d.npz", bomb)
+
+
+def test_reading_takes_no_memory_beside_the_array(tmp_path: Path) -> None:
+    """A stream that unpacks hands over what it is asked for as one more copy."""
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros(1 << 25, np.int8))
+    tracemalloc.start()
+    try:
+        assert read_archive(tmp_path / "a.npz", CalibrationError)["x"].nbytes == 1 << 25
+        assert tracemalloc.get_traced_memory()[1] < (1 << 25) + (8 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:

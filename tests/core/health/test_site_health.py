@@ -59,13 +59,24 @@ def test_a_simulation_reports_its_sites():
 
 def test_empty_tensors_are_counted():
     assert site_health("s", measure("minmax", np.float32([-1, 2])), empty=2).notes == ("2 empty tensors",)
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    sim = QuantizationSimModel(model, torch.randn(3, 4))
-    sim.compute_encodings([torch.randn(8, 4), torch.zeros(0, 4)])
+
+    class Rows(nn.Module):
+        """A layer on the rows that a condition finds."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 6)
+
+        def forward(self, x):
+            return self.layer(x[x[:, 0] > 0])
+
+    some = torch.cat([torch.randn(8, 4).abs(), -torch.ones(2, 4)])
+    sim = QuantizationSimModel(Rows(), some)
+    sim.compute_encodings([some, -some.abs()])
     found = {health.site: health for health in sim.health()}
-    assert found["0.input[0]"].notes == ("1 empty tensor",) and found["0.input[0]"].count == 32
-    assert found["0.weight"].empty == 0
-    sim.compute_encodings([torch.randn(8, 4)])
+    assert found["layer.input[0]"].notes == ("1 empty tensor",) and found["layer.input[0]"].count == 32
+    assert found["layer.weight"].empty == 0
+    sim.compute_encodings([some])
     assert not any(health.empty for health in sim.health()), "a new calibration starts from nothing"
 
 

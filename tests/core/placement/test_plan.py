@@ -784,6 +784,17 @@ def test_blocks_that_do_not_divide_name_the_weight():
     assert str(caught.value).startswith("0.conv.weight: axis 1 has 3 elements, which blocks of 32 do not divide")
 
 
+@pytest.mark.parametrize("port", ["weight", "input", "output", "bias"])
+@pytest.mark.parametrize("axis", [9, -9, 1 << 40])
+def test_an_axis_that_a_tensor_lacks_is_refused_by_its_name(port, axis):
+    rule = Rule(port=port, format="int8", granularity=PerChannel(axis))
+    if port == "bias":  # its axes follow from the layer
+        assert plan(conv_chain(1), rule).sites["0.conv.bias"]
+        return
+    with pytest.raises(GranularityError, match=rf"^0\.\w+\.{port}.*: axis {axis} does not exist in a tensor of rank 4"):
+        plan(conv_chain(1), rule)
+
+
 @pytest.mark.parametrize(
     "rule, message",
     [

@@ -545,6 +545,43 @@ def test_what_cannot_be_read_is_refused(build):
     assert str(error.value) == REFUSED[build]
 
 
+def _beside_a_matrix(
+    axis: int, scales: int | tuple[int, ...], *, block: int = 0, zeros: int | None = None, activation: bool = False
+) -> onnx.ModelProto:
+    """A product with a quantizer of its weight of shape 8 x 4, or of its input of shape 2 x 4."""
+    n = Net()
+    scale = n.const(np.full(scales, 0.1, np.float32))
+    zero = n.const(np.zeros(scales if zeros is None else zeros, np.uint8))
+    attributes = {"axis": axis, **({"block_size": block} if block else {})}
+    x, w = n.input("x", (2, 8)), n.const(np.ones((8, 4), np.uint8))
+    if activation:
+        codes = n("QuantizeLinear", x, scale, zero, name="q", **attributes)
+        x, w = n("DequantizeLinear", codes, scale, zero, name="dq", **attributes), n.weights(8, 4)
+    else:
+        w = n("DequantizeLinear", w, scale, zero, name="dq", **attributes)
+    return n.model(n("MatMul", x, w, name="mm", out="y"), opset=21)
+
+
+@pytest.mark.parametrize(
+    "model, problem",
+    [
+        (_beside_a_matrix(9, 4), "dq: its axis is 9, and its tensor has 2 axes"),
+        (_beside_a_matrix(-3, 4), "dq: its axis is -3, and its tensor has 2 axes"),
+        (_beside_a_matrix(2, 8), "dq: its axis is 2, and its tensor has 2 axes"),
+        (_beside_a_matrix(9, 8, activation=True), "q: its axis is 9, and its tensor has 2 axes"),
+        (_beside_a_matrix(1, 3), r"dq: its scales have the shape \[3\], which does not fit axis 1 .*of shape 8x4"),
+        (_beside_a_matrix(1, 3, activation=True), r"q: .*\[3\], which does not fit axis 1 of a tensor of shape 2x8"),
+        (_beside_a_matrix(1, 4, zeros=3), "dq: it has 3 zero points and 4 scales"),
+        (_beside_a_matrix(0, (3, 4), block=4), r"dq: .*\[3, 4\], which does not fit blocks of 4 along axis 0"),
+        (_beside_a_matrix(0, 4, block=4), r"dq: .*\[4\], which does not fit blocks of 4 along axis 0"),
+        (_beside_a_matrix(1, 0), "dq: it has no scale"),
+    ],
+)
+def test_scales_that_do_not_belong_to_their_tensor_are_refused(model, problem):
+    with pytest.raises(ModelError, match=problem):
+        QuantizationSimModel(model)
+
+
 def test_operators_on_integers_are_refused_by_name(tmp_path):
     problem = r"cannot be simulated: QLinearConv computes on integers\. Remedy: .*quant_format=QuantFormat\.QDQ"
     with pytest.raises(ModelError, match=problem):

@@ -479,6 +479,7 @@ def test_scans_merge_their_iterations(scheme):
 def test_empty_tensors_are_counted_and_bodies_that_did_not_run_are_not(scheme):
     net, then, other = Net(), Net(), Net()
     h = net("MatMul", net.input("x", ("n", 4)), net.weights(4, 4), name="head")
+    net("Neg", net.input("beside", ("m", 4)), name="neg", out="z")
     choose = net.input("choose", (), BOOL)
     graphs = {
         "then_branch": body(then("MatMul", h, then.weights(4, 4), name="left", out="a"), net=then),
@@ -486,8 +487,8 @@ def test_empty_tensors_are_counted_and_bodies_that_did_not_run_are_not(scheme):
     }
     net("Relu", net("If", choose, name="choice", **graphs), name="last", out="y")
     full, none = np.ones((3, 4), np.float32), np.zeros((0, 4), np.float32)
-    feeds = [{"x": x, "choose": np.array(c)} for x, c in ((full, True), (none, True), (full, False))]
-    sim = QuantizationSimModel(net.model("y"), feeds[0], quant_scheme=scheme)
+    feeds = [{"x": x, "beside": full, "choose": np.array(c)} for x, c in ((full, True), (none, True), (full, False))]
+    sim = QuantizationSimModel(net.model("y", "z"), feeds[0], quant_scheme=scheme)
     sim.compute_encodings(feeds)
     found = {health.site: health.empty for health in sim.health()}
     assert found["head.input[0]"] == found["head.output[0]"] == 1

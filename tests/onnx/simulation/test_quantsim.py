@@ -408,12 +408,21 @@ def test_empty_data(data, problem):
         QuantizationSimModel(net(), DATA[0], threads=1).compute_encodings(data)
 
 
-def test_batches_without_samples_calibrate_nothing(caplog):
+@pytest.mark.parametrize("kind", ["batches", "a callback", "quantize"])
+def test_batches_without_samples_are_refused(kind):
+    none = {"x": np.zeros((0, 3, 8, 8), np.float32)}
     sim = QuantizationSimModel(net(), DATA[0], threads=1)
-    sim.compute_encodings([{"x": np.zeros((0, 3, 8, 8), np.float32)}])
-    assert "calibration never reached" in caplog.text
-    with pytest.raises(CalibrationError, match="calibration never reached this site"):
-        sim.run(DATA[0])
+    refused = pytest.raises(
+        CalibrationError, match="batch 1: it holds no sample: x is 0x3x8x8.*leave empty batches out"
+    )
+    with refused:
+        if kind == "quantize":
+            quantize(net(), [DATA[0], none], recipe=["fold"], progress=False)
+        elif kind == "batches":
+            sim.compute_encodings([DATA[0], none])
+        else:
+            sim.compute_encodings(lambda session: [session.run(None, feeds) for feeds in (DATA[0], none)])
+    assert not sim.calibrated
 
 
 def test_models_without_anything_to_quantize_run():

@@ -538,6 +538,14 @@ def test_no_data(model: Net, batches: list[Tensor]) -> None:
         sim.compute_encodings(lambda m: None)
     with pytest.raises(CalibrationError, match=r"not a list of batches.*compute_encodings\(\[batch\]\)"):
         sim.compute_encodings(batches[0])
+    empty = batches[0][:0]
+    for data in ([batches[0], empty], lambda m: [m(batches[0]), m(empty)]):
+        with pytest.raises(
+            CalibrationError, match=r"batch 1: it holds no sample: input 0 is 0x.*leave empty batches out"
+        ):
+            sim.compute_encodings(data)
+    with pytest.raises(CalibrationError, match="batch 0: it holds no sample"):
+        quantize(model, [empty], progress=False)
     with pytest.raises(
         CalibrationError, match=r"batch 1, in conv: the model fails on it.*batches as the model's forward takes them"
     ):
