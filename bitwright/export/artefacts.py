@@ -44,6 +44,7 @@ from bitwright.runtimes.timing import Ratio
 logger = logging.getLogger("bitwright")
 
 Array = NDArray[Any]
+_WORTH_A_WARNING = 1 << 16  # bytes by which a file is larger than the float model
 SAMPLE_LIMIT = 64 << 20  # bytes of activations kept for `bitwright verify`
 
 
@@ -259,6 +260,7 @@ def write_artefacts(
         write_origin(result.model, origin)
         save_model(result.model, staging / names["qdq"])
         save_model(stripped.model, staging / names["float_model"])
+        notes += _growth(staging, names["qdq"], names["float_model"])
         _forget_weights(result.model)
         records = _records(sim, encodings, tensors, with_bias=encoding_version == "2.0.0")
         marked_tensors = {tensor for several in tensors.values() for tensor in several}
@@ -300,6 +302,22 @@ def write_artefacts(
         logger.info(note)
     paths: dict[str, Any] = {key: folder / name for key, name in names.items()}
     return Exported(**paths, notes=tuple(notes))
+
+
+def _growth(folder: Path, written: str, float_model: str) -> Iterator[str]:
+    """A note on a file that is larger than the float model's, each with the file of its weights if it has one."""
+    large, small = (
+        sum(path.stat().st_size for path in folder.iterdir() if path.name in (name, f"{name}.data"))
+        for name in (written, float_model)
+    )
+    if large > small:
+        text = (
+            f"model: the file has {large} bytes and the float model {small}: its quantizers take more than the integers of "
+            "its weights save"
+        )
+        if large - small > _WORTH_A_WARNING:
+            logger.warning("%s", text)
+        yield text
 
 
 def _named_inputs(model: ir.Model, data: Sequence[Array]) -> dict[str, Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,12 +38,13 @@ from bitwright.algorithms.search.recipe import (
     weight_actions,
 )
 from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metric
+from bitwright.core.graph.ops import op_row
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import NonFinite, Preset, find_preset
 from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.protocols import Undo, sqnr
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import BitwrightError, CalibrationError, ConfigError, checks_arguments
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ModelError, checks_arguments
 from bitwright.export.deployed import measured_if_short
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.files.origin import origin_of
@@ -56,6 +58,7 @@ from bitwright.methods.stem import StemReport, leave_stem_in_float
 from bitwright.report.result import POOR, Reported
 
 logger = logging.getLogger("bitwright")
+_SHOWN = 3  # kinds of operators, or reasons, that an error names
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ def quantize(
     progress: bool = True,
     non_finite: NonFinite = "error",
     allow_unreached: bool = True,
+    allow_float: bool = False,
     repair: str | None = None,
     held_out: Iterable[Any] | None = None,
     poor_below: float = POOR,
@@ -160,6 +164,8 @@ def quantize(
             :meth:`QuantizationSimModel.compute_encodings`.
         allow_unreached: leave sites that no batch reached in float and name them in a warning; otherwise they are an error
             as soon as calibration shows them. Weights need no data: they are quantized in either case.
+        allow_float: go on with a model of which no layer is quantized, with a warning; otherwise that is an error. Rules of a
+            ``config_file`` may leave all in float without it.
         repair: ``"saturation"`` gives 7-bit weights to the layers whose products saturate on CPUs without VNNI, and to no
             others; ``result.repair`` has accuracy before and after.
         held_out: batches that judge, as far from ``data`` as what the model will see: other recordings, other days. Nothing is
@@ -176,7 +182,7 @@ def quantize(
         ConfigError: a recipe that cannot work, or stands beside an effort; no such effort;
             or a ``filename_prefix`` that cannot begin the names of files.
         KeyboardInterrupt: Ctrl-C, at any step; ``model`` and an earlier export in ``path`` are as they were.
-        ModelError: the model cannot be read or run, or a batch does not fit.
+        ModelError: the model cannot be read or run, a batch does not fit, or no layer can be quantized.
     """
     pipeline = pipeline_of(model, providers, memory_budget)
     check_weight_only(weight_only)
@@ -188,6 +194,7 @@ def quantize(
     job = _Job(
         pipeline, recipe, effort, config_file, quant_scheme, target, metric, lower_is_better, on_harm,
         providers=providers, non_finite=non_finite, allow_unreached=allow_unreached, progress=progress,
+        allow_float=allow_float or config_file is not None,
     )  # fmt: skip
     steps = job.steps(preset)
     first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
@@ -242,7 +249,7 @@ class _Job:
     Attributes:
         pipeline: the model.
         recipe, effort, config_file, quant_scheme, target, metric, lower_is_better, on_harm: as for :func:`quantize`.
-        providers, non_finite, allow_unreached, progress: the same.
+        providers, non_finite, allow_unreached, allow_float, progress: the same.
         first, batches: the example input, and the calibration data.
         chosen: the part of it that calibration and methods see.
         judge: who rates simulations by the rest.
@@ -261,6 +268,7 @@ class _Job:
     providers: Any
     non_finite: NonFinite
     allow_unreached: bool
+    allow_float: bool
     progress: bool
     first: Any = None
     batches: Iterable[Any] = ()
@@ -336,6 +344,7 @@ class _Job:
             providers=self.providers,
             non_finite=self.non_finite,
             allow_unreached=self.allow_unreached,
+            allow_float=self.allow_float,
             progress=self.progress,
             judge=self.judge,
         )
@@ -461,7 +470,7 @@ class _Methods:
         rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
         target: whose slow first convolutions are left in float; ``None`` where the user's own rules say what is quantized.
         keep_float: whether a step asks for the float model.
-        providers, non_finite, allow_unreached, progress: as for :func:`quantize`.
+        providers, non_finite, allow_unreached, allow_float, progress: as for :func:`quantize`.
         folds: what the last folding did.
         float_model: the model from before the simulation; ``None`` if no step asks.
         stem: which first convolutions the last simulation leaves in float.
@@ -481,6 +490,7 @@ class _Methods:
     providers: Any
     non_finite: NonFinite
     allow_unreached: bool
+    allow_float: bool
     progress: bool
     judge: Judge
     folds: FoldReport = field(default_factory=FoldReport)
@@ -542,6 +552,7 @@ class _Methods:
     def _placed(self, work: Any) -> Any:
         """A simulation that is not calibrated yet."""
         sim = self.pipeline.simulation(work, self.first, self.rules)
+        check_layers(sim, self.allow_float)
         if self.target is not None:
             self.stem = leave_stem_in_float(sim, self.target)
         return sim
@@ -622,6 +633,34 @@ def _widen_options() -> Options:
     from bitwright.algorithms.search.widen import widen
 
     return keyword_options(widen, bound=("times",))
+
+
+def check_layers(sim: Any, allow_float: bool) -> None:
+    """Refuse a simulation in which nothing that multiplies with weights, or activations with each other, is quantized.
+
+    Raises:
+        ModelError: it is one; with what the model has instead, or why its layers are in float.
+    """
+    layers = {op.name for op in sim.graph.ops if op_row(op.type).kind == "compute"}
+    if any(site.enabled and (site.role == "weight" or site.op in layers) for site in sim.quantizers.values()):
+        return
+    if layers:
+        reasons = Counter(row.how for row in sim.coverage() if row.status == "float")
+        problem = f"no layer of the model is quantized; of its tensors, {_counted(reasons)}"
+    else:
+        kinds = Counter(op.type for op in sim.graph.ops)
+        problem = f"the model has no layer that could be quantized; its operators are {_counted(kinds)}"
+    if not allow_float:
+        raise ModelError(
+            "quantize", problem, "leave it in float; allow_float=True (--allow-float) goes on with it as it is"
+        )
+    logger.warning("%s: the files hold the float model", problem)
+
+
+def _counted(names: Counter[str]) -> str:
+    """The most frequent of ``names``, with their numbers."""
+    shown = ", ".join(f"{count} {name}" for name, count in names.most_common(_SHOWN))
+    return shown + (", ..." if len(names) > _SHOWN else "")
 
 
 def _measured(pipeline: Pipeline, sim: Any, metric: Callable[[Any], float] | None) -> float:

@@ -61,6 +61,7 @@ def quantize_model(
     allow_unreached: Annotated[
         bool, typer.Option(help="Leave what no batch reached in float, instead of refusing it.")
     ] = True,
+    allow_float: Annotated[bool, typer.Option(help="Go on with a model of which no layer is quantized.")] = False,
     weight_only: Annotated[
         str,
         typer.Option(
@@ -182,6 +183,7 @@ def quantize_model(
             target=target,
             non_finite=policy,
             allow_unreached=allow_unreached,
+            allow_float=allow_float,
             memory_budget=None if memory_budget is None else memory_budget << 20,
             repair=repair,
             held_out=rating,

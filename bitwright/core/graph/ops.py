@@ -144,6 +144,11 @@ OPS: dict[str, OpRow] = {
     # one layer in one direction: X, W, R, B, sequence_lens, initial_h, initial_c, P, and what only torch has:
     # a projection and a second bias
     **dict.fromkeys(CELLS, _RECURRENT),
+    # trees compare what they read with stored numbers
+    **dict.fromkeys(
+        ("ai.onnx.ml::TreeEnsemble", "ai.onnx.ml::TreeEnsembleClassifier", "ai.onnx.ml::TreeEnsembleRegressor"),
+        OpRow("float", activations=(0,), exact={0: "identity"}),
+    ),
     # one call in torch that the front end takes apart; listed in float where it could not
     "Attention": OpRow("float"),
 }

@@ -75,5 +75,6 @@ WITHOUT = frozenset(
     eq ne Equal long int ArgMax ArgMin argmax argmin argsort TopK Sort
     Transpose Slice Split Expand Tile DepthToSpace SpaceToDepth Gather GatherElements GatherND Flip Roll Unfold ChannelShuffle
     Compress Trilu Diagonal MaxUnpool
+    ai.onnx.ml::TreeEnsemble ai.onnx.ml::TreeEnsembleClassifier ai.onnx.ml::TreeEnsembleRegressor
     """.split()
 )

@@ -30,6 +30,7 @@ _PLAIN = frozenset(
 _LARGE = 1 << 16  # bytes of a tensor that is kept out of the message
 # Tags of fields in onnx.proto, whose wire type is 2 (a length and so many bytes).
 _MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_RAW_DATA = b"\x3a", b"\x2a", b"\x4a"
+_KEEP_SHAPES = ("QuantizeLinear", "DequantizeLinear")
 # Protobuf refuses files of 2 GiB; larger models keep their tensors in a second file.
 _ONE_FILE_LIMIT = 3 << 29
 
@@ -85,6 +86,7 @@ def save_in_one_file(model: ir.Model, path: Path) -> None:
             value.const_value = _in_memory(value)
         proto = ir.to_proto(model)
         restore_types(proto)
+        _drop_inferred(proto)
     finally:
         for value, tensor in zip((*values, *inner), kept, strict=True):
             value.const_value = tensor
@@ -100,6 +102,17 @@ def save_in_one_file(model: ir.Model, path: Path) -> None:
         file.write(graph)
         for head in heads:
             _write_tensor(file, *head)
+
+
+def _drop_inferred(proto: onnx.ModelProto) -> None:
+    """Do not state the shapes of what quantizers make, which are those of what they read: they double what a file states."""
+    made = {
+        name for node in proto.graph.node if node.op_type in _KEEP_SHAPES and not node.domain for name in node.output
+    }
+    if made:
+        kept = [info for info in proto.graph.value_info if info.name not in made]
+        del proto.graph.value_info[:]
+        proto.graph.value_info.extend(kept)
 
 
 def save_in_two_files(model: ir.Model, path: Path) -> None:

@@ -46,6 +46,8 @@ from bitwright.export.qdq.stored import FLOAT8, HALVES, INTEGERS, check_shape, e
 
 METADATA = "bitwright"  # key of the node metadata that tells what a quantizer is, and of the model's: who wrote it
 D = ir.DataType
+_USUAL: dict[str, Any] = {"role": None, "scale": None, "entry": None, "axis": None, "perm": [], "pooled": 0}
+_LONGEST = 32  # characters of the name of a tensor that an export adds, where it is a path
 # The opset whose QuantizeLinear and DequantizeLinear know a type; 13 knows 8 bits per channel.
 _SINCE = {**dict.fromkeys((D.INT4, D.UINT4, D.INT16, D.UINT16), 21), **dict.fromkeys(FLOAT8.values(), 19)}
 
@@ -97,7 +99,7 @@ class Builder:
 
     def initializer_of(self, base: str, tensor: ir.Tensor | ir.ExternalTensor) -> ir.Value:
         """The same of a tensor, which takes on the name."""
-        tensor.name = name = self.names.value(base)
+        tensor.name = name = self.names.value(_short(base))
         value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         self.graph.register_initializer(value)
         return value
@@ -105,8 +107,9 @@ class Builder:
     def emit(
         self, place: Place, op: str, inputs: Sequence[ir.Value], name: str, dtype: ir.DataType, **attributes: int
     ) -> ir.Value:
-        """A new node at ``place``; its output is named ``name`` (or nearly), shaped like its first input."""
-        node = ir.Node("", op, inputs, name=self.names.node(f"{name}/{op}"))
+        """A new node at ``place``; it and its output are named ``name`` (or nearly), its output is shaped like its first input."""
+        name = _short(name)
+        node = ir.Node("", op, inputs, name=self.names.node(name))
         set_attributes(node, attributes)
         value = node.outputs[0]
         value.name, value.type = self.names.value(name), ir.TensorType(dtype)
@@ -125,7 +128,7 @@ class Builder:
         node.resize_inputs(len(inputs))
         for i, value in enumerate(inputs):
             node.replace_input_with(i, value)
-        node.name = name or self.names.node(f"{node.outputs[0].name}/{op}")
+        node.name = name or self.names.node(str(node.outputs[0].name))
         self.own.add(node)
 
     def take_over(self, node: ir.Node, last: ir.Value) -> None:
@@ -154,9 +157,17 @@ def set_attributes(node: ir.Node, attributes: dict[str, int]) -> None:
         node.attributes.add(ir.AttrInt64(key, number))
 
 
+def _short(name: str) -> str:
+    """A name of a new tensor: of a long path its end, as each is written a dozen times and would outweigh small weights."""
+    return name if len(name) <= _LONGEST or "/" not in name else name[-_LONGEST:].partition("/")[2] or name[-_LONGEST:]
+
+
 def note_metadata(node: ir.Node, **facts: object) -> None:
-    """Write what a quantizer is onto the node that ends it, as JSON, where verification finds it."""
-    node.metadata_props[METADATA] = json.dumps(facts)
+    """Write what a quantizer is onto the node that ends it, as JSON, where verification finds it; what is usual is left out."""
+    told = {key: fact for key, fact in facts.items() if fact != _USUAL.get(key, facts)}
+    if told.get("scale", "") == _own_scale(node):
+        del told["scale"]
+    node.metadata_props[METADATA] = json.dumps(told, separators=(",", ":"))
 
 
 def read_metadata(node: ir.Node) -> dict[str, Any] | None:
@@ -174,7 +185,13 @@ def read_metadata(node: ir.Node) -> dict[str, Any] | None:
         pooled = int(facts.get("pooled", 0))
     except (ValueError, TypeError, KeyError) as error:
         raise damaged_metadata(node) from error
-    return {**dict.fromkeys(("role", "scale", "entry")), **facts, "places": places, "pooled": pooled}
+    return {**_USUAL, "scale": _own_scale(node), **facts, "places": places, "pooled": pooled}
+
+
+def _own_scale(node: ir.Node) -> str | None:
+    """Name of the scale that ``node`` reads, if it is a DequantizeLinear."""
+    scale = node.inputs[1] if node.op_type == "DequantizeLinear" and len(node.inputs) > 1 else None
+    return None if scale is None else str(scale.name)
 
 
 def damaged_metadata(node: ir.Node) -> ExportError:

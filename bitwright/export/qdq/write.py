@@ -220,7 +220,7 @@ def _tidy(w: Writing) -> None:
             axis=written.axis,
             entry=written.entry.name if written.entry is not None else None,
             perm=list(written.perm),
-            **({"pooled": written.pooled} if written.pooled else {}),
+            pooled=written.pooled,
         )
     close(w.model)
     w.model.metadata_props[METADATA] = "qdq"  # a model may have no quantizer to tell it by

@@ -110,33 +110,34 @@ def _check_fits(
         ModelError: with what does not fit; ONNX Runtime does not load such a quantizer either.
     """
 
-    def wrong(problem: str) -> ModelError:
-        return ModelError(str(node.name), problem, "quantize the model again, or correct the file: no runtime reads it")
+    problem = _misfit(scale, zero, axis, block, shape)
+    if problem:
+        raise ModelError(str(node.name), problem, "quantize the model again, or correct the file: no runtime reads it")
 
-    if zero is not None and zero.size not in (1, scale.size):
-        raise wrong(f"it has {zero.size} zero points and {scale.size} scales")
+
+def _misfit(scale: Array, zero: Array | None, axis: int, block: int, shape: Sequence[int | None] | None) -> str:
     if not scale.size:
-        raise wrong("it has no scale")
+        return "it has no scale"
+    if zero is not None and zero.size not in (1, scale.size):
+        return f"it has {zero.size} zero points and {scale.size} scales"
     if block < 0:
-        raise wrong(f"its blocks have {block} elements")
-    if shape is None or not (block or scale.size > 1):
-        return
+        return f"its blocks have {block} elements"
+    return "" if shape is None or not (block or scale.size > 1) else _wrong_length(scale, axis, block, shape)
+
+
+def _wrong_length(scale: Array, axis: int, block: int, shape: Sequence[int | None]) -> str:
     rank = len(shape)
     if not -rank <= axis < rank:
-        raise wrong(f"its axis is {axis}, and its tensor has {rank} axes")
+        return f"its axis is {axis}, and its tensor has {rank} axes"
     axis %= rank
-    if not block:
-        found, needed = [scale.size], [shape[axis]]
-    else:
-        found = list(scale.shape)
+    needed: list[int | None] = [shape[axis]]
+    if block:
         needed = [-(-n // block) if i == axis and n is not None else n for i, n in enumerate(shape)]
-    known = len(found) == len(needed) and scale.ndim == (rank if block else 1)
-    if not known or any(n is not None and n != have for have, n in zip(found, needed, strict=True)):
-        text = "x".join("?" if n is None else str(n) for n in shape)
-        kind = f"blocks of {block} along axis {axis}" if block else f"axis {axis}"
-        raise wrong(
-            f"its scales have the shape {list(scale.shape)}, which does not fit {kind} of a tensor of shape {text}"
-        )
+    if scale.ndim == len(needed) and all(n in (None, have) for have, n in zip(scale.shape, needed, strict=True)):
+        return ""
+    text = "x".join("?" if n is None else str(n) for n in shape)
+    kind = f"blocks of {block} along axis {axis}" if block else f"axis {axis}"
+    return f"its scales have the shape {list(scale.shape)}, which does not fit {kind} of a tensor of shape {text}"
 
 
 def written_grid(node: ir.Node) -> Encoding:

@@ -7,7 +7,7 @@ knows what they meant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ _TRAINING_OPSET = 14  # from which on an attribute says what the number of outpu
 _END = 1 << 31
 
 
-class _Pen:
+class Pen:
     """Writes operators in front of one node, each reading the one before."""
 
     def __init__(self, model: ir.Model, names: Names, node: ir.Node) -> None:
@@ -35,18 +35,36 @@ class _Pen:
         """A float attribute of the node."""
         return self.node.attributes.get_float(name, default)
 
-    def constant(self, array: NDArray[Any]) -> ir.Value:
-        name = self.names.value(f"{self.node.outputs[0].name}_constant")
+    def constant(self, array: NDArray[Any], name: str = "") -> ir.Value:
+        """A new initializer."""
+        name = self.names.value(name or f"{self.node.outputs[0].name}_constant")
         tensor = ir.Tensor(array, name=name)
         value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         self.model.graph.register_initializer(value)
         return value
 
-    def then(self, op: str, *others: NDArray[Any], **attributes: Sequence[int]) -> _Pen:
-        """One more operator; ``others`` are its further inputs."""
-        inputs = [self.value, *map(self.constant, others)]
+    def then(
+        self,
+        op: str,
+        *others: NDArray[Any],
+        floats: Mapping[str, float | Sequence[float]] | None = None,
+        strings: Mapping[str, str] | None = None,
+        **attributes: Sequence[int],
+    ) -> Pen:
+        """One more operator; ``others`` are its further inputs, constants all."""
         attrs = [ir.AttrInt64s(key, tuple(numbers)) for key, numbers in attributes.items()]
-        step = ir.Node("", op, inputs, attrs, name=self.names.node(f"{self.node.name}/{op}"))
+        for key, number in (floats or {}).items():
+            single = isinstance(number, (int, float))
+            attrs.append(ir.AttrFloat32(key, number) if single else ir.AttrFloat32s(key, number))  # type: ignore[arg-type]
+        attrs += [ir.AttrString(key, text) for key, text in (strings or {}).items()]
+        return self._step(op, [self.value, *map(self.constant, others)], attrs)
+
+    def with_value(self, op: str, other: ir.Value) -> Pen:
+        """One more operator, which reads another value of the graph too."""
+        return self._step(op, [self.value, other], [])
+
+    def _step(self, op: str, inputs: Sequence[ir.Value], attributes: Sequence[ir.Attr]) -> Pen:
+        step = ir.Node("", op, inputs, attributes, name=self.names.node(f"{self.node.name}/{op}"))
         step.outputs[0].name = self.names.value(f"{self.node.outputs[0].name}_{op.lower()}")
         assert self.node.graph is not None
         self.node.graph.insert_before(self.node, step)
@@ -54,35 +72,36 @@ class _Pen:
         self.value.type = self.node.outputs[0].type
         return self
 
-    def scaled(self, factor: float) -> _Pen:
+    def scaled(self, factor: float) -> Pen:
+        """A product with a number."""
         return self.then("Mul", np.asarray(factor, np.float32))
 
 
-def _image_scaler(pen: _Pen) -> None:
+def _image_scaler(pen: Pen) -> None:
     bias = np.asarray(pen.node.attributes.get_floats("bias", (0.0,)), np.float32)
     pen.scaled(pen.number("scale", 1.0)).then("Add", bias.reshape(1, -1, 1, 1))
 
 
-def _affine(pen: _Pen) -> None:
+def _affine(pen: Pen) -> None:
     pen.scaled(pen.number("alpha", 1.0)).then("Add", np.asarray(pen.number("beta", 0.0), np.float32))
 
 
-def _scaled_tanh(pen: _Pen) -> None:
+def _scaled_tanh(pen: Pen) -> None:
     pen.scaled(pen.number("beta", 1.0)).then("Tanh").scaled(pen.number("alpha", 1.0))
 
 
-def _parametric_softplus(pen: _Pen) -> None:
+def _parametric_softplus(pen: Pen) -> None:
     pen.scaled(pen.number("beta", 1.0)).then("Softplus").scaled(pen.number("alpha", 1.0))
 
 
-def _crop(pen: _Pen) -> None:
+def _crop(pen: Pen) -> None:
     left, top, right, bottom = pen.node.attributes.get_ints("border", (0, 0, 0, 0))
     size = pen.node.attributes.get_ints("scale", ())
     ends = [top + size[0], left + size[1]] if len(size) == 2 else [-bottom or _END, -right or _END]
     pen.then("Slice", axes=[2, 3], starts=[top, left], ends=ends)
 
 
-_REWRITES: dict[str, Callable[[_Pen], None]] = {
+_REWRITES: dict[str, Callable[[Pen], None]] = {
     "ImageScaler": _image_scaler,
     "Affine": _affine,
     "ScaledTanh": _scaled_tanh,
@@ -105,13 +124,13 @@ def rewrite_dropped(model: ir.Model, opset: int) -> list[str]:
         return []
     names = Names(model)
     for node in nodes:
-        pen = _Pen(model, names, node)
+        pen = Pen(model, names, node)
         _REWRITES[node.op_type](pen)
-        _take_place(model, node, pen.value)
+        take_place(model, node, pen.value)
     return sorted({node.op_type for node in nodes})
 
 
-def _take_place(model: ir.Model, node: ir.Node, made: ir.Value) -> None:
+def take_place(model: ir.Model, node: ir.Node, made: ir.Value) -> None:
     """Let ``made`` be what ``node`` made, under its name."""
     old = node.outputs[0]
     move_uses(old, made)

@@ -8,6 +8,7 @@ What is done, in this order; none of it changes the function, the inputs, the ou
 2. functions of the model are inlined, and opset 7 becomes 8, in which every operator of it means the same;
 3. ``Constant`` nodes become initializers;
 4. names of nodes, and of values inside the bodies of If, Loop and Scan, become unique;
+   operators that ONNX Runtime's optimizer wrote become those of the standard;
 5. nodes are put into execution order where they are not;
 6. bidirectional RNN, GRU and LSTM nodes become one node per direction;
 7. what no iteration of a Loop or Scan changes is read from outside its body;
@@ -40,6 +41,7 @@ from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import from_proto, has_map, is_tensor, note_type
 from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
 from bitwright.onnx.model.legacy import drop_ignored_biases
+from bitwright.onnx.model.optimized import undo_optimizations
 from bitwright.onnx.model.recurrent import drop_unchanged_states, split_directions
 from bitwright.onnx.model.session import weights
 from bitwright.onnx.model.untrusted import (
@@ -130,6 +132,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
         stamp_opset(copy, opset)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
     _name_uniquely(copy, notes)
+    notes += undo_optimizations(copy, opset, clone_model)
     _order(copy, site, notes)
     _split_directions(copy, notes)
     drop_unchanged_states(copy)

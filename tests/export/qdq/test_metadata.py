@@ -18,8 +18,21 @@ def test_notes_are_read_as_they_were_written() -> None:
     assert read_metadata(noted) is None
     note_metadata(noted, places=[("conv.weight", 0)], role="weight", scale=None)
     facts = read_metadata(noted)
-    unset = {"scale": None, "entry": None, "pooled": 0}
+    unset = {"scale": None, "entry": None, "axis": None, "perm": [], "pooled": 0}
     assert facts == {"places": [["conv.weight", 0]], "role": "weight", **unset}
+    assert noted.metadata_props[METADATA] == '{"places":[["conv.weight",0]],"role":"weight"}', (
+        "what is usual is left out"
+    )
+
+
+def test_the_scale_that_the_operator_reads_is_not_written_again() -> None:
+    noted = ir.Node("", "DequantizeLinear", [ir.Value(name="x"), ir.Value(name="s")], name="x_dq")
+    note_metadata(noted, places=[("a", 0)], role="activation", scale="s", axis=1)
+    assert "scale" not in noted.metadata_props[METADATA]
+    facts = read_metadata(noted)
+    assert facts is not None and facts["scale"] == "s" and facts["axis"] == 1
+    note_metadata(noted, places=[("a", 0)], role="activation", scale="other")
+    assert (read_metadata(noted) or {})["scale"] == "other"
 
 
 @pytest.mark.parametrize(

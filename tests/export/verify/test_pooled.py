@@ -89,7 +89,7 @@ def test_damaged_notes_are_an_error(number: str) -> None:
     model, values, _ = file_and_values()
     for node in model.graph:
         text = node.metadata_props.get(METADATA, "")
-        node.metadata_props[METADATA] = text.replace('"pooled": 1', f'"pooled": {number}')
+        node.metadata_props[METADATA] = text.replace('"pooled":1', f'"pooled":{number}')
     with pytest.raises(ExportError, match="damaged"):
         verify_layers(model, values, FEEDS)
 

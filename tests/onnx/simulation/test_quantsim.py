@@ -518,6 +518,27 @@ def test_an_accumulator_that_overflows_is_named_and_the_remedies_work(remedy: st
         assert "16 bits" not in row.reason
 
 
+def test_a_file_that_is_larger_than_float_says_so_and_long_names_do_not_make_it_so(tmp_path, caplog):
+    n, layers = Net(7), 40
+    h = n.input("x", (1, 4, 8, 8))
+    for i in range(layers):
+        path = f"StatefulPartitionedCall/detector_of_something_or_other/block_{i}"
+        h = n("Sigmoid", n.conv(h, 4, 4, k=1, name=f"{path}/conv", bias=False), name=f"{path}/act", out=f"{path}/act:0")
+    sim = QuantizationSimModel(n.model(h), threads=1)
+    sim.compute_encodings(progress=False)
+    exported = sim.export(tmp_path, "net")
+    added = exported.qdq.stat().st_size - exported.float_model.stat().st_size
+    assert added < 2 * layers * 900, "two quantizers and one weight of 16 numbers per layer"
+    assert f"the file has {exported.qdq.stat().st_size} bytes and the float model" in exported.notes[-1]
+    names = [value for node in onnx.load(exported.qdq).graph.node for value in node.output]
+    assert len(set(names)) == len(names) and all(f"{path}/conv.out" not in name for name in names if name.endswith("q"))
+    assert sim.verify().ok
+    large = Net()
+    sim = QuantizationSimModel(large.model(large("MatMul", large.input("x", (1, 64)), large.weights(64, 64), out="y")))
+    sim.compute_encodings(progress=False)
+    assert not any("the file has" in note for note in sim.export(tmp_path, "large").notes)
+
+
 def test_tensors_that_are_named_like_what_we_add_stay_the_models_own(tmp_path):
     """The user's names win: the same model under names of ours gives the same numbers in simulation and file."""
     n = Net(7)
@@ -525,7 +546,7 @@ def test_tensors_that_are_named_like_what_we_add_stay_the_models_own(tmp_path):
     plain = n.model(n.conv(y, 4, 4, name="d", out="y"))
     ours = {
         "x": "c.weight_q", "c.weight": "x_q", "c.bias": "h_scale", "made": "x_dq", "h": "x_zero_point",
-        "d.weight": "h_q", "d.bias": "h_dq", "y": "x_scale", "c": "x_q/QuantizeLinear", "d": "x_dq/DequantizeLinear",
+        "d.weight": "h_q", "d.bias": "h_dq", "y": "x_scale", "c": "x_q", "d": "x_dq",
     }  # fmt: skip
     renamed = onnx.ModelProto()
     renamed.CopyFrom(plain)
