@@ -30,6 +30,7 @@ from bitwright.export.files.onnx_file import save_model
 from bitwright.export.files.origin import write_origin
 from bitwright.export.files.spooled import Spooled
 from bitwright.export.files.value_types import load
+from bitwright.export.opsets import bring_to, check_versions
 from bitwright.export.qdq.markers import strip_sites
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.write import QdqResult, to_qdq
@@ -210,6 +211,8 @@ def write_artefacts(
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
     every_tensor: bool = False,
+    opset: int | None = None,
+    ir_version: int | None = None,
     notes: Sequence[str] = (),
     data: Sequence[Array],
     samples: Callable[[QdqResult, int | None], Samples] | None,
@@ -228,6 +231,7 @@ def write_artefacts(
             :func:`bitwright.export.recurrent.write.write_recurrent`;
             the float model has the operators.
         every_tensor: whether tensors that only carry elements of others have entries in the encodings file too.
+        opset, ir_version: of the written files; see :func:`bitwright.export.opsets.bring_to`.
         notes: what there is to say about ``marked`` beside what is found here.
         data: the example input, for the manifest's fingerprint.
         samples: gives what the simulation computes on the first so many samples of the example, or on all of them; fewer
@@ -238,10 +242,14 @@ def write_artefacts(
         ExportError, EncodingsError: see :func:`bitwright.export.qdq.write.to_qdq`; the folder cannot be written.
     """
     check_destination(path, prefix)
+    check_versions(opset, ir_version)
     form = recurrent_form(sim, recurrent, target)
     written = write_recurrent(marked, form)
     stripped = strip_sites(restore_native(marked))
     result = to_qdq(written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target)
+    if opset is not None or ir_version is not None:
+        for written_model in (result.model, stripped.model):
+            bring_to(written_model, opset, ir_version)
     tensors = _tensors_of(sim, stripped.tensors)
     notes = [*notes, *_steps(sim, form, recurrent, target), *_told(sim, result, encodings, tensors)]
     folder = Path(path)
@@ -292,6 +300,7 @@ def write_artefacts(
             "weight_only": weight_only,
             "target": target,
             "prefix": prefix,
+            **({} if opset is None else {"opset": opset}),
             **quantizer_args(sim),
             **_health(sim),
         }

@@ -48,6 +48,7 @@ from bitwright.errors import BitwrightError, CalibrationError, ConfigError, Mode
 from bitwright.export.deployed import measured_if_short
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.files.origin import origin_of
+from bitwright.export.opsets import check_versions
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
 from bitwright.methods import bias, channels, rounding
@@ -120,6 +121,8 @@ def quantize(
     filename_prefix: str = "model",
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
+    opset: int | None = None,
+    ir_version: int | None = None,
     benchmark: bool = False,
     measure_speed: bool = True,
     progress: bool = True,
@@ -155,6 +158,7 @@ def quantize(
         filename_prefix: stem of the files.
         weight_only, target: as for :meth:`QuantizationSimModel.export`. Without a ``config_file`` the target also says what is
             simulated: first convolutions of large images that it computes faster in float stay so, ``result.stem``.
+        opset, ir_version: of the files, as for :meth:`QuantizationSimModel.export`.
         benchmark: measure the files beside the float model, see :meth:`QuantizationSimModel.benchmark`.
         measure_speed: run the files that were written beside the float model, and warn where they are slower on this machine;
             ``result.exported.speed``. It takes about a second at most: files of more than 64 MiB, and those of which one
@@ -187,6 +191,7 @@ def quantize(
     pipeline = pipeline_of(model, providers, memory_budget)
     check_weight_only(weight_only)
     check_repair(repair)
+    check_versions(opset, ir_version)
     find_target(target)
     if path is not None:
         check_destination(path, filename_prefix)
@@ -201,7 +206,8 @@ def quantize(
     metrics = {} if metric is None else {"float": checked_metric("float", pipeline.rate_float(metric))}
     reference = pipeline.float_outputs(first) if repair is not None and metric is None else None
     job.take(first, batches, held_out, steps, metrics.get("float"))
-    done, plain, tried = job.best(preset, poor_below, fallback)
+    sixteen = opset is None or opset >= 21  # quantizers of 16 bits came with it
+    done, plain, tried = job.best(preset, poor_below, fallback and sixteen)
     sim, report, methods = done.sim, done.report, done.methods
     sim.origin = origin_of(done.preset, map(attrgetter("name"), steps), first, sim.calibration_log)
     form = {"weight_only": weight_only, "target": target}
@@ -213,7 +219,8 @@ def quantize(
         known = None if repaired is not None and repaired.narrowed else report.metric
         found = pipeline.rate(sim, metric) if known is None else known
         metrics["quantized"] = checked_metric("quantized", found)
-    write = partial(pipeline.export, sim, prefix=filename_prefix, first=first, **form)
+    versions: dict[str, Any] = {"opset": opset, "ir_version": ir_version}
+    write = partial(pipeline.export, sim, prefix=filename_prefix, first=first, **form, **versions)
     exported = _written(write, path, target if measure_speed else None)
     measured = sim.benchmark(**form) if benchmark else None
     rating = methods.rated(sim) if repaired is not None and repaired.narrowed else done.rating

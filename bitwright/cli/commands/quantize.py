@@ -70,6 +70,12 @@ def quantize_model(
         ),
     ] = "exact",
     target: Annotated[str, typer.Option(help="Runtime that the files are for: see `bitwright presets`.")] = "ort_cpu",
+    opset: Annotated[
+        int | None, typer.Option(help="Of the written files, for compilers that read older ones; 21 by default.")
+    ] = None,
+    ir_version: Annotated[
+        int | None, typer.Option(help="Of the written files; that of the opset by default.", show_default=False)
+    ] = None,
     file_format: Annotated[
         str | None,
         typer.Option("--format", help="onnx or tflite; tflite is short for --target litert.", show_default=False),
@@ -181,6 +187,8 @@ def quantize_model(
             filename_prefix=stem,
             weight_only=weight_only,  # type: ignore[arg-type]
             target=target,
+            opset=opset,
+            ir_version=ir_version,
             non_finite=policy,
             allow_unreached=allow_unreached,
             allow_float=allow_float,

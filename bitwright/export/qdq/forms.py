@@ -107,7 +107,7 @@ class Builder:
     def emit(
         self, place: Place, op: str, inputs: Sequence[ir.Value], name: str, dtype: ir.DataType, **attributes: int
     ) -> ir.Value:
-        """A new node at ``place``; it and its output are named ``name`` (or nearly), its output is shaped like its first input."""
+        """A new node at ``place``; it and its output are named ``name`` (or nearly), the output shaped like its first input."""
         name = _short(name)
         node = ir.Node("", op, inputs, name=self.names.node(name))
         set_attributes(node, attributes)

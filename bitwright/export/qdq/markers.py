@@ -41,7 +41,7 @@ class Names:
     def __init__(self, model: ir.Model) -> None:
         self._values: set[str] = set()
         self._nodes: set[str] = set()
-        self._next: dict[str, int] = {}
+        self._next: dict[tuple[int, str], int] = {}
         for graph in model.graphs():
             self._values.update(v.name for v in (*graph.inputs, *graph.initializers.values()) if v.name)
         for node in model.graph.all_nodes():
@@ -57,11 +57,12 @@ class Names:
         return self._free(base, self._nodes)
 
     def _free(self, base: str, taken: set[str]) -> str:
-        name, count = base, self._next.get(base, 0)
+        name, counter = base, (id(taken), base)
+        count = self._next.get(counter, 0)
         while name in taken:
             count += 1
             name = f"{base}_{count}"
-        self._next[base] = count
+        self._next[counter] = count
         taken.add(name)
         return name
 

@@ -387,6 +387,8 @@ class QuantizationSimModel(Tabular):
         target: str = DEFAULT_TARGET,
         format: FileFormat | None = None,
         every_tensor: bool = False,
+        opset: int | None = None,
+        ir_version: int | None = None,
         samples: bool = True,
         measure_speed: bool = False,
     ) -> Exported:
@@ -417,6 +419,8 @@ class QuantizationSimModel(Tabular):
             format: ``"tflite"`` is short for ``target="litert"``, which writes ``<prefix>.tflite`` beside the ONNX files.
             every_tensor: also write encodings of tensors that only carry elements of quantized ones (max pools, reshapes, ...),
                 for compilers that want an entry for every tensor.
+            opset, ir_version: of the ONNX files, for compilers that read older ones: down to what the operators and formats of
+                the model allow, and an error that names the operator where not. By default opset 21, or the model's newer one.
             samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
             measure_speed: run the files beside the float model for about a second, and warn where they are slower on this
                 machine; ``exported.speed`` has the ratio. Off by default: it takes as long as some small exports.
@@ -430,7 +434,7 @@ class QuantizationSimModel(Tabular):
         return export(
             self, path, filename_prefix, target, format, encoding_version=encoding_version, bias=bias,
             activation=activation, recurrent=recurrent, weight_only=weight_only, every_tensor=every_tensor,
-            samples=samples, measure_speed=measure_speed,
+            opset=opset, ir_version=ir_version, samples=samples, measure_speed=measure_speed,
         )  # fmt: skip
 
     def _close_large(self) -> None:

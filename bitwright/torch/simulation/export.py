@@ -78,6 +78,8 @@ def export_sim(
     every_tensor: bool = False,
     input_names: Sequence[str] = (),
     output_names: Sequence[str] = (),
+    opset: int | None = None,
+    ir_version: int | None = None,
     samples: bool = True,
     measure_speed: bool = False,
 ) -> Exported:
@@ -115,6 +117,8 @@ def export_sim(
             for compilers that want an entry for every tensor.
         input_names, output_names: of the first inputs and outputs of the files; by default those of ``forward``'s parameters, and
             ``output``, ``output.<key>``.
+        opset, ir_version: of the ONNX files, for compilers that read older ones: down to what the operators and formats of the
+            model allow, and an error that names the operator where not. By default opset 21, and the version that it came with.
         samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
         measure_speed: run the files beside the float model for about a second, and warn where they are slower on this machine;
             ``exported.speed`` has the ratio. Off by default: it takes as long as some small exports.
@@ -147,6 +151,8 @@ def export_sim(
         weight_only=weight_only,
         target=target,
         every_tensor=every_tensor,
+        opset=opset,
+        ir_version=ir_version,
         notes=notes,
         data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
         samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result, names)) if samples else None,
