@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from bitwright.algorithms.front_ends import Pipeline
 from bitwright.algorithms.search.recipe_report import metric_of
 from bitwright.errors import ConfigError
 from bitwright.torch.calls.batches import named_outputs_of, outputs_of, refuse_providers
-from bitwright.torch.simulation.adopt import require_module
+from bitwright.torch.simulation.adopt import adopt, copied, require_module
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 if TYPE_CHECKING:
@@ -41,12 +40,12 @@ class TorchPipeline(Pipeline):
         self._names: list[str] = []
 
     def work(self, first: Any) -> nn.Module:
-        """A copy of the module."""
-        return copy.deepcopy(self._model)
+        """A copy of the module, made as a simulation makes its own."""
+        return adopt(self._model, first, in_place=False)
 
     def copied(self, work: nn.Module) -> nn.Module:
         """Another one."""
-        return copy.deepcopy(work)
+        return copied(work)
 
     def float_outputs(self, batch: Any) -> Sequence[Any]:
         """Of the module as given."""
@@ -68,7 +67,7 @@ class TorchPipeline(Pipeline):
 
     def reference(self, work: nn.Module) -> nn.Module:
         """A copy: the simulation is made in place, and methods of rounding write into it."""
-        return copy.deepcopy(work)
+        return copied(work)
 
     def simulation(self, work: nn.Module, first: Any, rules: Mapping[str, Any]) -> QuantizationSimModel:
         """In place."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
 from torch import nn
 
 from bitwright.errors import checks_arguments
+from bitwright.torch.simulation.adopt import copied
 
 logger = logging.getLogger("bitwright")
 
@@ -35,4 +35,4 @@ def prepare_model(
             "sim.quantizers['name*'].enabled = False",
             ", ".join(given),
         )
-    return copy.deepcopy(model)
+    return copied(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from bitwright.export.files.atomic import check_destination
 from bitwright.methods.rounding import apply_reconstruction
 from bitwright.torch.adapters.program import Forward
 from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.simulation.adopt import copied
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 logger = logging.getLogger("bitwright")
@@ -198,7 +198,7 @@ class Adaround:
             ExportError: the encodings cannot be written.
         """
         check_destination(path, filename_prefix)
-        work = copy.deepcopy(model)
+        work = copied(model)
         sim = QuantizationSimModel(
             work,
             dummy_input,

@@ -9,6 +9,7 @@ all that consumes it by ``a[c]``, and the model computes what it did before. Equ
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,6 +28,9 @@ Kind = Literal["layer", "norm", "embedding"]
 
 _BOTH_PORTS = frozenset({"Mul"})
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
+_SELECTS = frozenset({"Slice", "Gather"})
+#: operators that hand on elements as they are, of all or of some rows
+MOVES = frozenset((*TRAITS["identity"], *TRAITS["reshape"], "Cast", *_SELECTS))
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Layer:
         rank: of the output.
         output: the value after the bias, which in ONNX an ``Add`` of its own may add.
         adder: that Add.
+        offset: what a norm adds to its parameter before it multiplies by it: 1 for norms that multiply by ``1 + weight``.
     """
 
     op: str
@@ -55,6 +60,7 @@ class Layer:
     rank: int
     output: str
     adder: str | None = None
+    offset: float = 0.0
 
     @property
     def channel_axis(self) -> int:
@@ -64,7 +70,7 @@ class Layer:
     def times_outputs(self, W: Array, a: Array) -> Array:
         """The weight with output channel c multiplied by ``a[c]``, float64."""
         if self.kind != "layer":
-            return np.asarray(W, np.float64) * a
+            return (np.asarray(W, np.float64) + self.offset) * a - self.offset
         return (self.axes.split(W) * self.axes.over_outputs(a)).reshape(W.shape)
 
     def times_inputs(self, W: Array, a: Array) -> Array:
@@ -74,7 +80,7 @@ class Layer:
     def output_range(self, W: Array) -> Array:
         """Largest magnitude of the weight per output channel, shape [outputs]."""
         if self.kind != "layer":
-            return np.abs(W).reshape(-1, self.axes.outputs).max(axis=0, initial=0.0)
+            return np.abs(W + self.offset).reshape(-1, self.axes.outputs).max(axis=0, initial=0.0)
         return self._largest(W, (2, 3) if self.axes.outputs_first else (1, 3))
 
     def input_range(self, W: Array) -> Array:
@@ -89,6 +95,10 @@ class Layer:
 class Layers:
     """Every layer of a graph whose parameters a method may change, and why not the others.
 
+    Args:
+        graph: where they are.
+        view: the model, which says what constants hold: by this, norms that multiply by ``1 + weight`` are found.
+
     Attributes:
         graph: it was read from.
         of: op name -> layer.
@@ -96,8 +106,11 @@ class Layers:
         shared: parameter -> why it is not one layer's own.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, view: FloatModel | None = None) -> None:
+        self.graph, self._view = graph, view
+        self._computed = Counter(
+            source for v in graph.values.values() if graph.consumers(v.name) for source in v.sources
+        )  # parameter -> constants computed from it that something reads
         self.of: dict[str, Layer] = {}
         self.refused: dict[str, str] = {}
         self.shared = _shared_parameters(graph)
@@ -111,7 +124,10 @@ class Layers:
 
     def why_not_private(self, layer: Layer) -> str | None:
         """A parameter of ``layer`` that belongs to others as well."""
-        for name in (layer.weight, layer.bias):
+        for name in (
+            None if layer.offset else layer.weight,
+            layer.bias,
+        ):  # of one plus a weight, reading it has found out
             if name is not None and name in self.shared:
                 return self.shared[name]
         return None
@@ -158,7 +174,7 @@ class Layers:
         """A norm, or the product by a stored vector that ends one."""
         values = self.graph.values
         ports = [p for p, name in enumerate(op.inputs) if name is not None and values[name].kind == "param"]
-        weight = next((values[str(op.inputs[p])] for p in ports if p == 1 or op.type == "Mul"), None)
+        weight, offset = self._norm_weight(op, ports)
         if weight is None or op.also or len(weight.shape) != 1 or not op.outputs:
             return None
         shape, channels = values[op.outputs[0]].shape, weight.shape[0]
@@ -166,8 +182,29 @@ class Layers:
             return None
         bias, output, adder = self._norm_bias(op, ports, channels)
         axes = ChannelAxes(1, channels, channels, False)
-        name = weight.param or weight.name
-        return Layer(op.name, op.type, op.attrs, "norm", name, bias, axes, len(shape), output, adder)
+        name = (self._plus_one(weight) if offset else weight.param) or weight.name
+        return Layer(op.name, op.type, op.attrs, "norm", name, bias, axes, len(shape), output, adder, offset)
+
+    def _norm_weight(self, op: Op, ports: list[int]) -> tuple[Value | None, float]:
+        """What a norm multiplies by, and what was added to its parameter for it."""
+        read = [self.graph.values[name] for name in op.inputs if name is not None]
+        if op.type != "Mul":
+            return (self.graph.values[str(op.inputs[1])] if 1 in ports else None), 0.0
+        if ports:
+            return self.graph.values[str(op.inputs[ports[0]])], 0.0
+        return next((value for value in read if self._plus_one(value)), None), 1.0
+
+    def _plus_one(self, value: Value) -> str | None:
+        """The parameter that a constant is plus one, where nothing else reads or uses it."""
+        if self._view is None or value.kind != "constant" or len(value.shape) != 1:
+            return None
+        held = (self.graph.values.get(source) for source in value.sources)
+        alike = [v for v in held if v is not None and v.shape == value.shape]
+        found = self._view.constant(value.name) if len(alike) == 1 else None
+        if found is None or self._computed[alike[0].name] != 1 or self.graph.consumers(alike[0].name):
+            return None
+        weight = self._view.param(name := alike[0].param or alike[0].name)
+        return name if np.all(np.abs(found - weight - 1) <= 1e-5 * (1 + np.abs(weight))) else None
 
     def _norm_bias(self, op: Op, ports: list[int], channels: int) -> tuple[str | None, str, str | None]:
         """The bias of a norm, its output with the bias added, and the operator that adds it."""
@@ -447,7 +484,9 @@ class _Walk:
             return f"{op.name} ({op.type}) reads it, and runs several times or has several outputs"
         if op.type in self.ties:
             return self._tie_others(op, value)
-        if op.type not in TRAITS["homogeneous"] or (port != 0 and op.type not in _BOTH_PORTS):
+        if op.type in _SELECTS and not port and not _keeps(op, self.axis[value], len(self.graph.values[value].shape)):
+            return f"{op.name} ({op.type}) takes some of the channels of {value}, or takes them in another order"
+        if op.type not in {*TRAITS["homogeneous"], *_SELECTS} or (port != 0 and op.type not in _BOTH_PORTS):
             return f"{op.name} ({op.type}) reads {value}"
         return self._pass(op, value)
 
@@ -482,13 +521,22 @@ class _Walk:
         last = axis == len(shape) - 1
         if len(out) == len(shape) and _same(shape[axis], out[axis]) and (op.type != "Reshape" or last):
             self._enter(op.outputs[0], axis)
-        elif last and out and _same(shape[-1], out[-1]) and op.type in ("Reshape", "Squeeze", "Flatten"):
+        elif last and out and _same(shape[-1], out[-1]) and op.type in ("Reshape", "Squeeze", "Flatten", *_SELECTS):
             self._enter(op.outputs[0], len(out) - 1)
         elif axis == 1 and len(out) == 2:  # [N, C, ...] -> [N, C * ...], or the other axes reduced or taken out
             self._enter(op.outputs[0], 1)
         else:
             return f"{op.name} ({op.type}) changes the axes of {value}"
         return None
+
+
+def _keeps(op: Op, axis: int, rank: int) -> bool:
+    """Whether a selection leaves the axis of the channels as it is, as far as its attributes say."""
+    if op.type == "Gather" and "axis" not in op.attrs:
+        return False
+    axes = op.attrs.get("axes", op.attrs.get("axis", ()))
+    named = {int(a) % rank for a in (axes if isinstance(axes, (tuple, list)) else (axes,))}
+    return axis not in named
 
 
 def _same(one: int, other: int) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bitwright.algorithms.channels.layers import Array, Group, Layer, Layers, Refused, data_readers, find_groups
+from bitwright.algorithms.channels.layers import MOVES, Array, Group, Layer, Layers, Refused, data_readers, find_groups
 from bitwright.algorithms.channels.trial import Bar, Check, Reversible, joined, no_bar, sift
 from bitwright.core.simulation.protocols import AddBias, Edit, FloatModel, SetParam, Undo, Untie
 from bitwright.tables import Tabular
@@ -94,7 +94,7 @@ def fold_norms(view: FloatModel, check: Check | None = None, *, untie: bool = Tr
 
 def _fold(view: FloatModel, check: Check | None, untie: bool, undos: list[Undo], bar: Bar) -> NormReport:
     untied = untie_heads(view, undos) if untie else ()
-    layers = Layers(view.graph())
+    layers = Layers(view.graph(), view)
     found, refused = find_groups(layers, [layer for layer in layers.of.values() if layer.kind == "norm"])
     groups = []
     for group in found:
@@ -127,8 +127,7 @@ def untie_heads(view: FloatModel, undos: list[Undo]) -> tuple[str, ...]:
 
 def _why_not(view: FloatModel, layers: Layers, group: Group) -> str | None:
     norm, *more = group.producers
-    readers = {op.name for op, _ in data_readers(layers.graph, norm.output)}
-    direct = readers == {layer.op for layer, _ in group.consumers}
+    direct = _readers(layers, norm.output) == {layer.op for layer, _ in group.consumers}
     if more or not direct or any(repeat != 1 for _, repeat in group.consumers):
         return "between it and the layers after it is another operator"
     if norm.bias is None or not np.any(view.param(norm.bias)):
@@ -140,13 +139,26 @@ def _why_not(view: FloatModel, layers: Layers, group: Group) -> str | None:
     return None
 
 
+def _readers(layers: Layers, value: str) -> set[str]:
+    """Names of the operators that read ``value``, or some of its rows, or all under another shape."""
+    found: set[str] = set()
+    open_values = [value]
+    while open_values:
+        for op, _ in data_readers(layers.graph, open_values.pop()):
+            if op.type in MOVES:
+                open_values += op.outputs
+            else:
+                found.add(op.name)
+    return found
+
+
 def _edits(view: FloatModel, groups: Sequence[Group]) -> list[Edit]:
     edits: list[Edit] = []
     for group in groups:
         (norm,) = group.producers
-        gamma = np.asarray(view.param(norm.weight), np.float64)
+        gamma = np.asarray(view.param(norm.weight), np.float64) + norm.offset
         beta = None if norm.bias is None else np.asarray(view.param(norm.bias), np.float64)
-        edits.append(SetParam(norm.weight, np.ones_like(gamma)))
+        edits.append(SetParam(norm.weight, np.full_like(gamma, 1 - norm.offset)))
         if norm.bias is not None:
             edits.append(SetParam(norm.bias, np.zeros_like(gamma)))
         for layer, _ in group.consumers:

@@ -302,7 +302,7 @@ def awq(
         raise ConfigError("alphas", f"it is {alphas}", "give the number of steps of the grid; 20 is the usual choice")
     if not batches:
         refuse_no_data("awq")
-    layers = Layers(view.graph())
+    layers = Layers(view.graph(), view)
     specs = _weight_specs(layers, rules)
     groups, refused = linear_groups(layers)
     groups, why_not = _searchable([*groups, *(_value_groups(layers) if check else ())], specs)

@@ -295,7 +295,9 @@ class _StreamWalk:
     def _norm(self, op: Op, layer: Layer | None) -> str | None:
         if layer is None and len([source for source in op.inputs if source]) > 1:
             return f"the weight of {op.name} is not a stored parameter"
-        if layer is not None and (layer.bias is not None or not np.all(self.view.param(layer.weight) == 1)):
+        if layer is not None and (
+            layer.bias is not None or not np.all(self.view.param(layer.weight) + layer.offset == 1)
+        ):
             return f"the weight of the norm {op.name} is not folded into the layers after it"
         self._enter(op.outputs[0])
         return None
@@ -362,9 +364,11 @@ class RotateReport(Tabular, Reversible):
         self.norms.keep()
 
     def __str__(self) -> str:
+        nothing = "" if self.changed else "NOTHING is rotated: "
+        first = f" ({self.refused[0]})" if self.refused and not self.changed else ""
         lines = [
-            f"{len(self.streams)} residual streams and the values of {len(self.heads)} attentions rotated, "
-            f"{len(self.refused)} left; {len(self.norms.groups)} norms folded"
+            f"{nothing}{len(self.streams)} residual streams and the values of {len(self.heads)} attentions rotated, "
+            f"{len(self.refused)} left; {len(self.norms.groups)} norms folded{first}"
         ]
         lines += [f"  rotated  {stream}" for stream in self.streams]
         lines += [
@@ -402,7 +406,7 @@ def rotate(
     norms = fold_norms(view, check, bar=bar) if streams else NormReport()
     undos: list[Undo] = []
     try:
-        layers = Layers(view.graph())
+        layers = Layers(view.graph(), view)
         found, refused = find_streams(view, layers) if streams else ([], [])
         kept, rejected = sift(found, lambda some: _rotate_streams(view, some, seed), check, bar)
         refused += [Refused(stream.producers[0].op, reason) for stream, reason in rejected]
@@ -416,10 +420,15 @@ def rotate(
         norms.undo()
         raise
     if not kept:
+        refused = [*norms.refused, *refused]
         norms.undo()
         norms = NormReport()
     for line in refused:
         logger.info("not rotated: %s", line)
+    if not kept and not turned:
+        logger.warning(
+            "nothing is rotated%s", f": {refused[0]}" if refused else ", as the model has no residual stream"
+        )
     return RotateReport(norms, tuple(kept), tuple(turned), tuple(refused), undos)
 
 

@@ -149,7 +149,7 @@ def smooth(
     """
     if not 0 <= alpha <= 1:
         raise ConfigError("alpha", f"it is {alpha}", "give a number from 0 to 1; 0.5 is the usual choice")
-    layers = Layers(view.graph())
+    layers = Layers(view.graph(), view)
     groups, refused = linear_groups(layers)
     attentions = [heads for heads in find_attention(layers) if _why_not_heads(layers, heads) is None]
     read = [_what_is_read(layers, group) for group in groups]

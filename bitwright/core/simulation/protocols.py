@@ -72,6 +72,12 @@ class FloatModel(Protocol):
     def param(self, name: str) -> Array:
         """The value of a parameter, float32 or wider; a copy."""
 
+    def constant(self, name: str) -> Array | None:
+        """What a value of the kind ``constant`` holds for the parameters as they stand, float32 or wider; a copy.
+
+        ``None`` where it is not computed apart from the model.
+        """
+
     def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
         """Run the batches one by one; yield the named values of each, one array per run of their place."""
 

@@ -80,6 +80,17 @@ class OnnxView:
         assert tensor is not None
         return _wide(tensor.numpy()).copy()
 
+    def constant(self, name: str) -> Array | None:
+        """What a value made of initializers and constants alone holds; numbers of less than 32 bits as float32.
+
+        ``None`` inside the body of an If, Loop or Scan, which is not run by itself.
+        """
+        value = self._read().value[name]
+        producer = value.producer()
+        if producer is not None and producer.graph is not self.model.graph:
+            return None
+        return _wide(np.asarray(self._constant(value))).copy()
+
     def set_param(self, name: str, value: Array) -> None:
         """Give an initializer a new value; its dtype stays.
 

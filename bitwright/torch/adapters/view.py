@@ -38,6 +38,7 @@ class TorchView:
         self.model = model
         self._examples = [to_device(e, model_device(model)) for e in examples]
         self._graph: Graph | None = None
+        self._edited = False  # since it was recorded: constants are those of the recording
         self._recorder: Recorder
         self._calls: dict[str, Call]
         self._constants: dict[str, torch.Tensor]
@@ -50,7 +51,7 @@ class TorchView:
             state = torch.get_rng_state()
             self._recorder = record(self.model, self._examples)
             self._is_random = not torch.equal(state, torch.get_rng_state())
-            self._graph = self._recorder.graph()
+            self._graph, self._edited = self._recorder.graph(), False
             self._calls = {call.name: call for call in self._recorder.calls.values()}
             self._constants = self._recorder.constants()
             self._tensors: dict[str, torch.Tensor] = {}
@@ -90,6 +91,16 @@ class TorchView:
         if tensor.is_floating_point() and tensor.dtype != torch.float64:
             tensor = tensor.float()
         return np.array(tensor.numpy())
+
+    def constant(self, name: str) -> Array | None:
+        """What a value made of parameters and constants alone holds, as numpy, float32 or wider; recorded anew after edits."""
+        if self._edited:
+            self.refresh()
+        self.graph()
+        tensor = self._constants[name].detach().cpu()
+        return np.array(
+            (tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor).numpy()
+        )
 
     def set_param(self, name: str, value: Array) -> None:
         """Write a parameter or buffer in place; its dtype, device and identity stay."""
@@ -212,8 +223,10 @@ class TorchView:
         if isinstance(edit, SetParam):
             before = self._tensor(edit.name).detach().clone()
             self.set_param(edit.name, edit.value)
+            self._edited = True
 
             def restore() -> None:
+                self._edited = True
                 with torch.no_grad():
                     self._tensors[edit.name].copy_(before)
 
@@ -274,7 +287,8 @@ class TorchView:
 
         def restore() -> None:
             module._parameters["bias"] = None
-            del self._tensors[name], self._added[edit.op]
+            self._tensors.pop(name, None)
+            self._added.pop(edit.op, None)  # not there where the model was recorded since
 
         return restore
 
@@ -290,7 +304,7 @@ class TorchView:
         def restore() -> None:
             for parent, name in places:
                 parent._modules[name] = target
-            del self._replaced[op]
+            self._replaced.pop(op, None)  # not there where it was recorded since
 
         return restore
 
