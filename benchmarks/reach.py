@@ -41,6 +41,7 @@ from bitwright.core.simulation.protocols import sqnr
 from bitwright.export.verify.samples import verify_folder
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms, quantize
 from bitwright.torch.calls.trees import flatten_tensors
+from tests.support.cases import vary_norms_and_biases
 
 STAGES = (
     "simulate", "calibrate", "forward", "coverage", "generate", "train", "fold", "export", "verify", "recipe",
@@ -89,6 +90,7 @@ class Day:
             for parameter in self.model.parameters():
                 if parameter.dim() > 1 and not parameter.any():
                     parameter.normal_(std=0.5)  # tokens that training would have moved off zero
+        vary_norms_and_biases(self.model)
         self.batches = [architecture.batch(seed) for seed in range(3)]
         self.sim: QuantizationSimModel
         self.folder = tempfile.TemporaryDirectory()  # what is exported, for as long as the day lasts

@@ -93,3 +93,13 @@ def test_chain_keeps_its_signal(residual: bool):
     assert torch.equal(outputs[0], outputs[1])
     assert 1e-2 < outputs[2].abs().max() < 1e2
     assert sys.getrecursionlimit() == limit
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if not str(case.id).endswith("without-shift")])
+def test_no_weight_of_a_norm_and_no_bias_is_trivial(case: Case):
+    """A factor of one and a bias of zero hide what is done with them; one case has no shift on purpose."""
+    for name, module in case.build().named_modules():
+        for kind, parameter in module.named_parameters(recurse=False):
+            norm = "norm" in type(module).__name__.lower() or kind.endswith("bias")
+            if norm and parameter.dim() == 1 and parameter.numel() > 1 and parameter.is_floating_point():
+                assert bool((parameter != parameter[0]).any()), f"{name}.{kind}"

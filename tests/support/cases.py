@@ -98,6 +98,25 @@ def _randomize_norms(model: nn.Module) -> None:
                 nn.init.normal_(module.bias, 0.1, 0.3)
 
 
+def vary_norms_and_biases(model: nn.Module) -> None:
+    """Change what initialisation leaves trivial, so that a mistake with it shows: weights of norms that are all alike, norms
+    written out as modules of their own included, by random factors, and biases that are all alike by random numbers.
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            norm = "norm" in type(module).__name__.lower()
+            for name, parameter in module.named_parameters(recurse=False):
+                whole = parameter.is_floating_point() and parameter.numel() > 1
+                if parameter.dim() != 1 or not whole or bool((parameter != parameter[0]).any()):
+                    continue
+                if name.endswith("bias"):
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+                elif norm and bool(parameter[0]):
+                    parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 2))
+                elif norm:  # one is added to it
+                    parameter.uniform_(-0.5, 0.5)
+
+
 def settle(model: nn.Module, make: Callable[[torch.Generator], Call], batches: int = 3) -> nn.Module:
     """Give the batch norms of ``model`` the statistics of ``batches`` batches; it ends in eval mode."""
     norms = [m for m in model.modules() if isinstance(m, _BATCH_NORMS) and m.track_running_stats]
@@ -127,6 +146,7 @@ def builder(
             torch.manual_seed(zlib.crc32(name.encode()))
             model = build()
             _randomize_norms(model)
+            vary_norms_and_biases(model)
             settle(model, make)
         if finish is not None:
             finish(model)
