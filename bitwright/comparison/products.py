@@ -137,6 +137,13 @@ def integer_products(model: ir.Model) -> Iterator[IntegerProduct]:
                 yield product
 
 
+def reads_int8_weight(node: ir.Node) -> bool:
+    """Whether the second operand of ``node`` is dequantized from a stored int8 constant."""
+    weight = _dequantizer(node.inputs[1]) if len(node.inputs) > 1 else None
+    codes = None if weight is None else _constant(weight, 0)
+    return codes is not None and codes.dtype == np.int8
+
+
 def _product(node: ir.Node, given: ir.Node, weight: ir.Node) -> IntegerProduct | None:
     """The product of what two operators dequantize; ``None`` where that is not an input by a stored weight of 8 bits each."""
     codes, scale, zero = (_constant(weight, port) for port in range(3))

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.comparison.points import values_by_name
-from bitwright.comparison.products import IntegerProduct, integer_products
+from bitwright.comparison.products import IntegerProduct, integer_products, reads_int8_weight
 from bitwright.core.sums.accumulator import INT16_MAX, INT16_MIN, INT32_MAX, largest_pair, saturated
 from bitwright.errors import ExportError, some_of
 from bitwright.export.qdq.markers import copy_model
@@ -145,10 +145,20 @@ def _cells(layer: LayerSums) -> tuple[str, ...]:
 
 def _left_out(model: ir.Model, known: Container[ir.Node]) -> Iterator[str]:
     """A note on the products that were not taken apart."""
-    layers = (node for node in model.graph if node.op_type in ("Conv", "Gemm", "MatMul"))
-    left = [node.name or str(node.outputs[0].name) for node in layers if node not in known]
+    layers = [node for node in model.graph.all_nodes() if node.op_type in ("Conv", "Gemm", "MatMul")]
+    left = [_named(node) for node in layers if node not in known and node.graph is model.graph]
     if left:
         yield f"not counted, as not of 8-bit codes or without a stored weight: {some_of(left)}"
+    inside = [_named(node) for node in layers if node.graph is not model.graph and reads_int8_weight(node)]
+    if inside:
+        yield (
+            f"not counted, as in a body of If, Loop or Scan: {some_of(inside)}; pairs can saturate there on CPUs without VNNI: "
+            "files for target='ort_cpu' have uint8 weights there, with which none does"
+        )
+
+
+def _named(node: ir.Node) -> str:
+    return node.name or str(node.outputs[0].name)
 
 
 def saturation(model: ir.Model, batches: Iterable[Feeds], *, rows: int = _ROWS) -> SaturationReport:

@@ -117,6 +117,8 @@ def test_weights_in_bodies_have_codes_whose_products_fit_everywhere(build, tmp_p
             for feeds in data:
                 for expected, found in zip(sim.run(feeds), run(exported, feeds, optimize=True), strict=True):
                     assert sqnr(expected, found) > 40
+        notes = [note for note in sim.saturation(data, target=target).notes if "in a body of If, Loop or Scan" in note]
+        assert len(notes) == (target == "packed"), notes
         assert sim.verify(data[0], target=target).ok
 
 
