@@ -35,6 +35,7 @@ _SAMPLES = 64  # rows that estimates are taken on
 _BUDGET = 1 << 30  # bytes of values in memory
 _WORST, _WORST_METRIC = 24, 4  # quantizers that `auto` measures where no deadline is given
 _UNKNOWN = 64  # quantizers without an estimate that it measures then
+_POOR_DB = 20.0  # outputs below: `auto` tries the remedies for the worst layer
 _REPEATED_DB = 60.0  # SQNR of two float runs from which on they count as equal
 _ENOUGH_REPEATED_DB = 30.0  # below, quantization error cannot be told from the model's own
 
@@ -65,7 +66,8 @@ def analyze(
             the model (PyTorch) or session (ONNX) that returns one value per sample, or one number. Outputs are compared by
             SQNR in any case.
         mode: ``"fast"`` estimates every quantizer from one run forward and one back; ``"exact"`` measures every quantizer on
-            all data; ``"auto"`` estimates all and measures the worst, 24 of them or as many as ``deadline`` allows.
+            all data; ``"auto"`` estimates all and measures the worst, 24 of them or as many as ``deadline`` allows. Where
+            the outputs are below 20 dB and there is no deadline, it tries the remedies for the worst layer, too.
         deadline: seconds after which it ends with what it has.
         labels: right answers, one per sample in the order of the data.
         better: ``"lower"`` for a metric function that is an error or a perplexity.
@@ -109,7 +111,11 @@ def analyze(
         run.fast(first_rows(batches, samples), samples, seed)
         run.totals()
         run.exact(few, kept, budget, named)
-    return run.result(named)
+    found = run.result(named)
+    poor = (found.output["sqnr_db"] or _POOR_DB) < _POOR_DB
+    if mode == "auto" and poor and clock.limit is None and judge.function is None and not run.ended:
+        found.try_remedies(1, float_model=False)
+    return found
 
 
 @dataclass
@@ -162,7 +168,7 @@ class _Run:
         """Measure what the mode asks for."""
         from bitwright.analysis.metrics.sensitivity import Sensitivity
 
-        if self.notes and self.notes[-1].startswith("ended by"):
+        if self.ended:
             return
         labels = self.judge.labels[: len(few)]
         self.found = Sensitivity(self.subject, self.judge, self.model, few, labels, self.clock, kept, self.show, budget)
@@ -215,6 +221,11 @@ class _Run:
     def _noise(self) -> dict[str, float]:
         errors = self.errors
         return {} if errors is None else {**errors.activations, **errors.weights, **errors.constants}
+
+    @property
+    def ended(self) -> bool:
+        """Whether Ctrl-C or the deadline ended it before the last stage."""
+        return any(note.startswith("ended by") for note in self.notes)
 
     def _end(self, what: str, more: str = "") -> None:
         self.notes.append(f"ended by {what}{more}; what was found until then is here")

@@ -9,6 +9,7 @@ from bitwright.analysis.causes.causes import causes_of
 from bitwright.analysis.result import GroupRow, LayerRow, SiteRow, decibel
 from bitwright.analysis.subject.subject import Subject
 from bitwright.analysis.values.site_values import SiteValues, calibrated_bounds, grid_row
+from bitwright.core.graph.exact import reciprocals
 from bitwright.core.simulation.sites import Site
 
 if TYPE_CHECKING:
@@ -72,8 +73,11 @@ def layer_rows(subject: Subject, seen: Lockstep | None, sites: Mapping[str, Site
         held.setdefault(row.layer, []).append(name)
     found = list(_layers(subject, seen, sites, held))
     whole, values = sum(row.cost for row in sites.values()), {} if seen is None else seen.sites
+    errors = {} if seen is None else seen.layers
+    graph = subject.sim.graph
+    divided = reciprocals(graph, {value.name for value in graph.values.values() if value.is_static})
     for layer in found:
-        layer.causes = causes_of(layer, subject, values, sites, whole)
+        layer.causes = causes_of(layer, subject, values, sites, whole, errors, divided)
     return sorted(found, key=lambda row: -(row.noise or 0.0))
 
 

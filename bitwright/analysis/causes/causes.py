@@ -7,18 +7,21 @@ that costs the outputs most is asked first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bitwright.analysis.result import MOST_DB, Cause, LayerRow, SiteRow
+from bitwright.analysis.result import MOST_DB, Cause, LayerRow, SiteRow, decibel
 from bitwright.analysis.subject.subject import Subject
 from bitwright.analysis.values.site_values import SiteValues, calibrated_bounds
 from bitwright.core.graph.graph import Op
 from bitwright.core.graph.ops import op_row
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.simulation.sites import Site
+
+if TYPE_CHECKING:
+    from bitwright.analysis.values.lockstep import LayerErrors
 
 _WIDE = 0.5  # share of the grid that the values should cover at least
 _FEW_CODES = 0.125  # of 256 codes, 32: as good as a grid of five bits
@@ -29,6 +32,9 @@ _NARROW = {"weight": 6, "constant": 6}  # bits up to which a width is a cause by
 _ENOUGH_SAMPLES = 8  # from which on their sizes are compared
 _SOFTMAX_STEP = 0.1  # of the input: a step changes a probability by so much of itself
 _LARGE = 0.05  # share of the noise of all layers from which on one without a fault needs more bits
+_TAIL = 8.0  # largest value over the root mean square: a step is then 6 % of it, and normal values reach 4 or 5 times
+_CANCELS = 8.0  # root mean square of what a sum reads over that of what it makes
+_ENLARGED = 6.0  # dB lost from the site to the outputs
 _MATTERS = 0.02  # share of the layer's noise below which a site is not asked
 
 REMEDIES = {
@@ -52,12 +58,18 @@ CAUSES = {
     "disparate_inputs": "input channels of a weight differ widely, under one scale",
     "outlier_channels": "a few channels of an activation are far larger than the rest",
     "uneven_samples": "samples differ widely in size, and one grid holds them all",
+    "uneven_positions": "positions (tokens, pixels) differ widely in size, and one grid holds them all",
+    "reciprocal": "a reciprocal: large where the divisor is small, and one grid holds all",
+    "unlike_join": "values of unlike ranges are joined, and one grid holds all",
+    "heavy_tails": "few values are far larger than the rest, and the grid reaches as far as they do",
+    "difference": "a sum leaves little of it: a difference of nearly equal values",
+    "enlarged": "what follows enlarges the error",
     "few_bits": "the grid has few steps",
     "few_codes": "nearly all values share a few codes",
     "softmax_input": "a step of the grid changes probabilities much",
     "norm_input": "a normalization enlarges the error of what it reads",
     "accumulating_residual": "errors add up along a residual stream",
-    "rounding": "no fault: the width of the grid makes it",
+    "rounding": "no anomaly: rounding to a grid of this width",
     "output_grid": "the model's output itself is rounded to a grid",
     "dead_channels": "channels hold nothing but zeros",
     "passes_on": "the error arrives here and is not made here",
@@ -78,13 +90,21 @@ class _Seen:
     values: SiteValues
     row: SiteRow
     subject: Subject
+    errors: Mapping[str, LayerErrors] = field(default_factory=dict)
+    reciprocals: Mapping[str, str] = field(default_factory=dict)
 
 
 Rule = Callable[[_Seen], Cause | None]
 
 
 def causes_of(
-    layer: LayerRow, subject: Subject, values: Mapping[str, SiteValues], rows: Mapping[str, SiteRow], whole: float
+    layer: LayerRow,
+    subject: Subject,
+    values: Mapping[str, SiteValues],
+    rows: Mapping[str, SiteRow],
+    whole: float,
+    errors: Mapping[str, LayerErrors],
+    reciprocals: Mapping[str, str],
 ) -> tuple[Cause, ...]:
     """The causes that hold for a layer, the one that costs most first; each kind of cause once.
 
@@ -92,6 +112,8 @@ def causes_of(
         layer, subject: the layer, and its simulation.
         values, rows: what was seen at the sites, and their rows.
         whole: what all sites cost together.
+        errors: what was seen of each operator.
+        reciprocals: value that is a reciprocal -> the operator that divides.
     """
     op = subject.sim.graph.op(layer.name)
     total = sum(rows[name].cost for name in layer.sites)
@@ -102,12 +124,12 @@ def causes_of(
         if not row.enabled or row.cost < _MATTERS * total:
             continue
         seen = values.get(name, SiteValues(subject.sites[name]))
-        for cause in _of_site(_Seen(layer, op, subject.sites[name], seen, row, subject)):
+        for cause in _of_site(_Seen(layer, op, subject.sites[name], seen, row, subject, errors, reciprocals)):
             found.setdefault(cause.cause, cause)
     for cause in _of_layer(layer, op, subject):
         found.setdefault(cause.cause, cause)
     if not found.keys() - _HARMLESS and layer.sites and total >= _LARGE * whole:
-        rounding = _rounding(layer, op, subject, rows, ranked)
+        rounding = _rounding(layer, op, subject, rows, ranked, values)
         found = {**({} if rounding is None else {rounding.cause: rounding}), **found}
     return tuple(found.values())
 
@@ -123,16 +145,31 @@ def _of_site(seen: _Seen) -> Iterator[Cause]:
 
 
 def _rounding(
-    layer: LayerRow, op: Op, subject: Subject, rows: Mapping[str, SiteRow], ranked: Sequence[str]
+    layer: LayerRow,
+    op: Op,
+    subject: Subject,
+    rows: Mapping[str, SiteRow],
+    ranked: Sequence[str],
+    values: Mapping[str, SiteValues],
 ) -> Cause | None:
-    """Of a layer that costs much and has no fault: what more bits would change."""
+    """Of a layer that costs much and shows nothing unusual: whether what follows enlarges its error, or it is plain rounding."""
     name = next((n for n in ranked if rows[n].enabled), None)
     if name is None or rows[name].bits is None:
         return None
-    seen = _Seen(layer, op, subject.sites[name], SiteValues(subject.sites[name]), rows[name], subject)
-    weight = subject.sites[name].role in _NARROW
-    text = f"no fault is seen: {rows[name].bits} bits make this error here"
-    return _cause("rounding", seen, text, ("seq_mse", "gptq") if weight else ("16_bits",), bits=rows[name].bits)
+    held = values.get(name, SiteValues(subject.sites[name]))
+    seen = _Seen(layer, op, subject.sites[name], held, rows[name], subject)
+    tries = ("seq_mse", "gptq") if subject.sites[name].role in _NARROW else ("16_bits",)
+    here, out = decibel(held.noise) if held.noise else None, decibel(rows[name].cost)
+    if here is not None and out is not None and here - out > _ENLARGED:
+        text = f"{rows[name].bits} bits leave {here:.1f} dB here, and the layers that follow make {out:.1f} dB of it"
+        return _cause("enlarged", seen, text, tries, here_db=here, outputs_db=out, bits=rows[name].bits)
+    return _cause(
+        "rounding",
+        seen,
+        f"No anomaly: this is plain {rows[name].bits}-bit rounding error.",
+        tries,
+        bits=rows[name].bits,
+    )
 
 
 def _cause(key: str, seen: _Seen, text: str, remedies: tuple[str, ...], **evidence: Any) -> Cause:
@@ -228,6 +265,60 @@ def _samples(seen: _Seen) -> Cause | None:
     return _cause("uneven_samples", seen, text, ("16_bits",), ratio=ratio)
 
 
+def _positions(seen: _Seen) -> Cause | None:
+    """Tokens of padding beside others, a bright spot in a dark picture."""
+    reach = np.array(seen.values.position_reach)
+    if reach.size < _ENOUGH_SAMPLES or (ratio := float(reach.max()) / _median(reach)) < _DISPARATE:
+        return None
+    text = f"the largest position reaches {ratio:.0f} times the median position, and one grid holds all"
+    return _cause("uneven_positions", seen, text, ("16_bits",), ratio=ratio)
+
+
+def _reciprocal(seen: _Seen) -> Cause | None:
+    op = seen.reciprocals.get(seen.site.value)
+    if op is None or not seen.values.root_mean_square:
+        return None
+    crest = seen.values.reach / seen.values.root_mean_square
+    text = f"a reciprocal made by {op}: it reaches {seen.values.reach:.3g} where its divisor is small, {crest:.1f} times its root mean square, and one grid holds all"  # noqa: E501
+    return _cause("reciprocal", seen, text, ("16_bits",), divides=op, ratio=crest)
+
+
+def _join(seen: _Seen) -> Cause | None:
+    """Coordinates beside probabilities: the grid has the steps of the largest."""
+    maker = seen.op if seen.site.role == "output" else seen.subject.sim.graph.producer(seen.site.value)
+    if maker is None or maker.name not in seen.errors or op_row(maker.type).kind != "merge":
+        return None
+    reach = sorted(r for r in seen.errors[maker.name].operand_reach.values() if r > 0)
+    if len(reach) < 2 or (ratio := reach[-1] / reach[0]) < _DISPARATE:
+        return None
+    text = f"{maker.name} joins values that reach {reach[0]:.3g} with others that reach {reach[-1]:.3g}, and one grid holds all"
+    return _cause("unlike_join", seen, text, ("16_bits",), ratio=ratio)
+
+
+def _tails(seen: _Seen) -> Cause | None:
+    size = seen.values.root_mean_square
+    if seen.site.role not in ("input", "output") or not size or (seen.row.bits or 0) > 8 or seen.row.lsb is None:
+        return None
+    if (crest := seen.values.reach / size) < _TAIL:
+        return None
+    step = seen.row.lsb / size
+    text = f"heavy tails: the largest value is {crest:.0f} times the root mean square, and a step is {step:.0%} of that"
+    return _cause("heavy_tails", seen, text, ("16_bits", "mse"), ratio=crest)
+
+
+def _difference(seen: _Seen) -> Cause | None:
+    """A mean of squares minus the square of a mean, two outputs that nearly agree: the error stays, the signal goes."""
+    for op, _ in seen.subject.sim.graph.consumers(seen.site.value) if not seen.site.is_stored else ():
+        made = seen.errors.get(op.name)
+        if op.type not in ("Sub", "Add") or made is None or not made.root_mean_square:
+            continue
+        ratio = seen.values.root_mean_square / made.root_mean_square
+        if ratio >= _CANCELS:
+            text = f"{op.name} leaves 1/{ratio:.0f} of it: a difference of nearly equal values keeps the error of both"
+            return _cause("difference", seen, text, ("16_bits",), ratio=ratio, reader=op.name)
+    return None
+
+
 def _balance(seen: _Seen) -> str:
     """What moves scales between the channels of an activation: between convolutions, or in front of linear layers."""
     place = seen.site.channels.place
@@ -292,8 +383,8 @@ def _dead(seen: _Seen) -> Cause | None:
 
 
 _OF_SITES: tuple[Rule, ...] = (
-    _clipping, _too_wide, _weight_channels, _activation_channels, _bits, _codes, _softmax, _output_grid, _weight_inputs,
-    _samples, _dead,
+    _clipping, _too_wide, _weight_channels, _reciprocal, _join, _difference, _activation_channels, _bits, _codes, _softmax,
+    _output_grid, _weight_inputs, _samples, _positions, _tails, _dead,
 )  # fmt: skip
 
 

@@ -44,10 +44,10 @@ class Trials:
     values: Mapping[str, SiteValues]
 
     def __call__(
-        self, analysis: Analysis, n: int, *, keep: bool = False, deadline: float | None = None
+        self, analysis: Analysis, n: int, *, keep: bool = False, deadline: float | None = None, float_model: bool = True
     ) -> tuple[RemedyRow, ...]:
         """See :func:`try_remedies`."""
-        return try_remedies(self, analysis, n, keep=keep, deadline=deadline)
+        return try_remedies(self, analysis, n, keep=keep, deadline=deadline, float_model=float_model)
 
     def measure(self, judged: Judged | None = None) -> tuple[float, float | None]:
         """SQNR of the outputs in dB, and the metric, of the simulation as it stands; or of another that is judged."""
@@ -63,7 +63,13 @@ class Trials:
 
 
 def try_remedies(
-    trials: Trials, analysis: Analysis, n: int = 3, *, keep: bool = False, deadline: float | None = None
+    trials: Trials,
+    analysis: Analysis,
+    n: int = 3,
+    *,
+    keep: bool = False,
+    deadline: float | None = None,
+    float_model: bool = True,
 ) -> tuple[RemedyRow, ...]:
     """Measure the remedies suggested for the worst layers, one after the other.
 
@@ -75,6 +81,7 @@ def try_remedies(
         n: how many of its worst layers.
         keep: leave the simulation with the remedies that were kept; otherwise it is as it was.
         deadline: seconds after which no other remedy is begun; the one that runs then is finished.
+        float_model: whether to try those of the float model as well, which take a simulation each.
 
     Returns:
         One row per remedy tried. Those of the float model (equalize, smooth) come last, each measured on a simulation of its
@@ -90,7 +97,7 @@ def try_remedies(
     clock = Clock(deadline)
     adjustment = Adjustment(trials.subject, trials.batches, trials.judged, trials.measure, clock)
     with trials.subject.exclusive():
-        adjusted, notes = adjustment.rows(analysis.worst(n))
+        adjusted, notes = adjustment.rows(analysis.worst(n) if float_model else ())
         restore = trials.subject.remember(parameters=True)
         done = False
         try:

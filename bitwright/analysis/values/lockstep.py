@@ -53,13 +53,24 @@ def _power(x: Tensor) -> float:
 
 @dataclass
 class LayerErrors:
-    """Errors of one operator, summed over its calls: see :class:`bitwright.analysis.result.LayerRow`."""
+    """Errors of one operator, summed over its calls: see :class:`bitwright.analysis.result.LayerRow`.
+
+    Attributes:
+        elements: of its outputs.
+        operand_reach: the largest magnitude of each value that it reads.
+    """
 
     made: Ratio = field(default_factory=Ratio)
     made_quantized: Ratio = field(default_factory=Ratio)
     arrived: Ratio = field(default_factory=Ratio)
     after: Ratio = field(default_factory=Ratio)
     elements: int = 0
+    operand_reach: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def root_mean_square(self) -> float:
+        """Of what it makes in float."""
+        return math.sqrt(self.after.signal / self.elements) if self.elements else 0.0
 
 
 class Lockstep:
@@ -120,9 +131,12 @@ class Lockstep:
 
     def _note(self, step: Step, real: State, found: State, made: tuple[Sequence[Tensor], ...]) -> None:
         errors = self.layers.setdefault(step.op, LayerErrors())
-        for value in dict.fromkeys(step.reads):
+        for slot, value in enumerate(dict.fromkeys(step.reads)):
             if value in real:
                 errors.arrived.add(real[value], found[value])
+                if isinstance(real[value], Tensor) and real[value].is_floating_point() and real[value].numel():
+                    largest = float(torch.linalg.vector_norm(real[value], float("inf")))
+                    errors.operand_reach[slot] = max(errors.operand_reach.get(slot, 0.0), largest)
         for wanted, alone, passed, after in zip(*made, strict=True):
             errors.made.add(wanted, alone)
             errors.made_quantized.add(passed, after)

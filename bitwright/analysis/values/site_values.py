@@ -44,6 +44,8 @@ class SiteValues:
         channel_low, channel_high: of each channel, where the graph tells which axis counts them.
         input_reach: of a weight, the largest magnitude that meets each of its input channels.
         sample_reach: of an activation, the largest magnitude of each sample, batch after batch.
+        position_reach: the same of each position (token, pixel), over its channels.
+        power: sum of the squares of the finite values.
     """
 
     site: Site
@@ -60,6 +62,8 @@ class SiteValues:
     channel_high: NDArray[np.float64] | None = None
     input_reach: NDArray[np.float64] | None = None
     sample_reach: list[float] = field(default_factory=list)
+    position_reach: list[float] = field(default_factory=list)
+    power: float = 0.0
 
     def add(self, x: Tensor, quantized: Tensor) -> None:
         """Count a tensor and what the site's quantizer makes of it."""
@@ -75,6 +79,7 @@ class SiteValues:
         if not whole:
             low, high = (float(bound) for bound in torch.aminmax(values))
         self.count += values.numel()
+        self.power += float(torch.dot(values, values))
         self.low, self.high = min(self.low, low), max(self.high, high)
         encoding = self.site.encoding
         if encoding is not None:
@@ -155,6 +160,10 @@ class SiteValues:
     def _add_samples(self, x: Tensor) -> None:
         if self.site.role in ("input", "output") and x.ndim > 1 and len(self.sample_reach) < _SAMPLES:
             self.sample_reach += x.abs().flatten(1).amax(1).tolist()
+        if self.site.role in ("input", "output") and x.ndim > 2 and len(self.position_reach) < _SAMPLES:
+            axis = channel_axis(self.site, x.ndim)
+            reach = x.abs().amax(-1 if axis is None else axis).flatten()
+            self.position_reach += reach[:: max(1, reach.numel() // _SAMPLES)].tolist()
 
     # -- what follows
 
@@ -176,6 +185,21 @@ class SiteValues:
         if encoding.symmetric and isinstance(encoding.format, IntFormat) and encoding.format.signed:
             return max(abs(self.low), abs(self.high)) / max(abs(low), abs(high), 1e-300)
         return (max(self.high, 0.0) - min(self.low, 0.0)) / max(high - low, 1e-300)
+
+    @property
+    def reach(self) -> float:
+        """Largest magnitude of the finite values."""
+        return max(abs(self.low), abs(self.high)) if self.count else 0.0
+
+    @property
+    def root_mean_square(self) -> float:
+        """Of the finite values."""
+        return math.sqrt(self.power / self.count) if self.count else 0.0
+
+    @property
+    def noise(self) -> float:
+        """What the site's quantizer adds, over the power of the values; 0 of zeros."""
+        return (self.round_noise + self.clip_noise) / self.power if self.power else 0.0
 
     @property
     def channel_reach(self) -> NDArray[np.float64] | None:

@@ -20,6 +20,7 @@ from bitwright.core.graph.ops import Need, OpRow, op_row
 REASONS: dict[Need, str] = {
     "divisor": "float: {} divides by it, and an integer grid rounds its small values to zero",
     "magnitude": "float: {} needs its magnitude, of which an integer grid has only the large ones",
+    "sum": "float: {} needs the magnitude of sums of it, and what has no sign uses the range of an integer grid badly",
     "domain": "float: {} has no answer beyond a bound that an integer grid may pass",
     "identity": "float: {} compares it or counts with it, and a grid has other numbers",
     "order": "float: {} decides by it what is computed next, and a grid makes ties of values that are nearly equal",
@@ -27,9 +28,12 @@ REASONS: dict[Need, str] = {
     "phase": "float: {} takes it for an angle, and the steps of an integer grid are large against a turn",
 }
 _KEEPS = frozenset(("Neg", "Abs", "Square", "Pow", "Sqrt", "Clip", "Max", "Min", "Mul", "Div", "Reciprocal"))
-_POSITIVE = frozenset(("Abs", "Square", "Pow", "Sqrt", "Exp"))
+_POSITIVE = frozenset(("Abs", "Square", "Sqrt", "Exp", "ReduceL1", "ReduceL2", "ReduceSumSquare"))
+_KEEP_SIGN = frozenset(("Add", "Mul", "Div", "Pow", "Max", "Clip"))
 _LINEAR = frozenset(("Neg", "Mul", "Div", "Add", "Sub"))
 _PRODUCTS = frozenset(("MatMul", "Gemm", "Einsum"))
+_SUMS = frozenset(("ReduceSum", "ReduceMean", "AveragePool", "GlobalAveragePool", "CumSum"))
+_WEIGHTED_SUMS = frozenset(("MatMul", "Gemm", "Conv"))  # followed for a logarithm: a spectrum by bands
 
 
 def computed_values(graph: Graph) -> set[str]:
@@ -42,12 +46,59 @@ def computed_values(graph: Graph) -> set[str]:
     return computed
 
 
+def _positive_values(graph: Graph) -> set[str]:
+    """Values that are made without a sign, so that a sum with one loses no magnitude: squares, exponentials, sums of these."""
+    found: set[str] = set()
+    for op in graph.ops:
+        row = op_row(op.type)
+        square = op.type == "Mul" and len(set(op.inputs)) == 1
+        square = square or (op.type == "Pow" and op.attrs.get("exponent", 2) % 2 != 1)
+        keeps = row.kind in ("movement", "merge") or op.type in _SUMS or op.type in _KEEP_SIGN
+        data = [v for v in op.inputs if v is not None and graph.values[v].is_float]
+        if square or op.type in _POSITIVE or (keeps and data and found.issuperset(data)):
+            found.update(op.outputs)
+    return found
+
+
+def reciprocals(graph: Graph, static: set[str]) -> dict[str, str]:
+    """Values that are one number divided by others, and multiples of them -> the operator that divides.
+
+    They are the larger the smaller the divisor is, so that one grid for all has few codes for most of them. A logistic function,
+    whose divisor is an exponential plus one, is bounded.
+    """
+    found: dict[str, str] = {}
+    for op in graph.ops:
+        moving = [v for v in op.inputs if v is not None and v not in static and graph.values[v].is_float]
+        if len(moving) != 1 or not op.outputs:
+            continue
+        value = moving[0]
+        if _is_divisor(op, value) and not _is_shifted_exponential(graph, value):
+            found[op.outputs[0]] = op.name
+        elif value in found and (op_row(op.type).kind == "movement" or op.type in ("Mul", "Div", "Neg")):
+            found[op.outputs[0]] = found[value]
+    return found
+
+
+def _is_divisor(op: Op, value: str) -> bool:
+    """Whether ``op`` divides a constant by ``value``, or a power of it."""
+    by_itself = op.type in ("Reciprocal", "Rsqrt") or _power(op, 0) == "divisor"
+    return by_itself or (op.type == "Div" and op.inputs[0] != value)
+
+
+def _is_shifted_exponential(graph: Graph, value: str) -> bool:
+    maker = graph.producer(value)
+    makers = () if maker is None or maker.type != "Add" else (graph.producer(v) for v in maker.inputs if v is not None)
+    return any(m is not None and m.type == "Exp" for m in makers)
+
+
 def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
     """Value -> what it is needed for, and the operator that needs it; in one linear pass against the order of execution.
 
     A need for small relative errors reaches back over products, powers and shifts by a constant, and over sums of squares,
-    as the product of a value with itself is one;
-    it stops at reductions, layers and activation functions, whose own output is the last value found. An angle is followed
+    as the product of a value with itself is one. It stops at reductions, layers and activation functions, whose own output is
+    the last value found; but where these add up squares, magnitudes or exponentials (an energy, a spectrum by bands), these have
+    the need too: a square has twice the range of what it is a square of. A logarithm also needs the magnitude of what was
+    squared; a normalisation, whose root weighs the largest most, does not. An angle is followed
     over scales and shifts, and where no layer has been before (coordinates, positions, times), over everything, the matrix
     that makes angles of them included. Scores that decide are followed over functions of one value,
     and not over sums of several: a residual stream is not a score.
@@ -115,6 +166,7 @@ class _Trace:
     def __init__(self, graph: Graph, static: set[str]) -> None:
         self.graph, self.static = graph, static
         self.computed = computed_values(graph)
+        self.positive = _positive_values(graph)
         self.steering: set[str] = set()  # values that a layer or product further on depends on
         self.found: dict[str, tuple[Need, str]] = {}
 
@@ -124,10 +176,16 @@ class _Trace:
         self._note_needs(op, row)
         wanted = next((self.found[value] for value in op.outputs if value in self.found), None)
         if wanted is not None:
+            through = wanted
+            if op.type in _SUMS and wanted[0] in ("divisor", "magnitude") and not self._is_logarithm(wanted[1]):
+                through = "sum", wanted[1]
             for value in _FOLLOWED.get(wanted[0], _Trace._magnitudes)(self, op, row):
-                self.found.setdefault(value, wanted)
+                self.found.setdefault(value, through)
         if row.kind == "compute" or not self.steering.isdisjoint(op.outputs):
             self.steering.update(value for _, value in op.sources())
+
+    def _is_logarithm(self, op: str) -> bool:
+        return self.graph.op(op).type.lower().startswith("log")
 
     def _note_needs(self, op: Op, row: OpRow) -> None:
         for port, value in op.sources():
@@ -149,25 +207,25 @@ class _Trace:
 
     def _magnitudes(self, op: Op, row: OpRow) -> Iterator[str]:
         data = [value for value in self._data(op, row) if value not in self.static]
-        if row.kind in ("movement", "merge") or op.type in _KEEPS:
+        bands = op.type in _WEIGHTED_SUMS and len(data) == 1 and self._is_logarithm(self.found[op.outputs[0]][1])
+        if op.type in _SUMS or bands:
+            yield from (value for value in data if value in self.positive)
+        elif row.kind in ("movement", "merge") or op.type in _KEEPS:
             yield from data
         elif op.type in _PRODUCTS and len(data) > 1 and len(set(data)) == 1:  # a sum of squares
             yield from data[:1]
         elif op.type in ("Add", "Sub"):
             alone = len(data) == 1 or len(set(data)) == 1
-            yield from (value for value in data if alone or self._is_positive(value))
+            yield from (value for value in data if alone or value in self.positive)
+
+    def _added(self, op: Op, row: OpRow) -> Iterator[str]:
+        if row.kind != "compute":
+            yield from (v for v in self._data(op, row) if v not in self.static and v in self.positive)
 
     def _scores(self, op: Op, row: OpRow) -> Iterator[str]:
         moving = [value for value in self._data(op, row) if value not in self.static]
         if row.kind == "movement" or (row.kind in ("merge", "pointwise") and len(moving) == 1):
             yield from moving
-
-    def _is_positive(self, value: str) -> bool:
-        """Whether a value is made without a sign, so that a sum with it loses no magnitude."""
-        maker = self.graph.producer(value)
-        if maker is None:
-            return False
-        return maker.type in _POSITIVE or (maker.type == "Mul" and len(set(maker.inputs)) == 1)
 
     def _angles(self, op: Op, row: OpRow) -> Iterator[str]:
         data = self._data(op, row)
@@ -182,7 +240,7 @@ class _Trace:
 
 
 #: need -> how it is followed back, where not as magnitudes are
-_FOLLOWED = {"phase": _Trace._angles, "order": _Trace._scores}
+_FOLLOWED = {"phase": _Trace._angles, "order": _Trace._scores, "sum": _Trace._added}
 
 
 def _power(op: Op, port: int) -> Need | None:

@@ -14,7 +14,7 @@ from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
 
 Kind = Literal["compute", "movement", "pointwise", "merge", "norm", "reduce", "float"]
-Need = Literal["divisor", "magnitude", "domain", "phase", "identity", "order", "steering"]
+Need = Literal["divisor", "magnitude", "sum", "domain", "phase", "identity", "order", "steering"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ OPS: dict[str, OpRow] = {
     "AveragePool": OpRow("reduce", activations=(0,), integer=True),
     "GlobalAveragePool": OpRow("reduce", activations=(0,), integer=True),
     "ReduceMean": OpRow("reduce", activations=(0,), integer=True),
-    **dict.fromkeys(("ReduceSum", "ReduceProd", "ReduceL2", "CumSum", "ReduceLogSumExp", "Variance"), _REDUCE),
+    **dict.fromkeys(("ReduceSum", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare"), _REDUCE),
+    **dict.fromkeys(("CumSum", "ReduceLogSumExp", "Variance"), _REDUCE),
     # activations
     **dict.fromkeys(("Relu", "Clip", "LeakyRelu", "HardSwish", "HardSigmoid", "Silu", "Gelu", "Elu", "Mish"), _ACT),
     **dict.fromkeys(("Selu", "Celu", "Softplus", "Softsign", "HardShrink", "SoftShrink", "TanhShrink"), _ACT),

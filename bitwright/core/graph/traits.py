@@ -68,7 +68,7 @@ WITHOUT = frozenset(
     GroupedMatMul Einsum Bilinear Embedding Attention RNN GRU LSTM
     BatchNormalization LayerNormalization GroupNormalization InstanceNormalization RMSNormalization LRN LpNormalization
     Concat Where MaskedFill ScatterElements Stack GridSample Col2Im
-    ReduceSum ReduceProd ReduceL2 ReduceMin ReduceLogSumExp CumSum Variance
+    ReduceSum ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceMin ReduceLogSumExp CumSum Variance
     Softsign HardShrink SoftShrink TanhShrink LogSigmoid Threshold Glu RRelu Softmax LogSoftmax
     Sin Cos Tan Asin Acos Atan Sinh Cosh Exp Expm1 Log Log1p log2 log10 Sqrt Rsqrt Reciprocal Erf
     Add Sub Mod FloorDiv Pow Min Max Lerp Addcmul Atan2 Abs Neg Square Round Floor Ceil Sign

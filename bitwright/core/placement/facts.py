@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bitwright.core.graph.exact import REASONS, computed_values, exact_values
+from bitwright.core.graph.exact import REASONS, computed_values, exact_values, reciprocals
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.masks import asks
+from bitwright.core.graph.normalisations import find_normalisations
 from bitwright.core.graph.ops import OpRow, op_row
 from bitwright.core.graph.patterns import Match, find_matches
 from bitwright.core.graph.tail import tail_ops
@@ -36,6 +37,8 @@ class Facts:
         symmetry: value -> the symmetry that a reader asks for, and the reader.
         tail: operators after the last layer that are left in float unless a rule asks for more, see :meth:`_float_tail`.
         exact: value -> what it is needed for exactly, and the operator that needs it.
+        reciprocals: value that is a reciprocal, or a multiple of one -> the operator that divides.
+        normalisations: operator that is part of a normalisation written out -> the last operator of it.
     """
 
     def __init__(self, graph: Graph, rules: Rules) -> None:
@@ -50,6 +53,8 @@ class Facts:
         self.mask_ops, self.mask_values = _masks(graph, self.matches, self.static)
         self.symmetry = self._asked_of_producers()
         self.exact = exact_values(graph, self.static)
+        self.reciprocals = reciprocals(graph, self.static)
+        self.normalisations = find_normalisations(graph, self.static)
         self.tail = self._float_tail()
 
     def is_float(self, value: str) -> bool:
@@ -99,7 +104,7 @@ class Facts:
         Args:
             reader: of the value; a layer quantizes what it reads of a solver's states, which stay in float.
         """
-        if value not in self.exact:
+        if value not in self.exact or self.exact[value][0] == "sum":
             return ""
         need, op = self.exact[value]
         if need == "steering" and reader is not None and reader.kind == "compute":
@@ -108,6 +113,20 @@ class Facts:
             need in ("phase", "identity", "order", "steering") or spec is None or isinstance(spec.format, IntFormat)
         )
         return REASONS[need].format(op) if coarse else ""
+
+    def statistic_reason(self, op: Op, value: str) -> str:
+        """Why what ``op`` makes is in float as part of a normalisation or another statistic; empty where it is part of none.
+
+        Integer runtimes have a kernel for each of these operators, and a grid holds the values, badly: a rule that asks for
+        the operator, be it one for all operators, is followed.
+        """
+        end = self.normalisations.get(op.name)
+        if end is None:
+            need, reader = self.exact.get(value, ("", ""))
+            return REASONS["sum"].format(reader) if need == "sum" else ""
+        if end == op.name:
+            return f"{op.type} completes a normalisation, which runs in float on integer runtimes"
+        return f"float: inside the normalisation that {end} completes"
 
     def concrete(self, granularity: Granularity, op: Op, value: str) -> Granularity:
         """The open axis of an activation: axis 1 of images and what convolutions handle, else the last

@@ -29,6 +29,8 @@ from bitwright.core.sums.int32_bias import bias_entries
 
 _PRODUCTS = frozenset(("MatMul", "Einsum"))
 _ADDED = "added to the product of {} before anything is rounded"
+_RECIPROCAL = "float: a reciprocal made by {}, large where the divisor is small; {} multiplies with it in float"
+_NORM_PARAMETER = "normalisation parameters stay in float"
 _MOST_INPUT_BITS, _MOST_WEIGHT_BITS = 16, 8  # what int32 accumulators are made for
 # they read the shape of a tensor and none of its values
 _SHAPE_ONLY = frozenset(
@@ -71,9 +73,14 @@ def constant_reason(ledger: Ledger, op: Op, row: OpRow, port: int, value: Value,
     return _parameter_reason(ledger, op, row, value, param, param == "weight" and weighs)
 
 
+def _in_float_norm(ledger: Ledger, op: Op) -> bool:
+    """Whether ``op`` is part of a normalisation written out, and no rule has put what it makes on a grid."""
+    return op.name in ledger.facts.normalisations and op.name in ledger.float_ops
+
+
 def _parameter_reason(ledger: Ledger, op: Op, row: OpRow, value: Value, param: str, weight: bool) -> str:
-    if row.kind == "norm":
-        return "normalisation parameters stay in float"
+    if row.kind == "norm" or _in_float_norm(ledger, op):
+        return _NORM_PARAMETER
     if row.kind == "float":
         return FLOAT_OP.format(op.type)
     if weight and (row.kind == "compute" or math.prod(value.shape) > 1 or ledger.facts.looks_up(op, row)):
@@ -99,6 +106,8 @@ def _operand_reason(ledger: Ledger, op: Op, row: OpRow, port: int, value: Value)
         return MOVED
     if math.prod(value.shape) == 1:
         return "scalar"
+    if _in_float_norm(ledger, op):
+        return _NORM_PARAMETER
     integer = row.integer and op.name not in ledger.float_ops
     return "" if integer else f"operand of {op.name}, which runs in float"
 
@@ -246,6 +255,9 @@ class Operands:
         if not reason:
             reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, row))
             wanted = self._input_wanted(op, row, setting, from_model, reason)
+            if self._multiplies_a_reciprocal(op, value) and not groups and setting.quantized is not True:
+                wanted = False
+                ledger.why[origin] = reason or _RECIPROCAL.format(facts.reciprocals[value], op.name)
         reason = reason or f"{op.name} reads it in float"
         if not ledger.verdict(setting, wanted, spec, site, reason, origin, NO_ACTIVATIONS):
             return
@@ -256,6 +268,9 @@ class Operands:
         ledger.add(SitePlan(site, ledger.spec_of.get(group, spec), "input", op.name, port, value, group))
         grids[port] = group
         ledger.read_at.setdefault(origin, []).append(site)
+
+    def _multiplies_a_reciprocal(self, op: Op, value: str) -> bool:
+        return op.type == "Mul" and value in self.facts.reciprocals and op.name not in self.facts.normalisations
 
     def _input_wanted(self, op: Op, row: OpRow, setting: Setting, from_model: bool, unfit: str) -> bool:
         """Whether an operand gets a grid; ``unfit`` says why none serves its values."""

@@ -143,6 +143,10 @@ class Outputs:
         elif default and self.ledger.in_tail(op, setting):
             self.ledger.float_ops.add(op.name)
             reason = TAIL.format(op.type)
+        inside = self.facts.statistic_reason(op, value)
+        if inside and self.facts.rules.activation is not None and setting.quantized is not True:
+            self.ledger.float_ops.add(op.name)
+            reason = inside
         unfit = self.facts.exact_reason(value, spec)
         reason = (unfit or reason) if setting.quantized else (reason or unfit)
         asked = None if unfit and not is_meant(setting.decided_by) else setting.quantized

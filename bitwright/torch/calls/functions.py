@@ -194,6 +194,10 @@ def _power_attrs(bound: Arguments) -> dict[str, Any]:
     return {"exponent": float(exponent)} if isinstance(exponent, (int, float)) else {}
 
 
+def _root_attrs(bound: Arguments) -> dict[str, Any]:
+    return {"root": True}
+
+
 def _leaky_attrs(bound: Arguments) -> dict[str, Any]:
     return {"alpha": float(bound.get("negative_slope", 0.01))}
 
@@ -281,8 +285,9 @@ _ROWS: list[tuple[str, Any, tuple[str, ...], tuple[str, ...], Any, bool]] = [
     ("mean", "ReduceMean", _REDUCE, _X, None, True),
     ("sum", "ReduceSum", _REDUCE, _X, None, True),
     ("prod", "ReduceProd", _REDUCE, _X, None, True),
-    ("norm", "ReduceL2", _X, _X, None, True),
-    ("var std", "Variance", _REDUCE, _X, None, False),
+    ("norm vector_norm", "ReduceL2", _X, _X, None, True),
+    ("var var_mean", "Variance", _REDUCE, _X, None, False),
+    ("std std_mean", "Variance", _REDUCE, _X, _root_attrs, False),
     ("cumsum", "CumSum", ("input", "dim"), _X, None, False),
     ("logsumexp", "ReduceLogSumExp", _REDUCE, _X, None, False),
     ("amax", "ReduceMax", _REDUCE, _X, None, True),

@@ -195,12 +195,13 @@ class Spectrum(nn.Module):
         return self.layer(torch.log(self.bands(power) + 1e-2))
 
 
-def test_the_power_of_a_spectrum_front_end_is_named():
+def test_the_power_of_a_spectrum_front_end_is_named_where_a_rule_gives_it_a_grid():
     generator = torch.Generator().manual_seed(0)
     loudness = torch.logspace(-2, 1, 8)[:, None, None]
     tone = torch.sin(torch.arange(256.0) * 0.7)
     data = [loudness * (tone + 0.2 * torch.randn(8, 1, 256, generator=generator)) for _ in range(4)]
-    sim, found = causes(Spectrum(), data)
+    asked = {"rules": [{"match": name, "output": {"quantized": True}} for name in ("add", "conv1d", "conv1d_1")]}
+    sim, found = causes(Spectrum(), data, config_file=asked)
     worst = found.worst(1)[0]
     assert worst.name == "add"  # it makes the power
     assert worst.causes[0].cause in ("few_codes", "outlier_channels")
@@ -225,7 +226,7 @@ def test_a_wide_softmax_input_is_named():
 def test_a_layer_without_a_fault_is_told_that_its_width_makes_the_error(torch_case):
     found = bitwright.analyze(torch_case.sim, torch_case.data)
     plain = [layer.causes[0] for layer in found.layers if layer.causes and layer.causes[0].cause == "rounding"]
-    assert plain and "no fault is seen: 8 bits make this error here" in plain[0].text
+    assert plain and plain[0].text.endswith(": No anomaly: this is plain 8-bit rounding error.")
     assert plain[0].evidence["tries"] and plain[0].remedy
 
 
@@ -235,3 +236,89 @@ def test_few_values_do_not_count_as_few_codes():
     _, found = causes(model, [torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) for _ in range(2)])
     assert not named(found, "few_codes")
     assert all(row.codes_used is None for row in found.sites if row.role == "weight")
+
+
+class Wide(nn.Module):
+    """A function between two linear layers, at quantizers that hold its operands and its result on grids."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+
+    def forward(self, x):
+        return self.b(self.function(self.a(x)))
+
+
+def _rows(*sizes, count=3):
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor(sizes)[None, :, None]
+    return [scale * torch.randn(16, len(sizes), 8, generator=generator) for _ in range(count)]
+
+
+def test_positions_of_unlike_size_on_one_grid_are_named():
+    _, found = causes(Wide(torch.relu), _rows(0.02, 0.02, 0.02, 5.0))
+    assert "a" in named(found, "uneven_positions") or "relu" in named(found, "uneven_positions")
+    text = next(c.text for layer in found.layers for c in layer.causes if c.cause == "uneven_positions")
+    assert "times the median position, and one grid holds all" in text
+
+
+def test_a_reciprocal_that_a_rule_puts_on_a_grid_is_named():
+    asked = {"rules": [{"match": "mul", "input": {"quantized": True}}]}
+    model = Wide(lambda x: x * (x.abs() + 1e-3).reciprocal())
+    _, found = causes(model, _rows(1.0, 1.0), config_file=asked)
+    cause = next(c for layer in found.layers for c in layer.causes if c.cause == "reciprocal")
+    assert "a reciprocal made by reciprocal" in cause.text
+    assert cause.evidence["tries"] == ["16_bits"]
+
+
+def test_a_join_of_unlike_values_is_named():
+    _, found = causes(Wide(lambda x: torch.cat([x[..., :4].sigmoid(), 300 * x[..., 4:]], -1)), _rows(1.0, 1.0))
+    assert "cat" in named(found, "unlike_join")
+    text = next(c.text for layer in found.layers for c in layer.causes if c.cause == "unlike_join")
+    assert "cat joins values that reach" in text
+
+
+def test_a_difference_of_nearly_equal_values_is_named():
+    class Near(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.b.load_state_dict(self.a.state_dict())
+            with torch.no_grad():
+                self.b.bias += 0.01
+
+        def forward(self, x):
+            return torch.tanh(self.a(x) - self.b(x))
+
+    _, found = causes(Near(), _rows(1.0, 1.0))
+    assert {"a", "b"} & set(named(found, "difference"))
+    assert found.output["sqnr_db"] < 20
+    assert found.remedies and found.remedies[0].after_db > found.remedies[0].before_db  # tried without being asked
+
+
+def test_heavy_tails_are_named():
+    data = _rows(1.0, 1.0)
+    for batch in data:
+        batch[0, 0] *= 40
+    _, found = causes(Wide(torch.relu), data)
+    assert named(found, "heavy_tails")
+    text = next(c.text for layer in found.layers for c in layer.causes if c.cause == "heavy_tails")
+    assert "times the root mean square" in text
+
+
+def test_an_error_that_what_follows_enlarges_is_told_with_both_figures():
+    """A power of eight makes a relative error eight times as large, 18 dB."""
+
+    def eighth(x):
+        x = x * x
+        x = x * x
+        return x * x
+
+    float_products = {"rules": [{"match": "*", "op": "Mul", "output": None}]}
+    _, found = causes(Wide(eighth), _rows(1.0, 1.0), config_file=float_products)
+    assert "a" in named(found, "enlarged")
+    cause = next(c for layer in found.layers for c in layer.causes if c.cause == "enlarged" and layer.name == "a")
+    assert cause.evidence["here_db"] > cause.evidence["outputs_db"] + 6
+    assert "and the layers that follow make" in cause.text
