@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.compiled.loops import Loops, loops
-from bitwright.core.numerics.affine import choose_qparams, round_to_float
+from bitwright.core.numerics.affine import checked_bounds, choose_qparams, round_to_float
 from bitwright.core.numerics.formats import FloatFormat, Format
 from bitwright.core.numerics.spec import Symmetry
 from bitwright.core.numerics.statistics import HALF_BINS, Histogram, Samples, histogram_exponent
@@ -26,12 +26,23 @@ _POOL = 8  # fine bins per bin of a search: 256 on either side of zero
 BUDGET = 1 << 17  # numbers per temporary array of a search, about a second-level cache
 _SCANNED = 1 << 16  # values of all rows that are scanned together
 _BLOCK = 1 << 11  # values of one row times candidates in one block of a scan
-# edges of these bins in fine bin widths, fine bin 0 kept apart: ..., -16, -8, -1, 0, 1, 8, 16, ...
-_HALF_EDGES = np.concatenate([[1.0], _POOL * np.arange(1.0, HALF_BINS // _POOL + 1)])
-_EDGES = np.concatenate([-_HALF_EDGES[::-1], [0.0], _HALF_EDGES])
-_CENTRES = ((_EDGES[1:] + _EDGES[:-1]) / 2)[None, :]
 _SYMMETRIC_STEPS = 101
 _ASYMMETRIC_STEPS, _POSITIONS = 17, 21
+
+
+class _Bins:
+    """Bins of a search, ``pool`` fine bins each.
+
+    ``edges`` are in fine bin widths, with fine bin 0 kept apart: ..., -16, -8, -1, 0, 1, 8, 16, ... for a pool of 8.
+    """
+
+    def __init__(self, pool: int) -> None:
+        self.pool = pool
+        half = np.unique(np.concatenate([[1.0], pool * np.arange(1.0, HALF_BINS // pool + 1)]))
+        self.edges: Float64s = np.concatenate([-half[::-1], [0.0], half])
+
+
+_POOLED, _FINE = _Bins(_POOL), _Bins(1)
 
 
 def candidate_grids(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s) -> tuple[Float64s, Float64s, Float64s]:
@@ -53,6 +64,14 @@ def candidate_grids(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s)
     start = np.where(two_sided, lo[:, None] + position * slack, np.where(lo[:, None] < 0, -np.inf, 0))
     below = np.clip(np.rint(-start / scales), 0, fmt.steps)
     return scales, 0 - below, fmt.steps - below
+
+
+def grids_of(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s) -> tuple[Float64s, Float64s, Float64s]:
+    """Scales, lowest and highest codes (counted from zero) of the grids that the ranges ``[lo, hi]`` get."""
+    scale, zero_point = choose_qparams(*checked_bounds(lo, hi), fmt, symmetric=symmetry != "asymmetric")
+    if isinstance(fmt, FloatFormat):
+        return scale.astype(np.float64), np.full(scale.shape, -fmt.max), np.full(scale.shape, fmt.max)
+    return scale.astype(np.float64), fmt.qmin - np.float64(zero_point), fmt.qmax - np.float64(zero_point)
 
 
 def _descending(steps: int) -> Float64s:
@@ -85,16 +104,39 @@ class NoiseSearch:
         exponent = stats.exponent.reshape(-1)
         counts, zeros = stats.counts.reshape(exponent.size, -1), stats.zeros.reshape(-1)
         best = np.zeros(exponent.size, np.int64)
-        for rows in row_chunks(exponent.size, self.scales.shape[1] * _EDGES.size):
-            scales = np.ldexp(self.scales[rows], -exponent[rows, None].astype(np.int32))
-            grids = _Grids(scales, self.lowest[rows], self.highest[rows], self.gamma)
-            mass = _pooled(counts[rows], zeros[rows])
-            if isinstance(self.fmt, FloatFormat):
-                cost = _centred_noise(mass, grids, self.fmt)
-            else:
-                cost = _binned_noise(mass, grids)
-            best[rows] = np.argmin(cost, axis=1)
+        for rows in row_chunks(exponent.size, self.scales.shape[1] * _POOLED.edges.size):
+            best[rows] = np.argmin(self._binned(counts[rows], exponent[rows], zeros[rows], rows, _POOLED), axis=1)
         return best
+
+    def noise(self, stats: Histogram, *, fine: bool = False) -> Float64s:
+        """The squared error of every candidate, summed over the data, in squared bin widths, ``(rows, candidates)``.
+
+        ``fine``: as exactly as the histogram tells; otherwise in bins eight times as wide, as the search sees them.
+        """
+        exponent, bins = stats.exponent.reshape(-1), _FINE if fine else _POOLED
+        counts, zeros = stats.counts.reshape(exponent.size, -1), stats.zeros.reshape(-1)
+        found = np.zeros(self.scales.shape)
+        for rows in row_chunks(exponent.size, self.scales.shape[1] * bins.edges.size):
+            found[rows] = self._binned(counts[rows], exponent[rows], zeros[rows], rows, bins)
+        return found
+
+    def noise_of_values(self, stats: Samples) -> Float64s:
+        """The squared error of every candidate, summed over the values, ``(rows, candidates)``."""
+        values = np.nan_to_num(stats.values.reshape(len(self.scales), -1).astype(np.float64, copy=False))
+        found = np.zeros(self.scales.shape)
+        for rows in row_chunks(len(values), values.shape[1] * self.scales.shape[1]):
+            found[rows] = sum(self._noise(values[rows], self.scales[rows], self.lowest[rows]))
+        return found
+
+    def _binned(
+        self, counts: NDArray[np.int64], exponent: NDArray[np.int64], zeros: NDArray[np.int64], rows: slice, bins: _Bins
+    ) -> Float64s:
+        scales = np.ldexp(self.scales[rows], -exponent[:, None].astype(np.int32))
+        grids = _Grids(scales, self.lowest[rows], self.highest[rows], self.gamma)
+        mass = _pooled(counts, zeros, bins.pool)
+        if isinstance(self.fmt, FloatFormat):
+            return _centred_noise(mass, grids, self.fmt, bins.edges)
+        return _binned_noise(mass, grids, bins.edges)
 
     def by_value(self, stats: Samples) -> NDArray[np.int64]:
         """The candidate with the least noise of every row; ties go to the first.
@@ -190,53 +232,56 @@ class _Grids:
         return np.asarray(np.clip(np.rint(values / self.scale), self.lowest, self.highest))
 
 
-def _pooled(counts: NDArray[np.int64], zeros: NDArray[np.int64]) -> Float64s:
-    """Counts ``(rows, bins)`` between neighbours of ``_EDGES``, without the zeros; bin 0 is split at zero."""
+def _pooled(counts: NDArray[np.int64], zeros: NDArray[np.int64], pool: int) -> Float64s:
+    """Counts ``(rows, bins)`` between neighbours of the edges of ``pool``, without the zeros; bin 0 is split at zero."""
     above = counts[:, HALF_BINS - 1 :].astype(np.float64)
     below = counts[:, HALF_BINS - 1 :: -1].astype(np.float64)
     around = (above[:, :1] - zeros[:, None]) / 2
     above[:, 0] = below[:, 0] = 0
-    positive, negative = (half.reshape(half.shape[0], -1, _POOL).sum(-1) for half in (above, below))
+    if pool == 1:
+        return np.concatenate([below[:, :0:-1], around, around, above[:, 1:]], axis=1)
+    positive, negative = (half.reshape(half.shape[0], -1, pool).sum(-1) for half in (above, below))
     return np.concatenate([negative[:, ::-1], around, around, positive], axis=1)
 
 
-def _binned_noise(mass: Float64s, grids: _Grids) -> Float64s:
-    """Noise of ``mass`` spread evenly between ``_EDGES`` on integer grids; scales in fine bin widths.
+def _binned_noise(mass: Float64s, grids: _Grids, edges: Float64s) -> Float64s:
+    """Noise of ``mass`` spread evenly between ``edges`` on integer grids; scales in fine bin widths.
 
     With the antiderivative A of the error, the sum over bins of ``density (A(right) - A(left))`` is rewritten
     as a sum over edges of ``A`` times the step of the density there: one product of matrices.
     """
-    step = -np.diff(mass / np.diff(_EDGES), axis=1, prepend=0, append=0)
+    step = -np.diff(mass / np.diff(edges), axis=1, prepend=0, append=0)
     compiled = loops()
-    area = _edge_errors(grids) if compiled is None else _edge_errors_compiled(grids, compiled)
+    area = _edge_errors(grids, edges) if compiled is None else _edge_errors_compiled(grids, edges, compiled)
     return np.asarray((area @ step[:, :, None])[:, :, 0])
 
 
-def _edge_errors(grids: _Grids) -> Float64s:
+def _edge_errors(grids: _Grids, edges: Float64s) -> Float64s:
     """The antiderivative of the error at every edge, ``(rows, candidates, edges)``."""
-    code = grids.nearest(_EDGES)
-    rest = _EDGES - code * grids.scale
+    code = grids.nearest(edges)
+    rest = edges - code * grids.scale
     area = code * (grids.scale**3 / 12)
     area += rest * rest * rest / 3
     if grids.gamma != 1:
-        beyond = grids.beyond(_EDGES)
+        beyond = grids.beyond(edges)
         area += beyond * beyond * beyond * ((grids.gamma - 1) / 3)
     return np.asarray(area)
 
 
-def _edge_errors_compiled(grids: _Grids, compiled: Loops) -> Float64s:
+def _edge_errors_compiled(grids: _Grids, edges: Float64s, compiled: Loops) -> Float64s:
     """The same, bit for bit, in one pass."""
-    area = np.empty((*grids.scale.shape[:2], _EDGES.size))
+    area = np.empty((*grids.scale.shape[:2], edges.size))
     flat = (part.reshape(-1) for part in (grids.scale, grids.lowest, grids.highest, grids.scale**3 / 12))
-    compiled.edge_errors(_EDGES, *flat, (grids.gamma - 1) / 3, area.reshape(-1, _EDGES.size))
+    compiled.edge_errors(edges, *flat, (grids.gamma - 1) / 3, area.reshape(-1, edges.size))
     return area
 
 
-def _centred_noise(mass: Float64s, grids: _Grids, fmt: FloatFormat) -> Float64s:
+def _centred_noise(mass: Float64s, grids: _Grids, fmt: FloatFormat, edges: Float64s) -> Float64s:
     """Noise of ``mass`` in the middle of each bin on float grids; scales in fine bin widths."""
-    noise = np.square(_CENTRES - round_to_float(_CENTRES / grids.scale, fmt) * grids.scale)
+    centres = ((edges[1:] + edges[:-1]) / 2)[None, :]
+    noise = np.square(centres - round_to_float(centres / grids.scale, fmt) * grids.scale)
     if grids.gamma != 1:
-        noise += (grids.gamma - 1) * np.square(grids.beyond(_CENTRES))
+        noise += (grids.gamma - 1) * np.square(grids.beyond(centres))
     return np.asarray((noise @ mass[:, :, None])[:, :, 0])
 
 

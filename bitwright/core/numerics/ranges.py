@@ -25,6 +25,7 @@ from bitwright.core.numerics.range_search import (
     NoiseSearch,
     Range,
     candidate_grids,
+    grids_of,
     row_chunks,
 )
 from bitwright.core.numerics.spec import QuantSpec, RangeMethod, Symmetry
@@ -44,6 +45,13 @@ from bitwright.errors import CalibrationError, ConfigError, close_matches
 _SAMPLES = 1024  # constants in groups up to this size are searched value by value
 # the same where candidates lie inside each other and few of them are tried; where a histogram is as fast
 _NESTED_SAMPLES, _NESTED_SAMPLES_BELOW_8_BITS = 8192, 4096
+
+ENOUGH_VALUES = HALF_BINS
+"""Values other than zero from which a histogram tells a distribution: one per bin on average."""
+
+_TOLERATED = 4.0  # times the squared error of the full range, 6 dB: ranges beyond it are remarked on
+_ENTROPY_TOLERATED = 2.5  # the same for the thresholds of ``entropy``: a histogram tells an error to half of it
+_NOTHING = 1e-9  # of the energy: squared errors below it count as none
 
 
 @dataclass(frozen=True)
@@ -128,16 +136,40 @@ def needs(method: str | RangeMethod) -> Kind:
     return RANGE_METHODS[find_range_method(method).name].needs
 
 
+@dataclass(frozen=True)
+class ChosenRange:
+    """A range, and what there is to say of it.
+
+    Attributes:
+        lo, hi: float64, parameter shape P, finite, ``lo <= hi``.
+        remark: that another method took its place, or that it has far more noise than the full range; empty
+            where neither is so.
+        poor: whether the noise is why there is a remark.
+    """
+
+    lo: Float64s
+    hi: Float64s
+    remark: str = ""
+    poor: bool = False
+
+
 def choose_range(stats: MinMax | Histogram | Samples, spec: QuantSpec, site: str = "tensor") -> Range:
+    """``lo`` and ``hi`` of :func:`explained_range`."""
+    chosen = explained_range(stats, spec, site)
+    return chosen.lo, chosen.hi
+
+
+def explained_range(stats: MinMax | Histogram | Samples, spec: QuantSpec, site: str = "tensor") -> ChosenRange:
     """The range of ``stats`` by the method of ``spec``; what :func:`affine.encode` takes.
+
+    No search gives a range with more noise than the full one: where the statistics show no difference between
+    the values and the grid of the full range (two values, levels of a picture), this range stays. A percentile
+    is taken as asked for; where it has more than 6 dB more noise than the full range, the remark says so.
 
     Args:
         stats: statistics of the kind that ``needs(spec.method)`` names; a histogram serves every method.
         spec: format, symmetry and method.
         site: name for error messages.
-
-    Returns:
-        ``lo``, ``hi``, float64, parameter shape P of the statistics, finite, ``lo <= hi``.
 
     Raises:
         CalibrationError: there was no finite value, or the statistics lack the histogram that the method
@@ -145,6 +177,21 @@ def choose_range(stats: MinMax | Histogram | Samples, spec: QuantSpec, site: str
         ConfigError: see :func:`find_range_method`.
     """
     method = find_range_method(spec.method)
+    found = _found(stats, spec, method, site)
+    return ChosenRange(found.lo, found.hi, *_remark(method, found.replaced, found.excess))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Ranges, where another method was taken, and how many times the squared error of the full range each has."""
+
+    lo: Float64s
+    hi: Float64s
+    replaced: NDArray[np.bool_]
+    excess: Float64s
+
+
+def _found(stats: MinMax | Histogram | Samples, spec: QuantSpec, method: RangeMethod, site: str) -> _Found:
     row = RANGE_METHODS[method.name]
     if row.needs == "histogram" and isinstance(stats, MinMax):
         raise CalibrationError(
@@ -154,7 +201,56 @@ def choose_range(stats: MinMax | Histogram | Samples, spec: QuantSpec, site: str
         )
     _check_counts(bounds_of(stats), site)
     options = {option: default for option, (default, _, _) in row.options.items()} | dict(method.options)
-    return row.function(stats, spec.format, spec.symmetry, **options)
+    lo, hi = row.function(stats, spec.format, spec.symmetry, **options)
+    replaced, excess = np.zeros(lo.shape, np.bool_), np.ones(lo.shape)
+    if method.name == "entropy":
+        replaced = ~_carry_entropy(stats)
+    searched = options.get("percentile") is None and options.get("gamma", 1.0) >= 1
+    if isinstance(stats, MinMax) or (searched and isinstance(stats, Samples)):
+        return _Found(lo, hi, replaced, excess)  # the full range, or a search that knew every value
+    full, excess = _compared(stats, lo, hi, spec)
+    if searched:
+        full |= excess > np.where((method.name == "entropy") & ~replaced, _ENTROPY_TOLERATED, 1)
+        bounds = bounds_of(stats)
+        lo, hi = np.where(full, bounds.lo, lo), np.where(full, bounds.hi, hi)
+        excess = np.where(full, 1.0, excess)
+    return _Found(lo, hi, replaced, excess)
+
+
+def _compared(
+    stats: Histogram | Samples, lo: Float64s, hi: Float64s, spec: QuantSpec
+) -> tuple[NDArray[np.bool_], Float64s]:
+    """Whether the statistics show no noise of the full range, and how many times its noise ``[lo, hi]`` has, both of shape P."""
+    bounds = bounds_of(stats)
+    same = (lo == bounds.lo) & (hi == bounds.hi)
+    chosen = grid(spec.format, spec.symmetry, bounds.lo)
+    if same.all() or (isinstance(chosen, FloatFormat) and not chosen.scaled):
+        return same, np.ones(lo.shape)
+    ends = [np.stack(pair, -1).reshape(-1, 2) for pair in ((bounds.lo, lo), (bounds.hi, hi))]
+    search = NoiseSearch(*grids_of(chosen, spec.symmetry, *ends), chosen, spec.symmetry, 1.0)
+    if isinstance(stats, Samples):
+        noise, energy = search.noise_of_values(stats), np.nansum(np.square(stats.values, dtype=np.float64), -1)
+        least = _NOTHING * energy.reshape(-1)
+    else:
+        # a value has its place within a bin of width 1 only, which makes a third where it lies at one end
+        noise, least = search.noise(stats, fine=True), (bounds.count - stats.zeros).reshape(-1) / 3
+    exact = noise[:, 0] <= least * (1 + 1e-9)
+    ratio = np.maximum(noise[:, 1], least) / np.maximum(np.maximum(noise[:, 0], least), np.finfo(np.float64).tiny)
+    return exact.reshape(lo.shape), ratio.reshape(lo.shape)
+
+
+def _remark(method: RangeMethod, replaced: NDArray[np.bool_], excess: Float64s) -> tuple[str, bool]:
+    """What to say of ranges, and whether it is that they are poor."""
+    poor = excess > _TOLERATED
+    if poor.any():
+        share = "" if poor.size == 1 else f" of {int(poor.sum())} of {poor.size} ranges"
+        decibel = 10 * np.log10(excess.max())
+        return f"the squared error{share} is up to {decibel:.0f} dB above that of the full range", True
+    if replaced.any():
+        share = "" if replaced.size == 1 else f"{int(replaced.sum())} of {replaced.size} ranges have "
+        lack = f"{share or 'it has '}fewer than {ENOUGH_VALUES} values other than zero, too few for {method.name!r}"
+        return f"{lack}: the least mean squared error is taken", False
+    return "", False
 
 
 def _check_counts(bounds: MinMax, site: str) -> None:
@@ -171,6 +267,14 @@ def _check_counts(bounds: MinMax, site: str) -> None:
 
 
 def choose_range_of(x: Array, spec: QuantSpec, granularity: Granularity = PER_TENSOR, site: str = "tensor") -> Range:
+    """``lo`` and ``hi`` of :func:`explained_range_of`."""
+    chosen = explained_range_of(x, spec, granularity, site)
+    return chosen.lo, chosen.hi
+
+
+def explained_range_of(
+    x: Array, spec: QuantSpec, granularity: Granularity = PER_TENSOR, site: str = "tensor"
+) -> ChosenRange:
     """The range of a tensor at hand, such as a weight, by the method of ``spec``.
 
     Takes statistics and range of a few groups at a time, so memory stays bounded with thousands of channels
@@ -186,28 +290,33 @@ def choose_range_of(x: Array, spec: QuantSpec, granularity: Granularity = PER_TE
         site: name for error messages.
 
     Returns:
-        ``lo``, ``hi``, float64, parameter shape P of ``granularity`` for ``x``.
+        Ranges of parameter shape P of ``granularity`` for ``x``.
 
     Raises:
-        CalibrationError, ConfigError, GranularityError: as :func:`choose_range` and the granularity.
+        CalibrationError, ConfigError, GranularityError: as :func:`explained_range` and the granularity.
     """
     x = as_array(x)
     shape = granularity.param_shape(tuple(x.shape), site)
     rows = rows_of(x, granularity)
     bounds = row_minmax(rows, shape)
     _check_counts(bounds, site)
-    if needs(spec.method) == "minmax" or 0 in rows.shape:
-        return minmax_range(bounds, spec.format, spec.symmetry)
+    method = find_range_method(spec.method)
+    if needs(method) == "minmax" or 0 in rows.shape:
+        return ChosenRange(*minmax_range(bounds, spec.format, spec.symmetry))
+    if method.name == "entropy" and rows.shape[1] < ENOUGH_VALUES:
+        chosen = explained_range_of(x, replace(spec, method=RangeMethod("mse")), granularity, site)
+        return replace(chosen, remark=_remark(method, np.ones(shape, np.bool_), np.ones(shape))[0])
     small = rows.shape[1] <= _most_samples(spec)
     step = max(1, (BUDGET << 3) // rows.shape[1]) if small else 64
     settled = _settled(spec, bounds)
-    ranges = []
+    parts = []
     for first in range(0, rows.shape[0], step):
         part = rows[first : first + step]
         stats = _row_samples(part) if small else row_histogram(part, (part.shape[0],))
-        ranges.append(choose_range(stats, settled, site))
-    lo, hi = (np.concatenate(ends).reshape(shape) for ends in zip(*ranges, strict=True))
-    return lo, hi
+        found = _found(stats, settled, method, site)
+        parts.append((found.lo, found.hi, found.replaced, found.excess))
+    lo, hi, replaced, excess = (np.concatenate(of_parts).reshape(shape) for of_parts in zip(*parts, strict=True))
+    return ChosenRange(lo, hi, *_remark(method, replaced, excess))
 
 
 def _most_samples(spec: QuantSpec) -> int:
@@ -311,29 +420,55 @@ def entropy_range(stats: Histogram | Samples, fmt: Format, symmetry: Symmetry) -
     ``[-T, T]`` within the exact bounds. Grids with as many levels as the histogram has bins keep the full
     range.
 
+    Zeros, which every grid holds, are left out. The paper's method knows nothing of how far a value is moved:
+    values crowded near zero, or far beyond the others, make it clip what matters. So thresholds with more than
+    2.5 times the squared error of the full range (4 dB) are left out, too, and ranges with fewer than 2048 values other
+    than zero, which leave a histogram with holes, are those of :func:`mse_range`.
+
     Reference: Migacz 2017, "8-bit inference with TensorRT".
     """
     if isinstance(stats, Samples):
+        if not _carry_entropy(stats).any():
+            return mse_range(stats, fmt, symmetry)
         flat = row_histogram(stats.values.reshape(-1, stats.values.shape[-1]), (stats.bounds.lo.size,))
         shape = stats.bounds.lo.shape
         stats = Histogram(
             flat.counts.reshape(*shape, -1), flat.exponent.reshape(shape), flat.zeros.reshape(shape), stats.bounds
         )
     lo, hi = stats.bounds.lo, stats.bounds.hi
+    chosen = grid(fmt, symmetry, lo)
+    if isinstance(chosen, FloatFormat) and not chosen.scaled:
+        return minmax_range(stats, fmt, symmetry)
+    carried = _carry_entropy(stats)
     levels = _levels(fmt, symmetry, lo, hi).reshape(-1)
-    counts = stats.counts.reshape(lo.size, -1)
-    kept = np.full(lo.size, HALF_BINS)
+    flat_lo, flat_hi, flat_exponent = lo.reshape(-1), hi.reshape(-1), stats.exponent.reshape(-1)
+    counts, zeros = stats.counts.reshape(lo.size, -1), stats.zeros.reshape(-1)
+    low_end, high_end = flat_lo.copy(), flat_hi.copy()
     for count in np.unique(levels[levels < HALF_BINS]):
-        chosen = np.flatnonzero(levels == count)
-        for part in row_chunks(chosen.size, max(16 * HALF_BINS, 128 * int(count))):
-            rows = chosen[part]
+        of_count = np.flatnonzero((levels == count) & carried.reshape(-1))
+        for part in row_chunks(of_count.size, max(16 * HALF_BINS, 128 * int(count))):
+            rows = of_count[part]
             magnitudes = counts[rows, HALF_BINS - 1 :]
             magnitudes[:, 1:] += counts[rows, HALF_BINS - 2 :: -1]
-            kept[rows] = _least_divergence(magnitudes, int(count))
-    threshold = np.ldexp(kept.reshape(lo.shape), stats.exponent.astype(np.int32))
-    full = kept.reshape(lo.shape) >= HALF_BINS
-    low_end, high_end = np.maximum(lo, np.minimum(-threshold, hi)), np.minimum(hi, np.maximum(threshold, lo))
-    return np.where(full, lo, low_end), np.where(full, hi, high_end)
+            magnitudes[:, 0] -= zeros[rows]
+            sizes = _thresholds(int(count))
+            threshold = np.ldexp(np.float64(sizes), flat_exponent[rows, None].astype(np.int32))
+            lows = np.maximum(flat_lo[rows, None], np.minimum(-threshold, flat_hi[rows, None]))
+            highs = np.minimum(flat_hi[rows, None], np.maximum(threshold, flat_lo[rows, None]))
+            search = NoiseSearch(*grids_of(chosen, symmetry, lows, highs), chosen, symmetry, 1.0)
+            noise = search.noise(Histogram(counts[rows], flat_exponent[rows], zeros[rows], stats.bounds))
+            divergence = _divergences(magnitudes, sizes, int(count))
+            divergence = np.where(noise <= _ENTROPY_TOLERATED * noise[:, :1], divergence, np.inf)
+            # what only rounding tells apart is a tie, which goes to the widest
+            best = (divergence <= divergence.min(axis=1, keepdims=True) + 1e-12).argmax(axis=1)
+            low_end[rows], high_end[rows] = lows[np.arange(rows.size), best], highs[np.arange(rows.size), best]
+    if not carried.all():
+        least = mse_range(stats, fmt, symmetry)
+        low_end, high_end = (
+            np.where(carried.reshape(-1), end, other.reshape(-1))
+            for end, other in ((low_end, least[0]), (high_end, least[1]))
+        )
+    return low_end.reshape(lo.shape), high_end.reshape(lo.shape)
 
 
 RANGE_METHODS: dict[str, RangeRow] = {
@@ -397,15 +532,18 @@ def _levels(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s) -> NDAr
     return np.asarray(np.where((lo >= 0) | (hi <= 0), 2 * half, half))
 
 
-def _least_divergence(magnitudes: NDArray[np.int64], levels: int) -> NDArray[np.int64]:
-    """For every row the number of bins kept below the best threshold; ties go to the widest."""
-    bins = magnitudes.shape[1]
-    first = max(levels, bins // 16)
-    sizes = np.arange(bins, first - 1, -max(1, (bins - first) // 100))
-    divergence = _divergences(magnitudes, sizes, levels)
-    # what only rounding tells apart is a tie
-    least = divergence <= divergence.min(axis=1, keepdims=True) + 1e-12
-    return np.asarray(sizes[least.argmax(axis=1)])
+def _carry_entropy(stats: MinMax | Histogram | Samples) -> NDArray[np.bool_]:
+    """Whether there are values enough for a histogram without holes, shape P."""
+    if isinstance(stats, Samples):
+        return np.asarray((np.nan_to_num(stats.values) != 0).sum(-1) >= ENOUGH_VALUES)
+    zeros = stats.zeros if isinstance(stats, Histogram) else 0
+    return np.asarray(bounds_of(stats).count - zeros >= ENOUGH_VALUES)
+
+
+def _thresholds(levels: int) -> NDArray[np.int64]:
+    """The numbers of bins that are tried, the largest first."""
+    first = max(levels, HALF_BINS // 16)
+    return np.arange(HALF_BINS, first - 1, -max(1, (HALF_BINS - first) // 100))
 
 
 def _divergences(magnitudes: NDArray[np.int64], sizes: NDArray[np.int64], levels: int) -> Float64s:

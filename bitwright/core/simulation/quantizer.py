@@ -54,6 +54,8 @@ class Quantizer(OnlyKnownAttributes):
         masking: its values go to a softmax or the like, to which a large negative number is nothing (``masks``).
         why_float: why calibration switched it off, if it did.
         why_spec: why a step of a recipe changed the spec or switched it off, if one did.
+        range_note: what is to be said of the range that calibration chose, see :class:`ranges.ChosenRange`.
+        poor_range: whether that range has far more noise than another one.
         empty: how many tensors without elements calibration met; they are in no statistics.
         keeps_histogram: calibration counts values even where the range method reads their bounds alone, so that another
             method can choose from the same statistics.
@@ -74,6 +76,7 @@ class Quantizer(OnlyKnownAttributes):
         self.statistics: statistics.Statistics | None = None
         self.empty = 0
         self.keeps_histogram = False
+        self.range_note, self.poor_range = "", False
 
     # -- its state
 
@@ -81,11 +84,13 @@ class Quantizer(OnlyKnownAttributes):
         """Keep the whole state; the function returned brings it back."""
         spec, encoding, statistics, empty = self._spec, self._encoding, self.statistics, self.empty
         enabled, frozen, why_float, why_spec = self._enabled, self.frozen, self.why_float, self.why_spec
+        notes = self.range_note, self.poor_range
 
         def restore() -> None:
             self._spec, self.statistics, self.empty = spec, statistics, empty
             self._enabled, self.frozen, self.why_float, self.why_spec = enabled, frozen, why_float, why_spec
             self.encoding = encoding
+            self.range_note, self.poor_range = notes
 
         return restore
 
@@ -166,7 +171,8 @@ class Quantizer(OnlyKnownAttributes):
     @property
     def described(self) -> str:
         """The spec in effect in one phrase, with the reason where it is not what the rules asked for."""
-        return f"{self._spec.describe()}{self.why_spec and f', because {self.why_spec}'}"
+        why = self.why_spec and f", because {self.why_spec}"
+        return f"{self._spec.describe()}{why}{self.range_note and f' ({self.range_note})'}"
 
     @property
     def encoding(self) -> Encoding | None:
@@ -179,6 +185,11 @@ class Quantizer(OnlyKnownAttributes):
 
     def _set_encoding(self, encoding: Encoding | None) -> None:
         self._encoding = encoding
+        self.range_note, self.poor_range = "", False
+
+    def _take_range(self, chosen: ranges.ChosenRange) -> None:
+        self.encoding = affine.encode(chosen.lo, chosen.hi, self._spec, self._spec.granularity, self.name)
+        self.range_note, self.poor_range = chosen.remark, chosen.poor
 
     def _current(self) -> Encoding | None:
         """The encoding that was set; a front end that trains ranges has the trained one."""
@@ -264,8 +275,7 @@ class Quantizer(OnlyKnownAttributes):
             self._freeze_fixed(())
         elif self.statistics is not None:
             assert not isinstance(self.statistics, statistics.Moments)
-            lo, hi = ranges.choose_range(self.statistics, self._spec, self.name)
-            self.encoding = affine.encode(lo, hi, self._spec, self._spec.granularity, self.name)
+            self._take_range(ranges.explained_range(self.statistics, self._spec, self.name))
 
     def _freeze_fixed(self, shape: tuple[int, ...]) -> None:
         """Both ends of the range are given, or the format has none (fp16, bf16: one scale of 1)."""
@@ -286,8 +296,7 @@ class Quantizer(OnlyKnownAttributes):
             self._freeze_fixed(shape)
             return
         self._spec.granularity.param_shape(shape, self.name)  # blocks must divide, axes exist
-        lo, hi = ranges.choose_range_of(x, self._spec, self._spec.granularity, self.name)
-        self.encoding = affine.encode(lo, hi, self._spec, self._spec.granularity, self.name)
+        self._take_range(ranges.explained_range_of(x, self._spec, self._spec.granularity, self.name))
 
     def __repr__(self) -> str:
         state = "" if self.enabled else ", disabled"
@@ -393,6 +402,8 @@ class DerivedBias:
                 self.reason = "it does not fit int32 in steps of input scale times the frozen weight scale"
                 return weight
             logger.info("%s: weight scale raised so that the bias fits int32", self.site)
+            noted = self.weight.range_note, self.weight.poor_range
             self.weight.encoding = weight = floored
+            self.weight.range_note, self.weight.poor_range = noted
         self.quantizer.encoding = derive_bias_encoding(source, weight, values, self.site)
         return weight

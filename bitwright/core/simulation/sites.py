@@ -370,7 +370,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
                 changed[name] = site.quantizer.state
             elif missing := self._float_sources(site):
                 changed[name] = f"disabled, because {' and '.join(missing)} {'are' if missing[1:] else 'is'} in float"
-            elif site.quantizer.spec != plan.sites[site.quantizer.name].spec:
+            elif site.quantizer.spec != plan.sites[site.quantizer.name].spec or site.quantizer.range_note:
                 changed[name] = site.quantizer.described
         return changed
 
@@ -442,7 +442,9 @@ class SiteMap(Tabular, Mapping[str, Any]):
         self._says_unreached = False
 
     def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
-        """Log the enabled sites without an encoding after calibration, once; switch them off if that is allowed."""
+        """Say, once, what calibration left open: sites without an encoding, which are switched off if that is allowed, and
+        ranges that are not what was asked for.
+        """
         unreached = self.unreached()
         for site in unreached if allow else ():
             site.quantizer.leave_in_float(UNREACHED)
@@ -454,6 +456,20 @@ class SiteMap(Tabular, Mapping[str, Any]):
             if said not in self._said:
                 self._said.add(said)
                 logger.warning("%s", said)
+        if not quiet and self._says_unreached:
+            self._tell_of_ranges()
+
+    def _tell_of_ranges(self) -> None:
+        """Log the ranges that there is something to say of, poor ones as a warning; :meth:`changes` has all of them."""
+        for poor in (True, False):
+            noted = [q for q in self.unique() if q.enabled and q.range_note and q.poor_range == poor]
+            if noted:
+                more = f", and {len(noted) - 1} more sites; sim.coverage() has all" if len(noted) > 1 else ""
+                first = noted[0]
+                said = f"{first.name} ({first.spec.describe()}): {first.range_note}{more}"
+                if said not in self._said:
+                    self._said.add(said)
+                    logger.log(logging.WARNING if poor else logging.INFO, "%s", said)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sites)

@@ -71,6 +71,7 @@ class Quantizer(core.Quantizer):
         self.pivot, self.correction = other.pivot, other.correction
         self.learned = None
         self._set_encoding(other._encoding)
+        self.range_note, self.poor_range = other.range_note, other.poor_range
         self.learned = other.learned
         if encoding is not None:
             self.encoding = encoding
