@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
-from bitwright.core.numerics.statistics import Histogram, MinMax, from_arrays, merge, start, to_arrays
+from bitwright.core.numerics.statistics import Histogram, MinMax, from_arrays, kind_of, merge, start, to_arrays
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 
@@ -243,7 +243,7 @@ class Ranks:
         }
         # of the two zeros the positive one, whichever came first
         arrays["lo"], arrays["hi"] = arrays["lo"] + 0.0, arrays["hi"] + 0.0
-        return from_arrays("histogram" if isinstance(seen, Histogram) else "minmax", arrays)
+        return from_arrays(kind_of(seen), arrays)
 
     def merge_channels(self, watches: Sequence[ChannelWatch]) -> None:
         """Leave of the constant channels those that are constant, with one value, on every rank that saw any."""

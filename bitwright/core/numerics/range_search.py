@@ -71,7 +71,8 @@ def grids_of(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s) -> tup
     scale, zero_point = choose_qparams(*checked_bounds(lo, hi), fmt, symmetric=symmetry != "asymmetric")
     if isinstance(fmt, FloatFormat):
         return scale.astype(np.float64), np.full(scale.shape, -fmt.max), np.full(scale.shape, fmt.max)
-    return scale.astype(np.float64), fmt.qmin - np.float64(zero_point), fmt.qmax - np.float64(zero_point)
+    code = zero_point.astype(np.float64)
+    return scale.astype(np.float64), fmt.qmin - code, fmt.qmax - code
 
 
 def _descending(steps: int) -> Float64s:

@@ -31,6 +31,7 @@ from bitwright.core.numerics.range_search import (
 from bitwright.core.numerics.spec import QuantSpec, RangeMethod, Symmetry
 from bitwright.core.numerics.statistics import (
     HALF_BINS,
+    Energy,
     Histogram,
     Kind,
     MinMax,
@@ -51,6 +52,7 @@ ENOUGH_VALUES = HALF_BINS
 
 _TOLERATED = 4.0  # times the squared error of the full range, 6 dB: ranges beyond it are remarked on
 _ENTROPY_TOLERATED = 2.5  # the same for the thresholds of ``entropy``: a histogram tells an error to half of it
+_DROWNED = 1000.0  # times the noise of a fixed range, 30 dB: with less energy, data contradict the range
 _NOTHING = 1e-9  # of the energy: squared errors below it count as none
 
 
@@ -342,6 +344,23 @@ def _row_samples(rows: Array) -> Samples:
     if bounds.inf_count.any():
         values = np.where(np.isfinite(values), values, np.nan)
     return Samples(values, bounds)
+
+
+def is_contradicted(seen: Energy, fixed: Array, observed: Array) -> NDArray[np.bool_]:
+    """Whether data use so little of a fixed range that they drown in its rounding noise, and would not on their own range.
+
+    Rounding to steps ``s`` makes noise of the mean square ``s ** 2 / 12``. Data contradict a fixed range where this noise is
+    above a thousandth of their mean square (30 dB; on a range of their own, 8 bits leave normal values 39 dB), and is more
+    than four times (6 dB) what their own range has.
+
+    Args:
+        seen: statistics of the data, parameter shape P.
+        fixed, observed: scales of the two grids, shape P.
+    """
+    noise = np.square(np.asarray(fixed, np.float64)) / 12
+    mean_square = seen.energy / np.maximum(seen.count, 1)
+    gained = noise > 4 * np.square(np.asarray(observed, np.float64)) / 12
+    return np.asarray((mean_square < _DROWNED * noise) & (mean_square > 0) & gained)
 
 
 # ---- the methods

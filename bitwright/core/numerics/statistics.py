@@ -39,7 +39,7 @@ from bitwright.core.numerics.arrays import (
 )
 from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerTensor, Shape
 
-Kind = Literal["minmax", "histogram", "moments"]
+Kind = Literal["minmax", "energy", "histogram", "moments"]
 
 HALF_BINS = 2048
 """Bins on either side of zero, the one around zero included: N in :class:`Histogram`."""
@@ -86,6 +86,18 @@ class MinMax(_Values):
     def inf_count(self) -> NDArray[np.int64]:
         """Infinite values of either sign, shape P."""
         return np.asarray(self.pos_inf_count + self.neg_inf_count)
+
+
+@dataclass(frozen=True, eq=False)
+class Energy(MinMax):
+    """Exact bounds and the sum of squares: whether a range that is given serves the data.
+
+    Attributes:
+        energy: sum of the squares of the finite values, float64, shape P. It is rounded, so the order of updates
+            may change the last bits.
+    """
+
+    energy: NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,14 +157,14 @@ class Samples(_Values):
 
 
 Statistics = MinMax | Histogram | Moments
-S = TypeVar("S", MinMax, Histogram, Moments)
+S = TypeVar("S", MinMax, Energy, Histogram, Moments)
 
 
 def start(kind: Kind, shape: Shape = ()) -> Statistics:
     """Statistics of no data.
 
     Args:
-        kind: ``"minmax"``, ``"histogram"`` or ``"moments"``; ``ranges.needs`` tells which a range method
+        kind: ``"minmax"``, ``"energy"``, ``"histogram"`` or ``"moments"``; ``ranges.needs`` tells which a range method
             wants.
         shape: parameter shape P, from ``Granularity.param_shape``.
 
@@ -165,6 +177,8 @@ def start(kind: Kind, shape: Shape = ()) -> Statistics:
     bounds = MinMax(np.full(shape, np.inf), np.full(shape, -np.inf), none, none, none, none)
     if kind == "minmax":
         return bounds
+    if kind == "energy":
+        return energy_of(bounds, np.zeros(shape))
     return Histogram(np.zeros((*shape, _BINS), np.int64), np.full(shape, _MIN_EXPONENT, np.int64), none, bounds)
 
 
@@ -202,6 +216,16 @@ def measure(kind: Kind, x: Array, granularity: Granularity = PER_TENSOR) -> Stat
 def bounds_of(stats: MinMax | Histogram | Samples) -> MinMax:
     """The exact bounds that every statistic a range can be taken from carries."""
     return stats if isinstance(stats, MinMax) else stats.bounds
+
+
+def energy_of(bounds: MinMax, energy: NDArray[np.float64]) -> Energy:
+    """``bounds`` with a sum of squares."""
+    return Energy(**{field.name: getattr(bounds, field.name) for field in fields(MinMax)}, energy=energy)
+
+
+def kind_of(stats: Statistics) -> Kind:
+    """The kind of ``stats``, as :func:`start` takes it."""
+    return next(kind for kind, known in _KINDS.items() if type(stats) is known)
 
 
 def rows_of(x: Array, granularity: Granularity) -> Array:
@@ -248,6 +272,8 @@ def from_arrays(kind: Kind, arrays: Mapping[str, NDArray[Any]]) -> Statistics:
     bounds = MinMax(**{field.name: np.asarray(arrays[field.name]) for field in fields(MinMax)})
     if kind == "minmax":
         return bounds
+    if kind == "energy":
+        return energy_of(bounds, np.asarray(arrays["energy"]))
     counts, exponent, zeros = (np.asarray(arrays[key]) for key in ("counts", "exponent", "zeros"))
     return Histogram(counts, exponent, zeros, bounds)
 
@@ -307,6 +333,17 @@ def _masked_bounds(rows: Array) -> tuple[NDArray[Any], ...]:
     return to_numpy(lo).astype(np.float64), to_numpy(hi).astype(np.float64), *counts
 
 
+def _measure_energy(x: Array, granularity: Granularity) -> Energy:
+    shape = granularity.param_shape(tuple(x.shape))
+    rows = rows_of(x, granularity)
+    bounds = row_minmax(rows, shape)
+    xp, rows = namespace(rows), _at_least_float32(rows)
+    if bounds.count.sum() < math.prod(rows.shape):
+        rows = xp.where(xp.isfinite(rows), rows, 0)
+    squares = [float(row @ row) for row in rows] if len(rows) == 1 else to_numpy((rows * rows).sum(1)).tolist()
+    return energy_of(bounds, np.array(squares, np.float64).reshape(shape))
+
+
 _COUNTS = ("count", "nan_count", "pos_inf_count", "neg_inf_count")
 
 
@@ -314,6 +351,10 @@ def _merge_minmax(a: MinMax, b: MinMax) -> MinMax:
     assert a.lo.shape == b.lo.shape, (a.lo.shape, b.lo.shape)
     sums = (np.asarray(getattr(a, key) + getattr(b, key)) for key in _COUNTS)
     return MinMax(np.asarray(np.minimum(a.lo, b.lo)), np.asarray(np.maximum(a.hi, b.hi)), *sums)
+
+
+def _merge_energy(a: Energy, b: Energy) -> Energy:
+    return energy_of(_merge_minmax(a, b), np.asarray(a.energy + b.energy))
 
 
 def _at_least_float32(x: Array) -> Array:
@@ -518,6 +559,16 @@ def _merge_moments(a: Moments, b: Moments) -> Moments:
     return Moments(count, np.asarray(mean), np.asarray(a.m2 + b.m2 + difference * difference * share * a.count))
 
 
-_KINDS: dict[Kind, type[Any]] = {"minmax": MinMax, "histogram": Histogram, "moments": Moments}
-_MEASURES: dict[type[Any], Any] = {MinMax: _measure_minmax, Histogram: _measure_histogram, Moments: _measure_moments}
-_MERGES: dict[type[Any], Any] = {MinMax: _merge_minmax, Histogram: _merge_histogram, Moments: _merge_moments}
+_KINDS: dict[Kind, type[Any]] = {"minmax": MinMax, "energy": Energy, "histogram": Histogram, "moments": Moments}
+_MEASURES: dict[type[Any], Any] = {
+    MinMax: _measure_minmax,
+    Energy: _measure_energy,
+    Histogram: _measure_histogram,
+    Moments: _measure_moments,
+}
+_MERGES: dict[type[Any], Any] = {
+    MinMax: _merge_minmax,
+    Energy: _merge_energy,
+    Histogram: _merge_histogram,
+    Moments: _merge_moments,
+}

@@ -10,7 +10,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import Granularity
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.facts import Facts
-from bitwright.core.placement.plan import SitePlan
+from bitwright.core.placement.plan import RangeFrom, SitePlan
 from bitwright.core.placement.rules import Rule, Setting
 
 FLOAT_OP = "{} runs in float on integer runtimes"
@@ -66,6 +66,15 @@ class Ledger:
             if spec.symmetry == "asymmetric" or fixed[0] == -fixed[1]:
                 spec = replace(spec, fixed_range=fixed)
         return spec
+
+    def range_from(self, spec: QuantSpec, setting: Setting) -> RangeFrom:
+        """What fixes both ends of the range of an activation."""
+        if spec.fixed_range is None or None in spec.fixed_range or not isinstance(spec.format, IntFormat):
+            return ""
+        base = self.facts.rules.activation
+        if setting.fixed_range is None and (base is None or base.fixed_range is None):
+            return "operator"
+        return "target" if setting.range_of_target else "rule"
 
     def is_settled(self, value: str) -> bool:
         """Whether it is decided what grid a value has, if any."""

@@ -155,7 +155,8 @@ class Outputs:
             assert spec is not None
             spec = with_granularity(spec, self.facts.concrete(spec.granularity, op, value))
             spec.granularity.param_shape(self.facts.graph.values[value].shape, site)  # raises where it cannot be
-            self.ledger.outputs[value] = SitePlan(site, spec, "output", op.name, index, value, site)
+            made_by = self.ledger.range_from(spec, setting)
+            self.ledger.outputs[value] = SitePlan(site, spec, "output", op.name, index, value, site, range_from=made_by)
             self.ledger.group_of[value], self.ledger.spec_of[site] = site, spec
             return True
         return False

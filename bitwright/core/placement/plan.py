@@ -15,6 +15,7 @@ from bitwright.core.graph.patterns import Match
 from bitwright.core.numerics.spec import QuantSpec
 
 Role = Literal["input", "output", "weight", "bias", "constant"]
+RangeFrom = Literal["", "operator", "target", "rule"]
 Status = Literal["quantized", "shared", "float", "integer"]
 
 
@@ -35,6 +36,8 @@ class SitePlan:
         inner: for a site inside the steps of a recurrent layer, what it quantizes there
             (:mod:`bitwright.core.graph.recurrence`); ``port`` is then no output unless the value is one.
         note: why it is not just what was asked for, if it is not.
+        range_from: what fixes the range, where it is fixed and data can be asked whether it serves: the definition of
+            the ``operator``, a kernel of the ``target``, or a ``rule``; empty otherwise.
     """
 
     name: str
@@ -47,6 +50,7 @@ class SitePlan:
     follows: tuple[str, str] | None = None
     inner: str | None = None
     note: str = ""
+    range_from: RangeFrom = ""
 
     @property
     def is_stored(self) -> bool:

@@ -262,6 +262,7 @@ class Setting:
     scale_format: ScaleFormat | None = None
     decided_by: Rule | None = None
     matched: tuple[int, ...] = ()
+    range_of_target: bool = False
 
     def apply(self, base: QuantSpec | None, *, weight: bool) -> QuantSpec | None:
         """``base`` with the facets set; where there is no base, a rule that gives a format makes one.
@@ -306,6 +307,7 @@ class Setting:
             rule.scale_format or self.scale_format,
             decided_by,
             (*self.matched, index),
+            self.range_of_target if rule.fixed_range is None else rule.optional,
         )
 
 

@@ -15,7 +15,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
-from bitwright.core.placement.plan import Role
+from bitwright.core.placement.plan import RangeFrom, Role
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.sums.int32_bias import derive_bias_encoding, floor_weight_scale, underivable
 from bitwright.errors import CalibrationError, ConfigError, UnknownAttributeError, close_matches
@@ -54,6 +54,8 @@ class Quantizer(OnlyKnownAttributes):
         masking: its values go to a softmax or the like, to which a large negative number is nothing (``masks``).
         why_float: why calibration switched it off, if it did.
         why_spec: why a step of a recipe changed the spec or switched it off, if one did.
+        range_from: what fixes the range (see :class:`~bitwright.core.placement.plan.SitePlan`), so that calibration looks
+            whether the data agree with it; empty where it is not fixed, or not looked at.
         range_note: what is to be said of the range that calibration chose, see :class:`ranges.ChosenRange`.
         poor_range: whether that range has far more noise than another one.
         empty: how many tensors without elements calibration met; they are in no statistics.
@@ -77,6 +79,7 @@ class Quantizer(OnlyKnownAttributes):
         self.empty = 0
         self.keeps_histogram = False
         self.range_note, self.poor_range = "", False
+        self.range_from: RangeFrom = ""
 
     # -- its state
 
@@ -237,10 +240,12 @@ class Quantizer(OnlyKnownAttributes):
     @property
     def needs(self) -> statistics.Kind:
         """The statistics that are taken: what its range method reads, or the richer ones that it has already or shall keep."""
+        if self.statistics is not None:
+            return statistics.kind_of(self.statistics)
+        if self.checks_range:
+            return "energy"
         kind = ranges.needs(self._spec.method.name)
-        if isinstance(self.statistics, statistics.Histogram) or (kind == "minmax" and self.keeps_histogram):
-            return "histogram"
-        return kind
+        return "histogram" if kind == "minmax" and self.keeps_histogram else kind
 
     def observe(self, x: Array) -> None:
         """Add the values of ``x`` (numpy array or torch tensor) to the statistics."""
@@ -267,12 +272,19 @@ class Quantizer(OnlyKnownAttributes):
         unscaled = isinstance(self._spec.format, FloatFormat) and not self._spec.format.scaled
         return unscaled or (fixed is not None and None not in fixed)
 
+    @property
+    def checks_range(self) -> bool:
+        """Whether calibration asks the data if the fixed range serves them."""
+        return bool(self.range_from) and self.is_fixed and isinstance(self._spec.format, IntFormat)
+
     def freeze(self) -> None:
         """Turn the statistics into the encoding; does nothing when nothing was seen or the encoding is frozen."""
         if self.frozen:
             return
         if self.is_fixed:
             self._freeze_fixed(())
+            if self.checks_range and isinstance(self.statistics, statistics.Energy):
+                self._check_range(self.statistics)
         elif self.statistics is not None:
             assert not isinstance(self.statistics, statistics.Moments)
             self._take_range(ranges.explained_range(self.statistics, self._spec, self.name))
@@ -284,6 +296,28 @@ class Quantizer(OnlyKnownAttributes):
         granularity = PerTensor() if self._spec.fixed_range is None else self._spec.granularity
         params = granularity.param_shape(shape, self.name)
         self.encoding = affine.encode(np.full(params, lo), np.full(params, hi), self._spec, granularity, self.name)
+
+    def _check_range(self, seen: statistics.Energy) -> None:
+        """Give up a fixed range that leaves the data next to nothing of the grid.
+
+        A range that the definition of the operator gives is replaced by the observed one. Where a kernel of the target
+        computes on this grid only, the values stay in float. What a rule of the user's says stays, and is warned of.
+        """
+        fixed, spec = self.required, replace(self._spec, fixed_range=None)
+        observed = affine.encode(seen.lo, seen.hi, spec, spec.granularity, self.name)
+        if not ranges.is_contradicted(seen, fixed.scale, observed.scale).any():
+            return
+        assert isinstance(fixed.format, IntFormat)
+        used = int(np.ceil((seen.hi.max() - min(seen.lo.min(), 0.0)) / fixed.scale.min())) + 1
+        lo, hi = self._spec.fixed_range or (0.0, 0.0)
+        what = f"the data use {used} of the {fixed.format.steps + 1} codes of the fixed range {lo:g} to {hi:g}"
+        if self.range_from == "operator":
+            self.encoding = observed
+            self.range_note = f"{what}, so the observed range is taken"
+        elif self.range_from == "target":
+            self.leave_in_float(f"{what}, the only one that kernels of the target compute")
+        else:
+            self.range_note, self.poor_range = f"{what}, which a rule gives", True
 
     def observe_once(self, x: Array) -> None:
         """Calibrate on ``x`` alone: what weights and other constants need."""

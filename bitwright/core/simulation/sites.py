@@ -523,6 +523,7 @@ def place_quantizers(
     for planned in plan.sites.values():
         if planned.group not in quantizers:
             quantizers[planned.group] = kind(planned.name, planned.role, planned.spec)
+            quantizers[planned.group].range_from = planned.range_from
         sites[planned.name] = Site(planned, quantizers[planned.group], graph)
     return SiteMap(sites, values)
 

@@ -24,11 +24,12 @@ from bitwright.onnx.model.finite import Magnitude
 
 Array = NDArray[Any]
 _PIXELS = 4  # of either axis of an image that are looked at first
-_SCALARS = (
+_SCALARS: tuple[tuple[str, ir.DataType, Any, str], ...] = (
     ("ReduceMin", ir.DataType.FLOAT, np.float32(np.inf), "ReduceMin"),
     ("ReduceMax", ir.DataType.FLOAT, np.float32(-np.inf), "ReduceMax"),
     ("Size", ir.DataType.INT64, np.int64(0), "ReduceSum"),
     ("ReduceSum", ir.DataType.FLOAT, np.float32(0), "ReduceSum"),
+    ("ReduceSumSquare", ir.DataType.FLOAT, np.float32(0), "ReduceSum"),
 )  # operator, its type, its value where nothing ran, how the iterations of a loop are joined
 
 
@@ -42,7 +43,8 @@ class Tap:
         times: how many sites of the quantizer see this tensor; each counts.
         leading: axes that loops put in front of the tensor's own.
         scalars: minimum, maximum and size, of the main graph; empty where the tensor itself is fetched.
-        total: its sum, which tells whether it holds NaN; ``None`` where ``finite`` does.
+        total: its sum, which tells whether it holds NaN; ``None`` where ``finite`` does. Where ``squares``, its sum of
+            squares, which tells that too, and how large its elements are.
         finite: what else shows that it holds none.
         floor: the least value that the operator before it can return; the minimum is one of a part of the tensor then, which
             is that of all where it is this value.
@@ -65,6 +67,7 @@ class Tap:
     leading: int = 0
     scalars: tuple[ir.Value, ...] = ()
     total: ir.Value | None = None
+    squares: bool = False
     finite: Magnitude | None = None
     floor: float | None = None
     bring_out: Callable[[], tuple[ir.Value, int]] | None = None
@@ -226,7 +229,7 @@ class Instrument:
         """
         if not is_reducible(quantizer, value):
             return self._tap_whole(quantizer, value, graph, axis)
-        tap = Tap(quantizer, value, finite=finite)
+        tap = Tap(quantizer, value, finite=finite, squares=quantizer.needs == "energy")
         if graph is self.model.graph:  # in a body it would cost much at every step
             self._add_pixels(tap)
             if axis is not None:
@@ -236,13 +239,16 @@ class Instrument:
             tap.bring_out = partial(self.lift, value, graph, np.zeros(0, np.float32), None)
         place = self.right_after(value, graph)
         found = []
-        for op, dtype, neutral, merge in _SCALARS if finite is None else _SCALARS[:-1]:
+        chosen = list(_SCALARS[:3])
+        if tap.squares or finite is None:
+            chosen.append(_SCALARS[4 if tap.squares else 3])
+        for op, dtype, neutral, merge in chosen:
             source, at = self._source(tap, op, place)
             attributes = {} if op == "Size" else {"keepdims": 0}
             scalar = self.builder.emit(at, op, [source], f"{value.name}_{op}", dtype, **attributes)
             scalar.shape = ir.Shape([])
             found.append(self.lift(scalar, graph, np.asarray(neutral), merge)[0])
-        tap.scalars, tap.total = tuple(found[:3]), found[3] if finite is None else None
+        tap.scalars, tap.total = tuple(found[:3]), found[3] if found[3:] else None
         return tap
 
     def _tap_whole(self, quantizer: Quantizer, value: ir.Value, graph: ir.Graph, axis: int | None) -> Tap:
@@ -441,7 +447,7 @@ class Instrument:
 
 def is_reducible(quantizer: Quantizer, value: ir.Value) -> bool:
     """Whether reductions inside the graph give all that a quantizer is to know of a tensor."""
-    per_tensor = quantizer.needs == "minmax" and isinstance(quantizer.spec.granularity, PerTensor)
+    per_tensor = quantizer.needs in ("minmax", "energy") and isinstance(quantizer.spec.granularity, PerTensor)
     return per_tensor and value.dtype in (None, ir.DataType.FLOAT)
 
 

@@ -57,15 +57,17 @@ class _Bounds:
     lo: Array
     hi: Array
     count: Array
+    energy: Array
 
     @classmethod
     def of(cls, size: int) -> _Bounds:
-        return cls(np.full(size, np.inf), np.full(size, -np.inf), np.zeros(size, np.int64))
+        return cls(np.full(size, np.inf), np.full(size, -np.inf), np.zeros(size, np.int64), np.zeros(size))
 
-    def add(self, lo: Array, hi: Array, count: Array, use: Array) -> None:
+    def add(self, lo: Array, hi: Array, count: Array, energy: Array, use: Array) -> None:
         self.lo = np.where(use, np.minimum(self.lo, lo), self.lo)
         self.hi = np.where(use, np.maximum(self.hi, hi), self.hi)
         self.count = self.count + np.where(use, count, 0)
+        self.energy = self.energy + np.where(use, energy, 0.0)
 
 
 @dataclass(eq=False)
@@ -282,9 +284,12 @@ class Calibrator:
             if count[i]:
                 none = np.zeros((), np.int64)
                 seen = np.asarray(count[i] * tap.times)
-                tap.quantizer.observe_statistics(
-                    statistics.MinMax(np.asarray(lo[i]), np.asarray(hi[i]), seen, none, none, none)
-                )
+                bounds = statistics.MinMax(np.asarray(lo[i]), np.asarray(hi[i]), seen, none, none, none)
+                if tap.quantizer.needs == "energy":
+                    energy = np.asarray(self._bounds.energy[i] * tap.times)
+                    tap.quantizer.observe_statistics(statistics.energy_of(bounds, energy))
+                else:
+                    tap.quantizer.observe_statistics(bounds)
         self._bounds = _Bounds.of(len(self._reduced))
 
     def _channel_values(self) -> dict[Tap, tuple[ir.Value, ...]]:
@@ -305,7 +310,10 @@ class Calibrator:
         there = count > 0
         finite = self._finite(lo, hi, np.isfinite(total[0]) if total else np.zeros(0, bool), there)
         missed = there & finite & np.array([self._missed(i, lo[i]) for i in range(lo.size)], bool)
-        self._bounds.add(lo, hi, count.astype(np.int64), there & finite & ~missed)
+        energy = np.zeros(lo.size)
+        if total:  # of the tensors whose range is given, the sum of squares
+            energy[self._summed] = np.where([self._reduced[i].squares for i in self._summed], total[0], 0.0)
+        self._bounds.add(lo, hi, count.astype(np.int64), energy, there & finite & ~missed)
         for i in np.flatnonzero(~there):
             self._reduced[i].note_empty()
         odd = [self._reduced[i] for i in np.flatnonzero(there & ~finite | missed)]
@@ -431,7 +439,7 @@ def _entered(
 
 
 def _is_watched(quantizer: Quantizer) -> bool:
-    return quantizer.enabled and not quantizer.frozen and not quantizer.is_fixed
+    return quantizer.enabled and not quantizer.frozen and (quantizer.checks_range or not quantizer.is_fixed)
 
 
 def _count(group: Sequence[Tap], found: list[Array], feeds: Feeds, see: Callable[[Tap, Array], None]) -> None:

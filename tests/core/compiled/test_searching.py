@@ -15,6 +15,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.ranges import RangeMethod, choose_range
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 
+EDGES = range_search._POOLED.edges
 PLAIN = SimpleNamespace(edge_errors=kernels.edge_errors)  # the loops as Python runs them
 GRIDS: list[tuple[Symmetry, IntFormat]] = [
     ("symmetric", IntFormat(8)),
@@ -49,11 +50,11 @@ def test_errors_at_edges_are_those_of_array_functions(
     case: str, symmetry: Symmetry, fmt: IntFormat, gamma: float
 ) -> None:
     grids, compiled = grids_of(data(case), symmetry, fmt, gamma), loops()
-    expected = range_search._edge_errors(grids)
+    expected = range_search._edge_errors(grids, EDGES)
     if compiled is not None:
-        np.testing.assert_array_equal(range_search._edge_errors_compiled(grids, compiled), expected)
+        np.testing.assert_array_equal(range_search._edge_errors_compiled(grids, EDGES, compiled), expected)
     if case == "normal" and symmetry == "symmetric":
-        np.testing.assert_array_equal(range_search._edge_errors_compiled(grids, PLAIN), expected)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(range_search._edge_errors_compiled(grids, EDGES, PLAIN), expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(loops() is None, reason="the extra `fast` is not installed")

@@ -15,8 +15,10 @@ from bitwright.core.numerics.statistics import (
     HALF_BINS,
     Histogram,
     MinMax,
+    bounds_of,
     from_arrays,
     histogram_exponent,
+    kind_of,
     measure,
     merge,
     rows_of,
@@ -282,3 +284,17 @@ def test_updates_do_not_change_what_was_given():
     update(first, np.float32([100, -100]))
     assert all((to_arrays(first)[key] == before[key]).all() for key in before)
     assert isinstance(first.bounds, MinMax)
+
+
+@pytest.mark.parametrize("granularity, shape", [(PerTensor(), ()), (PerChannel(0), (3,))], ids=["tensor", "channel"])
+def test_energy_is_the_sum_of_squares_of_the_finite_values(granularity, shape):
+    x = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
+    x[1, 3], x[2, 5] = np.nan, np.inf
+    found = start("energy", shape)
+    for part in (x[:, :15], torch.from_numpy(x[:, 15:])):
+        found = update(found, part, granularity)
+    expected = np.nansum(np.where(np.isinf(x), np.nan, x).astype(np.float64) ** 2, None if shape == () else 1)
+    assert np.allclose(found.energy, expected, rtol=1e-6)
+    assert found.nan_count.sum() == 1 and found.inf_count.sum() == 1
+    assert from_arrays("energy", to_arrays(found)) == found and kind_of(found) == "energy"
+    assert bounds_of(found) == found
