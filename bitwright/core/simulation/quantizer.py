@@ -56,6 +56,7 @@ class Quantizer(OnlyKnownAttributes):
         why_spec: why a step of a recipe changed the spec or switched it off, if one did.
         range_from: what fixes the range (see :class:`~bitwright.core.placement.plan.SitePlan`), so that calibration looks
             whether the data agree with it; empty where it is not fixed, or not looked at.
+        least_reach: that an observed range has at least, in the place of a fixed one.
         range_note: what is to be said of the range that calibration chose, see :class:`ranges.ChosenRange`.
         poor_range: whether that range has far more noise than another one.
         empty: how many tensors without elements calibration met; they are in no statistics.
@@ -80,6 +81,7 @@ class Quantizer(OnlyKnownAttributes):
         self.keeps_histogram = False
         self.range_note, self.poor_range = "", False
         self.range_from: RangeFrom = ""
+        self.least_reach = 0.0
 
     # -- its state
 
@@ -304,7 +306,8 @@ class Quantizer(OnlyKnownAttributes):
         computes on this grid only, the values stay in float. What a rule of the user's says stays, and is warned of.
         """
         fixed, spec = self.required, replace(self._spec, fixed_range=None)
-        observed = affine.encode(seen.lo, seen.hi, spec, spec.granularity, self.name)
+        reach = np.maximum(seen.hi, self.least_reach)
+        observed = affine.encode(seen.lo, reach, spec, spec.granularity, self.name)
         if not ranges.is_contradicted(seen, fixed.scale, observed.scale).any():
             return
         assert isinstance(fixed.format, IntFormat)

@@ -524,8 +524,22 @@ def place_quantizers(
         if planned.group not in quantizers:
             quantizers[planned.group] = kind(planned.name, planned.role, planned.spec)
             quantizers[planned.group].range_from = planned.range_from
+            quantizers[planned.group].least_reach = _least_reach(planned, graph)
         sites[planned.name] = Site(planned, quantizers[planned.group], graph)
     return SiteMap(sites, values)
+
+
+def _least_reach(planned: SitePlan, graph: Graph) -> float:
+    """What the range of a softmax has to reach for ONNX Runtime's kernel; 0 for other operators.
+
+    QLinearSoftmax sums exponentials of up to ``2 ** 32 / (n exp(5))`` over its ``n`` entries and multiplies each by the inverse
+    of the output's scale, in 32 bits: with scales below ``1 / (148 n)``, which nearly equal entries get, that overflows.
+    """
+    op, shape = graph.op(planned.op), graph.values[planned.value].shape
+    if op.type != "Softmax" or planned.range_from != "operator" or not shape:
+        return 0.0
+    entries = shape[int(op.attrs.get("axis", -1)) % len(shape)]
+    return 255 / (147 * entries) if entries else 0.0
 
 
 def required_encodings(sites: Mapping[str, Site]) -> dict[str, Encoding]:

@@ -21,6 +21,8 @@ import onnx_ir as ir
 import onnxscript
 import torch
 from onnx.defs import OpSchema
+from onnx_ir.passes import common as common_passes
+from onnxscript import optimizer
 from torch.export import ExportedProgram
 
 import bitwright.torch.simulation.simulate  # noqa: F401, which defines the operator of marks
@@ -77,6 +79,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 OPSET = 21
+# what the rules of the exporter take for zero and for one, with a margin
+_NEXT_TO_ZERO, _NEXT_TO_ONE = 1e-7, 1e-4
 #: arguments without which the implementation is another one than this module knows
 _NEEDED = {"registry", "dynamic_shapes", "optimize", "opset_version", "verbose"}
 
@@ -99,8 +103,7 @@ def by_steps(program: ExportedProgram, registry: Any) -> ir.Model:
 
     made = _core._exported_program_to_onnx_program(decomposed(program, registry), registry=registry)
     made.model = _core.onnxscript_apis.convert_version(made.model, OPSET)
-    made.optimize()
-    return made.model
+    return optimized(made)
 
 
 def by_registry(program: ExportedProgram, registry: Any) -> ir.Model:
@@ -108,9 +111,9 @@ def by_registry(program: ExportedProgram, registry: Any) -> ir.Model:
     from torch.onnx._internal.exporter import _core
 
     made = _core.export(
-        program, (), registry=registry, dynamic_shapes={}, optimize=True, opset_version=OPSET, verbose=False
+        program, (), registry=registry, dynamic_shapes={}, optimize=False, opset_version=OPSET, verbose=False
     )
-    return made.model
+    return optimized(made)
 
 
 def takes_registry() -> bool:
@@ -130,12 +133,64 @@ def by_public_function(program: ExportedProgram) -> ir.Model:
         (),
         dynamo=True,
         opset_version=OPSET,
-        optimize=True,
+        optimize=False,
         verbose=False,
         custom_translation_table=TRANSLATIONS,
     )
     assert made is not None
+    return optimized(made)
+
+
+def optimized(made: Any) -> ir.Model:
+    """The model of an exported program, optimized by torch's exporter with no constant lost.
+
+    Its rules take an addition of up to 1e-8 for one of zero, and a product with up to 1.00001 for one with one: of
+    ``x / (y + 1e-15)`` they leave ``x / y``. Such constants are inputs of the graph while the rules look at it.
+    """
+    hidden = _hide(made.model)
+    made.optimize()
+    graph = made.model.graph
+    for value in [value for value in graph.inputs if value.name in hidden]:
+        graph.inputs.remove(value)
+        if value.uses():
+            value.const_value = hidden[str(value.name)]
+            graph.register_initializer(value)
+    if hidden:
+        optimizer.fold_constants(made.model)
+        common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(made.model)
+        common_passes.RemoveUnusedNodesPass()(made.model)
     return made.model
+
+
+def _hide(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    """Make inputs of the constants that a rule would take for zero or one; by name, what they are."""
+    hidden: dict[str, ir.TensorProtocol] = {}
+    for node in [node for node in model.graph.all_nodes() if node.op_type == "Constant" and not node.domain]:
+        given = node.attributes.get("value")
+        if given is None or node.outputs[0].is_graph_output() or not _is_mistaken(given.as_tensor()):
+            continue
+        tensor, old = given.as_tensor(), node.outputs[0]
+        name = f"{old.name}_exact_{len(hidden)}"
+        value = ir.Value(name=name, shape=ir.Shape([]), type=ir.TensorType(tensor.dtype))
+        for use in tuple(old.uses()):
+            use.node.replace_input_with(use.idx, value)
+        model.graph.inputs.append(value)
+        hidden[name] = tensor
+    for name, value in list(model.graph.initializers.items()):
+        if value.const_value is not None and not value.is_graph_output() and _is_mistaken(value.const_value):
+            hidden[name] = value.const_value
+            del model.graph.initializers[name]
+            value.const_value = None
+            model.graph.inputs.append(value)
+    return hidden
+
+
+def _is_mistaken(tensor: ir.TensorProtocol) -> bool:
+    """Whether a scalar is next to zero or one without being it."""
+    if len(tensor.shape) or not tensor.dtype.is_floating_point():
+        return False
+    value = float(tensor.numpy())
+    return (abs(value) <= _NEXT_TO_ZERO and value != 0) or (abs(value - 1) <= _NEXT_TO_ONE and value != 1)
 
 
 @lru_cache(maxsize=1)
