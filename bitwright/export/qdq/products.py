@@ -9,6 +9,9 @@ model then returns the quantized values (1.31). A Reshape in front of the Transp
 Where an output is what a DequantizeLinear makes, others read it too, and Transposes move across it, float kernels are handed
 the tensor in the wrong layout (1.31, ``session.disable_quant_qdq=1``): an error, or wrong numbers where the lengths happen to
 fit. The output is a Reshape of it then, too.
+
+A Softmax over one entry is 1. Between quantizers the runtime makes QLinearSoftmax of it, whose integers overflow there: it
+answers 0 (1.31).
 """
 
 from __future__ import annotations
@@ -43,14 +46,17 @@ def check_weight_only(form: str) -> None:
 
 
 def float_products(model: ir.Model) -> list[ir.Node]:
-    """Every MatMul and Gemm that reads a quantized matrix as its second input, and a first input that is not quantized."""
+    """Every MatMul and Gemm that reads a quantized matrix as its second input, and a first input that is not quantized.
+
+    In half precision a Cast stands in between, which the runtime takes out, so that it makes the same of them as in float32.
+    """
     return [
         node
         for node in model.graph.all_nodes()
         if node.op_type in ("MatMul", "Gemm")
         and not node.domain
         and _stored_matrix(node.inputs[1])
-        and not _dequantized(node.inputs[0])
+        and _dequantizer(node.inputs[0]) is None
     ]
 
 
@@ -59,7 +65,7 @@ def keep_apart(builder: Builder, products: list[ir.Node]) -> None:
     shapes: dict[tuple[int, ...], ir.Value] = {}
     for node in products:
         weight = node.inputs[1]
-        maker = None if weight is None else weight.producer()
+        maker = _dequantizer(weight)
         assert weight is not None and maker is not None and maker.inputs[0] is not None
         assert maker.inputs[0].shape is not None
         dims = tuple(int(n) for n in maker.inputs[0].shape.numpy())
@@ -86,6 +92,21 @@ def guard_outputs(builder: Builder, nodes: Iterable[ir.Node]) -> None:
             builder.outputs.replace(value, copy)
             value.name = builder.names.value(f"{name}_raw")
     _guard_transposes(builder, found, shapes)
+
+
+def fill_softmax(builder: Builder, nodes: Iterable[ir.Node]) -> None:
+    """Write every Softmax over one entry of float32 as what it is, a tensor of ones."""
+    for node in nodes:
+        value = node.outputs[0] if node.op_type == "Softmax" and not node.domain else None
+        if value is None or not value.shape or value.dtype != ir.DataType.FLOAT:
+            continue
+        if value.shape[node.attributes.get_int("axis", -1) % len(value.shape)] != 1:
+            continue
+        given = node.inputs[0]
+        assert given is not None
+        lengths = builder.emit(before(node), "Shape", [given], f"{value.name}_lengths", ir.DataType.INT64)
+        lengths.shape = ir.Shape([len(value.shape)])
+        builder.become(node, "Expand", [builder.initializer(f"{value.name}_one", np.float32(1)), lengths])
 
 
 def show(builder: Builder, values: Iterable[ir.Value]) -> dict[ir.Value, ir.Value]:
@@ -188,14 +209,17 @@ def join_again(model: ir.Model) -> None:
             model.graph.initializers.pop(str(shape.name), None)
 
 
-def _dequantized(value: ir.Value | None) -> bool:
+def _dequantizer(value: ir.Value | None) -> ir.Node | None:
+    """The DequantizeLinear that makes ``value``, perhaps with Casts after it."""
     maker = None if value is None else value.producer()
-    return maker is not None and maker.op_type == "DequantizeLinear"
+    while maker is not None and maker.op_type == "Cast" and not maker.domain:
+        maker = None if maker.inputs[0] is None else maker.inputs[0].producer()
+    return maker if maker is not None and maker.op_type == "DequantizeLinear" else None
 
 
 def _stored_matrix(value: ir.Value | None) -> bool:
     """Whether ``value`` is a matrix that DequantizeLinear makes of a constant."""
-    maker = None if value is None or not _dequantized(value) else value.producer()
+    maker = _dequantizer(value)
     codes = None if maker is None else maker.inputs[0]
     if value is None or codes is None or not codes.is_initializer():
         return False

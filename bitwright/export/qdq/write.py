@@ -31,7 +31,14 @@ from bitwright.export.qdq.forms import METADATA, Pair, note_metadata, write_acti
 from bitwright.export.qdq.lookups import write_lookups
 from bitwright.export.qdq.markers import bypass, close, copy_model, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.nbits import can_say, write_nbits
-from bitwright.export.qdq.products import ProductForm, check_weight_only, float_products, guard_outputs, keep_apart
+from bitwright.export.qdq.products import (
+    ProductForm,
+    check_weight_only,
+    fill_softmax,
+    float_products,
+    guard_outputs,
+    keep_apart,
+)
 from bitwright.export.qdq.rewrites.lengths import measure_codes
 from bitwright.export.qdq.rewrites.pools import keep_after_pool, round_after_pools
 from bitwright.export.qdq.rewrites.scans import close_scans
@@ -119,6 +126,8 @@ def _run(w: Writing) -> QdqResult:
     trace(w)
     if w.target.pools_floats:
         round_after_pools(w)
+    if w.target.runtime == "onnxruntime":
+        fill_softmax(w.builder, w.model.graph.all_nodes())
     if w.bias != "float":
         write_biases(w)
     for node in site_nodes(w.model):

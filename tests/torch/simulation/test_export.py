@@ -505,3 +505,31 @@ def test_a_softmax_of_nearly_equal_entries_does_not_overflow_in_the_file(spread,
     (site,) = [q for q in sim.quantizers.unique() if q.range_note]
     assert np.abs(got - wanted).max() < 1.5 * float(site.encoding.scale)
     assert wanted.max() > 0.003 and 1 / 300 < float(site.encoding.max) < 0.1
+
+
+class OnePosition(nn.Module):
+    """Separable attention, as MobileViTv2 has it, over the positions of a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.key, self.out = nn.Conv2d(8, 1, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.score(x).flatten(2).softmax(-1)
+        context = (self.key(x).flatten(2) * weights).sum(-1, keepdim=True)[..., None]
+        return self.out(x.relu() * context)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_softmax_over_one_entry_is_one_in_the_file(size, tmp_path):
+    """QLinearSoftmax of ONNX Runtime answers 0 there, and with it all of this model."""
+    torch.manual_seed(0)
+    model, x = OnePosition().eval(), torch.randn(4, 8, size, size)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path, "m", x)
+    (got,), wanted = integer_session(tmp_path / "m.onnx").run(None, {"x": x.numpy()}), sim.model(x).detach().numpy()
+    assert np.square(got - wanted).sum() < 1e-3 * np.square(wanted).sum()
+    assert verify_folder(tmp_path).ok
+    kinds = {node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node}
+    assert ("Softmax" in kinds) == (size > 1)
