@@ -65,7 +65,8 @@ class Quantizer(OnlyKnownAttributes):
     """
 
     _ATTRIBUTES = frozenset((
-        "_enabled", "_encoding", "_spec", "derivation", "empty", "frozen", "keeps_histogram", "masking", "name", "role",
+        "_enabled", "_encoding", "_spec", "derivation", "empty", "frozen", "keeps_histogram", "least_reach", "masking", "name",
+        "poor_range", "range_from", "range_note", "role",
         "statistics", "why_float", "why_spec",
     ))  # fmt: skip
 
