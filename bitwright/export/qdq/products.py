@@ -106,7 +106,7 @@ def fill_softmax(builder: Builder, nodes: Iterable[ir.Node]) -> None:
         assert given is not None
         lengths = builder.emit(before(node), "Shape", [given], f"{value.name}_lengths", ir.DataType.INT64)
         lengths.shape = ir.Shape([len(value.shape)])
-        builder.become(node, "Expand", [builder.initializer(f"{value.name}_one", np.float32(1)), lengths])
+        builder.become(node, "Expand", [builder.initializer(f"{value.name}_one", np.array(1, np.float32)), lengths])
 
 
 def show(builder: Builder, values: Iterable[ir.Value]) -> dict[ir.Value, ir.Value]:
