@@ -164,7 +164,9 @@ def test_a_file_whose_layers_agree_and_whose_output_is_wrong_fails(tmp_path: Pat
     pytest.importorskip("openvino")
     torch.manual_seed(0)
     batches = [torch.randn(1, 8, 24) for _ in range(2)]
-    quantize(Residual().eval(), batches, recipe=["fold"], path=tmp_path, progress=False)
+    # weights of 7 bits: those of 8 saturate in OpenVINO's kernels on CPUs without VNNI, which is another fault
+    rules = {"preset": "w8a8", "rules": [{"match": "*", "weight": "int7"}]}
+    quantize(Residual().eval(), batches, recipe=["fold"], path=tmp_path, progress=False, config_file=rules)
     report = verify_folder(tmp_path, runtime="openvino")
     (end,) = report.outputs
     if end.as_integer > 60:
