@@ -247,9 +247,8 @@ def write_artefacts(
     written = write_recurrent(marked, form)
     stripped = strip_sites(restore_native(marked))
     result = to_qdq(written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target)
-    if opset is not None or ir_version is not None:
-        for written_model in (result.model, stripped.model):
-            bring_to(written_model, opset, ir_version)
+    for written_model in (result.model, stripped.model):
+        bring_to(written_model, opset, ir_version)
     tensors = _tensors_of(sim, stripped.tensors)
     notes = [*notes, *_steps(sim, form, recurrent, target), *_told(sim, result, encodings, tensors)]
     folder = Path(path)

@@ -65,20 +65,29 @@ def check_versions(opset: int | None, ir_version: int | None) -> None:
 def bring_to(model: ir.Model, opset: int | None, ir_version: int | None) -> None:
     """Give ``model`` the versions asked for, in place; ``None`` leaves one as it is, or as the other one needs it.
 
+    With neither nothing changes.
+
     Raises:
         ExportError: an operator cannot be written at that opset, or the opset or a type not at that IR version; names what.
     """
-    now = model.opset_imports.get("", 0)
-    if opset is not None and opset != now:
-        for node in [node for node in model.graph.all_nodes() if node.domain in _STANDARD]:
-            _bring(model, node, now, opset)
-        for imports in (model.opset_imports, *(graph.opset_imports for graph in model.graphs())):
-            imports.update({"": opset} if "" in imports else {})
-        model.ir_version = _ir_of(opset)[0]
+    if opset is None and ir_version is None:
+        return
+    if opset is not None and opset != model.opset_imports.get("", 0):
+        _write_at(model, opset)
     needed, why = _needed_ir(model)
     if ir_version is not None and ir_version < needed:
         raise ExportError("ir_version", f"{ir_version} has no place for {why}", f"ask for {needed} or newer")
     model.ir_version = max(model.ir_version or 0, needed) if ir_version is None else ir_version
+
+
+def _write_at(model: ir.Model, opset: int) -> None:
+    """Write every operator as ``opset`` has it, and note that version and its IR version."""
+    now = model.opset_imports.get("", 0)
+    for node in [node for node in model.graph.all_nodes() if node.domain in _STANDARD]:
+        _bring(model, node, now, opset)
+    for imports in (model.opset_imports, *(graph.opset_imports for graph in model.graphs())):
+        imports.update({"": opset} if "" in imports else {})
+    model.ir_version = _ir_of(opset)[0]
 
 
 _IR_OF_TYPES = {

@@ -193,18 +193,17 @@ def quantize(
     check_repair(repair)
     check_versions(opset, ir_version)
     find_target(target)
+    _check_limit(poor_below)
     if path is not None:
         check_destination(path, filename_prefix)
-    _check_limit(poor_below)
     job = _Job(
         pipeline, recipe, effort, config_file, quant_scheme, target, metric, lower_is_better, on_harm,
         providers=providers, non_finite=non_finite, allow_unreached=allow_unreached, progress=progress,
         allow_float=allow_float or config_file is not None,
     )  # fmt: skip
     steps = job.steps(preset)
-    first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
+    first, batches = batches_of(data, again=job.goes_over_data_again(steps))
     metrics = {} if metric is None else {"float": checked_metric("float", pipeline.rate_float(metric))}
-    reference = pipeline.float_outputs(first) if repair is not None and metric is None else None
     job.take(first, batches, held_out, steps, metrics.get("float"))
     sixteen = opset is None or opset >= 21  # quantizers of 16 bits came with it
     done, plain, tried = job.best(preset, poor_below, fallback and sixteen)
@@ -213,17 +212,17 @@ def quantize(
     form = {"weight_only": weight_only, "target": target}
     repaired = None
     if repair is not None:
-        rate = partial(_accuracy, pipeline, sim, first, metric, reference)
+        rate = partial(_accuracy, pipeline, sim, first, metric, None if metric else pipeline.float_outputs(first))
         repaired = repair_saturation(sim, batches, rate, **form)
+    narrowed = repaired is not None and bool(repaired.narrowed)
     if metric is not None:
-        known = None if repaired is not None and repaired.narrowed else report.metric
-        found = pipeline.rate(sim, metric) if known is None else known
-        metrics["quantized"] = checked_metric("quantized", found)
+        known = None if narrowed else report.metric
+        metrics["quantized"] = checked_metric("quantized", pipeline.rate(sim, metric) if known is None else known)
     versions: dict[str, Any] = {"opset": opset, "ir_version": ir_version}
     write = partial(pipeline.export, sim, prefix=filename_prefix, first=first, **form, **versions)
     exported = _written(write, path, target if measure_speed else None)
     measured = sim.benchmark(**form) if benchmark else None
-    rating = methods.rated(sim) if repaired is not None and repaired.narrowed else done.rating
+    rating = methods.rated(sim) if narrowed else done.rating
     return Result(
         sim, methods.folds, exported, metrics, report, measured, repaired, methods.stem,
         rating, plain, poor_below, "; ".join(tried), job.idle(report),
@@ -287,6 +286,10 @@ class _Job:
         """The recipe for a preset."""
         own = {"own_rules": self.config_file is not None, "own_scheme": self.quant_scheme is not None}
         return as_recipe(self.recipe, preset, effort=self.effort, **own)
+
+    def goes_over_data_again(self, steps: Sequence[Step]) -> bool:
+        """Whether the data are needed more than once."""
+        return self.recipe is not None or any(step.name != "fold" for step in steps)
 
     def take(
         self,

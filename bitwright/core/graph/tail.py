@@ -8,6 +8,8 @@ one grid, whose step is larger than every probability.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.ops import op_row
 
@@ -29,16 +31,21 @@ def tail_ops(graph: Graph, static: set[str]) -> list[Op]:
     decoding = {op.name for op in layers if is_expectation(graph, op, static) or _converts(graph, op, static)}
     if len(decoding) == len(layers):
         return []
+    proper = [op for op in layers if op.name not in decoding]
+    before = _upstream(graph, proper) | {op.name for op in proper}
+    return [op for op in graph.ops if op.name not in before]
+
+
+def _upstream(graph: Graph, ops: Iterable[Op]) -> set[str]:
+    """The operators from which ``ops`` are reached, also over what later runs of a place read."""
     reached: set[str] = set()
-    stack = [op for op in layers if op.name not in decoding]
-    before = {op.name for op in stack}
-    while stack:  # against the flow, over whatever later runs of a place read as well
-        for _, value in stack.pop().sources():
-            maker = graph.producer(value)
-            if maker is not None and maker.name not in reached:
-                reached.add(maker.name)
-                stack.append(maker)
-    return [op for op in graph.ops if op.name not in reached and op.name not in before]
+    stack = list(ops)
+    while stack:
+        makers = (graph.producer(value) for _, value in stack.pop().sources())
+        new = {maker.name: maker for maker in makers if maker is not None and maker.name not in reached}
+        reached |= new.keys()
+        stack += new.values()
+    return reached
 
 
 def is_expectation(graph: Graph, op: Op, static: set[str]) -> bool:

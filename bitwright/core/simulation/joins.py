@@ -64,28 +64,21 @@ def unlike_joins(graph: Graph, sites: Mapping[str, Site], shared: Mapping[str, s
         sites: calibrated.
         shared: value that only carries elements of another -> the group on whose grid they lie.
     """
-    made: dict[str, Site] = {}  # value -> the quantizer it went through
-    read: dict[tuple[str, int], Site] = {}
-    by_name: dict[str, Site] = {}
-    for name in sites:
-        site = by_name[name] = sites[name]
-        if not site.enabled or site.encoding is None or site.role not in ("input", "output", "constant"):
-            continue
-        if site.role == "output":
-            made[site.value] = site
-        else:
-            read[site.op, site.port] = site
-    for value, group in shared.items():
-        if group in by_name and by_name[group].enabled:
-            made.setdefault(value, by_name[group])
-    found = []
-    for op in graph.ops:
-        if op_row(op.type).kind == "merge" and op.outputs:
-            joined = made.get(op.outputs[0]) or _read_later(graph, op.outputs[0], read)
-            join = None if joined is None else _unlike(op, joined, made, read)
-            if join is not None:
-                found.append(join)
-    return found
+    made, read = _at_work(sites, shared)
+    merges = (op for op in graph.ops if op_row(op.type).kind == "merge" and op.outputs)
+    joined = ((op, made.get(op.outputs[0]) or _read_later(graph, op.outputs[0], read)) for op in merges)
+    found = (_unlike(op, site, made, read) for op, site in joined if site is not None)
+    return [join for join in found if join is not None]
+
+
+def _at_work(
+    sites: Mapping[str, Site], shared: Mapping[str, str]
+) -> tuple[dict[str, Site], dict[tuple[str, int], Site]]:
+    """The quantizer that each value went through where it was made, and the one at each port that reads through one."""
+    calibrated = [site for site in sites.values() if site.enabled and site.encoding is not None]
+    carried = {value: sites[group] for value, group in shared.items() if group in sites and sites[group].enabled}
+    made = carried | {site.value: site for site in calibrated if site.role == "output"}
+    return made, {(site.op, site.port): site for site in calibrated if site.role in ("input", "constant")}
 
 
 def warn_of_unlike_joins(graph: Graph, sites: Mapping[str, Site], shared: Mapping[str, str]) -> None:
@@ -109,10 +102,9 @@ def _read_later(graph: Graph, value: str, read: Mapping[tuple[str, int], Site]) 
         for op, port in graph.consumers(stack.pop()):
             if (op.name, port) in read:
                 return read[op.name, port]
-            for output in op.outputs if op_row(op.type).kind == "movement" else ():
-                if output not in seen:
-                    seen.add(output)
-                    stack.append(output)
+            moved = op.outputs if op_row(op.type).kind == "movement" else ()
+            stack += [output for output in moved if output not in seen]
+            seen.update(moved)
     return None
 
 

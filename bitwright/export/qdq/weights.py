@@ -166,8 +166,7 @@ def write_constant(w: Writing, node: ir.Node, site: str) -> None:
     source, result = node.inputs[0], node.outputs[0]
     assert source is not None
     encoding = w.encodings[site]
-    # int8 codes of weights in a body would saturate on CPUs without VNNI, whatever a session is told
-    in_body = w.target.unsigned_in_bodies and any(use.node.graph is not w.model.graph for use in result.uses())
+    in_body = _is_read_in_body(w, result)
     shift = in_body or (w.activation == "unsigned" and not _is_weight(result))
     for reader, port in tuple(result.uses()):
         if reader.op_type == "Transpose" and port == 0 and source.dtype in (None, ir.DataType.FLOAT):
@@ -181,15 +180,26 @@ def write_constant(w: Writing, node: ir.Node, site: str) -> None:
     value = write(w, node, small, values, source)
     if small.op is None:
         w.note(site, "stored in float", f"{encoding.format.name} constants have no exact small form")
-    if value.producer() is None:
-        node.replace_input_with(0, value)
-        bypass(node, w.builder.outputs)
-        result = value if not result.is_graph_output() else result
-    else:
-        w.builder.take_over(node, value)
+    result = _in_place_of_marker(w, node, value)
     w.heirs.setdefault(source, result)
     scale = values[1] if small.scale is not None else None
     w.record(result, Written([w.places[node]], "constant", encoding, scale, small.axis))
+
+
+def _in_place_of_marker(w: Writing, node: ir.Node, value: ir.Value) -> ir.Value:
+    """Give the readers of a marker ``value`` instead; the value that has its result from now on."""
+    result = node.outputs[0]
+    if value.producer() is not None:
+        w.builder.take_over(node, value)
+        return result
+    node.replace_input_with(0, value)
+    bypass(node, w.builder.outputs)
+    return result if result.is_graph_output() else value
+
+
+def _is_read_in_body(w: Writing, result: ir.Value) -> bool:
+    """Whether a body reads it whose products of signed codes saturate on CPUs without VNNI, whatever a session is told."""
+    return w.target.unsigned_in_bodies and any(use.node.graph is not w.model.graph for use in result.uses())
 
 
 def _write_transposed(
