@@ -62,6 +62,11 @@ def check_versions(opset: int | None, ir_version: int | None) -> None:
             raise ConfigError(name, f"{number!r} is not a version that can be written", f"use {least} to {most}")
 
 
+def has_sixteen_bits(opset: int | None) -> bool:
+    """Whether QuantizeLinear has grids of 16 bits at an opset; those of the default, ``None``, are there."""
+    return opset is None or opset >= 21
+
+
 def bring_to(model: ir.Model, opset: int | None, ir_version: int | None) -> None:
     """Give ``model`` the versions asked for, in place; ``None`` leaves one as it is, or as the other one needs it.
 

@@ -48,7 +48,7 @@ from bitwright.errors import BitwrightError, CalibrationError, ConfigError, Mode
 from bitwright.export.deployed import measured_if_short
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.files.origin import origin_of
-from bitwright.export.opsets import check_versions
+from bitwright.export.opsets import check_versions, has_sixteen_bits
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
 from bitwright.methods import bias, channels, rounding
@@ -205,8 +205,7 @@ def quantize(
     first, batches = batches_of(data, again=job.goes_over_data_again(steps))
     metrics = {} if metric is None else {"float": checked_metric("float", pipeline.rate_float(metric))}
     job.take(first, batches, held_out, steps, metrics.get("float"))
-    sixteen = opset is None or opset >= 21  # quantizers of 16 bits came with it
-    done, plain, tried = job.best(preset, poor_below, fallback and sixteen)
+    done, plain, tried = job.best(preset, poor_below, fallback and has_sixteen_bits(opset))
     sim, report, methods = done.sim, done.report, done.methods
     sim.origin = origin_of(done.preset, map(attrgetter("name"), steps), first, sim.calibration_log)
     form = {"weight_only": weight_only, "target": target}

@@ -36,9 +36,10 @@ def calibrated(build, **options):
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_simulation_is_near_the_model_and_not_the_model(build):
     proto, data, sim = calibrated(build)
-    for feeds in data:
-        for expected, found in zip(run(proto, feeds), sim.run(feeds), strict=True):
-            assert 20 < sqnr(expected, found) < 80
+    pairs = [pair for feeds in data for pair in zip(run(proto, feeds), sim.run(feeds), strict=True)]
+    ratios = [sqnr(expected, found) for expected, found in pairs]
+    assert min(ratios) > 20
+    assert min(ratios) < 80, "a branch without a layer is exact; the others are on grids"
 
 
 def weights_of(proto):
@@ -97,9 +98,10 @@ def test_rules_can_ask_for_quantizers_around_control_flow(build, port):
     sim.compute_encodings(data)
     if port == "output":
         assert any(site.startswith(("choice", "rnn")) for site in sim.quantizers)
-    for feeds in data:
-        for expected, found in zip(run(proto, feeds), sim.run(feeds), strict=True):
-            assert 20 < sqnr(expected, found) < 80
+    pairs = [pair for feeds in data for pair in zip(run(proto, feeds), sim.run(feeds), strict=True)]
+    ratios = [sqnr(expected, found) for expected, found in pairs]
+    assert min(ratios) > 20
+    assert min(ratios) < 80, "a branch without a layer is exact; the others are on grids"
 
 
 @pytest.mark.parametrize("build", [flow.scan, flow.loop, flow.handed_on], ids=lambda build: build.__name__)

@@ -463,13 +463,11 @@ class SiteMap(Tabular, Mapping[str, Any]):
         """Log the ranges that there is something to say of, poor ones as a warning; :meth:`changes` has all of them."""
         for poor in (True, False):
             noted = [q for q in self.unique() if q.enabled and q.range_note and q.poor_range == poor]
-            if noted:
-                more = f", and {len(noted) - 1} more sites; sim.coverage() has all" if len(noted) > 1 else ""
-                first = noted[0]
-                said = f"{first.name} ({first.spec.describe()}): {first.range_note}{more}"
-                if said not in self._said:
-                    self._said.add(said)
-                    logger.log(logging.WARNING if poor else logging.INFO, "%s", said)
+            lines = {f"{q.name} ({q.spec.describe()}): {q.range_note}" for q in noted[:1]} - self._said
+            self._said |= lines
+            more = f", and {len(noted) - 1} more sites; sim.coverage() has all" if len(noted) > 1 else ""
+            for line in lines:
+                logger.log(logging.WARNING if poor else logging.INFO, "%s%s", line, more)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sites)
