@@ -407,9 +407,11 @@ class Lowering:
         scale = self.trace.constants.get(str(node.inputs[1].name)) if node.inputs[1] is not None else None
         given = node.inputs[2] if len(node.inputs) > 2 else None
         zero = None if given is None else self.trace.constants.get(str(given.name))
-        if scale is None or codes is None or codes.dtype is None:
+        if scale is None or codes is None:
             return None
-        shift, dtype = _TYPES.get(codes.dtype, (None, ""))
+        # files state the type of codes where the zero point does not
+        held = codes.dtype if given is None or codes.dtype is not None else given.dtype
+        shift, dtype = (None, "") if held is None else _TYPES.get(held, (None, ""))
         if shift is None:
             return None
         zeros = (np.zeros(scale.shape, np.int64) if zero is None else zero.astype(np.int64)) - shift

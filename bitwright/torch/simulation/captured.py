@@ -20,7 +20,6 @@ from torch import fx, nn  # noqa: TID251, the language of programs that torch.ex
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: TID251, of a real run, see docs/decisions/0022
 
-import bitwright
 from bitwright.errors import BusyError, ModelError
 from bitwright.torch.calls.functions import FUNCTIONS, Function
 from bitwright.torch.calls.trees import map_tensors, named_state, tensors_in
@@ -36,7 +35,7 @@ Passed = list[tuple[Key, tuple[Any, ...]]]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
-_PACKAGES = (_TORCH, os.path.dirname(bitwright.__file__) + os.sep)
+_PACKAGES = (_TORCH, str(Path(__file__).parents[2]) + os.sep)
 
 _aten = torch.ops.aten
 #: what takes only the shape of its other operands
