@@ -570,12 +570,18 @@ class _Methods:
         part = batches is None and self.chosen is not self.batches
         given = self.chosen if batches is None else batches
         options = {"progress": self.progress, "non_finite": self.non_finite}
+        if part:
+            sim.quantizers.say_nothing_of_unreached()  # what the other batches reach is not known yet
         sim.compute_encodings(given, allow_unreached=self.allow_unreached and not part, **options)
-        if part and sim.quantizers.unreached():
-            logger.info("calibration reads what judges too: some sites are reached by no other batch")
-            self.judge.whence += ", which calibration reads as well, as no other batch reaches some sites"
-            self.chosen = self.batches
-            sim.compute_encodings(self.batches, allow_unreached=self.allow_unreached, **options)
+        if part:
+            sim.quantizers.say_nothing_of_unreached(False)
+            if sim.quantizers.unreached():
+                logger.info("calibration reads what judges too: some sites are reached by no other batch")
+                self.judge.whence += ", which calibration reads as well, as no other batch reaches some sites"
+                self.chosen = self.batches
+                sim.compute_encodings(self.batches, allow_unreached=self.allow_unreached, **options)
+            else:
+                sim.quantizers.settle_unreached(allow=self.allow_unreached)
         sim.quantizers.require_reached()
 
     def trial(self, work: Any, judge: Judge) -> Any:

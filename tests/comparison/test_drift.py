@@ -293,7 +293,8 @@ class PreNorm(nn.Module):
 def test_a_tensor_that_is_rounded_for_one_of_its_readers_alone(runtime: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     x = torch.randn(4, 20, 12)
-    sim = QuantizationSimModel(PreNorm().eval(), x, default_param_bw=7)  # no sum saturates, on any CPU
+    # no sum saturates, on any CPU
+    sim = QuantizationSimModel(PreNorm().eval(), x, default_param_bw=7, config_file={"tail": "quantized"})
     sim.compute_encodings([x])
     sim.export(tmp_path, "net", x)
     report = drift(f"{tmp_path}@float", runtime)
@@ -462,7 +463,7 @@ def test_what_quantizers_inside_a_body_round_is_told(tmp_path: Path) -> None:
     model = net.model(net("If", flag, name="choice", **branches))
     pictures = np.random.default_rng(0).standard_normal((2, 2, 3, 8, 8)).astype(np.float32)
     feeds = [{"x": x, "flag": np.bool_(on)} for x, on in zip(pictures, (0, 1), strict=True)]
-    sim = OnnxSim(model, feeds[0])
+    sim = OnnxSim(model, feeds[0], config_file={"tail": "quantized"})
     sim.compute_encodings(feeds)
     sim.export(tmp_path / "out", "net")
     report = drift(f"{tmp_path / 'out'}@float", f"{tmp_path / 'out'}@file")

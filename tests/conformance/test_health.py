@@ -126,10 +126,10 @@ class Shares(nn.Module):
 
 
 def spoilt():
-    """Clean, twice as large, with a NaN, with a row of zeros (0 / 0), with an infinity, without rows."""
+    """Clean, twice as large, with a NaN, with a row of zeros (0 / 0), with an infinity."""
     random = np.random.default_rng(0)
-    data = [random.standard_normal((5, 6)).astype(np.float32) * scale for scale in (1, 2, 1, 1, 1, 1)]
-    data[2][1, 2], data[3][0], data[4][2, 2], data[5] = np.nan, 0, -np.inf, data[5][:0]
+    data = [random.standard_normal((5, 6)).astype(np.float32) * scale for scale in (1, 2, 1, 1, 1)]
+    data[2][1, 2], data[3][0], data[4][2, 2] = np.nan, 0, -np.inf
     return data
 
 
@@ -156,7 +156,7 @@ def simulations():
 def test_spoilt_data_give_the_same_encodings_in_any_order(simulations, front, policy, method):
     """Finite, with scales above zero; and the same health, dead channels included."""
     data, found = spoilt(), []
-    for order in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 2, 1, 4], [2, 4, 0, 3, 5, 1]):
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [3, 0, 2, 1, 4], [2, 4, 0, 3, 1]):
         sim = simulations[front](RangeMethod(method))
         give = torch.from_numpy if front == "torch" else np.asarray
         sim.compute_encodings([give(data[i]) for i in order], progress=False, non_finite=policy)
@@ -184,5 +184,5 @@ def test_the_default_stops_at_the_first_batch_that_is_not_finite(simulations, fr
         taken = []
         sim = simulations[front](RangeMethod("minmax"))
         with pytest.raises(CalibrationError, match=r"^batch 2, "):
-            sim.compute_encodings(given(data[0], data[5], data[first], data[1]), progress=False)
+            sim.compute_encodings(given(data[0], data[1], data[first], data[0]), progress=False)
         assert len(taken) == 3 and not sim.calibrated and sim.calibration_log is None

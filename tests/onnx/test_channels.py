@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from onnx import numpy_helper
 
-from bitwright.errors import ModelError
+from bitwright.errors import CalibrationError, ModelError
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.model.session import open_session
 from bitwright.onnx.simulation.calibrating import watched_model
@@ -167,17 +167,20 @@ def test_channels_inside_bodies() -> None:
 
 
 @pytest.mark.parametrize("size", [("h", "w"), (4, 4)], ids=["open", "known"])
-def test_batches_without_images_are_no_error(size) -> None:
+def test_batches_without_images_are_refused_and_change_nothing(size) -> None:
     net = Net()
     x = net.input("x", ("n", 3, *size))
     y = net("Relu", net.conv(x, 3, 4, k=1, name="c"), name="r", out="r.out")
     model = net.model(net.conv(y, 4, 2, k=1, name="d"))
     some, none = (net.random.standard_normal((2, 3, 4, 4)).astype(np.float32), np.ones((0, 3, 4, 4), np.float32))
     sim = QuantizationSimModel(model, some)
-    sim.compute_encodings([none, some, none], progress=False)
-    alone = QuantizationSimModel(model, some)
-    alone.compute_encodings([some], progress=False)
-    assert seen(sim) == seen(alone)
+    sim.compute_encodings([some], progress=False)
+    before = seen(sim)
+    with pytest.raises(
+        CalibrationError, match="^batch 1: it holds no sample: x is 0x3x4x4. Remedy: leave empty batches out"
+    ):
+        sim.compute_encodings([some, none], progress=False)
+    assert seen(sim) == before
 
 
 def test_health_names_them() -> None:

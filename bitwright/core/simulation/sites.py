@@ -437,9 +437,9 @@ class SiteMap(Tabular, Mapping[str, Any]):
             f"Remedy: {remedy or 'leave what leads to it in float'}, or more bits there"
         )
 
-    def say_nothing_of_unreached(self) -> None:
-        """Log no site that data do not reach: of a simulation that is made for a comparison, on part of the data."""
-        self._says_unreached = False
+    def say_nothing_of_unreached(self, quiet: bool = True) -> None:
+        """Log no site that data do not reach: of a simulation that is calibrated on part of the data; or do so again."""
+        self._says_unreached = not quiet
 
     def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
         """Say, once, what calibration left open: sites without an encoding, which are switched off if that is allowed, and

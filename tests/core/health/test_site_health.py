@@ -155,9 +155,9 @@ def test_a_batch_that_is_left_out_tells_nothing_of_channels():
 
 def test_what_was_seen_is_brought_back():
     sim = QuantizationSimModel(nn.Linear(4, 2), torch.randn(3, 4))
-    sim.compute_encodings([torch.ones(2, 4), torch.zeros(0, 4)])
+    sim.compute_encodings([torch.ones(2, 4)])
     before = sim.health()
-    assert before[0].empty == 1 and before[0].notes == ("it is constant", "1 empty tensor")
+    assert before[0].notes == ("it is constant",)
     restore = sim.quantizers.remember()
     sim.compute_encodings([torch.randn(8, 4)])
     assert sim.health() != before

@@ -63,7 +63,9 @@ def branches(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def sites(after: Callable[[nn.Module, Tensor], Tensor], length: int) -> list[str]:
-    return list(QuantizationSimModel(Of(after), torch.randn(length, 2, 3)).quantizers)
+    return list(
+        QuantizationSimModel(Of(after), torch.randn(length, 2, 3), config_file={"tail": "quantized"}).quantizers
+    )
 
 
 @pytest.mark.parametrize("after", [pooled, by_modules, by_function], ids=lambda f: f.__name__)
