@@ -110,11 +110,11 @@ class Recorder(Handler):
         if self._trace is not None:
             self._trace.begin()
         for path, tensor in named_inputs(self._signature, args, kwargs):
-            with torch._C.DisableTorchFunction():
-                self._lengths.update(_lengths_of(tensor))
             if path not in self.inputs:
                 self.inputs[path] = self._new("input", tensor, path)
             self._bind(tensor, self.inputs[path])
+            with torch._C.DisableTorchFunction():
+                self._lengths.update(_lengths_of(tensor))
 
     def end(self, output: Any) -> None:
         """Note which values the model returns."""
