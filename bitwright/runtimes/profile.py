@@ -126,7 +126,9 @@ def _why_no_codes(value: ir.Value | None, port: int) -> str:
 
 
 def _why_other_codes(codes: ir.Value, port: int) -> str:
-    kind = codes.dtype
+    reads = next((use.node.inputs for use in codes.uses() if len(use.node.inputs) > 2), ())
+    zero_point = reads[2] if reads else None
+    kind = codes.dtype if zero_point is None else zero_point.dtype  # files state the type of one of the two
     if kind is None or kind.bitwidth == 8 or (port == 2 and kind.bitwidth == 32):
         return ""
     what = "weight" if codes.const_value is not None else "input"

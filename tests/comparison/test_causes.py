@@ -51,7 +51,7 @@ class Experts(nn.Module):
     [
         (Attention, (2, 26, 16), 0.3),
         (Attention, (2, 33, 16), 0.3),
-        (Pooling, (4, 3, 8, 8), 1.0),
+        (Pooling, (4, 3, 8, 8), 4.0),
         (Experts, (16, 12), 3.0),
     ],
 )

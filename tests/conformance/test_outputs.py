@@ -8,6 +8,7 @@ as far apart as two roundings of one model are; neither is worse than the other.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,21 @@ from bitwright.torch.calls.trees import flatten_tensors
 from tests.conformance.exported import NOT_EXPORTED, NOT_LOADED, NOT_RUN, REWRITTEN, RUN, exported
 from tests.onnx.nets import run
 from tests.support import data
+from tests.support.cases import Call
 from tests.support.zoo import ZOO
 
 Array = NDArray[Any]
 FAST = {"functional", "mobilenet-v3-block", "nested-names"}
+UNROLLED = {name for name, why in REWRITTEN.items() if "over time unrolled" in why}
 NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in RUN]
 
 
 def arrays(tree: Any) -> list[Array]:
     return [tensor.detach().numpy() for _, tensor in flatten_tensors(tree)]
+
+
+def feeds_of(call: Call) -> tuple[Array, ...]:
+    return tuple(arrays((call.args, call.kwargs)))
 
 
 def distance(one: list[Array], other: list[Array]) -> float:
@@ -49,24 +56,38 @@ def weight_encodings(sim: Any) -> dict[str, Any]:
     return {s.name: s.encoding for s in sim.quantizers.values() if s.role == "weight" and "@" not in s.name}
 
 
+def seeds(name: str) -> range:
+    """Of the examples: several where sites differ, as some twenty numbers tell noise to 3 dB only."""
+    return range(6 if name in REWRITTEN else 1)
+
+
+def pooled(name: str, run_on: Callable[[int], list[Array]]) -> list[Array]:
+    """What is made of all examples, by output."""
+    found = [run_on(seed) for seed in seeds(name)]
+    return [np.concatenate([array.ravel() for array in arrays]) for arrays in zip(*found, strict=True)]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_both_simulations_compute_alike(name):
     case = ZOO[name]
     call = case.example()
-    feeds = tuple(arrays((call.args, call.kwargs)))
-    plain = arrays(case.run(case.build(), 0))
+    feeds = feeds_of(call)
+    plain = pooled(name, lambda seed: arrays(case.run(case.build(), seed)))
 
     ours = OnnxSim(exported(name), feeds, threads=1)
-    ours.compute_encodings([feeds], progress=False)
+    calls = [case.example(seed) for seed in seeds(name)]
+    ours.compute_encodings([feeds_of(call) for call in calls], progress=False)
     theirs = TorchSim(case.build(), Inputs(call.args, call.kwargs))
-    theirs.compute_encodings([Inputs(call.args, call.kwargs)], progress=False)
+    theirs.compute_encodings([Inputs(call.args, call.kwargs) for call in calls], progress=False)
 
     one, other = weight_encodings(ours), weight_encodings(theirs)
     same = [site for site in one.keys() & other.keys() if one[site].granularity == other[site].granularity]
     assert all(one[site] == other[site] for site in same)
-    found, expected = ours.run(feeds), arrays(case.run(theirs.model, 0))
+    found = pooled(name, lambda seed: ours.run(feeds_of(case.example(seed))))
+    expected = pooled(name, lambda seed: arrays(case.run(theirs.model, seed)))
     noise = [distance(plain, found), distance(plain, expected)]
-    assert abs(noise[0] - noise[1]) < 3, "equally far from float"
+    # a loop has one grid for all its steps, and each step of its unrolled form one of its own: up to a bit finer
+    assert abs(noise[0] - noise[1]) < (6 if name in UNROLLED else 3), "equally far from float"
     # two independent roundings are 3 dB further from each other than from float; a dB and a half for chance
     # (kernels for half precision add up in half or in float32, as the machine has them: their roundings are independent)
     halves = any(array.dtype == np.float16 for array in plain)

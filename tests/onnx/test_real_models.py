@@ -120,8 +120,7 @@ def test_face_detector(shared_data: Path, tmp_path: Path):
         assert sqnr(plain[0], scores) > 38 and sqnr(plain[1], boxes) > 15
         assert f1(plain[0], scores) > 60
     assert sqnr(simulated[0], integer[0]) > 44 and sqnr(simulated[1], integer[1]) > 37
-    # ONNX Runtime computes an integer Softmax by a table, which is one step off for half of it
+    # the softmax follows the last layer and is float; ONNX Runtime's integer one is a step off for half of the codes
     report = three.sim.verify()
-    apart = [row for row in report.rows if row.verdict == "within"]
-    assert report.ok and [row.kernel for row in apart] == ["QLinearSoftmax"]
-    assert apart[0].as_float.equal == 1 and apart[0].as_integer.lsb <= 1
+    assert report.ok and "QLinearSoftmax" not in {row.kernel for row in report.rows}
+    assert not [row for row in report.rows if row.verdict == "within"]

@@ -30,7 +30,7 @@ _PLAIN = frozenset(
 _LARGE = 1 << 16  # bytes of a tensor that is kept out of the message
 # Tags of fields in onnx.proto, whose wire type is 2 (a length and so many bytes).
 _MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_RAW_DATA = b"\x3a", b"\x2a", b"\x4a"
-_KEEP_SHAPES = ("QuantizeLinear", "DequantizeLinear")
+_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 # Protobuf refuses files of 2 GiB; larger models keep their tensors in a second file.
 _ONE_FILE_LIMIT = 3 << 29
 
@@ -105,12 +105,27 @@ def save_in_one_file(model: ir.Model, path: Path) -> None:
 
 
 def _drop_inferred(proto: onnx.ModelProto) -> None:
-    """Do not state the shapes of what quantizers make, which are those of what they read: they double what a file states."""
+    """Do not state what follows of what quantizers make: it doubles what a file states.
+
+    Shapes are those of what they read, types of codes those of the zero points; dequantized values are float32 unless
+    they are stated.
+    """
     made = {
-        name for node in proto.graph.node if node.op_type in _KEEP_SHAPES and not node.domain for name in node.output
+        name: node
+        for node in proto.graph.node
+        if node.op_type in _QUANTIZERS and not node.domain
+        for name in node.output
     }
-    if made:
-        kept = [info for info in proto.graph.value_info if info.name not in made]
+    kept = []
+    for info in proto.graph.value_info:
+        node, tensor = made.get(info.name), info.type.tensor_type
+        if node is not None:
+            tensor.ClearField("shape")
+            codes = node.op_type == "QuantizeLinear"
+            if (codes and len(node.input) > 2) or (not codes and tensor.elem_type == onnx.TensorProto.FLOAT):
+                continue
+        kept.append(info)
+    if len(kept) < len(proto.graph.value_info):
         del proto.graph.value_info[:]
         proto.graph.value_info.extend(kept)
 
