@@ -38,11 +38,31 @@ def from_proto(proto: onnx.ModelProto) -> ir.Model:
 
 
 def load(path: Path) -> ir.Model:
-    """The model in a file, as ``onnx_ir.load`` reads it: the elements of external tensors stay where they are."""
+    """The model in a file, as ``onnx_ir.load`` reads it: the elements of external tensors stay where they are.
+
+    Types that the file does not state are those that quantizers imply.
+    """
     model = from_proto(onnx.load(str(path), load_external_data=False))
     for graph in (model.graph, *model.graphs()):
         ir.external_data.set_base_dir(graph, path.parent)
+    _imply_types(model)
     return model
+
+
+def _imply_types(model: ir.Model) -> None:
+    """Codes have the type of their zero point; dequantized values are float32."""
+    for node in model.graph.all_nodes():
+        if (
+            node.domain
+            or node.op_type not in ("QuantizeLinear", "DequantizeLinear")
+            or node.outputs[0].dtype is not None
+        ):
+            continue
+        zero_point = node.inputs[2] if len(node.inputs) > 2 else None
+        codes = None if zero_point is None else zero_point.dtype
+        implied = codes if node.op_type == "QuantizeLinear" else ir.DataType.FLOAT
+        if implied is not None:
+            node.outputs[0].dtype = implied
 
 
 def restore_types(proto: onnx.ModelProto) -> bool:

@@ -409,9 +409,7 @@ class Lowering:
         zero = None if given is None else self.trace.constants.get(str(given.name))
         if scale is None or codes is None:
             return None
-        # files state the type of codes where the zero point does not
-        held = codes.dtype if given is None or codes.dtype is not None else given.dtype
-        shift, dtype = (None, "") if held is None else _TYPES.get(held, (None, ""))
+        shift, dtype = (None, "") if codes.dtype is None else _TYPES.get(codes.dtype, (None, ""))
         if shift is None:
             return None
         zeros = (np.zeros(scale.shape, np.int64) if zero is None else zero.astype(np.int64)) - shift
