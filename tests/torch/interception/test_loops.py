@@ -146,7 +146,7 @@ def _shared(kind: str) -> nn.Module:
 @pytest.mark.parametrize("kind", ["functional", "module", "block"])
 def test_layers_in_a_row_that_share_a_weight_have_grids_of_their_own(kind: str) -> None:
     model, x = _shared(kind), torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
-    sim = QuantizationSimModel(model, x)
+    sim = QuantizationSimModel(model, x, config_file={"tail": "quantized"})
     sim.compute_encodings([x], progress=False)
     assert sum(site.role == "output" for site in sim.quantizers.values()) >= 5
     with torch.no_grad():
