@@ -154,12 +154,24 @@ def test_a_batch_that_is_left_out_tells_nothing_of_channels():
 
 
 def test_what_was_seen_is_brought_back():
-    sim = QuantizationSimModel(nn.Linear(4, 2), torch.randn(3, 4))
-    sim.compute_encodings([torch.ones(2, 4)])
+    class Rows(nn.Module):
+        """Two layers; the rows of the second may be none, as of a cache that is still empty."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.first(x), self.second(rows)
+
+    some, none = torch.ones(2, 4), torch.zeros(0, 4)
+    sim = QuantizationSimModel(Rows(), (torch.randn(3, 4), torch.randn(3, 4)))
+    sim.compute_encodings([(some, some), (some, none)])
     before = sim.health()
-    assert before[0].notes == ("it is constant",)
+    (found,) = [row for row in before if row.empty and row.notes[0] == "it is constant"]
+    assert found.empty == 1 and found.notes == ("it is constant", "1 empty tensor")
     restore = sim.quantizers.remember()
-    sim.compute_encodings([torch.randn(8, 4)])
+    sim.compute_encodings([(torch.randn(8, 4), torch.randn(8, 4))])
     assert sim.health() != before
     restore()
     assert sim.health() == before
