@@ -10,11 +10,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.ops import op_row
-from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
 
@@ -134,13 +131,5 @@ def _ranges(
         own = read.get((op.name, port)) or made.get(value)
         if own is None or own.quantizer is site.quantizer or own.encoding is None:
             continue
-        if (bounds := _bounds(own.encoding)) is not None:
-            yield value, bounds
-
-
-def _bounds(encoding: Encoding) -> tuple[float, float] | None:
-    """The ends of a grid of integers."""
-    if not isinstance(encoding.format, IntFormat):
-        return None
-    scale, zero = encoding.scale.astype(np.float64), encoding.zero_point.astype(np.float64)
-    return float(((encoding.format.qmin - zero) * scale).min()), float(((encoding.format.qmax - zero) * scale).max())
+        if isinstance(own.encoding.format, IntFormat):
+            yield value, (float(own.encoding.min.min()), float(own.encoding.max.max()))
