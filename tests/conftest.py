@@ -6,7 +6,6 @@ The process that hands out tests to others loads this file too, and waits for wh
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
 import zlib
@@ -38,14 +37,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
+def _is_long(item: pytest.Item) -> bool:
+    variant = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    slow, quick = item.get_closest_marker("slow_variants"), item.get_closest_marker("quick_variants")
+    return bool(slow and variant in slow.args or quick and variant not in quick.args)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Trained models and real pictures are slow tests, and so are the variants that ``tools/test_time.py`` found long."""
-    table = json.loads((Path(__file__).parent / "support/long_variants.json").read_text())
-    long = {f"{test}[{variant}]" for test, variants in table.items() for variant in variants}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Trained models and real pictures are slow tests, and so are the variants that a test names as such."""
+    unknown: dict[str, set[str]] = {}
     for item in items:
-        if item.nodeid in long or "shared_data" in getattr(item, "fixturenames", ()):
+        if "shared_data" in getattr(item, "fixturenames", ()) or _is_long(item):
             item.add_marker(pytest.mark.slow)
+        test, _, variant = item.nodeid.removesuffix("]").partition("[")
+        for marker in (*item.iter_markers("slow_variants"), *item.iter_markers("quick_variants")):
+            unknown.setdefault(test, set(marker.args)).discard(variant)
+    if any(unknown.values()) and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"no variants of these names: { {t: v for t, v in unknown.items() if v} }")
 
 
 def pytest_collection_finish() -> None:

@@ -180,3 +180,14 @@ def test_impossible_arguments_are_refused(script, arguments, message):
     ran = run(script, *arguments)
     assert ran.returncode == 2
     assert message in ran.stderr
+
+
+def test_times_of_tests_are_added_up_by_folder(tmp_path):
+    lines = ["1.00s call     tests/a.py::test_x[one]", "0.20s setup    tests/a.py::test_x[two words]"]
+    lines += ["0.70s call     tests/a.py::test_x[two words]", "3.00s call     tests/b/c.py::test_y"]
+    (tmp_path / "log").write_text("\n".join(lines))
+    tool = run("../tools/test_time.py", str(tmp_path / "log"), "--seconds", "0.8")
+    assert [line.split("s  ", 1) for line in tool.stdout.splitlines()[:4]] == [
+        ["   1.00 ", "tests/a.py::test_x[one]"], ["   0.90 ", "tests/a.py::test_x[two words]"],
+        ["    3.0 ", "tests/b"], ["    1.9 ", "tests"],
+    ]  # fmt: skip

@@ -446,6 +446,7 @@ def test_doctor_on_what_it_cannot_use(own_module, arguments, problem):
     assert problem in result.output and "remedy:" in result.output
 
 
+@pytest.mark.quick_variants("error-2-batch 2, share", "skipp-2-did you mean 'skip'?")
 @pytest.mark.parametrize(
     "policy, code, text",
     [
@@ -485,6 +486,7 @@ main()
     assert "from C" in process.stderr
 
 
+@pytest.mark.slow_variants("2")
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_program_without_stdout_or_stderr_still_runs(closed: int) -> None:
     code = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, '-m', 'bitwright.cli', '--version'])"

@@ -80,6 +80,7 @@ def test_the_best_model_is_on_disk_and_every_trial_was_told(files: Path, tmp_pat
     assert again.exit_code == 0 and "w8a8-fast" in again.output
 
 
+@pytest.mark.slow_variants("accuracy", "kl")
 @pytest.mark.parametrize("metric", [("agreement",), ("accuracy", "--labels"), ("kl",)], ids=lambda m: m[0])
 def test_metrics_by_name(metric: tuple[str, ...], files: Path, tmp_path: Path) -> None:
     labels = [files / "labels.npy"] if metric[1:] else []
@@ -108,6 +109,7 @@ def test_a_folder_of_something_else_is_refused_and_both_remedies_work(files: Pat
     assert auto(files, tmp_path / "a").exit_code == 0
 
 
+@pytest.mark.slow_variants("constant metric", "an error as the metric", "a score as an error")
 @pytest.mark.parametrize(
     "options, problem",
     [

@@ -1,9 +1,15 @@
-"""Scripts in the style of AIMET's documentation run when their imports are prefixed, and nothing else is changed."""
+"""Scripts in the style of AIMET's documentation run when their imports are prefixed, and nothing else is changed.
+
+Every function of ``scripts/*.py`` is one script. They are not collected as modules: they import AIMET under its own name.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,38 +18,40 @@ import torch
 from bitwright.aimet_common.absent import DifferenceWarning
 from bitwright.migrate import migrate
 
-SCRIPTS = Path(__file__).parent / "scripts"
-FILES = sorted(SCRIPTS.rglob("*.py"))
+FILES = sorted((Path(__file__).parent / "scripts").glob("*.py"))
+SCRIPTS = [
+    (path, node.name)
+    for path in FILES
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.FunctionDef)
+]
 
 
-def run(path: Path) -> None:
-    """Run a script with its imports prefixed; its assertions are the test."""
+@functools.cache
+def migrated(path: Path) -> dict[str, Any]:
+    """The names of a file of scripts, with its imports prefixed."""
     found = migrate(path.read_text(), path.name)
-    assert found.changed, "the script imports nothing of AIMET"
+    assert found.changed, "the scripts import nothing of AIMET"
     assert not found.missing, found.missing
+    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    exec(compile(found.source, str(path), "exec"), names)
+    return names
+
+
+@pytest.mark.slow_variants(
+    "onnx-auto_quant_warns", "onnx-mixed_precision_automatic", "onnx-mixed_precision_sensitivity", "onnx-onnx_qdq",
+    "onnx-quant_analyzer", "onnx-sensitivity_of_layers", "onnx-sensitivity_of_quantizers",
+    "torch-auto_quant_warns", "torch-export_every_tensor", "torch-export_files", "torch-export_names", "torch-export_warns",
+    "torch-layer_outputs", "torch-load_encodings_to_sim", "torch-mixed_precision_automatic", "torch-onnx_export",
+    "torch-ptq_whole", "torch-range_learning_warns", "torch-seq_mse_losses",
+)  # fmt: skip
+@pytest.mark.parametrize("path, name", [pytest.param(p, n, id=f"{p.stem.partition('_')[0]}-{n}") for p, n in SCRIPTS])
+def test_script_runs(path, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     np.random.seed(0)
-    exec(compile(found.source, str(path), "exec"), {"__name__": "__main__", "__file__": str(path)})
-
-
-SLOW = {"torch/auto_quant_warns", "onnx/auto_quant_warns"}  # searches that export every trial
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(
-            path,
-            id=f"{path.parent.name}-{path.stem}",
-            marks=[pytest.mark.slow] if f"{path.parent.name}/{path.stem}" in SLOW else [],
-        )
-        for path in FILES
-    ],
-)
-def test_script_runs(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", DifferenceWarning)  # a script that means something else here says so
-        if "warns" in path.stem:
+        if "warns" in name:
             warnings.simplefilter("ignore", DifferenceWarning)
-        run(path)
+        migrated(path)[name]()

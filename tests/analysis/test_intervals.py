@@ -46,6 +46,7 @@ def test_what_is_not_distinguishable_says_how_many_samples_would_tell():
     assert more[0].distinguishable, "with as many samples as were named, the same difference is told"
 
 
+@pytest.mark.slow_variants("numbers")
 @pytest.mark.parametrize("kind", ["binary", "numbers"])
 def test_intervals_cover_the_truth_about_as_often_as_they_say(kind):
     generator = np.random.default_rng(3)

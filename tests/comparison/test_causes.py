@@ -46,6 +46,7 @@ class Experts(nn.Module):
         return (torch.softmax(self.gate(x), -1) * torch.tanh(self.experts(x))).sum(-1, keepdim=True)
 
 
+@pytest.mark.quick_variants("Experts-shape3-3.0")
 @pytest.mark.parametrize(
     ("model", "shape", "size"),
     [
@@ -88,6 +89,7 @@ def layers(*sizes: tuple[int, int]) -> nn.Module:
     return nn.Sequential(*(part for size in sizes for part in (nn.Linear(*size, bias=False), nn.Tanh())))
 
 
+@pytest.mark.quick_variants("layer")
 @pytest.mark.parametrize(
     "build", [lambda: layers((64, 128)), lambda: layers((64, 128), (128, 96), (96, 32)), Skip, Heads],
     ids=["layer", "layers", "skip", "heads"],
@@ -105,6 +107,7 @@ def test_products_fused_with_activations_that_nobody_quantized_are_named(
         assert report.first is not None and report.first.cause == "4-bit fusion", report.to_text()
 
 
+@pytest.mark.quick_variants("three-axes")
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

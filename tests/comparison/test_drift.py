@@ -129,6 +129,20 @@ def drop_clip(graph: onnx.GraphProto) -> None:
     graph.node.remove(node)
 
 
+@pytest.mark.slow_variants(
+    "chain-weight-float-onnxruntime",
+    "chain-weight-file-file",
+    "chain-weight-file-litert",
+    "residual-weight-float-onnxruntime",
+    "residual-weight-file-file",
+    "residual-weight-float-litert",
+    "residual-weight-file-litert",
+    "residual-bias-file-litert",
+    "residual-clip-float-litert",
+    "residual-clip-file-litert",
+    "perceptron-weight-float-onnxruntime",
+    "perceptron-weight-file-file",
+)
 @pytest.mark.parametrize(
     "side, how", [("float", "onnxruntime"), ("file", "file"), ("float", "litert"), ("file", "litert")]
 )
@@ -148,6 +162,7 @@ def test_what_was_planted_in_the_file_is_named(exported: Path, tmp_path: Path, c
     assert not report.ok
 
 
+@pytest.mark.slow_variants("chain-litert", "residual-litert", "perceptron-litert")
 @pytest.mark.parametrize("how", ["file", "litert"])
 def test_another_grid_is_named(exported: Path, tmp_path: Path, how: str) -> None:
     site = f"{layer_of(exported)}.bias_scale"
@@ -162,6 +177,7 @@ def test_another_grid_is_named(exported: Path, tmp_path: Path, how: str) -> None
     assert report.first.name in scale
 
 
+@pytest.mark.slow_variants("chain", "residual")
 def test_what_was_not_changed_agrees(exported: Path) -> None:
     for a, b in (
         ("simulation", "file"),
@@ -289,6 +305,7 @@ class PreNorm(nn.Module):
         return x + self.second(self.norms[2](self.norms[1](x)))
 
 
+@pytest.mark.slow_variants("file")
 @pytest.mark.parametrize("runtime", ["file", "onnxruntime"])
 def test_a_tensor_that_is_rounded_for_one_of_its_readers_alone(runtime: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
@@ -378,6 +395,7 @@ def test_sums_that_saturate_elsewhere_do_not_in_litert(tmp_path: Path) -> None:
     assert lines == ["True saturation"] * 3
 
 
+@pytest.mark.slow_variants("w8", "w4")
 @pytest.mark.parametrize("preset", ["w8", "w4", "w4g32"])
 def test_litert_quantizes_no_activations_by_itself(preset: str, tmp_path: Path) -> None:
     pytest.importorskip("ai_edge_litert")

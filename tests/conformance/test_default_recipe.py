@@ -69,6 +69,7 @@ both = pytest.mark.parametrize("front_end", ["torch", "onnx"])
 raised = pytest.mark.parametrize(("target", "text"), [("ort_cpu", "float at"), ("packed", "16 bits at")])
 
 
+@pytest.mark.quick_variants("torch-packed-16 bits at")
 @raised
 @both
 def test_a_site_that_spoils_the_output_is_found_and_raised(front_end, target, text):
@@ -86,6 +87,7 @@ def test_a_site_that_spoils_the_output_is_found_and_raised(front_end, target, te
     assert any(grid in how and "of the outputs' noise" in how for how in reasons)
 
 
+@pytest.mark.slow_variants("torch")
 @both
 def test_what_is_raised_is_exported_and_runs_as_simulated(front_end, tmp_path):
     model = Spoiled().eval()
@@ -101,6 +103,7 @@ class Hidden(Spoiled):
         return self.last(torch.cat([self.body(x), 0.35 * x[:, :1]], 1))
 
 
+@pytest.mark.slow_variants("onnx")
 @both
 def test_noise_that_a_later_rounding_repairs_hides_no_site(front_end):
     """For a target without a table of times: in a network of microseconds every conversion is beyond the allowance."""
@@ -130,6 +133,7 @@ class Saturating(nn.Module):
         return self.body(torch.tanh(300 * y * y * y))
 
 
+@pytest.mark.slow_variants("onnx")
 @both
 def test_what_only_elementwise_operators_read_is_left_in_float(front_end):
     model = Saturating().eval()
@@ -169,6 +173,7 @@ def test_options_are_checked(front_end):
         quantized(front_end, Plain().eval(), data(2), recipe=["fold", {"widen": {"allowence": 2}}])
 
 
+@pytest.mark.slow_variants("onnx")
 @both
 def test_a_method_that_spoils_unseen_data_is_taken_back(front_end):
     """All batches but the one held out lie on a line, along which alone the rounding is then made right."""
@@ -185,12 +190,14 @@ def test_a_method_that_spoils_unseen_data_is_taken_back(front_end):
     assert decibels(model, run) > decibels(model, harmed) + 1
 
 
+@pytest.mark.slow_variants("onnx")
 @both
 def test_one_batch_is_said_to_be_seen(front_end):
     result, _ = quantized(front_end, Plain().eval(), data(1))
     assert result.report.judged == "on a batch that the methods see too: give five or more"
 
 
+@pytest.mark.slow_variants("onnx")
 @both
 def test_ranges_follow_the_least_error_where_the_outputs_gain(front_end):
     """A few values a hundred times as large as the others."""
@@ -208,6 +215,7 @@ def test_ranges_follow_the_least_error_where_the_outputs_gain(front_end):
     assert np.isfinite(step.sqnr[1])
 
 
+@pytest.mark.quick_variants("quick-torch")
 @both
 @pytest.mark.parametrize("effort", ["quick", "thorough"])
 def test_every_effort_stays_above_nearest_rounding_and_says_what_it_did(front_end, effort):

@@ -39,6 +39,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, onnx.Mode
     return model, onnx.load(path)
 
 
+@pytest.mark.slow_variants("w8a8-min_max", "w8a8-percentile", "w8a8-tf_enhanced")
 @pytest.mark.parametrize("scheme", ["min_max", "percentile", "tf_enhanced", "entropy"])
 @pytest.mark.parametrize("preset", ["w8a8", "w4a16"])
 def test_encodings_of_both_front_ends(both, scheme, preset):

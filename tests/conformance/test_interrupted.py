@@ -83,6 +83,7 @@ def interruptions(
     raise AssertionError("it never gets through")
 
 
+@pytest.mark.slow_variants("equalize", "awq")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_module_is_as_it_was(name, monkeypatch):
     make, x, call, _ = CALLS[name]
@@ -99,6 +100,7 @@ def test_a_module_is_as_it_was(name, monkeypatch):
         torch.testing.assert_close(model(x), before, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.quick_variants("norms")
 @pytest.mark.parametrize("name", CALLS)
 def test_an_onnx_model_is_as_it_was(name, monkeypatch, as_onnx):
     make, x, _, call = CALLS[name]
@@ -113,6 +115,7 @@ def test_an_onnx_model_is_as_it_was(name, monkeypatch, as_onnx):
         torch.testing.assert_close(run(model, x), reference, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.quick_variants("bias")
 @pytest.mark.parametrize("name", ["equalize", "rotate", "bias"])
 def test_a_loaded_model_that_is_changed_in_place_computes_the_same(name, monkeypatch, as_onnx):
     make, x, _, call = CALLS[name]

@@ -67,6 +67,7 @@ def pooled(name: str, run_on: Callable[[int], list[Array]]) -> list[Array]:
     return [np.concatenate([array.ravel() for array in arrays]) for arrays in zip(*found, strict=True)]
 
 
+@pytest.mark.slow_variants("mobilenet-v3-block", "nested-names")
 @pytest.mark.parametrize("name", NAMES)
 def test_both_simulations_compute_alike(name):
     case = ZOO[name]

@@ -73,6 +73,9 @@ def moving_sites(plan, graph):
     return sum(graph.values[s.value].kind != "constant" for s in sites)
 
 
+@pytest.mark.slow_variants(
+    "mobilenet-v3-block", "densenet", "vit-bmm", "shared-twice", "super-resolution", "chain-residual"
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_both_front_ends_plan_alike(name):
     case = ZOO[name]

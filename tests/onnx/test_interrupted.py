@@ -26,6 +26,7 @@ def test_an_export_that_is_stopped_anywhere_leaves_the_old_or_the_new_one(tmp_pa
         assert set(outcomes[:switch]) == {"old"} and set(outcomes[switch:]) == {"new"}
 
 
+@pytest.mark.slow_variants("500")
 @pytest.mark.parametrize("limit", [500, 9000])
 def test_a_full_temporary_folder_is_named(tmp_path: Path, limit: int) -> None:
     """The limit on file sizes stands for a full disk: ONNX Runtime writes its optimised model into a temporary folder."""

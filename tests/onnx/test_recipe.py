@@ -46,6 +46,7 @@ def test_each_step_has_its_line_and_the_whole_gains(model, batches):
     assert result.report[4].change > 0
 
 
+@pytest.mark.quick_variants("gptq")
 @pytest.mark.parametrize("step", ["gptq", "bias_correction"])
 def test_a_step_that_hurts_is_taken_back(model, batches, step):
     wanted, calls = error_against(model, batches), []

@@ -50,6 +50,7 @@ def test_each_step_has_its_line_and_the_whole_gains(batches):
     assert result.report[4].change > 0
 
 
+@pytest.mark.slow_variants("seq_mse")
 @pytest.mark.parametrize("step", ["seq_mse", "bias_correction"])
 def test_a_step_that_hurts_is_taken_back(batches, step):
     model = network()
@@ -78,6 +79,7 @@ def test_a_recipe_file(batches, tmp_path):
     assert all(o.metric is None for o in result.report)
 
 
+@pytest.mark.slow_variants("default")
 @pytest.mark.parametrize("recipe", [None, ["fold"]], ids=["default", "given"])
 def test_a_metric_that_is_nan_is_an_error(batches, recipe):
     with pytest.raises(CalibrationError, match="float: the metric is NaN. Remedy: run the metric on the float model"):

@@ -230,6 +230,7 @@ def simulated(module: nn.Module, *batches: Any, **options: Any) -> QuantizationS
     return sim
 
 
+@pytest.mark.slow_variants("gru-both", "lstm-both")
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_packed_batch_is_its_sequences_one_by_one(kind: str, bidirectional: bool) -> None:
@@ -407,6 +408,7 @@ def loads_back(sim: QuantizationSimModel, module: nn.Module, x: Tensor, file: Pa
     return again
 
 
+@pytest.mark.quick_variants("RNN-scan-2.0.0")
 @pytest.mark.parametrize(
     "kind, form, version",
     [("LSTM", "scan", "0.6.1"), ("LSTM", "native", "1.0.0"), ("GRU", "native", "2.0.0"), ("GRU", "scan", "1.0.0"),
@@ -422,6 +424,7 @@ def test_exported_encodings_load_back(kind: str, form: Any, version: str, tmp_pa
             assert again.quantizers[site.name].encoding == site.encoding, site.name
 
 
+@pytest.mark.quick_variants("per_gate-1.0.0")
 @pytest.mark.parametrize(
     "granularity, version", [("per_gate", "1.0.0"), ({"per_block": 2}, "1.0.0"), ({"per_block": 2}, "2.0.0")]
 )

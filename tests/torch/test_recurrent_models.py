@@ -33,6 +33,7 @@ def simulated(case: Recurrent, model: nn.Module, length: int = 5) -> Quantizatio
     return sim
 
 
+@pytest.mark.quick_variants("quasi-rnn", "halting", "siamese", "stateful")
 @pytest.mark.parametrize("case", CASES)
 def test_it_runs_at_any_length_with_the_same_sites(case: Recurrent) -> None:
     model = build(case)
@@ -46,6 +47,7 @@ def test_it_runs_at_any_length_with_the_same_sites(case: Recurrent) -> None:
         assert list(simulated(case, build(case), length).quantizers) == list(sim.quantizers)
 
 
+@pytest.mark.slow_variants("teacher-forcing")
 @pytest.mark.parametrize("case", CASES)
 def test_it_stays_near_the_float_model(case: Recurrent) -> None:
     sim = simulated(case, build(case))
@@ -59,6 +61,7 @@ def test_it_stays_near_the_float_model(case: Recurrent) -> None:
     assert np.median(ratios) > case.sqnr, ratios
 
 
+@pytest.mark.slow_variants("residual")
 @pytest.mark.parametrize("case", CASES)
 def test_it_can_be_trained(case: Recurrent) -> None:
     sim = simulated(case, build(case))
@@ -175,6 +178,7 @@ NOT_EQUAL = {"beams"}
 EXPORTED_QUICKLY = {"residual", "siamese"}
 
 
+@pytest.mark.slow_variants("residual")
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in EXPORTED_QUICKLY else pytest.mark.slow)
     for name in RECURRENT_ZOO if name not in NOT_EXPORTED | NOT_EQUAL
@@ -194,6 +198,7 @@ def test_a_loop_as_long_as_an_integer_input_says_is_exported_with_that_length(tm
     assert "recurrent_zoo.py" in note and "in forward" in note
 
 
+@pytest.mark.slow_variants("halting")
 @pytest.mark.parametrize("name", ["speech", "halting"])
 def test_what_cannot_be_exported_says_why(name: str) -> None:
     case = RECURRENT_ZOO[name]
@@ -201,6 +206,7 @@ def test_what_cannot_be_exported_says_why(name: str) -> None:
         simulated(case, build(case)).verify(case.example(5, 7))
 
 
+@pytest.mark.slow_variants("per_channel-scan")
 @pytest.mark.parametrize("form", ["scan", "native"])
 @pytest.mark.parametrize("granularity", [
     pytest.param("per_tensor", marks=pytest.mark.slow), pytest.param("per_gate", marks=pytest.mark.slow), "per_channel",

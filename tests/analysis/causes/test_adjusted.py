@@ -68,6 +68,7 @@ def state(sim, data):
     return sites, np.array(outputs)
 
 
+@pytest.mark.quick_variants("smooth-torch")
 @pytest.mark.parametrize("front_end", ["torch", "onnx"])
 @pytest.mark.parametrize("remedy", MODELS)
 def test_a_remedy_of_the_float_model_is_measured_and_the_simulation_stays(remedy, front_end):

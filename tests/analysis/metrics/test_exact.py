@@ -77,6 +77,7 @@ def test_quantizers_inside_recurrent_layers_are_switched_too(front_end):
     agree(sim, data[:1], 0.3, "LSTM")
 
 
+@pytest.mark.slow_variants("onnx")
 def test_groups_are_measured_together(case):
     found = bitwright.analyze(case.sim, case.data[:1], groups={"first two": ["*conv1*", "*conv2*"]})
     rows = {row.name: row for row in found.groups}

@@ -40,6 +40,7 @@ def made(tmp_path_factory):
     return {"torch": (sim, x), "onnx": (onnx, feed), "folder": folder}
 
 
+@pytest.mark.slow_variants("torch")
 @pytest.mark.parametrize("which", ["torch", "onnx"])
 def test_float_and_simulated_values_are_those_of_the_model(made, which, tmp_path):
     sim, batch = made[which]

@@ -133,6 +133,7 @@ def tensors(name):
     )
 
 
+@pytest.mark.slow_variants("float32", "float16")
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @given(data=st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -62,6 +62,7 @@ def test_layers_in_openvino(folder: Path) -> None:
     assert sim.verify(runtime="openvino").ok and "in openvino" in str(sim.verify(runtime="openvino"))
 
 
+@pytest.mark.slow_variants("w4", "w8")
 @pytest.mark.parametrize("preset", ["w4g32", "w4", "w8"])
 def test_weights_beside_float_activations_in_openvino(preset: str, tmp_path: Path) -> None:
     """Rows of 33 codes do not end with a byte, and data of three axes takes another kernel than that of two."""
@@ -81,6 +82,7 @@ def test_weights_beside_float_activations_in_openvino(preset: str, tmp_path: Pat
         assert kinds == ({eight} if preset == "w8" else {eight, four}), "rows of even length take 4 bits"
 
 
+@pytest.mark.slow_variants("w4")
 @pytest.mark.parametrize("preset", ["w4", "w8"])
 def test_the_export_says_what_a_session_of_ones_own_needs(preset: str, tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")

@@ -33,6 +33,7 @@ def every(knapsack: Knapsack) -> list[tuple[int, ...]]:
     return list(itertools.product(*knapsack.allowed))
 
 
+@pytest.mark.slow_variants("1-the largest of four sums", "3-the largest of four sums", "5-the largest of four sums")
 @pytest.mark.parametrize(
     "rows, pairs", [(1, 0), (4, 0), (1, 4), (4, 2)], ids=["a sum", "the largest of four sums", "pairs", "both"]
 )

@@ -69,6 +69,7 @@ def test_a_search_with_measured_times_ends_on_what_is_fast(times: Any) -> None:
     assert result.chosen is not None and result.chosen.costs["ms"] > 0
 
 
+@pytest.mark.quick_variants("machine")
 @pytest.mark.parametrize("change, message", [
     (
         lambda found: {**found, "of": {**found["of"], "machine": "another"}},

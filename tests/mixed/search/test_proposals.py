@@ -64,6 +64,7 @@ class World:
         return len(self.book.seen)
 
 
+@pytest.mark.slow_variants("1", "2", "3")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_few_points_come_close_to_the_best_choice(seed: int) -> None:
     world = World(seed, allowed=0.02)
@@ -77,6 +78,7 @@ def test_a_few_points_come_close_to_the_best_choice(seed: int) -> None:
     assert count <= GROUPS * (CANDIDATES - 1) / 3  # a third of one group at a time
 
 
+@pytest.mark.slow_variants("0", "2")
 @pytest.mark.parametrize("seed", range(3))
 def test_only_the_quietest_point_is_good(seed: int) -> None:
     """It is measured after a few that were bad, whatever the estimates say of the others."""

@@ -104,6 +104,7 @@ def test_our_own_files_are_read_back_whole(tmp_path, preset, activation):
     assert all(site.frozen for site in again.quantizers.values() if site.enabled and site.role != "bias")
 
 
+@pytest.mark.slow_variants("float6_e3m2")
 @pytest.mark.parametrize(
     "format",
     [

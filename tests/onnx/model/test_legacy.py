@@ -27,6 +27,7 @@ def legacy_net(op: str, **attrs: object) -> onnx.ModelProto:
     return n.model(y, opset=8, ir_version=3)
 
 
+@pytest.mark.slow_variants("Crop-{'border': [1, 2, 0, 0], 'scale': [4, 5]}")
 @pytest.mark.parametrize(
     ("op", "attrs"),
     [
@@ -62,6 +63,7 @@ def training_net(opset: int, *more: str) -> onnx.ModelProto:
     return n.model("y", *more, opset=opset)
 
 
+@pytest.mark.slow_variants("9", "13")
 @pytest.mark.parametrize("opset", [7, 9, 13])
 def test_batch_norms_in_training_mode_below_opset_14(opset: int, tmp_path: Path) -> None:
     model = training_net(opset)

@@ -51,6 +51,7 @@ def test_others_are_converted_and_compared():
     assert np.allclose(run(loaded.model, feeds_for(model))[0], run(model, feeds_for(model))[0], atol=1e-7)
 
 
+@pytest.mark.slow_variants("if_", "loop")
 @pytest.mark.parametrize("name", CASES)
 def test_operators_of_every_opset_are_converted_to_the_same_function(name):
     for opset in turning_points(name):

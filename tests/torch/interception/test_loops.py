@@ -143,6 +143,7 @@ def _shared(kind: str) -> nn.Module:
     return {"functional": Functional, "module": Module, "block": Block}[kind]().eval()
 
 
+@pytest.mark.quick_variants("block")
 @pytest.mark.parametrize("kind", ["functional", "module", "block"])
 def test_layers_in_a_row_that_share_a_weight_have_grids_of_their_own(kind: str) -> None:
     model, x = _shared(kind), torch.randn(32, 16, generator=torch.Generator().manual_seed(1))

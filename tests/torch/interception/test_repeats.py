@@ -81,6 +81,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.slow_variants("residual", "parameter", "block")
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_has_grids_of_its_own_for_every_turn_and_one_weight(name: str) -> None:
     torch.manual_seed(0)

@@ -131,6 +131,7 @@ def test_float_graph_and_encodings_speak_of_the_same_tensors(
     )
 
 
+@pytest.mark.slow_variants("integer-kernels")
 @pytest.mark.parametrize("simulate", [True, False], ids=["float-kernels", "integer-kernels"])
 def test_the_exported_network_computes_what_the_simulation_does(
     sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path, simulate: bool
@@ -143,6 +144,7 @@ def test_the_exported_network_computes_what_the_simulation_does(
     assert np.abs(got["output.logits"] - expected["logits"].numpy()).max() <= step * 1.01
 
 
+@pytest.mark.slow_variants("0.6.1", "1.0.0")
 @pytest.mark.parametrize("version", ["0.6.1", "1.0.0", "2.0.0"])
 def test_exported_encodings_in_a_fresh_simulation_give_the_same_bits(
     sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path, version: str
@@ -342,6 +344,7 @@ NOT_CAPTURED = {"branch": "GuardOnDataDependentSymNode", "gru-packed": "cannot b
 NOT_RUN = {"resnet18-bfloat16", "vit-bfloat16", "siamese-double"}  # refused by dtype, above
 
 
+@pytest.mark.quick_variants("resnet18", "vit-sdpa", "lstm", "gru-packed", "branch", "activations", "norms")
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in ZOO.items()])
 def test_every_layer_of_the_zoo_agrees_with_the_runtime(case: Case) -> None:
     model = case.build()
@@ -379,6 +382,7 @@ class HalfParts(nn.Module):
         return self.c(x.mean((2, 3)))
 
 
+@pytest.mark.slow_variants("16")
 @pytest.mark.parametrize("bits", [8, 16])
 def test_parts_in_half_precision_verify_within_what_it_rounds(bits: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -440,6 +444,7 @@ def test_an_output_that_is_transposed_and_quantized_verifies_and_inputs_keep_the
     assert report.ok, str(report)
 
 
+@pytest.mark.slow_variants("plain")
 @pytest.mark.parametrize("returned", ["plain", "dict"])
 def test_an_input_named_output_keeps_its_name(returned: str, tmp_path: Path) -> None:
     class Named(nn.Module):

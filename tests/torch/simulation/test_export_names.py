@@ -47,6 +47,7 @@ def test_files_bear_the_names_and_agree(tmp_path: Path) -> None:
     assert scales[0] == scales[1]
 
 
+@pytest.mark.quick_variants("inputs0-outputs0-input_names: 3 names for 2 tensors.*name x, shift")
 @pytest.mark.parametrize(
     ("inputs", "outputs", "message"),
     [

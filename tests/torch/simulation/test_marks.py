@@ -63,6 +63,7 @@ class Permuted(nn.Module):
         return self.linear(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+@pytest.mark.slow_variants("bias")
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_a_linear_after_a_permutation_is_a_product_on_integers(tmp_path: Path, bias: bool) -> None:
     torch.manual_seed(0)

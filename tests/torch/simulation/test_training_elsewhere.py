@@ -113,6 +113,7 @@ def optimizer_of(sim: QuantizationSimModel, learned: bool) -> torch.optim.Optimi
     return torch.optim.SGD(groups, lr=1e-2)
 
 
+@pytest.mark.slow_variants("lstm-learned", "gru-learned")
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_reads_no_number(
@@ -133,6 +134,7 @@ def test_a_training_step_reads_no_number(
     assert (waits.found, scalars.found) == ([], 0)
 
 
+@pytest.mark.quick_variants("lstm-fixed")
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_steps_are_those_of_the_host(name: str, learned: bool, elsewhere: Callable[[], None]) -> None:

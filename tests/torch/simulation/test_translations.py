@@ -48,6 +48,7 @@ class Net(nn.Module):
         return [f(self.fc(x)) for f in (squeezed, all_squeezed, halves, ordered, ties)]
 
 
+@pytest.mark.slow_variants("True")
 @pytest.mark.parametrize("free", [False, True])
 def test_the_file_computes_what_torch_does(free: bool, tmp_path: Path) -> None:
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
