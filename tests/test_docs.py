@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import re
 from pathlib import Path
@@ -63,3 +64,20 @@ def test_a_failing_block_is_seen(tmp_path):
         run_block(page, 0, "1 / 0\n", {})
     with pytest.raises(AssertionError, match="Expected"):
         run_block(page, 0, ">>> 1 + 1\n3\n", {})
+
+
+def strings_of_the_package() -> str:
+    """Every literal string of the package, the fixed parts of f-strings among them."""
+    found = []
+    for path in (ROOT / "bitwright").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        found += [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return "\n\n".join(found)
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = [m[1] for m in re.finditer(r"^\| `([^`]+)`", page, re.MULTILINE)]
+    known = strings_of_the_package()
+    missing = [(m, part) for m in messages for part in m.split("…") if part.strip() and part.strip(" ,") not in known]
+    assert len(messages) > 45 and not missing

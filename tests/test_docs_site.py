@@ -59,6 +59,56 @@ def test_links_that_leave_the_documentation(source, link, expected):
     assert hooks.on_page_markdown(link, page, None, None) == expected
 
 
+@pytest.mark.parametrize(
+    ("session", "blocks"),
+    [
+        (">>> a = 1\n>>> a\n1\n", [("python", "a = 1\na\n# 1")]),
+        (">>> if a:\n...     a\n>>> b\n", [("python", "if a:\n    a\n\nb")]),
+        (">>> f(\n...     1)\n>>> b\n\n", [("python", "f(\n    1)\nb")]),
+        (">>> t\n1\n2\n3\n4\n5\n>>> b\n", [("python", "t"), ("text", "1\n2\n3\n4\n5"), ("python", "b")]),
+        (">>> t\n...\n", [("python", "t")]),
+    ],
+)
+def test_sessions_are_shown_as_code_that_can_be_copied(session, blocks):
+    assert hooks.without_prompts(session) == blocks
+
+
+def test_the_reference_lists_each_name_once():
+    for package in hooks.PACKAGES:
+        entries = re.findall(r"^::: \S+\.(\w+)$", hooks.reference_page(package), re.MULTILINE)
+        assert sorted(entries) == sorted(hooks.public_names(package))
+    names = [name for names in hooks.SECTIONS.values() for name in names]
+    assert len(names) == len(set(names))
+    known = {name for package in hooks.PACKAGES for name in hooks.public_names(package)}
+    assert not set(names) - known
+
+
+def test_arguments_described_together_have_a_row_each():
+    pytest.importorskip("griffe", reason="the extra 'docs' is not installed; make docs installs it")
+    text = "Does it.\n\nArgs:\n    a, b: two widths,\n        in bits.\n    c: another.\n\nSee x, y: both.\n"
+    shown = load("docs/site/docstrings.py").as_markdown(text)
+    assert "    a: two widths,\n        in bits.\n    b: two widths,\n        in bits.\n    c: another." in shown
+    assert "See x, y: both." in shown
+
+
+def test_the_command_line_page_has_every_command_and_option():
+    import typer
+
+    from bitwright.cli import app
+
+    page = load("docs/site/command_line.py").command_line_page()
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    waiting = [("bitwright", typer.main.get_command(app))]
+    seen = 0
+    for name, command in waiting:
+        waiting += [(f"{name} {child}", command.commands[child]) for child in getattr(command, "commands", {})]
+        for param in command.params:
+            shown = param.opts if param.param_type_name == "option" else [(param.metavar or param.name).upper()]
+            assert all(f"`{option}`" in sections[name] for option in shown), (name, shown)
+            seen += 1
+    assert len(waiting) == len(sections) > 12 and seen > 80
+
+
 def test_what_a_page_would_load_is_seen():
     for loaded in ('<script src="https://a.b/c.js">', "<link rel=x href=//a.b/c.css>", '<img src="http://a.b/c.png">'):
         assert LOADED.search(loaded)
@@ -77,6 +127,8 @@ def test_the_site_builds_with_strict_links_and_loads_nothing_from_elsewhere(tmp_
     assert len(pages) > 40 and styles
     assert not {page.name: found for page in pages if (found := LOADED.findall(page.read_text()))}
     assert not {style.name: found for style in styles if (found := LOADED_BY_STYLE.findall(style.read_text()))}
+    prompts = {page.name for page in pages if "&gt;&gt;&gt; " in page.read_text()}
+    assert not prompts
     assert 'id="bitwright.torch' in (tmp_path / "site/reference/bitwright.torch.html").read_text()
     assert (tmp_path / "site/search/search_index.json").stat().st_size > 100_000
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import griffe
 
 _ROLE = re.compile(r":(?:func|class|meth|data|mod|attr|exc):`~?([^`]+)`")
+_ROW = re.compile(r"^(\s+)(\*{0,2}\w+(?:, \*{0,2}\w+)+)(?: \([^)]*\))?: (.*)$")
+without_prompts = runpy.run_path(str(Path(__file__).parent / "sessions.py"))["without_prompts"]
 
 
 class MarkdownDocstrings(griffe.Extension):
@@ -20,31 +24,51 @@ class MarkdownDocstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    """``text`` with roles as code, and sessions and simple tables as blocks of code.
+    """``text`` with roles as code, sessions and simple tables as blocks of code, and a row for every argument.
 
     >>> print(as_markdown("See :func:`~a.b.c`."))
     See `a.b.c`.
     """
-    lines: list[str] = []
-    block = ""
-    for line in _ROLE.sub(r"`\1`", text).splitlines():
-        block = _block_after(line, block, lines)
-        lines.append(line)
-    return "\n".join([*lines, *(["```"] if block else [])])
+    text = _ROLE.sub(r"`\1`", text)
+    lines = _rows_apart(text.splitlines())
+    out: list[str] = []
+    while lines:
+        indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+        end = next((i for i, line in enumerate(lines) if not line.strip()), len(lines))
+        block = [line.removeprefix(indent) for line in lines[:end]]
+        if block and block[0].startswith(">>> "):
+            shown = without_prompts("\n".join(block))
+        elif block and re.fullmatch(r"=+( +=+)+", block[0]):
+            shown = [("text", "\n".join(block))]
+        else:
+            out.append(lines.pop(0))
+            continue
+        for language, code in shown:
+            out += ["", *(indent + line for line in [f"```{language}", *code.split("\n"), "```"])]
+        del lines[:end]
+    return "\n".join(out)
 
 
-def _block_after(line: str, block: str, lines: list[str]) -> str:
-    """Open or close a block of code in front of ``line``; returns the kind that is open."""
-    stripped = line.strip()
-    if block and not stripped:
-        lines.append(" " * _indent(lines[-1]) + "```")
-        return ""
-    kind = "python" if stripped.startswith(">>> ") else "text" if re.fullmatch(r"=+( +=+)+", stripped) else ""
-    if kind and not block:
-        lines.extend(["", " " * _indent(line) + f"```{kind}"])
-        return kind
-    return block
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
+def _rows_apart(lines: list[str]) -> list[str]:
+    """Rows of "Args:" and "Attributes:" that describe several names, as one row for each name."""
+    out: list[str] = []
+    inside = ""
+    i = 0
+    while i < len(lines):
+        line = lines[i]
+        i += 1
+        if line.strip() in ("Args:", "Attributes:"):
+            inside = line[: len(line) - len(line.lstrip())] + "    "
+        elif line.strip() and inside and not line.startswith(inside):
+            inside = ""
+        row = _ROW.match(line)
+        if not (inside and row and row[1] == inside):
+            out.append(line)
+            continue
+        more = []
+        while i < len(lines) and lines[i].startswith(inside + " "):
+            more.append(lines[i])
+            i += 1
+        for name in row[2].split(", "):
+            out += [f"{inside}{name}: {row[3]}", *more]
+    return out

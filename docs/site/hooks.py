@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: pages from outside docs/, the generated reference, and links into the checkout.
+"""Hooks of the documentation site: pages from outside docs/, generated pages, sessions and links.
 
 Rule for links that leave docs/: the Markdown files of ``OUTSIDE`` are pages of the site and linked as such; any other
 file is named by its path in a checkout, because the site has no copy of it.
@@ -10,6 +10,7 @@ import ast
 import json
 import os
 import re
+import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,38 @@ NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 PACKAGES = {"bitwright": "__init__.pyi", "bitwright.torch": "torch/__init__.pyi", "bitwright.onnx": "onnx/__init__.pyi"}
 _LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
+_SESSION = re.compile(r"^```python\n(>>> .*?)^```$", re.MULTILINE | re.DOTALL)
+without_prompts = runpy.run_path(str(Path(__file__).parent / "sessions.py"))["without_prompts"]
+#: sections of the reference in reading order; names that no section lists follow under "More"
+SECTIONS = {
+    "Quantize in one call": ["quantize", "auto_quantize", "mixed_precision", "Result"],
+    "Simulate": [
+        "QuantizationSimModel", "Inputs", "SiteMap", "Site", "SiteGroup", "load_model", "Loaded", "load_data", "Pictures",
+    ],
+    "Explain": ["analyze", "drift", "check_model", "HealthReport", "stabilize", "Stabilized", "progressive", "LayerOutputUtil"],
+    "Formats, specs and rules": [
+        "QuantSpec", "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate", "RangeMethod", "Rule",
+        "Preset", "PRESETS", "QuantScheme", "QuantizationDataType",
+    ],
+    "Fold, equalize, smooth, rotate": [
+        "fold_all_batch_norms", "fold_given_batch_norms", "fold_all_batch_norms_to_weight", "fold_all_batch_norms_to_scale",
+        "equalize_model", "equalize_bn_folded_model", "smooth_model", "awq_model", "fold_norms", "rotate_model",
+        "apply_spinquant",
+    ],
+    "Round weights, correct biases": [
+        "apply_gptq", "apply_seq_mse", "apply_reconstruction", "apply_adaround", "apply_adascale", "apply_bias_correction",
+        "correct_bias", "QuantParams", "add_biases",
+    ],
+    "Mixed precision": ["PrecisionRequest", "set_precisions", "measure_times"],
+    "Train": [
+        "TrainingGuard", "parameter_groups", "Distillation", "distillation_loss", "reestimate_bn_stats",
+        "freeze_batch_norms", "WeightFreezing", "dampening_loss", "pivot_gradients", "LowRankCorrection", "gather_batches",
+    ],
+    "Errors": [
+        "BitwrightError", "ConfigError", "ModelError", "CalibrationError", "ExportError", "EncodingsError", "RangeError",
+        "FormatError", "GranularityError", "UnknownAttributeError", "BusyError",
+    ],
+}  # fmt: skip
 
 
 def public_names(package: str) -> dict[str, str]:
@@ -45,11 +78,15 @@ def public_names(package: str) -> dict[str, str]:
 
 
 def reference_page(package: str) -> str:
-    """Markdown of the reference of one package: every public name, from its docstring."""
-    entries = [f"::: {home}.{name}\n" for name, home in public_names(package).items()]
-    return "\n".join(
-        [f"# {package}\n", f"Every public name of `{package}`, from the docstrings of the code.\n", *entries]
-    )
+    """Markdown of the reference of one package: every public name, from its docstring, the most used first."""
+    homes = public_names(package)
+    parts = [f"# {package}\n", f"Every public name of `{package}`, the most used first.\n"]
+    listed = {name for names in SECTIONS.values() for name in names}
+    sections = {**SECTIONS, "More": [name for name in homes if name not in listed]}
+    for title, names in sections.items():
+        if entries := [f"::: {homes[name]}.{name}\n" for name in names if name in homes]:
+            parts += [f"## {title}\n", *entries]
+    return "\n".join(parts)
 
 
 def notebook_page(path: Path) -> str:
@@ -98,17 +135,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     for package in PACKAGES:
         files.append(File.generated(config, f"reference/{package}.md", content=reference_page(package)))
+    page = runpy.run_path(str(Path(__file__).parent / "command_line.py"))["command_line_page"]()
+    files.append(File.generated(config, "command-line.md", content=page))
     for path in NOTEBOOKS:
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=notebook_page(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Apply the rule for links that leave docs/."""
+    """Apply the rule for links that leave docs/, and show interpreter sessions as code that can be copied."""
     source = page.file.src_uri
-    parts = _FENCE.split(markdown)
+    parts = _FENCE.split(_SESSION.sub(copyable, markdown))
     parts[::2] = [_LINK.sub(lambda match: relinked(match, source), part) for part in parts[::2]]
     return "".join(parts)
+
+
+def copyable(match: re.Match[str]) -> str:
+    """The blocks that the site shows for a session."""
+    return "\n\n".join(f"```{language}\n{text}\n```" for language, text in without_prompts(match[1]))
 
 
 def relinked(match: re.Match[str], source: str) -> str:
