@@ -50,10 +50,19 @@ def _tables(command: Any) -> list[str]:
         if getattr(param, "hidden", False):
             continue
         panel = param.rich_help_panel
-        group = panel if isinstance(panel, str) else "Arguments" if param.param_type_name == "argument" else "Options"
+        group = (
+            panel
+            if isinstance(panel, str)
+            else "Arguments"
+            if param.param_type_name == "argument"
+            else "Options"
+        )
         panels.setdefault(group, []).append(_row(param))
     panels.setdefault("Options", []).append("| `--help` | | Show the help text and exit. |")
-    return [f"| {group} | default | |\n|---|---|---|\n" + "\n".join(rows) + "\n" for group, rows in panels.items()]
+    return [
+        f"| {group} | default | |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+        for group, rows in panels.items()
+    ]
 
 
 def _row(param: Any) -> str:

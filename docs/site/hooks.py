@@ -29,7 +29,11 @@ OUTSIDE = [
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "benchmarks/results").glob("*.md")),
 ]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
-PACKAGES = {"bitwright": "__init__.pyi", "bitwright.torch": "torch/__init__.pyi", "bitwright.onnx": "onnx/__init__.pyi"}
+PACKAGES = {
+    "bitwright": "__init__.pyi",
+    "bitwright.torch": "torch/__init__.pyi",
+    "bitwright.onnx": "onnx/__init__.pyi",
+}
 _LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
 _SESSION = re.compile(r"^```python\n(>>> .*?)^```$", re.MULTILINE | re.DOTALL)
@@ -114,7 +118,10 @@ def _shown(output: dict[str, Any]) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the lists of decisions and measurements into the navigation."""
     decisions = [f"decisions/{p.name}" for p in sorted((ROOT / "docs/decisions").glob("*.md"))]
-    lists = {"DECISIONS": decisions, "MEASUREMENTS": [p for p in OUTSIDE if p.startswith("benchmarks/")]}
+    lists = {
+        "DECISIONS": decisions,
+        "MEASUREMENTS": [p for p in OUTSIDE if p.startswith("benchmarks/")],
+    }
     for section in config.nav or []:
         for title, entries in section.items():
             section[title] = [_filled(entry, lists) for entry in entries]
@@ -134,11 +141,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in OUTSIDE:
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     for package in PACKAGES:
-        files.append(File.generated(config, f"reference/{package}.md", content=reference_page(package)))
+        files.append(
+            File.generated(config, f"reference/{package}.md", content=reference_page(package))
+        )
     page = runpy.run_path(str(Path(__file__).parent / "command_line.py"))["command_line_page"]()
     files.append(File.generated(config, "command-line.md", content=page))
     for path in NOTEBOOKS:
-        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=notebook_page(path)))
+        files.append(
+            File.generated(config, f"notebooks/{path.stem}.md", content=notebook_page(path))
+        )
     return files
 
 
@@ -152,7 +163,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def copyable(match: re.Match[str]) -> str:
     """The blocks that the site shows for a session."""
-    return "\n\n".join(f"```{language}\n{text}\n```" for language, text in without_prompts(match[1]))
+    return "\n\n".join(
+        f"```{language}\n{text}\n```" for language, text in without_prompts(match[1])
+    )
 
 
 def relinked(match: re.Match[str], source: str) -> str:
@@ -160,7 +173,13 @@ def relinked(match: re.Match[str], source: str) -> str:
     text, target, anchor = match[1], match[2], match[3] or ""
     folder = "" if source in OUTSIDE else "docs"
     path = os.path.normpath(os.path.join(folder, os.path.dirname(source), target))
-    on_site = path if path in OUTSIDE else path.removeprefix("docs/") if path.startswith("docs/") else None
+    on_site = (
+        path
+        if path in OUTSIDE
+        else path.removeprefix("docs/")
+        if path.startswith("docs/")
+        else None
+    )
     if on_site is None:
         return f"`{path}`" if text.strip("`") == path else f"{text} (`{path}`)"
     return f"[{text}]({os.path.relpath(on_site, os.path.dirname(source) or '.')}{anchor})"

@@ -38,7 +38,12 @@ def _runs(source: str) -> list[tuple[bool, list[str]]]:
             is_code = False  # an ellipsis that stands for lines of output
         if not runs or runs[-1][0] != is_code:
             runs.append((is_code, []))
-        if line.startswith(">>>") and runs[-1][1] and runs[-1][1][-1].startswith(" ") and _COMPOUND.match(opened):
+        if (
+            line.startswith(">>>")
+            and runs[-1][1]
+            and runs[-1][1][-1].startswith(" ")
+            and _COMPOUND.match(opened)
+        ):
             runs[-1][1].append("")
         opened = line[4:] if line.startswith(">>>") else opened
         runs[-1][1].append(line[4:] if is_code else line)
