@@ -170,9 +170,8 @@ _KINDS: dict[str, _Kind] = {
     **{
         name: (_has_name(name), f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
         for name in (
-            "AdaroundParameters", "EqualizeReport", "FoldReport", "Graph", "HealthReport", "IntFormat", "Loaded", "Optimizer",
-            "Pictures", "Preset", "QuantParams", "QuantScheme", "QuantSpec", "QuantizationDataType", "RangeMethod",
-            "SeqMseParams",
+            "EqualizeReport", "FoldReport", "Graph", "HealthReport", "IntFormat", "Loaded", "Optimizer",
+            "Pictures", "Preset", "QuantSpec", "RangeMethod",
         )
     },
 }  # fmt: skip
@@ -182,8 +181,6 @@ _NAMED: dict[str, tuple[_Kind, ...]] = {
     "forward_fn": (_FUNCTION, _KINDS["None"]),
     "providers": (_KINDS["Providers"], _KINDS["None"]),
     "batches": (_LIST, _KINDS["None"]),
-    "modules_to_exclude": (_LIST, _KINDS["None"]),
-    "module_classes_to_exclude": (_LIST, _KINDS["None"]),
 }
 _LONGEST_VALUE = 60  # characters of a value in a message
 

@@ -116,8 +116,8 @@ def test_public_functions_name_the_argument(call: str) -> None:
 #: public names without the check, and why
 FREE: dict[str, str] = {
     "its values are data, checked where they are used": (
-        "AdaroundParameters FloatFormat HealthReport Inputs IntFormat Loaded PerBlock PerChannel PerGate PerTensor Pictures "
-        "PrecisionRequest Preset QuantParams QuantScheme QuantSpec QuantizationDataType RangeMethod Result Rule SeqMseParams "
+        "FloatFormat HealthReport Inputs IntFormat Loaded PerBlock PerChannel PerGate PerTensor Pictures "
+        "PrecisionRequest Preset QuantSpec RangeMethod Result Rule "
         "Stabilized"
     ),
     "names a wrong source itself": "load_model",
@@ -131,11 +131,9 @@ FREE: dict[str, str] = {
 }
 #: parameters of any kind, and why
 ANYTHING: dict[str, str] = {
-    "what the model takes": "batch dummy_input feeds args input_shapes concrete_args labels",
+    "what the model takes": "batch dummy_input feeds args input_shapes labels",
     "of either front end, which says what it is not": "model",
-    "read by a function that names the argument": (
-        "config_file data reference value bn_layers checkpoints_config adascale_model_config output times"
-    ),
+    "read by a function that names the argument": ("config_file data reference value output times"),
 }
 
 

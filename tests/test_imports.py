@@ -57,10 +57,19 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # AIMET's names on the public API; nobody imports them
     "aimet_common": ({"errors", "core", "analysis", "mixed", "report"}, NUMPY),
     "aimet_torch": (
-        {"errors", "core", "analysis", "export", "mixed", "report", "tables", "torch", "aimet_common"},
+        {
+            *("errors", "progress", "core", "algorithms", "methods", "analysis", "export", "mixed", "report", "tables"),
+            *("torch", "aimet_common"),
+        },
         NUMPY | {"torch", "onnx"},
     ),
-    "aimet_onnx": ({"errors", "core", "analysis", "export", "mixed", "onnx", "report", "aimet_common"}, NUMPY | ONNX),
+    "aimet_onnx": (
+        {
+            *("errors", "progress", "core", "algorithms", "methods", "analysis", "export", "mixed", "report", "onnx"),
+            "aimet_common",
+        },
+        NUMPY | ONNX,
+    ),
     "migrate": ({"errors", "aimet_common"}, set()),
     "cli": (
         {

@@ -82,16 +82,12 @@ def refused_calls(pinned: Signature, now: Signature) -> list[str]:
 # ONNX models know their shapes: these functions take the example input (after the folded pairs) where a module's shapes stand.
 # `test_positional_calls_of_onnx_models_are_understood` makes the calls.
 _ONE_PLACE_EARLIER = {
-    f"bitwright.onnx.{name}"
-    for name in ("equalize_bn_folded_model", "equalize_model", "fold_all_batch_norms", "fold_all_batch_norms_to_weight",
-                 "fold_norms", "rotate_model")
-}  # fmt: skip
+    f"bitwright.onnx.{name}" for name in ("equalize_model", "fold_all_batch_norms", "fold_norms", "rotate_model")
+}
 # `inputs` was the second argument of these: `test_batches_of_onnx_models_may_be_named_inputs` makes the calls.
 _ANOTHER_NAME = {"bitwright.onnx.apply_gptq", "bitwright.onnx.apply_reconstruction"}
-# Public in both front ends, and not one function: other things, or AIMET's names with another signature in each of its packages.
-_TWO = {
-    "CrossLayerScaling", "HighBiasFold", "QuantizationSimModel", "apply_adascale", "apply_seq_mse",
-}  # fmt: skip
+# Public in both front ends, and not one thing.
+_TWO = {"QuantizationSimModel"}
 
 
 def test_front_ends_publish_the_same_functions() -> None:

@@ -33,31 +33,42 @@ ALIASES: dict[str, str] = {
     "aimet_common.quantsim_config.config_utils": "aimet_common._quantsim_config",
     "aimet_common.quantsim_config.utils": "aimet_common._quantsim_config",
     "aimet_onnx.adaround": "",
-    "aimet_onnx.adaround.adaround_weight": "aimet_onnx._adaround",
+    "aimet_onnx.adascale": "aimet_onnx.rounding",
+    "aimet_onnx.adaround.adaround_weight": "aimet_onnx.rounding",
     "aimet_onnx.auto_quant": "aimet_common.auto_quant",
+    "aimet_onnx.batch_norm_fold": "aimet_onnx.float_methods",
+    "aimet_onnx.cross_layer_equalization": "aimet_onnx.float_methods",
     "aimet_onnx.meta": "",
-    "aimet_onnx.meta.connectedgraph": "aimet_onnx._connectedgraph",
+    "aimet_onnx.meta.connectedgraph": "aimet_onnx.float_methods",
     "aimet_onnx.sequential_mse": "",
-    "aimet_onnx.sequential_mse.seq_mse": "aimet_onnx._seq_mse",
+    "aimet_onnx.sequential_mse.seq_mse": "aimet_onnx.rounding",
+    "aimet_onnx.spinquant": "aimet_onnx.float_methods",
     "aimet_torch.adaround": "",
-    "aimet_torch.adaround.adaround_weight": "aimet_torch._adaround",
+    "aimet_torch.adaround.adaround_weight": "aimet_torch.rounding",
+    "aimet_torch.adascale": "aimet_torch.rounding",
     "aimet_torch.amp": "",
     "aimet_torch.amp.mixed_precision_algo": "aimet_torch.mixed_precision",
     "aimet_torch.arch_checker": "aimet_torch._arch_checker",
     "aimet_torch.arch_checker.arch_checker": "aimet_torch._arch_checker",
     "aimet_torch.auto_quant": "aimet_common.auto_quant",
+    "aimet_torch.batch_norm_fold": "aimet_torch.float_methods",
+    "aimet_torch.bias_correction": "aimet_torch.float_methods",
     "aimet_torch.bn_reestimation": "torch.training.batch_norm",
+    "aimet_torch.cross_layer_equalization": "aimet_torch.float_methods",
     "aimet_torch.defs": "",
     "aimet_torch.elementwise_ops": "aimet_torch.nn.modules.custom",
     "aimet_torch.experimental": "",
-    "aimet_torch.experimental.adascale": "aimet_torch.adascale",
+    "aimet_torch.experimental.adascale": "aimet_torch.rounding",
     "aimet_torch.experimental.pgs": "aimet_torch._pgs",
-    "aimet_torch.experimental.spinquant": "aimet_torch.spinquant",
+    "aimet_torch.experimental.spinquant": "aimet_torch.float_methods",
     "aimet_torch.meta": "",
-    "aimet_torch.meta.connectedgraph": "aimet_torch._connectedgraph",
+    "aimet_torch.meta.connectedgraph": "aimet_torch.float_methods",
+    "aimet_torch.model_preparer": "aimet_torch.float_methods",
     "aimet_torch.model_validator": "",
     "aimet_torch.model_validator.model_validator": "aimet_torch._model_validator",
     "aimet_torch.nn.base": "aimet_torch._registry",
+    "aimet_torch.seq_mse": "aimet_torch.rounding",
+    "aimet_torch.spinquant": "aimet_torch.float_methods",
 }
 
 
@@ -66,7 +77,7 @@ def home_of(name: str) -> str | None:
 
     Example:
         >>> home_of("aimet_torch.v2.quantsim.config_utils"), home_of("aimet_torch.v2.meta.connectedgraph")
-        ('aimet_torch.quantsim.config_utils', 'aimet_torch._connectedgraph')
+        ('aimet_torch.quantsim.config_utils', 'aimet_torch.float_methods')
         >>> home_of("aimet_torch.adaround"), home_of("aimet_torch.quantsim")
         ('', None)
     """
@@ -81,8 +92,13 @@ def home_of(name: str) -> str | None:
     return None
 
 
-def names_of(module: str) -> Callable[[str], Any]:
-    """A module ``__getattr__`` that finds the names of another module, and its submodules."""
+def names_of(module: str, path: str) -> Callable[[str], Any]:
+    """A module ``__getattr__`` that finds the names of another module, and its submodules.
+
+    Args:
+        module: where the names are.
+        path: the module that has the function; what AIMET's has and ours has not is found under it.
+    """
 
     def found(name: str) -> Any:
         if name.startswith("__"):
@@ -91,8 +107,12 @@ def names_of(module: str) -> Callable[[str], Any]:
                 own = [n for n, v in vars(home).items() if getattr(v, "__module__", None) == module and n[0] != "_"]
                 return getattr(home, "__all__", own)
             raise AttributeError(name)
-        return getattr(importlib.import_module(module), name)
+        home = importlib.import_module(module)
+        if not hasattr(home, name):
+            return missing(name)
+        return getattr(home, name)
 
+    missing = absent_names(path)
     return found
 
 
@@ -123,7 +143,8 @@ class _Aliases(MetaPathFinder, Loader):
         if home is None:
             refuse(module.__name__)
         module.__doc__ = f"The names of ``{_ROOT}{home}``." if home else "A package of modules."
-        module.__dict__["__getattr__"] = names_of(_ROOT + home) if home else absent_names(module.__name__)
+        name = module.__name__
+        module.__dict__["__getattr__"] = names_of(_ROOT + home, name) if home else absent_names(name)
 
 
 FINDER = _Aliases()

@@ -9,7 +9,7 @@ from typing import Any
 from bitwright.aimet_common.analyzer import QuantAnalyzerBase, Scores, checked
 from bitwright.aimet_common.defs import CallbackFunc, QuantScheme
 from bitwright.aimet_onnx._models import proto_of
-from bitwright.aimet_onnx.batch_norm_fold import fold_all_batch_norms_to_weight
+from bitwright.aimet_onnx.float_methods import fold_all_batch_norms_to_weight
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel
 
 __all__ = ["CallbackFunc", "QuantAnalyzer", "analyze_per_layer_sensitivity"]

@@ -11,7 +11,7 @@ from torch import nn
 from bitwright.aimet_common.analyzer import QuantAnalyzerBase, Scores, checked
 from bitwright.aimet_common.defs import CallbackFunc, QuantScheme
 from bitwright.aimet_torch._core import walk_modules
-from bitwright.aimet_torch.batch_norm_fold import fold_all_batch_norms
+from bitwright.aimet_torch.float_methods import fold_all_batch_norms
 from bitwright.aimet_torch.quantsim import QuantizationSimModel
 from bitwright.errors import ConfigError
 

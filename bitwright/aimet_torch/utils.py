@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import nn
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_common.utils import Handle
 from bitwright.aimet_torch import _modules
-from bitwright.aimet_torch._core import walk_modules
+from bitwright.torch.calls.batches import to_device
+from bitwright.torch.calls.trees import walk_modules
 
 __getattr__ = absent_names(__name__)
 
@@ -110,6 +111,16 @@ def unlabelled(batch: Any) -> Any:
     return batch[0] if isinstance(batch, (list, tuple)) and len(batch) == 2 else batch
 
 
+class Unlabelled:
+    """The batches of a loader without labels; gone through as often as the loader."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return (unlabelled(batch) for batch in self._loader)
+
+
 def get_device(model: nn.Module) -> torch.device:
     """Device of the model's first parameter."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -171,8 +182,6 @@ def create_fake_data_loader(dataset_size: int, batch_size: int, image_size: Any 
 
 def change_tensor_device_placement(input_data: Any, device: torch.device) -> Any:
     """Nested tuples, lists and dicts with their tensors on a device."""
-    from bitwright.torch.calls.batches import to_device
-
     return to_device(input_data, device)
 
 

@@ -19,8 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -29,7 +28,6 @@ from bitwright.algorithms.channels.trial import Bar, no_bar
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.affine import fake_quantize
-from bitwright.core.placement.user_scheme import QuantScheme
 from bitwright.core.simulation.protocols import AddBias, FloatModel
 from bitwright.core.simulation.state import Simulation
 from bitwright.errors import CalibrationError, ConfigError
@@ -193,30 +191,6 @@ _ACTIVATIONS: dict[str, Callable[[Op, Array, Array], tuple[Array, Array] | None]
 
 
 # ---------------------------------------------------------------------------------------------- on a model
-
-
-@dataclass(frozen=True)
-class QuantParams:
-    """What ``correct_bias`` simulates; AIMET's names.
-
-    Attributes:
-        weight_bw, act_bw: bits of weights and activations.
-        round_mode: ``nearest`` is the only one; kept for scripts that name it.
-        quant_scheme, config_file: as for ``QuantizationSimModel``.
-
-    Raises:
-        ConfigError: another ``round_mode``.
-    """
-
-    weight_bw: int = 8
-    act_bw: int = 8
-    round_mode: str = "nearest"
-    quant_scheme: str | QuantScheme | None = None
-    config_file: str | Path | dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.round_mode != "nearest":
-            raise ConfigError("round_mode", f"it is {self.round_mode!r}", "use 'nearest', the only one")
 
 
 def missing_biases(view: FloatModel) -> list[AddBias]:

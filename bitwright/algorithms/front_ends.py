@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bitwright.algorithms.bias_correct import Correctable, QuantParams
+from bitwright.algorithms.bias_correct import Correctable
 from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.core.health.repair import Repair
@@ -39,10 +39,6 @@ class Opened(ABC):
     @abstractmethod
     def give_back(self) -> None:
         """Write the model as it stands into what the caller gave."""
-
-    @abstractmethod
-    def simulation(self, params: QuantParams) -> Any:
-        """A simulation of the model as it stands."""
 
 
 class Repairable(ABC):

@@ -1,4 +1,4 @@
-"""Methods that move scales between layers and leave the function of the model as it is, under AIMET's names where it has one."""
+"""Methods that move scales between layers and leave the function of the model as it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.algorithms.scaling.rotate import RotateReport
 from bitwright.algorithms.scaling.smooth import SmoothReport
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
-from bitwright.core.placement.user_scheme import QuantScheme
 from bitwright.errors import checks_arguments
 from bitwright.methods.front_end import front_end_of
 from bitwright.progress import progress as bar
@@ -34,6 +33,7 @@ def equalize_model(
     dummy_input: Any = None,
     *,
     data: Iterable[Any] | None = None,
+    folds: FoldReport | Mapping[str, tuple[Array, Array]] | None = None,
     absorb_bias: bool = False,
     keep_bounds: bool = False,
     providers: Any = None,
@@ -54,6 +54,8 @@ def equalize_model(
             arguments; of an ONNX model its feeds, random values by default.
         data: batches of real data, about 256 samples. Where no batch norm tells what the values of a layer are they are
             measured on it; without it the factors of these layers look at weights only.
+        folds: what :func:`fold_all_batch_norms` returned, where the batch norms of this model are folded already; or layer ->
+            mean and standard deviation of its output.
         absorb_bias: also move high biases into the next layer, where batch norm or data tell how high they are. This
             changes the function a little (one activation in 740).
         keep_bounds: let a ReLU6 cut all channels at 6, as integer kernels do without an operator of its own; needs ``data``.
@@ -77,48 +79,9 @@ def equalize_model(
     Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.1.
     """
     opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "equalize_model", providers)
-    moments = opened.fold(progress).moments
+    known = folds.moments if isinstance(folds, FoldReport) else folds or {}
+    moments = {**known, **opened.fold(progress).moments}
     return equalize_opened(opened, moments, progress, data=data, absorb_bias=absorb_bias, keep_bounds=keep_bounds)
-
-
-@checks_arguments
-def equalize_bn_folded_model(
-    model: Any,
-    input_shapes: Any = None,
-    folded_pairs: FoldReport | Mapping[str, tuple[Array, Array]] | None = None,
-    dummy_input: Any = None,
-    *,
-    data: Iterable[Any] | None = None,
-    absorb_bias: bool = False,
-    keep_bounds: bool = False,
-    providers: Any = None,
-    progress: bool = True,
-) -> EqualizeReport:
-    """As :func:`equalize_model`, for a model whose batch norms are folded.
-
-    Args:
-        model, input_shapes, dummy_input, data, absorb_bias, keep_bounds, providers, progress: as for :func:`equalize_model`.
-            For an ONNX model ``folded_pairs`` and ``dummy_input`` may be the second and the third argument.
-        folded_pairs: what ``fold_all_batch_norms`` returned, or layer -> mean and standard deviation of its output. Without
-            it and without ``data`` the factors look at weights only, and ``absorb_bias`` moves nothing.
-
-    Raises:
-        ModelError, CalibrationError, ConfigError: as for :func:`equalize_model`.
-    """
-    front_end = front_end_of(model)
-    if front_end.knows_shapes and (input_shapes is not None or _is_example(folded_pairs)):
-        folded_pairs, dummy_input = input_shapes, folded_pairs if dummy_input is None else dummy_input
-        input_shapes = None
-    opened = front_end.open_model(model, input_shapes, dummy_input, "equalize_bn_folded_model", providers)
-    moments = folded_pairs.moments if isinstance(folded_pairs, FoldReport) else folded_pairs
-    return equalize_opened(opened, moments, progress, data=data, absorb_bias=absorb_bias, keep_bounds=keep_bounds)
-
-
-def _is_example(given: Any) -> bool:
-    """Whether this is an input: neither a report of folding, nor pairs of mean and deviation by layer."""
-    if given is None or isinstance(given, FoldReport):
-        return False
-    return not (isinstance(given, Mapping) and all(isinstance(pair, tuple) for pair in given.values()))
 
 
 def equalize_opened(
@@ -209,7 +172,7 @@ def awq_model(
     *,
     weight: str | Preset | QuantSpec = "w4a16",
     config_file: str | Path | dict[str, Any] | None = None,
-    quant_scheme: str | QuantScheme | RangeMethod | None = None,
+    quant_scheme: str | RangeMethod | None = None,
     alphas: int = 20,
     memory_budget: int = awq.MEMORY_BUDGET,
     providers: Any = None,
@@ -301,5 +264,8 @@ def rotate_model(
 def apply_spinquant(
     model: Any, dummy_input: Any = None, *, enable_r1: bool = True, enable_r2: bool = False, **options: Any
 ) -> RotateReport:
-    """Rotations under AIMET's name: :func:`rotate_model`, of residual streams (R1) and of attention heads' values (R2)."""
+    """:func:`rotate_model` with SpinQuant's names: of residual streams (R1) and of attention heads' values (R2).
+
+    The rotations are Hadamard matrices; they are not learned. Reference: Liu et al. 2024, arXiv:2405.16406.
+    """
     return rotate_model(model, None, dummy_input, streams=enable_r1, heads=enable_r2, **options)

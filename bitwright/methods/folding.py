@@ -1,4 +1,4 @@
-"""Batch-norm folding, under AIMET's name."""
+"""Batch-norm folding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,3 @@ def fold_all_batch_norms(
     """
     with collector_paused():
         return front_end_of(model).fold(model, input_shapes, dummy_input, "fold_all_batch_norms", providers, progress)
-
-
-#: AIMET's name
-fold_all_batch_norms_to_weight = fold_all_batch_norms

@@ -47,16 +47,14 @@ SECTIONS = {
     "Explain": ["analyze", "drift", "check_model", "HealthReport", "stabilize", "Stabilized", "progressive", "LayerOutputUtil"],
     "Formats, specs and rules": [
         "QuantSpec", "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate", "RangeMethod", "Rule",
-        "Preset", "PRESETS", "QuantScheme", "QuantizationDataType",
+        "Preset", "PRESETS",
     ],
     "Fold, equalize, smooth, rotate": [
-        "fold_all_batch_norms", "fold_given_batch_norms", "fold_all_batch_norms_to_weight", "fold_all_batch_norms_to_scale",
-        "equalize_model", "equalize_bn_folded_model", "smooth_model", "awq_model", "fold_norms", "rotate_model",
-        "apply_spinquant",
+        "fold_all_batch_norms", "fold_all_batch_norms_to_scale", "equalize_model",
+        "smooth_model", "awq_model", "fold_norms", "rotate_model", "apply_spinquant",
     ],
     "Round weights, correct biases": [
-        "apply_gptq", "apply_seq_mse", "apply_reconstruction", "apply_adaround", "apply_adascale", "apply_bias_correction",
-        "correct_bias", "QuantParams", "add_biases",
+        "apply_reconstruction", "apply_gptq", "apply_bias_correction", "add_biases",
     ],
     "Mixed precision": ["PrecisionRequest", "set_precisions", "measure_times"],
     "Train": [

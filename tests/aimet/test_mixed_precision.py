@@ -197,8 +197,8 @@ def test_auto_quant_returns_the_nearest_model_where_none_keeps_the_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bitwright.aimet_common.auto_quant import AutoQuant
+    from bitwright.aimet_torch.adaround.adaround_weight import AdaroundParameters
     from bitwright.mixed.automatic.ladder import Trial
-    from bitwright.torch import AdaroundParameters
 
     search = AutoQuant(model("onnx"), None, batches("onnx"), CallbackFunc(worse_when_touched), str(tmp_path))
     search.set_adaround_params(AdaroundParameters(batches("onnx"), 1, 7))

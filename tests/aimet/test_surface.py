@@ -78,7 +78,9 @@ def test_names_of_simulations_and_quantizers():
     [
         ("aimet_torch.v2.quantsim.config_utils", "aimet_torch.quantsim.config_utils"),
         ("aimet_torch.v2.quantization.affine.backends", "aimet_torch.quantization.affine.backends"),
-        ("aimet_torch.v2.adaround.adaround_weight", "aimet_torch._adaround"),
+        ("aimet_torch.v2.adaround.adaround_weight", "aimet_torch.rounding"),
+        ("aimet_torch.batch_norm_fold", "aimet_torch.float_methods"),
+        ("aimet_onnx.sequential_mse.seq_mse", "aimet_onnx.rounding"),
         ("aimet_torch.common.quantsim_config.utils", "aimet_common._quantsim_config"),
         ("aimet_onnx.common.defs", "aimet_common.defs"),
     ],

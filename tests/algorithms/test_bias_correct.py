@@ -10,14 +10,7 @@ from torch import nn
 from bitwright.algorithms.bias_correct import clipped_normal, expected_error, expected_inputs, samples_in
 from bitwright.algorithms.channels.layers import Layers, batch_norm_moments, moments_of_layers
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.torch import (
-    QuantizationSimModel,
-    QuantParams,
-    TorchView,
-    apply_bias_correction,
-    correct_bias,
-    fold_all_batch_norms,
-)
+from bitwright.torch import QuantizationSimModel, TorchView, add_biases, apply_bias_correction, fold_all_batch_norms
 
 # ------------------------------------------------------------------------------------------------ arithmetic
 
@@ -177,14 +170,13 @@ def test_layers_without_a_bias_are_listed_and_ignored_ones_too():
     assert "left       2: it is in layers_to_ignore" in str(report)
 
 
-def test_correct_bias_gives_missing_biases_and_corrects_the_float_model():
+def test_biases_that_were_added_are_corrected():
     model, reference, x = net(bias=False), net(bias=False), images()
-    params = QuantParams(weight_bw=4, act_bw=8)
-    report = correct_bias(model, params, 64, x.split(32), None)
+    assert add_biases(model, x[:1]) == ("0", "2", "4", "7")
+    corrected = simulated(model, x)
+    report = apply_bias_correction(corrected, x.split(32))
     assert len(report.corrected) == 4 and report.samples == 96
-    assert model[0].bias is not None
-    corrected, plain = simulated(model, x), simulated(reference, x)
-    assert mean_error(reference, corrected, x) < 0.2 * mean_error(reference, plain, x)
+    assert mean_error(reference, corrected, x) < 0.2 * mean_error(reference, simulated(reference, x), x)
 
 
 def test_the_analytic_form_needs_no_data_where_batch_norms_tell():

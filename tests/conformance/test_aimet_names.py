@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
+from onnx import numpy_helper
 from torch import nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
+from bitwright.aimet_onnx import apply_seq_mse as onnx_seq_mse
+from bitwright.aimet_onnx import batch_norm_fold as onnx_fold
+from bitwright.aimet_onnx import cross_layer_equalization as onnx_cle
+from bitwright.aimet_onnx.adascale import apply_adascale as onnx_adascale
+from bitwright.aimet_torch import batch_norm_fold, cross_layer_equalization
+from bitwright.aimet_torch.adaround.adaround_weight import Adaround, AdaroundParameters
+from bitwright.aimet_torch.adascale import apply_adascale
+from bitwright.aimet_torch.bias_correction import QuantParams, correct_bias
+from bitwright.aimet_torch.seq_mse import SeqMseParams, apply_seq_mse
+from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import ConfigError, ModelError
+from tests.aimet.onnx_nets import feeds, folded
 from tests.algorithms.transformer import Decoder, tokens
 from tests.conformance.test_ptq import exported, run
 
@@ -44,39 +58,41 @@ def channel_spread(weight: torch.Tensor) -> float:
 
 
 def test_equalization_of_a_folded_model_is_equalize_model_in_two_steps():
-    whole, parts = small(), small()
-    bt.equalize_model(whole, (1, 3, 10, 10))
-    folded_pairs = bt.fold_all_batch_norms(parts, (1, 3, 10, 10))
-    report = bt.equalize_bn_folded_model(parts, (1, 3, 10, 10), folded_pairs)
+    whole, parts, ours = small(), small(), small()
+    cross_layer_equalization.equalize_model(whole, (1, 3, 10, 10))
+    folded_pairs = batch_norm_fold.fold_all_batch_norms(parts, (1, 3, 10, 10))
+    report = cross_layer_equalization.equalize_bn_folded_model(parts, (1, 3, 10, 10), folded_pairs)
     assert len(report.groups) == 3 and report.statistics.keys() == {"0", "3", "6"}
+    folds = bt.fold_all_batch_norms(ours, (1, 3, 10, 10))
+    bt.equalize_model(ours, (1, 3, 10, 10), folds=folds, absorb_bias=True)
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(parts.state_dict()[name], value)
-    model = exported(small(), X[:2])
-    folded = bo.fold_all_batch_norms_to_weight(model)
-    assert len(bo.equalize_bn_folded_model(model, folded).groups) == 3
-    torch.testing.assert_close(run(model, X), whole(X), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(ours.state_dict()[name], value)
 
 
 def test_given_batch_norms_are_folded_and_the_others_stay():
     model, before = small(), small()(X)
-    report = bt.fold_given_batch_norms(model, [(model[0], model[1]), ("7", "6")], dummy_input=X[:2])
-    assert list(report) == [("0", "1"), ("6", "7")] and not report.refused
+    batch_norm_fold.fold_given_batch_norms(model, [(model[0], model[1]), (model[7], model[6])], dummy_input=X[:2])
     assert isinstance(model[1], nn.Identity) and isinstance(model[4], nn.BatchNorm2d)
     torch.testing.assert_close(model(X), before, rtol=1e-3, atol=1e-3)
-    with pytest.raises(ModelError, match="layer_pairs: .* is not a layer of the model with a batch norm of it"):
-        bt.fold_given_batch_norms(model, [(model[3], nn.BatchNorm2d(8))], (1, 3, 10, 10))
+    for pair, message in (
+        ((model[3], nn.BatchNorm2d(8)), "a BatchNorm2d is not a module of the model"),
+        ((model[0], model[3]), "0, 3 is not a layer and its batch norm. Remedy: give pairs of a Conv"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            batch_norm_fold.fold_given_batch_norms(model, [pair], (1, 3, 10, 10))
 
 
 def test_scaling_gives_equal_ranges_then_high_biases_move_on():
     model, before = small(), small()(X)
-    folded_pairs = bt.fold_all_batch_norms(model, dummy_input=X[:2])
+    folded_pairs = batch_norm_fold.fold_all_batch_norms(model, dummy_input=X[:2])
     assert channel_spread(model[0].weight) > 10
-    cls_set_info_list = bt.CrossLayerScaling.scale_model(model, None, X[:2])
+    cls_set_info_list = cross_layer_equalization.CrossLayerScaling.scale_model(model, None, X[:2])
     first, second = (model[i].weight.detach().abs().amax((1, 2, 3)) for i in (0, 3))
     torch.testing.assert_close(first, second, rtol=1e-2, atol=1e-6)  # as in the paper
     torch.testing.assert_close(model(X), before, rtol=1e-3, atol=1e-3)
     bias = model[0].bias.detach().clone()
-    report = bt.HighBiasFold.bias_fold(cls_set_info_list, folded_pairs)
+    report = cross_layer_equalization.HighBiasFold.bias_fold(cls_set_info_list, folded_pairs)
     assert "0" in report.absorbed and (model[0].bias < bias).any() and not (model[0].bias > bias).any()
     assert (model(X) - before).abs().mean() < 0.02 * before.abs().mean()
     report.undo()
@@ -85,93 +101,113 @@ def test_scaling_gives_equal_ranges_then_high_biases_move_on():
 
 def test_the_same_in_onnx():
     model, other = exported(small(), X[:2]), small()
-    folded, pairs = (bo.fold_all_batch_norms(model, X[:2].numpy()), bt.fold_all_batch_norms(other, dummy_input=X[:2]))
-    sets = bo.CrossLayerScaling(model).scale_model()
+    folded, pairs = (
+        onnx_fold.fold_all_batch_norms_to_weight(model),
+        batch_norm_fold.fold_all_batch_norms(other, dummy_input=X[:2]),
+    )
+    sets = onnx_cle.CrossLayerScaling(model).scale_model()
     torch.testing.assert_close(run(model, X), small()(X), rtol=1e-3, atol=1e-3)
-    report = bo.HighBiasFold(model).bias_fold(sets, folded)
-    ours = bt.HighBiasFold.bias_fold(bt.CrossLayerScaling.scale_model(other, dummy_input=X[:2]), pairs)
+    report = onnx_cle.HighBiasFold(model).bias_fold(sets, folded)
+    scaled = cross_layer_equalization.CrossLayerScaling.scale_model(other, dummy_input=X[:2])
+    ours = cross_layer_equalization.HighBiasFold.bias_fold(scaled, pairs)
     assert len(report.absorbed) == len(ours.absorbed) > 0
     torch.testing.assert_close(run(model, X), other(X), rtol=1e-3, atol=1e-3)
 
 
-def test_batch_norms_may_be_given_as_modules_and_not_as_names():
+def test_batch_norms_are_given_as_modules_that_were_folded():
     model = small()
-    norms = {"0": copy.deepcopy(model[1]), model[3]: copy.deepcopy(model[4]), "6": (np.ones(6), np.ones(6))}
-    pairs = bt.fold_all_batch_norms(model, dummy_input=X[:2])
-    sets = bt.CrossLayerScaling.scale_model(model, dummy_input=X[:2])
-    with pytest.raises(ModelError, match="bn_layers: 0 has '1', .* give the report of fold_all_batch_norms itself"):
-        bt.HighBiasFold.bias_fold(sets, dict(pairs))
+    norms = {model[0]: copy.deepcopy(model[1]), model[3]: copy.deepcopy(model[4])}
+    pairs = batch_norm_fold.fold_all_batch_norms(model, dummy_input=X[:2])
+    sets = cross_layer_equalization.CrossLayerScaling.scale_model(model, dummy_input=X[:2])
+    fold = cross_layer_equalization.HighBiasFold.bias_fold
+    with pytest.raises(ModelError, match="bn_layers: 0 has a Identity, .* as it was before it was folded"):
+        fold(sets, {model[0]: model[1]})
     with pytest.raises(ModelError, match="bn_layers: a Conv2d in it is not a module of the model"):
-        bt.HighBiasFold.bias_fold(sets, {nn.Conv2d(1, 1, 1): norms["0"]})
-    found = bt.HighBiasFold.bias_fold(sets, norms)
-    np.testing.assert_allclose(found.statistics["3"][1] * sets.factors[1], pairs.moments["3"][1], rtol=1e-6)
+        fold(sets, {nn.Conv2d(1, 1, 1): norms[model[0]]})
+    found = fold(sets, norms)
+    np.testing.assert_allclose(
+        found.statistics["3"][1] * sets.report.factors[1], pairs.report.moments["3"][1], rtol=1e-6
+    )
 
 
 def test_sets_of_layers_are_scaled_without_their_model():
-    model = small()
-    bt.fold_all_batch_norms(model, dummy_input=X[:2])
+    model, scaling = small(), cross_layer_equalization.CrossLayerScaling
+    batch_norm_fold.fold_all_batch_norms(model, dummy_input=X[:2])
     whole, before = copy.deepcopy(model), model(X)
-    expected = bt.CrossLayerScaling.scale_model(whole, dummy_input=X[:2]).factors
-    s12, s23 = bt.CrossLayerScaling.scale_cls_sets([(model[0], model[3], model[6])])[0]
+    expected = scaling.scale_model(whole, dummy_input=X[:2]).report.factors
+    s12, s23 = scaling.scale_cls_sets([(model[0], model[3], model[6])])[0]
     np.testing.assert_allclose(model[3].weight.detach().abs().amax((1, 2, 3)),
                                model[6].weight.detach().abs().amax((0, 2, 3)), rtol=1e-2)  # fmt: skip
     assert s12.shape == s23.shape == (8,) and s12.shape == expected[0].shape
     torch.testing.assert_close(model(X), before, rtol=1e-3, atol=1e-3)
     linear = [nn.Linear(3, 4), nn.Linear(4, 5)]
-    (s,) = bt.CrossLayerScaling.scale_cls_sets([linear])
+    (s,) = scaling.scale_cls_sets([linear])
     np.testing.assert_allclose(
         linear[0].weight.detach().abs().amax(1), linear[1].weight.detach().abs().amax(0), rtol=1e-5
     )
     assert isinstance(s, np.ndarray) and all(layer.training for layer in linear)
     with pytest.raises(ModelError, match="scale_cls_sets: the layers do not fit together"):
-        bt.CrossLayerScaling.scale_cls_sets([(nn.Conv2d(3, 4, 1), nn.Conv2d(5, 4, 1))])
+        scaling.scale_cls_sets([(nn.Conv2d(3, 4, 1), nn.Conv2d(5, 4, 1))])
     with pytest.raises(ModelError, match="scale_cls_sets: a set of one layer"):
-        bt.CrossLayerScaling.scale_cls_sets([(nn.Conv2d(3, 4, 1),)])
+        scaling.scale_cls_sets([(nn.Conv2d(3, 4, 1),)])
 
 
-def test_correct_bias_on_an_onnx_model():
-    module = small(0.5)
-    bt.fold_all_batch_norms(module, dummy_input=X[:2])
-    model, reference = exported(module, X[:2]), module(X).detach()
-    batches = [batch.numpy() for batch in X.split(32)]
-    plain = quantized(copy.deepcopy(model), batches)
-    report = bo.correct_bias(model, bo.QuantParams(weight_bw=4, act_bw=8), 64, batches, None)
+def test_named_sets_of_an_onnx_model_are_equalized_and_no_others():
+    model = folded()
+    scaling = onnx_cle.CrossLayerScaling(model)
+    untouched = model.SerializeToString()
+    with pytest.raises(ModelError, match=r"conv1 -> fc cannot be equalized.*follow one another"):
+        scaling.scale_cls_sets([("conv1", "conv2"), ("conv1", "fc")], progress=False)
+    with pytest.raises(ModelError, match="a set of one layer cannot be equalized"):
+        scaling.scale_cls_sets([("conv1",)], progress=False)
+    assert model.SerializeToString() == untouched
+
+    before = onnxruntime.InferenceSession(untouched).run(None, feeds()[0])[0]
+    (factor,) = scaling.scale_cls_sets([("conv1", "conv2")], progress=False)
+    held = {init.name: numpy_helper.to_array(init) for init in model.graph.initializer}
+    first = np.abs(held["conv1.weight"]).reshape(8, -1).max(1)
+    second = np.abs(held["conv2.weight"]).transpose(1, 0, 2, 3).reshape(8, -1).max(1)
+    np.testing.assert_allclose(first, second, rtol=1e-4)
+    assert isinstance(factor, np.ndarray) and factor.shape == (8,)
+    after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds()[0])[0]
+    np.testing.assert_allclose(after, before, atol=1e-5)
+
+
+def quantized(model: nn.Module) -> torch.Tensor:
+    sim = bt.QuantizationSimModel(model, X[:2], default_param_bw=4)
+    sim.compute_encodings(X.split(32), progress=False)
+    return sim.model(X).detach()
+
+
+def test_correct_bias_on_a_float_model():
+    model = small(0.5)
+    batch_norm_fold.fold_all_batch_norms(model, dummy_input=X[:2])
+    plain, reference = quantized(model), model(X).detach()
+    labelled = [(batch, torch.zeros(len(batch))) for batch in X.split(32)]
+    params = QuantParams(weight_bw=4, act_bw=8, quant_scheme="min_max")
+    report = correct_bias(model, params, 64, labelled, None)
     assert len(report.corrected) == 4 and report.samples == 96  # the linear layer got a bias
-    corrected = quantized(model, batches)
-    error = [float((y - reference).mean(0).abs().max()) for y in (plain, corrected)]
+    error = [float((y - reference).mean(0).abs().max()) for y in (plain, quantized(model))]
     assert error[1] < 0.3 * error[0]
 
 
 def test_correct_bias_by_formula_takes_what_folding_knows():
-    module = small(0.5)
-    model = exported(module, X[:2])
-    moments = bo.fold_all_batch_norms(model, X[:2].numpy()).moments
-    params = bo.QuantParams(4, 8, quant_scheme="tf_enhanced")
-    report = bo.correct_bias(model, params, 64, [X.numpy()], 64, moments, False)
-    folds = bt.fold_all_batch_norms(module, dummy_input=X[:2])
-    ours = bt.correct_bias(module, bt.QuantParams(4, 8, quant_scheme="tf_enhanced"), 64, [X], 64, folds.moments, False)
-    assert len(report.analytic) == len(ours.analytic) == 3
+    model = small(0.5)
+    norms = {model[i]: copy.deepcopy(model[i + 1]) for i in (0, 3, 6)}
+    batch_norm_fold.fold_all_batch_norms(model, dummy_input=X[:2])
+    assert len(correct_bias(model, QuantParams(4, 8), 64, [X], 64, norms, False).analytic) == 3
     with pytest.raises(ConfigError, match="round_mode: it is 'stochastic'. Remedy: use 'nearest'"):
-        bt.QuantParams(round_mode="stochastic")
+        QuantParams(round_mode="stochastic")
 
 
 def test_a_bias_correction_that_fails_leaves_the_model():
-    module = small(0.5)
-    bt.fold_all_batch_norms(module, dummy_input=X[:2])
-    model = exported(module, X[:2])
-    before, state = model.SerializeToString(), copy.deepcopy(module.state_dict())
+    model = small(0.5)
+    batch_norm_fold.fold_all_batch_norms(model, dummy_input=X[:2])
+    state = copy.deepcopy(model.state_dict())
     with pytest.raises(ConfigError, match="there is no layer 'conv9'"):
-        bo.correct_bias(model, bo.QuantParams(4), 8, [X.numpy()], 8, layers_to_ignore=["conv9"])
-    with pytest.raises(ConfigError, match="there is no layer 'conv9'"):
-        bt.correct_bias(module, bt.QuantParams(4), 8, [X], 8, layers_to_ignore=["conv9"])
-    assert model.SerializeToString() == before
-    assert module.state_dict().keys() == state.keys()
-
-
-def quantized(model: object, batches: list[np.ndarray]) -> torch.Tensor:
-    sim = bo.QuantizationSimModel(model, batches[0], default_param_bw=4, threads=1)  # type: ignore[arg-type]
-    sim.compute_encodings(batches, progress=False)
-    return torch.from_numpy(sim.run(X.numpy())[0])
+        correct_bias(model, QuantParams(4), 8, [X], 8, layers_to_ignore=["conv9"])
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 @pytest.fixture(scope="module")
@@ -202,35 +238,76 @@ def prepared(module: nn.Module) -> tuple[bt.QuantizationSimModel, list[torch.Ten
     return sim, list(X.split(32))
 
 
-def test_the_older_call_of_seq_mse():
+def test_the_older_call_of_seq_mse(tmp_path):
     model = small(0.5)
     sim, batches = prepared(model)
     other, _ = prepared(small(0.5))
-    params = bt.SeqMseParams(num_batches=2, num_candidates=8)
-    report = bt.apply_seq_mse(model, sim, batches, params)
-    assert str(report) == str(bt.apply_seq_mse(other, batches[:2], num_candidates=8)) and report.gain < 1
+    params = SeqMseParams(num_batches=2, num_candidates=8)
+    report = apply_seq_mse(model, sim, batches, params)
+    assert str(report) == str(apply_seq_mse(other, batches[:2], num_candidates=8)) and report.gain < 1
     other, _ = prepared(small(0.5))
-    params = bt.SeqMseParams(num_batches=2, num_candidates=8, inp_symmetry="asym", loss_fn="l1")
-    assert str(bt.apply_seq_mse(model, other, batches, params)) != str(report)
+    params = SeqMseParams(num_batches=2, num_candidates=8, inp_symmetry="asym", loss_fn="l1")
+    assert str(apply_seq_mse(model, other, batches, params)) != str(report)
     with pytest.raises(ConfigError, match="inp_symmetry: it is 'both'. Remedy: use one of symqt, symfp, asym"):
-        bt.SeqMseParams(num_batches=2, inp_symmetry="both")
+        SeqMseParams(num_batches=2, inp_symmetry="both")
+
+
+def test_seq_mse_leaves_modules_out_and_keeps_finished_layers(tmp_path):
+    sim, batches = prepared(small(0.5))
+    report = apply_seq_mse(
+        sim, [(x, torch.zeros(len(x))) for x in batches], num_candidates=4, forward_fn=lambda m, batch: m(batch[0]),
+        modules_to_exclude=[sim.model[3], sim.model[2]], cache_dir=tmp_path,
+    )  # fmt: skip
+    assert [row.layer for row in report] == ["0", "6", "11"]
+    assert len(list(tmp_path.iterdir())) == 3
+    with pytest.raises(ConfigError, match="modules_to_exclude: this ReLU is not a module of the model"):
+        apply_seq_mse(sim, batches, modules_to_exclude=[nn.ReLU()])
+
+
+def test_seq_mse_of_an_onnx_simulation_leaves_nodes_out():
+    sim = bo.QuantizationSimModel(exported(small(0.5), X[:2]), X[:2].numpy(), preset="w4a8", threads=1)
+    sim.compute_encodings([X.numpy()], progress=False)
+    names = [op.name for op in sim.graph.ops if op.type in ("Conv", "Gemm", "MatMul")]
+    report = onnx_seq_mse(sim, [X.numpy()], num_candidates=4, nodes_to_exclude=names[:2])
+    assert [row.layer for row in report] == names[2:]
 
 
 def test_adascale_is_flexround_in_both_front_ends(tmp_path):
     module = small(0.5)
     sim, batches = prepared(module)
-    report = bt.apply_adascale(sim, batches, lambda m, batch: m(batch), 60, tmp_path / "done")
+    report = apply_adascale(sim, batches, lambda m, batch: m(batch), 60, tmp_path / "done")
     assert report.method == "flexround" and report.gain < 1 and list((tmp_path / "done").iterdir())
     other = bo.QuantizationSimModel(exported(module, X[:2]), X[:2].numpy(), preset="w4a8", threads=1)
     other.compute_encodings([x.numpy() for x in batches], progress=False)
-    theirs = bo.apply_adascale(other, [x.numpy() for x in batches], None, 60, topology=None)
+    theirs = onnx_adascale(other, [x.numpy() for x in batches], None, 60, topology=None)
     assert theirs.method == "flexround" and theirs.gain < 1 and len(theirs) == len(report) == 4
 
 
-def test_seq_mse_of_a_model_is_refused():
-    """The older call without its parameters, and the newer one without a simulation."""
+def test_adaround_writes_encodings_that_the_rounded_model_is_simulated_with(tmp_path):
     model = small(0.5)
-    sim, batches = prepared(model)
-    for arguments in [(model, batches), (model, sim, batches), (sim, sim)]:
-        with pytest.raises(ConfigError, match="sim: a .* was given, and no SeqMseParams. Remedy: give a sim"):
-            bt.apply_seq_mse(*arguments)
+    batch_norm_fold.fold_all_batch_norms(model, dummy_input=X[:2])
+    params = AdaroundParameters(X.split(32), 2, default_num_iterations=20)
+    rounded = Adaround.apply_adaround(
+        model, X[:2], params, tmp_path, "net", 4,
+        param_bw_override_list=[(model[0], 8)], ignore_quant_ops_list=[model[11], model[2]],
+    )  # fmt: skip
+    assert type(rounded) is nn.Sequential and not torch.equal(rounded[6].weight, model[6].weight)
+    assert torch.equal(rounded[11].weight, model[11].weight)
+    sim = bt.QuantizationSimModel(rounded, X[:2], default_param_bw=4)
+    sim.quantizers["0.weight"].spec = replace(sim.quantizers["0.weight"].spec, format=IntFormat(8))
+    sim.set_and_freeze_param_encodings(tmp_path / "net.encodings")
+    sim.compute_encodings(X.split(32))
+    for name in ("0", "3", "6"):
+        site = sim.quantizers[f"{name}.weight"]
+        w = rounded.get_submodule(name).weight.detach()
+        assert site.frozen and torch.equal(site.quantizer(w), w)
+    assert sim.quantizers["0.weight"].encoding.format.bits == 8
+    with pytest.raises(ConfigError, match="ignore_quant_ops_list: this Linear is not a module of the model"):
+        Adaround.apply_adaround(model, X[:2], params, tmp_path, "net", ignore_quant_ops_list=[nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize("prefix", ["../../up", "/up", "", "a/b"])
+def test_adaround_refuses_a_prefix_that_leads_out_of_the_folder(tmp_path, prefix):
+    with pytest.raises(ConfigError, match="filename_prefix"):
+        Adaround.apply_adaround(small(), X[:2], AdaroundParameters(iter(()), 1), tmp_path / "a" / "b", prefix)
+    assert not list(tmp_path.iterdir())

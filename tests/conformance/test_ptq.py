@@ -282,7 +282,7 @@ def equalized_and_corrected(name: str, calibration: Tensor, images: Images) -> t
     folds = torch_ptq.fold_all_batch_norms(model, dummy_input=calibration[:2])
     for equalize in (False, True):
         if equalize:
-            torch_ptq.equalize_bn_folded_model(model, None, folds, calibration[:2])
+            torch_ptq.equalize_model(model, dummy_input=calibration[:2], folds=folds)
         sim = TorchSim(model, calibration[:2], preset="w8a8_per_tensor")
         sim.compute_encodings(batches)
         rows.append(accuracy(sim.model, images))

@@ -239,12 +239,12 @@ def test_torch_is_asked_for_when_it_is_missing(monkeypatch, both):
         onnx_front.apply_reconstruction(onnx_sim(both[1]), data(), "adaround")
 
 
-def test_aimet_names(both, caplog):
+def test_layers_are_chosen_by_globs(both, caplog):
     sim = onnx_sim(both[1])
     feeds = [x.numpy() for x in data()]
     with caplog.at_level(logging.WARNING):
-        one = onnx_front.apply_seq_mse(sim, feeds, num_candidates=5, nodes_to_exclude=["/head/*"])
-        two = onnx_front.apply_adaround(sim, feeds, num_iterations=20, nodes_to_include=["/stem/*"])
+        one = onnx_front.apply_reconstruction(sim, feeds, "seq_mse", num_candidates=5, exclude=["/head/*"])
+        two = onnx_front.apply_reconstruction(sim, feeds, iterations=20, include=["/stem/*"])
         three = onnx_front.apply_gptq(sim, feeds, include=["/head/*"])
     assert len(one) == 3 and [r.layer for r in two] == ["/stem/Conv"] and [r.layer for r in three] == ["/head/Gemm"]
 

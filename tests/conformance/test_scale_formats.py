@@ -112,7 +112,7 @@ def test_rounding_methods_stay_on_the_format() -> None:
     assert is_sayable(sim.quantizers["up.weight"].encoding)
     sim = bt.QuantizationSimModel(Net(), X, preset="w4lpbq")
     sim.compute_encodings([X], progress=False)
-    bt.apply_seq_mse(sim, [X], progress=False)
+    bt.apply_reconstruction(sim, [X], "seq_mse", progress=False)
     encoding = sim.quantizers["up.weight"].encoding
     assert is_sayable(encoding) and encoding.scale_format.name == "uint4"
 

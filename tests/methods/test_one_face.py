@@ -86,34 +86,21 @@ def test_an_input_that_does_not_fit_is_seen_as_the_second_argument(name: str) ->
         getattr(bitwright.onnx, name)(proto(), {"z": FEED["x"]})
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(lambda pairs: (pairs,), id="pairs"),
-        pytest.param(lambda pairs: (pairs, FEED), id="pairs-and-input"),
-        pytest.param(lambda pairs: (None, pairs, FEED), id="as-of-a-module"),
-    ],
-)
-def test_pairs_of_folding_may_be_the_second_argument_of_an_onnx_model(arguments: Any) -> None:
+def test_what_was_folded_before_is_given_to_equalization_by_name() -> None:
     model = proto()
     folds = bitwright.onnx.fold_all_batch_norms(model, FEED)
     assert len(folds) == 1
-    expected = onnx.ModelProto()
-    expected.CopyFrom(model)
-    bitwright.onnx.equalize_bn_folded_model(expected, folded_pairs=folds, dummy_input=FEED)
-    report = bitwright.onnx.equalize_bn_folded_model(model, *arguments(folds))
-    assert report.factors
+    again, unknown, expected = (onnx.ModelProto(), onnx.ModelProto(), proto())
+    again.CopyFrom(model)
+    unknown.CopyFrom(model)
+    report = bitwright.onnx.equalize_model(model, FEED, folds=folds)
+    bitwright.onnx.equalize_model(again, FEED, folds=dict(folds.moments))
+    bitwright.onnx.equalize_model(unknown, FEED)
+    bitwright.onnx.equalize_model(expected, FEED)
+    assert report.factors and report.statistics.keys() == folds.moments.keys()
     np.testing.assert_array_equal(weight(model), weight(expected))
-    moments = {layer: pair for layer, pair in folds.moments.items()}
-    again = proto()
-    bitwright.onnx.fold_all_batch_norms(again, FEED)
-    bitwright.onnx.equalize_bn_folded_model(again, *arguments(moments))
-    np.testing.assert_array_equal(weight(again), weight(expected))
-
-
-def test_an_input_behind_no_pairs_is_an_input() -> None:
-    with pytest.raises(ModelError, match="dummy_input"):
-        bitwright.onnx.equalize_bn_folded_model(proto(False), None, {"z": FEED["x"]})
+    np.testing.assert_array_equal(weight(model), weight(again))
+    assert not np.array_equal(weight(model), weight(unknown))
 
 
 def test_a_module_of_either_package_is_changed_by_either_name() -> None:
@@ -173,14 +160,6 @@ def test_options_of_onnx_models_are_refused_for_modules() -> None:
         bitwright.quantize(network(), x, providers=["CPUExecutionProvider"])
     with pytest.raises(ModelError, match="a list is not a model of PyTorch or ONNX"):
         bitwright.quantize([], x)
-
-
-def test_bit_widths_of_bias_correction_are_not_warned_about(recwarn: pytest.WarningsRecorder) -> None:
-    params = bitwright.torch.QuantParams(weight_bw=4, act_bw=8)
-    data = [FEED["x"]]
-    bitwright.torch.correct_bias(network(False), params, 2, [torch.from_numpy(x) for x in data], 2)
-    bitwright.onnx.correct_bias(proto(False), params, 2, data, 2)
-    assert not [w for w in recwarn if "by position" in str(w.message)]
 
 
 @pytest.mark.parametrize("call", [lambda f, sim: f(sim, [FEED]), lambda f, sim: f(sim, inputs=[FEED])])

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
-from onnx import numpy_helper
 
-from bitwright.errors import CalibrationError, ModelError
+from bitwright.errors import CalibrationError
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.model.session import open_session
 from bitwright.onnx.simulation.calibrating import watched_model
@@ -204,27 +202,3 @@ def test_cost_is_linear() -> None:
 
     cost(2)
     assert cost(40) < 4.4 * cost(10)
-
-
-def test_named_sets_of_layers_are_equalized_and_no_others():
-    from bitwright.onnx import CrossLayerScaling
-    from tests.aimet.onnx_nets import feeds, folded
-
-    model = folded()
-    scaling = CrossLayerScaling(model)
-    untouched = model.SerializeToString()
-    with pytest.raises(ModelError, match=r"conv1 -> fc cannot be equalized.*follow one another"):
-        scaling.scale_cls_sets([("conv1", "conv2"), ("conv1", "fc")], progress=False)
-    with pytest.raises(ModelError, match="a set of one layer cannot be equalized"):
-        scaling.scale_cls_sets([("conv1",)], progress=False)
-    assert model.SerializeToString() == untouched
-
-    before = onnxruntime.InferenceSession(untouched).run(None, feeds()[0])[0]
-    (factor,) = scaling.scale_cls_sets([("conv1", "conv2")], progress=False)
-    held = {init.name: numpy_helper.to_array(init) for init in model.graph.initializer}
-    first = np.abs(held["conv1.weight"]).reshape(8, -1).max(1)
-    second = np.abs(held["conv2.weight"]).transpose(1, 0, 2, 3).reshape(8, -1).max(1)
-    np.testing.assert_allclose(first, second, rtol=1e-4)
-    assert isinstance(factor, np.ndarray) and factor.shape == (8,)
-    after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds()[0])[0]
-    np.testing.assert_allclose(after, before, atol=1e-5)

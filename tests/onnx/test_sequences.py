@@ -159,14 +159,17 @@ def test_the_analysis_measures_the_numbers_in_them(build):
     assert "dB" in str(bitwright.analyze(sim, batches()))
 
 
-@pytest.mark.quick_variants("apply_adaround")
-@pytest.mark.parametrize("method", ("apply_adaround", "apply_gptq", "apply_seq_mse", "apply_bias_correction"))
+@pytest.mark.quick_variants("adaround")
+@pytest.mark.parametrize("method", ("adaround", "gptq", "seq_mse", "bias_correction"))
 def test_weight_methods_on_a_sequence_and_a_map(method):
     for build in (returns_a_sequence, classifier):
         sim = QuantizationSimModel(build(), batches()[0])
         sim.compute_encodings(batches())
-        options = {"num_iterations": 5} if method == "apply_adaround" else {}
-        getattr(bitwright.onnx, method)(sim, batches(), progress=False, **options)
+        if method == "bias_correction":
+            bitwright.onnx.apply_bias_correction(sim, batches(), progress=False)
+        else:
+            options = {"iterations": 5} if method == "adaround" else {}
+            bitwright.onnx.apply_reconstruction(sim, batches(), method, progress=False, **options)
         assert sim.verify().ok
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from bitwright.core.numerics import affine
 from bitwright.errors import CalibrationError, EncodingsError, ModelError
-from bitwright.torch import QuantizationSimModel, TorchView, prepare_model
+from bitwright.torch import QuantizationSimModel, TorchView
 from tests.support.cost import steps
 
 INPUTS, HIDDEN = 3, 4
@@ -131,17 +131,6 @@ def test_with_all_quantizers_off_it_is_the_fused_operator(variant: Variant, trai
     expected, found = gradients(module, variant.example(1)), gradients(sim.model, variant.example(1))
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:dropout option adds dropout:UserWarning")
-@settings(max_examples=40, deadline=None)
-@given(variants)
-def test_prepare_model_returns_the_same_function(variant: Variant) -> None:
-    module = variant.build().eval()
-    for a, b in zip(
-        tensors(module(*variant.example())), tensors(prepare_model(module)(*variant.example())), strict=True
-    ):
-        assert torch.equal(a, b)
 
 
 # ---- the reference: equations with a grid on everything, one step after the other

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bitwright.aimet_torch.model_preparer import prepare_model
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError
-from bitwright.torch import QuantizationSimModel, prepare_model
+from bitwright.torch import QuantizationSimModel
 from tests.support import data
 from tests.support.recurrent_zoo import RECURRENT_ZOO, Recurrent, Stateful
 from tests.support.sessions import integer_session

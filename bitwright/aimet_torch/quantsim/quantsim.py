@@ -360,8 +360,17 @@ class QuantizationSimModel(front.QuantizationSimModel):
         return original_model(model, qdq_weights)
 
 
-class QuantParams(front.QuantParams):
-    """What :func:`bitwright.aimet_torch.bias_correction.correct_bias` simulates."""
+class QuantParams:
+    """What :func:`bitwright.aimet_torch.bias_correction.correct_bias` simulates.
+
+    Args:
+        weight_bw, act_bw: bits of weights and activations.
+        round_mode: ``nearest`` is the only one; kept for scripts that name it.
+        quant_scheme, config_file: as for :class:`QuantizationSimModel`.
+
+    Raises:
+        ConfigError: (a ValueError) another ``round_mode``.
+    """
 
     def __init__(
         self,
@@ -371,9 +380,11 @@ class QuantParams(front.QuantParams):
         quant_scheme: Any = QuantScheme.post_training_tf_enhanced,
         config_file: str | None = None,
     ) -> None:
-        super().__init__(
-            weight_bw, act_bw, round_mode, range_method(quant_scheme), "default" if config_file is None else config_file
-        )
+        if round_mode != "nearest":
+            raise ConfigError("round_mode", f"it is {round_mode!r}", "use 'nearest', the only one")
+        self.weight_bw, self.act_bw, self.round_mode = weight_bw, act_bw, round_mode
+        self.quant_scheme = range_method(quant_scheme)
+        self.config_file = "default" if config_file is None else config_file
 
 
 def load_encodings_to_sim(quant_sim_model: QuantizationSimModel, pytorch_encoding_path: str | Path) -> None:

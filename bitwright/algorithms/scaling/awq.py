@@ -30,7 +30,7 @@ from bitwright.core.numerics.ranges import choose_range_of
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
 from bitwright.core.placement.place import place
 from bitwright.core.placement.rules import Rules
-from bitwright.core.placement.user_scheme import QuantScheme, make_rules
+from bitwright.core.placement.user_scheme import make_rules
 from bitwright.core.simulation.protocols import FloatModel, Undo
 from bitwright.errors import ConfigError
 from bitwright.tables import Tabular
@@ -257,7 +257,7 @@ class AwqReport(Tabular, Reversible):
 def weight_rules(
     weight: str | Preset | QuantSpec,
     config_file: str | Path | dict[str, Any] | None = None,
-    quant_scheme: str | QuantScheme | RangeMethod | None = None,
+    quant_scheme: str | RangeMethod | None = None,
 ) -> Rules:
     """The rules of a simulation with these weights.
 

@@ -7,7 +7,6 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -16,25 +15,6 @@ from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import Preset, RangeMethod, activation_spec, find_preset, weight_spec
 from bitwright.core.placement.rules import Rules, default_rules
 from bitwright.errors import BitwrightError, ConfigError
-
-
-class QuantScheme(Enum):
-    """Range methods under the names AIMET gives them; the strings are accepted everywhere too."""
-
-    min_max = "min_max"
-    post_training_tf = "min_max"
-    post_training_tf_enhanced = "tf_enhanced"
-    post_training_percentile = "percentile"
-    training_range_learning_with_tf_init = "min_max"
-    training_range_learning_with_tf_enhanced_init = "tf_enhanced"
-
-
-class QuantizationDataType(Enum):
-    """Kind of number format for ``default_data_type``."""
-
-    int = "int"
-    float = "float"
-
 
 P = ParamSpec("P")
 
@@ -66,13 +46,13 @@ def bit_widths(first: str, second: str) -> Callable[[Callable[P, None]], Callabl
 
 
 def make_rules(
-    quant_scheme: str | QuantScheme | RangeMethod | None = None,
+    quant_scheme: str | RangeMethod | None = None,
     preset: str | Preset | None = None,
     config_file: str | Path | dict[str, Any] | Rules | None = None,
     *,
     param_bw: int = 8,
     output_bw: int = 8,
-    data_type: str | QuantizationDataType = QuantizationDataType.int,
+    data_type: str = "int",
     names: tuple[str, str] = ("default_param_bw", "default_output_bw"),
 ) -> Rules:
     """Rules from the arguments of a ``QuantizationSimModel``.
@@ -97,11 +77,10 @@ def make_rules(
     return _rules(config_file, _with_method(find_preset(preset), method))
 
 
-def _method(scheme: str | QuantScheme | RangeMethod | None) -> RangeMethod | None:
+def _method(scheme: str | RangeMethod | None) -> RangeMethod | None:
     if scheme is None:
         return None
-    name = scheme.value if isinstance(scheme, Enum) else scheme
-    return find_range_method(name)
+    return find_range_method(scheme)
 
 
 def _format(bits: int, data_type: str, signed: bool, argument: str) -> Format:
@@ -118,13 +97,12 @@ def _format(bits: int, data_type: str, signed: bool, argument: str) -> Format:
         raise type(error)(argument, error.problem, error.remedy) from None
 
 
-def _preset(param_bw: int, output_bw: int, data_type: str | QuantizationDataType, names: tuple[str, str]) -> Preset:
-    kind = str(data_type.value if isinstance(data_type, Enum) else data_type)
-    if kind not in ("int", "float"):
-        raise ConfigError("default_data_type", f"{kind!r} is neither int nor float", "use 'int' or 'float'")
-    weight = _format(param_bw, kind, True, names[0])
-    activation = _format(output_bw, kind, False, names[1])
-    symmetry = "asymmetric" if kind == "int" else "symmetric"
+def _preset(param_bw: int, output_bw: int, data_type: str, names: tuple[str, str]) -> Preset:
+    if data_type not in ("int", "float"):
+        raise ConfigError("default_data_type", f"{data_type!r} is neither int nor float", "use 'int' or 'float'")
+    weight = _format(param_bw, data_type, True, names[0])
+    activation = _format(output_bw, data_type, False, names[1])
+    symmetry = "asymmetric" if data_type == "int" else "symmetric"
     return Preset(weight_spec(weight), activation_spec(activation, symmetry=symmetry))
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bitwright.algorithms.bias_correct import QuantParams
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.front_ends import FrontEnd, Opened, Repairable
 from bitwright.comparison.saturation import SaturationReport
@@ -72,13 +71,6 @@ class OnnxOpened(Opened):
         """Write the model as it stands into what the caller gave."""
         self.view.tidy()
         give_back(self.loaded, self._given)
-
-    def simulation(self, params: QuantParams) -> QuantizationSimModel:
-        """What bias correction simulates."""
-        return QuantizationSimModel(
-            self.view.model, self.example, params.quant_scheme, default_param_bw=params.weight_bw,
-            default_activation_bw=params.act_bw, config_file=params.config_file, providers=self._providers,
-        )  # fmt: skip
 
 
 class OnnxRepairable(Repairable):

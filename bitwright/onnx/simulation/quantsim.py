@@ -24,7 +24,7 @@ from bitwright.core.placement.coverage import Coverage
 from bitwright.core.placement.place import place
 from bitwright.core.placement.plan import Plan
 from bitwright.core.placement.rules import Rules
-from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, bit_widths, make_rules
+from bitwright.core.placement.user_scheme import bit_widths, make_rules
 from bitwright.core.simulation.calibration import CalibrationLog
 from bitwright.core.simulation.occupancy import Lock, Occupancy
 from bitwright.core.simulation.protocols import Undo
@@ -76,7 +76,7 @@ class QuantizationSimModel(Tabular):
         dummy_input: one feed (a dict, an array, or a tuple in the model's order): gives shapes that the file leaves
             open, and is the example for export and verification. Random values serve where none is given.
         quant_scheme: how ranges are chosen: ``min_max`` (default), ``tf_enhanced``, ``percentile``, ``mse``,
-            ``entropy``, a :class:`QuantScheme` or a :class:`RangeMethod`.
+            ``entropy``, or a :class:`RangeMethod`.
         default_param_bw: bits of weights, 2 to 32.
         default_activation_bw: bits of activations, 2 to 32.
         config_file: rules: path of an AIMET quantsim JSON or of our YAML, TOML or JSON, the name of a shipped
@@ -102,13 +102,13 @@ class QuantizationSimModel(Tabular):
         self,
         model: Source,
         dummy_input: Any = None,
-        quant_scheme: str | QuantScheme | RangeMethod | None = None,
+        quant_scheme: str | RangeMethod | None = None,
         default_param_bw: int = 8,
         default_activation_bw: int = 8,
         config_file: str | Path | dict[str, Any] | Rules | None = None,
         providers: Providers | None = None,
         *,
-        default_data_type: str | QuantizationDataType = QuantizationDataType.int,
+        default_data_type: str = "int",
         preset: str | Preset | None = None,
         memory_budget: int | None = None,
         threads: int = 0,

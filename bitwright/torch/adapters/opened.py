@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwright.algorithms.bias_correct import QuantParams
 from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding import batch_norm_fold
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
@@ -97,13 +96,6 @@ class TorchOpened(Opened):
     def give_back(self) -> None:
         """Let the view read the module anew."""
         self.view.refresh()
-
-    def simulation(self, params: QuantParams) -> QuantizationSimModel:
-        """What bias correction simulates."""
-        return QuantizationSimModel(
-            self.model, self.example, params.quant_scheme, default_output_bw=params.act_bw,
-            default_param_bw=params.weight_bw, config_file=params.config_file,
-        )  # fmt: skip
 
 
 class TorchRepairable(Repairable):

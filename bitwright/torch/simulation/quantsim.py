@@ -22,7 +22,7 @@ from bitwright.core.placement.coverage import Coverage
 from bitwright.core.placement.place import place
 from bitwright.core.placement.plan import Plan
 from bitwright.core.placement.rules import Rules
-from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, bit_widths, make_rules
+from bitwright.core.placement.user_scheme import bit_widths, make_rules
 from bitwright.core.simulation.calibration import CalibrationLog
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.sites import derived_biases, place_quantizers
@@ -55,8 +55,8 @@ class QuantizationSimModel(Tabular):
     Args:
         model: any eager module; left alone unless ``in_place``.
         dummy_input: one input: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
-        quant_scheme: how ranges are chosen: ``min_max`` (default), ``tf_enhanced``, ``percentile``, ``mse``, ``entropy``, a
-            :class:`QuantScheme` or a :class:`RangeMethod`.
+        quant_scheme: how ranges are chosen: ``min_max`` (default), ``tf_enhanced``, ``percentile``, ``mse``, ``entropy``, or
+            a :class:`RangeMethod`.
         default_output_bw: bits of activations, 2 to 32.
         default_param_bw: bits of weights, 2 to 32.
         in_place: attach to ``model`` itself instead of a copy.
@@ -80,12 +80,12 @@ class QuantizationSimModel(Tabular):
         self,
         model: nn.Module,
         dummy_input: Any,
-        quant_scheme: str | QuantScheme | RangeMethod | None = None,
+        quant_scheme: str | RangeMethod | None = None,
         default_output_bw: int = 8,
         default_param_bw: int = 8,
         in_place: bool = False,
         config_file: str | Path | dict[str, Any] | Rules | None = None,
-        default_data_type: str | QuantizationDataType = QuantizationDataType.int,
+        default_data_type: str = "int",
         *,
         preset: str | Preset | None = None,
         examples: Sequence[Any] = (),

@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,9 +20,8 @@ from bitwright.algorithms.rounding.activation_cache import Store, Walk
 from bitwright.algorithms.rounding.blocks import block_units, layer_units
 from bitwright.algorithms.rounding.driver import Cache, Choice, RoundingReport
 from bitwright.algorithms.rounding.reconstruct import BlockProblem, Settings, optimise
-from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import CalibrationError, ConfigError, ExportError
-from bitwright.torch import Adaround, AdaroundParameters, QuantizationSimModel, apply_reconstruction, apply_seq_mse
+from bitwright.torch import QuantizationSimModel, apply_reconstruction
 from bitwright.torch.adapters.program import TorchSimulation
 from tests.support.cost import steps
 
@@ -510,49 +508,6 @@ def test_excluded_layers_are_listed_as_such():
     assert [row.layer for row in report] == ["stem", "up", "head"]
     assert report.skipped["blocks.0.a"] == "excluded"
     assert not sim.quantizers["blocks.0.a.weight"].frozen
-
-
-# ---------------------------------------------------------------------------------------------------- AIMET's entries
-
-
-def test_adaround_writes_encodings_that_the_rounded_model_is_simulated_with(tmp_path):
-    model = Small().eval()
-    params = AdaroundParameters(data(), 2, default_num_iterations=20, forward_fn=lambda m, batch: m(batch))
-    rounded = Adaround.apply_adaround(
-        model, data()[0], params, tmp_path, "net", 4,
-        param_bw_override_list=[(model.stem, 8)], ignore_quant_ops_list=[model.head],
-    )  # fmt: skip
-    assert type(rounded) is Small and not torch.equal(rounded.up.weight, model.up.weight)
-    assert torch.equal(rounded.head.weight, model.head.weight)
-    sim = QuantizationSimModel(rounded, data()[0], default_param_bw=4)
-    sim.quantizers["stem.weight"].spec = replace(sim.quantizers["stem.weight"].spec, format=IntFormat(8))
-    sim.set_and_freeze_param_encodings(tmp_path / "net.encodings")
-    sim.compute_encodings(data())
-    for name in ("stem", "blocks.0.a", "up"):
-        site = sim.quantizers[f"{name}.weight"]
-        w = rounded.get_submodule(name).weight.detach()
-        assert site.frozen and torch.equal(site.quantizer(w), w)
-    assert sim.quantizers["stem.weight"].encoding.format.bits == 8
-
-
-def test_a_module_of_another_model_is_refused(tmp_path):
-    params = AdaroundParameters(data(), 1, default_num_iterations=1)
-    with pytest.raises(ConfigError, match="ignore_quant_ops_list: this Linear is not a module of the model"):
-        Adaround.apply_adaround(Small(), data()[0], params, tmp_path, "net", ignore_quant_ops_list=[nn.Linear(2, 2)])
-    model = Small()
-    with pytest.raises(ConfigError, match="this ReLU has no quantized weight|is not a module of the model"):
-        apply_seq_mse(QuantizationSimModel(model, data()[0]), data(), modules_to_exclude=[nn.ReLU()])
-
-
-def test_seq_mse_under_aimets_name(tmp_path):
-    _, sim = simulated()
-    loader = [(x, torch.zeros(len(x))) for x in data()]
-    report = apply_seq_mse(
-        sim, loader, num_candidates=4, forward_fn=lambda m, batch: m(batch[0]),
-        modules_to_exclude=[sim.model.blocks[0]], cache_dir=tmp_path,
-    )  # fmt: skip
-    assert [row.layer for row in report] == ["stem", "blocks.1.a", "blocks.1.b", "up", "head"]
-    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_recurrent_layers_are_two_products(tmp_path):

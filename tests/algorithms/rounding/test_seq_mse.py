@@ -12,7 +12,7 @@ from torch import nn
 from bitwright.algorithms.rounding.seq_mse import Settings
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.errors import ConfigError
-from bitwright.torch import QuantizationSimModel, apply_seq_mse
+from bitwright.torch import QuantizationSimModel, apply_reconstruction
 
 CANDIDATES = 10
 
@@ -85,7 +85,8 @@ def test_the_best_candidate_is_chosen(loss: str, symmetry: str, spatial: bool, b
         site.spec = replace(site.quantizer.spec, granularity=PerBlock(block, 1, 0))
     sim.compute_encodings(batches(spatial))
     start = np.array(site.encoding.scale)
-    apply_seq_mse(sim, batches(spatial), CANDIDATES, loss_fn=loss, inp_symmetry=symmetry, progress=False)
+    options = {"num_candidates": CANDIDATES, "loss_fn": loss, "inp_symmetry": symmetry}
+    apply_reconstruction(sim, batches(spatial), "seq_mse", progress=False, **options)
     wanted = by_hand(sim, spatial, loss, symmetry, start, block)
     np.testing.assert_allclose(site.encoding.scale.reshape(wanted.shape), wanted, rtol=1e-6)
     assert (site.encoding.scale < start).any() and site.frozen

@@ -169,7 +169,7 @@ def test_least_noise_beats_equal_ranges():
     report = bt.equalize_model(model, dummy_input=X)
     bt.fold_all_batch_norms(ranges, dummy_input=X)
     wanted = ranges(X).detach()
-    assert bt.CrossLayerScaling.scale_model(ranges, dummy_input=X).noise is None
+    assert bt.equalize_model(ranges, dummy_input=X).noise is None
     torch.testing.assert_close(model(X), wanted, rtol=1e-3, atol=1e-3)
     assert error(model, wanted) < 0.8 * error(ranges, wanted)
     assert "; expected noise " in str(report).splitlines()[0]
@@ -234,7 +234,7 @@ def test_groups_of_which_nothing_is_known_get_equal_ranges():
     folds = bt.fold_all_batch_norms(model, dummy_input=X)
     known = {op: values for op, values in folds.moments.items() if op != "3"}
     before = model(X).detach()
-    report = bt.equalize_bn_folded_model(model, None, known, X)
+    report = bt.equalize_model(model, dummy_input=X, folds=known)
     torch.testing.assert_close(model(X), before, rtol=1e-3, atol=1e-3)
     groups, weights, *_ = parts(network())
     expected, _ = converged_factors(groups, weights)
@@ -324,8 +324,8 @@ def folded():
 
 def test_data_tells_what_batch_norms_would():
     (model, moments), (other, _) = folded(), folded()
-    measured = bt.equalize_bn_folded_model(model, None, None, X, data=[X[:16], X[16:]])
-    said = bt.equalize_bn_folded_model(other, None, moments, X, data=iter(()))  # not asked
+    measured = bt.equalize_model(model, dummy_input=X, data=[X[:16], X[16:]])
+    said = bt.equalize_model(other, dummy_input=X, folds=moments, data=iter(()))  # not asked
     for report in (measured, said):
         assert report.noise is not None and len(report.groups) == 5
     for op, (mean, std) in moments.items():
@@ -340,9 +340,9 @@ def test_data_tells_what_batch_norms_would():
 def test_bad_data_is_named():
     model, _ = folded()
     with pytest.raises(CalibrationError, match="equalize: the data held no batch"):
-        bt.equalize_bn_folded_model(model, None, None, X, data=[])
+        bt.equalize_model(model, dummy_input=X, data=[])
     with pytest.raises(CalibrationError, match="channel 0 is NaN or infinite on this data"):
-        bt.equalize_bn_folded_model(model, None, None, X, data=[torch.full_like(X, torch.nan)])
+        bt.equalize_model(model, dummy_input=X, data=[torch.full_like(X, torch.nan)])
 
 
 def test_an_onnx_file_without_batch_norms_is_measured_too(tmp_path):

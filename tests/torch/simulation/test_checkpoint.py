@@ -285,11 +285,9 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(saved: Path, monkeypatch: pyte
 @pytest.mark.parametrize("prefix", ["../../up", "/up", "", "a/b"])
 def test_a_prefix_that_leads_out_of_the_folder_is_refused_before_any_work(tmp_path: Path, prefix: str) -> None:
     sim, folder = make(), tmp_path / "a" / "b"
-    params = bt.AdaroundParameters(data_loader=iter(()), num_batches=1)
     for call in (
         lambda: sim.export(folder, prefix),
         lambda: bt.quantize(Net(), iter(()), path=folder, filename_prefix=prefix),
-        lambda: bt.Adaround.apply_adaround(Net(), X, params, folder, prefix),
     ):
         with pytest.raises(ConfigError, match="filename_prefix"):
             call()

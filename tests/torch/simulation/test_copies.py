@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 import bitwright
+from bitwright.aimet_torch.model_preparer import prepare_model
 from bitwright.torch import QuantizationSimModel
-from bitwright.torch.prepare import prepare_model
 
 
 class Cached(nn.Module):

@@ -1,4 +1,7 @@
-"""``aimet_onnx.sequential_mse.seq_mse``."""
+"""Methods that choose the weights of an ONNX simulation, under AIMET's names: AdaRound, SeqMSE, AdaScale.
+
+Home of ``aimet_onnx.adaround.adaround_weight``, ``aimet_onnx.sequential_mse.seq_mse`` and ``aimet_onnx.adascale``.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitwright import onnx as front
-from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.absent import absent_names, differs
 from bitwright.errors import ConfigError
 
-__all__ = ["SeqMseParams", "SequentialMse", "apply_seq_mse"]
+__all__ = ["AdaScale", "Adaround", "SeqMseParams", "SequentialMse", "apply_adaround", "apply_adascale", "apply_seq_mse"]
 
 __getattr__ = absent_names(__name__)
+
+
+def apply_adaround(
+    sim: front.QuantizationSimModel,
+    inputs: Iterable[Any],
+    num_iterations: int = 10000,
+    nodes_to_include: list[str] | None = None,
+    *,
+    node_names_to_optimize: list[str] | None = None,
+    **options: Any,
+) -> Any:
+    """Round the weights of a simulation in place, layer after layer, and freeze them.
+
+    Returns:
+        Our report (AIMET returns nothing).
+    """
+    included = nodes_to_include or node_names_to_optimize
+    return front.apply_reconstruction(sim, inputs, "adaround", iterations=num_iterations, include=included, **options)
+
+
+class Adaround:
+    """The function as a method, as AIMET has it too."""
+
+    apply_adaround = staticmethod(apply_adaround)
 
 
 def apply_seq_mse(
@@ -22,9 +49,16 @@ def apply_seq_mse(
     num_candidates: int = 20,
     nodes_to_exclude: list[str] | None = None,
     **options: Any,
-) -> None:
-    """:func:`bitwright.onnx.apply_seq_mse`: choose the range of every weight by its layer's output error, and freeze it."""
-    front.apply_seq_mse(sim, inputs, num_candidates, nodes_to_exclude, **options)
+) -> Any:
+    """Choose the range of every weight by its layer's output error, and freeze it.
+
+    Returns:
+        Our report (AIMET returns nothing).
+    """
+    excluded = nodes_to_exclude or ()
+    return front.apply_reconstruction(
+        sim, inputs, "seq_mse", num_candidates=num_candidates, exclude=excluded, **options
+    )
 
 
 @dataclass
@@ -74,3 +108,29 @@ class SequentialMse:
     def apply_seq_mse(model: Any, sim: Any, params: SeqMseParams, data_loader: Iterable[Any]) -> None:
         """Choose the ranges."""
         SequentialMse(model, sim, params, data_loader).apply_seq_mse_algo()
+
+
+def apply_adascale(
+    sim: front.QuantizationSimModel,
+    inputs: Iterable[Any],
+    adascale_model_config: Any = None,
+    num_iterations: int = 1500,
+    *,
+    topology: Any = None,
+    loss_fn: Any = None,
+    **options: Any,
+) -> Any:
+    """Learned divisions of weights (FlexRound), in place; blocks are found in any network, no configuration is read.
+
+    Returns:
+        Our report (AIMET returns nothing).
+    """
+    if loss_fn is not None:
+        differs("apply_adascale(loss_fn=...)", "the loss is the mean squared error of a block's output")
+    return front.apply_reconstruction(sim, inputs, "flexround", iterations=num_iterations, **options)
+
+
+class AdaScale:
+    """The function as a method, as AIMET has it."""
+
+    apply_adascale = staticmethod(apply_adascale)

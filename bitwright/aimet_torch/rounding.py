@@ -1,0 +1,294 @@
+"""Methods that choose the weights of a simulation, under AIMET's names: AdaRound, SeqMSE, AdaScale.
+
+Home of ``aimet_torch.adaround.adaround_weight``, ``aimet_torch.seq_mse`` and ``aimet_torch.adascale``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bitwright import torch as front
+from bitwright.aimet_common.absent import absent_names, differs
+from bitwright.aimet_common.defs import QuantScheme, range_method
+from bitwright.aimet_torch.utils import Unlabelled, default_forward_fn
+from bitwright.algorithms.rounding import seq_mse
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import ConfigError
+from bitwright.export.encodings.of_simulation import site_records
+from bitwright.export.encodings.versions import write_encodings
+from bitwright.export.files.atomic import check_destination
+from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.simulation.adopt import copied
+
+__all__ = ["AdaScale", "Adaround", "AdaroundParameters", "SeqMseParams", "apply_adascale", "apply_seq_mse"]
+
+__getattr__ = absent_names(__name__)
+
+
+def _batches(loader: Iterable[Any], forward_fn: Any) -> Iterable[Any]:
+    """The loader as our methods take it: without labels, unless ``forward_fn`` knows what to do with them."""
+    return loader if forward_fn is not None else Unlabelled(loader)
+
+
+# ---------------------------------------------------------------------------------------------------- AdaRound
+
+
+@dataclass
+class AdaroundParameters:
+    """What :meth:`Adaround.apply_adaround` is to do.
+
+    Attributes:
+        data_loader: batches; the second element of a batch of two is dropped as its labels, unless there is a ``forward_fn``.
+        num_batches: how many of them are used.
+        default_num_iterations: per layer; 10,000, or 15,000 below 8 bits.
+        default_reg_param, default_beta_range, default_warm_start: of the rounding regulariser.
+        forward_fn: ``forward_fn(model, batch)``, when the model is not called as ``model(batch)``.
+    """
+
+    data_loader: Iterable[Any]
+    num_batches: int
+    default_num_iterations: int | None = None
+    default_reg_param: float = 0.01
+    default_beta_range: tuple[float, float] = (20.0, 2.0)
+    default_warm_start: float = 0.2
+    forward_fn: Any = None
+
+
+class Adaround:
+    """AdaRound on a float model."""
+
+    @classmethod
+    def apply_adaround(
+        cls,
+        model: nn.Module,
+        dummy_input: Any,
+        params: AdaroundParameters,
+        path: str | Path,
+        filename_prefix: str,
+        default_param_bw: int = 4,
+        param_bw_override_list: Sequence[tuple[nn.Module, int]] | None = None,
+        ignore_quant_ops_list: Sequence[nn.Module] | None = None,
+        default_quant_scheme: Any = QuantScheme.post_training_tf_enhanced,
+        default_config_file: str | Path | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        """A copy of ``model`` with rounded weights; ``<path>/<filename_prefix>.encodings`` has their grids.
+
+        The file has ``param_encodings`` (version 0.6.1), for ``sim.set_and_freeze_param_encodings`` of a simulation of the
+        returned model.
+
+        Args:
+            model: left as it is.
+            dummy_input: one input, as :class:`QuantizationSimModel` takes it.
+            params: data and hyper-parameters.
+            path, filename_prefix: where the encodings are written.
+            default_param_bw: bits of the weights.
+            param_bw_override_list: ``(module, bits)`` of modules with another width.
+            ignore_quant_ops_list: modules whose weights stay in float; those without a weight have no effect.
+            default_quant_scheme: how the ranges are chosen.
+            default_config_file: rules, as for :class:`QuantizationSimModel`.
+            options: as for :func:`bitwright.torch.apply_reconstruction`.
+
+        Raises:
+            ConfigError: a module that has no quantized weight, or a prefix that cannot begin the name of a file.
+            CalibrationError, ModelError: as for :func:`bitwright.torch.apply_reconstruction`.
+            ExportError: the encodings cannot be written.
+        """
+        check_destination(path, filename_prefix)
+        sim = front.QuantizationSimModel(
+            copied(model), dummy_input, range_method(default_quant_scheme), default_param_bw=default_param_bw,
+            config_file=default_config_file or "default", in_place=True,
+        )  # fmt: skip
+        names = {id(module): name for name, module in walk_modules(model)}
+        for site in sim.quantizers.values():
+            site.enabled = site.enabled and site.is_stored
+        for module, bits in param_bw_override_list or ():
+            for site in _weights_at(sim, names, module, "param_bw_override_list"):
+                site.spec = replace(site.quantizer.spec, format=IntFormat(bits))
+        for module in ignore_quant_ops_list or ():
+            if id(module) not in names or any(parameter.dim() > 1 for parameter in module.parameters()):
+                for site in _weights_at(sim, names, module, "ignore_quant_ops_list"):
+                    site.enabled = False
+        front.apply_reconstruction(
+            sim,
+            itertools.islice(_batches(params.data_loader, params.forward_fn), params.num_batches),
+            iterations=params.default_num_iterations or (15000 if default_param_bw < 8 else 10000),
+            reg_param=params.default_reg_param,
+            beta_range=params.default_beta_range,
+            warm_start=params.default_warm_start,
+            forward_fn=params.forward_fn,
+            **options,
+        )
+        records = [record for record in site_records(sim) if record.kind == "param"]
+        write_encodings(Path(path, f"{filename_prefix}.encodings"), records, "0.6.1", quantizer_args={})
+        return sim.remove()
+
+    @classmethod
+    def apply_adaround_with_cache(
+        cls,
+        model: nn.Module,
+        dummy_input: Any,
+        params: AdaroundParameters,
+        path: str | Path,
+        filename_prefix: str,
+        default_param_bw: int = 4,
+        param_bw_override_list: Sequence[tuple[nn.Module, int]] | None = None,
+        ignore_quant_ops_list: Sequence[nn.Module] | None = None,
+        default_quant_scheme: Any = QuantScheme.post_training_tf_enhanced,
+        default_config_file: str | Path | None = None,
+        cached_dataset: Any = None,
+        checkpoints_config: str | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        """:meth:`apply_adaround`: no layer is computed from the model's input again, so that there is nothing to cache."""
+        if checkpoints_config is not None:
+            differs("apply_adaround_with_cache(checkpoints_config=...)", "not needed and not read")
+        return cls.apply_adaround(
+            model, dummy_input, params, path, filename_prefix, default_param_bw, param_bw_override_list,
+            ignore_quant_ops_list, default_quant_scheme, default_config_file, **options,
+        )  # fmt: skip
+
+
+def _weights_at(
+    sim: front.QuantizationSimModel, names: Mapping[int, str], module: nn.Module, argument: str
+) -> list[Site]:
+    """The weight sites of a module and of everything below it; ``names`` are paths of modules by identity.
+
+    Raises:
+        ConfigError: the module is unknown, or there is none.
+    """
+    path = names.get(id(module))
+    stored = [site for site in sim.quantizers.values() if site.is_stored]
+    found = [s for s in stored if path is not None and f"{sim.graph.op(s.op).module}.".startswith(f"{path}.")]
+    if not found:
+        raise ConfigError(
+            argument,
+            f"this {type(module).__name__} {'is not a module of the model' if path is None else 'has no quantized weight'}",
+            "name modules of the model that was given, such as model.conv1",
+        )
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- SeqMSE
+
+
+@dataclass
+class SeqMseParams:
+    """What the older call ``apply_seq_mse(model, sim, data_loader, params)`` is to do.
+
+    Attributes:
+        num_batches: how many batches are used; all with ``None``.
+        num_candidates: fractions of the range that are tried per channel.
+        inp_symmetry: what the two sides of the comparison read: ``symqt``, both the quantized predecessor's values; ``symfp``,
+            both the float model's; ``asym``, each its own.
+        loss_fn: ``mse``, ``l1`` or ``sqnr``.
+        forward_fn: ``forward_fn(model, batch)``.
+
+    Raises:
+        ConfigError: (a ValueError) a value that AIMET does not know either.
+    """
+
+    num_batches: int | None = 4
+    num_candidates: int = 20
+    inp_symmetry: str = "symqt"
+    loss_fn: str = "mse"
+    forward_fn: Any = default_forward_fn
+
+    def __post_init__(self) -> None:
+        seq_mse.Settings(loss_fn=self.loss_fn, inp_symmetry=self.inp_symmetry)  # type: ignore[arg-type]
+
+
+def apply_seq_mse(*args: Any, **kwargs: Any) -> Any:
+    """Choose the range of every weight by its layer's output error, and freeze it.
+
+    Two calls: ``(sim, data_loader, num_candidates=20, forward_fn=..., modules_to_exclude=None, checkpoints_config=None,
+    cache_dir=None)``, and the older ``(model, sim, data_loader, params, modules_to_exclude=None, checkpoints_config=None,
+    cache_dir=None)``. Modules to exclude may be those of the simulation or of the model it was made from.
+
+    Returns:
+        Our report (AIMET returns nothing).
+    """
+    older = isinstance(args[0], nn.Module) if args else "model" in kwargs
+    return (_older_seq_mse if older else _seq_mse)(*args, **kwargs)
+
+
+def _seq_mse(
+    sim: front.QuantizationSimModel,
+    data_loader: Iterable[Any],
+    num_candidates: int = 20,
+    forward_fn: Any = default_forward_fn,
+    modules_to_exclude: Iterable[nn.Module] | None = None,
+    checkpoints_config: str | None = None,
+    cache_dir: str | Path | None = None,
+    *,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> Any:
+    forward = None if forward_fn is default_forward_fn else forward_fn
+    names = {id(module): name for name, module in walk_modules(sim.model)}
+    names |= {id(module): name for module, name in getattr(sim, "original_names", {}).items()}
+    names |= {id(module): name for name, module in (walk_modules(model) if model is not None else ())}
+    excluded = list(options.pop("exclude", ()))
+    for module in modules_to_exclude or ():
+        if id(module) not in names or any(parameter.dim() > 1 for parameter in module.parameters()):
+            excluded += [site.op for site in _weights_at(sim, names, module, "modules_to_exclude")]
+    return front.apply_reconstruction(
+        sim, _batches(data_loader, forward), "seq_mse", num_candidates=num_candidates, cache_dir=cache_dir,
+        exclude=excluded, forward_fn=forward, **options,
+    )  # fmt: skip
+
+
+def _older_seq_mse(
+    model: nn.Module,
+    sim: front.QuantizationSimModel,
+    data_loader: Iterable[Any],
+    params: SeqMseParams,
+    modules_to_exclude: Iterable[nn.Module] | None = None,
+    checkpoints_config: str | None = None,
+    cache_dir: str | Path | None = None,
+    **options: Any,
+) -> Any:
+    batches = itertools.islice(data_loader, params.num_batches)
+    return _seq_mse(
+        sim, batches, params.num_candidates, params.forward_fn, modules_to_exclude, checkpoints_config, cache_dir,
+        model=model, inp_symmetry=params.inp_symmetry, loss_fn=params.loss_fn, **options,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- AdaScale
+
+
+def apply_adascale(
+    qsim: front.QuantizationSimModel,
+    data_loader: Iterable[Any],
+    forward_fn: Any = None,
+    num_iterations: int = 1500,
+    checkpoint_dir: str | None = None,
+    *,
+    loss_fn: Any = None,
+    **options: Any,
+) -> Any:
+    """Learned divisions of weights (FlexRound), in place; blocks are found in any network.
+
+    Returns:
+        Our report (AIMET returns nothing).
+    """
+    if loss_fn is not None:
+        differs("apply_adascale(loss_fn=...)", "the loss is the mean squared error of a block's output")
+    return front.apply_reconstruction(
+        qsim, _batches(data_loader, forward_fn), "flexround", iterations=num_iterations, forward_fn=forward_fn,
+        cache_dir=checkpoint_dir, **options,
+    )  # fmt: skip
+
+
+class AdaScale:
+    """The function as a method, as AIMET has it too."""
+
+    apply_adascale = staticmethod(apply_adascale)
