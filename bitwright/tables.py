@@ -15,13 +15,62 @@ from bitwright.errors import ConfigError
 _MOST_ROWS = 1000  # a notebook keeps its outputs in its file
 
 
-def text_table(head: Sequence[str], rows: Iterable[Sequence[str]], widest: int = 48) -> str:
-    """Left-aligned columns, separated by two spaces; the last column may be of any length.
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table in the one style that reports and commands print: columns two spaces apart, a line below the heads.
 
-    Args:
+    Its text is aligned here and not by rich, which takes 200 times as long: two seconds for 2,000 rows. In a terminal rich prints
+    it in the same style, and folds cells that do not fit.
+
+    Attributes:
         head: titles of the columns.
         rows: cells, as many as ``head`` has.
+        title: a line above.
+        right: columns of numbers, aligned at the right.
         widest: where a cell is longer than this, its own row alone is wider.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    right: Sequence[int] = ()
+    widest: int = 48
+
+    def __str__(self) -> str:
+        cells = [tuple(self.head), *map(tuple, self.rows)]
+        last = len(self.head) - 1
+        widths = [min(self.widest, max(len(row[i]) for row in cells)) for i in range(len(self.head))]
+        if last not in self.right:
+            widths[last] = 0  # the last column may be of any length
+        lines = [
+            "  ".join(
+                cell.rjust(width) if i in self.right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+        line = "-" * max(len(lines[0]), sum(widths) + 2 * last)
+        return "\n".join([*([self.title] if self.title else []), lines[0], line, *lines[1:]])
+
+    def __rich__(self) -> Any:
+        from rich.box import Box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        line = Box("    \n    \n -- \n    \n    \n    \n    \n    \n")
+        made = RichTable(
+            title=Text(self.title) if self.title else None, title_justify="left", title_style="bold", box=line,
+            show_edge=False, pad_edge=False, padding=(0, 2, 0, 0),
+        )  # fmt: skip
+        for i, name in enumerate(self.head):
+            made.add_column(Text(name), no_wrap=i == 0, overflow="fold", justify="right" if i in self.right else "left")
+        for row in self.rows:
+            made.add_row(*map(Text, row))
+        return made
+
+
+def text_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """The text of a :class:`Table`.
 
     >>> print(text_table(("site", "note"), [("a", "b"), ("conv", "")]))
     site  note
@@ -29,13 +78,7 @@ def text_table(head: Sequence[str], rows: Iterable[Sequence[str]], widest: int =
     a     b
     conv
     """
-    cells = [tuple(head), *map(tuple, rows)]
-    widths = [min(widest, max(len(row[i]) for row in cells)) for i in range(len(head) - 1)]
-    lines = [
-        "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in cells
-    ]
-    return "\n".join([lines[0], "-" * max(len(lines[0]), sum(widths) + 2 * len(widths)), *lines[1:]])
+    return str(Table(head, list(rows), right=right))
 
 
 def html_table(

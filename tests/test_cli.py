@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,15 +18,19 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from bitwright import __version__
+from bitwright.algorithms.search.default_recipe import EFFORTS
 from bitwright.algorithms.search.recipe import KINDS
 from bitwright.cli import app
-from bitwright.cli.commands.quantize import _gathered
+from bitwright.cli.quantize import _gathered
 from bitwright.core.numerics.ranges import RANGE_METHODS
 from bitwright.core.numerics.spec import PRESETS
 from bitwright.core.placement.aimet_config import SHIPPED
-from bitwright.errors import ExportError
+from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.manifest import write_manifest
+from bitwright.export.targets import TARGETS
 from bitwright.export.verify.samples import read_samples, write_samples
+from bitwright.runtimes.adapters import RUNTIMES
+from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.runtimes.timing import Ratio
 from bitwright.torch import QuantizationSimModel
 from tests.onnx.nets import Net, body
@@ -68,6 +73,41 @@ def test_help_shows_every_command_with_an_example():
         assert "Examples:" in run(name, "--help").output
     assert "bitwright verify exported/" in text
     assert run().exit_code == 2, "no command at all prints the help too"
+
+
+def test_options_stand_in_groups_and_the_data_come_first():
+    text = run("quantize", "--help").output
+    text = text[text.index("\u2500 Arguments ") - 1 :]
+    places = [
+        text.index(f"\u2500 {title} ") for title in ("Arguments", "Options", "Data", "Methods", "Export", "Output")
+    ]
+    assert places == sorted(places)
+    assert text.index("--data ") < text.index("--batch-size") < places[3] < text.index("--recipe") < places[4]
+    assert places[4] < text.index("--target") < places[5] < text.index("--out ")
+
+
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("bitwright quantize m.onnx --preset w4a1", "w4a16"),
+        ("bitwright quantize m.onnx --recipe fold,eq", "fold,equalize"),
+        ("bitwright benchmark m.onnx --runtime open", "openvino"),
+        ("bitwright list tar", "targets"),
+        ("bitwright analy", "analyze"),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(line, found):
+    environment = {"_BITWRIGHT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    result = CliRunner().invoke(app, [], env=environment, prog_name="bitwright")
+    assert result.output.split() == [found]
+
+
+def test_every_command_is_quiet_or_verbose_and_not_both(exported):
+    result = run("verify", exported, "-q")
+    assert result.output == "3 of 3 places agree: ok\n" and result.exit_code == 0
+    assert run("show", exported, "-q").output == f"{run('show', exported).output.splitlines()[-1]}\n"
+    result = run("verify", exported, "-q", "-v")
+    assert result.exit_code == 2 and "together with --verbose" in result.output
 
 
 def test_version():
@@ -204,6 +244,8 @@ def test_quantize_follows_a_recipe_and_shows_what_each_step_did(tmp_path, monkey
     common = ("quantize", tmp_path / "net.onnx", "--data", tmp_path / "data.npz", "--out", tmp_path / "out")
     result = run(*common, "--recipe", "fold,gptq", "--metric", "rating:rate", "--undo-harm")
     assert result.exit_code == 0, result.output
+    assert "metric: float " in result.output and "steps: done: fold, gptq" in result.output
+    result = run(*common, "--recipe", "fold,gptq", "--metric", "rating:rate", "-v")
     assert "no step" in result.output and "gptq()" in result.output and "layers, output error x" in result.output
     result = run(*common, "--recipe", "fold", "--memory-budget", "1")
     assert result.exit_code == 0, result.output
@@ -215,7 +257,7 @@ def test_quantize_follows_a_recipe_and_shows_what_each_step_did(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     result = run(*common, "--recipe", "fold,gtpq")
     assert result.exit_code == 2 and "there is no step 'gtpq'" in result.output
-    result = run(*common, "--effort", "quick")
+    result = run(*common, "--effort", "quick", "--verbose")
     assert result.exit_code == 0 and "gptq(num_samples=32" in result.output, result.output
     for more, message in (
         (("--effort", "quik"), "there is no effort 'quik'"),
@@ -285,6 +327,17 @@ def test_presets_lists_every_name():
     assert result.exit_code == 0
     for name in (*PRESETS, *RANGE_METHODS, *SHIPPED, "tf_enhanced", "default_config"):
         assert name in result.output
+
+
+def test_list_prints_one_kind_of_names_or_all():
+    assert run("presets").output == run("list").output
+    assert run("list", "presets", "-q").output.split() == list(PRESETS)
+    assert run("list", "targets", "-q").output.split() == list(TARGETS)
+    assert set(run("list", "methods", "-q").output.split()) == {*KINDS, *RANGE_METHODS, *EFFORTS}
+    text = run("list", "runtimes").output
+    assert all(name in text for name in RUNTIMES) and "adaround" not in text
+    result = run("list", "preset")
+    assert result.exit_code == 2 and "there is no list 'preset' (did you mean 'presets'?)" in result.output
 
 
 def test_check_config_prints_the_rules(tmp_path):
@@ -509,3 +562,84 @@ def test_quantize_ends_with_exit_code_1_where_the_result_is_poor(tmp_path, limit
     assert first.startswith(begin) and "95 % interval" in first and first.endswith("(of held_out)")
     assert ("POOR" in first) == bool(begin)
     assert (tmp_path / "out" / "m.onnx").exists() and "quantized: weights 2 of 2" in result.output
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a free batch axis, 20 samples and their right answers."""
+    folder = tmp_path_factory.mktemp("small")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    names = {"input_names": ["x"], "dynamic_axes": {"x": {0: "n"}}}
+    torch.onnx.export(model, (torch.randn(2, 8),), folder / "m.onnx", dynamo=False, **names)
+    x = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
+    np.savez(folder / "d.npz", x=x)
+    with torch.no_grad():
+        np.save(folder / "labels.npy", model(torch.from_numpy(x)).argmax(1).numpy())
+    return folder
+
+
+def test_quantize_ends_with_metric_size_verification_files_and_steps(small, tmp_path):
+    common = ("quantize", small / "m.onnx", "--data", small / "d.npz", "--recipe", "fold", "--out", tmp_path)
+    lines = run(*common, "--metric", "accuracy", "--labels", small / "labels.npy").output.splitlines()
+    assert lines[0].startswith("output") and re.search(r"(excellent|good|fair) \(\d+ dB or more\)", lines[0])
+    found = {line.partition(":")[0]: line for line in lines}
+    assert found["metric"].startswith("metric: float 1 -> quantized ")
+    sizes = [(tmp_path / name).stat().st_size / 1e3 for name in ("m_float.onnx", "m.onnx")]
+    assert found["size"].startswith(f"size: float {sizes[0]:.1f} kB -> quantized {sizes[1]:.1f} kB")
+    assert found["verify"] == "verify: 3 of 3 places agree: ok"
+    assert "speed against float in onnxruntime, 1 thread" in found
+    names = found[f"wrote 6 files to {tmp_path}"].partition(": ")[2].split(", ")
+    assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
+    assert any(
+        line.startswith("m_samples.npz holds a batch of your data; ") and "--no-samples" in line for line in lines
+    )
+    assert lines[-1] == "steps: no change: fold"
+    quiet = run(*common, "-q")
+    assert quiet.output.count("\n") == 1 and "dB" in quiet.output
+    told = run(*common, "-v").output
+    assert "batch norms folded; values: " in told and re.search(r"^\d\d:\d\d:\d\d fold\(\): ", told, re.MULTILINE)
+
+
+def test_an_export_without_samples_has_no_data_of_the_user(small, tmp_path):
+    common = ("quantize", small / "m.onnx", "--data", small / "d.npz", "--recipe", "fold", "--out", tmp_path)
+    result = run(*common, "--no-samples")
+    assert result.exit_code == 0 and "samples.npz" not in result.output
+    assert not (tmp_path / "m_samples.npz").exists() and len(list(tmp_path.iterdir())) == 5
+    result = run("verify", tmp_path)
+    assert result.exit_code == 2 and "has no samples" in result.output
+
+
+@pytest.mark.parametrize("limit, count", [((), 20), (("--limit", 7), 7)], ids=["all", "limit"])
+@pytest.mark.parametrize("size", [(), ("--batch-size", 3)], ids=["", "batches-of-3"])
+def test_every_command_reads_the_same_samples(small, tmp_path, limit, count, size, monkeypatch):
+    seen: dict[str, int] = {}
+
+    def counted(name):
+        def run(*arguments, **_):
+            batches = next(a for a in arguments if not isinstance(a, str | Path) and hasattr(a, "__iter__"))
+            seen[name] = sum(len(feeds["x"]) for feeds in batches)
+            raise ConfigError(name, "it is counted", "nothing")
+
+        return run
+
+    monkeypatch.setattr("bitwright.onnx.quantize", counted("quantize"))
+    monkeypatch.setattr("bitwright.onnx.check_model", counted("doctor"))
+    monkeypatch.setattr("bitwright.mixed.automatic.auto.auto_quantize", counted("auto"))
+    monkeypatch.setattr("bitwright.comparison.saturation.saturation", counted("saturation"))
+    common = (small / "m.onnx", "--data", small / "d.npz", *limit, *size)
+    for command in ("quantize", "analyze", "doctor", "auto", "saturation"):
+        out = ("--out", tmp_path / command) if command in ("quantize", "auto") else ()
+        assert run(command, *common, *out).exit_code == 2
+        name = "quantize" if command == "analyze" else command
+        assert seen.pop(name) == count, command
+
+
+def test_a_slow_file_is_no_failure_of_benchmark_unless_it_is_asked_for(exported, monkeypatch):
+    for file, low, high in (("slow", 0.4, 0.5), ("fast", 1.9, 2.0)):
+        report = BenchmarkReport("onnxruntime", (), {}, {1: Ratio(low, low, high)})
+        monkeypatch.setattr("bitwright.onnx.deployed.benchmark_path", lambda *_, report=report, **__: report)
+        result = run("benchmark", exported)
+        assert result.exit_code == 0
+        assert result.output.splitlines()[-1].startswith(f"speed against float in onnxruntime: {low:.2f}x")
+        assert run("benchmark", exported, "--fail-if-slower").exit_code == (file == "slow")

@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"lazy"}, set()),
     "errors": (set(), set()),
     "progress": (set(), {"rich"}),
-    "tables": ({"errors"}, {"pandas"}),
+    "tables": ({"errors"}, {"pandas", "rich"}),
     "lazy": (set(), set()),
     "interrupt": (set(), set()),
     "core": ({"errors", "tables"}, NUMPY),
@@ -87,6 +87,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "mixed",
             "migrate",
             "report",
+            "runtimes",
+            "tables",
         },  # fmt: skip
         ANYTHING,
     ),

@@ -67,7 +67,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "search": {"choosing", "precisions"},
         "automatic": {"choosing", "precisions", "search"},
     },
-    "cli": {"commands": {"app", "options"}},
 }
 
 

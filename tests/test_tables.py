@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import io
 import json
 import sys
 import types
@@ -16,7 +17,7 @@ import bitwright
 from bitwright.algorithms.search.recipe_report import Outcome, RecipeReport
 from bitwright.core.health.site_health import HealthTable
 from bitwright.onnx import QuantizationSimModel as OnnxSim
-from bitwright.tables import Tabular, html_table, html_text, plain, text_table
+from bitwright.tables import Table, Tabular, html_table, html_text, plain, text_table
 from bitwright.torch import QuantizationSimModel as TorchSim
 from bitwright.torch import check_model
 
@@ -90,7 +91,7 @@ def test_the_health_of_a_model_and_a_recipe_are_escaped():
     text = check_model(Divides(), [torch.ones(2, 2)])._repr_html_()
     assert Shape(text) and text.startswith("<pre>") and "Div" in text
     report = RecipeReport((Outcome("<script>", None, None, note="a & b"),), "on <held out>")
-    assert Shape(report._repr_html_()).rows == [4, 4]
+    assert Shape(report._repr_html_()).rows == [2, 2], "no column of a metric that no step was measured by"
     assert "<script>" not in report._repr_html_() and "&lt;script&gt;" in report._repr_html_()
 
 
@@ -100,6 +101,27 @@ def test_every_cell_is_escaped_and_long_tables_say_what_they_leave_out():
     assert "<img" not in text and Shape(text).rows == [2, 2] and "<img" not in html_text(bad)
     long = html_table(("n",), [(i,) for i in range(1005)])
     assert len(Shape(long).rows) == 1001 and "and 5 more rows" in long
+
+
+def test_columns_of_a_metric_are_there_where_a_step_was_measured_by_it():
+    report = RecipeReport((Outcome("float", 0.9, None), Outcome("fold()", 0.875, -0.025)))
+    assert Shape(report._repr_html_()).rows == [4, 4, 4]
+    head, _, first, second = str(report).splitlines()
+    assert head.split() == ["step", "metric", "change", "note"]
+    assert first.split() == ["float", "0.9"] and second.split() == ["fold()", "0.875", "-0.025"]
+    assert head.index("metric") + 6 == first.index("0.9") + 3 == second.index("0.875") + 5, "numbers align at the right"
+
+
+def test_a_terminal_folds_cells_that_do_not_fit():
+    from rich.console import Console
+
+    shown = Table(("name", "why"), [("conv1.weight", "word " * 30), ("[red]x[/]", "b")], title="Sites")
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None)
+    terminal.print(shown)
+    lines = terminal.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60 and "".join(lines).count("word") == 30
+    assert any("conv1.weight" in line for line in lines) and any("[red]x[/]" in line for line in lines)
+    assert str(shown).splitlines()[0] == "Sites" and ("word " * 30).strip() in str(shown)
 
 
 def test_text_tables_align_and_do_not_cut():

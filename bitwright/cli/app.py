@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 import typer.core
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from bitwright.errors import BitwrightError, ConfigError
@@ -18,8 +23,11 @@ from bitwright.interrupt import INTERRUPTED, Interrupts, watched
 from bitwright.lazy import how_to_install
 
 NO, USER_ERROR = 1, 2
+DATA, METHODS, EXPORT, OUTPUT = GROUPS = ("Data", "Methods", "Export", "Output")  # of options in --help
 
 _PIPE_WIDTH = 200  # columns where there is no terminal whose width could be asked
+_QUIET, _NORMAL, _VERBOSE = -1, 0, 1
+_level: ContextVar[int] = ContextVar("level", default=_NORMAL)  # of the command that runs
 
 
 class _Commands(typer.core.TyperGroup):
@@ -49,7 +57,7 @@ class _Commands(typer.core.TyperGroup):
 
 
 def _stop(error: BaseException) -> NoReturn:
-    """Say that Ctrl-C came, and what is kept; exit code 130."""
+    """Report Ctrl-C and which files are kept; exit code 130."""
     out = console(stderr=True)
     out.print(Text("interrupted", "bold red"))
     cause: BaseException | None = error
@@ -63,7 +71,10 @@ def _stop(error: BaseException) -> NoReturn:
 def _explained(error: Exception) -> BitwrightError:
     """The error that is printed for what a user can repair: input, files, memory, a package that is missing."""
     if isinstance(error, ModuleNotFoundError):
-        return _missing(error)
+        remedy = how_to_install(error)
+        if remedy is None:
+            raise error
+        return ConfigError("environment", f"the package {error.name} is not installed", remedy)
     if isinstance(error, OSError):
         from bitwright.export.files.atomic import file_error
 
@@ -71,17 +82,9 @@ def _explained(error: Exception) -> BitwrightError:
         return file_error(os.fsdecode(name), error)
     if isinstance(error, MemoryError):
         problem = f"there is not enough of it{f': {error}' if str(error) else ''}"
-        return ConfigError("memory", problem, "use smaller batches, fewer of them (--limit), or a larger machine")
+        return ConfigError("memory", problem, "use smaller batches, fewer samples (--limit), or a larger machine")
     assert isinstance(error, BitwrightError)
     return error
-
-
-def _missing(error: ModuleNotFoundError) -> BitwrightError:
-    """What to install for a module that is not there; an error that is not about an extra goes on."""
-    remedy = how_to_install(error)
-    if remedy is None:
-        raise error
-    return ConfigError("environment", f"the package {error.name} is not installed", remedy)
 
 
 def _fail(error: BitwrightError) -> NoReturn:
@@ -94,7 +97,7 @@ def _fail(error: BitwrightError) -> NoReturn:
 
 
 def _keep_libraries_off_stdout() -> None:
-    """What compiled libraries print goes to stderr, for the rest of this process: stdout holds answers only.
+    """Send what compiled libraries print to stderr for the rest of this process: stdout holds answers only.
 
     The solver in SciPy 1.17 (HiGHS 1.12) prints a line whenever it repairs a solution, whatever its options say.
     """
@@ -116,7 +119,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -143,7 +145,7 @@ def _options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Look at quantized models and check them, from the command line.
+    """Quantize ONNX models, and inspect and check quantized ones, from the command line.
 
     sim.export writes a folder. These commands work on such a folder, on an
     ONNX model, on an encodings file, or on a configuration; none needs your
@@ -153,19 +155,113 @@ def _options(
     Examples:
       bitwright quantize m.onnx --data d.npz --out exported/
       bitwright doctor m.onnx --data d.npz   where do NaN and Inf come from?
-      bitwright inspect m.onnx        what would be quantized, and why not the rest
+      bitwright inspect m.onnx           what would be quantized, and why not the rest
       bitwright verify exported/         does it compute what the simulation did?
       bitwright show exported/           every site: format, scale, range
       bitwright report exported/         one HTML file that shows all of it
       bitwright diff one/ other/         what differs between two runs
-      bitwright auto m.onnx --data d.npz --out search/   tries what there is
-      bitwright presets                  names for preset, scheme, configuration
+      bitwright auto m.onnx --data d.npz --out search/   the cheapest model that is good enough
+      bitwright list targets             names that the options take
       bitwright check-config rules.yaml  what it says, or what is wrong in it
+
+    Every command takes -v (log each step) and -q (print only the result line).
 
     Exit codes: 0 all is well; 1 the answer is no, as when verify found a
     difference; 2 the input was wrong; 130 Ctrl-C. An interrupted command
     leaves files of an earlier run as they were, or has written all new ones.
     """
+
+
+# ---- commands
+
+
+def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a command, with the options ``-v`` and ``-q``.
+
+    A parameter whose type is a dataclass stands for the options that its fields declare, so that commands share them.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        groups: dict[str, Any] = {}
+        flat: list[inspect.Parameter] = []
+        for parameter in inspect.signature(function, eval_str=True).parameters.values():
+            kind: Any = parameter.annotation
+            if dataclasses.is_dataclass(kind):
+                groups[parameter.name] = kind
+                flat += inspect.signature(cast(Any, kind), eval_str=True).parameters.values()
+            else:
+                flat.append(parameter)
+        flat += inspect.signature(_verbosity, eval_str=True).parameters.values()
+
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            level = _verbosity(values.pop("verbose"), values.pop("quiet"))
+            made = {
+                key: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+                for key, group in groups.items()
+            }
+            with _logged(level):
+                function(**values, **made)
+
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in sorted(flat, key=_place)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        del run.__wrapped__  # its signature is that of `function`
+        return app.command(name)(run)
+
+    return register
+
+
+def _place(parameter: inspect.Parameter) -> tuple[int, bool]:
+    """Where ``--help`` has an option: by group, ``--data`` at the top of its own."""
+    group = next(
+        (getattr(info, "rich_help_panel", None) for info in getattr(parameter.annotation, "__metadata__", ())), None
+    )
+    return GROUPS.index(group) if group in GROUPS else -1, parameter.name != "data"
+
+
+def _verbosity(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log every step, with times.", rich_help_panel=OUTPUT)
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only the result line.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> int:
+    if verbose and quiet:
+        raise ConfigError("--quiet", "it is given together with --verbose", "leave one of them out")
+    return _VERBOSE if verbose else _QUIET if quiet else _NORMAL
+
+
+@contextmanager
+def _logged(level: int) -> Iterator[None]:
+    """Print and log as ``level`` asks for inside the block: steps on stderr with -v, errors alone with -q."""
+    logger, token = logging.getLogger("bitwright"), _level.set(level)
+    before, handler = logger.level, logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    if level == _VERBOSE:
+        logger.addHandler(handler)
+    if level != _NORMAL:
+        logger.setLevel(logging.INFO if level == _VERBOSE else logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        _level.reset(token)
+
+
+# ---- what commands print
+
+
+def is_quiet() -> bool:
+    """Whether ``-q`` was given."""
+    return _level.get() == _QUIET
+
+
+def is_verbose() -> bool:
+    """Whether ``-v`` was given."""
+    return _level.get() == _VERBOSE
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -174,11 +270,33 @@ def console(*, stderr: bool = False) -> Console:
     return probe if probe.is_terminal else Console(stderr=stderr, width=max(probe.width, _PIPE_WIDTH))
 
 
-def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table whose first column, the name, is never cut; cells are plain text, without markup."""
-    made = Table(title=Text(title), title_justify="left")
-    for i, name in enumerate(head):
-        made.add_column(name, no_wrap=i == 0, overflow="fold")
-    for row in rows:
-        made.add_row(*map(Text, row))
-    return made
+def answer(line: str) -> None:
+    """Print the result line, which is never wrapped."""
+    console().print(Text(line), soft_wrap=True)
+
+
+def details(*parts: Any) -> None:
+    """Print texts and tables, unless ``-q`` was given; a table is cut to the width of a terminal only."""
+    if not is_quiet():
+        out = console()
+        for part in parts:
+            is_text = isinstance(part, str) or not out.is_terminal
+            shown = part if isinstance(part, Text) else Text(str(part)) if is_text else part
+            out.print(shown, soft_wrap=is_text)
+
+
+def print_report(text: str, result: int = -1, title_style: str = "bold") -> None:
+    """Print the text of a report, its remedies and notes in colour; with ``-q`` only the line of index ``result``."""
+    lines = text.rstrip("\n").splitlines()
+    if is_quiet():
+        answer(lines[result])
+        return
+    out = console()
+    for i, line in enumerate(lines):
+        shown = Text(line)
+        if i == 0 and result == 0:
+            shown.stylize(title_style)
+        for word, style in (("remedy:", "bold green"), ("note:", "dim")):
+            if line.lstrip().startswith(word):
+                shown.stylize(style)
+        out.print(shown, soft_wrap=True)

@@ -1,38 +1,216 @@
-"""Options that several commands share, and how their texts are read."""
+"""Options that several commands share, each declared once, and how their texts are read."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bitwright.cli.app import DATA, EXPORT, METHODS, OUTPUT
 from bitwright.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bitwright.onnx.model.data import InputSpec, Pictures
+    from bitwright.onnx.model.data import InputSpec
 
-Prefix = Annotated[str | None, typer.Option(help="Stem of the files; needed when the folder holds several exports.")]
+logger = logging.getLogger("bitwright")
+
+
+def named(kind: str) -> Callable[[str], list[str]]:
+    """Shell completion for the names of one kind, those of ``bitwright list``."""
+
+    def complete(incomplete: str) -> list[str]:
+        from bitwright.cli.names import names_of
+
+        return [name for name in names_of(kind) if name.startswith(incomplete)]
+
+    return complete
+
+
 OnnxFile = Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)]
-BatchSize = Annotated[int, typer.Option(min=1, help="Samples per run, where the model leaves it open.")]
-Limit = Annotated[int, typer.Option(min=1, help="Use at most so many batches.")]
-NamedMetric = Annotated[
+Export = Annotated[Path, typer.Argument(help="A folder that sim.export wrote.", show_default=False)]
+ExportOrModel = Annotated[
+    Path, typer.Argument(help="A folder that sim.export wrote, or a quantized model.", show_default=False)
+]
+Prefix = Annotated[
+    str | None, typer.Option(help="Common start of the file names; needed when the folder holds several exports.")
+]
+Match = Annotated[str, typer.Option(metavar="GLOB", help="Only names like this; * and ? are wildcards.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Also write the report here, as JSON.", rich_help_panel=OUTPUT),
+]
+Preset = Annotated[
+    str, typer.Option(help="See `bitwright list presets`.", rich_help_panel=METHODS, autocompletion=named("presets"))
+]
+Config = Annotated[
     str | None,
     typer.Option(
-        help="accuracy (with --labels), agreement, kl, or module:function that rates an InferenceSession: "
-        "one value per sample, or one number."
+        help="Rules: a file, or a name of `bitwright list configs`.",
+        rich_help_panel=METHODS,
+        autocompletion=named("configs"),
+        show_default=False,
     ),
 ]
-RightAnswers = Annotated[
-    Path | None, typer.Option(help="Right answers: a .npy file, one per sample.", show_default=False)
+Scheme = Annotated[
+    str | None,
+    typer.Option(
+        help="Range method: see `bitwright list methods`.",
+        rich_help_panel=METHODS,
+        autocompletion=named("ranges"),
+        show_default=False,
+    ),
 ]
-Layout = Annotated[str, typer.Option(help="Of pictures: NCHW or NHWC.")]
-Colours = Annotated[str, typer.Option(help="Of pictures: RGB, BGR or L (grey).")]
-Scale = Annotated[float, typer.Option(help="Pixels, 0 to 255, are multiplied by this first.")]
-Mean = Annotated[str, typer.Option(help="Then this is subtracted: one number, or one per colour.")]
-Std = Annotated[str, typer.Option(help="Then it is divided by this.")]
+Target = Annotated[
+    str,
+    typer.Option(
+        help="Runtime that the files are for: see `bitwright list targets`.",
+        rich_help_panel=EXPORT,
+        autocompletion=named("targets"),
+    ),
+]
+Runtime = Annotated[str, typer.Option(help="onnxruntime, openvino or litert.", autocompletion=named("runtimes"))]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="A .npz or .npy file, a folder of files or pictures, or module:function; see `bitwright quantize --help`.",
+        show_default=False,
+        rich_help_panel=DATA,
+    ),
+]
+OptionalData = Annotated[
+    str | None,
+    typer.Option(
+        help="A .npz or .npy file, a folder of files or pictures, or module:function; see `bitwright quantize --help`.",
+        show_default=False,
+        rich_help_panel=DATA,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How ``--data`` is read: the same samples in every command."""
+
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Samples per run, where the model leaves it open.", rich_help_panel=DATA)
+    ] = 1
+    limit: Annotated[int, typer.Option(min=1, help="Read so many samples at most.", rich_help_panel=DATA)] = 256
+    layout: Annotated[str, typer.Option(help="Axes of pictures: NCHW or NHWC.", rich_help_panel=DATA)] = "NCHW"
+    colours: Annotated[str, typer.Option(help="Colours of pictures: RGB, BGR or L (grey).", rich_help_panel=DATA)] = (
+        "RGB"
+    )
+    scale: Annotated[
+        float, typer.Option(help="Factor of pixels, which are 0 to 255; applied first.", rich_help_panel=DATA)
+    ] = 1 / 255
+    mean: Annotated[
+        str, typer.Option(help="Subtracted from pixels next: one number, or one per colour.", rich_help_panel=DATA)
+    ] = "0"
+    std: Annotated[
+        str, typer.Option(help="Divides pixels last: one number, or one per colour.", rich_help_panel=DATA)
+    ] = "1"
+
+    def batches(self, data: str, specs: Sequence[InputSpec]) -> Iterator[Any]:
+        """The first ``limit`` samples of ``data``, as feeds for ``specs``.
+
+        A batch that the model's fixed batch size does not let divide is read whole.
+        """
+        from bitwright.analysis.subject.data import rows_of
+        from bitwright.onnx import load_data
+        from bitwright.onnx.model.data import Pictures
+
+        mean, std = numbers("--mean", self.mean), numbers("--std", self.std)
+        pictures = Pictures(self.layout, self.colours, self.scale, mean, std)
+        is_open = all(spec.shape is None or spec.shape[:1] == (None,) for spec in specs)
+        used = 0
+        for feeds in load_data(data, specs, batch_size=self.batch_size, pictures=pictures):
+            rows = rows_of(feeds)
+            kept = min(rows, self.limit - used) if is_open else rows
+            if used >= self.limit or kept < rows:
+                logger.info("%s: it holds more than the first %d samples; --limit reads more", data, self.limit)
+            if used >= self.limit:
+                return
+            used += kept
+            yield {name: array[:kept] if array.ndim and len(array) == rows else array for name, array in feeds.items()}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a model is judged by, beside its error."""
+
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="accuracy (with --labels), agreement, kl, or module:function that scores an InferenceSession.",
+            rich_help_panel=DATA,
+            autocompletion=lambda incomplete: [n for n in ("accuracy", "agreement", "kl") if n.startswith(incomplete)],
+            show_default=False,
+        ),
+    ] = None
+    labels: Annotated[
+        Path | None,
+        typer.Option(help="Right answers: a .npy file, one per sample.", show_default=False, rich_help_panel=DATA),
+    ] = None
+    lower_is_better: Annotated[
+        bool, typer.Option("--lower-is-better", help="For metrics such as a perplexity.", rich_help_panel=DATA)
+    ] = False
+
+    def named(self) -> Any:
+        """``None``, a name, or the function that ``module:function`` names."""
+        if self.metric is None or ":" not in self.metric:
+            return self.metric
+        from bitwright.core.files.entry_points import load_entry_point
+
+        return load_entry_point(self.metric, "scores a session")
+
+    def answers(self, batches: Sequence[Any]) -> Any:
+        """As many labels as ``batches`` hold samples, since ``--limit`` may leave some out; ``None`` without labels."""
+        if self.labels is None:
+            return None
+        import numpy as np
+
+        from bitwright.analysis.subject.data import rows_of
+
+        try:
+            found = np.load(self.labels, allow_pickle=False)
+        except ValueError as error:
+            raise ConfigError(str(self.labels), f"it is not an array: {error}", "write it with numpy.save") from error
+        return found[: sum(map(rows_of, batches))]
+
+    def of_sessions(self, model: Any, batches: Callable[[], Sequence[Any]]) -> tuple[Any, bool]:
+        """A function from a session to a number, and whether lower is better; ``(None, False)`` without a metric.
+
+        Args:
+            model: the float model, whose answers ``agreement`` and ``kl`` compare with.
+            batches: gives the samples that a named metric is measured on.
+        """
+        metric = self.named()
+        if metric is None or callable(metric):
+            return metric, self.lower_is_better
+        import numpy as np
+
+        from bitwright.analysis.metrics.metric import named_metric
+        from bitwright.analysis.subject.data import split_labels
+        from bitwright.onnx.model.session import open_session
+
+        samples = batches()
+        given = self.answers(samples)
+        row, labels = named_metric(metric, given), split_labels(given, samples)
+        answers: Sequence[Any] = [None] * len(samples) if labels is None else labels
+        session = open_session(model, None)
+        wanted = [session.run(None, dict(feeds)) for feeds in samples]
+
+        def score(session: Any) -> float:
+            values = [
+                row.values(session.run(None, dict(feeds)), reference, right)
+                for feeds, reference, right in zip(samples, wanted, answers, strict=True)
+            ]
+            return float(np.concatenate(values).mean())
+
+        return score, row.better == "lower"
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:
@@ -43,32 +221,6 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
         raise ConfigError(option, f"{text!r} is not a list of numbers", "write 0.485,0.456,0.406") from error
 
 
-def read_pictures(layout: str, colours: str, scale: float, mean: str, std: str) -> Pictures:
-    """How pictures become inputs, by the options of that name."""
-    from bitwright.onnx.model.data import Pictures
-
-    return Pictures(layout, colours, scale, numbers("--mean", mean), numbers("--std", std))
-
-
-def read_batches(
-    data: str, specs: Sequence[InputSpec], batch_size: int, limit: int, pictures: Pictures
-) -> Iterator[Any]:
-    """What ``--data`` names, as feeds for ``specs``, ``limit`` of them at most."""
-    from bitwright.onnx import load_data
-
-    return islice(load_data(data, specs, batch_size=batch_size, pictures=pictures), limit)
-
-
-def called(text: str, function: Callable[[], Any]) -> Any:
-    """What the user's function returns; where it fails, the error names it."""
-    try:
-        return function()
-    except Exception as error:
-        raise ConfigError(
-            text, f"it failed: {type(error).__name__}: {error}", "call it yourself first; --debug shows where"
-        ) from error
-
-
 def like(name: str, glob: str) -> bool:
     """Whether ``name`` matches; brackets are part of site names and not special."""
     import fnmatch
@@ -76,31 +228,11 @@ def like(name: str, glob: str) -> bool:
     return fnmatch.fnmatchcase(name, glob.replace("[", "[[]"))
 
 
-def write_json(path: Path, text: str) -> None:
-    """Write what ``--json FILE`` asked for, whole or not at all."""
+def write_json(path: Path | None, report: Any) -> None:
+    """Write ``report.to_json()`` where ``--json FILE`` asks for it, whole or not at all."""
+    if path is None:
+        return
     from bitwright.export.files.atomic import atomic_write
 
     with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-def read_metric(text: str | None) -> Any:
-    """A name, or the function that ``module:function`` names."""
-    if text is None or ":" not in text:
-        return text
-    from bitwright.core.files.entry_points import load_entry_point
-
-    return load_entry_point(text, "rates a session")
-
-
-def read_labels(path: Path, batches: Sequence[Any]) -> Any:
-    """As many labels as the data has samples: ``--limit`` may leave some out."""
-    import numpy as np
-
-    from bitwright.analysis.subject.data import rows_of
-
-    try:
-        found = np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise ConfigError(str(path), f"it is not an array: {error}", "write it with numpy.save") from error
-    return found[: sum(map(rows_of, batches))]
+        temporary.write_text(report.to_json(), encoding="utf-8")

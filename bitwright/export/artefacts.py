@@ -61,6 +61,9 @@ class Exported:
         manifest: JSON: versions, rules, hashes of all files.
         notes: what stayed in float or was written otherwise than asked for.
         tflite: the LiteRT file, for targets that run it.
+        samples: the simulation's values at every site on a batch of the data, which `bitwright verify` compares with; ``None``
+            when none were asked for. It holds the batch itself.
+        target: the runtime that the files are for.
         speed: how many times as fast as float the file is on this machine with one thread, when that was measured.
     """
 
@@ -71,13 +74,16 @@ class Exported:
     manifest: Path
     notes: tuple[str, ...]
     tflite: Path | None = None
+    samples: Path | None = None
+    target: str = DEFAULT_TARGET
     speed: Ratio | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file."""
-        flat = () if self.tflite is None else (self.tflite,)
-        return (*flat, self.qdq, self.float_model, self.encodings, self.sites, self.manifest)
+        """Every file, with the files that large models keep their weights in."""
+        models = [file for path in (self.qdq, self.float_model) for file in (path, Path(f"{path}.data"))]
+        found = [self.tflite, *models, self.encodings, self.sites, self.samples, self.manifest]
+        return tuple(path for path in found if path is not None and (path.suffix != ".data" or path.is_file()))
 
 
 @dataclass(frozen=True)
@@ -261,6 +267,8 @@ def write_artefacts(
     }
     if find_target(target).format == "tflite":
         names["tflite"] = f"{prefix}.tflite"
+    if samples is not None:
+        names["samples"] = f"{prefix}_samples.npz"
     earlier = earlier_files(folder / names["manifest"])
     with atomic_files(folder, create=True, name=names["manifest"], stale=earlier) as staging:
         origin = _origin(sim, encodings, target, data)
@@ -283,7 +291,7 @@ def write_artefacts(
             inputs, sites = kept.inputs, kept.sites
             if form == "native":
                 sites = _outside_steps(sim, sites)
-            write_samples(staging / f"{prefix}_samples.npz", sites, inputs, kept.outputs)
+            write_samples(staging / names["samples"], sites, inputs, kept.outputs)
         if "tflite" in names:
             # a file whose batch has to be fixed takes that of the samples
             feeds = _named_inputs(result.model, data) if inputs is None else inputs
@@ -309,7 +317,7 @@ def write_artefacts(
     for note in notes:
         logger.info(note)
     paths: dict[str, Any] = {key: folder / name for key, name in names.items()}
-    return Exported(**paths, notes=tuple(notes))
+    return Exported(**paths, notes=tuple(notes), target=target)
 
 
 def _growth(folder: Path, written: str, float_model: str) -> Iterator[str]:

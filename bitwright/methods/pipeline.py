@@ -123,6 +123,7 @@ def quantize(
     target: str = DEFAULT_TARGET,
     opset: int | None = None,
     ir_version: int | None = None,
+    samples: bool = True,
     benchmark: bool = False,
     measure_speed: bool = True,
     progress: bool = True,
@@ -159,6 +160,7 @@ def quantize(
         weight_only, target: as for :meth:`QuantizationSimModel.export`. Without a ``config_file`` the target also says what is
             simulated: first convolutions of large images that it computes faster in float stay so, ``result.stem``.
         opset, ir_version: of the files, as for :meth:`QuantizationSimModel.export`.
+        samples: write ``<prefix>_samples.npz`` too, which `bitwright verify` compares with; it holds a batch of ``data``.
         benchmark: measure the files beside the float model, see :meth:`QuantizationSimModel.benchmark`.
         measure_speed: run the files that were written beside the float model, and warn where they are slower on this machine;
             ``result.exported.speed``. It takes about a second at most: files of more than 64 MiB, and those of which one
@@ -217,7 +219,7 @@ def quantize(
     if metric is not None:
         known = None if narrowed else report.metric
         metrics["quantized"] = checked_metric("quantized", pipeline.rate(sim, metric) if known is None else known)
-    versions: dict[str, Any] = {"opset": opset, "ir_version": ir_version}
+    versions: dict[str, Any] = {"opset": opset, "ir_version": ir_version, "samples": samples}
     write = partial(pipeline.export, sim, prefix=filename_prefix, first=first, **form, **versions)
     exported = _written(write, path, target if measure_speed else None)
     measured = sim.benchmark(**form) if benchmark else None

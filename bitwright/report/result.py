@@ -1,32 +1,50 @@
-"""What the results of ``quantize`` of both front ends have in common beside their fields: what they say first."""
+"""What a result of ``quantize`` prints: how near it is to float, size, speed, files, and what was done, in a few lines."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from bitwright.core.simulation.sites import Site
+from bitwright.export.targets import find_target
 from bitwright.report.of_simulation import simulation_report
 from bitwright.tables import Tabular
 
 POOR = 20.0  # dB: the noise is a tenth of the output
+#: least SQNR of the outputs in dB -> what it is called; noise of 1 %, 3 % and 10 % of the output
+LEVELS = ((40.0, "excellent"), (30.0, "good"), (POOR, "fair"), (-math.inf, "poor"))
+
+
+def level(sqnr: float) -> str:
+    """An SQNR of outputs in a word, with its bound.
+
+    >>> level(34.5)
+    'good (30 dB or more)'
+    """
+    bound, word = next((bound, word) for bound, word in LEVELS if sqnr >= bound)
+    return f"{word} (below {POOR:g} dB)" if bound < POOR else f"{word} ({bound:g} dB or more)"
 
 
 class Reported(Tabular):
     """A result with a simulation, a report and a rating; its rows are the steps of the recipe.
 
     Attributes:
-        sim, report, metrics, quality, poor_below, tried, asked: see :class:`bitwright.methods.pipeline.Result`.
+        sim, exported, report, metrics, quality, repair, stem, poor_below, tried, asked: see
+            :class:`bitwright.methods.pipeline.Result`.
     """
 
     _rows = "report"
 
     sim: Any
+    exported: Any
     report: Any
     metrics: dict[str, float]
     quality: Any
+    repair: Any
+    stem: Any
     poor_below: float
     tried: str
     asked: tuple[str, ...]
@@ -39,19 +57,25 @@ class Reported(Tabular):
 
     @property
     def headline(self) -> str:
-        """One line: what is wrong, if anything is, and the worst part of the outputs."""
+        """One line: what is wrong, if anything is, and the worst part of the outputs, in dB and in a word."""
         worst, parts = self.quality.worst, len(self.quality.parts)
         if worst is None:
             figure = "the outputs hold no numbers to compare with float"
         else:
-            noise = f", noise {100 * 10 ** (-worst.sqnr / 20):.2g} % of it" if worst.sqnr > -200 else ""
             which = f"worst of {parts} outputs: " if parts > 1 else "" if worst.name.startswith("output") else "output "
-            figure = f"{which}{worst}{'' if worst.sqnr == float('inf') else noise}, {self.quality.where}"
+            figure = f"{which}{worst}{self._meaning(worst.sqnr)}, {self.quality.where}"
         wrong = [f"{step}, which the recipe names, changed nothing" for step in self.asked]
         if self.poor:
             wrong.append(f"POOR, below {self.poor_below:g} dB")
         wrong += [self.tried] if self.tried else []
         return "; ".join([*wrong, figure])
+
+    def _meaning(self, sqnr: float) -> str:
+        """What an SQNR says: a word where the headline has none yet, and the noise as a share of the output."""
+        if math.isinf(sqnr):
+            return ""
+        word = "" if self.poor else f", {level(sqnr)}"
+        return f"{word}, noise {100 * 10 ** (-sqnr / 20):.2g} % of it" if sqnr > -200 else word
 
     @property
     def advice(self) -> str:
@@ -100,11 +124,66 @@ class Reported(Tabular):
             self.sim, path, data, recipe=self.report, measured=self.metrics, notes=[*said, *notes], **options
         )
 
-    def __str__(self) -> str:
-        lines = [self.headline, self.advice]
+    def summary(self, verified: str | None = None) -> Iterator[str]:
+        """The lines below the headline: metric, size, speed, verification, files, and what was done.
+
+        Args:
+            verified: what a verification of the files says, where one was run.
+        """
+        if self.advice:
+            yield self.advice
         if self.metrics:
-            lines.append("metric: " + ", ".join(f"{name} {value:.5g}" for name, value in self.metrics.items()))
-        return "\n".join(line for line in [*lines, self.quantized, str(self.report)] if line)
+            before, after = self.metrics["float"], self.metrics["quantized"]
+            yield f"metric: float {before:.5g} -> quantized {after:.5g} ({after - before:+.3g})"
+        yield self.quantized
+        if self.exported is not None:
+            yield from self._files(verified)
+        if self.sim.calibration_log is not None:
+            yield from self.sim.calibration_log.lines()
+        yield from (str(part) for part in (self.repair, self.stem if self.stem.layers else None) if part is not None)
+        yield self._steps
+
+    def _files(self, verified: str | None) -> Iterator[str]:
+        """What was written, and what is known of it."""
+        done = self.exported
+        sizes = [
+            sum(path.stat().st_size for path in done.files if path.name in (file.name, f"{file.name}.data"))
+            for file in (done.float_model, done.tflite or done.qdq)
+        ]
+        yield f"size: float {_bytes(sizes[0])} -> quantized {_bytes(sizes[1])} ({sizes[1] / sizes[0]:.0%})"
+        if done.speed is not None:
+            runtime = find_target(done.target).runtime
+            busy = ", which tells little: the machine is busy; run `bitwright benchmark` when it is not"
+            yield f"speed against float in {runtime}, 1 thread: {done.speed}{'' if done.speed.steady else busy}"
+        folder = done.manifest.parent
+        if verified is not None:
+            yield f"verify: {verified}"
+        elif done.samples is not None:
+            yield f"verify: not run; `bitwright verify {folder}` compares the file with the simulation"
+        yield f"wrote {len(done.files)} files to {folder}: {', '.join(path.name for path in done.files)}"
+        if done.samples is not None:
+            yield f"{done.samples.name} holds a batch of your data; samples=False (--no-samples) leaves it out"
+        if done.notes:
+            count = len(done.notes)
+            yield f"{count} note{'s' * (count != 1)} on what is in float or written otherwise: -v, or exported.notes"
+
+    @property
+    def _steps(self) -> str:
+        """One line: the steps that are in effect, those that changed nothing, and those that are not in effect."""
+        kinds: dict[str, list[str]] = {"done": [], "no change": [], "undone or left out": []}
+        for outcome in self.report:
+            name, bracket, _ = outcome.step.partition("(")
+            if bracket:  # the first two lines are no steps
+                kind = "undone or left out" if not outcome.kept else "done" if outcome.changed else "no change"
+                kinds[kind].append(name)
+        return "steps: " + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *self.summary()])
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
 def _counted(sim: Any, which: Any) -> tuple[int, int, dict[int, int]]:

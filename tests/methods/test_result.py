@@ -60,7 +60,7 @@ def test_the_first_line_has_the_worst_output_with_an_interval_and_the_counts_fol
     assert (
         f"{result.quality.worst.sqnr:.1f} dB (95 % interval" in first and "neither calibration nor methods see" in first
     )
-    assert second == "metric: float 0.875, quantized 0.875"
+    assert second == "metric: float 0.875 -> quantized 0.875 (+0)"
     assert third.startswith("quantized: weights 3 of 3, activations ")
 
 

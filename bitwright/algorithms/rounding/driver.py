@@ -33,7 +33,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError, ConfigError, close_matches
-from bitwright.tables import Tabular
+from bitwright.tables import Tabular, text_table
 
 logger = logging.getLogger("bitwright")
 
@@ -170,16 +170,12 @@ class RoundingReport(Tabular, Sequence[Choice]):
         return f"{len(self.rows)} layers, output error x {self.gain:.2f}{left}"
 
     def __str__(self) -> str:
-        lines = [("layer", "nearest", self.method, "", "")]
+        rows = []
         for r in self.rows:
             ratio = f"x {r.after / r.before:.3f}" if r.before > 0 else ""
-            lines.append((r.layer, f"{r.before:.5g}", f"{r.after:.5g}", ratio, r.note))
-        widths = [max(len(line[i]) for line in lines) for i in range(4)]
-        table = [
-            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d.rjust(widths[3])}  {e}".rstrip()
-            for a, b, c, d, e in lines
-        ]
-        return "\n".join([*table, *(f"{op}: nearest rounding, {why}" for op, why in self.skipped.items())])
+            rows.append((r.layer, f"{r.before:.5g}", f"{r.after:.5g}", ratio, r.note))
+        table = text_table(("layer", "nearest", self.method, "ratio", "note"), rows, right=(1, 2, 3))
+        return "\n".join([table, *(f"{op}: nearest rounding, {why}" for op, why in self.skipped.items())])
 
 
 def find_layers(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bitwright.errors import BitwrightError, CalibrationError
-from bitwright.tables import Tabular, html_table
+from bitwright.tables import Tabular, html_table, text_table
 
 logger = logging.getLogger("bitwright")
 
@@ -76,29 +76,28 @@ class RecipeReport(Tabular, Sequence[Outcome]):
         kept = [o.metric for o in self.outcomes if o.kept]
         return kept[-1] if kept else None
 
-    def _cells(self) -> list[tuple[str, str, str, str]]:
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        """Heads and rows; the columns of the metric are left out where no step was measured by one."""
+        measured = any(o.metric is not None for o in self.outcomes)
         rows = []
         for o in self.outcomes:
             metric = "" if o.metric is None else f"{o.metric:.5g}"
             change = "" if o.change is None else f"{o.change:+.3g}"
             back = not o.kept and not o.note.startswith(_LEFT_OUT)
             noise = "" if o.sqnr is None else f"; output {o.sqnr[0]:.2f} -> {o.sqnr[1]:.2f} dB"
-            rows.append((o.step, metric, change, f"{'undone: ' if back else ''}{o.note}{noise}"))
-        return rows
+            told = f"{'undone: ' if back else ''}{o.note}{noise}"
+            rows.append([o.step, metric, change, told] if measured else [o.step, told])
+        return ["step", "metric", "change", "note"] if measured else ["step", "note"], rows
 
     def _lines(self) -> list[str]:
         return [f"outputs compared with float {self.judged}"] if self.judged else []
 
     def __str__(self) -> str:
-        rows = [("step", "metric", "change", ""), *self._cells()]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d}".rstrip() for a, b, c, d in rows
-        ]
-        return "\n".join(lines + self._lines())
+        head, rows = self._cells()
+        return "\n".join([text_table(head, rows, right=(1, 2) if len(head) > 2 else ()), *self._lines()])
 
     def _repr_html_(self) -> str:
-        return html_table(("step", "metric", "change", "note"), self._cells(), notes=self._lines())
+        return html_table(*self._cells(), notes=self._lines())
 
 
 def metric_of(metric: Callable[[Any], Any], model: Any) -> float:
@@ -159,6 +158,7 @@ class Book:
         last = self._last()
         change = None if metric is None or last is None else self.sign * (metric - last)
         self.outcomes.append(Outcome(step, metric, change, note, sqnr=sqnr, changed=changed))
+        logger.info("%s: %s", step, note or "done")
         return self.outcomes[-1]
 
     def leave_out(self, step: str, why: BitwrightError) -> None:

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -39,13 +38,12 @@ from bitwright.export.verify.steps import after_pools, side_by_side
 from bitwright.runtimes.adapters import find_runtime
 from bitwright.runtimes.feeds import check_not_empty
 from bitwright.runtimes.outputs import named_arrays
-from bitwright.tables import Tabular, html_table
+from bitwright.tables import Table, Tabular, html_table
 
 Array = NDArray[Any]
 T = TypeVar("T")
 Verdict = Literal["agrees", "within", "fails"]
 
-_OTHER_COLUMNS = 86  # of a printed report, beside the names of sites
 _MOST_OPS = 8
 _SAME_OUTPUT = 60.0  # dB, of a model without anything quantized
 _VERDICTS: dict[Verdict, str] = {"agrees": "", "within": "within ", "fails": "FAILS "}
@@ -155,42 +153,21 @@ class VerifyReport(Tabular):
         levels = [level for end in self.outputs for level in (end.as_float, end.as_integer)]
         return bool(levels) and min(levels) >= _SAME_OUTPUT
 
-    def to_text(self, width: int = 140) -> str:
-        """The report as a table for the terminal, with the reasons as numbered notes below it.
-
-        Names of sites are never cut; where they are longer than ``width`` allows, the table is wider.
-        """
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        names = [f"{row.site} (run {row.run})" if row.run else row.site for row in self.rows]
+    def to_text(self) -> str:
+        """The report as a table, with the reasons as numbered notes below it."""
         notes = self._notes()
         where = "" if self.runtime == "onnxruntime" else f" in {self.runtime}"
-        table = Table(title=f"Simulation against the exported file{where}, layer by layer")
-        table.add_column("site", no_wrap=True)
-        table.add_column("operators", overflow="fold")
-        table.add_column("kernel", no_wrap=True)
         first, second = self._modes
-        for title in (f"equal ({first})", "LSB", f"equal ({second})", "LSB", "note"):
-            table.add_column(title, justify="right")
-        for name, row in zip(names, self.rows, strict=True):
+        head = ("site", "operators", "kernel", f"equal ({first})", "LSB", f"equal ({second})", "LSB", "note")
+        rows = []
+        for row in self.rows:
+            name = f"{row.site} (run {row.run})" if row.run else row.site
             numbers = [text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}")]
-            note = _VERDICTS[row.verdict]
-            note += "" if row.reason is None else str(notes[row.reason])
-            table.add_row(*map(Text, (name, " ".join(row.ops), row.kernel, *numbers, note)))
-        width = max(width, max(map(len, names), default=0) + _OTHER_COLUMNS)
-        buffer = StringIO()
-        console = Console(
-            file=buffer, width=width, color_system=None, markup=False, highlight=False,
-            force_jupyter=False,  # in a notebook rich would display the text and return none
-        )  # fmt: skip
-        console.print(table)
-        for reason, number in notes.items():
-            console.print(f"{number:>2}  {reason}")
-        for line in self._lines():
-            console.print(line)
-        return buffer.getvalue()
+            note = _VERDICTS[row.verdict] + ("" if row.reason is None else str(notes[row.reason]))
+            rows.append((name, " ".join(row.ops), row.kernel, *numbers, note))
+        title = f"Simulation against the exported file{where}, layer by layer"
+        reasons = [f"{number:>2}  {reason}" for reason, number in notes.items()]
+        return "\n".join([str(Table(head, rows, title, right=(3, 4, 5, 6))), *reasons, *self._lines(), ""])
 
     @property
     def _modes(self) -> tuple[str, str]:

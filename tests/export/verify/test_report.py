@@ -592,7 +592,7 @@ def test_report_as_json_and_text_are_complete() -> None:
         "equal": 1.0, "lsb": 0.0, "elements": 512, "off": None, "allowed": 0.0,
     }  # fmt: skip
     assert document["outputs"][0]["as_float"] in ("inf",) or document["outputs"][0]["as_float"] > 20
-    text = report.to_text(width=200)
+    text = report.to_text()
     assert all(row.site in text for row in report.rows) and "output probabilities:" in text
     assert str(report) == report.to_text()
 
@@ -604,7 +604,7 @@ def test_a_printed_report_keeps_names_whole_and_tells_each_reason_once() -> None
         Row(f"{i}.{name}", 0, "t", "uint8", ("Conv", "Relu"), "QLinearConv", good, found, why)
         for i, (found, why) in enumerate([(good, None), (bad, "because"), (bad, "because"), (good, "another")])
     ]
-    lines = VerifyReport(tuple(rows)).to_text(width=80).splitlines()
+    lines = VerifyReport(tuple(rows)).to_text().splitlines()
     places = [line for line in lines if name in line]
     assert [f"{i}.{name}" in line for i, line in enumerate(places)] == [True] * 4
     assert ["FAILS 1" in line for line in places] == [False, True, True, False]

@@ -1,0 +1,233 @@
+"""Commands about files: ``verify``, ``benchmark``, ``show``, ``inspect``, ``report`` and ``diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bitwright.cli.app import NO, OUTPUT, answer, command, details, print_report
+from bitwright.cli.options import (
+    Config,
+    Export,
+    ExportOrModel,
+    JsonFile,
+    Match,
+    OnnxFile,
+    Prefix,
+    Preset,
+    Runtime,
+    like,
+    write_json,
+)
+from bitwright.errors import ExportError
+
+Run = Annotated[Path, typer.Argument(help="What sim.export wrote, or a JSON file of an analysis.", show_default=False)]
+
+
+@command()
+def verify(folder: Export, prefix: Prefix = None, runtime: Runtime = "onnxruntime", json_file: JsonFile = None) -> None:
+    """Compare an exported model with its simulation, layer by layer, in a runtime.
+
+    Every layer is fed the values that the simulation had at its inputs. What
+    comes out is compared with the simulation's, in steps of the grid (LSB):
+    once with float kernels, once with the integer kernels of a default
+    session. sim.export wrote the samples, so no data is needed.
+
+    Exit code 1 when a place differs by more than one step, or in more than
+    one code of a thousand.
+
+    \b
+    Examples:
+      bitwright verify exported/
+      bitwright verify exported/ --prefix digits --json report.json
+      bitwright verify exported/ --runtime openvino
+    """
+    from bitwright.export.verify.samples import verify_folder
+
+    report = verify_folder(folder, prefix, runtime=runtime)
+    write_json(json_file, report)
+    print_report(report.to_text())
+    if not report.ok:
+        raise typer.Exit(NO)
+
+
+@command()
+def benchmark(
+    path: ExportOrModel,
+    prefix: Prefix = None,
+    runtime: Runtime = "onnxruntime",
+    threads: Annotated[
+        list[int] | None, typer.Option(help="Number of threads, may be repeated; 1 and all by default.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time for the rounds of each number of threads.")] = 2.0,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Also try changes of the file, with speed and accuracy of each.")
+    ] = False,
+    fail_if_slower: Annotated[
+        bool, typer.Option("--fail-if-slower", help="Exit code 1 when the quantized file is slower than float.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure a quantized file beside its float model: time, size, memory, and the operators that take the time.
+
+    Both files run in turns, so that what slows the machine slows both; the
+    spread over the rounds is in the table, and a note says when it is too wide
+    to tell anything. A model without a float file beside it is compared with
+    itself without its quantizers.
+
+    Exit code 0 when it was measured; 1 with --fail-if-slower when the quantized
+    file is slower than float, beyond the noise of the measurement.
+
+    \b
+    Examples:
+      bitwright benchmark exported/
+      bitwright benchmark exported/ --runtime openvino --threads 1
+      bitwright benchmark model_int8.onnx --suggest
+      bitwright benchmark exported/ --fail-if-slower
+    """
+    from bitwright.onnx.deployed import benchmark_path
+
+    if not path.exists():
+        raise ExportError(str(path), "there is no such file or folder", "check the path")
+    report = benchmark_path(path, prefix, runtime=runtime, threads=threads, seconds=seconds, suggest=suggest)
+    write_json(json_file, report)
+    details(report.to_text(), "")
+    speeds = [f"{found} with {n} thread{'s' * (n != 1)}" for n, found in report.speed.items()]
+    answer(f"speed against float in {report.runtime}: {', '.join(speeds) or 'not measured'}")
+    if fail_if_slower and report.slower:
+        raise typer.Exit(NO)
+
+
+@command()
+def show(
+    path: Annotated[
+        Path, typer.Argument(help="A folder that sim.export wrote, a checkpoint, or a file.", show_default=False)
+    ],
+    prefix: Prefix = None,
+    match: Match = "*",
+) -> None:
+    """Print where a file comes from, and how its tensors are quantized.
+
+    PATH is a folder that sim.export wrote, a checkpoint, or a file: .onnx and
+    .tflite, of other tools too, encodings files of versions 0.6.1, 1.0.0 and
+    2.0.0, AIMET's included, and a manifest. Of several scales the smallest and
+    the largest are printed.
+
+    \b
+    Examples:
+      bitwright show exported/
+      bitwright show exported/ --match 'layer1.*'
+      bitwright show exported/net.tflite
+      bitwright show resnet.encodings
+    """
+    from bitwright.export.contents import contents
+    from bitwright.tables import Table
+
+    shown = 0
+    for found in contents(path, prefix):
+        rows = [row for row in found.rows if not found.named or like(row[0], match)]
+        if rows or found.named:
+            details(Table(found.head, rows, found.title))
+        shown += len(rows) if found.named else 0
+    answer(f"{shown} tensors")
+
+
+@command()
+def inspect(model: OnnxFile, preset: Preset = "w8a8", config: Config = None, match: Match = "*") -> None:
+    """Print what an ONNX model consists of, and what would be quantized and why not the rest.
+
+    \b
+    Examples:
+      bitwright inspect model.onnx
+      bitwright inspect model.onnx --preset w4a8 --match '*.weight'
+    """
+    from collections import Counter
+
+    from bitwright.onnx import QuantizationSimModel
+    from bitwright.tables import Table
+
+    sim = QuantizationSimModel(model, preset=preset, config_file=config)
+    details(f"inputs: {', '.join(map(str, sim.specs))}", f"outputs: {', '.join(sim.output_names)}")
+    kinds = Counter(op.type for op in sim.graph.ops)
+    coverage = sim.coverage()
+    rows = [
+        (r.name, r.op_type, "x".join("?" if n < 0 else str(n) for n in r.shape), r.status, r.how)
+        for r in coverage
+        if like(r.name, match)
+    ]
+    details(
+        Table(("operator", "count"), [(kind, str(n)) for kind, n in kinds.most_common()], "Operators"),
+        Table(("value", "operator", "shape", "status", "how"), rows, "Values"),
+        *(f"note: {note}" for note in (*sim.notes, *coverage.notes)),
+    )
+    answer(", ".join(f"{n} {status}" for status, n in coverage.counts.items()))
+
+
+@command()
+def report(
+    path: Run,
+    prefix: Prefix = None,
+    verify: Annotated[
+        bool, typer.Option(help="Also compare the exported model with its simulation, as verify does.")
+    ] = False,
+    title: Annotated[str, typer.Option(help="Heading; the model's name by default.", rich_help_panel=OUTPUT)] = "",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The HTML file.", rich_help_panel=OUTPUT)] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write one HTML file that shows a quantized model; it needs no network.
+
+    It holds the network as a heat map, every layer and quantizer with its grid
+    and range, and what stayed in float and why. With the JSON of an analysis, or
+    an export that has <prefix>_analysis.json beside it, it also holds the errors
+    of every layer, their causes and remedies.
+
+    \b
+    Examples:
+      bitwright report exported/ --out report.html
+      bitwright report exported/ --verify
+      bitwright report analysis.json
+    """
+    from bitwright.report import read_run, write_report
+
+    document = read_run(path, prefix, verify=verify)
+    written = write_report(document, out, title=title)
+    layers, sites = len(document["layers"]), len(document["sites"])
+    answer(f"wrote {written}: {layers} layers, {sites} sites, {written.stat().st_size / 1e6:.2f} MB")
+
+
+@command()
+def diff(
+    first: Run,
+    second: Run,
+    most: Annotated[
+        int, typer.Option("--rows", min=1, help="Print at most so many rows per table.", rich_help_panel=OUTPUT)
+    ] = 20,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the differences here.", rich_help_panel=OUTPUT)
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare two runs of a model: encodings, layers, metrics, sizes.
+
+    Layers are compared where both runs were analysed.
+
+    Exit code 1 when an encoding differs.
+
+    \b
+    Examples:
+      bitwright diff exported/ exported-again/
+      bitwright diff before.json after.json --html diff.html
+    """
+    from bitwright.report import diff_runs, read_run
+
+    found = diff_runs(read_run(first), read_run(second), (str(first), str(second)))
+    if html is not None:
+        found.report(html)
+    write_json(json_file, found)
+    details(found.to_text(most), "")
+    answer(f"{len(found.sites)} sites differ, {found.same} are equal")
+    if not found.equal:
+        raise typer.Exit(NO)

@@ -1,0 +1,453 @@
+"""Commands that make quantized models: ``quantize`` and ``auto``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bitwright.cli.app import DATA, EXPORT, METHODS, NO, OUTPUT, answer, command, details, is_quiet, is_verbose
+from bitwright.cli.options import (
+    Config,
+    Data,
+    JsonFile,
+    Metric,
+    OnnxFile,
+    OptionalData,
+    Preset,
+    Reading,
+    Scheme,
+    Target,
+    named,
+    numbers,
+    write_json,
+)
+from bitwright.errors import ConfigError
+
+_MOST_ALIKE = 3  # notes of one text that are printed one by one
+_LARGE = 1 << 26  # bytes of the files that are verified without being asked
+
+
+def _steps_and(incomplete: str) -> list[str]:
+    """Shell completion of the last step of ``fold,equalize,...``."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in named("steps")(last)]
+
+
+@command("quantize")
+def quantize_model(
+    model: OnnxFile,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the files; created if missing.", show_default=False, rich_help_panel=OUTPUT)
+    ],
+    reading: Reading,
+    judged: Metric,
+    data: OptionalData = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            help="Data to score the result with, in the forms of --data; nothing is fitted to them. Take other recordings, "
+            "other days. Without it, the last fifth of --data where no recipe is given.",
+            show_default=False,
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    non_finite: Annotated[
+        str,
+        typer.Option(
+            help="A batch that gives NaN or Inf: error, skip it, or clamp to what is finite.", rich_help_panel=DATA
+        ),
+    ] = "error",
+    allow_unreached: Annotated[
+        bool, typer.Option(help="Leave what no batch reached in float, instead of refusing it.", rich_help_panel=DATA)
+    ] = True,
+    preset: Preset = "w8a8",
+    config: Config = None,
+    scheme: Scheme = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods in their order, as in fold,equalize,adaround, or a YAML file (see `bitwright list methods`). "
+            "Without it, what suits the preset; `fold` alone is the fastest.",
+            rich_help_panel=METHODS,
+            show_default=False,
+            autocompletion=_steps_and,
+        ),
+    ] = None,
+    effort: Annotated[
+        str,
+        typer.Option(
+            help="Without a recipe: quick, default or thorough.",
+            rich_help_panel=METHODS,
+            autocompletion=named("efforts"),
+        ),
+    ] = "default",
+    undo_harm: Annotated[
+        bool, typer.Option("--undo-harm", help="Undo steps that make the metric worse.", rich_help_panel=METHODS)
+    ] = False,
+    repair: Annotated[
+        str | None,
+        typer.Option(
+            help="saturation: 7-bit weights for the layers that saturate on CPUs without VNNI.",
+            show_default=False,
+            rich_help_panel=METHODS,
+        ),
+    ] = None,
+    fallback: Annotated[
+        bool,
+        typer.Option(
+            help="Take 16-bit activations where 8 bits are poor and 16 are not, and say so.", rich_help_panel=METHODS
+        ),
+    ] = True,
+    allow_float: Annotated[
+        bool,
+        typer.Option("--allow-float", help="Accept a model of which no layer is quantized.", rich_help_panel=METHODS),
+    ] = False,
+    memory_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="MIB",
+            help="Memory for activations while calibrating; a quarter of the free memory by default.",
+            rich_help_panel=METHODS,
+        ),
+    ] = None,
+    target: Target = "ort_cpu",
+    file_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="onnx or tflite; tflite is short for --target litert.",
+            show_default=False,
+            rich_help_panel=EXPORT,
+        ),
+    ] = None,
+    opset: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the written files, for compilers that read older ones; 21 by default.", rich_help_panel=EXPORT
+        ),
+    ] = None,
+    ir_version: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the written files; that of the opset by default.", show_default=False, rich_help_panel=EXPORT
+        ),
+    ] = None,
+    weight_only: Annotated[
+        str,
+        typer.Option(
+            help="Products of float activations with quantized weights: exact, or fused by ONNX Runtime, which is "
+            "faster and quantizes the activations by itself.",
+            rich_help_panel=EXPORT,
+        ),
+    ] = "exact",
+    samples: Annotated[
+        bool,
+        typer.Option(
+            help="Write <prefix>_samples.npz, which `verify`, `drift` and `benchmark` read. It holds a batch of your data.",
+            rich_help_panel=EXPORT,
+        ),
+    ] = True,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            help="Compare the written file with the simulation, where the files have 64 MiB at most.",
+            rich_help_panel=EXPORT,
+        ),
+    ] = True,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="Common start of the file names; the model's name by default.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    fail_below: Annotated[
+        float,
+        typer.Option(
+            metavar="DB",
+            help="Exit code 1 where the worst output is below so many dB of float; the files are written all the same. "
+            "-inf for never.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = 20.0,
+) -> None:
+    """Quantize an ONNX model: fold batch norms, calibrate, apply methods, export.
+
+    Data may be a .npz file (arrays named after the inputs, samples along the
+    first axis), a .npy file, a folder of them, a folder per input, a folder of .npz
+    files, a folder of pictures, or module:function that yields inputs. Without
+    --data, ranges come from random values, which shows the graph and no more.
+
+    \b
+    Examples:
+      bitwright quantize model.onnx --data samples.npz --out exported/
+      bitwright quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \\
+          --std 0.229,0.224,0.225 --preset w8a16 --out exported/
+      bitwright quantize model.onnx --data samples.npz --out exported/ \\
+          --metric accuracy --labels labels.npy
+      bitwright quantize model.onnx --data mypackage.data:feeds --preset w4a8 \\
+          --recipe fold,equalize,adaround --metric mypackage.test:accuracy --out exported/
+
+    The first line is the result: how near the worst output comes to the float
+    model, on data that nothing was fitted to. With -v, the log of every step, the
+    whole table of the recipe and all notes come before it.
+
+    Exit code 0 when the files are written; 1 when they are written and poor: the
+    worst output is below --fail-below, which needs --data. A target that refuses
+    the files, or runs them slower than float on this machine, is a warning.
+    """
+    from bitwright.core.numerics.spec import check_policy
+    from bitwright.export.files.atomic import check_stem
+    from bitwright.export.targets import target_for
+    from bitwright.onnx import load_model, quantize
+    from bitwright.onnx.model.data import input_specs, random_feeds
+
+    policy = check_policy(non_finite, "--non-finite")
+    target = target_for(target, file_format).name  # type: ignore[arg-type]
+    loaded = load_model(model)
+    specs = input_specs(loaded.model)
+    if data is None:
+        feeds: Iterator[Any] = islice(random_feeds(specs, 4), reading.limit)
+        if held_out is not None:
+            raise ConfigError("--held-out", "there are no data to calibrate on", "give --data as well")
+        if effort != "default":
+            raise ConfigError("--effort", "there are no data to choose by", "give --data, or leave --effort out")
+        logging.getLogger("bitwright").warning(
+            "calibrating on random data: ranges of activations will be wrong, and accuracy with them; "
+            "give --data (a hundred samples are enough)"
+        )
+        recipe = recipe or "fold"  # rounding for random inputs would be rounding for nothing
+    else:
+        feeds = reading.batches(data, specs)
+    rating = None if held_out is None else list(reading.batches(held_out, specs))
+    scored = held_out or data
+
+    def to_score() -> list[Any]:
+        if scored is None:
+            raise ConfigError("--metric", f"there are no data to measure {judged.metric} on", "give --data as well")
+        return list(reading.batches(scored, specs))
+
+    metric, lower = judged.of_sessions(loaded.model, to_score)
+    stem = check_stem(model.stem if prefix is None else prefix, "--prefix")
+    with _tells_what_is_kept(out, out / f"{stem}_manifest.json"):
+        result = quantize(
+            loaded.model,
+            feeds,
+            preset,
+            recipe=recipe if recipe is None or Path(recipe).suffix else recipe.split(","),
+            effort=effort,
+            config_file=config,
+            quant_scheme=scheme,
+            metric=metric,
+            lower_is_better=lower,
+            on_harm="undo" if undo_harm else "report",
+            path=out,
+            filename_prefix=stem,
+            weight_only=weight_only,  # type: ignore[arg-type]
+            target=target,
+            opset=opset,
+            ir_version=ir_version,
+            samples=samples,
+            non_finite=policy,
+            allow_unreached=allow_unreached,
+            allow_float=allow_float,
+            memory_budget=None if memory_budget is None else memory_budget << 20,
+            repair=repair,
+            held_out=rating,
+            poor_below=fail_below if data is not None else -math.inf,
+            fallback=fallback,
+            progress=not is_quiet(),
+        )
+    if is_verbose():
+        details(*_done(result, loaded.notes))
+    answer(result.headline)
+    details(*result.summary(_verified(result.exported, target) if verify and samples else None))
+    if result.poor:
+        raise typer.Exit(NO)
+
+
+@contextmanager
+def _tells_what_is_kept(folder: Path, manifest: Path) -> Iterator[None]:
+    """Note on an exception what lies in ``folder`` now: an export appears whole, and its manifest last."""
+
+    def content() -> bytes | None:
+        return manifest.read_bytes() if manifest.is_file() else None
+
+    before = content()
+    try:
+        yield
+    except BaseException as error:
+        if content() != before:
+            error.add_note(f"{folder}: the new export is complete")
+        elif before is None:
+            error.add_note(f"{folder}: nothing was written")
+        else:
+            error.add_note(f"{folder}: the earlier export is as it was")
+        raise
+
+
+def _verified(exported: Any, target: str) -> str:
+    """What verifying the files says in one line, where it takes a few seconds at most; nothing fails, as they are written."""
+    from bitwright.errors import BitwrightError
+    from bitwright.export.targets import find_target
+    from bitwright.export.verify.samples import verify_folder
+
+    folder, size = exported.qdq.parent, sum(path.stat().st_size for path in exported.files)
+    if size > _LARGE:
+        return f"not run, as the files have {size / 2**20:.0f} MiB; `bitwright verify {folder}` does it"
+    try:
+        prefix = exported.manifest.name.removesuffix("_manifest.json")
+        report = verify_folder(folder, prefix, runtime=find_target(target).runtime)
+    except BitwrightError as reason:
+        return f"not possible: {reason}"
+    more = "" if report.ok else f"; `bitwright verify {folder}` shows where"
+    return f"{report.to_text().rstrip().splitlines()[-1]}{more}"
+
+
+def _gathered(notes: Iterable[str]) -> Iterator[str]:
+    """The notes, each text once where many places have it; the manifest has all of them."""
+    places: dict[str, list[str]] = {}
+    for note in notes:
+        place, _, text = note.partition(": ")
+        places.setdefault(text, []).append(place)
+    for text, several in places.items():
+        if text and len(several) > _MOST_ALIKE:
+            yield f"{', '.join(several[:_MOST_ALIKE])} and {len(several) - _MOST_ALIKE} more: {text}"
+        else:
+            yield from (f"{place}: {text}" if text else place for place in several)
+
+
+def _done(result: Any, notes: Iterable[str]) -> Iterator[str]:
+    """Everything that a conversion has to tell, for -v."""
+    counts = ", ".join(f"{n} {status}" for status, n in result.sim.coverage().counts.items())
+    yield from (f"note: {note}" for note in _gathered((*notes, *result.exported.notes)))
+    yield f"{len(list(result.folds))} batch norms folded; values: {counts}"
+    yield from result.sim.calibration_log.lines()
+    yield str(result.report)
+    yield ""
+
+
+@command("auto")
+def auto_command(
+    model: OnnxFile,
+    data: Data,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder of the trials; a search that is there is resumed.", show_default=False, rich_help_panel=OUTPUT
+        ),
+    ],
+    reading: Reading,
+    judged: Metric,
+    allowed_drop: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the metric: 0.01 in its units, or 1% of its float value (the default).", rich_help_panel=METHODS
+        ),
+    ] = None,
+    min_sqnr: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DB", help="Least SQNR of the outputs; without a metric 20 by default.", rich_help_panel=METHODS
+        ),
+    ] = None,
+    deadline: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="No trial begins after so long.", rich_help_panel=METHODS)
+    ] = None,
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="What to minimise: bit_ops, weight_bytes, activation_bytes, or ms (with --times).",
+            rich_help_panel=METHODS,
+        ),
+    ] = "bit_ops",
+    times: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JSON", help="Milliseconds per layer or operator type and preset.", rich_help_panel=METHODS
+        ),
+    ] = None,
+    config: Config = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Trials at a time, each in a process.", rich_help_panel=METHODS)
+    ] = 1,
+    executor: Annotated[str, typer.Option(help="local or ray.", rich_help_panel=METHODS)] = "local",
+    target: Target = "ort_cpu",
+    json_file: JsonFile = None,
+) -> None:
+    """Search for the cheapest quantized model that is good enough.
+
+    Trials go from cheap to dear: presets, range methods, recipes, mixed
+    precision. Each finished one is a folder in OUT/trials with the model,
+    its encodings and a report; OUT/best.json names the best one, and
+    OUT/report.html shows all. An interrupted search resumes with the same
+    command.
+
+    Exit code 1 when no trial is good enough.
+
+    \b
+    Examples:
+      bitwright auto model.onnx --data samples.npz --out search/
+      bitwright auto model.onnx --data samples.npz --out search/ \\
+          --metric mypackage.test:right_answers --allowed-drop 0.01
+      bitwright auto model.onnx --data samples.npz --out search/ \\
+          --metric accuracy --labels labels.npy
+      bitwright auto model.onnx --data photos/ --out search/ --deadline 600
+    """
+    from bitwright.mixed.automatic.auto import auto_quantize
+    from bitwright.onnx import load_model
+    from bitwright.onnx.model.data import input_specs
+
+    feeds = list(reading.batches(data, input_specs(load_model(model).model)))
+    drop = allowed_drop if allowed_drop is None or "%" in allowed_drop else numbers("--allowed-drop", allowed_drop)[0]
+    with _logged_trials():
+        result = auto_quantize(
+            model,
+            feeds,
+            judged.named(),
+            allowed_drop=drop,
+            lower_is_better=judged.lower_is_better,
+            min_sqnr=min_sqnr,
+            deadline=deadline,
+            folder=out,
+            cost=cost,
+            times=times,
+            labels=judged.answers(feeds),
+            config_file=config,
+            target=target,
+            workers=workers,
+            executor=executor,
+            filename_prefix="model",
+        )
+    write_json(json_file, result)
+    details(str(result))
+    answer("no trial is good enough" if result.best is None else f"the best one: {result.folder}")
+    if result.best is None:
+        raise typer.Exit(NO)
+
+
+@contextmanager
+def _logged_trials() -> Iterator[None]:
+    """Write a line to stderr for each finished trial where no table can grow, as in the file of a nightly job."""
+    if sys.stderr.isatty() or is_quiet() or is_verbose():
+        yield
+        return
+    logger, handler = logging.getLogger("bitwright.trials"), logging.StreamHandler(sys.stderr)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
