@@ -28,6 +28,7 @@ from bitwright.algorithms.channels.trial import Bar, no_bar
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.simulation.calibration import with_samples
 from bitwright.core.simulation.protocols import AddBias, FloatModel
 from bitwright.core.simulation.state import Simulation
 from bitwright.errors import CalibrationError, ConfigError
@@ -437,7 +438,7 @@ def _subtract(sim: Correctable, layers: Iterable[Layer], shifts: Mapping[str, Ar
 def first_samples(batches: Iterable[object], count: int | None) -> Iterator[tuple[object, int]]:
     """Batches until ``count`` samples have passed, each with its number of samples (length of the first axis)."""
     left = math.inf if count is None else count
-    for batch in batches:
+    for batch in with_samples(batches):
         if left <= 0:
             return
         n = samples_in(batch)

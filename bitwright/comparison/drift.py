@@ -18,6 +18,7 @@ from bitwright.comparison.sides import Side, check_feeds, open_sides, sample_inp
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ConfigError, ExportError, checks_arguments
 from bitwright.export.artefacts import Samples
+from bitwright.export.files.onnx_file import checked_on_failure
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
@@ -56,7 +57,11 @@ def drift(
     sides = open_sides(a, b, prefix)
     first, second = sorted(sides, key=lambda side: side.rank)
     feeds = _feeds(first, second, data)
-    return compare_sides(first, second, feeds, diagnoses=diagnoses)
+    with (
+        checked_on_failure(first.model, first.label, ExportError),
+        checked_on_failure(second.model, second.label, ExportError),
+    ):
+        return compare_sides(first, second, feeds, diagnoses=diagnoses)
 
 
 def drift_models(

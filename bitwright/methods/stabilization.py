@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bitwright.algorithms.search.progressive import Progression, quantize_progressively
 from bitwright.core.health.repair import Repair, Stabilized, choose
 from bitwright.core.health.report import HealthReport
+from bitwright.core.simulation.calibration import with_samples
 from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.methods.front_end import front_end_of
@@ -85,7 +86,7 @@ def progressive(
         raise CalibrationError(
             "progressive", "the simulation has no encodings yet", "call sim.compute_encodings(batches) first"
         )
-    batches, front_end = list(data), front_end_of(sim)
+    batches, front_end = list(with_samples(data)), front_end_of(sim)
     if not batches:
         raise CalibrationError("progressive", "the data held no batch", "pass a list with at least one batch")
 

@@ -16,7 +16,7 @@ from bitwright.onnx.given.read_qdq import has_quantizers
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.opset import modernize
-from bitwright.onnx.model.session import Providers, open_session
+from bitwright.onnx.model.session import Providers, open_session, run_session
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.runtimes.outputs import one_array
 
@@ -54,7 +54,7 @@ class OnnxPipeline(Pipeline):
     def float_outputs(self, batch: Any) -> Sequence[Array]:
         """Of the model as given."""
         session, specs = self._float
-        return _arrays(session.run(None, dict(as_feeds(batch, specs))))
+        return _arrays(run_session(session, as_feeds(batch, specs), "the float model"))
 
     def output_names(self) -> Sequence[str]:
         """Of the model as given."""

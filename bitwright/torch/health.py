@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from bitwright.core.health.report import HealthReport
+from bitwright.core.simulation.calibration import refuse_empty
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.progress import progress as shown
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, refuse_providers, to_device
+from bitwright.torch.calls.trees import tensors_in
 from bitwright.torch.doctor import Doctor
 from bitwright.torch.interception.forwards import forward_signature
 from bitwright.torch.interception.frames import Key
@@ -73,6 +75,7 @@ def _feed(interceptor: Interceptor, data: Iterable[Any] | Callable[..., Any], sh
         device = model_device(interceptor.model)
         for batch in shown(data, "checking", show):
             call = as_call(to_device(batch, device))
+            refuse_empty(doctor.batches, _shapes(call))
             if doctor.batches:
                 _examine(doctor, *call)
             else:  # again, where layers share parameters or loop: the places are those of a simulation
@@ -85,6 +88,10 @@ def _feed(interceptor: Interceptor, data: Iterable[Any] | Callable[..., Any], sh
             "check_model", "the data held no batch", "pass a non-empty list (a generator can be used only once)"
         )
     return doctor
+
+
+def _shapes(call: tuple[Any, ...]) -> dict[str, tuple[int, ...]]:
+    return {f"input {i}": tuple(tensor.shape) for i, tensor in enumerate(tensors_in(call))}
 
 
 def _examine(doctor: Doctor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Doctor:
@@ -109,6 +116,8 @@ def _run_callback(model: nn.Module, callback: Callable[..., Any], doctor: Doctor
     apart: list[bool] = []
 
     def tell_places(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not apart:
+            refuse_empty(0, _shapes((args, kwargs)))
         if not told:
             told.append(True)
             apart.append(True)

@@ -319,6 +319,12 @@ def test_data_that_is_no_list_of_batches() -> None:
         check_model(Net(_division), torch.zeros(4, 8))
     with pytest.raises(CalibrationError, match="the data held no batch"):
         check_model(Net(_division), [])
+    empty = torch.zeros(0, 8)
+    for data in ([torch.ones(4, 8), empty], lambda model: [model(torch.ones(4, 8)), model(empty)]):
+        with pytest.raises(
+            CalibrationError, match="it holds no sample: input 0 is 0x8. Remedy: leave empty batches out"
+        ):
+            check_model(Net(_division), data)
 
 
 def test_ctrl_c_leaves_the_report_so_far() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bitwright.algorithms.rounding.matrices import Layer, rows_of_each
 from bitwright.algorithms.rounding.program import Program, SimulatedModel, State, Step, run, run_step
+from bitwright.core.simulation.calibration import with_samples
 from bitwright.errors import CalibrationError
 
 _SMALL = 1 << 16  # bytes below which a tensor is not worth a file
@@ -147,7 +148,7 @@ class Walk:
         self.short: dict[str, str] = {}
         self.runs: list[Run] = []
         self._float: dict[int, dict[int, Tensor]] = {}
-        for batch in batches:
+        for batch in with_samples(batches):
             program, state = model.program(batch)
             kept = {value: store.keep(tensor) for value, tensor in state.items()}
             self.runs.append(Run(program, kept, dict(kept), float(_numbers(state))))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bitwright.algorithms.rounding.program import Program, SimulatedModel, State, Step, run, run_step
 from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.simulation.calibration import with_samples
 from bitwright.core.simulation.output_parts import OutputPart, parts_of
 
 _SAMPLES = 32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
@@ -69,7 +70,7 @@ def output_errors(
         seed: of the random signs.
     """
     watch, rows, count = _Watch(model, seed), 0, 0
-    for batch in batches:
+    for batch in with_samples(batches):
         rows += watch.batch(*model.program(batch))
         count += 1
         if rows >= samples:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import numbers
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.simulation.calibration import arrays_in, with_samples
 from bitwright.errors import CalibrationError, ConfigError
 
 Array = NDArray[Any]
@@ -28,7 +29,7 @@ def listed(data: Iterable[Any]) -> list[Any]:
             f"data is a {type(data).__name__}, not a list of batches",
             "write bitwright.analyze(sim, [batch]) for a single batch",
         )
-    batches = list(data)
+    batches = list(with_samples(data))
     if not batches:
         raise CalibrationError(
             "analyze",
@@ -38,22 +39,9 @@ def listed(data: Iterable[Any]) -> list[Any]:
     return batches
 
 
-def _arrays(batch: Any) -> Iterator[Any]:
-    """The arrays and tensors of a batch, in order."""
-    left = [batch]
-    while left:
-        item = left.pop(0)
-        if getattr(item, "shape", None) is not None:
-            yield item
-        elif isinstance(item, Mapping):
-            left[:0] = item.values()
-        elif isinstance(item, (tuple, list)):
-            left[:0] = item
-
-
 def rows_of(batch: Any) -> int:
     """Samples of a batch: the length of its first array with an axis; 1 where it has none."""
-    return next((int(array.shape[0]) for array in _arrays(batch) if len(array.shape)), 1)
+    return next((int(array.shape[0]) for array in arrays_in(batch) if len(array.shape)), 1)
 
 
 def first_rows(batches: Sequence[Any], samples: int) -> list[Any]:
@@ -98,7 +86,7 @@ def fingerprint(batches: Sequence[Any], more: Iterable[bytes]) -> str:
     """A name for data and for what ``more`` holds."""
     found = hashlib.sha256()
     for batch in batches:
-        for array in _arrays(batch):
+        for array in arrays_in(batch):
             plain = np.ascontiguousarray(array.detach().cpu().float() if hasattr(array, "detach") else array)
             found.update(f"{plain.shape}{plain.dtype}".encode() + plain.tobytes())
     for part in more:

@@ -7,7 +7,8 @@ batch is undone by putting the old ones into place again; a clean batch costs a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,6 +213,30 @@ def refuse_empty(number: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if shaped and all(0 in shape for shape in shaped.values()):
         text = ", ".join(f"{name} is {'x'.join(map(str, shape))}" for name, shape in shaped.items())
         raise CalibrationError(f"batch {number}", f"it holds no sample: {text}", "leave empty batches out of the data")
+
+
+def with_samples(batches: Iterable[Any]) -> Iterator[Any]:
+    """``batches``, none of which is empty.
+
+    Raises:
+        CalibrationError: as :func:`refuse_empty`, at the batch, as far as arrays in tuples, lists and mappings show it.
+    """
+    for number, batch in enumerate(batches):
+        refuse_empty(number, {f"input {i}": tuple(array.shape) for i, array in enumerate(arrays_in(batch))})
+        yield batch
+
+
+def arrays_in(batch: Any) -> Iterator[Any]:
+    """The arrays and tensors of a batch, in order."""
+    left = deque([batch])
+    while left:
+        item = left.popleft()
+        if getattr(item, "shape", None) is not None:
+            yield item
+        elif isinstance(item, Mapping):
+            left.extendleft(reversed(list(item.values())))
+        elif isinstance(item, (tuple, list)):
+            left.extendleft(reversed(item))
 
 
 def nested_calibration() -> CalibrationError:

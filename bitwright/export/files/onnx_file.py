@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +20,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.errors import BitwrightError, ModelError
 from bitwright.export.files.atomic import atomic_files
 from bitwright.export.files.value_types import restore_types, restore_types_of_file
 
@@ -33,6 +35,40 @@ _MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_RAW_DATA = b"\x3a", b"\x2a", b"\x4a"
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 # Protobuf refuses files of 2 GiB; larger models keep their tensors in a second file.
 _ONE_FILE_LIMIT = 3 << 29
+
+
+@contextmanager
+def checked_on_failure(source: object, site: str, kind: type[BitwrightError] = ModelError) -> Iterator[None]:
+    """An error inside becomes a ``kind`` where the checker of onnx says that the model is not valid.
+
+    Models with flaws that do no harm pass; an error about a valid model is ours and goes on as it is.
+
+    Args:
+        source: path, message or model.
+        site: of the error.
+        kind: its class.
+    """
+    try:
+        yield
+    except BitwrightError:
+        raise
+    except Exception as error:
+        flaw = _flaw(source)
+        if flaw is None:
+            raise
+        remedy = "export or download the file again; onnx.checker.check_model(path) shows whether it is whole"
+        raise kind(site, f"it is not a valid ONNX model: {flaw}", remedy) from error
+
+
+def _flaw(source: object) -> str | None:
+    """What the checker says of a path, a proto or a model."""
+    try:
+        onnx.checker.check_model(ir.to_proto(source) if isinstance(source, ir.Model) else source)  # type: ignore[arg-type]
+    except onnx.checker.ValidationError as error:
+        return " ".join(str(error).split())
+    except Exception:  # larger than a message, or too broken to be written: the error at hand says more
+        return None
+    return None
 
 
 def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool | None = None) -> list[Path]:

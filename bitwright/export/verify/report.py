@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError, close_matches
+from bitwright.export.files.onnx_file import checked_on_failure
 from bitwright.export.files.value_types import load
 from bitwright.export.files.whole import Edit, Otherwise, computed_otherwise
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
@@ -257,34 +258,36 @@ def verify_layers(
         ExportError: the file cannot be read or was not written by ``to_qdq``, a graph input is missing, the batch holds no
             sample, or a value has another shape than its tensor.
     """
-    loaded, expected = _load(model), outputs or {}
-    _check_inputs(loaded, graph_inputs)
-    values = after_pools(loaded, values)
-    if find_runtime(runtime).suffix == ".tflite":
-        from bitwright.export.tflite.convert import to_tflite
-        from bitwright.export.verify.litert import verify_litert
+    site = "model" if isinstance(model, ir.Model) else os.fspath(model)
+    with checked_on_failure(model, site, ExportError):
+        loaded, expected = _load(model), outputs or {}
+        _check_inputs(loaded, graph_inputs)
+        values = after_pools(loaded, values)
+        if find_runtime(runtime).suffix == ".tflite":
+            from bitwright.export.tflite.convert import to_tflite
+            from bitwright.export.verify.litert import verify_litert
 
-        content = to_tflite(loaded, graph_inputs).content if flat is None else flat
-        return verify_litert(content, loaded, values, graph_inputs, expected)
-    opened = open_bodies(loaded, values)
-    laid_out = side_by_side(opened.model, opened.values, graph_inputs)
-    open_outputs = _without(expected, laid_out.settled)
-    cut = Cut(laid_out.model, laid_out.values, open_outputs)
-    failures: dict[Mode, str] = {}
-    found: dict[Place, list[Row]] = {}
-    given = {**graph_inputs, **opened.feeds, **laid_out.feeds}
-    for part, places, feeds in cut.parts():
-        found |= _compare_part(cut, part, places, {**given, **feeds}, failures, runtime)
-    rows = [row for place in cut.places for row in found[place]]
-    rows += [row for node in with_tables(loaded).graph.all_nodes() for row in _constant_rows(node, values)]
-    ends = _compare_outputs(loaded, expected, graph_inputs, failures, runtime)
-    ran = {row.site for row in rows}
-    idle = _without(opened.idle, ran)
-    unchecked = _without(cut.unchecked, idle)
-    compares = runtime == "onnxruntime" and not failures
-    saturated = saturated_places(loaded, cut, given) if compares else None
-    otherwise = _as_a_whole(loaded, graph_inputs, expected, ends, failures, runtime)
-    return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime, saturated, otherwise)
+            content = to_tflite(loaded, graph_inputs).content if flat is None else flat
+            return verify_litert(content, loaded, values, graph_inputs, expected)
+        opened = open_bodies(loaded, values)
+        laid_out = side_by_side(opened.model, opened.values, graph_inputs)
+        open_outputs = _without(expected, laid_out.settled)
+        cut = Cut(laid_out.model, laid_out.values, open_outputs)
+        failures: dict[Mode, str] = {}
+        found: dict[Place, list[Row]] = {}
+        given = {**graph_inputs, **opened.feeds, **laid_out.feeds}
+        for part, places, feeds in cut.parts():
+            found |= _compare_part(cut, part, places, {**given, **feeds}, failures, runtime)
+        rows = [row for place in cut.places for row in found[place]]
+        rows += [row for node in with_tables(loaded).graph.all_nodes() for row in _constant_rows(node, values)]
+        ends = _compare_outputs(loaded, expected, graph_inputs, failures, runtime)
+        ran = {row.site for row in rows}
+        idle = _without(opened.idle, ran)
+        unchecked = _without(cut.unchecked, idle)
+        compares = runtime == "onnxruntime" and not failures
+        saturated = saturated_places(loaded, cut, given) if compares else None
+        otherwise = _as_a_whole(loaded, graph_inputs, expected, ends, failures, runtime)
+        return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime, saturated, otherwise)
 
 
 def _as_a_whole(

@@ -286,9 +286,10 @@ def _outputs(subject: Subject) -> Callable[[Any], Sequence[Array]]:
     if subject.front_end == "torch":
         return lambda batch: subject.outputs(batch, False)
     from bitwright.onnx.model.data import as_feeds
+    from bitwright.onnx.model.session import run_session
 
     session = subject.sim.trial_session()
     return lambda batch: [
         y if isinstance(y, np.ndarray) else np.empty(0, np.int64)
-        for y in session.run(None, dict(as_feeds(batch, subject.sim.specs)))
+        for y in run_session(session, as_feeds(batch, subject.sim.specs), "the simulation")
     ]

@@ -23,7 +23,7 @@ from bitwright.onnx.adapters.bias_correct import OnnxCorrectable
 from bitwright.onnx.adapters.folding import fold_batch_norms
 from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.load import Loaded, Source, load_model
-from bitwright.onnx.model.session import Providers, open_session
+from bitwright.onnx.model.session import Providers, open_session, run_session
 from bitwright.onnx.model.view import OnnxView, measure_shapes, run_measured, tensor_names
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.simulation.repairs import REPAIRED, float_results, nodes_of, put_in_force
@@ -238,7 +238,7 @@ def give_back(loaded: Loaded, model: Model) -> None:
 
 def float_outputs(view: OnnxView, feeds: dict[str, Array]) -> list[list[Array]]:
     """The outputs of the model as it stands, each as the arrays in it."""
-    return [arrays_of(output) for output in open_session(view.model, view.providers).run(None, feeds)]
+    return [arrays_of(output) for output in run_session(open_session(view.model, view.providers), feeds, "the model")]
 
 
 def what_changed(view: OnnxView, feeds: dict[str, Array], before: Sequence[Sequence[Array]]) -> str | None:

@@ -26,7 +26,7 @@ from bitwright.export.qdq.markers import Names, remove_unread, site_nodes, site_
 from bitwright.onnx.adapters.steps import Recorded, Steps, to_tensor
 from bitwright.onnx.model.data import as_feeds
 from bitwright.onnx.model.graph import UNKNOWN
-from bitwright.onnx.model.session import open_session
+from bitwright.onnx.model.session import open_session, run_session
 from bitwright.onnx.model.view import measure_shapes
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.simulation.simulate import simulation_model
@@ -189,7 +189,10 @@ class OnnxSimulation:
         names = [name for value, name in outputs if is_tensor(value)]
         # tensors come first among the outputs of the program; what sequences and maps are made of follows
         for value, name, expected in zip(
-            program.outputs, names, self._session.run(names, dict(feeds)) if names else (), strict=False
+            program.outputs,
+            names,
+            run_session(self._session, feeds, "the float model", names) if names else (),
+            strict=False,
         ):
             found = state.get(value, program.constants.get(value))
             if found is None or expected.dtype.kind != "f":

@@ -25,7 +25,7 @@ from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.markers import is_site, site_of
 from bitwright.onnx.adapters.recurrent import RecurrentLayer
 from bitwright.onnx.adapters.to_torch import as_torch
-from bitwright.onnx.model.session import open_session
+from bitwright.onnx.model.session import open_session, run_session
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.simulation.simulate import simulation_model
 
@@ -492,7 +492,7 @@ class _Opaque:
             built = self._sessions[kind] = (state, session)
         session = built[1]
         feeds = {i.name: _to_runtime(t) for i, t in zip(session.get_inputs(), tensors, strict=True)}
-        return [_from_runtime(found) for found in session.run(None, feeds)]
+        return [_from_runtime(found) for found in run_session(session, feeds, str(self._node.name))]
 
     def _part(self) -> ir.Graph:
         """A graph of the node; in a body everything that it reads is an input of it."""

@@ -56,7 +56,7 @@ def stored_constant(node: ir.Node, facts: dict[str, Any], codes: Array) -> tuple
         scale, zero, axis = _folded_parameters(node, facts)
     elif node.op_type != "Cast":
         scale, zero, axis, block = _linear_parameters(node, codes.dtype)
-    _check_fits(node, scale, zero, axis, block, codes.shape)
+    check_fits(node, scale, zero, axis, block, codes.shape)
     where = codes.ndim and axis % codes.ndim
     wide = codes.astype(np.float32)
     if zero is not None:
@@ -101,7 +101,7 @@ def _linear_parameters(node: ir.Node, kind: np.dtype[Any]) -> tuple[Array, Array
     return scale, zero, node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
 
 
-def _check_fits(
+def check_fits(
     node: ir.Node, scale: Array, zero: Array | None, axis: int, block: int, shape: Sequence[int | None] | None
 ) -> None:
     """Refuse scales that do not belong to a tensor of ``shape``, of which nothing or single axes may not be known.
@@ -148,8 +148,7 @@ def written_grid(node: ir.Node) -> Encoding:
     dtype = codes.dtype if third is None and codes is not None else None if third is None else third.dtype
     dtype = dtype or ir.DataType(node.attributes.get_int("output_dtype", 0) or int(ir.DataType.UINT8))
     scale, zero, axis, block = _linear_parameters(node, np.dtype(dtype.numpy()))
-    shape = None if entry is None or entry.shape is None else [n if isinstance(n, int) else None for n in entry.shape]
-    _check_fits(node, scale, zero, axis, block, shape)
+    check_fits(node, scale, zero, axis, block, lengths_of(entry))
     return encoding_of(_written_format(node, dtype), scale, zero, axis, block, rank_of(entry))
 
 
@@ -170,6 +169,11 @@ def encoding_of(
     if isinstance(fmt, FloatFormat):
         zero = np.zeros(scale.shape, np.int64)
     return Encoding(fmt, scale, zero, granularity)
+
+
+def lengths_of(value: ir.Value | None) -> list[int | None] | None:
+    """The lengths of the axes of a tensor, as far as they are known."""
+    return None if value is None or value.shape is None else [n if isinstance(n, int) else None for n in value.shape]
 
 
 def rank_of(value: ir.Value | None) -> int | None:

@@ -38,7 +38,16 @@ from bitwright.export.qdq.nbits import restore_nbits
 from bitwright.export.qdq.products import join_again
 from bitwright.export.qdq.stored import transpose_encoding
 from bitwright.export.qdq.trace import moves_data
-from bitwright.onnx.given.grids import encoding_of, fixed_number, rank_of, stored_constant, unshifted, written_grid
+from bitwright.onnx.given.grids import (
+    check_fits,
+    encoding_of,
+    fixed_number,
+    lengths_of,
+    rank_of,
+    stored_constant,
+    unshifted,
+    written_grid,
+)  # fmt: skip
 
 Array = NDArray[Any]
 
@@ -366,17 +375,24 @@ def _own_pair(node: ir.Node, values: Mapping[str, ir.Value]) -> _Pair | None:
     zero = _own_zero_point(nodes, fmt)
     ends = [n for n in nodes if _is(n, "QuantizeLinear")]
     block = ends[0].attributes.get_int("block_size", 0) if ends else 0
+    check_fits(node, array, zero, facts["axis"] or 0, block, lengths_of(entry))
     return _Pair(entry, node, nodes, encoding_of(fmt, array, zero, facts["axis"], block, rank_of(entry)))
 
 
 def _own_zero_point(nodes: set[ir.Node], fmt: Format) -> Array | None:
+    if not isinstance(fmt, IntFormat):
+        return None
     for node in nodes:
-        if _is(node, "QuantizeLinear") and isinstance(fmt, IntFormat):
-            assert node.inputs[2] is not None
-            return unshifted(fixed_number(node, node.inputs[2]), fmt)
-        if node.op_type == "Add" and isinstance(fmt, IntFormat):  # the wide form
-            assert node.inputs[1] is not None
-            return fixed_number(node, node.inputs[1]).astype(np.int64)
+        wide = node.op_type == "Add"
+        if not wide and not _is(node, "QuantizeLinear"):
+            continue
+        value = next(iter(node.inputs[1 if wide else 2 :]), None)
+        if value is None:
+            raise ModelError(
+                str(node.name), f"this {node.op_type} of a quantizer has no zero point", "export the simulation again"
+            )
+        zero = fixed_number(node, value)
+        return zero.astype(np.int64) if wide else unshifted(zero, fmt)
     return None
 
 

@@ -33,6 +33,7 @@ from bitwright.core.health.report import (
     first_non_finite,
     measure_tensor,
 )
+from bitwright.core.simulation.calibration import refuse_empty
 from bitwright.errors import CalibrationError
 from bitwright.export.files.value_types import is_tensor
 from bitwright.onnx.health.probe import Frame, Probe, array_of, flags_of, run_wide, scan_inputs
@@ -129,7 +130,9 @@ class Doctor:
     def check(self, batch: Any) -> None:
         """Check one batch."""
         where = f"batch {self.batches}"
-        root = Frame(self.probe, as_feeds(batch, self.specs, where))
+        feeds = as_feeds(batch, self.specs, where)
+        refuse_empty(self.batches, {name: array.shape for name, array in feeds.items()})
+        root = Frame(self.probe, feeds)
         bad = {name: array for name, array in root.feeds.items() if root.flags(name).bad}
         self._bad_inputs += [
             replace(measure_tensor(name, array, "input"), name=f"{name}, {where}") for name, array in bad.items()

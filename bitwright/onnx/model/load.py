@@ -36,7 +36,7 @@ from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass, L
 from bitwright.core.graph.ops import is_neutral
 from bitwright.errors import ModelError, first_few
 from bitwright.export.files.atomic import settle
-from bitwright.export.files.onnx_file import write_elements
+from bitwright.export.files.onnx_file import checked_on_failure, write_elements
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import from_proto, has_map, is_tensor, note_type
 from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
@@ -49,7 +49,6 @@ from bitwright.onnx.model.untrusted import (
     check_external_data,
     check_names,
     check_tensors,
-    checked_on_failure,
     graph_protos,
     infer_past_wrong_shapes,
     read_proto,

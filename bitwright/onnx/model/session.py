@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Literal
 
 import onnx_ir as ir
 import psutil
+from numpy.typing import NDArray
 
 from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
 from bitwright.export.files.onnx_file import write_elements
@@ -196,6 +197,24 @@ def check_providers(providers: Providers | None) -> list[Any]:
                 f"use {' or '.join(known)}, or install a build of onnxruntime that has it",
             )
     return chosen
+
+
+def run_session(
+    session: Any, feeds: Mapping[str, NDArray[Any]], site: str, names: Sequence[str] | None = None
+) -> list[Any]:
+    """What a session makes of ``feeds``: the outputs of ``names``, all of them by default.
+
+    Raises:
+        ModelError: the model fails on them; ``site`` says what was run.
+    """
+    try:
+        return list(session.run(names, dict(feeds)))
+    except refusals() as error:
+        raise ModelError(
+            site,
+            f"ONNX Runtime cannot run it: {first_line(error)}",
+            "run the float model in ONNX Runtime with this input first",
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

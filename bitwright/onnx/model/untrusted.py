@@ -10,7 +10,6 @@ import math
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO
@@ -19,8 +18,9 @@ import onnx
 import onnx_ir as ir
 
 from bitwright.core.files.documents import open_regular, too_large
-from bitwright.errors import BitwrightError, ModelError
+from bitwright.errors import ModelError
 
+_STANDARD = ("", "ai.onnx")
 _MODEL_GRAPH = 7 << 3 | 2  # tag of a field in onnx.proto
 _VARINT, _COUNTED, _FIXED = (0, 2, {1: 8, 5: 4})  # kinds of fields, and the bytes of those that have always the same
 _LONGEST_HEAD = 20  # bytes of a tag and a number
@@ -149,7 +149,7 @@ def check_names(proto: onnx.ModelProto, site: str) -> None:
     """
     for word in _words(proto):
         if not isinstance(word, str):
-            raise ModelError(site, f"the name {word!r:.100} is not UTF-8", _AGAIN)
+            raise ModelError(site, f"the name or text {word!r:.100} is not UTF-8", _AGAIN)
 
 
 def _words(proto: onnx.ModelProto) -> Iterator[object]:
@@ -161,6 +161,15 @@ def _words(proto: onnx.ModelProto) -> Iterator[object]:
         for node in graph.node:
             yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
             yield from (attribute.name for attribute in node.attribute)
+            if node.domain in _STANDARD and node.op_type != "Constant":
+                yield from (_text(word) for a in node.attribute for word in (a.s, *a.strings))
+
+
+def _text(word: bytes) -> str | bytes:
+    try:
+        return word.decode("utf-8")
+    except UnicodeDecodeError:
+        return word
 
 
 def graph_protos(
@@ -303,7 +312,7 @@ def check_bodies(model: ir.Model) -> None:
         ModelError: one has not; names the node.
     """
     for node in model.graph.all_nodes():
-        if node.domain not in ("", "ai.onnx"):
+        if node.domain not in _STANDARD:
             continue
         site = f"node {node.name!r}"
         if node.op_type == "Constant" and len(node.attributes) != 1:
@@ -338,34 +347,6 @@ def _is_fed(node: ir.Node, body: ir.Graph) -> bool:
     if node.op_type == "Loop":
         return given >= 2 and len(body.inputs) == given
     return given in (len(body.inputs), len(body.inputs) + 1)  # one more of them up to opset 8
-
-
-@contextmanager
-def checked_on_failure(source: object, site: str) -> Iterator[None]:
-    """An error inside becomes a ``ModelError`` where the checker of onnx says that the model is not valid.
-
-    Models with flaws that do no harm pass; an error about a valid model is ours and goes on as it is.
-    """
-    try:
-        yield
-    except BitwrightError:
-        raise
-    except Exception as error:
-        flaw = _flaw(source)
-        if flaw is None:
-            raise
-        raise ModelError(site, f"it is not a valid ONNX model: {flaw}", _AGAIN) from error
-
-
-def _flaw(source: object) -> str | None:
-    """What the checker says of a path, a proto or a model."""
-    try:
-        onnx.checker.check_model(ir.to_proto(source) if isinstance(source, ir.Model) else source)  # type: ignore[arg-type]
-    except onnx.checker.ValidationError as error:
-        return " ".join(str(error).split())
-    except Exception:  # larger than a message, or too broken to be written: the error at hand says more
-        return None
-    return None
 
 
 def check_external_data(model: ir.Model, path: Path | None) -> None:

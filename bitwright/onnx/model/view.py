@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.traits import TRAITS
+from bitwright.core.simulation.calibration import with_samples
 from bitwright.core.simulation.protocols import AddBias, Array, Bypass, Clamp, Edit, SetParam, Undo, Untie, carry_out
 from bitwright.errors import ModelError, checks_arguments, close_matches
 from bitwright.export.files.value_types import is_tensor
@@ -19,7 +20,7 @@ from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.graph import GraphView, build_graph
 from bitwright.onnx.model.instrument import Instrument
 from bitwright.onnx.model.load import Loaded, Source, load_model
-from bitwright.onnx.model.session import Providers, first_line, open_session, refusals
+from bitwright.onnx.model.session import Providers, open_session, run_session
 
 _NOT_TAKEN = [-1]  # stands for the shape of what lies in a branch that is not taken
 
@@ -127,9 +128,9 @@ class OnnxView:
             self._check_value(name)
         session, leading = _capture_session(self.model, values, self.providers)
         specs = input_specs(self.model)
-        for i, batch in enumerate(batches):
+        for i, batch in enumerate(with_samples(batches)):
             feeds = as_feeds(batch, specs, f"batch {i}")
-            arrays = _run(session, feeds, f"batch {i}")
+            arrays = run_session(session, feeds, f"batch {i}")
             yield {
                 name: [_wide(part) for part in _iterations(array, axes)]
                 for name, array, axes in zip(values, arrays, leading, strict=True)
@@ -168,7 +169,7 @@ class OnnxView:
                 if value.dtype is not None and value.dtype.is_floating_point():
                     array = array.astype(value.dtype.numpy(), copy=False)
                 feeds[f"i{port}"] = np.ascontiguousarray(array)
-        (result, *_) = _run(self._single(node), feeds, str(node.name))
+        (result, *_) = run_session(self._single(node), feeds, str(node.name))
         return _wide(result)
 
     def _constant(self, value: ir.Value) -> Array:
@@ -186,7 +187,7 @@ class OnnxView:
         part = ir.convenience.extract(self.model.graph, [], values)
         part.opset_imports.update(self.model.opset_imports)
         session = open_session(ir.Model(part, ir_version=self.model.ir_version), self.providers)
-        return _run(session, {}, site)
+        return run_session(session, {}, site)
 
     def materialize(self, values: Iterable[str]) -> None:
         """Turn constants that the model computes into initializers; what only served to compute them goes.
@@ -497,7 +498,7 @@ def run_measured(
     own = len(copy.graph.outputs)
     copy.graph.outputs.extend(shape for _, shape, _ in asked)
     given = as_feeds(feeds, input_specs(model))
-    arrays = _run(open_session(copy, providers), given, "feeds")
+    arrays = run_session(open_session(copy, providers), given, "feeds")
     found = {}
     for (name, _, axes), array in zip(asked, arrays[own:], strict=True):
         seen = _iterations(array, axes) if axes and array.tolist() != _NOT_TAKEN else [array]
@@ -570,17 +571,6 @@ def _signature(node: ir.Node) -> tuple[Any, ...]:
     made = tuple(bool(value.name) for value in node.outputs)
     large = any(a.type in (ir.AttributeType.TENSOR, ir.AttributeType.GRAPH) for a in node.attributes.values())
     return node.domain, node.op_type, attributes, kinds, made, id(node) if large else 0
-
-
-def _run(session: Any, feeds: Mapping[str, Array], site: str) -> list[Array]:
-    try:
-        return list(session.run(None, dict(feeds)))
-    except refusals() as error:
-        raise ModelError(
-            site,
-            f"ONNX Runtime cannot run it: {first_line(error)}",
-            "run the float model in ONNX Runtime with this input first",
-        ) from error
 
 
 def _wide(array: Array) -> Array:

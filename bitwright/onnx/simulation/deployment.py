@@ -31,7 +31,7 @@ from bitwright.export.verify.runtime import refusals
 from bitwright.export.verify.samples import plain
 from bitwright.onnx.model.data import Feeds, as_feeds
 from bitwright.onnx.model.instrument import Instrument
-from bitwright.onnx.model.session import first_line, open_session
+from bitwright.onnx.model.session import first_line, open_session, run_session
 from bitwright.onnx.simulation.simulate import Simulation
 from bitwright.runtimes.outputs import named_arrays
 
@@ -137,7 +137,7 @@ def _captured(sim: QuantizationSimModel, names: Sequence[str], feeds: Feeds, *, 
     values = {}
     if fetch:
         session = open_session(simulation.model, sim.providers, threads=sim.threads)
-        values = dict(zip(fetch, session.run(fetch, feeds), strict=True))
+        values = dict(zip(fetch, run_session(session, feeds, "the simulation", fetch), strict=True))
     found: dict[str, list[Array]] = {}
     for name, value in places:
         found.setdefault(name, []).append(values[str(shown[value].name)])

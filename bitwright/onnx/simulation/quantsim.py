@@ -33,6 +33,7 @@ from bitwright.errors import CalibrationError, checks_arguments, checks_methods
 from bitwright.export.artefacts import Exported
 from bitwright.export.deployed import benchmark_sim
 from bitwright.export.encodings.of_simulation import load_encodings, save_encodings, set_and_freeze_param_encodings
+from bitwright.export.files.onnx_file import checked_on_failure
 from bitwright.export.qdq.markers import strip_sites
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.writing import ActivationForm, BiasForm
@@ -45,8 +46,15 @@ from bitwright.onnx.model.data import Feeds, as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.graph import build_graph
 from bitwright.onnx.model.load import Source, load_model
 from bitwright.onnx.model.opset import modernize
-from bitwright.onnx.model.session import Providers, check_providers, free_memory, is_large, open_session, return_memory
-from bitwright.onnx.model.untrusted import checked_on_failure
+from bitwright.onnx.model.session import (
+    Providers,
+    check_providers,
+    free_memory,
+    is_large,
+    open_session,
+    return_memory,
+    run_session,
+)
 from bitwright.onnx.simulation.calibrating import CalibrationSession, calibrating, feed
 from bitwright.onnx.simulation.deployment import as_qdq, capture, export, sampled
 from bitwright.onnx.simulation.repairs import holds_nan, name_nan
@@ -344,10 +352,10 @@ class QuantizationSimModel(Tabular):
 
         Raises:
             CalibrationError: there are no encodings yet.
-            ModelError: the feeds do not fit the model's inputs.
+            ModelError: the feeds do not fit the model's inputs, or the model fails on them.
         """
         checked = as_feeds(feeds, self.specs)
-        found: list[Array] = self.session.run(self.output_names, checked)
+        found: list[Array] = run_session(self.session, checked, "the simulation", self.output_names)
         if not self._told_of_nan and any(map(holds_nan, found)):
             self._told_of_nan = True
             name_nan(self, checked)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bitwright.core.graph.graph import Graph
+from bitwright.core.simulation.calibration import with_samples
 from bitwright.core.simulation.protocols import AddBias, Array, Clamp, Edit, SetParam, Undo, Untie, carry_out
 from bitwright.errors import ModelError, checks_arguments
 from bitwright.torch.adapters.clamp import ChannelClamp
@@ -129,7 +130,7 @@ class TorchView:
         device = model_device(self.model)
         try:
             with interceptor.handled_by(simulator), torch.no_grad(), evaluation(self.model):
-                for batch in batches:
+                for batch in with_samples(batches):
                     simulator.taps = {name: [] for name in values}
                     args, kwargs = as_call(to_device(batch, device))
                     self.model(*args, **kwargs)

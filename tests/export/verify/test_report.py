@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -732,3 +733,17 @@ def test_hundreds_of_layers_at_linear_cost_without_recursion() -> None:
     with calls_left(150):
         cost(10)
         assert cost(200) <= 4 * cost(50)
+
+
+def test_a_file_that_is_not_valid_is_said_to_be_so(tmp_path: Path) -> None:
+    model, g = network()
+    sites, outputs = simulate(model, g.encodings, FEEDS, BIASES)
+    save_model(to_qdq(model, g.encodings).model, tmp_path / "m.onnx")
+    proto = onnx.load(tmp_path / "m.onnx")
+    nodes = list(proto.graph.node)
+    del proto.graph.node[:]
+    proto.graph.node.extend(reversed(nodes))
+    proto.graph.output[0].type.tensor_type.shape.SetInParent()  # the checker asks for one first
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(ExportError, match="it is not a valid ONNX model: .*topologically sorted"):
+        verify_layers(tmp_path / "m.onnx", sites, FEEDS, outputs=outputs)

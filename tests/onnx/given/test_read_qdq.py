@@ -616,3 +616,24 @@ def test_a_recurrent_layer_written_as_a_scan_is_verified_when_it_is_read_again(t
     assert max(row.run for row in report.rows) > 0
     again.export(tmp_path, "again")
     assert verify_folder(tmp_path, prefix="again").ok
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ("missing", "this QuantizeLinear of a quantizer has no zero point"),
+        ("more", "it has 2 zero points and 1 scales"),
+    ],
+)
+def test_a_changed_quantizer_of_ours_is_named(tmp_path, change, problem):
+    model = written(calibrated(net(), DATA), tmp_path, "m")
+    node = next(node for node in model.graph.node if node.op_type == "QuantizeLinear")
+    zero = next(t for t in model.graph.initializer if t.name == node.input[2])
+    if change == "missing":
+        del node.input[2]
+    else:
+        array = numpy_helper.to_array(zero)
+        zero.CopyFrom(numpy_helper.from_array(np.repeat(array.reshape(1), 2), zero.name))
+        del model.graph.value_info[:]
+    with pytest.raises(ModelError, match=problem):
+        QuantizationSimModel(model, threads=1)

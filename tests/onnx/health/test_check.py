@@ -154,8 +154,13 @@ def test_ctrl_c_keeps_what_was_found():
         ([], CalibrationError, "check_model: the data held no batch. Remedy: pass a non-empty list"),
         (np.ones((4, 4), np.float32), CalibrationError, "data is a ndarray, not a list of batches"),
         ([np.ones((4, 3), np.float32)], ModelError, "batch 0: the input x .* was given an array of shape 4x3"),
+        (
+            [np.ones((4, 4), np.float32), np.ones((0, 4), np.float32)],
+            CalibrationError,
+            "batch 1: it holds no sample: x is 0x4. Remedy: leave empty batches out",
+        ),
     ],
-    ids=["empty", "one-batch", "wrong-shape"],
+    ids=["empty", "one-batch", "wrong-shape", "empty-batch"],
 )  # fmt: skip
 def test_data_that_cannot_be_used(data, error, message):
     with pytest.raises(error, match=message):

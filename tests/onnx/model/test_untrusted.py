@@ -207,3 +207,11 @@ def test_a_damaged_file_is_refused_in_pieces_as_it_is_whole(tmp_path: Path, monk
         refused += outcomes[1] == b""
         assert outcomes[0] == outcomes[1] or outcomes[1] == b""
     assert 30 < refused < 270
+
+
+def test_texts_that_are_not_utf8_are_refused() -> None:
+    proto = model()
+    proto.graph.node[0].op_type = "Pad"
+    proto.graph.node[0].attribute.add(name="mode", type=onnx.AttributeProto.STRING, s=b"\xff")
+    with pytest.raises(ModelError, match=r"the name or text b'\\xff' is not UTF-8. Remedy: export or download"):
+        load_model(proto)

@@ -597,3 +597,19 @@ def test_the_bias_behind_a_product_is_simulated_as_the_file_has_it(preset, row, 
     # a model that is read again has the same
     again = QuantizationSimModel(sim.export(tmp_path, "net").qdq)
     np.testing.assert_array_equal(again.run(feeds[1])[0], sim.run(feeds[1])[0])
+
+
+def fails_while_it_runs() -> onnx.ModelProto:
+    """Of a batch of 2 only, though it says that it takes any."""
+    n = Net()
+    x = n.input("x", ("n", 4))
+    y = n("MatMul", n("Reshape", x, n.const(np.int64([2, 4])), name="fixed"), n.weights(4, 3), name="fc")
+    return n.model(y)
+
+
+def test_a_model_that_fails_while_it_runs_is_an_error_of_ours():
+    good, bad = (np.ones((n, 4), np.float32) for n in (2, 3))
+    sim = QuantizationSimModel(fails_while_it_runs(), good, threads=1)
+    sim.compute_encodings([good], progress=False)
+    with pytest.raises(ModelError, match="the simulation: ONNX Runtime cannot run it: .*fixed"):
+        sim.run(bad)
