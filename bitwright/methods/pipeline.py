@@ -47,7 +47,7 @@ from bitwright.core.simulation.sites import Site
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ModelError, checks_arguments
 from bitwright.export.deployed import measured_if_short
 from bitwright.export.files.atomic import check_destination
-from bitwright.export.files.origin import origin_of
+from bitwright.export.files.origin import origin_of, scores_of
 from bitwright.export.opsets import check_versions, has_sixteen_bits
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
@@ -221,9 +221,15 @@ def quantize(
         metrics["quantized"] = checked_metric("quantized", pipeline.rate(sim, metric) if known is None else known)
     versions: dict[str, Any] = {"opset": opset, "ir_version": ir_version, "samples": samples}
     write = partial(pipeline.export, sim, prefix=filename_prefix, first=first, **form, **versions)
-    exported = _written(write, path, target if measure_speed else None)
-    measured = sim.benchmark(**form) if benchmark else None
     rating = methods.rated(sim) if narrowed else done.rating
+    origin = sim.origin
+    sim.origin = {
+        **origin,
+        **scores_of(metrics, rating.worst),
+    }  # these files alone have them: the simulation may change
+    exported = _written(write, path, target if measure_speed else None)
+    sim.origin = origin
+    measured = sim.benchmark(**form) if benchmark else None
     return Result(
         sim, methods.folds, exported, metrics, report, measured, repaired, methods.stem,
         rating, plain, poor_below, "; ".join(tried), job.idle(report),

@@ -28,6 +28,17 @@ def origin_of(preset: str | Preset, steps: Iterable[str], first: Any, log: Calib
     return found
 
 
+def scores_of(metrics: Mapping[str, float], worst: Any) -> dict[str, str]:
+    """Metric and SQNR of the worst output, as the files of one call of ``quantize`` keep them.
+
+    Args:
+        metrics: ``float`` and ``quantized``, or nothing.
+        worst: a ``PartQuality``, or ``None``.
+    """
+    found = {f"metric_{which}": f"{value:.6g}" for which, value in metrics.items()}
+    return found if worst is None else {**found, "output": worst.name, "sqnr_db": f"{worst.sqnr:.4g}"}
+
+
 def write_origin(model: ir.Model, facts: Mapping[str, str]) -> None:
     """Put ``facts`` into the metadata of ``model``, in place."""
     model.metadata_props.update({f"{_PREFIX}{key}": text for key, text in facts.items()})

@@ -192,6 +192,7 @@ def test_the_file_tells_where_it_comes_from(folder: Path, tmp_path: Path) -> Non
     assert told["tool"] == f"bitwright {__version__}" and told["preset"] == "w8a8" and told["recipe"] == "fold"
     assert told["data"].startswith("3 batches, the first sha256:") and told["target"] == "ort_cpu"
     assert told["example"].startswith("sha256:") and told["encodings"].startswith("sha256:")
+    assert told["output"] and float(told["sqnr_db"]) > 10 and "metric_float" not in told
     shown = CliRunner().invoke(app, ["show", str(folder)]).output
     assert all(text in shown for text in ("Origin", told["tool"], told["encodings"], "3 batches"))
     sim = OnnxSim(folder / "net.onnx")
