@@ -163,7 +163,7 @@ def cost(subject: Subject) -> list[str]:
     sim, batches = subject.make(), subject.samples()
     if subject.name == "mobilenet_v2_cifar":
         batches = pictures(200)
-    from bitwright.analysis.subject.subject import open_subject
+    from bitwright.analysis.subject import open_subject
 
     opened = open_subject(sim)
     base = measure.median_seconds(lambda: [opened.outputs(batch, True) for batch in batches], 3)
@@ -182,8 +182,8 @@ def cost(subject: Subject) -> list[str]:
 
 def run_share(sim: Any, batches: Sequence[Any]) -> float:
     """Operator runs of measuring every quantizer alone and switched off, over those of as many whole evaluations."""
-    from bitwright.analysis.metrics.exact import Exact
-    from bitwright.analysis.subject.subject import open_subject
+    from bitwright.analysis.exact import Exact
+    from bitwright.analysis.subject import open_subject
 
     exact = Exact(open_subject(sim).steps(), batches[:1], budget=1 << 30)
     names = [n for n, s in sim.quantizers.items() if s.enabled and s.name == s.group and not s.quantizer.derived]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bitwright.core.numerics.spec import Preset, weight_spec
 from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_model
-from tests.algorithms.transformer import with_outliers
+from tests.methods.transformer import with_outliers
 from tests.support import data
 
 METHODS = {"nearest": (), "seq_mse": ("seq_mse",), "gptq": ("gptq",), "seq_mse, gptq": ("seq_mse", "gptq")}

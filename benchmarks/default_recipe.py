@@ -54,7 +54,7 @@ import bitwright.torch
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import Preset, find_preset
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from tests.support import data
 from tests.support.standins import STANDINS
 from tests.support.tasks import TASKS, exported

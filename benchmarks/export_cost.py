@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
-from bitwright.torch.simulation import translations
+from bitwright.torch.simulation import exported_program as translations
 from bitwright.torch.simulation.export import marked_onnx
 from tests.support.zoo import ZOO
 

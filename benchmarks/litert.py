@@ -8,7 +8,7 @@ from pathlib import Path
 import measure  # first of ours: it puts the repository on the path
 import torch
 
-from bitwright.export.verify.samples import verify_folder
+from bitwright.compare.verify import verify_folder
 from tests.support.deployed import in_litert, quantized
 from tests.support.tasks import TASKS, Task, measured
 

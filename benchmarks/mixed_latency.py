@@ -21,7 +21,7 @@ import measure  # first: it puts the repository on the path
 import onnx
 
 from bitwright import measure_times, mixed_precision
-from bitwright.mixed.search.search import CANDIDATES
+from bitwright.precision.search import CANDIDATES
 from bitwright.runtimes.adapters import open_file
 from bitwright.runtimes.timing import interleaved
 from tests.support import data

@@ -25,14 +25,12 @@ import measure  # first: it puts the repository on the path
 import numpy as np
 import torch
 
-from bitwright.analysis.subject.subject import open_subject
-from bitwright.mixed.choosing.choice import Choice
-from bitwright.mixed.precisions.candidates import as_candidates
-from bitwright.mixed.precisions.start import simulation_of
-from bitwright.mixed.search.explorer import Explorer
-from bitwright.mixed.search.goal import Goal
-from bitwright.mixed.search.measure import Metric
-from bitwright.mixed.search.search import CANDIDATES
+from bitwright.analysis.subject import open_subject
+from bitwright.precision.candidates import as_candidates, simulation_of
+from bitwright.precision.choice import Choice
+from bitwright.precision.measure import Metric
+from bitwright.precision.result import Goal
+from bitwright.precision.search import CANDIDATES, Explorer
 from tests.support import data
 from tests.support.tasks import TASKS
 

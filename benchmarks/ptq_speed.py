@@ -12,10 +12,9 @@ from pathlib import Path
 import measure  # first of ours: it puts the repository on the path
 import torch
 
-from bitwright.algorithms.rounding import gptq, reconstruct
-from bitwright.algorithms.rounding.adaround import AdaptiveRounding
-from bitwright.algorithms.rounding.matrices import Grid, Layer, moments
-from bitwright.algorithms.rounding.reconstruct import LayerProblem, Settings
+from bitwright.methods.rounding import gptq, reconstruct
+from bitwright.methods.rounding.matrices import Grid, Layer, moments
+from bitwright.methods.rounding.reconstruct import AdaptiveRounding, LayerProblem, Settings
 
 HELP = """\
 Time AdaRound on a 64 x 64 x 3 x 3 convolution (1,000 iterations) and GPTQ on a 1024 x 1024 linear layer.

@@ -36,11 +36,11 @@ from measure import ROOT, machine  # puts the repository on the path and fixes o
 from reach_models import ARCHITECTURES, Architecture
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bitwright.core.graph.ops import op_row
-from bitwright.core.simulation.protocols import sqnr
-from bitwright.export.verify.samples import verify_folder
+from bitwright.compare.verify import verify_folder
+from bitwright.core.graph.operators import op_row
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms, quantize
-from bitwright.torch.calls.trees import flatten_tensors
+from bitwright.torch.calls.inputs import flatten_tensors
 from tests.support.cases import vary_norms_and_biases
 
 STAGES = (

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from bitwright.export.qdq.markers import strip_sites
-from bitwright.export.recurrent.write import expand_recurrent
+from bitwright.export.recurrent import expand_recurrent
 from bitwright.onnx import QuantizationSimModel
 from tests.support.recurrent_nets import Variant, feeds, layer_model
 

@@ -12,7 +12,7 @@ import measure  # first of ours: it puts the repository on the path
 import numpy as np
 import torch
 
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from tests.support.deployed import quantized
 from tests.support.tasks import TASKS, Task, measured
 from tests.support.without_vnni import run_without_vnni

@@ -224,11 +224,11 @@ _PREPARING = (
     ("bitwright.torch.simulation.quantsim", "record", "recording run and graph"),
     ("bitwright.torch.simulation.quantsim", "place", "placement"),
     ("bitwright.torch.simulation.quantsim", "place_quantizers", "quantizers"),
-    ("bitwright.torch.adapters.opened", "TorchOpened._outputs_of", "recording run and graph"),
-    ("bitwright.torch.adapters.opened", "what_changed", "another forward, compared"),
-    ("bitwright.algorithms.folding.batch_norm_fold", "find_folds", "search for folds"),
-    ("bitwright.algorithms.folding.batch_norm_fold", "_Folder.carry_out", "folds, each checked by itself"),
-    ("bitwright.algorithms.scaling.equalize", "_factors", "search for factors"),
+    ("bitwright.torch.opened", "TorchOpened._outputs_of", "recording run and graph"),
+    ("bitwright.torch.opened", "what_changed", "another forward, compared"),
+    ("bitwright.methods.folding.batch_norm_fold", "find_folds", "search for folds"),
+    ("bitwright.methods.folding.batch_norm_fold", "_Folder.carry_out", "folds, each checked by itself"),
+    ("bitwright.methods.scaling.equalize", "_factors", "search for factors"),
 )
 
 
@@ -287,7 +287,7 @@ def recipe_rows(network: str, effort: str, rounds: int) -> list[list[str]]:
     """Every step of the recipe as float passes over its data, and the process's peak in it beyond the float model's."""
     import default_recipe as subject
 
-    from bitwright.algorithms.search.recipe import ModelRunner
+    from bitwright.recipes.recipe import ModelRunner
 
     found = subject.case(network)
     batches, run = found.batches(0), subject.of_torch(found.model)

@@ -1,6 +1,6 @@
 from bitwright.analysis.analyze import analyze as analyze
-from bitwright.analysis.values.layer_outputs import LayerOutputUtil as LayerOutputUtil
-from bitwright.comparison.drift import drift as drift
+from bitwright.analysis.layer_outputs import LayerOutputUtil as LayerOutputUtil
+from bitwright.compare.drift import drift as drift
 from bitwright.core.numerics.formats import FloatFormat as FloatFormat
 from bitwright.core.numerics.formats import IntFormat as IntFormat
 from bitwright.core.numerics.granularity import PerBlock as PerBlock
@@ -23,11 +23,11 @@ from bitwright.errors import GranularityError as GranularityError
 from bitwright.errors import ModelError as ModelError
 from bitwright.errors import RangeError as RangeError
 from bitwright.errors import UnknownAttributeError as UnknownAttributeError
-from bitwright.methods.pipeline import quantize as quantize
-from bitwright.mixed.automatic.auto import auto_quantize as auto_quantize
-from bitwright.mixed.choosing.latency import measure_times as measure_times
-from bitwright.mixed.precisions.manual import PrecisionRequest as PrecisionRequest
-from bitwright.mixed.precisions.manual import set_precisions as set_precisions
-from bitwright.mixed.search.search import mixed_precision as mixed_precision
+from bitwright.precision.auto import auto_quantize as auto_quantize
+from bitwright.precision.costs import measure_times as measure_times
+from bitwright.precision.manual import PrecisionRequest as PrecisionRequest
+from bitwright.precision.manual import set_precisions as set_precisions
+from bitwright.precision.search import mixed_precision as mixed_precision
+from bitwright.recipes.quantize import quantize as quantize
 
 __version__: str

@@ -18,8 +18,6 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from bitwright import __version__
-from bitwright.algorithms.search.default_recipe import EFFORTS
-from bitwright.algorithms.search.recipe import KINDS
 from bitwright.cli import app
 from bitwright.cli.quantize import _gathered
 from bitwright.core.numerics.ranges import RANGE_METHODS
@@ -27,8 +25,10 @@ from bitwright.core.numerics.spec import PRESETS
 from bitwright.core.placement.aimet_config import SHIPPED
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.manifest import write_manifest
+from bitwright.export.samples import read_samples, write_samples
 from bitwright.export.targets import TARGETS
-from bitwright.export.verify.samples import read_samples, write_samples
+from bitwright.recipes.default_recipe import EFFORTS
+from bitwright.recipes.recipe import KINDS
 from bitwright.runtimes.adapters import RUNTIMES
 from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.runtimes.timing import Ratio
@@ -286,10 +286,10 @@ def test_a_file_that_its_target_refuses_is_one_warning_and_no_error_of_quantize(
     result = run(*common, "--out", tmp_path / "one")
     assert result.exit_code == 0 and "speed against float in onnxruntime, 1 thread" in result.output
     for high, told in ((1.1, False), (1.9, True)):
-        monkeypatch.setattr("bitwright.export.deployed.ratio", lambda *_, high=high: Ratio(1.0, 0.95, high))
+        monkeypatch.setattr("bitwright.compare.benchmark.ratio", lambda *_, high=high: Ratio(1.0, 0.95, high))
         result = run(*common, "--out", tmp_path / "one")
         assert ("tells little: the machine is busy" in result.output) is told
-    monkeypatch.setattr("bitwright.export.deployed.open_file", refuse)
+    monkeypatch.setattr("bitwright.compare.benchmark.open_file", refuse)
     caplog.clear()
     result = run(*common, "--out", tmp_path / "two")
     assert result.exit_code == 0 and "speed against float" not in result.output
@@ -625,8 +625,8 @@ def test_every_command_reads_the_same_samples(small, tmp_path, limit, count, siz
 
     monkeypatch.setattr("bitwright.onnx.quantize", counted("quantize"))
     monkeypatch.setattr("bitwright.onnx.check_model", counted("doctor"))
-    monkeypatch.setattr("bitwright.mixed.automatic.auto.auto_quantize", counted("auto"))
-    monkeypatch.setattr("bitwright.comparison.saturation.saturation", counted("saturation"))
+    monkeypatch.setattr("bitwright.precision.auto.auto_quantize", counted("auto"))
+    monkeypatch.setattr("bitwright.compare.saturation.saturation", counted("saturation"))
     common = (small / "m.onnx", "--data", small / "d.npz", *limit, *size)
     for command in ("quantize", "analyze", "doctor", "auto", "saturation"):
         out = ("--out", tmp_path / command) if command in ("quantize", "auto") else ()
@@ -638,7 +638,7 @@ def test_every_command_reads_the_same_samples(small, tmp_path, limit, count, siz
 def test_a_slow_file_is_no_failure_of_benchmark_unless_it_is_asked_for(exported, monkeypatch):
     for file, low, high in (("slow", 0.4, 0.5), ("fast", 1.9, 2.0)):
         report = BenchmarkReport("onnxruntime", (), {}, {1: Ratio(low, low, high)})
-        monkeypatch.setattr("bitwright.onnx.deployed.benchmark_path", lambda *_, report=report, **__: report)
+        monkeypatch.setattr("bitwright.onnx.benchmark.benchmark_path", lambda *_, report=report, **__: report)
         result = run("benchmark", exported)
         assert result.exit_code == 0
         assert result.output.splitlines()[-1].startswith(f"speed against float in onnxruntime: {low:.2f}x")

@@ -15,7 +15,7 @@ import torch
 import bitwright.onnx
 import bitwright.torch
 from bitwright.analysis.intervals import compare
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from tests.support import data
 from tests.support.standins import denoiser, tone_detector
 from tests.support.tasks import TASKS, measured

@@ -21,7 +21,7 @@ FILES = sorted((ROOT / "bitwright").rglob("*.py"))
 NUMPY, ONNX = {"numpy"}, {"onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes", "google", "psutil"}
 FILES_OUT = {"yaml", "safetensors", "rich"}
 ANYTHING = NUMPY | ONNX | FILES_OUT | {"torch", "typer", "scipy", "ray"}
-FRONT_END = {"errors", "comparison", "core", "export", "lazy", "progress", "report", "runtimes", "tables"}
+BELOW = {"errors", "core", "lazy", "progress", "tables", "runtimes", "export", "compare", "methods", "recipes"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"lazy"}, set()),
     "errors": (set(), set()),
@@ -30,84 +30,40 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "lazy": (set(), set()),
     "interrupt": (set(), set()),
     "core": ({"errors", "tables"}, NUMPY),
-    "algorithms": ({"errors", "core", "tables"}, NUMPY),
-    "compression": ({"errors", "core"}, NUMPY),
-    # adapters of runtimes, and what is measured in them
     "runtimes": ({"errors", "tables"}, NUMPY | ONNX | {"openvino", "ai_edge_litert"}),
     "export": ({"errors", "core", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
-    # two executions of an export side by side
-    "comparison": ({"errors", "core", "export", "runtimes", "tables"}, NUMPY | ONNX),
-    # one function for both front ends; `front_end` loads that of the model it is given
-    "methods": (FRONT_END | {"algorithms"}, NUMPY),
-    "torch": (FRONT_END | {"algorithms", "methods"}, NUMPY | ONNX | FILES_OUT | {"torch"}),
-    "onnx": (FRONT_END | {"algorithms", "methods"}, NUMPY | ONNX | FILES_OUT),
-    # works on the steps of either front end, which are torch functions; loaded when an analysis runs
-    "analysis": (
-        FRONT_END | {"algorithms", "methods", "torch", "onnx", "report"},
-        NUMPY | FILES_OUT | {"torch", "scipy", "pandas"},
-    ),
-    # documents are plain data; who makes them is loaded when asked for
-    "report": ({"errors", "core", "export", "analysis", "onnx", "tables"}, NUMPY),
-    # searches above both front ends
-    "mixed": (
-        FRONT_END | {"algorithms", "analysis", "methods", "torch", "onnx", "report"},
+    "compare": ({"errors", "core", "export", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
+    # `front_end` and `functions` load the front end of the model that they are given
+    "methods": (BELOW - {"recipes"}, NUMPY),
+    "recipes": (BELOW | {"report"}, NUMPY),
+    "torch": (BELOW | {"report"}, NUMPY | ONNX | FILES_OUT | {"torch"}),
+    "onnx": (BELOW | {"report"}, NUMPY | ONNX | FILES_OUT),
+    # computes with the steps of either front end, which are torch functions
+    "analysis": (BELOW | {"torch", "onnx", "report"}, NUMPY | FILES_OUT | {"torch", "scipy", "pandas"}),
+    "report": ({"errors", "core", "export", "compare", "analysis", "onnx", "tables"}, NUMPY),
+    "precision": (
+        BELOW | {"analysis", "torch", "onnx", "report"},
         NUMPY | ONNX | FILES_OUT | {"torch", "scipy", "ray"},
     ),
-    "distributed": ({"errors", "core", "torch"}, NUMPY | {"torch", "ray"}),
     # AIMET's names on the public API; nobody imports them
-    "aimet_common": ({"errors", "core", "analysis", "mixed", "report"}, NUMPY),
-    "aimet_torch": (
-        {
-            *("errors", "progress", "core", "algorithms", "methods", "analysis", "export", "mixed", "report", "tables"),
-            *("torch", "aimet_common"),
-        },
-        NUMPY | {"torch", "onnx"},
-    ),
-    "aimet_onnx": (
-        {
-            *("errors", "progress", "core", "algorithms", "methods", "analysis", "export", "mixed", "report", "onnx"),
-            "aimet_common",
-        },
-        NUMPY | ONNX,
-    ),
+    "aimet_common": ({"errors", "core", "analysis", "precision", "report"}, NUMPY),
+    "aimet_torch": (BELOW | {"analysis", "precision", "report", "torch", "aimet_common"}, NUMPY | {"torch", "onnx"}),
+    "aimet_onnx": (BELOW | {"analysis", "precision", "onnx", "report", "aimet_common"}, NUMPY | ONNX),
     "migrate": ({"errors", "aimet_common"}, set()),
-    "cli": (
-        {
-            "errors",
-            "interrupt",
-            "lazy",
-            "core",
-            "algorithms",
-            "comparison",
-            "compression",
-            "export",
-            "torch",
-            "onnx",
-            "analysis",
-            "mixed",
-            "migrate",
-            "report",
-            "runtimes",
-            "tables",
-        },  # fmt: skip
-        ANYTHING,
-    ),
+    "cli": (BELOW | {"interrupt", "torch", "onnx", "analysis", "precision", "migrate", "report"}, ANYTHING),
 }
-# Files and rooms that may import more than their part, inside their functions: configuration files may be YAML,
-# and calibration data pictures. Compiled loops are
-# numba's where it is installed. Methods that learn weights, and estimates by gradients, are written in torch, which
-# both front ends load when one of them is called.
+# Files and folders that may import more than their part. Inside their functions: configuration files may be YAML, and
+# calibration data pictures; compiled loops are numba's where it is installed. Methods that learn weights, and estimates by
+# gradients, are written in torch, which both front ends load when one of them is called.
 EXTRA: dict[str, set[str]] = {
-    "export/tflite": {"ai_edge_litert", "flatbuffers"},
-    "algorithms/rounding": {"torch"},
-    "algorithms/search/output_error.py": {"torch"},
-    "algorithms/search/widen.py": {"torch"},
+    "export/litert": {"ai_edge_litert", "flatbuffers"},
+    "methods/rounding": {"torch"},
+    "recipes/site_cost.py": {"torch"},
+    "recipes/widen.py": {"torch"},
     "core/compiled/loops.py": {"numba"},
-    "core/files/documents.py": {"yaml"},
-    "onnx/adapters/program.py": {"torch"},
-    "onnx/adapters/steps.py": {"torch"},
-    "onnx/adapters/recurrent.py": {"torch"},
-    "onnx/adapters/to_torch.py": {"torch"},
+    "core/files.py": {"yaml"},
+    "onnx/program.py": {"torch"},
+    "onnx/to_torch.py": {"torch"},
     "onnx/model/data.py": {"PIL"},
 }
 # The command line answers `--help` at once: only these load with it, the rest inside the commands.
@@ -164,7 +120,7 @@ def test_import_directions():
         pytest.param("torch/x.py", "from bitwright import onnx", id="torch-takes-onnx-front-end"),
         pytest.param("onnx/x.py", "import torch.nn", id="onnx-takes-torch"),
         pytest.param("torch/x.py", "from bitwright.aimet_torch import nn", id="torch-takes-aimet-names"),
-        pytest.param("algorithms/x.py", "import bitwright.torch.sim", id="algorithm-takes-front-end"),
+        pytest.param("methods/x.py", "import bitwright.torch.sim", id="method-takes-front-end"),
         pytest.param("__init__.py", "import numpy", id="package-takes-numpy"),
     ],
 )

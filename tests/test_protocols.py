@@ -12,9 +12,9 @@ from tests.test_imports import FILES, ROOT
 
 #: protocol -> files that define or fill it, in which a use of a member may be its own
 THREE = {
-    "FloatModel": ("core/simulation/protocols.py", "torch/adapters/view.py", "onnx/model/view.py"),
-    "Simulation": ("core/simulation/state.py", "torch/simulation/quantsim.py", "onnx/simulation/quantsim.py"),
-    "SimulatedModel": ("algorithms/rounding/program.py", "torch/adapters/program.py", "onnx/adapters/program.py"),
+    "FloatModel": ("core/simulation/float_model.py", "torch/view.py", "onnx/model/view.py"),
+    "Simulation": ("core/simulation/simulation.py", "torch/simulation/quantsim.py", "onnx/simulation/quantsim.py"),
+    "SimulatedModel": ("methods/rounding/program.py", "torch/program.py", "onnx/program.py"),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 import bitwright.onnx as onnx_front
 from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_model, fold_all_batch_norms
-from tests.algorithms.transformer import with_outliers
+from tests.methods.transformer import with_outliers
 from tests.support.data import accuracy, onnx_file, perplexity, shakespeare, stories, trained
 from tests.support.tasks import TASKS, measured
 

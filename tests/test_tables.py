@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import bitwright
-from bitwright.algorithms.search.recipe_report import Outcome, RecipeReport
 from bitwright.core.health.site_health import HealthTable
 from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.recipes.recipe import Outcome, RecipeReport
 from bitwright.tables import Table, Tabular, html_table, html_text, plain, text_table
 from bitwright.torch import QuantizationSimModel as TorchSim
 from bitwright.torch import check_model
@@ -183,12 +183,13 @@ def test_every_method_has_a_report_that_is_plain_data(sims):
     import importlib
     import pkgutil
 
-    import bitwright.algorithms
+    import bitwright.compare
     import bitwright.core
-    import bitwright.export
+    import bitwright.methods
+    import bitwright.recipes
 
     found = []
-    for package in (bitwright.algorithms, bitwright.core, bitwright.export):
+    for package in (bitwright.methods, bitwright.recipes, bitwright.compare, bitwright.core):
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(info.name)
             found += [c for n, c in vars(module).items() if n.endswith("Report") and isinstance(c, type)]

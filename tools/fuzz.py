@@ -373,8 +373,8 @@ def _damage_file(path: Path, rng: Random) -> None:
 def folder_case(rng: Random, folder: Path) -> Use:
     """A folder of an export, of which one file is damaged; its manifest may vouch for the damage."""
     import bitwright.onnx
+    from bitwright.compare.verify import verify_folder
     from bitwright.export.files.manifest import write_manifest
-    from bitwright.export.verify.samples import verify_folder
 
     number = _pick(_EXPORTED, rng)
     there, whole = folder / "one", folder / "whole"

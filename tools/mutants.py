@@ -1,7 +1,7 @@
 """Plant faults, one at a time, and count those that the tests see: ``make mutants``.
 
 A sample of one-line faults (another comparison, another operator, a number changed by one, a condition negated) over
-``bitwright/core`` and the closed-form parts of ``bitwright/algorithms``, drawn with a fixed seed. Each is written into a copy
+``bitwright/core`` and the closed-form parts of ``bitwright/methods``, drawn with a fixed seed. Each is written into a copy
 of the checkout, where those tests run that run its line (one run without a fault, under coverage, says which): those of its own
 module first, then the quickest of all, two minutes of them at most. What no test sees is listed with its line. The faults come
 from cosmic-ray; the sample, the copies and the choice of tests are made here, because its own runs go through every fault with
@@ -50,21 +50,20 @@ LIBRARIES = (
     "scipy.stats",
     "typer.testing",
 )
-PARTS = ("core", "algorithms/scaling", "algorithms/folding", "algorithms/channels", "algorithms/bias_correct.py")
+PARTS = (
+    "core",
+    "methods/scaling",
+    "methods/folding",
+    "methods/layers.py",
+    "methods/attention.py",
+    "methods/bias_correction.py",
+)
 #: tests that are to see the faults: all that call the parts, by themselves or by way of a front end
 TESTS = (
     "bitwright/core",
-    "bitwright/algorithms",
-    *(
-        "tests/core",
-        "tests/algorithms",
-        "tests/methods",
-        "tests/conformance",
-        "tests/torch",
-        "tests/onnx",
-        "tests/export",
-    ),
-    *("tests/analysis", "tests/comparison", "tests/mixed", "tests/test_public_api.py", "tests/test_tables.py"),
+    "bitwright/methods",
+    *("tests/core", "tests/methods", "tests/methods", "tests/conformance", "tests/torch", "tests/onnx", "tests/export"),
+    *("tests/analysis", "tests/compare", "tests/precision", "tests/test_public_api.py", "tests/test_tables.py"),
 )
 #: compiled functions run without their lines being traced; these tests call them
 UNTRACED = "bitwright/core/compiled"

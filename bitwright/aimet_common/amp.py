@@ -10,8 +10,8 @@ from typing import Any
 
 from bitwright.aimet_common.defs import CallbackFunc
 from bitwright.errors import ConfigError
-from bitwright.mixed.search.result import MixedPrecision
-from bitwright.mixed.search.search import mixed_precision
+from bitwright.precision.result import MixedPrecision
+from bitwright.precision.search import mixed_precision
 from bitwright.report.charts import points_chart, scores_chart, write_page
 
 #: of those that a callback runs, for the estimate of sensitivities

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.analysis.subject.subject import Subject, open_subject
-from bitwright.analysis.values.layer_outputs import layer_values
+from bitwright.analysis.layer_outputs import layer_values
+from bitwright.analysis.subject import Subject, open_subject
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.report.charts import histogram_chart, ranges_chart, scores_chart, write_data, write_page

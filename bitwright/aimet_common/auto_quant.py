@@ -8,8 +8,8 @@ from typing import Any
 
 from bitwright.aimet_common.absent import differs
 from bitwright.errors import ConfigError
-from bitwright.mixed.automatic.auto import AutoResult, auto_quantize
-from bitwright.mixed.automatic.ladder import FIRST, Trial
+from bitwright.precision.auto import AutoResult, auto_quantize
+from bitwright.precision.trials import FIRST, Trial
 
 _SCHEMES = (("min_max", "min_max"), ("mse", "mse"), ("percentile", "percentile"))
 

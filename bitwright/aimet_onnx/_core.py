@@ -25,7 +25,7 @@ from bitwright.aimet_common.grids import (
     scale_multiples,
     weight_spec,
 )
-from bitwright.core.graph.ops import block_axes
+from bitwright.core.graph.operators import block_axes
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.arrays import to_numpy
 from bitwright.onnx.model.data import input_specs, random_feeds

@@ -19,10 +19,10 @@ from bitwright import onnx as front
 from bitwright.aimet_common import connected_graph
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_onnx._models import proto_of
-from bitwright.algorithms.scaling import equalize as equalization
 from bitwright.errors import ConfigError, ModelError
-from bitwright.methods.channels import equalize_opened
-from bitwright.onnx.adapters.opened import OnnxOpened
+from bitwright.methods.functions import equalize_opened
+from bitwright.methods.scaling import equalize as equalization
+from bitwright.onnx.opened import OnnxOpened
 from bitwright.progress import progress as bar
 
 __all__ = [

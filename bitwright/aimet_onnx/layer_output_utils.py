@@ -11,7 +11,7 @@ from bitwright.aimet_common.layer_outputs import RawFiles
 from bitwright.aimet_onnx._models import proto_of
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel
 from bitwright.aimet_onnx.utils import build_session
-from bitwright.analysis.values.layer_outputs import layer_values
+from bitwright.analysis.layer_outputs import layer_values
 
 __all__ = ["LayerOutput", "LayerOutputUtil"]
 

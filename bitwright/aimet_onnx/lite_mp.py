@@ -7,7 +7,7 @@ from typing import Any
 
 from bitwright.aimet_common.defs import qtype
 from bitwright.errors import ConfigError
-from bitwright.mixed.precisions.manual import PrecisionRequest, set_precisions
+from bitwright.precision.manual import PrecisionRequest, set_precisions
 
 __all__ = ["flip_layers_to_higher_precision"]
 

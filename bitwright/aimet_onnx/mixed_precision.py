@@ -7,7 +7,7 @@ from typing import Any
 
 from bitwright.aimet_common.amp import MOST_BATCHES, AMPSearchAlgo, choose
 from bitwright.aimet_common.defs import CallbackFunc, qtype
-from bitwright.mixed.search.sensitivity import analyze_groups, lower_in_order
+from bitwright.precision.measure import analyze_groups, lower_in_order
 
 __all__ = ["AMPSearchAlgo", "analyze_mixed_precision_sensitivity", "apply_amp", "choose_mixed_precision"]
 

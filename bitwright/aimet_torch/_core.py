@@ -33,18 +33,19 @@ from bitwright.aimet_common.grids import (
     int_format,
     steps_format,
 )
-from bitwright.analysis.values.layer_outputs import names_of_export
+from bitwright.analysis.layer_outputs import names_of_export
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.numerics.affine import power_of_two_scale
 from bitwright.core.numerics.formats import FLOAT_FORMATS
 from bitwright.core.numerics.ranges import choose_range, needs
 from bitwright.core.numerics.statistics import Statistics, start, update
-from bitwright.export.encodings.versions import read_encodings, write_encodings
+from bitwright.export.encodings.read import read_encodings
+from bitwright.export.encodings.write import write_encodings
 from bitwright.tables import Tabular, html_table
-from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.calls.inputs import walk_modules
 from bitwright.torch.quantizers import functional
 from bitwright.torch.quantizers.fake_quantize import Grid as TensorGrid
-from bitwright.torch.training.pivot import PivotGradient
+from bitwright.torch.training.oscillation import PivotGradient
 
 __all__ = [
     "FLOAT32_SCALE",

@@ -20,17 +20,17 @@ from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_common.connected_graph import GraphOp
 from bitwright.aimet_torch.quantsim import QuantizationSimModel, QuantParams
 from bitwright.aimet_torch.utils import Unlabelled
-from bitwright.algorithms import bias_correct
-from bitwright.algorithms.scaling import equalize as equalization
-from bitwright.algorithms.scaling.equalize import EqualizeReport
-from bitwright.core.simulation.protocols import SetParam
+from bitwright.core.simulation.float_model import SetParam
 from bitwright.errors import ModelError
-from bitwright.methods.channels import equalize_opened
+from bitwright.methods import bias_correction as bias_correct
+from bitwright.methods.functions import equalize_opened
+from bitwright.methods.scaling import equalize as equalization
+from bitwright.methods.scaling.equalize import EqualizeReport
 from bitwright.progress import progress as bar
-from bitwright.torch.adapters.opened import TorchOpened
-from bitwright.torch.adapters.view import BATCH_NORMS, TorchView
-from bitwright.torch.calls.trees import walk_modules
-from bitwright.torch.simulation.adopt import copied
+from bitwright.torch.calls.inputs import walk_modules
+from bitwright.torch.opened import TorchOpened
+from bitwright.torch.simulation.quantsim import copied
+from bitwright.torch.view import BATCH_NORMS, TorchView
 
 __all__ = [
     "BatchNormFold",

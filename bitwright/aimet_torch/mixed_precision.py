@@ -14,13 +14,7 @@ from bitwright.aimet_common.amp import MOST_BATCHES, AMPSearchAlgo, choose
 from bitwright.aimet_common.defs import CallbackFunc
 from bitwright.aimet_torch._core import walk_modules
 from bitwright.errors import ConfigError
-from bitwright.mixed.precisions.manual import (
-    MODEL_INPUT,
-    MODEL_OUTPUT,
-    PrecisionReport,
-    PrecisionRequest,
-    set_precisions,
-)
+from bitwright.precision.manual import MODEL_INPUT, MODEL_OUTPUT, PrecisionReport, PrecisionRequest, set_precisions
 
 __all__ = ["AMPSearchAlgo", "EvalCallbackFactory", "MixedPrecisionConfigurator", "choose_mixed_precision"]
 

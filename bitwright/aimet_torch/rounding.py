@@ -17,15 +17,15 @@ from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_names, differs
 from bitwright.aimet_common.defs import QuantScheme, range_method
 from bitwright.aimet_torch.utils import Unlabelled, default_forward_fn
-from bitwright.algorithms.rounding import seq_mse
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError
 from bitwright.export.encodings.of_simulation import site_records
-from bitwright.export.encodings.versions import write_encodings
+from bitwright.export.encodings.write import write_encodings
 from bitwright.export.files.atomic import check_destination
-from bitwright.torch.calls.trees import walk_modules
-from bitwright.torch.simulation.adopt import copied
+from bitwright.methods.rounding import seq_mse
+from bitwright.torch.calls.inputs import walk_modules
+from bitwright.torch.simulation.quantsim import copied
 
 __all__ = ["AdaScale", "Adaround", "AdaroundParameters", "SeqMseParams", "apply_adascale", "apply_seq_mse"]
 

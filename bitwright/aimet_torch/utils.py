@@ -12,8 +12,7 @@ from torch import nn
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_common.utils import Handle
 from bitwright.aimet_torch import _modules
-from bitwright.torch.calls.batches import to_device
-from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.calls.inputs import to_device, walk_modules
 
 __getattr__ = absent_names(__name__)
 

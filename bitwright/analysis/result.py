@@ -44,7 +44,7 @@ class Cause:
     """Why a layer makes much error.
 
     Attributes:
-        cause: key, one of :data:`bitwright.analysis.causes.causes.CAUSES`.
+        cause: key, one of :data:`bitwright.analysis.causes.CAUSES`.
         text: one sentence with the numbers seen.
         evidence: these numbers by name, and ``site``, where they were seen.
         remedy: what to do about it, as ``Analysis.try_remedies`` knows it or as a step of a recipe.
@@ -217,7 +217,7 @@ class Analysis(Tabular):
 
     @checks_arguments
     def try_remedies(self, n: int = 3, **options: Any) -> tuple[RemedyRow, ...]:
-        """Measure the remedies suggested for the ``n`` worst layers (:func:`bitwright.analysis.causes.remedies.try_remedies`)."""
+        """Measure the remedies suggested for the ``n`` worst layers (:func:`bitwright.analysis.causes.try_remedies`)."""
         if self._try is None:
             raise ConfigError(
                 "try_remedies",

@@ -186,7 +186,7 @@ def _check_onnx(path: Path, data: str | None, reading: Reading) -> HealthReport:
 def _check_torch(model: str, data: str | None, limit: int) -> HealthReport:
     from itertools import islice
 
-    from bitwright.core.files.entry_points import load_entry_point
+    from bitwright.core.files import load_entry_point
     from bitwright.torch import check_model
 
     if data is None:
@@ -243,8 +243,8 @@ def drift(
       bitwright drift exported/@simulation exported/net.tflite
       bitwright drift float.onnx other_tool_int8.onnx@onnxruntime --data samples.npz
     """
-    from bitwright.comparison.drift import drift as compare
-    from bitwright.comparison.sides import open_sides
+    from bitwright.compare.drift import drift as compare
+    from bitwright.compare.sides import open_sides
     from bitwright.onnx.model.data import input_specs
 
     feeds = None
@@ -277,8 +277,8 @@ def saturation(
       bitwright saturation exported/
       bitwright saturation model_int8.onnx --data samples.npz
     """
-    from bitwright.comparison.saturation import saturation as take_apart
-    from bitwright.comparison.sides import open_side, sample_inputs
+    from bitwright.compare.saturation import saturation as take_apart
+    from bitwright.compare.sides import open_side, sample_inputs
     from bitwright.errors import ExportError
     from bitwright.onnx.model.data import input_specs
 

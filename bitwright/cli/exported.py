@@ -44,7 +44,7 @@ def verify(folder: Export, prefix: Prefix = None, runtime: Runtime = "onnxruntim
       bitwright verify exported/ --prefix digits --json report.json
       bitwright verify exported/ --runtime openvino
     """
-    from bitwright.export.verify.samples import verify_folder
+    from bitwright.compare.verify import verify_folder
 
     report = verify_folder(folder, prefix, runtime=runtime)
     write_json(json_file, report)
@@ -87,7 +87,7 @@ def benchmark(
       bitwright benchmark model_int8.onnx --suggest
       bitwright benchmark exported/ --fail-if-slower
     """
-    from bitwright.onnx.deployed import benchmark_path
+    from bitwright.onnx.benchmark import benchmark_path
 
     if not path.exists():
         raise ExportError(str(path), "there is no such file or folder", "check the path")

@@ -35,13 +35,13 @@ def _ranges() -> Rows:
 
 
 def _steps() -> Rows:
-    from bitwright.algorithms.search.recipe import KINDS
+    from bitwright.recipes.recipe import KINDS
 
     return [(name, kind.phase, kind.does) for name, kind in KINDS.items()]
 
 
 def _efforts() -> Rows:
-    from bitwright.algorithms.search.default_recipe import EFFORTS
+    from bitwright.recipes.default_recipe import EFFORTS
 
     return [(name, row.does) for name, row in EFFORTS.items()]
 

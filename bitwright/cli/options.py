@@ -118,7 +118,7 @@ class Reading:
 
         A batch that the model's fixed batch size does not let divide is read whole.
         """
-        from bitwright.analysis.subject.data import rows_of
+        from bitwright.analysis.subject import rows_of
         from bitwright.onnx import load_data
         from bitwright.onnx.model.data import Pictures
 
@@ -162,7 +162,7 @@ class Metric:
         """``None``, a name, or the function that ``module:function`` names."""
         if self.metric is None or ":" not in self.metric:
             return self.metric
-        from bitwright.core.files.entry_points import load_entry_point
+        from bitwright.core.files import load_entry_point
 
         return load_entry_point(self.metric, "scores a session")
 
@@ -172,7 +172,7 @@ class Metric:
             return None
         import numpy as np
 
-        from bitwright.analysis.subject.data import rows_of
+        from bitwright.analysis.subject import rows_of
 
         try:
             found = np.load(self.labels, allow_pickle=False)
@@ -192,8 +192,8 @@ class Metric:
             return metric, self.lower_is_better
         import numpy as np
 
-        from bitwright.analysis.metrics.metric import named_metric
-        from bitwright.analysis.subject.data import split_labels
+        from bitwright.analysis.metric import named_metric
+        from bitwright.analysis.subject import split_labels
         from bitwright.onnx.model.session import open_session
 
         samples = batches()

@@ -298,9 +298,9 @@ def _tells_what_is_kept(folder: Path, manifest: Path) -> Iterator[None]:
 
 def _verified(exported: Any, target: str) -> str:
     """What verifying the files says in one line, where it takes a few seconds at most; nothing fails, as they are written."""
+    from bitwright.compare.verify import verify_folder
     from bitwright.errors import BitwrightError
     from bitwright.export.targets import find_target
-    from bitwright.export.verify.samples import verify_folder
 
     folder, size = exported.qdq.parent, sum(path.stat().st_size for path in exported.files)
     if size > _LARGE:
@@ -404,9 +404,9 @@ def auto_command(
           --metric accuracy --labels labels.npy
       bitwright auto model.onnx --data photos/ --out search/ --deadline 600
     """
-    from bitwright.mixed.automatic.auto import auto_quantize
     from bitwright.onnx import load_model
     from bitwright.onnx.model.data import input_specs
+    from bitwright.precision.auto import auto_quantize
 
     feeds = list(reading.batches(data, input_specs(load_model(model).model)))
     drop = allowed_drop if allowed_drop is None or "%" in allowed_drop else numbers("--allowed-drop", allowed_drop)[0]

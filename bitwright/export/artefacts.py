@@ -1,4 +1,7 @@
-"""Everything that an export writes: QDQ model, float model, encodings, sites, samples and manifest, together."""
+"""Everything that an export writes: QDQ model, float model, encodings, sites, samples and manifest, together.
+
+Names of a model's inputs and outputs, as the caller wants them.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +21,69 @@ from bitwright import __version__
 from bitwright.core.graph.recurrence import CELLS, HIDDEN
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_to_json, spec_to_json
-from bitwright.core.simulation.state import Simulation
+from bitwright.core.simulation.simulation import Simulation
 from bitwright.errors import ConfigError, ExportError, close_matches
-from bitwright.export.encodings.carried import carried_records
 from bitwright.export.encodings.of_simulation import quantizer_args
-from bitwright.export.encodings.versions import VERSIONS, NamedEncoding, write_encodings
-from bitwright.export.encodings.write import json_lines
-from bitwright.export.files.atomic import atomic_files, check_destination
-from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest
-from bitwright.export.files.onnx_file import save_model
-from bitwright.export.files.origin import write_origin
-from bitwright.export.files.spooled import Spooled
-from bitwright.export.files.value_types import load
+from bitwright.export.encodings.records import VERSIONS, NamedEncoding
+from bitwright.export.encodings.write import carried_records, json_lines, write_encodings
+from bitwright.export.files.atomic import Spooled, atomic_files, check_destination
+from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest, write_origin
+from bitwright.export.files.onnx_file import load, save_model
+from bitwright.export.litert.convert import to_tflite
 from bitwright.export.opsets import bring_to, check_versions
-from bitwright.export.qdq.markers import strip_sites
+from bitwright.export.qdq.markers import Names, strip_sites
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.qdq.writing import ActivationForm, BiasForm
-from bitwright.export.recurrent.layers import PROJECTION
-from bitwright.export.recurrent.write import RecurrentForm, restore_native, write_recurrent
-from bitwright.export.targets import DEFAULT_TARGET, Target, find_target
-from bitwright.export.tflite.convert import to_tflite
-from bitwright.export.verify.samples import write_samples
+from bitwright.export.recurrent import PROJECTION, restore_native, write_recurrent
+from bitwright.export.samples import write_samples
+from bitwright.export.targets import DEFAULT_TARGET, RecurrentForm, Target, find_target
 from bitwright.runtimes.timing import Ratio
+
+
+def rename_ports(model: ir.Model, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> dict[str, str]:
+    """Name the first inputs and outputs of ``model``, in place; the others keep theirs.
+
+    A tensor inside the model that has one of these names gets another.
+
+    Returns:
+        Old name -> new name of the inputs and outputs.
+
+    Raises (and leaves the model as it was):
+        ExportError: more names than there are inputs or outputs, the same name twice, or a name of an initializer.
+    """
+    graph = model.graph
+    ports = [value for value in graph.inputs if not value.is_initializer()]
+    renamed = {**_paired("input_names", ports, inputs), **_paired("output_names", graph.outputs, outputs)}
+    final = [str(renamed.get(value, value.name)) for value in dict.fromkeys((*ports, *graph.outputs))]
+    problem = _why_not(final, [name for name in renamed.values() if name in graph.initializers])
+    if problem is not None:
+        raise ExportError("input_names, output_names", problem, "give every input and output a name of its own")
+    unique, wanted = Names(model), set(renamed.values())
+    for value in (value for node in graph.all_nodes() for value in node.outputs):
+        if value.name in wanted and value not in renamed:
+            value.name = unique.value(value.name)
+    before = {value: str(value.name) for value in renamed}
+    for value, name in renamed.items():
+        value.name = name
+    return {old: renamed[value] for value, old in before.items()}
+
+
+def _paired(kind: str, values: Sequence[ir.Value], names: Sequence[str]) -> dict[ir.Value, str]:
+    if len(names) > len(values):
+        raise ExportError(
+            kind, f"{len(names)} names for {len(values)} tensors", f"name {', '.join(str(v.name) for v in values)}"
+        )
+    return dict(zip(values, names, strict=False))
+
+
+def _why_not(names: Sequence[str], taken: Sequence[str]) -> str | None:
+    """Why inputs and outputs cannot have these ``names``, of which ``taken`` are those of parameters."""
+    if taken:
+        return f"{taken[0]!r} is the name of a parameter"
+    twice = next((name for name in names if names.count(name) > 1), "")
+    return f"{twice!r} names several tensors, or none" if twice or "" in names else None
+
 
 logger = logging.getLogger("bitwright")
 
@@ -234,7 +277,7 @@ def write_artefacts(
         encoding_version: of the encodings file.
         bias, activation, weight_only, target: see :func:`bitwright.export.qdq.write.to_qdq`.
         recurrent: how the QDQ model writes recurrent layers, :func:`recurrent_form` by default; see
-            :func:`bitwright.export.recurrent.write.write_recurrent`;
+            :func:`bitwright.export.recurrent.write_recurrent`;
             the float model has the operators.
         every_tensor: whether tensors that only carry elements of others have entries in the encodings file too.
         opset, ir_version: of the written files; see :func:`bitwright.export.opsets.bring_to`.

@@ -16,21 +16,20 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.files.documents import read_document
+from bitwright.core.files import read_document
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, phrase
 from bitwright.core.numerics.serialize import encoding_from_json, spec_from_json
 from bitwright.errors import EncodingsError, ExportError
-from bitwright.export.encodings.sites_file import SavedSites, read_sites
-from bitwright.export.encodings.versions import read_encodings
+from bitwright.export.encodings.of_simulation import SavedSites, read_sites
+from bitwright.export.encodings.read import read_encodings
 from bitwright.export.files.atomic import read_error
-from bitwright.export.files.manifest import read_manifest
-from bitwright.export.files.origin import read_origin
+from bitwright.export.files.manifest import read_manifest, read_origin
+from bitwright.export.litert.convert import METADATA
+from bitwright.export.litert.flat import IDENTIFIER, schema
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.lookups import restore_lookups
-from bitwright.export.tflite.convert import METADATA
-from bitwright.export.tflite.flat import IDENTIFIER, schema
-from bitwright.export.verify.samples import find_export
+from bitwright.export.samples import find_export
 
 Array = NDArray[Any]
 Cells = tuple[str, ...]

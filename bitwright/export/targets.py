@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from bitwright.core.graph.work import KernelTimes
+from bitwright.core.graph.cost import KernelTimes
 from bitwright.core.numerics.spec import Preset, find_preset
 from bitwright.errors import ConfigError, close_matches
 

@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bitwright.core.files.documents import read_document
+from bitwright.compare.verify import verify_folder
+from bitwright.core.files import read_document
 from bitwright.errors import BitwrightError, ConfigError, ExportError
-from bitwright.export.encodings.sites_file import SavedSite, read_sites
+from bitwright.export.encodings.of_simulation import SavedSite, read_sites
 from bitwright.export.files.atomic import read_error
 from bitwright.export.files.manifest import read_manifest
-from bitwright.export.verify.samples import find_export, verify_folder
+from bitwright.export.samples import find_export
 from bitwright.report.document import Document, report_document
 from bitwright.report.of_simulation import grid_of, network_of
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from bitwright.core.graph.cost import multiplications, size
 from bitwright.core.graph.graph import Graph
-from bitwright.core.graph.work import multiplications, size
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.statistics import HALF_BINS, Histogram, MinMax

@@ -33,7 +33,7 @@ class Reported(Tabular):
 
     Attributes:
         sim, exported, report, metrics, quality, repair, stem, poor_below, tried, asked: see
-            :class:`bitwright.methods.pipeline.Result`.
+            :class:`bitwright.recipes.quantize.Result`.
     """
 
     _rows = "report"

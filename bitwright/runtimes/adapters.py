@@ -1,10 +1,17 @@
-"""One row per runtime: how a file is opened in it, which extra brings it, and what it says when it refuses a file."""
+"""One row per runtime: how a file is opened in it, which extra brings it, and what it says when it refuses a file.
+
+Inputs that no run can say anything about.
+
+What ONNX Runtime returns for an output: an array, or a sequence, a map, an optional value that hold some.
+
+LiteRT (TensorFlow Lite) on the CPU: its interpreter, with reference kernels or those that it takes by default.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,9 +22,142 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.errors import BitwrightError, ConfigError, ExportError, close_matches
-from bitwright.runtimes.litert import session_of
+
+
+def check_not_empty(site: str, feeds: Mapping[str, Any]) -> None:
+    """Refuse a batch without a sample, of which everything would be equal and fast.
+
+    Args:
+        site: for the message.
+        feeds: by name. One empty input beside others is right: a cache of length 0.
+
+    Raises:
+        ExportError: every input that has axes is empty.
+    """
+    sizes = [array.size for array in map(np.asarray, feeds.values()) if array.ndim]
+    if sizes and not any(sizes):
+        problem = f"the batch holds no sample: {', '.join(f'{n} is {_shape(a)}' for n, a in feeds.items())}"
+        raise ExportError(site, problem, "give a batch with at least one sample")
+
+
+def _shape(array: Any) -> str:
+    return "x".join(map(str, np.shape(array)))
+
+
+def arrays_of(output: Any) -> list[NDArray[Any]]:
+    """Every array in an output, in order; the numbers that maps hold are one array, after the others.
+
+    Args:
+        output: an array, or lists, maps and ``None`` around arrays and numbers. Keys of maps are left out.
+
+    Example:
+        >>> arrays_of([{1: 0.25, 2: 0.75}, {1: 0.5, 2: 0.5}])
+        [array([0.25, 0.75, 0.5 , 0.5 ])]
+    """
+    arrays: list[NDArray[Any]] = []
+    numbers: list[Any] = []
+    open_parts = [output]
+    while open_parts:
+        part = open_parts.pop()
+        if isinstance(part, np.ndarray):
+            arrays.append(part)
+        elif isinstance(part, dict):
+            open_parts.extend(reversed(part.values()))
+        elif isinstance(part, (list, tuple)):
+            open_parts.extend(reversed(part))
+        elif part is not None:
+            numbers.append(part)
+    return arrays + ([np.array(numbers)] if numbers else [])
+
+
+def one_array(output: Any) -> NDArray[Any]:
+    """An output as one array: of a sequence or a map all floats in a row; empty and of integers where it holds none."""
+    if isinstance(output, np.ndarray):
+        return output
+    floats = [array.ravel() for array in arrays_of(output) if array.dtype.kind == "f"]
+    return np.concatenate(floats) if floats else np.empty(0, np.int64)
+
+
+def named_arrays(outputs: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Outputs by name, where one that is not an array stands as its arrays: ``name[0]``, ``name[1]``, ..."""
+    found: dict[str, NDArray[Any]] = {}
+    for name, output in outputs.items():
+        if isinstance(output, np.ndarray):
+            found[name] = output
+        else:
+            found |= {f"{name}[{i}]": array for i, array in enumerate(arrays_of(output))}
+    return found
+
 
 Array = NDArray[Any]
+
+
+@dataclass
+class LitertSession:
+    """A loaded file.
+
+    Attributes:
+        interpreter: of ``ai_edge_litert``.
+    """
+
+    interpreter: Any
+
+    def run(self, feeds: Mapping[str, Array], outputs: Collection[str] | None = None) -> dict[str, Array]:
+        """Outputs by name; inputs that the file does not have are left out.
+
+        Args:
+            feeds: by name. Where a shape differs from the file's, its free axes take that length.
+            outputs: names of the wanted ones, all by default.
+        """
+        run = self.interpreter
+        details = run.get_input_details()
+        for given in details:
+            shape = np.shape(feeds[given["name"]])
+            if tuple(given["shape"]) != shape:
+                run.resize_tensor_input(given["index"], shape, strict=True)
+        run.allocate_tensors()
+        run.reset_all_variables()  # states of recurrent layers, which stay from call to call
+        for given in details:
+            run.set_tensor(given["index"], np.ascontiguousarray(feeds[given["name"]], given["dtype"]))
+        run.invoke()
+        return {
+            made["name"]: run.get_tensor(made["index"])
+            for made in run.get_output_details()
+            if outputs is None or made["name"] in outputs
+        }
+
+
+def session_of(content: bytes, *, threads: int = 1, reference: bool = False, keeps: bool = False) -> LitertSession:
+    """A session of a file in memory.
+
+    Args:
+        content: of the file.
+        threads: number of threads.
+        reference: kernels that compute as the format's specification says, instead of XNNPACK's and the optimised ones. A file
+            with an operator that has no such kernel (ELU, ROUND, CEIL) runs without delegates instead.
+        keeps: every tensor can be read after a run.
+    """
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+    plain = (OpResolverType.BUILTIN_REF, OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES)
+    kinds = plain if reference else (OpResolverType.AUTO,)
+    for kind in kinds:
+        try:
+            found = Interpreter(
+                model_content=content,
+                num_threads=threads,
+                experimental_op_resolver_type=kind,
+                experimental_preserve_all_tensors=keeps,
+            )
+        except ValueError as error:
+            if kind is kinds[-1] or "Didn't find op" not in str(error):
+                raise
+        else:
+            return LitertSession(found)
+    raise AssertionError("the last kind of kernels returns or raises")
+
+
+pass
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.errors import ConfigError, ExportError
-from bitwright.runtimes.adapters import find_runtime, open_file
-from bitwright.runtimes.feeds import check_not_empty
+from bitwright.runtimes.adapters import check_not_empty, find_runtime, open_file
 from bitwright.runtimes.profile import Ran, profile
 from bitwright.runtimes.timing import MOST_SPREAD, Ratio, Timing, interleaved, ratio
 from bitwright.tables import Tabular, text_table

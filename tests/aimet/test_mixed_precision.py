@@ -15,7 +15,7 @@ from torch import nn
 from bitwright import PrecisionRequest, aimet_torch, set_precisions
 from bitwright.aimet_common.defs import CallbackFunc, QuantizationDataType
 from bitwright.errors import BitwrightError
-from tests.mixed.nets import accuracy, as_onnx, batches, model, trained
+from tests.precision.nets import accuracy, as_onnx, batches, model, trained
 
 INT = QuantizationDataType.int
 CANDIDATES = [((16, INT), (8, INT)), ((8, INT), (8, INT)), ((8, INT), (4, INT))]
@@ -198,7 +198,7 @@ def test_auto_quant_returns_the_nearest_model_where_none_keeps_the_accuracy(
 ) -> None:
     from bitwright.aimet_common.auto_quant import AutoQuant
     from bitwright.aimet_torch.adaround.adaround_weight import AdaroundParameters
-    from bitwright.mixed.automatic.ladder import Trial
+    from bitwright.precision.trials import Trial
 
     search = AutoQuant(model("onnx"), None, batches("onnx"), CallbackFunc(worse_when_touched), str(tmp_path))
     search.set_adaround_params(AdaroundParameters(batches("onnx"), 1, 7))

@@ -90,7 +90,7 @@ def test_a_deadline_ends_it_with_what_there_is(case):
 
 @pytest.mark.slow_variants("onnx")
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on_from_there(case, tmp_path, monkeypatch):
-    from bitwright.analysis.metrics import exact
+    from bitwright.analysis import exact
 
     whole = bitwright.analyze(case.sim, case.data, mode="exact")
     again, runs = exact.Replay.only, []

@@ -27,8 +27,8 @@ from bitwright.aimet_torch.seq_mse import SeqMseParams, apply_seq_mse
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import ConfigError, ModelError
 from tests.aimet.onnx_nets import feeds, folded
-from tests.algorithms.transformer import Decoder, tokens
 from tests.conformance.test_ptq import exported, run
+from tests.methods.transformer import Decoder, tokens
 
 X = torch.rand(96, 3, 10, 10, generator=torch.Generator().manual_seed(0)) * 4 - 1
 

@@ -25,8 +25,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import bitwright.onnx
-from bitwright.algorithms.search.recipe import Step, load_recipe
 from bitwright.cli import app
+from bitwright.compare.verify import verify_folder
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
@@ -35,13 +35,14 @@ from bitwright.core.placement.aimet_config import shipped_config
 from bitwright.core.placement.config import load_config
 from bitwright.core.placement.rules import Rules
 from bitwright.errors import BitwrightError
-from bitwright.export.encodings.sites_file import read_sites
-from bitwright.export.encodings.versions import read_encodings
-from bitwright.export.files.finished import FinishedLayers
+from bitwright.export.encodings.of_simulation import read_sites
+from bitwright.export.encodings.read import read_encodings
+from bitwright.export.files.atomic import FinishedLayers
 from bitwright.export.files.manifest import read_manifest, write_manifest
-from bitwright.export.verify.samples import read_samples, verify_folder
+from bitwright.export.samples import read_samples
 from bitwright.onnx import load_data, load_model
 from bitwright.onnx.model.data import InputSpec
+from bitwright.recipes.recipe import Step, load_recipe
 from bitwright.torch import QuantizationSimModel
 from tests.support.damage import as_json, damaged_bytes, damaged_document, damaged_message
 

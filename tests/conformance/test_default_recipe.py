@@ -10,9 +10,9 @@ from torch import nn
 
 import bitwright.onnx
 import bitwright.torch
-from bitwright.algorithms.search.judge import Judge
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError
+from bitwright.recipes.judge import Judge
 
 
 class Spoiled(nn.Module):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
-from bitwright.algorithms.search.widen import widen
 from bitwright.core.placement.rules import Rule, default_rules
-from bitwright.core.simulation.joins import unlike_joins
-from bitwright.onnx.adapters.program import OnnxSimulation
-from bitwright.torch.adapters.program import TorchSimulation
+from bitwright.core.simulation.calibration import unlike_joins
+from bitwright.onnx.program import OnnxSimulation
+from bitwright.recipes.widen import widen
+from bitwright.torch.program import TorchSimulation
 from tests.conformance.test_ptq import exported
 
 CLASSES = 3

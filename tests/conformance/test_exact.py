@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
-from bitwright.core.graph.exact import exact_values
+from bitwright.core.graph.float_values import exact_values
 from bitwright.core.numerics.spec import PRESETS
 from bitwright.core.placement.place import place
 from bitwright.core.placement.rules import Rule, default_rules
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from tests.conformance.test_ptq import exported
 from tests.core.graphs import Build
 

@@ -18,8 +18,7 @@ from bitwright.core.numerics.ranges import RANGE_METHODS
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.errors import CalibrationError
 from bitwright.onnx import check_model as onnx_check
-from bitwright.torch.calls.batches import as_call
-from bitwright.torch.calls.trees import flatten_tensors
+from bitwright.torch.calls.inputs import as_call, flatten_tensors
 from tests.support.health_zoo import FAULTS, LOOK_ALIKES, check
 
 

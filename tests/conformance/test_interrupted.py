@@ -14,8 +14,8 @@ from torch import nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
-from tests.algorithms.transformer import Decoder, tokens
 from tests.conformance.test_ptq import X, exported, run, small
+from tests.methods.transformer import Decoder, tokens
 
 TOKENS = tokens(8)
 
@@ -68,8 +68,7 @@ def interruptions(
     """Interrupt ``call`` at one item after the other until it gets through; the titles of its bars."""
     for at in range(200):
         bar = Interrupted(at)
-        folding = {"torch": "torch.adapters.opened", "onnx": "onnx.adapters.folding"}[front_end]
-        for part in ("methods.channels", "methods.bias", folding):
+        for part in ("methods.functions", f"{front_end}.opened"):
             monkeypatch.setattr(f"bitwright.{part}.bar", bar)
         try:
             call()
@@ -131,7 +130,7 @@ def test_a_simulation_whose_biases_were_being_corrected_is_as_it_was(monkeypatch
     other.compute_encodings([x.numpy() for x in batches], progress=False)
     before, theirs = sim.model(X), other.run(X.numpy())[0]
     for at in range(3):
-        monkeypatch.setattr("bitwright.methods.bias.bar", Interrupted(at))
+        monkeypatch.setattr("bitwright.methods.functions.bar", Interrupted(at))
         with pytest.raises(KeyboardInterrupt):
             bt.apply_bias_correction(sim, batches)
         with pytest.raises(KeyboardInterrupt):

@@ -18,14 +18,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx import fold_all_batch_norms as fold_onnx
 from bitwright.onnx import load_model
 from bitwright.torch import Inputs
 from bitwright.torch import QuantizationSimModel as TorchSim
 from bitwright.torch import fold_all_batch_norms as fold_torch
-from bitwright.torch.calls.trees import flatten_tensors
+from bitwright.torch.calls.inputs import flatten_tensors
 from tests.conformance.exported import NOT_EXPORTED, NOT_LOADED, NOT_RUN, REWRITTEN, RUN, exported
 from tests.onnx.nets import run
 from tests.support import data

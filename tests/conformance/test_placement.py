@@ -96,7 +96,7 @@ def test_both_front_ends_plan_alike(name):
 
 
 def test_the_same_batch_norms_fold():
-    from bitwright.algorithms.folding.batch_norm_fold import find_folds
+    from bitwright.methods.folding.batch_norm_search import find_folds
     from bitwright.onnx import fold_all_batch_norms
 
     case = ZOO["mobilenet-v3-block"]

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 import bitwright.onnx
 import bitwright.onnx as onnx_ptq
 import bitwright.torch as torch_ptq
-from bitwright.algorithms.channels.layers import Layers
 from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.methods.layers import Layers
 from bitwright.onnx import QuantizationSimModel as OnnxSim
-from bitwright.onnx.adapters.bias_correct import OnnxCorrectable
+from bitwright.onnx.opened import OnnxCorrectable
 from bitwright.torch import QuantizationSimModel as TorchSim
-from tests.algorithms.transformer import Decoder, tokens
+from tests.methods.transformer import Decoder, tokens
 from tests.support.data import Images, accuracy, perplexity, stories, trained
 
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ from torch import nn
 import bitwright.onnx as onnx_front
 import bitwright.torch as torch_front
 from bitwright.errors import ConfigError
-from bitwright.onnx.adapters.program import OnnxSimulation
+from bitwright.onnx.program import OnnxSimulation
 from tests.onnx.flow import branches, scan
 from tests.onnx.nets import Net
 
@@ -139,7 +139,7 @@ def test_the_torch_export_computes_what_the_simulation_computes(both, tmp_path):
 
 def test_steps_are_the_simulation_bit_for_bit_where_runtimes_agree(both):
     """The quantized stream of a walk is what the simulation computes, but for the order of sums."""
-    from bitwright.algorithms.rounding.program import Program, Step, run
+    from bitwright.methods.rounding.program import Program, Step, run
 
     _, proto = both
     sim = onnx_sim(proto)

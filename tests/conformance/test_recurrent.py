@@ -13,7 +13,7 @@ from torch import nn
 
 from bitwright.core.graph.graph import Op
 from bitwright.core.graph.recurrence import CELLS
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.support.recurrent_nets import run_model

@@ -14,7 +14,7 @@ import bitwright.onnx as bo
 import bitwright.torch as bt
 from bitwright.core.numerics.affine import is_sayable
 from bitwright.core.numerics.spec import PRESETS
-from bitwright.export.encodings.versions import read_encodings
+from bitwright.export.encodings.read import read_encodings
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 SCALED = [name for name, p in PRESETS.items() if p.weight and p.weight.scale_format.name != "float32"]

@@ -17,13 +17,13 @@ from torch import nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
-from bitwright.core.health.repair import Repair
+from bitwright.core.health.diagnosis import Repair
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import weight_spec
 from bitwright.core.numerics.statistics import Histogram, MinMax, bounds_of
-from bitwright.core.simulation.state import all_or_nothing
+from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, EncodingsError
 from tests.conformance.test_ptq import exported
 

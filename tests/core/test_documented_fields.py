@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-import bitwright.algorithms
 import bitwright.core
+import bitwright.methods
 from tests.support.sources import statements
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_a_field_that_is_not_there_is_seen() -> None:
     [
         (bitwright.core, {"Event", "CalibrationLog"}),
         (
-            bitwright.algorithms,
+            bitwright.methods,
             {
                 *("AwqReport", "BiasReport", "EqualizeReport", "NormReport", "RotateReport", "SmoothReport"),
                 *("LayerProblem", "Run", "_Component"),

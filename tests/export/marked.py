@@ -11,13 +11,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx.reference import ReferenceEvaluator
 
+from bitwright.compare.runtime import EXACT_SUMS, run_model
 from bitwright.core.numerics.affine import encode, fake_quantize
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import parse_format
 from bitwright.core.numerics.granularity import Granularity, PerTensor
+from bitwright.core.numerics.integer_sums import derive_bias_encoding, fake_quantize_bias
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
-from bitwright.core.sums.int32_bias import derive_bias_encoding, fake_quantize_bias
-from bitwright.export.verify.runtime import EXACT_SUMS, run_model
 
 Array = np.ndarray[Any, Any]
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from bitwright import quantize
+from bitwright.compare import benchmark as deployed
+from bitwright.compare.benchmark import brief_speed, measured_if_short
 from bitwright.errors import ConfigError, ExportError
-from bitwright.export import deployed
-from bitwright.export.deployed import brief_speed, measured_if_short
 from bitwright.runtimes.timing import Ratio
 
 X = [torch.randn(1, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]

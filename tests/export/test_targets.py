@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from bitwright.compare.runtime import optimized_types
+from bitwright.compare.verify import verify_folder
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.errors import ConfigError
 from bitwright.export.qdq.write import to_qdq
 from bitwright.export.targets import TARGETS
-from bitwright.export.verify.runtime import optimized_types
-from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.runtimes.adapters import open_file
 from bitwright.torch import QuantizationSimModel, quantize

@@ -17,7 +17,7 @@ from torch import nn
 import bitwright
 import bitwright.onnx
 import bitwright.torch
-from bitwright.core.health.repair import Repair
+from bitwright.core.health.diagnosis import Repair
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.methods.front_end import front_end_of
 
@@ -221,7 +221,7 @@ def test_stabilize_changes_everything_or_nothing(front_end: str, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        adapters = importlib.import_module(f"bitwright.{front_end}.adapters.opened")
+        adapters = importlib.import_module(f"bitwright.{front_end}.opened")
         patch.setattr(getattr(adapters, f"{front_end.title()}Repairable"), "put_in_force", interrupted)
         with pytest.raises(KeyboardInterrupt):
             package.stabilize(sim, repairs=repairs)

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import bitwright
-from bitwright.algorithms.search.judge import Judge, Rating
-from bitwright.algorithms.search.recipe import KINDS, Step
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
-from bitwright.core.simulation.output_parts import PartQuality
+from bitwright.core.simulation.output_quality import PartQuality
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.methods import pipeline
+from bitwright.recipes import quantize as pipeline
+from bitwright.recipes.judge import Judge, Rating
+from bitwright.recipes.recipe import KINDS, Step
 from tests.onnx.nets import Net, body
 
 GENERATOR = torch.Generator().manual_seed(0)

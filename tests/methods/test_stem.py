@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import bitwright.onnx
 import bitwright.torch
-from bitwright.methods.stem import leave_stem_in_float
+from bitwright.methods.runtime_repairs import leave_stem_in_float
 
 SIZE = 96  # 8 channels of 96 x 96 are more than 65536 numbers
 

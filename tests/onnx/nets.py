@@ -95,7 +95,7 @@ def run(model: Any, feeds: Mapping[str, Array], *, optimize: bool = False) -> li
     import onnx_ir as ir
     import onnxruntime as ort
 
-    from bitwright.export.verify.runtime import EXACT_SUMS
+    from bitwright.compare.runtime import EXACT_SUMS
 
     options = ort.SessionOptions()
     options.log_severity_level = 4

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 import bitwright.onnx as bo
 from bitwright.cli import app
+from bitwright.compare.verify import verify_folder
 from bitwright.export.encodings.of_simulation import load_encodings
 from bitwright.export.files.manifest import read_manifest
-from bitwright.export.verify.samples import find_export, read_samples, verify_folder
-from bitwright.onnx.simulation import deployment
+from bitwright.export.samples import find_export, read_samples
+from bitwright.onnx.simulation import quantsim as deployment
 from tests.onnx.nets import conv_chain, feeds_for
 from tests.support.stopping import stops
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitwright.algorithms.rounding import gptq
+from bitwright.methods.rounding import gptq
 from bitwright.onnx import QuantizationSimModel, apply_bias_correction, apply_gptq
 from tests.onnx.nets import Net
 

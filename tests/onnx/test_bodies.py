@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx import flow
 from tests.onnx.nets import feeds_for, run

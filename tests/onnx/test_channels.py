@@ -12,7 +12,7 @@ import pytest
 from bitwright.errors import CalibrationError
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.model.session import open_session
-from bitwright.onnx.simulation.calibrating import watched_model
+from bitwright.onnx.simulation.quantsim import watched_model
 from tests.onnx.flow import loop
 from tests.onnx.nets import Net
 from tests.support.cost import steps

@@ -14,16 +14,15 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from bitwright.algorithms.search.widen import widen
 from bitwright.analysis.analyze import analyze
 from bitwright.export.files.onnx_file import let_go
-from bitwright.onnx import QuantizationSimModel, apply_bias_correction, fold_all_batch_norms, load_model
-from bitwright.onnx.adapters import opened
-from bitwright.onnx.adapters.program import OnnxSimulation
+from bitwright.onnx import QuantizationSimModel, apply_bias_correction, fold_all_batch_norms, load_model, opened
 from bitwright.onnx.model import load, session
 from bitwright.onnx.model.session import weight_bytes
-from bitwright.onnx.simulation import simulate
-from bitwright.onnx.simulation.repairs import name_nan
+from bitwright.onnx.program import OnnxSimulation
+from bitwright.onnx.simulation import marked_model as simulate
+from bitwright.onnx.simulation.quantsim import name_nan
+from bitwright.recipes.widen import widen
 from tests.onnx.nets import Net, feeds_for
 
 

@@ -8,11 +8,11 @@ import re
 import numpy as np
 import pytest
 
-from bitwright.algorithms.search.output_error import output_errors
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx import QuantizationSimModel, apply_reconstruction, quantize
-from bitwright.onnx.adapters import steps
-from bitwright.onnx.adapters.program import OnnxSimulation
+from bitwright.onnx import program as steps
+from bitwright.onnx.program import OnnxSimulation
+from bitwright.recipes.site_cost import output_errors
 from tests.onnx import flow
 from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body, feeds_for
 

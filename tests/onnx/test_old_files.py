@@ -9,9 +9,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 import bitwright.onnx as bitwright
-from bitwright.algorithms.search.recipe import KINDS
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx import load_model
+from bitwright.recipes.recipe import KINDS
 from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body, run
 
 OPSETS = range(7, 27)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx import QuantizationSimModel, fold_all_batch_norms, load_model
 from tests.support import data
 from tests.support.sessions import integer_session

@@ -75,7 +75,7 @@ def test_a_metric_that_is_nan_is_an_error(model, batches):
 
 
 def test_finished_layers_are_not_computed_again(model, batches, tmp_path, monkeypatch):
-    from bitwright.algorithms.rounding import gptq
+    from bitwright.methods.rounding import gptq
 
     original, calls = gptq.round_columns, []
 

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bitwright.compare.verify import verify_layers
 from bitwright.core.graph.recurrence import CELLS, inner_names, step, variant_of
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.write import to_qdq
-from bitwright.export.recurrent.write import expand_recurrent
-from bitwright.export.verify.report import verify_layers
+from bitwright.export.recurrent import expand_recurrent
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.view import OnnxView
-from bitwright.onnx.simulation.deployment import sample
+from bitwright.onnx.simulation.quantsim import sample
 from tests.support import data
 from tests.support.recurrent_nets import GATES, Variant, feeds, layer_model, native_outputs, run_model
 

@@ -9,10 +9,10 @@ import pytest
 from onnx import helper
 
 import bitwright.onnx
+from bitwright.compare.verify import verify_folder
 from bitwright.errors import ModelError
-from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel, check_model, fold_all_batch_norms
-from bitwright.runtimes.outputs import arrays_of
+from bitwright.runtimes.adapters import arrays_of
 from tests.onnx.nets import BOOL, FLOAT, INT64, Net, run
 
 TENSORS = helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))
@@ -189,7 +189,7 @@ def test_inputs_that_are_no_tensors_are_refused():
 
 
 def test_reading_a_map_leaves_the_message_as_it_was():
-    from bitwright.export.files.value_types import from_proto, restore_types
+    from bitwright.export.files.onnx_file import from_proto, restore_types
 
     proto = classifier()
     before = proto.SerializeToString()

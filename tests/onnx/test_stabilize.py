@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from bitwright.core.health.repair import Repair
+from bitwright.core.health.diagnosis import Repair
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.onnx import QuantizationSimModel, check_model, progressive, stabilize
 from tests.onnx.faulty import FAULTS, HALF, head, tail

@@ -18,9 +18,9 @@ import bitwright
 from bitwright.cli import app
 from bitwright.errors import BitwrightError, ConfigError, ExportError
 from bitwright.export.files.manifest import write_manifest
-from bitwright.export.tflite.flat import pack, schema
+from bitwright.export.litert.flat import pack, schema
 from bitwright.onnx import QuantizationSimModel as OnnxSim
-from bitwright.onnx.deployed import benchmark_path
+from bitwright.onnx.benchmark import benchmark_path
 from bitwright.runtimes.adapters import RUNTIMES, open_file, refusals_of
 from bitwright.torch import QuantizationSimModel, quantize
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from bitwright.cli import app
 from bitwright.errors import ConfigError, ExportError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
-from bitwright.onnx.deployed import suggestions
+from bitwright.onnx.benchmark import suggestions
 from bitwright.runtimes.adapters import RUNTIMES, Session, find_runtime, open_file, refusals_of
 from bitwright.runtimes.benchmark import BenchmarkReport, FileCost, _notes
 from bitwright.runtimes.profile import Ran, profile
@@ -146,7 +146,7 @@ def test_a_suggestion_changes_one_thing_and_keeps_the_form_of_recurrent_layers(
         kinds.append({node.op_type for node in onnx.load(path).graph.node})
         return open_file(runtime, path)
 
-    monkeypatch.setattr("bitwright.onnx.deployed.open_file", opened)
+    monkeypatch.setattr("bitwright.onnx.benchmark.open_file", opened)
     feeds = {"x": x.numpy()}
     found = list(suggestions(tmp_path / "net.onnx", tmp_path / "net_float.onnx", feeds, seconds=0))
     _, now, *changed = kinds

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import bitwright.onnx
 import bitwright.torch
-from bitwright.runtimes.litert import session_of
+from bitwright.runtimes.adapters import session_of
 from tests.support import data
 from tests.support.tasks import Run, Task
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.algorithms.channels.layers import holds_layer_weight
-from bitwright.analysis.values.site_values import channel_axis
+from bitwright.analysis.layer_errors import channel_axis
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.simulation.sites import Site
+from bitwright.methods.layers import holds_layer_weight
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def feeds(v: Variant, seed: int = 1) -> dict[str, NDArray[Any]]:
 
 def run_model(model: ir.Model, given: dict[str, NDArray[Any]], *, exact: bool = True) -> list[NDArray[Any]]:
     """Outputs in ONNX Runtime, with float kernels, or where not ``exact`` with integer kernels."""
-    from bitwright.export.verify import runtime
+    from bitwright.compare import runtime
 
     found = runtime.run_model(model, given, "float" if exact else "integer", entries=runtime.EXACT_SUMS)
     return [*found.values()]

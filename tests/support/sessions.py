@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 
-from bitwright.export.verify.runtime import EXACT_SUMS
+from bitwright.compare.runtime import EXACT_SUMS
 
 
 def integer_session(source: onnx.ModelProto | str | Path) -> Any:

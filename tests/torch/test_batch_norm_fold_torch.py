@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.algorithms.folding.batch_norm_fold import fold_all_batch_norms
+from bitwright.methods.folding.batch_norm_fold import fold_all_batch_norms
 from bitwright.torch import fold_all_batch_norms as fold_model
-from bitwright.torch.adapters.view import TorchView
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors
+from bitwright.torch.calls.inputs import flatten_tensors, map_tensors
+from bitwright.torch.view import TorchView
 from tests.support.zoo import FOLDING_ZOO, ZOO
 
 # relative to the largest output, by dtype: rounding of the folded weights is what remains

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitwright.algorithms.rounding.driver import find_layers
 from bitwright.core.numerics.granularity import PerBlock
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
+from bitwright.methods.rounding.driver import find_layers
 from bitwright.onnx import QuantizationSimModel as OnnxSimulation
 from bitwright.torch import QuantizationSimModel, apply_gptq, apply_reconstruction, quantize
-from bitwright.torch.adapters.program import TorchSimulation
+from bitwright.torch.program import TorchSimulation
 from tests.support.sessions import integer_session
 
 EXPERTS, WIDTH, HIDDEN = 4, 8, 16

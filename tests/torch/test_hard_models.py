@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ExportError, ModelError
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
 

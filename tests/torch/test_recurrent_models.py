@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.aimet_torch.model_preparer import prepare_model
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ExportError
 from bitwright.torch import QuantizationSimModel
 from tests.support import data

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.algorithms.search.progressive import quantize_progressively
-from bitwright.core.health.repair import REPAIRS, Repair, headroom, propose
+from bitwright.core.health.diagnosis import REPAIRS, Repair, headroom, propose
 from bitwright.core.health.report import Culprit, HealthReport, measure_tensor
 from bitwright.errors import CalibrationError, ConfigError
+from bitwright.methods.progressive import quantize_progressively
 from bitwright.torch import QuantizationSimModel, check_model, progressive, stabilize
 from tests.support.sessions import integer_session
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from bitwright.core.simulation.protocols import sqnr
-from bitwright.torch.calls.batches import Inputs
-from bitwright.torch.calls.trees import flatten_tensors
+from bitwright.core.simulation.float_model import sqnr
+from bitwright.torch.calls.inputs import Inputs, flatten_tensors
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from tests.support.zoo import ZOO, Case, MobileNetV2
 

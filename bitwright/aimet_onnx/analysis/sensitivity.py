@@ -10,8 +10,8 @@ import numpy as np
 from bitwright.aimet_common.analyzer import scores_of
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel
 from bitwright.aimet_onnx.utils import peak_signal_to_noise
-from bitwright.analysis.subject.subject import open_subject
-from bitwright.core.files.documents import read_document
+from bitwright.analysis.subject import open_subject
+from bitwright.core.files import read_document
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.report.charts import scores_chart, write_data, write_page
 

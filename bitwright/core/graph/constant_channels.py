@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from bitwright.core.compiled.loops import flat, loops
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.core.graph.recurrence import CELLS
-from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.arrays import (
     Array,
     as_array,

@@ -59,7 +59,7 @@ class Op:
 
     Attributes:
         name: unique, readable: ``layer1.0.conv1``, ``layer1.0.add``.
-        type: canonical operator type, in ONNX vocabulary (see :mod:`bitwright.core.graph.ops`).
+        type: canonical operator type, in ONNX vocabulary (see :mod:`bitwright.core.graph.operators`).
         inputs: value name per port, in ONNX port order; ``None`` where a port is empty or no tensor.
         outputs: value names.
         attrs: what the op table needs to know (``group``, ``transB``, ``pads``, ...), of the first run; ``varies`` is True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of
 
 WIDE = 1000.0

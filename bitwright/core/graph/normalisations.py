@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.ops import op_row
-from bitwright.core.graph.traits import TRAITS
+from bitwright.core.graph.operators import TRAITS, op_row
 
 _MOST_TENSORS = 3  # that a form is a product of
 #: the elements stay what they are, under another shape

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bitwright.core.graph.graph import Graph, Op, Value
-from bitwright.core.graph.ops import op_row
-from bitwright.core.graph.traits import TRAITS
+from bitwright.core.graph.operators import TRAITS, op_row
 
 PatternKind = Literal["chain", "bias_add", "masked_softmax"]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.graph.traits import TRAITS
+from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.arrays import Array, as_array, cast, dtype_name, is_floating, is_torch, namespace, to_numpy
 from bitwright.errors import CalibrationError
 from bitwright.tables import Tabular

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bitwright.core.graph.ops import OPS
+from bitwright.core.graph.operators import OPS
 from bitwright.core.graph.patterns import MASKED_SOFTMAX, MATMUL_ADD, Pattern
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor

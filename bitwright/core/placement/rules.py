@@ -191,7 +191,7 @@ class Rules:
         supergroups: chains of operators that have one quantizer, at their end.
         fixed_ranges: pin the range of operators whose output lies in a known interval (sigmoid, softmax,
             tanh).
-        float_tail: leave what follows the last layer in float, see :mod:`bitwright.core.graph.tail`.
+        float_tail: leave what follows the last layer in float, see :mod:`bitwright.core.graph.float_values`.
         split_joins: leave joins after the last layer in float where the values joined have different grids, whatever is
             decided of the other operators there.
         source: where the rules come from, for messages.

@@ -14,10 +14,10 @@ from bitwright.core.numerics.arrays import Array, to_numpy
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerTensor
+from bitwright.core.numerics.integer_sums import derive_bias_encoding, floor_weight_scale, underivable
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.core.placement.plan import RangeFrom, Role
-from bitwright.core.simulation.protocols import Undo
-from bitwright.core.sums.int32_bias import derive_bias_encoding, floor_weight_scale, underivable
+from bitwright.core.simulation.float_model import Undo
 from bitwright.errors import CalibrationError, ConfigError, UnknownAttributeError, close_matches
 
 logger = logging.getLogger("bitwright")

@@ -12,7 +12,7 @@ from typing import Any
 from bitwright.core.graph.constant_channels import ChannelWatch, channel_axes
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.masks import MASKED, holds_mask, mask_values
-from bitwright.core.graph.ops import resolve_granularity
+from bitwright.core.graph.operators import resolve_granularity
 from bitwright.core.health.report import HealthReport
 from bitwright.core.health.site_health import HealthTable, site_health
 from bitwright.core.numerics.arrays import Array
@@ -21,7 +21,7 @@ from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChanne
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of, measure, start
 from bitwright.core.placement.plan import Plan, Role, SitePlan
-from bitwright.core.simulation.protocols import Undo
+from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.quantizer import DerivedBias, OnlyKnownAttributes, Quantizer
 from bitwright.errors import CalibrationError, ConfigError, close_matches
 from bitwright.tables import Tabular, html_table

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.files.documents import read_document
+from bitwright.core.files import read_document
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT16, Format, IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, Shape

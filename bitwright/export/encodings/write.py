@@ -1,29 +1,53 @@
-"""Writing encodings files: one function per version turns a record into its entry."""
+"""Writing encodings files: one function per version turns a record into its entry.
+
+Encodings files, versions 0.6.1, 1.0.0 and 2.0.0: written and read in the form AIMET 2.42 uses.
+
+The files differ from `Encoding` in these ways, all of which are translated here:
+
+- 0.6.1 and 1.0.0 store an ``offset`` on the *unsigned* grid: ``x = (code + offset) * scale``, codes from 0.
+  So ``offset = qmin - zero_point``: int8 with zero point 0 has -128, its narrow form -127, uint8 with zero
+  point 3 has -3. Where ``is_sym`` is true the grid is signed, or unsigned symmetric if the offset is 0.
+- 0.6.1 and 1.0.0 store no axes. What is read has open axes (``PerChannel()``, ``PerBlock(size)``, flat
+  scales) until `NamedEncoding.resolve` is told the tensor's shape and the axes of its operator.
+- 2.0.0 stores ONNX dtypes, zero points and axes, but not which names are parameters, and no narrow grids.
+
+Scales are written as float64 text of the float32 value, so that they come back bit for bit.
+
+Encodings of tensors that only carry elements of others: entries for compilers that want one per tensor.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright import __version__
+from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT16, FloatFormat, Format, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor, phrase
-from bitwright.errors import EncodingsError
+from bitwright.errors import EncodingsError, close_matches
+from bitwright.export.encodings.read import read_encodings
 from bitwright.export.encodings.records import (
     FLOATS_2_0_0,
     INTS_2_0_0,
     SECTIONS,
+    VERSIONS,
+    EncodingsFile,
     GroupedScale,
     Kind,
     NamedEncoding,
     NotExpressed,
+    Version,
     WrittenEncodings,
     channels_come_first,
     check_version,
@@ -298,3 +322,118 @@ def json_lines(document: dict[str, Any], by_entry: Collection[str], *, allow_nan
             yield f"{',' if i else ends[0]}\n  {name}{json.dumps(item, allow_nan=allow_nan)}"
         yield f"\n {ends[1]}"
     yield "\n}\n"
+
+
+pass
+
+__all__ = [
+    "VERSIONS",
+    "EncodingsFile",
+    "GroupedScale",
+    "Kind",
+    "NamedEncoding",
+    "NotExpressed",
+    "Version",
+    "WrittenEncodings",
+    "compare_names",
+    "names_error",
+    "read_encodings",
+    "write_encodings",
+]
+
+
+def compare_names(expected: Iterable[str], found: Iterable[str]) -> tuple[list[str], list[str]]:
+    """``(missing, extra)``: expected names that were not found, and found ones that were not expected.
+
+    Example:
+        >>> compare_names(["conv1.weight", "fc.weight"], ["conv1.weight", "head.weight"])
+        (['fc.weight'], ['head.weight'])
+    """
+    wanted, there = dict.fromkeys(expected), dict.fromkeys(found)
+    return [name for name in wanted if name not in there], [name for name in there if name not in wanted]
+
+
+def names_error(site: str, expected: Iterable[str], found: Iterable[str]) -> EncodingsError | None:
+    """The error for a file whose names are not those of the model, or ``None`` when they are.
+
+    Args:
+        site: the file, or whatever the names come from.
+        expected: names of the model.
+        found: names of the file.
+
+    Returns:
+        An error to raise or to log; shows the first few names of both kinds, with close matches.
+    """
+    missing, extra = compare_names(expected, found)
+    if not missing and not extra:
+        return None
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} names of the model are missing: {_some(missing, extra)}")
+    if extra:
+        parts.append(f"{len(extra)} of its names are not in the model: {_some(extra, ())}")
+    return EncodingsError(
+        site, "; ".join(parts), "use the encodings file that was exported with this model, or rename the entries"
+    )
+
+
+def _some(names: list[str], others: Iterable[str], shown: int = 3) -> str:
+    """The first few ``names``, with close matches; finding these among all ``others`` could take minutes."""
+    near = list(islice(others, 500))
+    text = ", ".join(f"{name!r}{close_matches(name, near)}" for name in names[:shown])
+    return f"{text} and {len(names) - shown} more" if len(names) > shown else text
+
+
+def carried_records(
+    model: ir.Model, records: Iterable[NamedEncoding], known: Collection[str] = ()
+) -> dict[str, NamedEncoding]:
+    """Tensor of ``model`` without a record -> the record of the activation whose elements it carries.
+
+    Max pools, reshapes, transposes, slices and their kin carry elements of their input; Concat and Where those of several,
+    which must lie on one grid. Only encodings with a single scale hold wherever an element is moved to.
+
+    Args:
+        model: the float model.
+        records: its encodings by name of tensor.
+        known: tensors that have a quantizer of their own, on or off; they get no record here.
+    """
+    grids = {r.name: r for r in records if r.kind == "activation" and r.encoding.scale.ndim == 0}
+    found: dict[str, NamedEncoding] = {}
+    for node in model.graph:
+        source = _source(node, grids)
+        for value in node.outputs if source is not None else ():
+            name = str(value.name)
+            if source is not None and name not in grids and name not in known and _is_float(value):
+                grids[name] = found[name] = replace(source, name=name)
+    return found
+
+
+def _source(node: ir.Node, grids: dict[str, NamedEncoding]) -> NamedEncoding | None:
+    """The record of what ``node`` carries to its outputs; ``None`` where it computes, or carries what has none."""
+    row = op_row(node.op_type)
+    if node.domain or row.kind not in ("movement", "merge") or (node.op_type == "Pad" and not _pads_zeros(node)):
+        return None
+    ports = range(len(node.inputs)) if row.activations is None else row.activations
+    values = [node.inputs[port] for port in ports if port < len(node.inputs)]
+    carried = [value for value in values if value is not None and _is_float(value)]
+    sources = [grids.get(str(value.name)) for value in carried]
+    first = sources[0] if sources else None
+    if first is None or any(s is None or s.encoding != first.encoding for s in sources):
+        return None
+    return first
+
+
+def _pads_zeros(node: ir.Node) -> bool:
+    """Whether a Pad adds nothing but zeros, which lie on every grid, or elements of its input."""
+    mode = node.attributes.get("mode")
+    if mode is not None and mode.as_string() != "constant":
+        return True
+    added = node.inputs[2] if len(node.inputs) > 2 else None
+    if added is None:
+        return True
+    constant = ir.convenience.get_const_tensor(added)
+    return constant is not None and not np.any(constant.numpy())
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype is None or value.dtype.is_floating_point()

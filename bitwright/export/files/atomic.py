@@ -9,21 +9,69 @@ folder; one rename of that folder, to ``.<name>.bitwright-commit``, is the momen
 its files move into place one by one. A process that dies before that moment leaves the old set, and one that dies after
 it leaves the new set, some files of which still lie in the journal: whoever reads or writes sets in that folder first
 calls :func:`settle`, which moves the rest. Moves can be repeated any number of times, by several processes at once.
+
+Temporary folders: a full one is named.
+
+Arrays that wait in a temporary file while others are made: what all of them take is not held in memory at once.
+
+Finished layers of a long method, kept on disk so that none is computed twice.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
+import math
 import os
 import secrets
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.files import open_regular
+from bitwright.core.numerics.arrays import Array, cast, to_numpy
 from bitwright.errors import ConfigError, ExportError
+
+#: what the system says of a disk, a quota or a file that takes no more
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@contextmanager
+def temporary_room(folder: str | None = None) -> Iterator[None]:
+    """Tell a full temporary folder from any other failure of the body, which writes there only.
+
+    Args:
+        folder: where it writes; the system's temporary folder with ``None``.
+
+    Raises:
+        ExportError: the folder is full; names it. Any other ``OSError`` of the body passes unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise no_room(folder, error.strerror or str(error)) from error
+
+
+def no_room(folder: str | None, problem: str, size: int | None = None) -> ExportError:
+    """The error to raise where a temporary folder is full; ``size`` is of what was to be written, in bytes."""
+    what = "what is to be written" if size is None else f"{size} bytes"
+    return ExportError(
+        folder or tempfile.gettempdir(),
+        f"the temporary folder has no room for {what}: {problem}",
+        "free some space, or name a folder on another disk in TMPDIR",
+    )
+
 
 try:
     import fcntl
@@ -375,3 +423,159 @@ def _sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+pass
+
+Floats = NDArray[np.float32]
+Shape = tuple[int, ...]
+HELD = 4 << 20
+"""Bytes that are held in memory before there is a file."""
+
+
+class Spool:
+    """A place for arrays, gone with the last :class:`Spooled` of it."""
+
+    def __init__(self) -> None:
+        self._file: Any = tempfile.SpooledTemporaryFile(max_size=HELD)
+        self._end = 0
+
+    def put(self, x: Floats) -> int:
+        """Add an array; the place where it begins.
+
+        Raises:
+            ExportError: the temporary folder is full.
+        """
+        start = self._end
+        with temporary_room():
+            self._file.seek(start)
+            self._file.write(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+        self._end = start + x.nbytes
+        return start
+
+    def get(self, start: int, shape: Shape) -> Floats:
+        """The array of this shape that begins there."""
+        found = np.empty(shape, np.float32)
+        self._file.seek(start)
+        self._file.readinto(found.reshape(-1).view(np.uint8).data)
+        return found
+
+
+class Spooled(Sequence[Floats]):
+    """A sequence of float32 arrays in a :class:`Spool`, to which arrays and tensors of any device are appended."""
+
+    def __init__(self, spool: Spool, places: list[tuple[int, Shape]] | None = None) -> None:
+        self._spool, self._places = spool, places if places is not None else []
+
+    def append(self, x: Array) -> None:
+        """Add an array or tensor, in float32; see :meth:`Spool.put`."""
+        array = to_numpy(cast(x, "float32"))
+        self._places.append((self._spool.put(array), tuple(array.shape)))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Floats: ...
+    @overload
+    def __getitem__(self, index: slice) -> Spooled: ...
+    def __getitem__(self, index: int | slice) -> Floats | Spooled:
+        if isinstance(index, slice):
+            return Spooled(self._spool, self._places[index])
+        return self._spool.get(*self._places[index])
+
+    def __iter__(self) -> Iterator[Floats]:
+        return (self._spool.get(*place) for place in self._places)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(4 * math.prod(shape) for _, shape in self._places)
+
+
+pass
+
+
+_ENTRY = "key and sha256"  # of the metadata in the header
+
+
+class FinishedLayers:
+    """A folder with one safetensors file per finished layer or block, named after everything that it depends on.
+
+    A file holds its whole key and a hash of its arrays. One that is damaged, or was written for something else, counts as
+    missing: a warning names it, and what is computed anew replaces it.
+
+    Args:
+        folder: made when the first file is written.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key[:32]}.safetensors"
+
+    def get(self, key: str) -> dict[str, NDArray[Any]] | None:
+        """What was kept under ``key``, as it was given to :meth:`put`; ``None`` when nothing was, or not this.
+
+        Raises:
+            ExportError: the file is there and the operating system refuses it, or it is none: a device has no end.
+        """
+        path = self._path(key)
+        if not path.exists():
+            return None
+        with open_regular(path, ExportError, read_error) as file:
+            content = file.read()
+        arrays, problem = _checked(content, key)
+        if problem is not None:
+            logger.warning("%s: %s; its layers are computed anew", path, problem)
+        return arrays
+
+    def put(self, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Keep ``arrays``; the file appears whole or not at all.
+
+        Raises:
+            ExportError: the folder cannot be made or written, for example because the disk is full.
+        """
+        from safetensors.numpy import save
+
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ExportError(
+                str(self.folder), f"it cannot be made: {error.strerror}", "choose another cache_dir"
+            ) from error
+        # of an array in another order of axes, safetensors writes the memory as it lies, which is another array
+        ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+        # one entry, as safetensors writes several in an order of its own in every process
+        content = save(ordered, {_ENTRY: f"{key} {_digest(ordered)}"})
+        with atomic_write(self._path(key)) as temporary:
+            temporary.write_bytes(content)
+
+
+def _checked(content: bytes, key: str) -> tuple[dict[str, NDArray[Any]] | None, str | None]:
+    """The arrays of a file, or why they are not those that were kept under ``key``."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        arrays = dict(load(content))
+        # safetensors gives metadata only of files that it opens by name
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        found, _, digest = header["__metadata__"][_ENTRY].partition(" ")
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return None, f"it is damaged, or an earlier version wrote it ({type(error).__name__}: {error})"
+    if found != key:
+        return None, "it was written for another model, other data or other options"
+    if digest != _digest(arrays):
+        return None, "it is damaged: its arrays are not those that were written"
+    return arrays, None
+
+
+def _digest(arrays: Mapping[str, NDArray[Any]]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name}\0{array.dtype.str}{array.shape}\0".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -36,7 +36,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import numpy as np
 import onnx_ir as ir
 
-from bitwright.core.graph.traits import TRAITS
+from bitwright.core.graph.operators import TRAITS
 from bitwright.errors import ConfigError, close_matches
 from bitwright.export.qdq.forms import Builder, after, before, read_metadata
 from bitwright.export.qdq.markers import Outputs, bypass

@@ -1,28 +1,206 @@
-"""Which grid each value of a marked model lies on, followed through operators that move data and transpose weights."""
+"""Which grid each value of a marked model lies on, followed through operators that move data and transpose weights.
+
+Constants of a marked model: which values are the same in every run, and what they are.
+
+Zeros around the image of a convolution: a Pad in front of it becomes the convolution's own padding.
+
+A Pad between quantizers is computed in float by ONNX Runtime, with a DequantizeLinear before and a QuantizeLinear after it, which
+together cost more than the convolution; a convolution pads with zeros as it reads. Both give the same numbers.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.graph.ops import is_neutral, op_row
+from bitwright.core.graph.operators import TRAITS, is_neutral, op_row
 from bitwright.core.graph.recurrence import CELLS
-from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
-from bitwright.core.sums.int32_bias import bias_entries
+from bitwright.core.numerics.integer_sums import bias_entries
 from bitwright.errors import close_matches
-from bitwright.export.qdq.constants import find_constants
 from bitwright.export.qdq.forms import Pair
-from bitwright.export.qdq.markers import bypass, is_site, site_nodes, site_of
-from bitwright.export.qdq.rewrites.padding import absorb_padding, pads_of_convolutions
+from bitwright.export.qdq.markers import bypass, is_site, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.stored import transpose_encoding
 from bitwright.export.qdq.writing import Weight, Writing
+
+_IR_VERSION = 10
+_NUMPY_FLOATS = (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
+RANDOM = frozenset(
+    ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial")
+)
+
+
+def find_constants(model: ir.Model, also: Iterable[ir.Value | None] = ()) -> dict[ir.Value, ir.TensorProtocol]:
+    """Values that are the same in every run: initializers, Constant nodes, marked values made of them.
+
+    Initializers that are graph inputs can be overridden and do not count. What is computed from constants
+    alone (a weight under weight normalisation, say) is evaluated only where a marker reads it or where it is one of
+    ``also``, all in one run of ONNX Runtime.
+    """
+    known = _stored(model)
+    constant = set(known)
+    for node in model.graph.all_nodes():
+        tensor = _held_by(node)
+        if tensor is not None:
+            known[node.outputs[0]] = tensor
+            constant.add(node.outputs[0])
+        elif _is_pure(node) and all(v is None or v in constant for v in node.inputs):
+            constant.update(node.outputs)
+    marked = dict.fromkeys(node.inputs[0] for node in site_nodes(model))
+    asked = [v for v in marked if v is not None and v.dtype in _NUMPY_FLOATS]
+    computed = constant - known.keys()
+    wanted = [v for v in dict.fromkeys((*asked, *also)) if v in computed]
+    return {**known, **_evaluate(model, wanted, known)} if wanted else known
+
+
+def _stored(model: ir.Model) -> dict[ir.Value, ir.TensorProtocol]:
+    """Initializers that cannot be overridden."""
+    return {
+        value: value.const_value
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None and not value.is_graph_input()
+    }
+
+
+def _held_by(node: ir.Node) -> ir.TensorProtocol | None:
+    """What a Constant holds."""
+    is_constant = node.op_type == "Constant" and not node.domain
+    return ir.convenience.get_const_tensor(node.outputs[0]) if is_constant else None
+
+
+def _is_pure(node: ir.Node) -> bool:
+    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    nested = any(attr.type in graphs for attr in node.attributes.values())
+    return bool(node.inputs) and not node.domain and node.op_type not in RANDOM and not nested
+
+
+def _evaluate(
+    model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.TensorProtocol]
+) -> dict[ir.Value, ir.TensorProtocol]:
+    """What pure operators on constants give, wherever in the model they stand: also in branches that never run."""
+    import onnxruntime as ort
+
+    part = ir.Model(_part(model, wanted, known), ir_version=_IR_VERSION)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession(ir.to_proto(part).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return {value: ir.Tensor(array) for value, array in zip(wanted, session.run(None, {}), strict=True)}
+
+
+def _part(model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.TensorProtocol]) -> ir.Graph:
+    """A graph without inputs that computes ``wanted`` from copies of what leads to them, out of several graphs."""
+    made: dict[ir.Value, ir.Value] = {}
+    initializers: list[ir.Value] = []
+    nodes: list[ir.Node] = []
+    pending: list[tuple[ir.Value, bool]] = [(value, False) for value in wanted]
+    while pending:
+        value, entered = pending.pop()
+        if value in made:
+            continue
+        node = value.producer()
+        if value in known:
+            tensor = _in_memory(known[value])
+            made[value] = ir.Value(name=f"v{len(made)}", type=ir.TensorType(tensor.dtype), const_value=tensor)
+            made[value].shape = ir.Shape(tensor.shape.numpy())
+            initializers.append(made[value])
+        elif not entered:
+            assert node is not None, value.name  # constants are initializers or come from nodes
+            pending.append((value, True))
+            pending.extend((source, False) for source in node.inputs if source is not None)
+        else:
+            assert node is not None
+            nodes.append(_copied(node, made))
+    outputs = [made[value] for value in wanted]
+    opsets = dict(model.opset_imports)
+    return ir.Graph([], outputs, nodes=nodes, initializers=initializers, opset_imports=opsets, name="constants")
+
+
+def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """``tensor``; one that lies in a file beside the model as a copy, which a session that is made of bytes asks for."""
+    return ir.Tensor(tensor.numpy(), dtype=tensor.dtype) if isinstance(tensor, ir.ExternalTensor) else tensor
+
+
+def _copied(node: ir.Node, made: dict[ir.Value, ir.Value]) -> ir.Node:
+    """``node`` on the values that stand for its own; its outputs are added to ``made``."""
+    inputs = [None if source is None else made[source] for source in node.inputs]
+    copy = ir.Node("", node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs))
+    for old, new in zip(node.outputs, copy.outputs, strict=True):
+        new.name, new.type = f"v{len(made)}", old.type
+        made[old] = new
+    return copy
+
+
+Known = Callable[[ir.Value], NDArray[Any] | None]
+
+
+def pads_of_convolutions(model: ir.Model) -> list[ir.Node]:
+    """Every Pad whose readers are all convolutions that state how much they pad."""
+    return [node for node in model.graph.all_nodes() if _is_pad(node) and _read_by_convolutions(node.outputs[0])]
+
+
+def absorb_padding(pads: list[ir.Node], known: Known) -> None:
+    """Let convolutions do what the Pad nodes in front of them do, and remove those.
+
+    Args:
+        pads: as :func:`pads_of_convolutions` found them. Those that pad with another number than zero, in other axes than the
+            spatial ones, by a width that is not constant, or that cut off (a width below zero), stay.
+        known: the value of a constant, ``None`` of what is computed.
+    """
+    for node in pads:
+        widths, source = _widths(node, known), node.inputs[0]
+        if widths is None or source is None:
+            continue
+        for reader, port in tuple(node.outputs[0].uses()):
+            own = reader.attributes.get_ints("pads", (0,) * len(widths))
+            total = [int(a) + int(b) for a, b in zip(own, widths, strict=True)]
+            reader.attributes.add(ir.AttrInt64s("pads", total))
+            reader.attributes.pop("auto_pad", None)
+            reader.replace_input_with(port, source)
+        remove_unread(node.outputs[0])
+
+
+def _is_pad(node: ir.Node) -> bool:
+    return node.op_type == "Pad" and not node.domain and node.attributes.get_string("mode", "constant") == "constant"
+
+
+def _read_by_convolutions(value: ir.Value) -> bool:
+    readers = list(value.uses())
+    return bool(readers) and not value.is_graph_output() and all(_takes(node, port) for node, port in readers)
+
+
+def _takes(node: ir.Node, port: int) -> bool:
+    plain = node.op_type == "Conv" and not node.domain and port == 0
+    return plain and node.attributes.get_string("auto_pad", "NOTSET") in ("NOTSET", "VALID")
+
+
+def _widths(node: ir.Node, known: Known) -> list[int] | None:
+    """Zeros before and after every spatial axis, in the order of a convolution's ``pads``; ``None`` of other padding."""
+    inputs = [*node.inputs[1:], None, None, None][:3]
+    arrays = [None if value is None else known(value) for value in inputs]
+    if any(value is not None and array is None for value, array in zip(inputs, arrays, strict=True)):
+        return None
+    given, filler, axes = arrays
+    weight = next(iter(node.outputs[0].uses())).node.inputs[1]
+    if given is None or (filler is not None and filler.any()) or weight is None or weight.shape is None:
+        return None
+    whole = np.zeros((2, len(weight.shape)), np.int64)
+    whole[:, slice(None) if axes is None else axes] = given.reshape(2, -1)
+    if whole[:, :2].any() or (whole < 0).any():
+        return None
+    return [int(n) for n in whole[:, 2:].reshape(-1)]
+
+
+pass
+pass
 
 
 def _pads_with_zero(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None]) -> bool:

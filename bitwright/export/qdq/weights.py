@@ -11,14 +11,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.graph.ops import weight_axes
+from bitwright.core.graph.operators import TRAITS, weight_axes
 from bitwright.core.graph.recurrence import CELLS
-from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.affine import with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.sums.int32_bias import (
+from bitwright.core.numerics.integer_sums import (
     bias_entries,
     derive_bias_encoding,
     floor_weight_scale,

@@ -39,9 +39,7 @@ from bitwright.export.qdq.products import (
     guard_outputs,
     keep_apart,
 )
-from bitwright.export.qdq.rewrites.lengths import measure_codes
-from bitwright.export.qdq.rewrites.pools import keep_after_pool, round_after_pools
-from bitwright.export.qdq.rewrites.scans import close_scans
+from bitwright.export.qdq.rewrites import close_scans, keep_after_pool, measure_codes, round_after_pools
 from bitwright.export.qdq.stored import unsigned
 from bitwright.export.qdq.trace import carried, data_outputs, trace
 from bitwright.export.qdq.weights import write_biases, write_constant

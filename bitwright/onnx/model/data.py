@@ -17,8 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.files.array_files import read_archive, read_array
-from bitwright.core.files.entry_points import load_entry_point
+from bitwright.core.files import load_entry_point, read_archive, read_array
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, close_matches
 
 logger = logging.getLogger("bitwright")

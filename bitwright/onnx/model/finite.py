@@ -15,8 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bitwright.core.graph.ops import op_row
-from bitwright.core.graph.traits import TRAITS
+from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.export.files.onnx_file import let_go
 
 _LIMIT = 1e28  # leaves sums over 10 billion elements, as means take them, and rounding, within float32

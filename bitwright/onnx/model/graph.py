@@ -28,11 +28,10 @@ from typing import Any
 import onnx_ir as ir
 
 from bitwright.core.graph.graph import Graph, Op, Value
-from bitwright.core.graph.ops import OPS, is_neutral, op_row
+from bitwright.core.graph.operators import OPS, TRAITS, is_neutral, op_row
 from bitwright.core.graph.recurrence import CELLS, RETURNS, inner_values
-from bitwright.core.graph.traits import TRAITS
-from bitwright.export.files.value_types import is_tensor
-from bitwright.export.recurrent.activations import layer_activations, unknown_activation
+from bitwright.export.files.onnx_file import is_tensor
+from bitwright.export.recurrent import layer_activations, unknown_activation
 
 UNKNOWN = -1  # an axis whose length depends on the input
 

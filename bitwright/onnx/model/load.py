@@ -33,16 +33,24 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass, LiftSubgraphInitializersToMainGraphPass
 
-from bitwright.core.graph.ops import is_neutral
+from bitwright.core.graph.operators import is_neutral
 from bitwright.errors import ModelError, first_few
-from bitwright.export.files.atomic import settle
-from bitwright.export.files.onnx_file import checked_on_failure, write_elements
-from bitwright.export.files.temporary import temporary_room
-from bitwright.export.files.value_types import from_proto, has_map, is_tensor, note_type
+from bitwright.export.files.atomic import settle, temporary_room
+from bitwright.export.files.onnx_file import (
+    checked_on_failure,
+    from_proto,
+    has_map,
+    is_tensor,
+    note_type,
+    write_elements,
+)
 from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
-from bitwright.onnx.model.legacy import drop_ignored_biases
-from bitwright.onnx.model.optimized import undo_optimizations
-from bitwright.onnx.model.recurrent import drop_unchanged_states, split_directions
+from bitwright.onnx.model.rewrites import (
+    drop_ignored_biases,
+    drop_unchanged_states,
+    split_directions,
+    undo_optimizations,
+)
 from bitwright.onnx.model.session import weights
 from bitwright.onnx.model.untrusted import (
     check_bodies,

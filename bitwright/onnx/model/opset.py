@@ -18,17 +18,17 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.compare.runtime import refusals
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ModelError, close_matches, first_few
-from bitwright.export.files.value_types import from_proto
+from bitwright.export.files.onnx_file import from_proto
 from bitwright.export.qdq.markers import Names
-from bitwright.export.verify.runtime import refusals
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs, random_array
-from bitwright.onnx.model.legacy import TAKEN_IN, part_training_norms, rewrite_dropped, train_norms
 from bitwright.onnx.model.load import Loaded, load_model, stamp_opset
+from bitwright.onnx.model.rewrites import TAKEN_IN, part_training_norms, rewrite_dropped, train_norms
 from bitwright.onnx.model.session import first_line, open_session
 from bitwright.onnx.model.view import OnnxView
-from bitwright.runtimes.outputs import arrays_of
+from bitwright.runtimes.adapters import arrays_of
 
 logger = logging.getLogger("bitwright")
 

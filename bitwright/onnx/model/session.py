@@ -16,10 +16,10 @@ import onnx_ir as ir
 import psutil
 from numpy.typing import NDArray
 
+from bitwright.compare.runtime import inference_session, refusals
 from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
+from bitwright.export.files.atomic import no_room, temporary_room
 from bitwright.export.files.onnx_file import write_elements
-from bitwright.export.files.temporary import no_room, temporary_room
-from bitwright.export.verify.runtime import inference_session, refusals
 
 Order = Literal["fast", "frugal", "written"]
 Providers = Sequence[str | tuple[str, dict[str, Any]]]

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import onnx
 import onnx_ir as ir
 
-from bitwright.core.files.documents import open_regular, too_large
+from bitwright.core.files import open_regular, too_large
 from bitwright.errors import ModelError
 
 _STANDARD = ("", "ai.onnx")

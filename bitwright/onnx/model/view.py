@@ -10,11 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from bitwright.core.graph.graph import Graph
-from bitwright.core.graph.traits import TRAITS
+from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.calibration import with_samples
-from bitwright.core.simulation.protocols import AddBias, Array, Bypass, Clamp, Edit, SetParam, Undo, Untie, carry_out
+from bitwright.core.simulation.float_model import AddBias, Array, Bypass, Clamp, Edit, SetParam, Undo, Untie, carry_out
 from bitwright.errors import ModelError, checks_arguments, close_matches
-from bitwright.export.files.value_types import is_tensor
+from bitwright.export.files.onnx_file import is_tensor
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.graph import GraphView, build_graph
@@ -26,7 +26,7 @@ _NOT_TAKEN = [-1]  # stands for the shape of what lies in a branch that is not t
 
 
 class OnnxView:
-    """A model seen through :class:`bitwright.core.simulation.protocols.FloatModel`.
+    """A model seen through :class:`bitwright.core.simulation.float_model.FloatModel`.
 
     Edits change the loaded copy, never what it was loaded from. A bypassed node becomes an ``Identity``;
     :meth:`tidy` takes such nodes out when the edits are final.

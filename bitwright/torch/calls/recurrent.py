@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from bitwright.core.graph.recurrence import CELLS, Context, Variant, step
 from bitwright.errors import ExportError, ModelError
-from bitwright.export.encodings.gate_order import gate_order
+from bitwright.export.encodings.records import gate_order
 
 #: what happens to a tensor inside the steps: inner name -> function of the tensor, which it may write over
 Inside = Mapping[str, Callable[[Tensor], Tensor]]
@@ -321,7 +321,7 @@ def marked_layer(
     """The layer as the exporter sees it: a node of ONNX's inputs, outputs and attributes in the domain ``bitwright``.
 
     Args: those of :func:`layer`; ``mark`` puts a site's name on a tensor, ``weights`` are the sites of the weights by port,
-        ``sites`` those inside a step. See :mod:`bitwright.export.recurrent.write`.
+        ``sites`` those inside a step. See :mod:`bitwright.export.recurrent`.
     """
     if batch_sizes is not None:
         raise ExportError(

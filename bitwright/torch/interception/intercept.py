@@ -8,49 +8,516 @@ of parameters:
 - a module that owns parameters or buffers is one place, however often it runs (time steps share their sites);
 - a call that reads a parameter directly is the place of that parameter;
 - where either stands on several lines of code, one after the other in the data flow, each line is a place of its own: layers
-  that share a weight, and not a layer over time (:func:`bitwright.torch.interception.loops.find_turns`);
+  that share a weight, and not a layer over time (:func:`bitwright.torch.interception.places.find_turns`);
 - where one line calls either in a loop as layers of a chain, and not over time, each turn is a place of its own
-  (:mod:`bitwright.torch.interception.repeats`);
+  (:mod:`bitwright.torch.interception.places`);
 - anything else counts from the last such place in the same forward: ``for l in self.layers: x = x + l(x)`` gives one
   addition per layer, ``h = tanh(self.ih(x) + self.hh(h))`` the same addition at every time step. Only in a loop that uses
-  no parameters is it the line of code that counts (:mod:`bitwright.torch.interception.loops`).
+  no parameters is it the line of code that counts (:mod:`bitwright.torch.interception.places`).
+
+What a thread runs of a model: the forwards it is in, the handler of its calls, the replica in the model's place.
+
+What ``torch.compile`` is told of an intercepted model, and what is refused because it would not show it.
+
+Functions compiled by ``torch.jit.script``: they run outside Python, so what they compute is not seen.
+
+What is added to a model in order to intercept its calls: a mode, one hook, and what stands in the place of each forward.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import logging
 import sys
 import threading
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import CodeType, FrameType, FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 from torch.nn.modules.batchnorm import _NormBase as _Statistics
+from torch.overrides import TorchFunctionMode
 
-from bitwright.core.graph.ops import op_row
-from bitwright.core.simulation.occupancy import Occupancy
+from bitwright.core.graph.operators import op_row
+from bitwright.core.simulation.simulation import Occupancy
 from bitwright.errors import BusyError, ModelError
 from bitwright.torch.calls.decompose import DECOMPOSITIONS, Decomposition
-from bitwright.torch.calls.functions import FUNCTIONS, function_of, settled
-from bitwright.torch.calls.operators import ONE_HIDDEN_CALL, SHOWN, as_function, hidden_call, results
-from bitwright.torch.calls.trees import ATOMS, flatten_tensors, named_state, walk_modules
-from bitwright.torch.interception.checkpointing import frame_of_region, region_of_call
-from bitwright.torch.interception.compilers import (
-    compiled_only_inside_others,
-    compiler_gave_up,
-    constant_for_compilers,
-    refuse_fused_layers,
-    refuse_hidden_functions,
-    tell_broken,
-    without_compiler,
+from bitwright.torch.calls.functions import (
+    FUNCTIONS,
+    ONE_HIDDEN_CALL,
+    SHOWN,
+    Function,
+    as_function,
+    function_of,
+    hidden_call,
+    results,
+    settled,
 )
-from bitwright.torch.interception.forwards import CallMode, Forward, ReplicaHook, interceptions, interleaved
-from bitwright.torch.interception.frames import Frame, Handler, Key, Replica, Thread, running_task
-from bitwright.torch.interception.loops import CALLS, Where, line_of_code
-from bitwright.torch.interception.repeats import Trace
-from bitwright.torch.interception.scripted import called_from
+from bitwright.torch.calls.inputs import ATOMS, flatten_tensors, named_state, walk_modules
+from bitwright.torch.interception.places import CALLS, Trace, Where, frame_of_region, line_of_code, region_of_call
+
+Key = Hashable
+
+
+@dataclass(slots=True)
+class Frame:
+    """One running forward: of a module, or of the decomposition of a fused call."""
+
+    key: Key
+    path: str
+    module: nn.Module | None
+    anchor: Hashable = None
+    counts: dict[Hashable, int] = field(default_factory=dict)
+    where: Hashable = None
+    turn: Hashable = None  # the line of code of the layer that is told apart by it, and of those around it
+    turns: dict[Hashable, int] = field(default_factory=dict)  # place -> how often it was called here
+
+    def __post_init__(self) -> None:
+        if self.where is None:
+            self.where = self.key
+
+    def next(self, label: Hashable) -> int:
+        """How often ``label`` was seen since the anchor; counts this time."""
+        n = self.counts.get(label, 0)
+        self.counts[label] = n + 1
+        return n
+
+    def movement_key(self, label: str) -> Key:
+        """The key of a call that only moves data; such calls are counted apart, as most handlers pass them by."""
+        return (self.key, self.anchor, label, self.next(("moves", label)))
+
+    def other_key(self, name: str) -> Key:
+        """The key of a call that is in no table; such calls are counted apart too."""
+        return (self.key, self.anchor, name, self.next(("other", name)))
+
+    def set_anchor(self, anchor: Hashable) -> None:
+        """Count from here on."""
+        self.anchor = anchor
+        self.counts.clear()
+
+    def next_turn(self, place: Hashable) -> int:
+        """How often the place of a parameter was called in this forward; counts this time."""
+        n = self.turns.get(place, 0)
+        self.turns[place] = n + 1
+        return n
+
+    def copy(self) -> Frame:
+        """The frame as it stands."""
+        return replace(self, counts=dict(self.counts), turns=dict(self.turns))
+
+
+class Handler(ABC):
+    """What happens to the calls: recording, calibration, simulation, export."""
+
+    @abstractmethod
+    def call(
+        self,
+        frame: Frame,
+        key: Key,
+        row: Function,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Carry out a call of a function of the table."""
+
+    @abstractmethod
+    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out a call of any other torch function."""
+
+    @abstractmethod
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model's forward starts; without arguments, something of it that is called on its own."""
+
+    def part(self, path: str, caller: str | None) -> bool:
+        """Whether a module below the model may be called on its own, by the method ``caller`` of ``"Class.method"``.
+
+        By default only whole forwards may.
+        """
+        return False
+
+    @abstractmethod
+    def end(self, output: Any) -> None:
+        """The model's forward returned ``output``."""
+
+
+class Thread:
+    """What one thread runs of a model.
+
+    Attributes:
+        handler: where its calls go; ``None`` means to the interceptor's own.
+        frames: the forwards it is in, outermost first; empty when it runs nothing.
+        failed_in: path of the innermost module that raised the last error to leave the model.
+        replica: the copy of the model that runs in its place, if one does.
+        task: the asyncio task that is inside a block of :meth:`Interceptor.active`; other tasks of the thread are not.
+        trains: whether the outermost forward keeps what a backward pass needs.
+        unseen: code of Python functions whose calls are not intercepted.
+    """
+
+    __slots__ = (
+        *("_error", "called", "depth", "failed_in", "frames", "handler", "mode", "replica", "task", "trains"),
+        "unseen",
+    )
+
+    def __init__(self) -> None:
+        self.handler: Handler | None = None
+        self.frames: list[Frame] = []
+        self.mode: TorchFunctionMode | None = None
+        self.depth = 0
+        self.failed_in: str | None = None
+        self.replica: Replica | None = None
+        self.called: nn.Module | None = None
+        self.task: Any = None
+        self.trains = False
+        self.unseen: Collection[CodeType] = ()
+        self._error: BaseException | None = None
+
+    def note(self, error: BaseException, path: str) -> None:
+        """``error`` passes the module at ``path``; the first one that it passes is where it happened."""
+        known, self._error = self._error, error
+        if error is not known and (known is None or error.__context__ is not known):
+            self.failed_in = path
+
+    def forget_error(self) -> None:
+        """Let go of the error, and with it of the frames that its traceback holds."""
+        self._error = None
+
+
+class Replica:
+    """A copy of a model that shares the interception of the original, as ``torch.nn.DataParallel`` makes them.
+
+    Attributes:
+        modules: path -> module.
+        parameters: id of a parameter -> its name; the parameters of a replica are plain tensors.
+        names: the same of parameters and buffers.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules = dict(walk_modules(root))
+        self.parameters: dict[int, str] = {}
+        buffers: dict[int, str] = {}
+        for path, module in self.modules.items():
+            prefix = f"{path}." if path else ""
+            parameters = vars(module).get("_former_parameters") or module._parameters
+            for table, found in ((parameters, self.parameters), (module._buffers, buffers)):
+                held = ((name, tensor) for name, tensor in table.items() if tensor is not None)
+                for name, tensor in held:
+                    found.setdefault(id(tensor), prefix + name)
+        self.names = {**buffers, **self.parameters}
+
+
+def running_task() -> asyncio.Task[Any] | None:
+    """The asyncio task that runs in this thread, if one does."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
+
+
+logger = logging.getLogger("bitwright")
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+_FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+# What torch.compiler offers for the next two loads the whole compiler, which takes longer than the rest of this package.
+
+
+def without_compiler(function: Call) -> Call:
+    """``function`` runs without a compiler, and with it all that it calls; as ``torch.compiler.disable``."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+def constant_for_compilers(function: Call) -> Call:
+    """A compiler calls ``function`` while it reads, and keeps the result; as ``torch.compiler.assume_constant_result``."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def compiled_only_inside_others(function: Call) -> Call:
+    """Let the compiler read ``function`` where one that it compiles calls it, and begin no graph there.
+
+    Where a graph breaks further inside, the compiler would begin anew in ``function`` and run parts of the graph while calls are
+    intercepted: what quantizers compute in a part would be taken for calls of the model.
+    """
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def compiler_gave_up() -> bool:
+    """Whether a compiler is at work in this thread, in whose graph the function that runs now is not."""
+    return eval_frame.get_eval_frame_callback() is not None
+
+
+def tell_broken(model: nn.Module) -> None:
+    """Warn that a compiler did not read the forward of ``model`` to its end."""
+    logger.warning(
+        "%s: torch.compile breaks its graph inside this model, so the simulation runs without being compiled; "
+        "TORCH_LOGS=graph_breaks says where, and nn.RNN, nn.GRU and nn.LSTM are compiled with "
+        "torch._dynamo.config.allow_rnn = True",
+        type(model).__name__,
+    )
+
+
+def refuse_fused_layers(model: nn.Module) -> None:
+    """Refuse layers that would run as one kernel.
+
+    Raises:
+        ModelError: there is one, in inference.
+    """
+    if torch.is_grad_enabled() or not torch.backends.mha.get_fastpath_enabled():
+        return
+    for path, module in walk_modules(model):
+        if isinstance(module, _FUSED) and not module.training:
+            raise ModelError(
+                path,
+                "torch.compile takes the fused kernel of this attention layer in inference, which has no quantizers",
+                "call torch.backends.mha.set_fastpath_enabled(False) and torch._dynamo.reset(), and compile the model anew",
+            )
+
+
+def refuse_hidden_functions(model: nn.Module, hidden: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse a model that was recorded with a function which a compiler does not show.
+
+    Args:
+        model: for the message.
+        hidden: path of a module -> the function's name, and what to write instead.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for path, (name, instead) in hidden.items():
+        raise ModelError(
+            path or type(model).__name__,
+            f"torch.compile does not show {name} to a simulation, so its output would have no quantizer",
+            f"use {instead} there, or run the simulation without compiling",
+        )
+
+
+def scripted_functions(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Path of a module -> the TorchScript functions that its methods name, also through Python functions they call; by name."""
+    by_class: dict[type, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for path, module in walk_modules(model):
+        kind = type(module)
+        if kind not in by_class:
+            by_class[kind] = {} if kind.__module__.startswith("torch.") else _named_by(kind)
+        held = {name: value for name, value in vars(module).items() if _is_scripted_function(value)}
+        names = {**by_class[kind], **held}
+        if names:
+            found[path] = names
+    return found
+
+
+def scripted_code(model: nn.Module) -> frozenset[CodeType]:
+    """The code that TorchScript functions were compiled from: ``torch.export`` runs it in their place."""
+    functions = (value for names in scripted_functions(model).values() for value in names.values())
+    sources = (inspect.unwrap(getattr(value, "_torchdynamo_inline", value)) for value in functions)
+    return frozenset(source.__code__ for source in sources if isinstance(source, FunctionType))
+
+
+def called_from(code: Collection[CodeType], ends: Collection[CodeType]) -> bool:
+    """Whether the call in hand is made in ``code``, or by what it calls, inside the innermost forward (code in ``ends``)."""
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code not in ends:
+        if frame.f_code in code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _named_by(kind: type) -> dict[str, Any]:
+    """The TorchScript functions that the methods of a class lead to."""
+    pending = list(_methods(kind))
+    seen: set[FunctionType] = set(pending)
+    names: dict[str, Any] = {}
+    while pending:
+        function = inspect.unwrap(pending.pop())
+        if not isinstance(function, FunctionType):
+            continue
+        for name, value in _referenced(function):
+            if _is_scripted_function(value):
+                names[value.name or name] = value
+            elif isinstance(value, FunctionType) and value not in seen and not _is_of_torch(value):
+                seen.add(value)
+                pending.append(value)
+    return names
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    for own in kind.__mro__:
+        if issubclass(own, nn.Module) and own is not nn.Module:
+            yield from (value for value in vars(own).values() if isinstance(value, FunctionType))
+
+
+def _referenced(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Name and value of every global and closure variable in the code of a function and of those defined in it."""
+    codes: list[CodeType] = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
+        yield from ((n, function.__globals__[n]) for n in code.co_names if n in function.__globals__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+
+
+def _is_scripted_function(value: Any) -> bool:
+    return isinstance(value, torch.jit.ScriptFunction)  # noqa: TID251, looked for here
+
+
+def _is_of_torch(function: FunctionType) -> bool:
+    return (function.__module__ or "").split(".")[0] == "torch"
+
+
+pass
+
+
+class CallMode(TorchFunctionMode):
+    """Leads the torch functions that one thread calls to the interceptor ``owner``."""
+
+    def __init__(self, owner: Interceptor, here: Thread) -> None:
+        super().__init__()
+        self.owner, self.here = owner, here
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.here.task is not None and self.here.task is not running_task():
+            return func(*args, **(kwargs or {}))  # another task's, while this one awaits
+        return self.owner.dispatch(self.here, func, args, kwargs or {})
+
+
+class Forward:
+    """Stands in the place of the forward of one module; signature and attributes are those of the forward itself.
+
+    Attributes:
+        call: the module's forward as it was.
+    """
+
+    def __init__(self, owner: Interceptor, module: nn.Module, path: str, owns: bool) -> None:
+        self.owner, self.module, self.path, self.owns = owner, module, path, owns
+        self.hidden = ONE_HIDDEN_CALL.get(type(module))
+        self.link(vars(module).get("forward"))
+
+    def link(self, before: Callable[..., Any] | None) -> None:
+        """Call ``before``: the instance's own forward or another interception's; ``None`` is the forward of the class."""
+        self.before = before
+        self.call: Callable[..., Any] = self._of_class(self.module) if before is None else before
+
+    def _of_class(self, module: nn.Module) -> Callable[..., Any]:
+        held = vars(module).pop("forward", None)
+        try:
+            return module.forward
+        finally:
+            if held is not None:
+                vars(module)["forward"] = held
+
+    def call_of(self, replica: Replica | None) -> Callable[..., Any]:
+        """The forward of the module, or of the one that stands in its place in ``replica``."""
+        if replica is None:
+            return self.call
+        module = replica.modules[self.path]
+        if self.before is None:
+            return self._of_class(module)
+        bound_to = getattr(self.before, "__self__", None)
+        return self.before.__func__.__get__(module) if bound_to is self.module else self.before  # type: ignore[attr-defined]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, intercepted; the first one that a thread enters opens the interception."""
+        owner, here = self.owner, self.owner.here
+        if not here.depth:
+            return owner.run(self, here, args, kwargs)
+        if here.task is not None and here.task is not running_task():
+            raise interleaved()
+        if here.trains:
+            owner.note_region(here)
+        depth = len(here.frames)
+        owner.enter(here, self)
+        if torch.compiler.is_dynamo_compiling():
+            if self.hidden is None:
+                output = self.call(*args, **kwargs)
+            else:
+                place = 1 if self.module.inplace else 0  # compilers of older versions do not take a bool for an index
+                output = self.hidden[place](*args, *kwargs.values())
+            del here.frames[depth:]
+            return output
+        try:
+            return self.call_of(here.replica)(*args, **kwargs)
+        except BaseException as error:
+            here.note(error, self.path)
+            raise
+        finally:
+            del here.frames[depth:]
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "call" or (name.startswith("__") and name.endswith("state__")):
+            raise AttributeError(name)  # while a copy is made
+        return getattr(self.call, name)
+
+
+class ReplicaHook:
+    """A hook of the whole model that notes which copy of it is called: a forward cannot tell."""
+
+    def __init__(self, owner: Interceptor) -> None:
+        self.owner = owner
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """``module`` is about to run; torch calls this before its forward."""
+        self.owner.here.called = None if module is self.owner.model else module
+
+
+def interleaved() -> BusyError:
+    """The error of a call that comes while another task of its thread is inside a block of ``active``."""
+    return BusyError(
+        "active",
+        "another asyncio task of this thread awaits inside a `with sim.active():` block, and what it intercepts would mix "
+        "with the calls of this task",
+        "await outside of the block, call sim.model(...) without a block, or run the block in a thread "
+        "(await asyncio.to_thread(...))",
+    )
+
+
+def interceptions(module: nn.Module) -> list[Forward]:
+    """The interceptions that stand in the place of a module's forward, outermost first."""
+    found, forward = [], vars(module).get("forward")
+    while isinstance(forward, Forward):
+        found.append(forward)
+        forward = forward.before
+    return found
+
+
+def forward_signature(model: nn.Module) -> inspect.Signature | None:
+    """The signature of the model's own forward, whatever stands before it; ``None`` where Python cannot tell."""
+    forward: Any = model.forward
+    while isinstance(forward, Forward):
+        forward = forward.call
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):
+        return None
+
+
+pass
+pass
+pass
+pass
 
 #: reading and writing attributes of tensors: nothing that a model computes
 ACCESS = ("__get__", "__set__")
@@ -83,7 +550,7 @@ class Interceptor:
         decomposed: whether a call was carried out as several while the model was recorded.
         turns: places of parameters that are told apart by the line of code.
         repeats: places that a loop calls as a chain -> its turns, which are told apart
-            (:mod:`bitwright.torch.interception.repeats`); those beyond are at the place of the last.
+            (:mod:`bitwright.torch.interception.places`); those beyond are at the place of the last.
         lines: how often each line called the place of a parameter, while a model is recorded.
         trace: what ran, while a model is recorded.
         hidden: path of a module -> a function that it calls and a compiler would not show, and what to call instead.

@@ -19,17 +19,22 @@ import torch
 from torch import nn
 
 from bitwright.core.graph.graph import Graph, Op, Value
-from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.operators import op_row
 from bitwright.core.graph.recurrence import CELLS, inner_values
 from bitwright.errors import ModelError
-from bitwright.torch.calls.batches import ARRAYS, as_call, evaluation, holds_arrays
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
-from bitwright.torch.calls.trees import flatten_tensors, map_arguments, named_state, tensors_in
-from bitwright.torch.interception.forwards import forward_signature
-from bitwright.torch.interception.frames import Frame, Handler, Key
-from bitwright.torch.interception.intercept import ACCESS, Interceptor
-from bitwright.torch.interception.loops import Where, find_loops, find_turns
-from bitwright.torch.interception.repeats import Trace, find_repeats
+from bitwright.torch.calls.inputs import (
+    ARRAYS,
+    as_call,
+    evaluation,
+    flatten_tensors,
+    holds_arrays,
+    map_arguments,
+    named_state,
+    tensors_in,
+)
+from bitwright.torch.interception.intercept import ACCESS, Frame, Handler, Interceptor, Key, forward_signature
+from bitwright.torch.interception.places import Trace, Where, find_loops, find_repeats, find_turns
 
 
 @dataclass(frozen=True)

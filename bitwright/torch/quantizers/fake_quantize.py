@@ -9,6 +9,8 @@ per element says where the gradient passes, so that neither the activation's inp
 
 Measured on one core, 401k floats: 90 us, against 1,250 us for ``torch.fake_quantize_per_tensor_affine`` and 34 us for
 ``relu``. Splitting large tensors into cache-sized chunks gained nothing here (1,021 against 1,031 us on 3.2 M floats).
+
+Where tensors lie, as far as reading a number of them makes the program wait.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from bitwright.core.compiled.loops import Loops, flat, in_parts, loops
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat
-from bitwright.torch.quantizers.devices import on_host
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether numbers of tensors on ``device`` are at hand; elsewhere reading one waits for all work that was queued there."""
+    return device.type == "cpu"
+
+
+pass
 
 Scalar = Any  # float | torch.Tensor; torch's stubs of clamp take the two in separate overloads
 

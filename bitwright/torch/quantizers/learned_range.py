@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
 from bitwright.errors import ModelError
-from bitwright.torch.quantizers.devices import on_host
 from bitwright.torch.quantizers.fake_quantize import (
     EVERYWHERE,
     Grid,
@@ -45,6 +44,7 @@ from bitwright.torch.quantizers.fake_quantize import (
     is_plain,
     learned_gradients,
     on_grid,
+    on_host,
     pass_on,
     serves,
 )

@@ -17,8 +17,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.plan import Role
 from bitwright.core.simulation import quantizer as core
-from bitwright.core.simulation.protocols import Undo
-from bitwright.torch.quantizers.devices import on_host
+from bitwright.core.simulation.float_model import Undo
 from bitwright.torch.quantizers.fake_quantize import (
     Grid,
     columns,
@@ -27,6 +26,7 @@ from bitwright.torch.quantizers.fake_quantize import (
     is_fast,
     is_plain,
     make_grid,
+    on_host,
     round_within,
 )
 from bitwright.torch.quantizers.learned_range import LearnedRange, learned_side_by_side
@@ -40,7 +40,7 @@ class Quantizer(core.Quantizer):
 
     Attributes:
         learned: the parameters its range is trained by, from which :attr:`encoding` follows; ``None`` for a fixed range.
-        pivot: what is done to the gradients of its input (:mod:`bitwright.torch.training.pivot`); ``None`` for nothing.
+        pivot: what is done to the gradients of its input (:mod:`bitwright.torch.training.oscillation`); ``None`` for nothing.
         correction: adds to a weight on its grid what trains beside it (:mod:`bitwright.torch.training.low_rank`).
     """
 

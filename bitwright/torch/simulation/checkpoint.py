@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bitwright.core.health.repair import Repair
+from bitwright.core.health.diagnosis import Repair
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_from_json, encoding_to_json, spec_from_json, spec_to_json
 from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.core.simulation.sites import Site
-from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import EncodingsError, ExportError, GranularityError, ModelError
-from bitwright.export.encodings.versions import names_error
+from bitwright.export.encodings.write import names_error
 from bitwright.export.files.atomic import atomic_files, settle
 from bitwright.export.files.manifest import FileEntry, read_manifest, write_manifest
-from bitwright.torch.calls.batches import model_device
-from bitwright.torch.calls.trees import named_state
+from bitwright.torch.calls.inputs import model_device, named_state
 from bitwright.torch.simulation.ranges import (
     learned_from_json,
     learned_ranges,

@@ -1,4 +1,7 @@
-"""From a simulation to files: ONNX with QDQ, the float model with encodings, the sites, and a manifest."""
+"""From a simulation to files: ONNX with QDQ, the float model with encodings, the sites, and a manifest.
+
+Names in a graph that torch's exporter wrote: parameters, inputs and outputs as the model has them, nothing of where it ran.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +20,9 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from bitwright.core.graph.ops import op_row
+from bitwright.compare.benchmark import measured
+from bitwright.compare.verify import VerifyReport, verify_layers
+from bitwright.core.graph.operators import op_row
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.errors import BusyError, CalibrationError, ConfigError, ExportError, ModelError, close_matches
@@ -26,34 +32,91 @@ from bitwright.export.artefacts import (
     bias_form,
     check_encoding_version,
     recurrent_form,
+    rename_ports,
     write_artefacts,
 )
-from bitwright.export.deployed import measured
-from bitwright.export.encodings.gate_order import GATED, to_onnx_order
-from bitwright.export.files.atomic import check_destination
-from bitwright.export.files.spooled import Spool, Spooled
-from bitwright.export.ports import rename_ports
+from bitwright.export.encodings.records import GATED, to_onnx_order
+from bitwright.export.files.atomic import Spool, Spooled, check_destination
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.write import QdqResult, to_qdq
-from bitwright.export.recurrent.write import restore_native, write_recurrent
+from bitwright.export.recurrent import restore_native, write_recurrent
 from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, listed, target_for, target_in
-from bitwright.export.verify.report import VerifyReport, verify_layers
-from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.inputs import (
+    as_call,
+    evaluation,
+    flatten_tensors,
+    map_tensors,
+    model_device,
+    named_state,
+    to_device,
+)
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state
-from bitwright.torch.interception.forwards import forward_signature
+from bitwright.torch.interception.intercept import forward_signature
 from bitwright.torch.interception.record import Slot, named_inputs, output_names
-from bitwright.torch.simulation.captured import captured
+from bitwright.torch.simulation.exported_program import captured, to_onnx
 from bitwright.torch.simulation.ranges import refuse_corrections
 
 if TYPE_CHECKING:
-    from bitwright.comparison.report import DriftReport
-    from bitwright.comparison.saturation import SaturationReport
+    from bitwright.compare.report import DriftReport
+    from bitwright.compare.saturation import SaturationReport
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
-from bitwright.torch.simulation.exported_names import forget_origins, rename_io, rename_params
-from bitwright.torch.simulation.translations import to_onnx
+
+
+def forget_origins(model: ir.Model) -> None:
+    """Drop what the exporter notes about where a node came from: source lines, and paths on this machine."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+def rename_params(model: ir.Model) -> None:
+    """Parameters of the wrapped model get back the names they have in it."""
+    for value in list(model.graph.initializers.values()):
+        if value.name and value.name.startswith("model."):
+            value.name = value.name.removeprefix("model.")
+
+
+def rename_io(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Name graph inputs after forward's parameters and outputs after their place in the result.
+
+    What is called so inside the model, as the exporter calls a tensor after its operator, gets another name.
+    """
+    ends = [*model.graph.outputs, *model.graph.inputs]
+    wanted = [*outputs, *inputs]
+    assert len(ends) == len(wanted), (len(ends), len(wanted))
+    for i, value in enumerate(ends):
+        value.name = f"__end_{i}"  # out of each other's way first
+    inner = [v for node in model.graph.all_nodes() for v in node.outputs if v.name]
+    inner += model.graph.initializers.values()
+    reserved = set(wanted)
+    taken = {str(v.name) for v in inner} | reserved
+    for value in inner:
+        if value.name in reserved:
+            value.name = _free_name(str(value.name), taken)
+    first: dict[int, tuple[ir.Value, str]] = {}  # one tensor returned twice keeps its first name
+    for value, name in zip(ends, wanted, strict=True):
+        first.setdefault(id(value), (value, name))
+    used: set[str] = set()
+    for value, name in first.values():
+        value.name = _free_name(name, taken) if name in used else name
+        used.add(value.name)
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    """``name`` with the first number that makes it new; then it is taken."""
+    free = next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
+    taken.add(free)
+    return free
+
+
+pass
 
 #: options of an export that change how the file is written, not how the graph is recorded
 _FORMS = ("bias", "activation", "recurrent", "weight_only", "target")
@@ -529,7 +592,7 @@ def _check_options(method: str, options: Mapping[str, Any], known: tuple[str, ..
 
 
 def drift_sim(sim: QuantizationSimModel, a: str, b: str, batch: Any, **options: Any) -> DriftReport:
-    """Export in memory and compare two executions of it; see :func:`bitwright.comparison.drift.drift`.
+    """Export in memory and compare two executions of it; see :func:`bitwright.compare.drift.drift`.
 
     Args:
         sim: calibrated.
@@ -539,7 +602,7 @@ def drift_sim(sim: QuantizationSimModel, a: str, b: str, batch: Any, **options: 
 
     Raises: as :func:`export_sim`; ConfigError: ``a`` or ``b`` is none of these, or both are the same.
     """
-    from bitwright.comparison.drift import drift_models
+    from bitwright.compare.drift import drift_models
 
     _check_options("drift", options, (*_FORMS, *_SHAPES))
     options["target"] = target_in(options.get("target", DEFAULT_TARGET), a, b)
@@ -559,7 +622,7 @@ def saturation_count(
 
     Raises: as :func:`export_sim`; ExportError: there is no batch; ConfigError: there is no such option.
     """
-    from bitwright.comparison.saturation import saturation
+    from bitwright.compare.saturation import saturation
 
     _check_options("saturation", options, _FORMS)
     if not batches:

@@ -1,49 +1,386 @@
-"""``QuantizationSimModel``: a PyTorch model that computes what its quantized self will compute."""
+"""``QuantizationSimModel``: a PyTorch model that computes what its quantized self will compute.
+
+The copy of a user's model that a simulation works on: compiled parts unwrapped, lazy layers made.
+
+Calibration of a torch simulation: runs of the model are observed, and the encodings of what was seen take effect.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from bitwright.core.graph.graph import Graph
-from bitwright.core.graph.ops import op_row
-from bitwright.core.health.repair import Repair
-from bitwright.core.health.report import HealthReport
+from bitwright.core.graph.operators import op_row
+from bitwright.core.health.diagnosis import Repair
+from bitwright.core.health.report import HealthReport, check_parameters
 from bitwright.core.health.site_health import HealthTable
-from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod
-from bitwright.core.placement.coverage import Coverage
+from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod, check_policy
+from bitwright.core.placement.config import bit_widths, make_rules
 from bitwright.core.placement.place import place
-from bitwright.core.placement.plan import Plan
+from bitwright.core.placement.plan import Coverage, Plan
 from bitwright.core.placement.rules import Rules
-from bitwright.core.placement.user_scheme import bit_widths, make_rules
-from bitwright.core.simulation.calibration import CalibrationLog
-from bitwright.core.simulation.protocols import Undo
+from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration, warn_of_unlike_joins
+from bitwright.core.simulation.float_model import Undo
+from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.core.simulation.sites import derived_biases, place_quantizers
-from bitwright.errors import CalibrationError, checks_arguments
-from bitwright.progress import collector_paused
+from bitwright.errors import BitwrightError, CalibrationError, ModelError, checks_arguments
+from bitwright.progress import collector_paused, progress
 from bitwright.tables import Tabular
-from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device, trainable_tensors
 from bitwright.torch.calls.functions import function_of
-from bitwright.torch.calls.trees import named_state, walk_modules
-from bitwright.torch.interception.intercept import Interceptor
+from bitwright.torch.calls.inputs import (
+    ARRAYS,
+    ATOMS,
+    as_call,
+    evaluation,
+    holds_arrays,
+    model_device,
+    named_state,
+    tensors_in,
+    to_device,
+    trainable_tensors,
+    walk_modules,
+)
+from bitwright.torch.interception.intercept import Interceptor, interceptions, scripted_functions
 from bitwright.torch.interception.record import Recorder, record
-from bitwright.torch.interception.scripted import scripted_functions
 from bitwright.torch.quantizers.quantizer import Quantizer
-from bitwright.torch.ranks import calibrating_ranks
+from bitwright.torch.ranks import Ranks, calibrating_ranks, merged
 from bitwright.torch.simulation import ranges
-from bitwright.torch.simulation.adopt import adopt, refuse_simulated, require_module, uncopied
-from bitwright.torch.simulation.calibrate import calibrating, feed
-from bitwright.torch.simulation.plans import CallPlan, call_plans
-from bitwright.torch.simulation.simulate import Simulator
+from bitwright.torch.simulation.simulate import CallPlan, Simulator, call_plans
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+_TABLES = ("_parameters", "_buffers", "_modules")
+_ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
+
+
+def adopt(model: nn.Module, example: Any, *, in_place: bool) -> nn.Module:
+    """A copy of ``model``, or ``model`` itself, ready to be simulated.
+
+    - A module from ``torch.compile`` is replaced by the one it was made from: compiled code is not seen.
+    - What old ``weight_norm``, ``spectral_norm`` and ``torch.nn.utils.prune`` compute before each forward is a tensor that
+      cannot be copied; it is copied as a value.
+    - Lazy layers get their parameters from one run on ``example``.
+
+    Raises:
+        ModelError: a part is compiled and the model is to be simulated in place; lazy layers cannot be made.
+    """
+    model = _unwrapped(model)
+    compiled = [path for path, module in walk_modules(model) if _compiled(module)]
+    if compiled and in_place:
+        raise ModelError(
+            compiled[0] or type(model).__name__,
+            "it is compiled (torch.compile), and compiled code cannot be seen by a simulation in place",
+            "leave out in_place=True: the copy that is simulated is not compiled",
+        )
+    own = model if in_place else copied(model)
+    for _, module in list(walk_modules(own)):
+        if vars(module).get("_compiled_call_impl") is not None:
+            module._compiled_call_impl = None
+        for name, child in module._modules.items():
+            if child is not None and _unwrapped(child) is not child:
+                module._modules[name] = _unwrapped(child)
+    _make_lazy(own, example)
+    return own
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given; a TorchScript module, whose table of modules is another, is refused later."""
+    while isinstance(module._modules, dict) and isinstance(inner := module._modules.get(_ORIGINAL), nn.Module):
+        module = inner
+    return module
+
+
+def _compiled(module: nn.Module) -> bool:
+    return _unwrapped(module) is not module or vars(module).get("_compiled_call_impl") is not None
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """What ``copy.deepcopy`` makes of a model, without its recursion and without its look at every number.
+
+    Modules are copied one by one, children first, so that the copy of a parent finds them in the memo. A class that has a
+    say in how it is copied is left to ``copy.deepcopy``.
+    """
+    memo = uncopied(model)
+    plain: dict[type, bool] = {}
+    for _, module in reversed(list(walk_modules(model))):
+        kind = type(module)
+        if kind not in plain:
+            plain[kind] = _is_copied_by_state(kind)
+        if plain[kind] and id(module) not in memo:
+            new = memo[id(module)] = kind.__new__(kind)
+            new.__setstate__(_copied_state(module.__getstate__(), memo))
+    return copy.deepcopy(model, memo)
+
+
+def _copied_state(state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    """The attributes of a module, nearly all of which are atoms or empty; of the tables the values are copied one by one."""
+    new = {}
+    for name, value in state.items():
+        kind = type(value)
+        if kind in ATOMS:
+            new[name] = value
+        elif kind in _CONTAINERS and not value:
+            new[name] = memo.setdefault(id(value), kind())
+        elif kind is dict and name in _TABLES:
+            new[name] = memo[id(value)] = {key: _copied_entry(entry, memo) for key, entry in value.items()}
+        else:
+            new[name] = copy.deepcopy(value, memo)
+    return new
+
+
+def _copied_entry(entry: Any, memo: dict[int, Any]) -> Any:
+    """What ``copy.deepcopy`` makes of a parameter, a buffer or a module, found without its search for how to do it."""
+    if entry is None or id(entry) in memo:
+        return memo.get(id(entry))
+    if type(entry) is nn.Parameter:
+        return entry.__deepcopy__(memo)
+    if type(entry) is not torch.Tensor or not _is_storage_alone(entry):
+        return copy.deepcopy(entry, memo)
+    storage = entry.untyped_storage().__deepcopy__(memo)  # the same for all tensors that share it
+    new = memo[id(entry)] = entry.new_empty(())
+    return new.set_(storage, entry.storage_offset(), entry.size(), entry.stride())
+
+
+def _is_storage_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its place in a storage, with nothing attached."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.grad is None
+        and not vars(tensor)
+    )
+
+
+def _is_copied_by_state(kind: type) -> bool:
+    """Whether ``copy.deepcopy`` copies the attributes of an object of this class, and nothing else."""
+    same = ("__reduce_ex__", "__reduce__", "__getstate__")
+    hooks = ("__deepcopy__", "__getnewargs__", "__getnewargs_ex__")
+    return (
+        all(getattr(kind, name) is getattr(nn.Module, name) for name in same)
+        and not any(hasattr(kind, name) for name in hooks)
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    )
+
+
+def uncopied(model: nn.Module) -> dict[int, Any]:
+    """For the memo of ``copy.deepcopy``, by id: what it refuses to copy, tensors that autograd made and TorchScript functions.
+
+    Both stand in attributes of modules; of a tensor the value is copied.
+    """
+    found: dict[int, Any] = {}
+    for value in _attributes(model):
+        if isinstance(value, torch.jit.ScriptFunction):  # noqa: TID251, which has no state
+            found[id(value)] = value
+        made = (tensor for tensor in tensors_in(value) if not tensor.is_leaf)
+        found.update((id(tensor), tensor.detach().clone()) for tensor in made)
+    return found
+
+
+def _attributes(model: nn.Module) -> Iterator[Any]:
+    """What the modules hold beside parameters, buffers and modules, and is neither an atom nor empty."""
+    for _, module in walk_modules(model):
+        for name, value in vars(module).items():
+            empty = type(value) in ATOMS or (type(value) in _CONTAINERS and not value)
+            if not empty and name not in _TABLES:
+                yield value
+
+
+def _make_lazy(model: nn.Module, example: Any) -> None:
+    lazy = [
+        f"{path}.{name}" if path else name
+        for path, module in walk_modules(model)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and torch.nn.parameter.is_lazy(tensor)
+    ]
+    if not lazy:
+        return
+    args, kwargs = as_call(to_device(example, model_device(model)))
+    try:
+        with torch.no_grad(), evaluation(model):
+            model(*args, **kwargs)
+    except Exception as error:
+        raise ModelError(
+            lazy[0],
+            f"this parameter of a lazy module does not exist yet, and the model fails on the example input that would make "
+            f"it: {type(error).__name__}: {error}",
+            "run the model once on a valid input, and pass that as dummy_input",
+        ) from error
+
+
+def refuse_simulated(model: nn.Module) -> None:
+    """Refuse a model that is simulated already."""
+    for path, module in walk_modules(model):
+        if any(isinstance(forward.owner.handler, Simulator) for forward in interceptions(module)):
+            raise ModelError(
+                path or type(model).__name__,
+                "it is simulated already: it belongs to a QuantizationSimModel, whose quantizers would count as its own code",
+                "pass the float model that the simulation was made from; copy.deepcopy(sim).remove() returns it",
+            )
+
+
+def require_module(model: object) -> None:
+    """Refuse what is not a module.
+
+    Raises:
+        ModelError: with the way to quantize an ONNX file.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "model",
+            f"it is a {type(model).__name__}, not a torch.nn.Module",
+            "pass the module itself; for an ONNX file use bitwright.onnx.QuantizationSimModel",
+        )
+
 
 logger = logging.getLogger("bitwright")
+
+
+@contextmanager
+def calibrating(
+    sim: QuantizationSimModel, resume: bool, allow_unreached: bool, non_finite: NonFinite, distributed: bool
+) -> Iterator[nn.Module]:
+    """Observe every run of ``sim.model`` in a block; see :meth:`QuantizationSimModel.calibrating`."""
+    policy = check_policy(non_finite)
+    interrupt: KeyboardInterrupt | None = None
+    ranks = calibrating_ranks(distributed)
+    with nullcontext() if ranks is None else ranks.together(), sim._interceptor.occupancy.exclusive("calibration"):
+        if sim._simulator.gate is not None:
+            raise nested_calibration()
+        with all_or_nothing(sim):
+            gate = _begin(sim, resume, policy, ranks)
+            try:
+                with sim._interceptor.handled_by(sim._simulator), torch.no_grad(), evaluation(sim.model):
+                    yield sim.model
+                gate.finish()
+            except KeyboardInterrupt as stopped:
+                if not sim._simulator.runs:
+                    raise
+                interrupt = stopped
+            finally:
+                gate.abandon()
+                sim.calibration_log, sim._simulator.gate = gate.log, None
+            with merged(sim, ranks):
+                _finish(sim, interrupt is not None, allow_unreached)
+    if interrupt is not None:
+        raise interrupt
+
+
+def _begin(sim: QuantizationSimModel, resume: bool, policy: NonFinite, ranks: Ranks | None) -> BatchGate:
+    check_parameters(sim._quantized_parameters())
+    sim.quantizers.reconsider()
+    if not resume:
+        sim.quantizers.forget()
+    elif ranks is not None and ranks.number and sim._merged:
+        sim.quantizers.forget_statistics()  # every rank has those of all, and the first adds them
+    sim._merged = ranks is not None
+    sim._simulator.stage = "observe"
+    sim._simulator.runs = 0
+    gate = sim._simulator.gate = _gate(sim, policy)
+    return gate
+
+
+def _finish(sim: QuantizationSimModel, interrupted: bool, allow_unreached: bool) -> None:
+    """Put the encodings of what was seen into effect."""
+    if not sim._simulator.runs:
+        raise CalibrationError("calibrating", "the model did not run in the block", "call sim.model inside the block")
+    _freeze(sim, allow_unreached or interrupted, quiet=interrupted)
+    if interrupted:
+        logger.warning(
+            "calibration interrupted after %d runs; the statistics so far are in effect, "
+            "compute_encodings(rest, resume=True) adds to them",
+            sim._simulator.runs,
+        )
+
+
+def _gate(sim: QuantizationSimModel, policy: NonFinite) -> BatchGate:
+    def blame(batch: Any) -> HealthReport | None:
+        from bitwright.torch.nan_doctor import diagnose_batch
+
+        if batch is None:
+            return None
+        args, kwargs = batch
+        return diagnose_batch(sim._interceptor, args, kwargs, sim._simulator.mended_at)
+
+    watched = [q for q in sim.quantizers.unique() if q.enabled and q.role in ("input", "output")]
+    watches = [s.channels for s in sim.quantizers.values() if s.channels.place is not None]
+    return BatchGate(watched, policy, blame, watches)
+
+
+def feed(sim: QuantizationSimModel, data: Any, args: Any, show: bool) -> None:
+    """Run the batches of ``data``, or hand ``sim.model`` to the callback; see :meth:`QuantizationSimModel.compute_encodings`."""
+    if data is None:
+        data = sim.examples
+    if callable(data) and not isinstance(data, (torch.Tensor, np.ndarray)):
+        data(sim.model) if args is None else data(sim.model, args)
+        return
+    if isinstance(data, (torch.Tensor, dict)) or not isinstance(data, Iterable):
+        raise CalibrationError(
+            "compute_encodings",
+            f"data is a {type(data).__name__}, not a list of batches",
+            "write sim.compute_encodings([batch]) for a single batch",
+        )
+    device = model_device(sim.model)
+    for i, batch in enumerate(progress(data, "calibrating", show)):
+        _run_batch(sim, i, to_device(batch, device))
+
+
+def _run_batch(sim: QuantizationSimModel, index: int, batch: Any) -> None:
+    args, kwargs = as_call(batch)
+    try:
+        sim.model(*args, **kwargs)
+    except BitwrightError:
+        raise
+    except Exception as error:
+        if holds_arrays(args, kwargs):
+            raise CalibrationError(f"batch {index}", *ARRAYS) from error
+        where = sim._interceptor.failed_in
+        hint = ""
+        if isinstance(batch, (tuple, list)) and len(batch) > 1:
+            hint = "; a tuple or list is taken as positional arguments, so leave labels out: (x for x, _ in loader)"
+        raise CalibrationError(
+            f"batch {index}{f', in {where}' if where else ''}",
+            f"the model fails on it: {type(error).__name__}: {error}",
+            f"give batches as the model's forward takes them{hint}",
+        ) from error
+
+
+def _freeze(sim: QuantizationSimModel, allow_unreached: bool, quiet: bool = False) -> None:
+    sim.quantizers.freeze_activations()
+    _calibrate_unreached_weights(sim)
+    sim._simulator.stage = "simulate"
+    sim._simulator.refresh_biases()
+    sim.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
+    sim._simulator.warn_of_ranges()
+    if not quiet:
+        warn_of_unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
+
+
+def _calibrate_unreached_weights(sim: QuantizationSimModel) -> None:
+    """Weights that no batch reached need none: their ranges follow from their values."""
+    computed: dict[str, torch.Tensor] | None = None  # what the model makes of its parameters
+    for site in sim.quantizers.unreached():
+        if site.role != "weight":
+            continue
+        param = sim.graph.values[site.value].param
+        if param is None and computed is None:
+            computed = sim._recorded_constants()
+        found = (computed or {}).get(site.value) if param is None else sim._interceptor.named_tensor(param)
+        if found is not None:
+            site.quantizer.observe_once(found.detach())
+
+
+pass
+pass
 
 
 class QuantizationSimModel(Tabular):
@@ -261,7 +598,7 @@ class QuantizationSimModel(Tabular):
 
     def _name_nan(self, args: Any, kwargs: Any) -> None:
         """Tell which operator makes NaN in the simulation of a batch that float computes without."""
-        from bitwright.torch.health import diagnose_batch
+        from bitwright.torch.nan_doctor import diagnose_batch
 
         try:
             float_report = diagnose_batch(self._interceptor, args, kwargs, self._simulator.mended_at)
@@ -466,7 +803,7 @@ class QuantizationSimModel(Tabular):
             options: of :meth:`export` that change the file.
 
         Returns:
-            A :class:`~bitwright.comparison.report.DriftReport`; see :func:`bitwright.comparison.drift.drift`.
+            A :class:`~bitwright.compare.report.DriftReport`; see :func:`bitwright.compare.drift.drift`.
 
         Raises:
             CalibrationError, ConfigError, ExportError: as :meth:`export`; ``a`` or ``b`` is none of these, or both are the same.
@@ -484,7 +821,7 @@ class QuantizationSimModel(Tabular):
             options: of :meth:`export` that change the file.
 
         Returns:
-            A :class:`~bitwright.comparison.saturation.SaturationReport`.
+            A :class:`~bitwright.compare.saturation.SaturationReport`.
 
         Raises:
             CalibrationError, ExportError: as :meth:`export`; there is no batch.
@@ -517,14 +854,14 @@ class QuantizationSimModel(Tabular):
         Raises:
             CalibrationError, ConfigError, ExportError: as :meth:`export`; the runtime is missing, or refuses the file.
         """
-        from bitwright.export.deployed import benchmark_sim
+        from bitwright.compare.benchmark import benchmark_sim
 
         measured = {"runtime": runtime, "threads": threads, "seconds": seconds, "rounds": rounds}
         return benchmark_sim(lambda folder: self.export(folder, "model", dummy_input, **options), measured)
 
     @checks_arguments
     def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
-        """Write every encoding under its site's name; see :mod:`bitwright.export.encodings.versions`."""
+        """Write every encoding under its site's name; see :mod:`bitwright.export.encodings.write`."""
         from bitwright.export.encodings.of_simulation import save_encodings
 
         return save_encodings(self, path, version)

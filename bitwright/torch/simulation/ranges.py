@@ -16,11 +16,10 @@ from torch import nn
 from bitwright.core.numerics.affine import with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.core.simulation.sites import Site, SiteMap
-from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import CalibrationError, ConfigError, ModelError, close_matches
-from bitwright.torch.calls.batches import model_device
-from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.calls.inputs import model_device, walk_modules
 from bitwright.torch.quantizers.learned_range import LearnedRange, check_ranges, unlearnable
 from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.ranks import SharedGradients

@@ -1,13 +1,11 @@
 """Training of a simulated model: what to do about steps, batch norms, oscillation, teachers, and what trains at all."""
 
-from bitwright.torch.training.batch_norm import freeze_batch_norms, reestimate_bn_stats
-from bitwright.torch.training.batch_norm_to_scale import fold_all_batch_norms_to_scale
+from bitwright.torch.training.batch_norm import fold_all_batch_norms_to_scale, freeze_batch_norms, reestimate_bn_stats
 from bitwright.torch.training.distill import Distillation, distillation_loss
 from bitwright.torch.training.guard import TrainingGuard
 from bitwright.torch.training.low_rank import LowRankCorrection
-from bitwright.torch.training.oscillation import WeightFreezing, dampening_loss
+from bitwright.torch.training.oscillation import WeightFreezing, dampening_loss, pivot_gradients
 from bitwright.torch.training.partial import parameter_groups
-from bitwright.torch.training.pivot import pivot_gradients
 
 __all__ = [
     "Distillation",

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.errors import ConfigError, ModelError, checks_arguments, close_matches
-from bitwright.torch.calls.batches import as_call, model_device, to_device
-from bitwright.torch.calls.trees import flatten_tensors
+from bitwright.torch.calls.inputs import as_call, flatten_tensors, model_device, to_device
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from bitwright.torch.simulation.simulate import WithGradient
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from bitwright.errors import ConfigError, checks_arguments, close_matches
-from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.calls.inputs import walk_modules
 from bitwright.torch.simulation.ranges import named_range_parameters
 
 if TYPE_CHECKING:

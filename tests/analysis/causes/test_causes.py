@@ -9,8 +9,8 @@ from torch import nn
 
 import bitwright
 from bitwright import PRESETS, PerTensor
-from bitwright.analysis.causes import remedies
-from bitwright.analysis.causes.causes import CAUSES, REMEDIES
+from bitwright.analysis import causes as remedies
+from bitwright.analysis.causes import CAUSES, REMEDIES
 from bitwright.torch import QuantizationSimModel
 from tests.analysis.conftest import Net, batches, make
 from tests.support.plant import PLANTS, layer_sites
@@ -76,7 +76,7 @@ def test_after_the_deadline_no_remedy_is_begun_and_each_is_named(keep, monkeypat
     late = {note for note in found.notes if note.endswith("was not tried: the deadline of 1e-09 s was over")}
 
     now = [0.0]
-    monkeypatch.setattr("bitwright.analysis.subject.data.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("bitwright.analysis.subject.time.monotonic", lambda: now[0])
     apply = remedies._apply
 
     def slow(*given):

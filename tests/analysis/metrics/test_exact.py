@@ -7,11 +7,11 @@ from torch import nn
 
 import bitwright
 import bitwright.onnx
-from bitwright.analysis.metrics.exact import Exact
+from bitwright.analysis.exact import Exact
 from bitwright.analysis.result import decibel
-from bitwright.analysis.subject.subject import open_subject
+from bitwright.analysis.subject import open_subject
 from bitwright.torch import QuantizationSimModel
-from bitwright.torch.adapters.program import TorchSimulation
+from bitwright.torch.program import TorchSimulation
 from tests.analysis.conftest import batches, exported, noise_over_signal
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from bitwright import LayerOutputUtil
-from bitwright.analysis.values.layer_outputs import layer_values
+from bitwright.analysis.layer_outputs import layer_values
 from bitwright.errors import CalibrationError, ConfigError, ExportError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel as TorchSim

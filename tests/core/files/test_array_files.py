@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bitwright.core.files import array_files
-from bitwright.core.files.array_files import read_archive, read_array
+from bitwright.core import files as array_files
+from bitwright.core.files import read_archive, read_array
 from bitwright.errors import CalibrationError
 
 ARRAYS = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bitwright.core.files import documents
-from bitwright.core.files.documents import MAX_BYTES, MAX_DEPTH, read_bytes, read_document
+from bitwright.core import files as documents
+from bitwright.core.files import MAX_BYTES, MAX_DEPTH, read_bytes, read_document
 from bitwright.errors import ConfigError, close_matches
 
 LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bitwright.core.graph.exact import exact_values
+from bitwright.core.graph.float_values import exact_values
 from tests.core.graphs import Build
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import bitwright.torch
-from bitwright.core.graph.layouts import Layouts, Moved
-from bitwright.core.graph.work import KernelTimes
+from bitwright.core.graph.cost import KernelTimes, Layouts, Moved
 from tests.core.graphs import Build
 
 

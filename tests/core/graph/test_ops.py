@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitwright.core.graph.ops import OPS
+from bitwright.core.graph.operators import OPS
 
 FIXED = {name: row.fixed_range for name, row in OPS.items() if row.fixed_range is not None}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bitwright.core.graph.graph import Graph
-from bitwright.core.graph.ops import resolve_granularity
+from bitwright.core.graph.operators import resolve_granularity
 from bitwright.core.graph.recurrence import CELLS, Variant, activation_range, inner_names, inner_values, variant_of
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerGate, PerTensor

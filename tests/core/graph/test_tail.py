@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bitwright.core.graph.float_values import tail_ops
 from bitwright.core.graph.graph import Graph
-from bitwright.core.graph.tail import tail_ops
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.placement.config import load_config
 from bitwright.core.placement.place import place

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bitwright.core.graph.cost import multiplications, size
 from bitwright.core.graph.graph import Graph
-from bitwright.core.graph.work import multiplications, size
 from tests.core.graphs import Build
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bitwright.core.graph.graph import Graph, Value
-from bitwright.core.graph.ops import OPS
+from bitwright.core.graph.operators import OPS
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.spec import PRESETS, activation_spec, weight_spec

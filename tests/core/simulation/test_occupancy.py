@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 
-from bitwright.core.simulation.occupancy import Lock, Occupancy
+from bitwright.core.simulation.simulation import Lock, Occupancy
 from bitwright.errors import BusyError
 
 

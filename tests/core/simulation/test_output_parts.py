@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from bitwright.core.simulation.output_parts import noise_and_signal, parts_of, quality
+from bitwright.core.simulation.output_quality import noise_and_signal, parts_of, quality
 
 RNG = np.random.default_rng(0)
 

@@ -18,17 +18,9 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.errors import EncodingsError, ExportError
-from bitwright.export.encodings.versions import (
-    VERSIONS,
-    GroupedScale,
-    NamedEncoding,
-    NotExpressed,
-    compare_names,
-    names_error,
-    read_encodings,
-    write_encodings,
-)
-from bitwright.export.encodings.write import json_lines
+from bitwright.export.encodings.read import read_encodings
+from bitwright.export.encodings.records import VERSIONS, GroupedScale, NamedEncoding, NotExpressed
+from bitwright.export.encodings.write import compare_names, json_lines, names_error, write_encodings
 
 TENSOR = PerTensor()
 ARGS = {

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bitwright.core.files import documents
+from bitwright.core import files as documents
 from bitwright.errors import ExportError
-from bitwright.export.files.finished import FinishedLayers
+from bitwright.export.files.atomic import FinishedLayers
 
 KEY, OTHER = "a" * 64, "a" * 32 + "b" * 32  # of one file name
 ARRAYS = {

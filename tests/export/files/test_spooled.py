@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bitwright.errors import ExportError
-from bitwright.export.files import spooled
-from bitwright.export.files.spooled import Spool, Spooled
+from bitwright.export.files import atomic as spooled
+from bitwright.export.files.atomic import Spool, Spooled
 
 
 @pytest.mark.parametrize("held", [8, 1 << 20], ids=["in a file", "in memory"])

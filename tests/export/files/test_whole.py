@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from bitwright.export.files.whole import Edit, Otherwise, computed_otherwise
+from bitwright.export.runtime_faults import Edit, Otherwise, computed_otherwise
 
 FEEDS = {"x": np.zeros((2, 3), np.float32)}
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.comparison.drift import drift
+from bitwright.compare.drift import drift
+from bitwright.compare.verify import verify_folder, verify_layers
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.errors import ExportError
@@ -20,8 +21,6 @@ from bitwright.export.contents import contents
 from bitwright.export.files.onnx_file import save_model
 from bitwright.export.qdq.lookups import restore_lookups
 from bitwright.export.qdq.write import to_qdq
-from bitwright.export.verify.report import verify_layers
-from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 from tests.export.marked import Array, Graph, run_both, run_plain, simulate

@@ -13,8 +13,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from bitwright.compare.verify import verify_folder
 from bitwright.errors import ConfigError
-from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 

@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from bitwright.compare.runtime import optimized_types
 from bitwright.core.numerics.granularity import PerChannel
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.targets import TARGETS, find_target
-from bitwright.export.verify.runtime import optimized_types
 from tests.export.marked import Array, Graph, run_both, run_plain, simulate, types
 
 RNG = np.random.default_rng(3)

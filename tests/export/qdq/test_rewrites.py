@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from bitwright.compare.runtime import optimized_types
 from bitwright.export.qdq.write import to_qdq
-from bitwright.export.verify.runtime import optimized_types
 from bitwright.onnx import QuantizationSimModel
 from tests.export.marked import Array, Graph, run_both, run_plain, simulate, types
 

@@ -14,7 +14,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from bitwright.core.graph.ops import resolve_granularity
+from bitwright.compare.runtime import optimized_types, run_model
+from bitwright.core.graph.operators import resolve_granularity
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, parse_format
@@ -23,7 +24,6 @@ from bitwright.errors import BitwrightError, ConfigError, EncodingsError, Export
 from bitwright.export.files.onnx_file import save_model
 from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
 from bitwright.export.qdq.write import QdqResult, to_qdq
-from bitwright.export.verify.runtime import optimized_types, run_model
 from tests.export.marked import Array, Graph, run_both, run_plain, simulate, types
 from tests.support.cost import calls_left, steps
 

@@ -17,9 +17,13 @@ from bitwright.core.numerics.formats import parse_format
 from bitwright.errors import ExportError
 from bitwright.export.qdq.markers import close, site_names, strip_sites
 from bitwright.export.qdq.write import to_qdq
-from bitwright.export.recurrent.activations import layer_activations, unknown_activation
-from bitwright.export.recurrent.layers import recurrent_nodes
-from bitwright.export.recurrent.write import expand_recurrent, restore_native
+from bitwright.export.recurrent import (
+    expand_recurrent,
+    layer_activations,
+    recurrent_nodes,
+    restore_native,
+    unknown_activation,
+)
 from tests.support.cost import steps
 from tests.support.recurrent_nets import Variant, feeds, layer_model, native_outputs, run_model
 

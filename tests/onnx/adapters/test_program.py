@@ -5,13 +5,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from bitwright.algorithms.search.grids import values_on_grids
-from bitwright.algorithms.search.widen import widen
-from bitwright.algorithms.search.widening import ByTime, Neighbours
-from bitwright.core.graph.work import multiplications
+from bitwright.core.graph.cost import multiplications
 from bitwright.export.targets import find_target, rules_for
 from bitwright.onnx import QuantizationSimModel
-from bitwright.onnx.adapters.program import OnnxSimulation
+from bitwright.onnx.program import OnnxSimulation
+from bitwright.recipes.judge import values_on_grids
+from bitwright.recipes.widen import ByTime, Neighbours, widen
 
 SHAPE = (2, 4, 12, 10)
 FEEDS = [{"x": np.random.default_rng(i).normal(size=SHAPE).astype(np.float32)} for i in range(2)]

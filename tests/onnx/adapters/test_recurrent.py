@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bitwright.algorithms.rounding.program import run_step
-from bitwright.algorithms.search.output_error import output_errors
-from bitwright.analysis.subject.subject import open_subject
+from bitwright.analysis.subject import open_subject
+from bitwright.methods.rounding.program import run_step
 from bitwright.onnx import QuantizationSimModel
-from bitwright.onnx.adapters.program import OnnxSimulation
+from bitwright.onnx.program import OnnxSimulation
+from bitwright.recipes.site_cost import output_errors
 from tests.support.recurrent_nets import Variant, feeds, layer_model
 
 ALPHAS = (("activations", ["HardSigmoid", "Affine", "ScaledTanh"]), ("activation_alpha", [0.3, 0.8, 0.9]),
@@ -63,7 +63,7 @@ def test_a_traced_step_computes_what_the_node_does(name: str) -> None:
 
 
 def test_a_function_that_nobody_knows_stays_with_the_runtime() -> None:
-    from bitwright.onnx.adapters.recurrent import RecurrentLayer
+    from bitwright.onnx.to_torch import RecurrentLayer
 
     node = layer_model(Variant("GRU", attributes=(("activations", ["Sigmoid", "Mish"]),))).graph[0]
     assert RecurrentLayer.of(node) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
-from bitwright.onnx.adapters.to_torch import as_torch
+from bitwright.onnx.to_torch import as_torch
 
 RANDOM = np.random.default_rng(0)
 
@@ -117,6 +117,6 @@ def test_what_has_no_row_is_left_to_the_runtime(op, attrs):
 
 
 def test_every_row_is_an_onnx_operator():
-    from bitwright.onnx.adapters.to_torch import ROWS
+    from bitwright.onnx.to_torch import ROWS
 
     assert set(ROWS) <= {schema.name for schema in onnx.defs.get_all_schemas()}

@@ -14,10 +14,10 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 import bitwright
+from bitwright.compare.verify import verify_folder
 from bitwright.core.numerics.formats import parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.errors import ModelError
-from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel
 from tests.onnx import flow
 from tests.onnx.nets import BOOL, FLOAT, Array, Net, body, feeds_for, run

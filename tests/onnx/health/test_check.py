@@ -13,9 +13,9 @@ import pytest
 from bitwright.core.health.report import CLEAN
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.onnx import QuantizationSimModel, check_model
-from bitwright.onnx.health.probe import Frame, Probe, flags_of
 from bitwright.onnx.model.data import input_specs, random_array
 from bitwright.onnx.model.load import load_model
+from bitwright.onnx.nan_doctor import Frame, Probe, flags_of
 from tests.onnx import faulty, flow
 from tests.onnx.nets import Net, feeds_for
 from tests.support import data as real

@@ -9,8 +9,8 @@ import onnx
 import pytest
 from onnx import TensorProto
 
+from bitwright.compare.verify import verify_folder
 from bitwright.errors import ModelError
-from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel, quantize
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.opset import OPSET, modernize

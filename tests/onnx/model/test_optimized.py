@@ -11,11 +11,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ModelError
 from bitwright.onnx import quantize
 from bitwright.onnx.model.load import load_model
-from bitwright.onnx.model.optimized import block_length
+from bitwright.onnx.model.rewrites import block_length
 from tests.onnx.nets import Net, feeds_for, run
 
 
@@ -140,7 +140,7 @@ def test_an_optimized_file_is_quantized_as_the_model_is(build, tmp_path):
 def test_a_file_for_another_cpu_is_refused(tmp_path, monkeypatch):
     n = Net(3)
     written = optimized(n.model(residual(n)), tmp_path)
-    monkeypatch.setattr("bitwright.onnx.model.optimized.block_length", lambda: block_length.__wrapped__() * 3)
+    monkeypatch.setattr("bitwright.onnx.model.rewrites.block_length", lambda: block_length.__wrapped__() * 3)
     with pytest.raises(
         ModelError, match=r"weight of shape \[\d+, 3, 3, 3\] is in blocks of another length.*another CPU"
     ):
@@ -148,7 +148,7 @@ def test_a_file_for_another_cpu_is_refused(tmp_path, monkeypatch):
     other = block_length() * 2 if block_length() == 8 else 8
     n = Net(3)
     written = optimized(n.model(bottleneck(n)), tmp_path)
-    monkeypatch.setattr("bitwright.onnx.model.optimized.block_length", lambda: other)
+    monkeypatch.setattr("bitwright.onnx.model.rewrites.block_length", lambda: other)
     with pytest.raises(ModelError, match="blocks of another length|differs from that of the same model"):
         load_model(written)
 

@@ -9,10 +9,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import bitwright.onnx
-from bitwright.core.simulation.protocols import AddBias, Bypass, SetParam, sqnr
+from bitwright.core.simulation.float_model import AddBias, Bypass, SetParam, sqnr
 from bitwright.errors import ModelError
-from bitwright.onnx import equalize_model
-from bitwright.onnx.adapters import opened
+from bitwright.onnx import equalize_model, opened
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.view import OnnxView, measure_shapes
 from tests.onnx import flow

@@ -21,11 +21,11 @@ from bitwright.core.numerics.granularity import PerChannel
 from bitwright.core.numerics.ranges import choose_range
 from bitwright.core.numerics.statistics import MinMax
 from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.onnx.model.instrument import Tap
 from bitwright.onnx.model.session import open_session
-from bitwright.onnx.simulation import calibrate
-from bitwright.onnx.simulation.calibrate import Calibrator, Tap
-from bitwright.onnx.simulation.calibrating import make_calibrator, watched_model
-from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from bitwright.onnx.simulation import calibrator as calibrate
+from bitwright.onnx.simulation.calibrator import Calibrator
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel, make_calibrator, watched_model
 from tests.onnx.nets import Net, body, conv_chain, feeds_for, run
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL

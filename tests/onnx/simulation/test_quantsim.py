@@ -14,8 +14,8 @@ from onnx import TensorProto
 
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.formats import parse_format
-from bitwright.core.simulation.protocols import sqnr
-from bitwright.core.sums.int32_bias import fake_quantize_bias
+from bitwright.core.numerics.integer_sums import fake_quantize_bias
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import CalibrationError, ConfigError, EncodingsError, ExportError, FormatError, ModelError
 from bitwright.onnx import quantize
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
@@ -198,7 +198,7 @@ def test_export_agrees_with_the_simulation_and_runs_by_default(sim, tmp_path):
     report = sim.verify(DATA[1])
     assert report.ok, str(report)
     assert all(row.as_float.equal == 1 for row in report.rows)
-    from bitwright.export.verify.samples import verify_folder
+    from bitwright.compare.verify import verify_folder
 
     assert verify_folder(tmp_path).ok
     names = {entry["name"] for kind in ("param_encodings", "activation_encodings")
@@ -210,7 +210,8 @@ def test_export_agrees_with_the_simulation_and_runs_by_default(sim, tmp_path):
     "limit, note", [(5_000, "1 of 2 are kept, 0.0 MiB; all would be"), (1, "1 of 2 are kept"), (1 << 20, "")]
 )
 def test_an_export_whose_samples_are_large_keeps_fewer_and_can_be_verified(sim, tmp_path, monkeypatch, limit, note):
-    from bitwright.export.verify.samples import read_samples, verify_folder
+    from bitwright.compare.verify import verify_folder
+    from bitwright.export.samples import read_samples
 
     monkeypatch.setattr("bitwright.export.artefacts.SAMPLE_LIMIT", limit)
     exported = sim.export(tmp_path, "net")
@@ -222,7 +223,7 @@ def test_an_export_whose_samples_are_large_keeps_fewer_and_can_be_verified(sim, 
 
 
 def test_samples_of_a_file_with_a_fixed_batch_are_kept_and_their_size_is_said(tmp_path, monkeypatch):
-    from bitwright.export.verify.samples import verify_folder
+    from bitwright.compare.verify import verify_folder
 
     monkeypatch.setattr("bitwright.export.artefacts.SAMPLE_LIMIT", 1)
     model = conv_chain(1)
@@ -236,7 +237,7 @@ def test_samples_of_a_file_with_a_fixed_batch_are_kept_and_their_size_is_said(tm
 
 
 def test_an_export_without_samples_is_not_compared_with_those_of_an_earlier_one(sim, tmp_path):
-    from bitwright.export.verify.samples import verify_folder
+    from bitwright.compare.verify import verify_folder
 
     sim.export(tmp_path, "net")
     samples = (tmp_path / "net_samples.npz").read_bytes()

@@ -14,9 +14,8 @@ import pytest
 from bitwright.core.numerics import statistics
 from bitwright.core.numerics.statistics import Histogram, MinMax
 from bitwright.onnx.model.session import open_session, save_optimized
-from bitwright.onnx.simulation.calibrating import make_calibrator
-from bitwright.onnx.simulation.quantsim import QuantizationSimModel
-from bitwright.onnx.simulation.schedule import open_watching, reduce_early, watch_blocked
+from bitwright.onnx.simulation.calibrator import open_watching, reduce_early, watch_blocked
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel, make_calibrator
 from tests.onnx.nets import Net
 from tests.support.cost import steps
 

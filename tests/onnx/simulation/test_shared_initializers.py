@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from bitwright.compare.verify import verify_folder
 from bitwright.core.numerics.granularity import PerChannel
-from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel
 from tests.onnx.nets import Net
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from bitwright.export.verify.samples import verify_folder
+from bitwright.compare.verify import verify_folder
 from bitwright.onnx import QuantizationSimModel
 from tests.onnx.nets import Net, run
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitwright.algorithms.rounding.program import Program, Step, run
 from bitwright.errors import ModelError
+from bitwright.methods.rounding.program import Program, Step, run
 from bitwright.torch import QuantizationSimModel, apply_gptq
-from bitwright.torch.adapters.program import TorchSimulation
-from bitwright.torch.calls.trees import flatten_tensors
+from bitwright.torch.calls.inputs import flatten_tensors
+from bitwright.torch.program import TorchSimulation
 from tests.support.zoo import ZOO, Case
 from tests.torch.test_zoo_simulation import example, simulated
 

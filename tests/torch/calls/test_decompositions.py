@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.torch.calls import decompositions
-from bitwright.torch.calls.decompositions import knows_steps
-from bitwright.torch.simulation import translations
-from bitwright.torch.simulation.translations import by_registry, to_onnx
+from bitwright.torch.simulation import exported_program as decompositions
+from bitwright.torch.simulation import exported_program as translations
+from bitwright.torch.simulation.exported_program import by_registry, knows_steps, to_onnx
 from tests.support.zoo import ZOO, Call
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bitwright.torch import QuantizationSimModel
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
+from bitwright.torch.calls.inputs import flatten_tensors, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", "left right")
 

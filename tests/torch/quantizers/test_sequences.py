@@ -13,9 +13,8 @@ from bitwright.core.compiled.loops import loops
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.torch import QuantizationSimModel
-from bitwright.torch.quantizers import stacked_steps
-from bitwright.torch.quantizers.sequences import NAMES
-from bitwright.torch.quantizers.stacked_steps import Keep, StepFunctions
+from bitwright.torch.quantizers import sequences as stacked_steps
+from bitwright.torch.quantizers.sequences import NAMES, Keep, StepFunctions
 
 X = torch.randn(7, 3, 6, generator=torch.Generator().manual_seed(0))
 

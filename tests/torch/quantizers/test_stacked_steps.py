@@ -11,8 +11,8 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.calls import recurrent as calls
-from bitwright.torch.quantizers import stacked_steps
-from bitwright.torch.quantizers.stacked_steps import StepFunctions
+from bitwright.torch.quantizers import sequences as stacked_steps
+from bitwright.torch.quantizers.sequences import StepFunctions
 
 X = torch.randn(9, 5, 6, generator=torch.Generator().manual_seed(0))
 PACKED = pack_sequence([X[:n, i] for i, n in enumerate((9, 7, 4, 4, 1))])

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrizations, prune
 
 from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel
-from bitwright.torch.calls.trees import walk_modules
-from bitwright.torch.simulation.adopt import copied
+from bitwright.torch.calls.inputs import walk_modules
+from bitwright.torch.simulation.quantsim import copied
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitwright.core.health.repair import Repair
+from bitwright.core.health.diagnosis import Repair
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.simulation.simulate import repaired
 

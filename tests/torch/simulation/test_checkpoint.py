@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import bitwright.torch as bt
-from bitwright.core.health.repair import Repair
+from bitwright.core.health.diagnosis import Repair
 from bitwright.errors import ConfigError, EncodingsError, ExportError, ModelError
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.simulation import checkpoint

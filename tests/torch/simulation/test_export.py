@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bitwright.compare.verify import verify_folder, verify_layers
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError
-from bitwright.export.encodings.versions import read_encodings
-from bitwright.export.verify.report import verify_layers
-from bitwright.export.verify.samples import read_samples, verify_folder
+from bitwright.export.encodings.read import read_encodings
+from bitwright.export.samples import read_samples
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms, quantize
 from tests.support.sessions import integer_session
 from tests.support.zoo import ZOO, Case
@@ -406,7 +406,8 @@ def test_parts_in_half_precision_verify_within_what_it_rounds(bits: int, tmp_pat
 
 
 def test_large_samples_of_a_model_with_a_free_batch_axis_are_cut(tmp_path, monkeypatch):
-    from bitwright.export.verify.samples import read_samples, verify_folder
+    from bitwright.compare.verify import verify_folder
+    from bitwright.export.samples import read_samples
 
     torch.manual_seed(0)
     x = torch.randn(6, 5)
@@ -475,8 +476,8 @@ def test_an_input_named_output_keeps_its_name(returned: str, tmp_path: Path) -> 
 def test_samples_wait_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never are all of them in memory: arrays are read when they are written into the archive, one at a time."""
     from bitwright.export import artefacts
-    from bitwright.export.files.spooled import Spooled
-    from bitwright.export.verify.samples import read_samples
+    from bitwright.export.files.atomic import Spooled
+    from bitwright.export.samples import read_samples
 
     torch.manual_seed(0)
     x = torch.randn(6, 5)

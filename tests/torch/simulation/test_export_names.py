@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from bitwright.compare.verify import verify_folder
 from bitwright.errors import ExportError
-from bitwright.export.verify.samples import verify_folder
 from bitwright.torch import QuantizationSimModel
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import bitwright.torch
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
-from bitwright.torch.simulation.marks import mark
-from bitwright.torch.simulation.translations import TRANSLATIONS
+from bitwright.torch.simulation.exported_program import TRANSLATIONS
+from bitwright.torch.simulation.simulate import mark
 
 
 class Marked(nn.Module):

@@ -29,7 +29,7 @@ from bitwright.errors import (
     GranularityError,
     ModelError,
 )
-from bitwright.torch.calls.batches import Inputs
+from bitwright.torch.calls.inputs import Inputs
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from tests.conformance.test_unreached import Branch
 

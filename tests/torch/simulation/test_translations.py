@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.export.verify.samples import verify_folder
+from bitwright.compare.verify import verify_folder
 from bitwright.torch import QuantizationSimModel
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch import library as definitions
 
-from bitwright.torch.simulation import translations
-from bitwright.torch.simulation.translations import by_public_function, takes_registry, to_onnx
+from bitwright.torch.simulation import exported_program as translations
+from bitwright.torch.simulation.exported_program import by_public_function, takes_registry, to_onnx
 
 
 class Net(nn.Module):

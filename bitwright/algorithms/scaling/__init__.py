@@ -1,1 +1,0 @@
-"""Rescaling channels without changing the function: equalization, SmoothQuant, AWQ, rotations."""

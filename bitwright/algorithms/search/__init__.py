@@ -1,1 +1,0 @@
-"""Methods that try configurations and compare results: recipes, progressive quantization, which layers get what."""

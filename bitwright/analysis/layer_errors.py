@@ -1,0 +1,442 @@
+"""Where error is made and where it only passes: every step in float and quantized, side by side, in one pass over data.
+
+Each step runs four times: in float and quantized, on what the float steps before it made and on what the quantized ones
+made. Steps without quantizers run twice. Values live as long as a later step reads them, so memory is that of two runs.
+
+What the values at a quantizer site are like, and how they lie on its grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitwright.analysis.subject import QuantizedSteps
+from bitwright.core.graph.operators import resolve_granularity, weight_axes
+from bitwright.core.numerics import affine
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerChannel, PerTensor
+from bitwright.core.numerics.statistics import Moments, bounds_of
+from bitwright.core.simulation.sites import Site
+from bitwright.methods.rounding.program import Program, SimulatedModel, State, Step, run_step
+
+_BINS = 64  # of the histogram of values
+_CODE_BINS = 256  # of the histogram of codes: grids of more steps are divided into so many parts
+_ELEMENTS = 1 << 18  # of a tensor whose histograms are taken; of larger ones evenly spread elements
+_SAMPLES = 4096  # whose largest magnitudes are kept
+_CHANNELS = 4096  # of a tensor whose channels are listed one by one
+_PER_CODE = 4  # values per code from which on unused codes mean something
+_MOST = 0.99  # share of the values that counts as nearly all
+_BEYOND = 0.501  # steps outside of the grid from which a value counts as clipped; less is rounding
+
+
+@dataclass
+class SiteValues:
+    """Sums over all tensors seen at one site.
+
+    Attributes:
+        site: where.
+        count, clipped: elements, and those outside of the grid.
+        low, high: of the finite values; ``inf`` and ``-inf`` before any.
+        round_noise, clip_noise: squared errors of the elements within and outside of the grid.
+        edges, counts: histogram of the values; edges are those of the first tensor, and later values outside of them are
+            counted at the ends.
+        codes: histogram of the codes over the grid.
+        channel_low, channel_high: of each channel, where the graph tells which axis counts them.
+        input_reach: of a weight, the largest magnitude that meets each of its input channels.
+        sample_reach: of an activation, the largest magnitude of each sample, batch after batch.
+        position_reach: the same of each position (token, pixel), over its channels.
+        power: sum of the squares of the finite values.
+    """
+
+    site: Site
+    count: int = 0
+    clipped: int = 0
+    low: float = float("inf")
+    high: float = float("-inf")
+    round_noise: float = 0.0
+    clip_noise: float = 0.0
+    edges: NDArray[np.float64] | None = None
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_BINS, np.int64))
+    codes: NDArray[np.int64] | None = None
+    channel_low: NDArray[np.float64] | None = None
+    channel_high: NDArray[np.float64] | None = None
+    input_reach: NDArray[np.float64] | None = None
+    sample_reach: list[float] = field(default_factory=list)
+    position_reach: list[float] = field(default_factory=list)
+    power: float = 0.0
+
+    def add(self, x: Tensor, quantized: Tensor) -> None:
+        """Count a tensor and what the site's quantizer makes of it."""
+        x = x.detach().float()
+        if not x.numel():
+            return
+        low, high = (float(bound) for bound in torch.aminmax(x))
+        whole = math.isfinite(low) and math.isfinite(high)
+        finite = None if whole else torch.isfinite(x)
+        values = x.flatten() if finite is None else x[finite]
+        if not values.numel():
+            return
+        if not whole:
+            low, high = (float(bound) for bound in torch.aminmax(values))
+        self.count += values.numel()
+        self.power += float(torch.dot(values, values))
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        encoding = self.site.encoding
+        if encoding is not None:
+            self._add_errors(x, quantized.detach().float() - x, finite, encoding, (low, high))
+        thin = values[:: max(1, values.numel() // _ELEMENTS)]
+        self._add_histogram(thin.cpu().double().numpy())
+        if whole:
+            self._add_channels(x)
+            self._add_inputs(x)
+            self._add_samples(x)
+
+    def _add_errors(
+        self, x: Tensor, error: Tensor, finite: Tensor | None, encoding: Encoding, bounds: tuple[float, float]
+    ) -> None:
+        if finite is not None:
+            error = torch.where(finite, error, torch.zeros_like(error))
+        flat = error.flatten()
+        total = float(torch.dot(flat, flat))
+        outside = self._outside(x, encoding, bounds)
+        clip = 0.0
+        if outside is not None:
+            outside = outside if finite is None else outside & finite
+            self.clipped += int(outside.sum())
+            clip = float(error[outside].double().square().sum())
+        self.clip_noise += clip
+        self.round_noise += max(total - clip, 0.0)
+        if isinstance(encoding.format, IntFormat) and encoding.format.bits <= 16:
+            self._add_codes(x, finite, encoding, encoding.format)
+
+    @staticmethod
+    def _outside(x: Tensor, encoding: Encoding, bounds: tuple[float, float]) -> Tensor | None:
+        """Which elements lie outside of the grid; ``None`` where none does."""
+        beyond = _BEYOND * encoding.scale if isinstance(encoding.format, IntFormat) else encoding.max * 0.01
+        low, high = encoding.min - beyond, encoding.max + beyond
+        if bounds[0] >= low.max() and bounds[1] <= high.min():
+            return None
+        granularity = encoding.granularity
+        view, shape = (x.reshape(granularity.view_shape(tuple(x.shape))), granularity.broadcast_shape(tuple(x.shape)))
+        lowest, highest = (torch.from_numpy(np.array(v, np.float32).reshape(shape)).to(x.device) for v in (low, high))
+        return ((view < lowest) | (view > highest)).reshape(x.shape)
+
+    def _add_codes(self, x: Tensor, finite: Tensor | None, encoding: Encoding, fmt: IntFormat) -> None:
+        x = x if finite is None else torch.where(finite, x, torch.zeros_like(x))
+        if isinstance(encoding.granularity, PerTensor):
+            x = x.flatten()[:: max(1, x.numel() // _ELEMENTS)]
+        codes = torch.as_tensor(affine.quantize(x, encoding))
+        codes = codes.flatten()[:: max(1, codes.numel() // _ELEMENTS)].long() - fmt.qmin
+        bins, steps = min(_CODE_BINS, fmt.steps + 1), fmt.steps + 1
+        found = torch.bincount((codes * bins // steps).clamp(0, bins - 1), minlength=bins).cpu().numpy()
+        self.codes = found if self.codes is None else self.codes + found
+
+    def _add_histogram(self, values: NDArray[np.float64]) -> None:
+        if self.edges is None:
+            low, high = float(values.min()), float(values.max())
+            margin = 0.05 * (high - low) or max(abs(low), 1e-30) * 0.5
+            self.edges = np.linspace(low - margin, high + margin, _BINS + 1)
+        self.counts += np.histogram(np.clip(values, self.edges[0], self.edges[-1]), self.edges)[0]
+
+    def _add_channels(self, x: Tensor) -> None:
+        axis = channel_axis(self.site, x.ndim)
+        if axis is None or not 1 < x.shape[axis] <= _CHANNELS:
+            return
+        rest = [i for i in range(x.ndim) if i != axis % x.ndim]
+        low = (x.amin(rest) if rest else x).cpu().double().numpy()
+        high = (x.amax(rest) if rest else x).cpu().double().numpy()
+        if self.channel_low is not None and self.channel_high is not None:
+            if self.channel_low.shape != low.shape:
+                return
+            low, high = np.minimum(low, self.channel_low), np.maximum(high, self.channel_high)
+        self.channel_low, self.channel_high = low, high
+
+    def _add_inputs(self, x: Tensor) -> None:
+        axis = summed_axis(self.site, x.ndim)
+        if axis is not None and x.ndim > 1 and 1 < x.shape[axis] <= _CHANNELS:
+            rest = [i for i in range(x.ndim) if i != axis]
+            self.input_reach = x.abs().amax(rest).cpu().double().numpy()
+
+    def _add_samples(self, x: Tensor) -> None:
+        if self.site.role in ("input", "output") and x.ndim > 1 and len(self.sample_reach) < _SAMPLES:
+            self.sample_reach += x.abs().flatten(1).amax(1).tolist()
+        if self.site.role in ("input", "output") and x.ndim > 2 and len(self.position_reach) < _SAMPLES:
+            axis = channel_axis(self.site, x.ndim)
+            reach = x.abs().amax(-1 if axis is None else axis).flatten()
+            self.position_reach += reach[:: max(1, reach.numel() // _SAMPLES)].tolist()
+
+    # -- what follows
+
+    @property
+    def codes_used(self) -> float | None:
+        """Share of the grid that holds 99 % of the values; ``None`` without a grid of integers, or of too few values."""
+        if self.codes is None or self.codes.sum() < _PER_CODE * self.codes.size:
+            return None
+        held = np.cumsum(np.sort(self.codes)[::-1])
+        return float(np.searchsorted(held, _MOST * held[-1]) + 1) / self.codes.size
+
+    @property
+    def extent(self) -> float | None:
+        """Length of the range of the values over the length of the grid; ``None`` without a grid for the whole tensor."""
+        encoding = self.site.encoding
+        if encoding is None or not self.count or not isinstance(encoding.granularity, PerTensor):
+            return None
+        low, high = float(encoding.min), float(encoding.max)
+        if encoding.symmetric and isinstance(encoding.format, IntFormat) and encoding.format.signed:
+            return max(abs(self.low), abs(self.high)) / max(abs(low), abs(high), 1e-300)
+        return (max(self.high, 0.0) - min(self.low, 0.0)) / max(high - low, 1e-300)
+
+    @property
+    def reach(self) -> float:
+        """Largest magnitude of the finite values."""
+        return max(abs(self.low), abs(self.high)) if self.count else 0.0
+
+    @property
+    def root_mean_square(self) -> float:
+        """Of the finite values."""
+        return math.sqrt(self.power / self.count) if self.count else 0.0
+
+    @property
+    def noise(self) -> float:
+        """What the site's quantizer adds, over the power of the values; 0 of zeros."""
+        return (self.round_noise + self.clip_noise) / self.power if self.power else 0.0
+
+    @property
+    def channel_reach(self) -> NDArray[np.float64] | None:
+        """Largest magnitude of each channel."""
+        if self.channel_low is None or self.channel_high is None:
+            return None
+        return np.maximum(np.abs(self.channel_low), np.abs(self.channel_high))
+
+    def row(self) -> dict[str, Any]:
+        """The columns of :class:`bitwright.analysis.result.SiteRow` that this knows."""
+        if not self.count:
+            return {}
+        encoding = self.site.encoding
+        channels = None
+        if self.channel_low is not None and self.channel_high is not None:
+            channels = {"low": self.channel_low.tolist(), "high": self.channel_high.tolist()}
+        return {
+            "codes_used": self.codes_used,
+            "clipped": None if encoding is None else self.clipped / self.count,
+            "minimum": self.low,
+            "maximum": self.high,
+            "histogram": None if self.edges is None else {"edges": self.edges.tolist(), "counts": self.counts.tolist()},
+            "channels": channels,
+        }
+
+
+def grid_row(site: Site) -> dict[str, Any]:
+    """The columns that follow from the encoding alone."""
+    encoding = site.encoding
+    if encoding is None:
+        return {}
+    steps = encoding.format.steps if isinstance(encoding.format, IntFormat) else None
+    grid = {"low": float(encoding.min.min()), "high": float(encoding.max.max()), "steps": steps}
+    return {"grid": grid, "lsb": float(encoding.scale.max())}
+
+
+def calibrated_bounds(site: Site) -> tuple[float, float] | None:
+    """The smallest and the largest value that calibration saw; ``None`` where it kept none."""
+    seen = site.quantizer.statistics
+    if seen is None or isinstance(seen, Moments):
+        return None
+    bounds = bounds_of(seen)
+    low, high = float(bounds.lo.min()), float(bounds.hi.max())
+    return (low, high) if low <= high else None
+
+
+def channel_axis(site: Site, rank: int) -> int | None:
+    """The axis that counts the channels of what passes a site; ``None`` where the graph does not tell."""
+    if site.role in ("input", "output"):
+        place = site.channels.place
+        return place.axis if place is not None and rank >= -place.axis else None
+    if site.role != "weight":
+        return None
+    op, value = site._graph.op(site.op), site._graph.values[site.value]
+    granularity = resolve_granularity(op.type, op.attrs, site.port, PerChannel(), value.shape)
+    axis = granularity.axis if isinstance(granularity, PerChannel) else None
+    return axis if axis is not None and axis < rank else None
+
+
+def summed_axis(site: Site, rank: int) -> int | None:
+    """The axis of a weight that a product sums over; ``None`` of anything else."""
+    if site.role != "weight":
+        return None
+    op = site._graph.op(site.op)
+    axis = weight_axes(op.type, op.attrs, site.port, rank)[1]
+    return axis if axis is not None and axis < rank else None
+
+
+pass
+
+
+@dataclass
+class Ratio:
+    """Noise and signal, summed."""
+
+    noise: float = 0.0
+    signal: float = 0.0
+
+    def add(self, wanted: Any, found: Any) -> None:
+        """The error of ``found``; what is not finite in ``wanted``, or of another shape, is left out."""
+        if not isinstance(wanted, Tensor) or not wanted.is_floating_point() or wanted.shape != found.shape:
+            return
+        reference = wanted.detach().float().flatten()
+        signal = _power(reference)
+        noise = 0.0 if wanted is found else _power(reference - found.detach().float().flatten())
+        if not math.isfinite(signal + noise):
+            finite = torch.isfinite(reference)
+            error = reference[finite] - found.detach().float().flatten()[finite]
+            signal, noise = (float(reference[finite].double().square().sum()), float(error.double().square().sum()))
+        self.noise += noise
+        self.signal += signal
+
+    @property
+    def value(self) -> float | None:
+        """Noise over signal; ``None`` where there was no signal."""
+        return self.noise / self.signal if self.signal > 0 else None
+
+
+def _power(x: Tensor) -> float:
+    """Sum of squares; a dot product is several times faster than squares and a sum, and as exact as is needed here."""
+    return float(torch.dot(x, x))
+
+
+@dataclass
+class LayerErrors:
+    """Errors of one operator, summed over its calls: see :class:`bitwright.analysis.result.LayerRow`.
+
+    Attributes:
+        elements: of its outputs.
+        operand_reach: the largest magnitude of each value that it reads.
+    """
+
+    made: Ratio = field(default_factory=Ratio)
+    made_quantized: Ratio = field(default_factory=Ratio)
+    arrived: Ratio = field(default_factory=Ratio)
+    after: Ratio = field(default_factory=Ratio)
+    elements: int = 0
+    operand_reach: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def root_mean_square(self) -> float:
+        """Of what it makes in float."""
+        return math.sqrt(self.after.signal / self.elements) if self.elements else 0.0
+
+
+class Lockstep:
+    """Runs batches and gathers what every layer and site shows.
+
+    Args:
+        model: a calibrated simulation.
+
+    Attributes:
+        layers: operator -> its errors, in execution order.
+        sites: site -> its values.
+        runs: operator runs so far.
+        steps: steps of the programs so far: what one forward pass of the same batches would have run.
+    """
+
+    def __init__(self, model: SimulatedModel) -> None:
+        self._steps = QuantizedSteps(model)
+        self._sites = self._steps.sites
+        self.layers: dict[str, LayerErrors] = {}
+        self.sites: dict[str, SiteValues] = {}
+        self.runs = self.steps = 0
+
+    def batch(self, program: Program, inputs: State) -> None:
+        """Add one batch."""
+        real: State = dict(inputs)
+        found: State = dict(inputs)
+        end = program.last_read
+        self.steps += len(program.steps)
+        with torch.no_grad():
+            for i, step in enumerate(program.steps):
+                wanted, results = self._step(step, real, found, program.constants)
+                for value in step.reads:
+                    if end.get(value) == i:
+                        real.pop(value, None)
+                        found.pop(value, None)
+                for value, w, f in zip(step.writes, wanted, results, strict=True):
+                    if end.get(value, -1) > i:
+                        real[value], found[value] = w, f
+
+    def _step(
+        self, step: Step, real: State, found: State, constants: Mapping[int, Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        quantizes = bool(step.operands or step.results or step.inside is not None)
+        apart = any(v in found and found[v] is not real[v] for v in step.reads)
+        wanted = list(run_step(step, real, constants))
+        alone = list(run_step(step, real, constants, self._steps.quantize)) if quantizes else wanted
+        passed = list(run_step(step, found, constants)) if apart else wanted
+        after = alone
+        if apart:
+            after = list(run_step(step, found, constants, self._steps.quantize)) if quantizes else passed
+        self.runs += 1 + quantizes + apart + (apart and quantizes)
+        if step.inside is not None and step.differentiable:
+            self._see_inside(step, real, constants)
+        if step.op:
+            self._note(step, real, found, (wanted, alone, passed, after))
+        self._see(step, real, constants, wanted)
+        return wanted, after
+
+    def _note(self, step: Step, real: State, found: State, made: tuple[Sequence[Tensor], ...]) -> None:
+        errors = self.layers.setdefault(step.op, LayerErrors())
+        for slot, value in enumerate(dict.fromkeys(step.reads)):
+            if value in real:
+                errors.arrived.add(real[value], found[value])
+                if isinstance(real[value], Tensor) and real[value].is_floating_point() and real[value].numel():
+                    largest = float(torch.linalg.vector_norm(real[value], float("inf")))
+                    errors.operand_reach[slot] = max(errors.operand_reach.get(slot, 0.0), largest)
+        for wanted, alone, passed, after in zip(*made, strict=True):
+            errors.made.add(wanted, alone)
+            errors.made_quantized.add(passed, after)
+            errors.after.add(wanted, after)
+            errors.elements += wanted.numel() if isinstance(wanted, Tensor) else 0
+
+    def _see(self, step: Step, real: State, constants: Mapping[int, Tensor], made: Sequence[Any]) -> None:
+        for slot, name in step.operands:
+            value = step.reads[slot]
+            if value in real:
+                self._add(name, real[value])
+            elif name not in self.sites:
+                self._add(name, constants[value])
+        for index, name in step.results:
+            self._add(name, made[index])
+
+    def _see_inside(self, step: Step, real: State, constants: Mapping[int, Tensor]) -> None:
+        """What passes the quantizers inside a recurrent layer, of all steps of time together."""
+        kept: dict[str, list[Tensor]] = {}
+
+        def keep(name: str, x: Tensor) -> Tensor:
+            kept.setdefault(name, []).append(x)
+            return x
+
+        run_step(step, real, constants, inner=keep)
+        self.runs += 1
+        for name, steps in kept.items():
+            if self._sites[name].enabled:
+                self._add(name, torch.cat(steps))
+
+    def _add(self, name: str, x: Any) -> None:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            values = self.sites.setdefault(name, SiteValues(self._sites[name]))
+            values.add(x, self._steps.quantize(name, x))
+
+
+def observe(model: SimulatedModel, batches: Iterable[Any]) -> Lockstep:
+    """Run ``batches`` in float and quantized, step by step."""
+    found = Lockstep(model)
+    for batch in batches:
+        found.batch(*model.program(batch))
+    return found

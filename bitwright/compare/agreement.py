@@ -1,0 +1,118 @@
+"""Codes of two tensors on one grid: how many are equal, and how far the others are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.compare.cut import OUTPUT_FORMAT
+from bitwright.core.numerics.formats import FloatFormat, parse_format
+from bitwright.errors import ExportError
+
+Array = NDArray[Any]
+
+LEAST_EQUAL, MOST_LSB = 0.999, 1.0
+# A value of a 16-bit grid lies up to 65,535 steps from zero and is rounded to float32, by up to 2 ** -24 of itself or 0.004
+# steps; two such values are compared, or one and what it was rounded from, which a division by the scale rounded as well.
+SLACK = 2 * 2.0**-24 * 2**16
+_HALF_ROUNDS = 2.0**-11 * (1 + 2.0**-8)  # of itself, a value that becomes float16; numpy has no bfloat16
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How one tensor compares in one mode.
+
+    Attributes:
+        equal: share of elements with the same code, 0 to 1.
+        lsb: largest difference in steps of the grid.
+        elements: number of elements compared.
+        off: how far the value before rounding lies beyond the border between two codes that differ, in steps; ``None``
+            where it was not needed, or cannot be measured.
+        allowed: how far the arithmetic of the kernel may bring it there.
+    """
+
+    equal: float
+    lsb: float
+    elements: int
+    off: float | None = None
+    allowed: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """At least 99.9 % equal codes (of few, all but one) and none more than one step off."""
+        allowed = max(1.0, (1 - LEAST_EQUAL) * self.elements)
+        return round((1 - self.equal) * self.elements) <= allowed and self.lsb <= MOST_LSB + SLACK
+
+    @property
+    def within(self) -> bool:
+        """Whether codes that differ do so only where their value lies on the border between them."""
+        return self.off is not None and self.off <= self.allowed
+
+
+def compare(expected: Array, found: Array, facts: Mapping[str, Any], scale: Array | None) -> Agreement:
+    """Codes of two tensors on one grid.
+
+    Args:
+        expected, found: float, of one shape.
+        facts: of the quantizer; ``format``, ``axis``, ``places`` are read.
+        scale: one step of an integer grid: scalar, one per index of ``axis``, or one per block along it.
+
+    Raises:
+        ExportError: the shapes differ.
+    """
+    if expected.shape != found.shape:
+        raise ExportError(
+            facts["places"][0][0],
+            f"the simulation's value has shape {expected.shape}, the file's tensor {found.shape}",
+            "give the values of the same input that graph_inputs holds",
+        )
+    if not expected.size:
+        return Agreement(1.0, 0.0, 0)
+    step = step_of(np.asarray(expected, np.float64), np.asarray(found, np.float64), facts, scale)
+    one, other = in_float64(step, expected, found)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(one == other, 0.0, np.abs(one - other) / step)
+    difference = np.where(np.isnan(difference), np.inf, difference)
+    return Agreement(float((difference < 0.5).mean()), float(difference.max()), expected.size)
+
+
+def in_float64(step: Array, *tensors: Array) -> list[Array]:
+    """Dequantized codes of one place as float64.
+
+    Where one of them is of half precision, all were rounded to it, and each value becomes the multiple of ``step`` that it was. A
+    value that this rounding makes of no multiple stays what it is, as on a grid with another scale.
+    """
+    wide = [np.asarray(x, np.float64) for x in tensors]
+    if not any(x.dtype.itemsize == 2 for x in tensors):
+        return wide
+    with np.errstate(invalid="ignore"):
+        nearest = [np.rint(x / step) * step for x in wide]
+        return [np.where(np.abs(n - x) <= _HALF_ROUNDS * np.abs(x), n, x) for n, x in zip(nearest, wide, strict=True)]
+
+
+def step_of(one: Array, other: Array, facts: Mapping[str, Any], scale: Array | None) -> Array:
+    """One step of the grid at each element, broadcast against ``one``; ``facts`` and ``scale`` as for :func:`compare`."""
+    fmt = None if facts["format"] == OUTPUT_FORMAT else parse_format(facts["format"])
+    step = np.array(1.0) if scale is None else spread(scale, facts["axis"], one)
+    return _spacing(one, other, fmt, step) if isinstance(fmt, FloatFormat) else step
+
+
+def spread(scale: Array, axis: int | None, like: Array) -> Array:
+    """``scale`` so that it broadcasts against ``like``."""
+    scale = scale.astype(np.float64)
+    if scale.ndim == 0 or axis is None:
+        return scale
+    if scale.ndim == 1:
+        return scale.reshape([-1 if i == axis % like.ndim else 1 for i in range(like.ndim)])
+    return np.repeat(scale, like.shape[axis] // scale.shape[axis], axis)
+
+
+def _spacing(one: Array, other: Array, fmt: FloatFormat, unit: Array) -> Array:
+    """Distance of neighbouring numbers of a float format, scaled by ``unit``, at the larger of two values."""
+    size = np.maximum(np.maximum(np.abs(one), np.abs(other)) / unit, 2.0**fmt.min_exponent)
+    exponent = np.frexp(np.where(np.isfinite(size), size, 1.0))[1] - 1
+    return unit * np.exp2(exponent - fmt.mantissa_bits)

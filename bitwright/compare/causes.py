@@ -1,0 +1,601 @@
+"""Suspected causes of a difference, each with the run that leaves it out: what that run removes is the cause.
+
+First the file is questioned, with float kernels: do its weights, biases, grids and operators say what the first execution
+says? Then what a runtime makes of it: a bias or a grid of its own, sums that saturate, products fused with activations
+that were not quantized, integer kernels at all.
+
+A tensor at which two executions differ although they are fed the same, and the runs that can be made for it.
+
+Causes that the file itself holds: other weights, biases, grids or operators than the first execution has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.compare.agreement import MOST_LSB, SLACK, Agreement, step_of
+from bitwright.compare.cut import QDQ, Place
+from bitwright.compare.lockstep import Edit, Lockstep, unchanged
+from bitwright.compare.parameters import Key, clear, give, narrow
+from bitwright.compare.points import Pair, values_by_name
+from bitwright.compare.reasons import Evidence, measure
+from bitwright.compare.report import CauseName, Finding, Retry
+from bitwright.compare.runtime import offers_exact_sums
+from bitwright.compare.sides import Side
+from bitwright.core.graph.operators import TRAITS
+from bitwright.core.numerics.integer_sums import INT32_MAX
+from bitwright.export.runtime_faults import fix_lengths, free_inputs, how_to_fix
+
+Array = NDArray[Any]
+#: two values to compare; ``None`` where the run cannot be made
+Run = Callable[[], tuple[Array, Array] | None]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A cause that could explain a difference.
+
+    Attributes:
+        cause: its name.
+        text: what happens, if it is the cause.
+        remedy: what to do then.
+        without: what is changed for the run without it.
+        run: that run.
+    """
+
+    cause: CauseName
+    text: str
+    remedy: str
+    without: str
+    run: Run
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """One tensor at which two executions differ although they are fed the same.
+
+    Attributes:
+        lockstep: of the two.
+        pair: the tensor.
+    """
+
+    lockstep: Lockstep
+    pair: Pair
+
+    @property
+    def a(self) -> Side:
+        """The execution that is nearer to what was trained."""
+        return self.lockstep.a
+
+    @property
+    def b(self) -> Side:
+        """The execution in question."""
+        return self.lockstep.b
+
+    @property
+    def wanted(self) -> Array:
+        """What the first execution makes there."""
+        return self.lockstep.own_a[self.pair]
+
+    @property
+    def found(self) -> Array:
+        """What the second execution makes there."""
+        return self.lockstep.own_b[self.pair]
+
+    @property
+    def kernel(self) -> str:
+        """What the runtime of the second execution ran last for it."""
+        return self.lockstep.kernels[self.pair]
+
+    @property
+    def place(self) -> Place:
+        """Where it is in the second model."""
+        return self.lockstep.places[self.pair]
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Operator types that make it there."""
+        return tuple(self.place.piece.ops)
+
+    def agreement(self, one: Array, other: Array) -> Agreement:
+        """How two values of the tensor compare on its grid."""
+        return self.lockstep.agreement(self.pair, one, other)
+
+    def again(self, edit: Edit = unchanged, **options: Any) -> Array | None:
+        """What the second execution makes there after an edit, or with other settings of ONNX Runtime."""
+
+        def run(model: ir.Model, feeds: Any, types: Any) -> Any:
+            return self.b.rerun(model, feeds, **options)
+
+        found, _ = self.lockstep.locally(
+            self.b, self.lockstep.feeds_b, [self.pair], edit=edit, run=run if options else None
+        )
+        return found.get(self.pair)
+
+    def file(self, edit: Edit = unchanged) -> Array | None:
+        """What the file says there, with float kernels."""
+        return self.again(edit, mode="float")
+
+    def beside(self, value: Callable[[], Array | None]) -> Run:
+        """A run whose result is compared with what the first execution has."""
+
+        def run() -> tuple[Array, Array] | None:
+            found = value()
+            return None if found is None else (self.wanted, found)
+
+        return run
+
+    def both(self, edit: Edit) -> Run:
+        """A run of a changed file, compared with the changed file in float kernels."""
+
+        def run() -> tuple[Array, Array] | None:
+            one, other = self.file(edit), self.again(edit)
+            return None if one is None or other is None else (one, other)
+
+        return run
+
+
+pass
+
+
+def file_causes(doubt: Doubt) -> Iterator[Suspect]:
+    """What the file may say otherwise."""
+    yield from _parameters(doubt)
+    yield from _grid(doubt)
+    if not doubt.a.values:  # a simulation has no operators
+        makers = _makers_in_a(doubt)
+        yield from _limits_of_a(doubt, makers)
+        yield from _limits_of_b(doubt, makers)
+
+
+def unexplained(doubt: Doubt) -> tuple[str, str]:
+    """What to say where no run removes the difference."""
+    if doubt.a.how == "float" and (inside := _rounded_inside(doubt)):
+        remedy = "compare with the simulation, which rounds there too: @simulation in the place of @float"
+        return f"quantizers in the body of {inside} round what {doubt.a.label} has in float", remedy
+    made = [node.op_type for maker in _makers_in_a(doubt).values() for node in _with_bodies(maker)]
+    made = [kind for kind in made if kind not in QDQ]
+    more = [kind for kind in made if kind not in doubt.ops]
+    less = [kind for kind in doubt.ops if kind not in made] if made else []
+    told = "; ".join(
+        f"only {side.label} has {', '.join(dict.fromkeys(kinds))}"
+        for side, kinds in ((doubt.a, more), (doubt.b, less))
+        if kinds
+    )
+    return told or "no run without a suspected cause removes it", "compare these operators in both files"
+
+
+def _parameters(doubt: Doubt) -> Iterator[Suspect]:
+    """Weights, biases and other constants that are further from those of the first execution than rounding takes them."""
+    if doubt.a.values:
+        return
+    ours, theirs = doubt.lockstep.parameters
+    made = set(doubt.place.piece.made)
+    by_role: dict[str, dict[Key, Array]] = {}
+    worst: dict[str, float] = {}
+    for key, other in doubt.lockstep.keys_in_a.items():
+        a, b = ours[other], theirs[key]
+        if key[0] in made and b.op not in TRAITS["clamp"]:
+            apart = b.apart(a.value) if a.value.shape == b.value.shape else float("inf")
+            if apart > 1.001:
+                by_role.setdefault(b.role, {})[key] = a.value
+                worst[b.role] = max(worst.get(b.role, 0.0), apart)
+    for role, values in by_role.items():
+        names = ", ".join(dict.fromkeys(theirs[key].name for key in values))
+        yield Suspect(
+            role,  # type: ignore[arg-type]
+            f"the {role} {names} is {worst[role]:.3g} steps from that of {doubt.a.label}",
+            "export again, or look for what changed it after the export",
+            f"with the {role} of {doubt.a.label}",
+            doubt.beside(partial(doubt.again, partial(give, values=values))),
+        )
+
+
+def _grid(doubt: Doubt) -> Iterator[Suspect]:
+    """Another scale or zero point than the first execution has there."""
+    a, b = doubt.pair.a, doubt.pair.b
+    if not (a.quantized and b.quantized) or a.scale is None or b.scale is None:
+        return
+    one, other = _grid_of(doubt.a.model, a.result), _grid_of(doubt.b.model, b.result)
+    if one is None or other is None or _same(one, other):
+        return
+    yield Suspect(
+        "grid",
+        f"its scale is {_shown(other[0])} and zero point {_shown(other[1])}; {doubt.a.label} has {_shown(one[0])} "
+        f"and {_shown(one[1])}",
+        "export again with the encodings of the other, or load them: sim.load_encodings",
+        f"on the grid of {doubt.a.label}",
+        _on_other_grid(doubt, one),
+    )
+
+
+def _on_other_grid(doubt: Doubt, grid: tuple[Array, Array]) -> Run:
+    def run() -> tuple[Array, Array] | None:
+        found, _ = doubt.lockstep.locally(doubt.a, doubt.lockstep.feeds_a, [doubt.pair])
+        other = doubt.again(lambda model: _set_grid(model, doubt.pair.b.result, grid))
+        return None if other is None or doubt.pair not in found else (found[doubt.pair], other)
+
+    return run
+
+
+def _limits_of_a(doubt: Doubt, makers: dict[str, ir.Node]) -> Iterator[Suspect]:
+    """A Relu or Clip that only the first execution has, last in front of the tensor."""
+    theirs = dict(zip(doubt.place.piece.made, doubt.ops, strict=False))
+    ends = {doubt.pair.a.entry, doubt.pair.a.result, *doubt.pair.b.names}
+    for name, node in makers.items():
+        kind = node.op_type
+        if kind in TRAITS["clamp"] and theirs.get(name) != kind and kind not in doubt.ops and name in ends:
+            low, high = _limits(node)
+            yield Suspect(
+                "clip",
+                f"{doubt.a.label} limits it to [{low:.4g}, {high:.4g}] by {kind} {name}, {doubt.b.label} does not",
+                "export again: the operator was taken out, or its limits were lost",
+                f"limited to [{low:.4g}, {high:.4g}]",
+                doubt.beside(partial(_limited, doubt, low, high)),
+            )
+
+
+def _limits_of_b(doubt: Doubt, makers: dict[str, ir.Node]) -> Iterator[Suspect]:
+    """A Relu or Clip that only the second execution has."""
+    ours = {name for name, node in makers.items() if node.op_type not in QDQ}
+    if not ours or doubt.pair.a.entry in doubt.pair.b.names:
+        return
+    theirs = dict(zip(doubt.place.piece.made, doubt.ops, strict=False))
+    unknown = theirs.keys() - ours - set(doubt.pair.a.names)
+    for node in doubt.b.model.graph:
+        name = str(node.outputs[0].name)
+        if node.op_type in TRAITS["clamp"] and name in unknown:
+            yield Suspect(
+                "clip",
+                f"{doubt.b.label} limits {name} by {node.op_type}, {doubt.a.label} does not",
+                "export again: the operator was put in after the export",
+                f"without {node.op_type}",
+                doubt.beside(partial(doubt.again, partial(_skip, name=name))),
+            )
+
+
+def _limited(doubt: Doubt, low: float, high: float) -> Array | None:
+    return doubt.lockstep.on_grid({doubt.pair: np.clip(doubt.found, low, high)})[doubt.pair]
+
+
+def _rounded_inside(doubt: Doubt) -> str:
+    """An operator in ``b`` on the way to this tensor whose bodies hold quantizers of activations, by type and name."""
+    made = set(doubt.place.piece.made)
+    for node in doubt.b.model.graph:
+        if made.intersection(str(value.name) for value in node.outputs):
+            bodies = list(_with_bodies(node))[1:]
+            if any(one.op_type == "QuantizeLinear" for one in bodies):
+                return f"{node.op_type} {node.outputs[0].name}"
+    return ""
+
+
+def _makers_in_a(doubt: Doubt) -> dict[str, ir.Node]:
+    """Tensors that ``a`` makes on the way to this one -> operator, quantizers too; empty for a simulation."""
+    if doubt.a.values:
+        return {}
+    named = values_by_name(doubt.a.model)
+    borders = {p.a.result for p in doubt.lockstep.pairs} - {doubt.pair.a.result}
+    found: dict[str, ir.Node] = {}
+    stack = [named[doubt.pair.a.entry]]
+    while stack:
+        value = stack.pop()
+        node = value.producer()
+        if node is None or str(value.name) in found or (str(value.name) in borders and found):
+            continue
+        found[str(value.name)] = node
+        stack.extend(v for v in node.inputs if v is not None)
+    return found
+
+
+def _with_bodies(node: ir.Node) -> Iterator[ir.Node]:
+    """``node``, and what its bodies consist of."""
+    yield node
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield from attribute.as_graph().all_nodes()
+
+
+def _grid_of(model: ir.Model, result: str) -> tuple[Array, Array] | None:
+    """Scale and zero point of the DequantizeLinear that makes ``result``."""
+    node = values_by_name(model)[result].producer()
+    if node is None or node.op_type != "DequantizeLinear" or len(node.inputs) < 3:
+        return None
+    scale, zero = (None if v is None or v.const_value is None else v.const_value.numpy() for v in node.inputs[1:3])
+    return None if scale is None or zero is None else (scale, zero)
+
+
+def _same(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
+    """Whether two grids hold the same values: the zero points of a signed and an unsigned type are 128 apart."""
+    shifted = [
+        zero.astype(np.int64) - (np.iinfo(zero.dtype).min if zero.dtype.kind == "i" else 0) for _, zero in (one, other)
+    ]
+    return np.array_equal(one[0], other[0]) and np.array_equal(shifted[0], shifted[1])
+
+
+def _set_grid(model: ir.Model, result: str, grid: tuple[Array, Array]) -> None:
+    from bitwright.export.qdq.forms import Builder
+
+    last = values_by_name(model)[result].producer()
+    assert last is not None and last.inputs[0] is not None
+    builder = Builder(model)
+    scale, zero = builder.initializer("given_scale", grid[0]), builder.initializer("given_zero", grid[1])
+    for node in (last, last.inputs[0].producer()):
+        if node is not None and node.op_type in QDQ:
+            node.replace_input_with(1, scale)
+            node.replace_input_with(2, zero)
+
+
+def _limits(node: ir.Node) -> tuple[float, float]:
+    if node.op_type == "Relu":
+        return 0.0, float("inf")
+    ends = []
+    for port, default, attribute in ((1, -np.inf, "min"), (2, np.inf, "max")):
+        value = node.inputs[port] if len(node.inputs) > port else None
+        known = None if value is None or value.const_value is None else value.const_value.numpy()
+        ends.append(float(known) if known is not None else node.attributes.get_float(attribute, float(default)))
+    return ends[0], ends[1]
+
+
+def _skip(model: ir.Model, name: str) -> None:
+    """Let readers of ``name`` read what its operator reads."""
+    value = values_by_name(model)[name]
+    node = value.producer()
+    assert node is not None and node.inputs[0] is not None
+    for use in tuple(value.uses()):
+        use.node.replace_input_with(use.idx, node.inputs[0])
+
+
+def _shown(array: Array) -> str:
+    return f"{float(array.min()):.4g}" if array.min() == array.max() else f"{array.min():.4g} to {array.max():.4g}"
+
+
+pass
+pass
+
+
+_PAIRS = ("onnxruntime", "openvino")  # whose kernels multiply uint8 by int8, in pairs where there is no VNNI
+_ENOUGH = 0.99  # equal codes of a tensor where others are one step off: what summation order may do
+
+
+def close(agreement: Agreement) -> bool:
+    """Whether two values differ by no more than the order of summation may change."""
+    return agreement.ok or (agreement.lsb <= MOST_LSB + SLACK and agreement.equal >= _ENOUGH)
+
+
+def removes(before: Agreement, after: Agreement) -> bool:
+    """Whether a run without a suspected cause has no difference left: not where most of the codes that differed still do."""
+    fewer = after.lsb < before.lsb / 2 or 2 * (1 - after.equal) <= 1 - before.equal
+    return close(after) and fewer
+
+
+def settled(doubt: Doubt) -> Finding | tuple[Retry, ...]:
+    """The finding that both round the same value, or that a kernel does so in a known way; otherwise what was tried."""
+    return _first_of(doubt, _roundings(doubt), ())
+
+
+def diagnose(doubt: Doubt, tried: tuple[Retry, ...]) -> Finding:
+    """The cause that a run confirms, where it is not how they round, which was ``tried``."""
+    found = _first_of(doubt, suspects(doubt), tried)
+    if isinstance(found, Finding):
+        return found
+    return Finding(doubt.pair.name, doubt.ops, "operators", *unexplained(doubt), found)
+
+
+def _first_of(doubt: Doubt, suspected: Iterable[Suspect], tried: tuple[Retry, ...]) -> Finding | tuple[Retry, ...]:
+    """The first suspect that is the cause; all that was tried where none is."""
+    before = doubt.agreement(doubt.wanted, doubt.found)
+    for suspect in suspected:
+        values = suspect.run()
+        if values is None:
+            continue
+        after = doubt.agreement(*values)
+        removed = removes(before, after)
+        tried += (Retry(suspect.cause, suspect.without, before, after, removed),)
+        if removed:
+            said = (suspect.cause, suspect.text, suspect.remedy)
+            return Finding(doubt.pair.name, doubt.ops, *said, tried)
+    return tried
+
+
+def suspects(doubt: Doubt) -> Iterator[Suspect]:
+    """In the order in which they are tried: what the file says before what a runtime makes of it."""
+    plain = doubt.file()
+    if not doubt.b.in_runtime or plain is None or not close(doubt.agreement(doubt.wanted, plain)):
+        yield from file_causes(doubt)
+        return
+    yield from _four_bits(doubt)
+    yield from _bias(doubt)
+    yield from _saturation(doubt)
+    yield from _fusion(doubt, plain)
+
+
+# -- rounding
+
+
+def _roundings(doubt: Doubt) -> Iterator[Suspect]:
+    """Codes one step apart, whose common value lies on the border between them, or as near as a kernel computes it."""
+    if not doubt.pair.b.quantized or doubt.agreement(doubt.wanted, doubt.found).lsb > MOST_LSB + SLACK:
+        return
+    before = cache(partial(_before_rounding, doubt))
+    yield Suspect(
+        "rounding",
+        "both round the same value, which lies on the border between two codes",
+        "",
+        "codes that differ taken from the border",
+        lambda: _levelled(doubt, before()),
+    )
+    error = doubt.lockstep.errors.get(doubt.place.codes, 0.0)
+    if error:
+        yield Suspect(
+            "kernel",
+            f"{doubt.kernel} of {doubt.b.how} computes on integers, and its codes lie within the "
+            f"{error:.2g} of a step that the roundings of this kernel are known to bring",
+            "",
+            "codes within these roundings taken as equal",
+            lambda: _levelled(doubt, before(), error),
+        )
+
+
+def _before_rounding(doubt: Doubt) -> Array | None:
+    place, (cut, _) = doubt.place, doubt.lockstep._cut_b
+    if place.entry.producer() is None:
+        return None
+    model, more = cut.before([place])
+    found = doubt.b.rerun(model, {**doubt.lockstep.feeds_b, **more}, mode="float")
+    return None if found is None else found.get(str(place.entry.name))
+
+
+def _levelled(doubt: Doubt, before: Array | None, error: float = 0.0) -> tuple[Array, Array] | None:
+    """Both values, where those that lie as near to the border as roundings may bring them are made equal."""
+    one, other = doubt.wanted, doubt.found
+    if before is None or before.shape != one.shape:
+        return None
+    step = np.broadcast_to(step_of(one, other, doubt.pair.b.facts, doubt.place.scale), one.shape)
+    differ = one != other
+    off, allowed = 0.0, 0.0
+    if differ.any():
+        off, allowed = measure(_evidence(doubt), "float", one, other, before, step, 1.0, error=error)
+    return (one, np.where(differ, one, other) if off <= allowed else other)
+
+
+def _evidence(doubt: Doubt) -> Evidence:
+    ops, kernel, bias = frozenset(doubt.ops), doubt.kernel, doubt.place.piece.bias
+    return Evidence(ops, kernel, frozenset((kernel,)), doubt.pair.b.format, frozenset(), {}, {}, 0, bias=bias)
+
+
+# -- the runtime
+
+
+def _four_bits(doubt: Doubt) -> Iterator[Suspect]:
+    """MatMulNBits, whose activations ONNX Runtime quantizes by itself."""
+    if doubt.b.how != "onnxruntime":
+        return
+    kernels: dict[str, str] = {}
+    doubt.again(mode="integer", types=kernels)
+    if "MatMulNBits" not in kernels.values():
+        return
+    level = {"session.qdq_matmulnbits_accuracy_level": "1"}
+    yield Suspect(
+        "4-bit fusion",
+        "ONNX Runtime runs it as MatMulNBits and quantizes its activations to int8, which was not simulated",
+        "export with weight_only='exact', or set session.qdq_matmulnbits_accuracy_level to 1 where the file is run",
+        "with session.qdq_matmulnbits_accuracy_level = 1",
+        doubt.beside(partial(doubt.again, mode="integer", entries=level)),
+    )
+
+
+def _bias(doubt: Doubt) -> Iterator[Suspect]:
+    """A bias that the runtime rounds, or that its accumulator does not hold."""
+    zeros = {
+        key: np.zeros_like(b.value)
+        for key, b in doubt.lockstep.parameters[1].items()
+        if key[0] in doubt.place.piece.made and b.role == "bias"
+    }
+    if zeros:
+        yield Suspect(
+            "bias",
+            "the runtime does not add the bias that the file holds: it quantizes a float bias by itself, and an int32 bias "
+            "beyond the accumulator wraps around",
+            "export with bias='int32', which raises the weight's scale where the bias needs it",
+            "without the bias, on both sides",
+            doubt.both(lambda model: clear(model, zeros)),
+        )
+
+
+def _saturation(doubt: Doubt) -> Iterator[Suspect]:
+    """Sums of products that 16 or 32 bits do not hold."""
+    how = doubt.b.how
+    # OpenVINO does not tell of every operator that it fused into which kernel
+    if doubt.kernel == "float" and how != "openvino":
+        return
+    largest = doubt.place.piece.accumulated
+    made = set(doubt.place.piece.made)
+    if largest > INT32_MAX:
+        bits = int(np.ceil(np.log2(largest / INT32_MAX))) + 1
+        yield Suspect(
+            "overflow",
+            f"the int32 accumulator overflows: sums reach {largest:.3g} and it holds {INT32_MAX:.3g}",
+            "leave its input in float, split the layer along its inner axis, or give its weight fewer bits",
+            f"with {bits} bits less in its weight, on both sides",
+            doubt.both(lambda model: narrow(model, made, bits)),
+        )
+    if how not in _PAIRS or not largest:  # no weight is multiplied there
+        return
+    exact = "open the session with session.x64quantprecision = 1, or "  # costs no accuracy
+    yield Suspect(
+        "saturation",
+        "sums of two products of uint8 and int8 saturate at 16 bits: this CPU, or what the runtime sees of it, has no VNNI",
+        (exact if how == "onnxruntime" and offers_exact_sums(doubt.b.model) else "")
+        + "quantize again with repair='saturation', which gives the layers that need it 7-bit weights",
+        "with 7 bits in its weight, on both sides",
+        doubt.both(lambda model: narrow(model, made, 1)),
+    )
+
+
+def _fusion(doubt: Doubt, plain: Array) -> Iterator[Suspect]:
+    """Kernels that the runtime put in the place of several operators."""
+    kernel, name = doubt.kernel, doubt.pair.name
+    if doubt.b.how == "onnxruntime":
+        yield Suspect(
+            "fusion",
+            "changes of the graph that keep its quantizers already change its values",
+            "set the session's graph_optimization_level lower where the file is run, and report it to ONNX Runtime",
+            "with integer kernels, and no other change of the graph",
+            doubt.beside(lambda: None if kernel != "float" else doubt.again(mode="float", optimized=False)),
+        )
+    fused = f"the integer kernel {kernel}" if kernel != "float" else "what the runtime made of these operators"
+    yield Suspect(
+        "fusion",
+        f"{fused} computes something else than the operators and quantizers that the file has",
+        f"leave {name} in float: sim.quantizers[{name!r}].enabled = False",
+        "with float kernels, every quantizer as it stands",
+        doubt.beside(lambda: plain),
+    )
+
+
+_TEXT = (
+    "the runtime computes something else there in the whole file than in these operators alone, although both are fed the same "
+    "values"
+)
+_OTHER = "leave the layer in float: sim.quantizers[...].enabled = False, or show the runtime's maintainers this file"
+
+
+def in_context(both: Lockstep, most: int) -> list[Finding]:
+    """The first ``most`` tensors that the second execution, a runtime, makes otherwise in the whole file than alone."""
+    if not both.b.in_runtime:
+        return []
+    apart = _apart(both, both.in_the_whole())
+    if not apart:
+        return []
+    fixed = both.in_the_whole(lambda model: fix_lengths(model, both.feeds_b)) if free_inputs(both.b.model) else {}
+    return [_finding(both, pair, before, fixed.get(pair)) for pair, before in list(apart.items())[:most]]
+
+
+def _apart(both: Lockstep, values: Mapping[Pair, tuple[Array, Array]]) -> dict[Pair, Agreement]:
+    """Where the two differ by more than the order of summation and a table inside a kernel may change."""
+    compared = {pair: both.agreement(pair, *two) for pair, two in values.items()}
+    return {pair: found for pair, found in compared.items() if not _alike(found)}
+
+
+def _alike(agreement: Agreement) -> bool:
+    return close(agreement) or agreement.lsb <= MOST_LSB + SLACK
+
+
+def _finding(both: Lockstep, pair: Pair, before: Agreement, fixed: tuple[Array, Array] | None) -> Finding:
+    """With the run that has the lengths of the input in the place of free axes, where there are any."""
+    retries: tuple[Retry, ...] = ()
+    remedy = _OTHER
+    if fixed is not None:
+        after = both.agreement(pair, *fixed)
+        without = "with the lengths of this input instead of free axes"
+        retries = (Retry("fusion", without, before, after, _alike(after)),)
+        if _alike(after):
+            remedy = how_to_fix({name: array.shape for name, array in both.feeds_b.items()})
+    return Finding(pair.name, tuple(both.places[pair].piece.ops), "fusion", _TEXT, remedy, retries)

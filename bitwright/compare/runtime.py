@@ -1,0 +1,280 @@
+"""ONNX Runtime on one CPU thread, in the two modes that verification compares."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.compare.cut import MOVES
+from bitwright.errors import ExportError
+from bitwright.export.files.atomic import temporary_room
+from bitwright.export.files.onnx_file import load
+from bitwright.runtimes.adapters import open_file
+
+Array = NDArray[Any]
+Mode = Literal["float", "integer"]
+MODES: tuple[Mode, ...] = ("float", "integer")
+
+# part of the integer kernel in front of them, or none
+_AFTER = ("QuantizeLinear", "DequantizeLinear", "Relu", "Clip")
+_ENTRIES: dict[Mode, dict[str, str]] = {"float": {"session.disable_quant_qdq": "1"}, "integer": {}}
+#: of a session whose integer sums are exact on any CPU. On x86 without VNNI it makes int8 weights uint8 when the file loads;
+#: kernels of two unsigned factors add their products in 32 bits. Other CPUs ignore it. ONNX Runtime 1.31 refuses models of which
+#: two products share a weight or its zero point (it adds the uint8 copy twice), or that have int8 weights with a scale per
+#: block (it gives them a zero point of one value).
+EXACT_SUMS = {"session.x64quantprecision": "1"}
+# Bytes of weights beyond which a model goes through a file: a message takes three copies of them, and six times as long.
+_ONE_MESSAGE_LIMIT = 1 << 22
+
+
+def run_model(
+    model: ir.Model,
+    feeds: Mapping[str, Array],
+    mode: Mode,
+    types: dict[str, str] | None = None,
+    *,
+    entries: Mapping[str, str] | None = None,
+    optimized: bool = True,
+) -> dict[str, Array]:
+    """Graph outputs of ``model`` by name.
+
+    Args:
+        model: any model.
+        feeds: by name of graph input; what the model does not read is left out.
+        mode: ``"float"`` keeps QuantizeLinear and DequantizeLinear as they are; ``"integer"`` is the default.
+        types: filled with what :func:`optimized_types` tells, at no further session.
+        entries: settings of the session beside those of ``mode``.
+        optimized: with the runtime's changes of the graph; without them every operator runs as it stands.
+
+    Raises:
+        One of :func:`refusals`: the runtime cannot load or run the model.
+    """
+    entries = entries or {}
+    if entries.keys() >= EXACT_SUMS.keys() and not _takes_exact_sums(model):
+        model = _separated(model)
+    session = _session(model, mode, types, entries, optimized)
+    names = {given.name for given in session.get_inputs()}
+    wanted = [out.name for out in session.get_outputs()]
+    found = session.run(wanted, {name: array for name, array in feeds.items() if name in names})
+    return dict(zip(wanted, found, strict=True))
+
+
+def run_in(
+    runtime: str,
+    model: ir.Model,
+    feeds: Mapping[str, Array],
+    mode: Mode,
+    types: dict[str, str] | None = None,
+    *,
+    entries: Mapping[str, str] | None = None,
+) -> dict[str, Array]:
+    """:func:`run_model`, whose mode ``"integer"`` is what ``runtime`` does by default.
+
+    Float kernels are ONNX Runtime's in any case: they tell what the file says, and ``runtime`` what becomes of it. ``entries``
+    are for ONNX Runtime alone.
+
+    Raises:
+        ExportError: ``runtime`` refuses the model.
+        One of :func:`refusals`: ONNX Runtime does.
+    """
+    if runtime == "onnxruntime" or mode == "float":
+        return run_model(model, feeds, mode, types, entries=entries)
+    with temporary_room(), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        ir.save(model, path)
+        try:
+            session = open_file(runtime, path)
+            if types is not None:
+                types.update(_kernels_by_tensor(model, session.kernels))
+            return session.run(feeds)
+        except ExportError as error:  # of a file that only this function knows
+            site = error.site.removeprefix(str(path)).removeprefix(": ") or "the model"
+            raise ExportError(site, error.problem, error.remedy) from error
+
+
+def _kernels_by_tensor(model: ir.Model, kernels: Mapping[str, str]) -> dict[str, str]:
+    """Tensor -> kernel, from operator -> kernel; what a runtime computes in floats is ``float``."""
+    found: dict[str, str] = {}
+    for node in model.graph:
+        kernel = kernels.get(str(node.name), "float")
+        if not kernel.endswith(("i8", "u8")) or kernel.startswith("FakeQuantize"):
+            source = node.inputs[0] if node.op_type in _AFTER and node.inputs else None
+            kernel = "float" if source is None else found.get(str(source.name), "float")
+        found.update((str(value.name), kernel) for value in node.outputs)
+    return found
+
+
+def optimized_types(model: ir.Model) -> dict[str, str]:
+    """Tensor name -> type of the operator that makes it after the runtime's default optimisation.
+
+    A Transpose or Reshape that the runtime put after a kernel, of another layout or of two axes, counts as that kernel.
+    """
+    types: dict[str, str] = {}
+    _session(model, "integer", types, {}, True)
+    return types
+
+
+def offers_exact_sums(model: ir.Model) -> bool:
+    """Whether ONNX Runtime runs ``model`` as it stands with :data:`EXACT_SUMS`, and all its sums are exact then.
+
+    Version 1.31 leaves weights that a body of a Loop, Scan or If reads as they are: int8 ones, that is.
+    """
+    in_bodies = any(node.graph is not model.graph and _is_int8(node) for node, _ in _dequantized_codes(model))
+    return not in_bodies and _takes_exact_sums(model)
+
+
+def _takes_exact_sums(model: ir.Model) -> bool:
+    return not _shared(model) and not any(_per_block(node) for node, _ in _dequantized_codes(model))
+
+
+def _per_block(node: ir.Node) -> bool:
+    return _is_int8(node) and node.attributes.get_int("block_size", 0) > 0
+
+
+def _is_int8(node: ir.Node) -> bool:
+    return node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.INT8
+
+
+def _dequantized_codes(model: ir.Model) -> Iterator[tuple[ir.Node, set[ir.Value]]]:
+    """``(DequantizeLinear, its codes and zero points)`` where these are initializers."""
+    for node in model.graph.all_nodes():
+        if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].is_initializer():
+            yield node, {value for i, value in enumerate(node.inputs) if i != 1 and value is not None}
+
+
+def _shared(model: ir.Model) -> list[tuple[ir.Node, list[Any]]]:
+    """``(DequantizeLinear of codes, its readers)`` but for the first reader of every code and zero point."""
+    found = []
+    seen: set[ir.Value] = set()
+    for node, constants in _dequantized_codes(model):
+        readers = [*node.outputs[0].uses()]
+        if readers:
+            found.append((node, readers if constants & seen else readers[1:]))
+            seen |= constants
+    return [(node, readers) for node, readers in found if readers]
+
+
+def _separated(model: ir.Model) -> ir.Model:
+    """A copy in which every reader of a dequantized constant has constants of its own, and those per block are uint8."""
+    copy = model.clone()
+    for node, _ in [*_dequantized_codes(copy)]:
+        if _per_block(node):
+            _become_unsigned(copy.graph, node)
+    for node, readers in _shared(copy):
+        made, graph = node.outputs[0], node.graph
+        assert graph is not None
+        for k, (reader, i) in enumerate(readers):
+            inputs = [_own(copy.graph, value, f"{made.name}/{k}") for value in node.inputs]
+            name = f"{node.name}/{k}"
+            out = ir.Value(name=f"{made.name}/{k}", type=made.type, shape=made.shape)
+            own = ir.Node("", node.op_type, inputs, [*node.attributes.values()], outputs=[out], name=name)
+            graph.insert_after(node, own)
+            reader.replace_input_with(i, out)
+        if not made.uses() and not made.is_graph_output():
+            graph.remove(node, safe=True)
+    return copy
+
+
+def _become_unsigned(graph: ir.Graph, node: ir.Node) -> None:
+    """Codes of int8 and their zero points 128 higher, as uint8: the same values."""
+    codes, scale, zero = (*node.inputs, None)[:3]
+    for i, value in ((0, codes), (2, zero)):
+        shape = scale if value is None else value  # no zero point is one of 0 per scale
+        assert shape is not None and shape.const_value is not None
+        held = np.zeros(shape.const_value.shape.numpy(), np.int8) if value is None else _array(value)
+        name = f"{node.outputs[0].name}/unsigned/{i}"
+        tensor = ir.tensor((held.astype(np.int16) + 128).astype(np.uint8), name=name)
+        own = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(held.shape), const_value=tensor)
+        graph.register_initializer(own)
+        node.resize_inputs(max(len(node.inputs), i + 1))
+        node.replace_input_with(i, own)
+
+
+def _array(value: ir.Value) -> Array:
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def _own(graph: ir.Graph, value: ir.Value | None, reader: str) -> ir.Value | None:
+    if value is None or not value.is_initializer():
+        return value
+    own = ir.Value(name=f"{reader}/{value.name}", type=value.type, shape=value.shape, const_value=value.const_value)
+    graph.register_initializer(own)
+    return own
+
+
+def _session(
+    model: ir.Model, mode: Mode, types: dict[str, str] | None, entries: Mapping[str, str], optimized_graph: bool
+) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    if not optimized_graph:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # refusals arrive as exceptions; the log would only repeat them
+    for key, value in {**_ENTRIES[mode], **entries}.items():
+        options.add_session_config_entry(key, value)
+    with temporary_room(), tempfile.TemporaryDirectory() as folder:
+        optimized = Path(folder, "optimized.onnx")
+        if types is not None:
+            options.optimized_model_filepath = str(optimized)
+            # Weights go to a second file: only names and types are wanted, and one file may not exceed 2 GiB.
+            for key, text in (("file_name", "weights.bin"), ("min_size_in_bytes", "1024")):
+                options.add_session_config_entry(f"session.optimized_model_external_initializers_{key}", text)
+        source = _source(model, Path(folder, "model.onnx"))
+        session = inference_session(model, source, options, ["CPUExecutionProvider"])
+        if types is not None:
+            types.update(_types(load(optimized)))
+    return session
+
+
+def inference_session(model: ir.Model, source: bytes | str, options: Any, providers: list[Any]) -> Any:
+    """A session of ``source``, the serialized form of ``model``.
+
+    Where the condition of an If is constant, ONNX Runtime's constant folding puts the branch in its place, forgets for the
+    rest of the pass that the branch reads values from outside, and takes out what makes them once another reader (a Shape)
+    is folded. It then refuses its own graph; such a model is opened again without constant folding.
+    """
+    import onnxruntime as ort
+
+    try:
+        return ort.InferenceSession(source, options, providers=providers)
+    except refusals():
+        if all(node.op_type != "If" for node in model.graph.all_nodes()):
+            raise
+        return ort.InferenceSession(source, options, providers=providers, disabled_optimizers=["ConstantFolding"])
+
+
+def _source(model: ir.Model, path: Path) -> bytes | str:
+    """The model as one message, or a file for what a message cannot hold: large and external tensors."""
+    tensors = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
+    external = any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
+    if not external and sum(tensor.nbytes for tensor in tensors) < _ONE_MESSAGE_LIMIT:
+        return bytes(ir.to_proto(model).SerializeToString())
+    ir.save(model, path, external_data=f"{path.name}.data")
+    return str(path)
+
+
+def _types(optimized: ir.Model) -> dict[str, str]:
+    types: dict[str, str] = {}
+    for node in optimized.graph.all_nodes():
+        source = node.inputs[0] if node.op_type in MOVES else None
+        kind = node.op_type if source is None else types.get(str(source.name), node.op_type)
+        kind = node.op_type if kind in ("QuantizeLinear", "DequantizeLinear") else kind
+        types.update((str(value.name), kind) for value in node.outputs)
+    return types
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """The exceptions ONNX Runtime raises when it cannot load or run a model; they share no base class."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    kinds = (getattr(state, name) for name in dir(state))
+    return (*(k for k in kinds if isinstance(k, type) and issubclass(k, Exception)), RuntimeError)

@@ -1,0 +1,439 @@
+"""Which layers saturate or overflow in integer kernels: what their weights allow, and what was counted on data.
+
+- **pairs**: CPUs without dot-product instructions add two products of uint8 and int8 in 16 bits, which saturate; which two,
+  ONNX Runtime and OpenVINO choose differently where a convolution has an odd number of channels;
+- **accumulator**: the sum of all products is kept in 32 bits, which wrap around;
+- **bias**: int32 codes at the end of their range;
+- **scale**: the product of input and weight scale is too small for a float.
+
+A static bound of pairs or of the accumulator says what no data can do; the counts say what the data did.
+
+Sums of products as integer kernels compute them: an exported operator as a matrix product of codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.compare.points import values_by_name
+from bitwright.compare.runtime import run_model
+from bitwright.core.numerics.integer_sums import INT16_MAX, INT16_MIN, INT32_MAX, largest_pair, saturated
+from bitwright.errors import ExportError, some_of
+from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.qdq.markers import copy_model
+from bitwright.tables import Tabular, html_table, text_table
+
+Array = NDArray[Any]
+
+_SIGNED = 128  # kernels shift signed input codes by this
+
+
+@dataclass(frozen=True)
+class IntegerProduct:
+    """A Conv, Gemm or MatMul that an integer kernel computes.
+
+    Attributes:
+        node: of the exported file.
+        site: of its weight in the simulation, or the tensor's name.
+        codes: name of the tensor that holds the codes of its input.
+        signed: whether these are int8.
+        input_scale, input_zero: of its input.
+        weight: stored codes of its weight, int8.
+        weight_scale: one, or one per output channel.
+        bias: stored int32 codes, if there are any.
+        output_scale: of the quantizer that follows, if there is one.
+    """
+
+    node: ir.Node
+    site: str
+    codes: str
+    signed: bool
+    input_scale: float
+    input_zero: int
+    weight: Array
+    weight_scale: Array
+    bias: Array | None
+    output_scale: float | None
+
+    @property
+    def groups(self) -> int:
+        """Of a convolution; 1 otherwise."""
+        return int(self.node.attributes.get_int("group", 1) or 1) if self.node.op_type == "Conv" else 1
+
+    @property
+    def pairs(self) -> bool:
+        """Whether its kernel adds pairs of products: one product per channel, a depthwise convolution, has none."""
+        return self.groups == 1 or self.weight.shape[1] > 1
+
+    def matrices(self) -> list[Array]:
+        """The weight of every group as ``[K, M]``; K in the order in which kernels add: positions, then channels."""
+        weight = self.weight.astype(np.int64)
+        if self.node.op_type == "Conv":
+            parts = np.split(weight, self.groups)
+            return [np.moveaxis(part, 1, -1).reshape(part.shape[0], -1).T for part in parts]
+        turned = self.node.op_type == "Gemm" and self.node.attributes.get_int("transB", False)
+        return [weight.T if turned else weight]
+
+    def orders(self) -> tuple[Callable[[Array], Array], ...]:
+        """How runtimes put the last axis of a row, and of a turned weight, in order before they add neighbours.
+
+        ONNX Runtime goes through the channels of all positions in a row. OpenVINO begins every position anew: after an odd
+        number of channels stands a zero.
+        """
+        if self.node.op_type != "Conv" or self.weight.shape[1] % 2 == 0 or self.weight[0, 0].size == 1:
+            return (_as_is,)
+        channels = self.weight.shape[1]
+
+        def apart(array: Array) -> Array:
+            split = array.reshape(*array.shape[:-1], -1, channels)
+            return np.pad(split, ((0, 0),) * (split.ndim - 1) + ((0, 1),)).reshape(*array.shape[:-1], -1)
+
+        return _as_is, apart
+
+    def rows(self, codes: Array, most: int, rng: np.random.Generator) -> list[Array]:
+        """What the weight of every group is multiplied with: at most so many rows, chosen by chance, ``[N, K]``."""
+        given = codes.astype(np.int64) + (_SIGNED if self.signed else 0)
+        if self.node.op_type != "Conv":
+            flat = given.reshape(-1, given.shape[-1])
+            return [flat if len(flat) <= most else flat[rng.choice(len(flat), most, replace=False)]]
+        zero = self.input_zero + (_SIGNED if self.signed else 0)
+        return _windows(self.node, given, self.weight.shape, self.groups, zero, most, rng)
+
+
+def _as_is(array: Array) -> Array:
+    return array
+
+
+def _windows(
+    node: ir.Node, x: Array, shape: Sequence[int], groups: int, zero: int, most: int, rng: np.random.Generator
+) -> list[Array]:
+    """Windows of a convolution, padded with the code of zero, at positions chosen by chance; one matrix per group."""
+    kernel = tuple(shape[2:])
+    rank = len(kernel)
+    strides, dilations = (tuple(node.attributes.get_ints(k, ()) or (1,) * rank) for k in ("strides", "dilations"))
+    reach = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True))
+    x = np.pad(x, ((0, 0), (0, 0), *_padding(node, x.shape[2:], reach, strides)), constant_values=zero)
+    view = np.lib.stride_tricks.sliding_window_view(x, reach, axis=tuple(range(2, 2 + rank)))
+    steps: tuple[Any, ...] = (..., *(slice(None, None, s) for s in strides), *(slice(None),) * rank)
+    view = view[steps]
+    steps = (..., *(slice(None, None, d) for d in dilations))
+    view = view[steps]
+    places = (view.shape[0], *view.shape[2 : 2 + rank])
+    total = int(np.prod(places))
+    chosen = np.arange(total) if total <= most else rng.choice(total, most, replace=False)
+    at = np.unravel_index(chosen, places)
+    steps = (at[0], slice(None), *at[1:])
+    windows = view[steps]  # [N, C, *kernel]
+    return [np.moveaxis(part, 1, -1).reshape(len(chosen), -1) for part in np.split(windows, groups, axis=1)]
+
+
+def _padding(
+    node: ir.Node, sizes: Sequence[int], reach: Sequence[int], strides: Sequence[int]
+) -> list[tuple[int, int]]:
+    auto = node.attributes.get_string("auto_pad", "NOTSET") or "NOTSET"
+    if auto.startswith("SAME"):
+        totals = [max((-(-n // s) - 1) * s + r - n, 0) for n, r, s in zip(sizes, reach, strides, strict=True)]
+        return [(t // 2, t - t // 2) if auto == "SAME_UPPER" else (t - t // 2, t // 2) for t in totals]
+    pads = tuple(node.attributes.get_ints("pads", ()) or (0,) * (2 * len(sizes)))
+    return list(zip(pads[: len(sizes)], pads[len(sizes) :], strict=True))
+
+
+def integer_products(model: ir.Model) -> Iterator[IntegerProduct]:
+    """Every operator of the main graph whose input and weight are 8-bit codes, in execution order."""
+    for node in model.graph:
+        if node.op_type in ("Conv", "Gemm", "MatMul") and not node.domain and len(node.inputs) > 1:
+            given, weight = (_dequantizer(value) for value in node.inputs[:2])
+            product = _product(node, given, weight) if given is not None and weight is not None else None
+            if product is not None:
+                yield product
+
+
+def reads_int8_weight(node: ir.Node) -> bool:
+    """Whether the second operand of ``node`` is dequantized from a stored int8 constant."""
+    weight = _dequantizer(node.inputs[1]) if len(node.inputs) > 1 else None
+    codes = None if weight is None else _constant(weight, 0)
+    return codes is not None and codes.dtype == np.int8
+
+
+def _product(node: ir.Node, given: ir.Node, weight: ir.Node) -> IntegerProduct | None:
+    """The product of what two operators dequantize; ``None`` where that is not an input by a stored weight of 8 bits each."""
+    codes, scale, zero = (_constant(weight, port) for port in range(3))
+    if codes is None or scale is None or codes.dtype != np.int8 or codes.ndim < 2:
+        return None
+    source, step, border = given.inputs[0], _constant(given, 1), _constant(given, 2)
+    if source is None or source.producer() is None or step is None or step.size != 1:
+        return None
+    signed = _is_signed(source, border)
+    if signed is None or (zero is not None and zero.any()):
+        return None
+    bias = _dequantizer(node.inputs[2]) if len(node.inputs) > 2 else None
+    return IntegerProduct(
+        node, _site_of(weight), str(source.name), signed, float(step.reshape(())),
+        0 if border is None else int(border.reshape(())), codes, scale, None if bias is None else _constant(bias, 0),
+        _scale_after(node),
+    )  # fmt: skip
+
+
+def _is_signed(codes: ir.Value, zero_point: NDArray[Any] | None) -> bool | None:
+    """Of 8-bit codes, by their type or that of the zero point; ``None``: they have not 8 bits."""
+    kinds = {ir.DataType.UINT8: False, ir.DataType.INT8: True}
+    if codes.dtype in kinds:
+        return kinds[codes.dtype]
+    return None if zero_point is None else kinds.get(ir.DataType.from_numpy(zero_point.dtype))
+
+
+def _dequantizer(value: ir.Value | None) -> ir.Node | None:
+    maker = None if value is None else value.producer()
+    return maker if maker is not None and maker.op_type == "DequantizeLinear" else None
+
+
+def _constant(node: ir.Node, port: int) -> Array | None:
+    value = node.inputs[port] if len(node.inputs) > port else None
+    return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+def _site_of(node: ir.Node) -> str:
+    facts = read_metadata(node)
+    return str(node.outputs[0].name) if facts is None else str(facts["places"][0][0])
+
+
+def _scale_after(node: ir.Node) -> float | None:
+    """The scale of the quantizer after ``node``, across Add, Relu and Clip."""
+    value = node.outputs[0]
+    for _ in range(3):
+        readers = [use.node for use in value.uses()]
+        if len(readers) != 1:
+            return None
+        if readers[0].op_type == "QuantizeLinear":
+            scale = _constant(readers[0], 1)
+            return None if scale is None or scale.size != 1 else float(scale.reshape(()))
+        if readers[0].op_type not in ("Relu", "Clip", "Add"):
+            return None
+        value = readers[0].outputs[0]
+    return None
+
+
+pass
+
+Feeds = Mapping[str, Array]
+
+_ROWS = 256  # outputs per layer and batch whose sums are taken apart
+_BIAS_END = float(1 << 30)
+_TINY = float(np.finfo(np.float32).tiny)
+_HEAD = ("weight", "operator", "pairs at risk", "outputs with one", "off by", "largest sum", "bound", "what")
+
+
+@dataclass(frozen=True)
+class LayerSums:
+    """What one layer adds up.
+
+    Attributes:
+        site: of its weight.
+        op: operator type.
+        risky: share of pairs of weights that some input can saturate.
+        touched: share of outputs in which a pair did, of those that were looked at; of two runtimes that pair otherwise the
+            larger one.
+        off: how far that moves an output at most, in steps of its grid; relative to the largest output where it has none.
+        largest: largest absolute sum that was seen.
+        bound: largest that any input can make.
+        bias: largest absolute code of the bias.
+        scale: smallest product of input and weight scale.
+        seen: outputs that were looked at.
+    """
+
+    site: str
+    op: str
+    risky: float
+    touched: float
+    off: float
+    largest: int
+    bound: int
+    bias: int
+    scale: float
+    seen: int
+
+    _also = ("faults",)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What goes wrong in it, in words; empty where nothing does."""
+        return tuple(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        if self.touched:
+            yield "pairs saturate"
+        if self.largest > INT32_MAX:
+            yield "the int32 accumulator overflows"
+        elif self.bound > INT32_MAX:
+            yield "the int32 accumulator can overflow"
+        if self.bias > _BIAS_END:
+            yield "the int32 bias overflows"
+        if self.scale < _TINY:
+            yield "its scales underflow"
+
+
+@dataclass(frozen=True)
+class SaturationReport(Tabular):
+    """What :func:`saturation` found.
+
+    Attributes:
+        layers: in execution order.
+        notes: what was left out.
+    """
+
+    _rows = "layers"
+    _also = ("ok", "guilty")
+
+    layers: tuple[LayerSums, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether no layer has a fault."""
+        return not any(layer.faults for layer in self.layers)
+
+    @property
+    def guilty(self) -> tuple[str, ...]:
+        """Weights of the layers in which pairs saturated."""
+        return tuple(layer.site for layer in self.layers if layer.touched)
+
+    def to_text(self) -> str:
+        """A table."""
+        return "\n".join([text_table(_HEAD, map(_cells, self.layers)), "", *self._lines()])
+
+    __str__ = to_text
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEAD, map(_cells, self.layers), "Sums in integer kernels", self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        if self.guilty:
+            yield (
+                f"pairs saturate in {len(self.guilty)} of {len(self.layers)} layers on CPUs without VNNI: "
+                "repair='saturation' gives their weights 7 bits"
+            )
+        wide = [layer.site for layer in self.layers if layer.bound > INT32_MAX]
+        if wide:
+            yield (
+                f"the int32 accumulator can overflow, on every CPU: {', '.join(wide)}: leave the input of these layers in float, "
+                "split them along their inner axis, or give their weights fewer bits"
+            )
+        yield from (f"note: {note}" for note in self.notes)
+        if self.ok:
+            yield f"{len(self.layers)} layers: nothing saturates or overflows"
+
+
+def _cells(layer: LayerSums) -> tuple[str, ...]:
+    return (
+        layer.site, layer.op, f"{layer.risky:.1%}", f"{layer.touched:.2%}", f"{layer.off:.3g}", f"{layer.largest:.3g}",
+        f"{layer.bound:.3g}", "; ".join(layer.faults),
+    )  # fmt: skip
+
+
+def _left_out(model: ir.Model, known: Container[ir.Node]) -> Iterator[str]:
+    """A note on the products that were not taken apart."""
+    layers = [node for node in model.graph.all_nodes() if node.op_type in ("Conv", "Gemm", "MatMul")]
+    left = [_named(node) for node in layers if node not in known and node.graph is model.graph]
+    if left:
+        yield f"not counted, as not of 8-bit codes or without a stored weight: {some_of(left)}"
+    inside = [_named(node) for node in layers if node.graph is not model.graph and reads_int8_weight(node)]
+    if inside:
+        yield (
+            f"not counted, as in a body of If, Loop or Scan: {some_of(inside)}; pairs can saturate there on CPUs without VNNI: "
+            "files for target='ort_cpu' have uint8 weights there, with which none does"
+        )
+
+
+def _named(node: ir.Node) -> str:
+    return node.name or str(node.outputs[0].name)
+
+
+def saturation(model: ir.Model, batches: Iterable[Feeds], *, rows: int = _ROWS) -> SaturationReport:
+    """Take the sums of every integer product of an exported model apart.
+
+    Args:
+        model: as an export wrote it, or another QDQ model.
+        batches: inputs by name.
+        rows: outputs per layer and batch that are taken apart, chosen by chance (seed 0).
+
+    Raises:
+        ExportError: there is no batch, or the model does not run on one.
+    """
+    products = list(integer_products(model))
+    observed = _returning_codes(model, products)
+    counts = [_Count(product) for product in products]
+    rng, ran = np.random.default_rng(0), 0
+    for feeds in batches:
+        found = run_model(observed, feeds, "float") if products else {}
+        ran += 1
+        for count in counts:
+            count.add(found[count.product.codes], rows, rng)
+    if not ran:
+        raise ExportError("saturation", "there is no batch to run", "give at least one input")
+    notes = tuple(_left_out(model, {product.node for product in products}))
+    return SaturationReport(tuple(count.layer() for count in counts), notes)
+
+
+def _returning_codes(model: ir.Model, products: Sequence[IntegerProduct]) -> ir.Model:
+    """A copy that also returns the codes that the products read."""
+    copy = copy_model(model)
+    named = values_by_name(copy)
+    for product in products:
+        value = named[product.codes]
+        value.dtype = ir.DataType.INT8 if product.signed else ir.DataType.UINT8
+        if not value.is_graph_output():
+            copy.graph.outputs.append(value)
+    return copy
+
+
+class _Count:
+    """Sums of one layer over batches."""
+
+    def __init__(self, product: IntegerProduct) -> None:
+        self.product = product
+        self.weights, self.orders = product.matrices(), product.orders()
+        self.seen = self.touched = self.largest = 0
+        self.lost = self.peak = 0
+
+    def add(self, codes: Array, rows: int, rng: np.random.Generator) -> None:
+        """Take in what the layer reads in one batch."""
+        product = self.product
+        zero = product.input_zero + (128 if product.signed else 0)
+        biases = self._biases()
+        for given, weight, bias in zip(product.rows(codes, rows, rng), self.weights, biases, strict=True):
+            exact = (given - zero) @ weight + bias
+            self.largest = max(self.largest, int(np.abs(exact).max(initial=0)))
+            self.peak = self.largest
+            self.seen += exact.size
+            if product.pairs:
+                losses = [saturated(order(given), order(weight.T).T)[0] for order in self.orders]
+                self.touched += max(int((lost != 0).sum()) for lost in losses)
+                self.lost = max(self.lost, *(int(np.abs(lost).max(initial=0)) for lost in losses))
+
+    def _biases(self) -> list[Array]:
+        bias, count = self.product.bias, len(self.weights)
+        if bias is None:
+            return [np.zeros(1, np.int64)] * count
+        return np.split(bias.reshape(-1).astype(np.int64), count) if bias.size >= count else [bias] * count
+
+    def layer(self) -> LayerSums:
+        """What was found."""
+        product = self.product
+        zero = product.input_zero + (128 if product.signed else 0)
+        furthest = max(255 - zero, zero)
+        bounds = [[largest_pair(order(w.T).T) for w in self.weights] for order in self.orders]
+        shares = [float(np.mean([((b > INT16_MAX) | (b < INT16_MIN)).mean() for b in groups])) for groups in bounds]
+        bias = 0 if product.bias is None else int(np.abs(product.bias.astype(np.int64)).max(initial=0))
+        step = product.input_scale * float(product.weight_scale.max())
+        off = self.lost * step / product.output_scale if product.output_scale else self.lost / max(self.peak, 1)
+        return LayerSums(
+            product.site, product.node.op_type, max(shares) if product.pairs else 0.0, self.touched / max(self.seen, 1), off,
+            self.largest, max(int(np.abs(w).sum(0).max(initial=0)) for w in self.weights) * furthest, bias,
+            product.input_scale * float(product.weight_scale.min()), self.seen,
+        )  # fmt: skip

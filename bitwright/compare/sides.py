@@ -1,0 +1,326 @@
+"""What is compared: the float model, the simulation, the file as it stands, or the file in a runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.compare.litert import run_converted
+from bitwright.compare.points import run_name
+from bitwright.compare.recurrent_steps import after_pools, pooled_places
+from bitwright.compare.runtime import refusals, run_in, run_model
+from bitwright.errors import ConfigError, ExportError, close_matches
+from bitwright.export.artefacts import Samples
+from bitwright.export.files.manifest import read_manifest
+from bitwright.export.files.onnx_file import load
+from bitwright.export.qdq.lookups import restore_lookups, with_tables
+from bitwright.export.samples import find_export, read_samples
+from bitwright.runtimes.adapters import RUNTIMES, check_not_empty, explained, find_runtime, named_arrays, refusals_of
+
+Array = NDArray[Any]
+Feeds = Mapping[str, Array]
+
+#: executions that are not runtime, in order: what stands further left is nearer to what was trained
+_FIRST = ("float", "simulation", "file")
+_RUNTIMES = tuple(RUNTIMES)
+_FLAT = RUNTIMES["litert"]  # runs conversions of ONNX models, and of parts of them
+_REMEDY = "write PATH, PATH@HOW or HOW: float, simulation, file, {}"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two executions.
+
+    Attributes:
+        label: what the user called it.
+        how: ``float``, ``simulation``, ``file``, or a row of :data:`bitwright.runtimes.adapters.RUNTIMES`.
+        path: of the ONNX file.
+        model: the graph that is run; of a simulation the file it was exported to.
+        values: of a simulation: site, graph input or graph output -> what it had there.
+    """
+
+    label: str
+    how: str
+    path: Path
+    model: ir.Model
+    values: Mapping[str, Sequence[Array]] = field(default_factory=dict)
+
+    @property
+    def in_runtime(self) -> bool:
+        """Whether kernels of a runtime's choice compute it."""
+        return self.how in _RUNTIMES
+
+    @property
+    def rank(self) -> int:
+        """Small where the execution is nearer to what was trained."""
+        return _FIRST.index(self.how) if self.how in _FIRST else len(_FIRST)
+
+    def run(
+        self, model: ir.Model, feeds: Feeds, types: dict[str, str] | None = None, errors: dict[str, float] | None = None
+    ) -> dict[str, Array]:
+        """Outputs of ``model``, a part of the side's own or all of it, as the side executes it.
+
+        Args:
+            model, feeds: what is run, and on what.
+            types: filled with codes -> the kernel that makes them, where the runtime tells.
+            errors: filled with codes -> how far the arithmetic of that kernel is known to bring a value, in steps.
+
+        Raises:
+            ExportError: the runtime refuses it: its message, the operator it names, and what to change.
+        """
+        row = RUNTIMES[self.how if self.in_runtime else "onnxruntime"]
+        with refusals_of(row, self.path):
+            if self.in_runtime and row.suffix != ".onnx":
+                return named_arrays(run_converted(model, feeds, types, errors))
+            if self.in_runtime:
+                return named_arrays(run_in(self.how, model, feeds, "integer", types))
+            return named_arrays(run_model(model, feeds, "float"))
+
+    def rerun(self, model: ir.Model, feeds: Feeds, **options: Any) -> dict[str, Array] | None:
+        """``model`` in ONNX Runtime with other options of :func:`run_model`; ``None`` where it refuses that."""
+        try:
+            return named_arrays(run_model(model, feeds, **options))
+        except refusals():
+            return None
+
+
+def open_sides(
+    one: str | os.PathLike[str], other: str | os.PathLike[str], prefix: str | None = None
+) -> tuple[Side, Side]:
+    """Both sides of a comparison.
+
+    Args:
+        one, other: a folder that an export wrote, the ``.tflite`` file in it, or an ONNX file, with ``@float``,
+            ``@simulation``, ``@file`` or ``@<runtime>`` after it; or only that word, about what the other one names.
+        prefix: stem of the files; needed only where a folder holds several exports.
+
+    Raises:
+        ConfigError: the word is none of these, no path is named, or the runtime is not installed.
+        ExportError: there is no such file, or it cannot be read.
+    """
+    parts = [_split(os.fspath(text)) for text in (one, other)]
+    known = [path for path, _ in parts if path]
+    if not known:
+        raise ConfigError(f"{one} {other}", "neither names a folder or a file", _REMEDY.format(", ".join(_RUNTIMES)))
+    first, second = (_open(path or known[0], how, prefix) for path, how in parts)
+    if (first.how, first.path) == (second.how, second.path):
+        problem = f"both are {first.label}, which does not differ from itself"
+        raise ConfigError(f"{one} {other}", problem, "compare it with another execution or another file")
+    return first, second
+
+
+def open_side(path: str | os.PathLike[str], prefix: str | None = None) -> Side:
+    """The file of an export, or an ONNX file.
+
+    Raises:
+        ExportError: there is no such file, or it cannot be read.
+    """
+    return _open(os.fspath(path), "", prefix)
+
+
+def sides_in_memory(
+    words: tuple[str, str], float_model: ir.Model, file_model: ir.Model, samples: Samples
+) -> list[Side]:
+    """The two sides that ``words`` name, of an export that lies in memory.
+
+    Raises:
+        ConfigError: a word is none, both are the same, or the runtime is not installed.
+    """
+    if words[0] == words[1]:
+        problem = f"both are {words[0]!r}, which does not differ from itself"
+        raise ConfigError("drift", problem, "compare it with another execution")
+    values = {name: [array] for name, array in {**samples.outputs, **samples.inputs}.items()}
+    file_model = with_tables(file_model)
+    sides = []
+    for word in words:
+        if word not in (*_FIRST, *_RUNTIMES):
+            problem = f"{word!r} is not an execution{close_matches(word, (*_FIRST, *_RUNTIMES))}"
+            raise ConfigError("drift", problem, f"use one of {', '.join((*_FIRST, *_RUNTIMES))}")
+        if word in _RUNTIMES:
+            find_runtime(word)
+        kept = {**values, **_by_run(samples.sites, file_model)} if word == "simulation" else {}
+        sides.append(Side(word, word, Path("model.onnx"), float_model if word == "float" else file_model, kept))
+    return sides
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Path and word; either may be empty."""
+    words = (*_FIRST, *_RUNTIMES)
+    if Path(text).exists():
+        return text, ""
+    if text in words:
+        return "", text
+    path, at, how = text.rpartition("@")
+    if not at and Path(text).suffix != ".onnx" and Path(text).name == text:
+        problem = f"it is neither a file or folder nor an execution{close_matches(text, words)}"
+        raise ConfigError(text, problem, _REMEDY.format(", ".join(_RUNTIMES)))
+    if not at:
+        return text, ""
+    if how not in words:
+        problem = f"{how!r} is not an execution{close_matches(how, words)}"
+        raise ConfigError(text, problem, _REMEDY.format(", ".join(_RUNTIMES)))
+    return path, how
+
+
+def _open(text: str, how: str, prefix: str | None) -> Side:
+    path = Path(text)
+    if how in _RUNTIMES:
+        find_runtime(how)
+    if not path.exists():
+        raise ExportError(text, "there is no such file or folder", "check the path")
+    if path.suffix == _FLAT.suffix:
+        return _open_flat(path, how)
+    if path.is_dir() and how == _FLAT.name:
+        _check_flat(path, find_export(path, prefix))
+    if not path.is_dir():
+        model = read_model(path)
+        how = how or ("file" if has_quantizers(model) else "float")
+        if how == "simulation":
+            problem = "a file alone does not keep what the simulation computed"
+            raise ExportError(text, problem, "name the folder of the export, or compare with @file")
+        if how == "float" and has_quantizers(model):
+            problem = "the file holds quantizers, and a file alone does not keep the float model"
+            raise ExportError(text, problem, "name the folder of the export, or the float model's own file")
+        return Side(f"{text}@{how}", how, path, model)
+    stem, how = find_export(path, prefix), how or "file"
+    file = path / (f"{stem}_float.onnx" if how == "float" else f"{stem}.onnx")
+    model = read_model(file)
+    values = samples_of(path, stem, model) if how == "simulation" else {}
+    return Side(f"{text}@{how}", how, file, model, values)
+
+
+def _open_flat(path: Path, how: str) -> Side:
+    """A LiteRT file: the model that it was converted from lies beside it."""
+    if how not in ("", _FLAT.name):
+        problem = f"{path.name} is a LiteRT file, which only {_FLAT.name} runs"
+        raise ExportError(f"{path}@{how}", problem, f"name the folder of the export: {path.parent}@{how}")
+    if not path.with_name(f"{path.stem}_manifest.json").is_file():
+        problem = "no export lies beside it, which says what its tensors are called in the model"
+        raise ExportError(str(path), problem, "name the folder of an export with target='litert'")
+    return _open(str(path.parent), _FLAT.name, path.stem)
+
+
+def _check_flat(folder: Path, stem: str) -> None:
+    """Refuse an export whose LiteRT file is not the conversion of its model any more: parts are converted from that."""
+    names = (f"{stem}{_FLAT.suffix}", f"{stem}.onnx")
+    if not (folder / names[0]).is_file():
+        return
+    problems = read_manifest(folder / f"{stem}_manifest.json").problems(folder)
+    told = [problem for problem in problems if problem.startswith(tuple(f"{name} " for name in names))]
+    if told:
+        remedy = f"export again, or compare {names[1]}@{_FLAT.name}, which is converted anew"
+        raise ExportError(str(folder / names[0]), "; ".join(told), remedy)
+
+
+def samples_of(folder: Path, stem: str, model: ir.Model) -> dict[str, Sequence[Array]]:
+    """Site, graph input or graph output -> the simulation's values that the export of ``model`` keeps.
+
+    Raises:
+        ExportError: it keeps none.
+    """
+    sites, inputs, outputs = _samples(folder, stem)
+    return {**{name: [array] for name, array in {**outputs, **inputs}.items()}, **_by_run(sites, model)}
+
+
+def _by_run(sites: Mapping[str, Sequence[Array]], model: ir.Model) -> dict[str, Sequence[Array]]:
+    """The values of every run of a site under its name, as ``model`` has them."""
+    late = pooled_places(model)
+    return {
+        run_name(site, i, pooled=(site, i) in late): [array]
+        for site, runs in after_pools(model, sites).items()
+        for i, array in enumerate(runs)
+    }
+
+
+def sample_inputs(side: Side) -> dict[str, Array] | None:
+    """The inputs that the export of ``side`` keeps with its samples, if there are any."""
+    stem = side.path.stem.removesuffix("_float") if side.how == "float" else side.path.stem
+    file = side.path.parent / f"{stem}_samples.npz"
+    return read_samples(file)[1] if file.is_file() else None
+
+
+def _samples(folder: Path, stem: str) -> tuple[dict[str, list[Array]], dict[str, Array], dict[str, Array]]:
+    file = folder / f"{stem}_samples.npz"
+    if not file.is_file():
+        problem = "the export has no samples, which hold what the simulation computed"
+        raise ExportError(str(file), problem, "export the model again with samples=True, or compare with @file")
+    return read_samples(file)
+
+
+def read_model(path: Path) -> ir.Model:
+    """The model in a file, with quantized tables as constants, in front of the operators that look rows up in them.
+
+    Raises:
+        ExportError: it is missing, or is not an ONNX model.
+    """
+    if not path.is_file():
+        raise ExportError(str(path), "there is no such file", "export the model again, or check the path")
+    try:
+        model = load(path)
+    except Exception as error:  # protobuf's own errors are not importable through onnx
+        problem = f"it cannot be read as an ONNX model: {explained(error)}"
+        raise ExportError(str(path), problem, "name an .onnx file, or the folder of an export") from error
+    # files of old exporters list every initializer among the inputs as well
+    for value in [v for v in model.graph.inputs if v.is_initializer()]:
+        model.graph.inputs.remove(value)
+    restore_lookups(model)
+    return model
+
+
+def has_quantizers(model: ir.Model) -> bool:
+    """Whether ``model`` holds a QuantizeLinear or DequantizeLinear."""
+    return any(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in model.graph.all_nodes())
+
+
+def check_feeds(side: Side, feeds: Feeds) -> dict[str, Array]:
+    """``feeds`` as ``side`` takes them.
+
+    Raises:
+        ExportError: an input has no value, or one of another type or shape: the data is of another model. There is no sample,
+            or NaN where the input is quantized.
+    """
+    inputs = {str(v.name): v.shape for v in side.model.graph.inputs if not v.is_initializer()}
+    missing = next((name for name in inputs if name not in feeds), None)
+    if missing is not None:
+        raise ExportError(
+            side.label,
+            f"the data has no input {missing!r}{close_matches(missing, feeds)}; it holds {', '.join(feeds) or 'none'}",
+            "give the data of this model, with arrays named after its inputs",
+        )
+    arrays = {name: np.asarray(feeds[name]) for name in inputs}
+    check_not_empty(side.label, arrays)
+    for name, shape in inputs.items():
+        if shape is not None and not _fits(arrays[name].shape, shape):
+            shown, given = _as_text(shape), _as_text(arrays[name].shape)
+            problem = f"its input {name!r} is {shown}, and the data has {given}"
+            raise ExportError(side.label, problem, "give the data of this model")
+    _refuse_nan(side, arrays)
+    return arrays
+
+
+def _refuse_nan(side: Side, arrays: Mapping[str, Array]) -> None:
+    """NaN has no code, and every runtime makes another one of it."""
+    for value in side.model.graph.inputs:
+        array = arrays.get(str(value.name))
+        quantized = any(use.node.op_type == "QuantizeLinear" for use in value.uses())
+        if quantized and array is not None and np.issubdtype(array.dtype, np.floating) and np.isnan(array).any():
+            problem = (
+                f"its input {value.name!r} is quantized, and the data holds {int(np.isnan(array).sum())} NaN there"
+            )
+            raise ExportError(side.label, problem, "leave these samples out, or repair what makes them")
+
+
+def _as_text(axes: Iterable[object]) -> str:
+    return "x".join(str(n) if isinstance(n, int) else "?" for n in axes)
+
+
+def _fits(shape: tuple[int, ...], axes: ir.Shape) -> bool:
+    same = (n == m or not isinstance(n, int) for n, m in zip(axes, shape, strict=False))
+    return len(axes) == len(shape) and all(same)

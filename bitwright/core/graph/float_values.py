@@ -1,0 +1,328 @@
+"""What follows the last layer: sigmoids, decoded coordinates, joins, selections.
+
+Detectors, key-point heads and classifiers end in post-processing: what the last layers return is turned into
+probabilities and coordinates, joined, sorted and thinned out. These operators are few, read small tensors, and runtimes compute
+them in float as fast as on integers; a grid there costs accuracy only. A join of coordinates in pixels and probabilities has
+one grid, whose step is larger than every probability.
+
+Values that no integer grid can hold well enough for the operator that reads them.
+
+A grid's error is the same everywhere on it. Some operators ask for something else: a divisor, a logarithm or a
+root needs a small *relative* error down to the smallest value (a grid rounds these to zero, and the answer is infinite or
+NaN); sine and cosine need a small error against one turn, however many turns the range has; a label that is compared has to be
+the number it was; and a decision about what is computed next (which expert, which entry of a codebook) has to be the one that the
+values before rounding make, where a grid makes ties. The op table says which
+(``OpRow.exact``); here the need is followed back to where such a value comes from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.operators import Need, OpRow, op_row
+
+#: why a value stays in float, for the operator named
+REASONS: dict[Need, str] = {
+    "divisor": "float: {} divides by it, and an integer grid rounds its small values to zero",
+    "magnitude": "float: {} needs its magnitude, of which an integer grid has only the large ones",
+    "sum": "float: {} needs the magnitude of sums of it, and what has no sign uses the range of an integer grid badly",
+    "domain": "float: {} has no answer beyond a bound that an integer grid may pass",
+    "identity": "float: {} compares it or counts with it, and a grid has other numbers",
+    "order": "float: {} decides by it what is computed next, and a grid makes ties of values that are nearly equal",
+    "steering": "float: the model's code decides by it, or by what {} makes of it, what it computes",
+    "phase": "float: {} takes it for an angle, and the steps of an integer grid are large against a turn",
+}
+_KEEPS = frozenset(("Neg", "Abs", "Square", "Pow", "Sqrt", "Clip", "Max", "Min", "Mul", "Div", "Reciprocal"))
+_POSITIVE = frozenset(("Abs", "Square", "Sqrt", "Exp", "ReduceL1", "ReduceL2", "ReduceSumSquare"))
+_KEEP_SIGN = frozenset(("Add", "Mul", "Div", "Pow", "Max", "Clip"))
+_LINEAR = frozenset(("Neg", "Mul", "Div", "Add", "Sub"))
+_PRODUCTS = frozenset(("MatMul", "Gemm", "Einsum"))
+_SUMS = frozenset(("ReduceSum", "ReduceMean", "AveragePool", "GlobalAveragePool", "CumSum"))
+_WEIGHTED_SUMS = frozenset(("MatMul", "Gemm", "Conv"))  # followed for a logarithm: a spectrum by bands
+
+
+def computed_values(graph: Graph) -> set[str]:
+    """What a product of tensors leads to; a table that is looked up by position is none."""
+    computed: set[str] = set()
+    for op in graph.ops:
+        product = op_row(op.type).kind == "compute" and op.type != "Embedding"
+        if product or any(value in computed for _, value in op.sources()):
+            computed.update(op.outputs)
+    return computed
+
+
+def _positive_values(graph: Graph) -> set[str]:
+    """Values that are made without a sign, so that a sum with one loses no magnitude: squares, exponentials, sums of these."""
+    found: set[str] = set()
+    for op in graph.ops:
+        row = op_row(op.type)
+        square = op.type == "Mul" and len(set(op.inputs)) == 1
+        square = square or (op.type == "Pow" and op.attrs.get("exponent", 2) % 2 != 1)
+        keeps = row.kind in ("movement", "merge") or op.type in _SUMS or op.type in _KEEP_SIGN
+        data = [v for v in op.inputs if v is not None and graph.values[v].is_float]
+        if square or op.type in _POSITIVE or (keeps and data and found.issuperset(data)):
+            found.update(op.outputs)
+    return found
+
+
+def reciprocals(graph: Graph, static: set[str]) -> dict[str, str]:
+    """Values that are one number divided by others, and multiples of them -> the operator that divides.
+
+    They are the larger the smaller the divisor is, so that one grid for all has few codes for most of them. A logistic function,
+    whose divisor is an exponential plus one, is bounded.
+    """
+    found: dict[str, str] = {}
+    for op in graph.ops:
+        moving = [v for v in op.inputs if v is not None and v not in static and graph.values[v].is_float]
+        if len(moving) != 1 or not op.outputs:
+            continue
+        value = moving[0]
+        if _is_divisor(op, value) and not _is_shifted_exponential(graph, value):
+            found[op.outputs[0]] = op.name
+        elif value in found and (op_row(op.type).kind == "movement" or op.type in ("Mul", "Div", "Neg")):
+            found[op.outputs[0]] = found[value]
+    return found
+
+
+def _is_divisor(op: Op, value: str) -> bool:
+    """Whether ``op`` divides a constant by ``value``, or a power of it."""
+    by_itself = op.type in ("Reciprocal", "Rsqrt") or _power(op, 0) == "divisor"
+    return by_itself or (op.type == "Div" and op.inputs[0] != value)
+
+
+def _is_shifted_exponential(graph: Graph, value: str) -> bool:
+    maker = graph.producer(value)
+    makers = () if maker is None or maker.type != "Add" else (graph.producer(v) for v in maker.inputs if v is not None)
+    return any(m is not None and m.type == "Exp" for m in makers)
+
+
+def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
+    """Value -> what it is needed for, and the operator that needs it; in one linear pass against the order of execution.
+
+    A need for small relative errors reaches back over products, powers and shifts by a constant, and over sums of squares,
+    as the product of a value with itself is one. It stops at reductions, layers and activation functions, whose own output is
+    the last value found; but where these add up squares, magnitudes or exponentials (an energy, a spectrum by bands), these have
+    the need too: a square has twice the range of what it is a square of. A logarithm also needs the magnitude of what was
+    squared; a normalisation, whose root weighs the largest most, does not. An angle is followed
+    over scales and shifts, and where no layer has been before (coordinates, positions, times), over everything, the matrix
+    that makes angles of them included. Scores that decide are followed over functions of one value,
+    and not over sums of several: a residual stream is not a score.
+
+    Args:
+        graph: the model.
+        static: values that are the same in every run.
+    """
+    trace = _Trace(graph, static)
+    for op in reversed(graph.ops):
+        trace.visit(op)
+    for value in steering_values(graph, static):
+        readers = graph.consumers(value)
+        maker = graph.producer(value)
+        trace.found[value] = ("steering", readers[0][0].name if readers else maker.name if maker else value)
+    return trace.found
+
+
+def steering_values(graph: Graph, static: set[str]) -> list[str]:
+    """What the code of a model reads to decide what it computes, and what that comes from, but for what layers make.
+
+    These are single numbers: thresholds, times and step sizes of a solver; and tensors that such numbers lead to and that
+    lead to them again, as the states and error estimates of a solver that chooses its steps do. A tensor of which the code
+    only asks something (whether it is finite) is none.
+    """
+    read = [value.name for value in graph.values.values() if value.read_by_code]
+    if not read:
+        return []
+    before = _reached(graph, read, lambda value: _made_of(graph, value))
+    numbers = [v for v in before if graph.values[v].is_float and math.prod(graph.values[v].shape) == 1]
+    after = _reached(graph, numbers, lambda value: _made_into(graph, value))
+    found = before & after
+    single = {v for v in before | after if math.prod(graph.values[v].shape) == 1 and v not in static}
+    return sorted(v for v in found | single if graph.values[v].is_float and not _is_of_layer(graph, v))
+
+
+def _reached(graph: Graph, start: list[str], following: Callable[[str], Iterable[str]]) -> set[str]:
+    found, stack = set(start), list(start)
+    while stack:
+        for value in following(stack.pop()):
+            if value not in found:
+                found.add(value)
+                stack.append(value)
+    return found
+
+
+def _made_of(graph: Graph, value: str) -> Iterator[str]:
+    maker = graph.producer(value)
+    if maker is not None and op_row(maker.type).kind != "compute":
+        yield from (v for _, v in maker.sources())
+
+
+def _made_into(graph: Graph, value: str) -> Iterator[str]:
+    for reader, _ in graph.consumers(value):
+        if op_row(reader.type).kind != "compute":
+            yield from reader.outputs
+
+
+def _is_of_layer(graph: Graph, value: str) -> bool:
+    maker = graph.producer(value)
+    return maker is not None and op_row(maker.type).kind == "compute"
+
+
+class _Trace:
+    def __init__(self, graph: Graph, static: set[str]) -> None:
+        self.graph, self.static = graph, static
+        self.computed = computed_values(graph)
+        self.positive = _positive_values(graph)
+        self.steering: set[str] = set()  # values that a layer or product further on depends on
+        self.found: dict[str, tuple[Need, str]] = {}
+
+    def visit(self, op: Op) -> None:
+        """Note what ``op`` needs of its operands, and what is needed of them through it."""
+        row = op_row(op.type)
+        self._note_needs(op, row)
+        wanted = next((self.found[value] for value in op.outputs if value in self.found), None)
+        if wanted is not None:
+            through = wanted
+            if op.type in _SUMS and wanted[0] in ("divisor", "magnitude") and not self._is_logarithm(wanted[1]):
+                through = "sum", wanted[1]
+            for value in _FOLLOWED.get(wanted[0], _Trace._magnitudes)(self, op, row):
+                self.found.setdefault(value, through)
+        if row.kind == "compute" or not self.steering.isdisjoint(op.outputs):
+            self.steering.update(value for _, value in op.sources())
+
+    def _is_logarithm(self, op: str) -> bool:
+        return self.graph.op(op).type.lower().startswith("log")
+
+    def _note_needs(self, op: Op, row: OpRow) -> None:
+        for port, value in op.sources():
+            need = row.exact.get(port) if op.type != "Pow" else _power(op, port)
+            if need is not None and (need != "order" or self._steers(op)):
+                self.found.setdefault(value, (need, op.name))
+
+    def _steers(self, op: Op) -> bool:
+        """Whether a layer or product depends on the indices that ``op`` finds, and not only the model's output."""
+        return any(v in self.steering and not self.graph.values[v].is_float for v in op.outputs)
+
+    def _data(self, op: Op, row: OpRow) -> list[str]:
+        ports = row.activations
+        return [
+            value
+            for port, value in op.sources()
+            if (ports is None or port in ports) and self.graph.values[value].is_float
+        ]
+
+    def _magnitudes(self, op: Op, row: OpRow) -> Iterator[str]:
+        data = [value for value in self._data(op, row) if value not in self.static]
+        bands = op.type in _WEIGHTED_SUMS and len(data) == 1 and self._is_logarithm(self.found[op.outputs[0]][1])
+        if op.type in _SUMS or bands:
+            yield from (value for value in data if value in self.positive)
+        elif row.kind in ("movement", "merge") or op.type in _KEEPS:
+            yield from data
+        elif op.type in _PRODUCTS and len(data) > 1 and len(set(data)) == 1:  # a sum of squares
+            yield from data[:1]
+        elif op.type in ("Add", "Sub"):
+            alone = len(data) == 1 or len(set(data)) == 1
+            yield from (value for value in data if alone or value in self.positive)
+
+    def _added(self, op: Op, row: OpRow) -> Iterator[str]:
+        if row.kind != "compute":
+            yield from (v for v in self._data(op, row) if v not in self.static and v in self.positive)
+
+    def _scores(self, op: Op, row: OpRow) -> Iterator[str]:
+        moving = [value for value in self._data(op, row) if value not in self.static]
+        if row.kind == "movement" or (row.kind in ("merge", "pointwise") and len(moving) == 1):
+            yield from moving
+
+    def _angles(self, op: Op, row: OpRow) -> Iterator[str]:
+        data = self._data(op, row)
+        if row.kind == "compute":
+            plain = not any(value in self.computed for value in data)
+            yield from (v for _, v in op.sources() if plain and op.type in _PRODUCTS)
+        elif row.kind in ("movement", "merge"):
+            yield from data
+        else:
+            moving = [value for value in data if value not in self.static]
+            yield from (v for v in data if v not in self.computed or (op.type in _LINEAR and len(moving) == 1))
+
+
+#: need -> how it is followed back, where not as magnitudes are
+_FOLLOWED = {"phase": _Trace._angles, "order": _Trace._scores, "sum": _Trace._added}
+
+
+def _power(op: Op, port: int) -> Need | None:
+    exponent = op.attrs.get("exponent")
+    if port != 0 or exponent is None:
+        return None
+    return "divisor" if exponent < 0 else "magnitude" if 0 < exponent < 1 else None
+
+
+_CONVERSION_SIDE = 4  # of a matrix that converts boxes, positions or colours
+
+
+def tail_ops(graph: Graph, static: set[str]) -> list[Op]:
+    """The operators from which no layer is reached, and which are none; empty where the graph has no layer.
+
+    A layer is a product: of data with weights, or of two tensors. Two kinds of products are part of the post-processing, where
+    nothing but post-processing follows: the expectation of a softmax (one output channel over stored positions), and the
+    conversion of joined coordinates by a stored square matrix of at most four rows.
+
+    Args:
+        graph: the model.
+        static: values that are the same in every run.
+    """
+    layers = [op for op in graph.ops if op_row(op.type).kind == "compute" and static.isdisjoint(op.outputs)]
+    decoding = {op.name for op in layers if is_expectation(graph, op, static) or _converts(graph, op, static)}
+    if len(decoding) == len(layers):
+        return []
+    proper = [op for op in layers if op.name not in decoding]
+    before = _upstream(graph, proper) | {op.name for op in proper}
+    return [op for op in graph.ops if op.name not in before]
+
+
+def _upstream(graph: Graph, ops: Iterable[Op]) -> set[str]:
+    """The operators from which ``ops`` are reached, also over what later runs of a place read."""
+    reached: set[str] = set()
+    stack = list(ops)
+    while stack:
+        makers = (graph.producer(value) for _, value in stack.pop().sources())
+        new = {maker.name: maker for maker in makers if maker is not None and maker.name not in reached}
+        reached |= new.keys()
+        stack += new.values()
+    return reached
+
+
+def is_expectation(graph: Graph, op: Op, static: set[str]) -> bool:
+    """Whether ``op`` weighs stored positions with the probabilities of a softmax: a product with one output channel."""
+    if op.type not in ("Conv", "Gemm", "MatMul") or len(op.inputs) < 2 or op.inputs[1] not in static:
+        return False
+    maker = _maker(graph, op.inputs[0])
+    return maker is not None and maker.type == "Softmax" and _has_one_output(graph, op)
+
+
+def _converts(graph: Graph, op: Op, static: set[str]) -> bool:
+    """Whether ``op`` converts coordinates that were joined: a product with a stored square matrix of few rows, and no bias."""
+    if op.type not in ("Gemm", "MatMul") or len(op.inputs) < 2 or op.inputs[1] not in static:
+        return False
+    shape = graph.values[str(op.inputs[1])].shape
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] > _CONVERSION_SIDE or len(op.inputs) > 2:
+        return False
+    maker = _maker(graph, op.inputs[0])
+    return maker is not None and op_row(maker.type).kind == "merge"
+
+
+def _maker(graph: Graph, value: str | None) -> Op | None:
+    """The operator that made the elements of ``value``; those that only move them are passed over."""
+    maker = None if value is None else graph.producer(value)
+    while maker is not None and op_row(maker.type).kind == "movement" and maker.inputs and maker.inputs[0] is not None:
+        maker = graph.producer(maker.inputs[0])
+    return maker
+
+
+def _has_one_output(graph: Graph, op: Op) -> bool:
+    shape = graph.values[str(op.inputs[1])].shape
+    if op.type == "Conv":
+        return len(shape) > 2 and shape[0] == 1
+    if len(shape) == 1:
+        return op.type == "MatMul"
+    return len(shape) == 2 and shape[0 if op.type == "Gemm" and op.attrs.get("transB") else 1] == 1

@@ -1,0 +1,1 @@
+"""LiteRT (TensorFlow Lite) files: a QDQ model as a flatbuffer with integer kernels."""

@@ -1,1 +1,0 @@
-"""Layer-by-layer comparison of an exported file with the simulation, in ONNX Runtime."""

@@ -1,0 +1,158 @@
+"""The projections around an attention, found from its two products: queries, keys, values, output.
+
+What lies between a projection and a product (heads, rotary positions, repeated keys) is only followed, not
+understood: a method that scales or rotates channels across it tries that on the model and keeps what leaves the
+function as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.operators import TRAITS
+from bitwright.methods.layers import Layer, Layers, data_readers, sole_reader
+
+_MOVES = frozenset((
+    *TRAITS["identity"], *TRAITS["reshape"], "Transpose", "Slice", "Split", "Expand", "Tile", "Concat", "Stack", "Gather",
+))  # fmt: skip
+_JOINS = frozenset(("Concat", "Stack", "Mul", "Add", "Sub"))
+_LINEAR = _MOVES | {"Mul", "Div", "Add", "Sub", "Neg"}
+_BEFORE_SOFTMAX = frozenset(("Mul", "Div", "Add", "Where", "MaskedFill", "Clip", "Identity"))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention.
+
+    Attributes:
+        scores: the product of queries and keys.
+        query, key, value: the projections; ``None`` where one does not come from a single linear layer of its own.
+        output: the linear layer that reads the result.
+        dim, value_dim: channels per head of queries and keys, and of values.
+    """
+
+    _as_text = True
+
+    scores: str
+    query: Layer | None
+    key: Layer | None
+    value: Layer | None
+    output: Layer | None
+    dim: int
+    value_dim: int
+
+    @property
+    def scored(self) -> tuple[Layer, ...]:
+        """The projections of queries and keys that there are."""
+        return tuple(layer for layer in (self.query, self.key) if layer is not None)
+
+    def __str__(self) -> str:
+        return f"{' x '.join(layer.op for layer in self.scored)} (attention {self.scores})"
+
+
+def find_attention(layers: Layers) -> list[Attention]:
+    """Every attention written as product, softmax, product; in execution order, linear in the graph."""
+    return [_read(layers, scores, product) for scores, product in attention_products(layers.graph)]
+
+
+def attention_products(graph: Graph) -> Iterator[tuple[Op, Op]]:
+    """The two products of every attention: queries with keys, and what softmax makes of it with values."""
+    for op in graph.ops:
+        if op.type == "Softmax" and op.inputs[0] is not None and len(op.outputs) == 1:
+            scores = _product_before(graph, op.inputs[0])
+            product = _reader(graph, op.outputs[0])
+            if scores is not None and product is not None:
+                yield scores, product
+
+
+def has_attention(graph: Graph) -> bool:
+    """Whether there is one."""
+    return next(attention_products(graph), None) is not None
+
+
+def _product_before(graph: Graph, value: str) -> Op | None:
+    """The product of two activations that scaling and masking lead to ``value`` from."""
+    op = graph.producer(value)
+    while op is not None and op.type in _BEFORE_SOFTMAX:
+        active = [s for s in op.inputs if s is not None and graph.producer(s) is not None]
+        op = graph.producer(active[0]) if active else None
+    return op if op is not None and op.type == "MatMul" and len(op.inputs) > 1 else None
+
+
+def _reader(graph: Graph, value: str) -> Op | None:
+    """The product whose first operand is ``value``, across operators that only move it."""
+    while (op := sole_reader(graph, value)) is not None and op.type in _MOVES and len(op.outputs) == 1:
+        value = op.outputs[0]
+    return op if op is not None and op.type == "MatMul" and op.inputs[0] == value else None
+
+
+def _read(layers: Layers, scores: Op, product: Op) -> Attention:
+    graph = layers.graph
+    query, key = (_origin(layers, scores, port, _LINEAR) for port in (0, 1))
+    value = _origin(layers, product, 1, _MOVES)
+    dim = graph.values[str(scores.inputs[0])].shape[-1:] or (0,)
+    value_dim = graph.values[str(product.inputs[1])].shape[-1:] or (0,)
+    return Attention(
+        scores.name, _heads(query, dim[0]), _heads(key, dim[0]), _heads(value, value_dim[0]),
+        _behind(layers, product, value_dim[0]), dim[0], value_dim[0],
+    )  # fmt: skip
+
+
+def _heads(layer: Layer | None, dim: int) -> Layer | None:
+    """``layer`` if its channels are whole heads."""
+    return layer if layer is not None and dim > 0 and layer.axes.outputs % dim == 0 else None
+
+
+def _origin(layers: Layers, reader: Op, port: int, through: frozenset[str]) -> Layer | None:
+    """The one linear layer that an operand comes from, if nothing else reads what lies between."""
+    graph = layers.graph
+    inside: set[str] = {reader.name}
+    values: dict[str, None] = {}
+    origins: dict[str, Layer] = {}
+    open_values = [reader.inputs[port]]
+    while open_values:
+        value = open_values.pop()
+        if value is None or value in values or graph.values[value].is_static:
+            continue
+        layer, op = layers.by_output.get(value), graph.producer(value)
+        if layer is not None and layer.kind == "layer":
+            values[value] = None
+            origins[layer.op] = layer
+        elif op is not None and op.type in through and not op.also:  # others: rotary angles, not of this layer
+            values[value] = None
+            inside.add(op.name)
+            open_values.extend(op.inputs if op.type in _JOINS else op.inputs[:1])
+    if len(origins) != 1 or not _read_only_by(inside, graph, values):
+        return None
+    (layer,) = origins.values()
+    return layer if layer.type in ("Gemm", "MatMul") else None
+
+
+def _read_only_by(ops: set[str], graph: Graph, values: Iterable[str]) -> bool:
+    """Whether nothing but these operators reads any of the values."""
+    readers = {op.name for value in values for op, _ in data_readers(graph, value)}
+    return readers <= ops and not any(graph.is_output(value) for value in values)
+
+
+def _behind(layers: Layers, product: Op, dim: int) -> Layer | None:
+    """The linear layer that reads the heads, side by side."""
+    for op in _chain(layers.graph, product):
+        layer = layers.of.get(op.name)
+        if layer is not None:
+            whole = layer.kind == "layer" and layer.type in ("Gemm", "MatMul") and dim > 0
+            return layer if whole and layer.axes.inputs % dim == 0 else None
+    return None
+
+
+def _chain(graph: Graph, op: Op) -> Iterator[Op]:
+    """Readers after ``op``, one after the other, as long as there is only one and it moves data."""
+    while len(op.outputs) == 1:
+        reader = sole_reader(graph, op.outputs[0])
+        if reader is None:
+            return
+        yield reader
+        if reader.type not in _MOVES:
+            return
+        op = reader

@@ -1,0 +1,107 @@
+"""Quantize of the activations only what layers with stored weights read; the rest stays in float.
+
+That is what W8A8 means for transformers: the products with weights, nearly all of the work, run on integers, while
+residual sums, gates, rotary positions and the products inside the attention, which lose far more accuracy than they cost
+time, do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.simulation.simulation import Simulation
+from bitwright.core.simulation.sites import Site
+from bitwright.methods.attention import has_attention
+from bitwright.methods.layers import holds_layer_weight
+from bitwright.tables import Tabular
+
+
+@dataclass(frozen=True)
+class LayerInputsReport(Tabular):
+    """Which sites are quantized still, and which are not any more.
+
+    Attributes:
+        kept: sites of values that a layer reads, or inside a recurrent layer.
+        in_float: sites that were switched off.
+    """
+
+    _rows = "in_float"
+
+    kept: tuple[str, ...]
+    in_float: tuple[str, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether a site was switched off."""
+        return bool(self.in_float)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        if not self.in_float:
+            return "every activation quantized stays so"
+        return f"{len(self.in_float)} activations between layers in float, {len(self.kept)} that layers read quantized"
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(f"  in float  {name}" for name in self.in_float)])
+
+
+def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> LayerInputsReport:
+    """Switch off the quantizers of activations that no layer with a stored weight reads.
+
+    A layer reads what it is handed, and what was only moved on the way to it: reshaped, transposed, sliced.
+    Activations of more than 8 bits, or of a floating-point format, are left as they are. A quantizer that several
+    sites share stays when a layer reads one of them.
+
+    Args:
+        sim: the simulation; changed in place.
+        only_with_attention: leave models without an attention as they are.
+    """
+    kept, off = _divided(sim, only_with_attention)
+    for site in off:
+        site.quantizer.release("no layer with a stored weight reads it")
+    return LayerInputsReport(tuple(site.name for site in kept), tuple(site.name for site in off))
+
+
+def between_layers(sim: Simulation, *, only_with_attention: bool = False) -> tuple[str, ...]:
+    """The sites that :func:`layer_inputs` would switch off."""
+    return tuple(site.name for site in _divided(sim, only_with_attention)[1])
+
+
+def _divided(sim: Simulation, only_with_attention: bool) -> tuple[list[Site], list[Site]]:
+    """The sites of narrow activations that stay, and those that do not."""
+    narrow = list(filter(_is_narrow_activation, sim.quantizers.values()))
+    if only_with_attention and not has_attention(sim.graph):
+        return narrow, []
+    needed = {id(site.quantizer) for site in _needed(sim)}
+    kept = [site for site in narrow if id(site.quantizer) in needed]
+    return kept, [site for site in narrow if id(site.quantizer) not in needed]
+
+
+def _needed(sim: Simulation) -> Iterator[Site]:
+    """The sites of weights, of what is inside operators, and of what layers with weights read."""
+    sites = sim.quantizers.values()
+    layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site.port)}
+    read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}
+    # a value that was only moved (heads put together again after an attention) lies on the grid of another's site
+    grids = {sim.plan.shared[value] for value in read if value in sim.plan.shared}
+    for site in sites:
+        of_layer = _layer_of(sim, site) in layers and site.role != "output"
+        if of_layer or site.role == "weight" or site.inner is not None:
+            yield site
+        elif site.value in read or site.name in grids:
+            yield site
+
+
+def _layer_of(sim: Simulation, site: Site) -> str:
+    """The operator that reads ``site``; of a bias, the one with the weight, after which an Add may bring it."""
+    return sim.quantizers[site.follows[1]].op if site.follows else site.op
+
+
+def _is_narrow_activation(site: Site) -> bool:
+    if not site.enabled or site.role == "weight":
+        return False
+    fmt = site.quantizer.spec.format
+    return isinstance(fmt, IntFormat) and (site.quantizer.derived or fmt.bits <= 8)

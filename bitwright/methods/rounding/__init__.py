@@ -1,0 +1,1 @@
+"""Choose weights on the grid: GPTQ, SeqMSE, AdaRound, FlexRound, block reconstruction."""

@@ -1,0 +1,171 @@
+"""GPTQ: round a matrix column by column and let the columns still to come make up for each error.
+
+Frantar et al. 2022, arXiv:2210.17323. Letters of the paper: ``W [O, K]``, ``H = 2 X X^T [K, K]``, and ``U``, the upper
+Cholesky factor of the inverse of ``H``. Matrices of groups (grouped and depthwise convolutions) are done side by side:
+``W [G, O, K]``, ``H [G, K, K]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitwright.methods.rounding.driver import Choice, Task, check_finite, check_rows
+from bitwright.methods.rounding.matrices import Grid, Moments
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the method.
+
+    Attributes:
+        damping: share of the mean diagonal that is added to the diagonal of ``H``, section 3.3, step 3.
+        act_order: round columns in the order of falling diagonal of ``H``. Scales are those of the columns' own places,
+            whatever the order ("static groups").
+        block: columns between two updates of everything after them.
+        match_float: aim at the outputs of the float model on its own inputs, and not at the float weights' outputs on the
+            quantized predecessor's: the weights are first moved to the least-squares solution.
+        rows_per_input: as many rows of a layer's inputs as this, for each input of one output, are drawn evenly from the
+            data; ``None`` takes all. A convolution has a row for each position of its output.
+    """
+
+    damping: float = 0.01
+    act_order: bool = True
+    block: int = 128
+    match_float: bool = True
+    rows_per_input: int | None = None
+
+
+def round_columns(w: Tensor, hessian: Tensor, grid: Grid, settings: Settings) -> Tensor:
+    """Codes of ``w`` that keep ``(W - W_q) H (W - W_q)^T`` small.
+
+    Args:
+        w: ``[G, O, K]`` float32.
+        hessian: ``[G, K, K]`` float64, symmetric and positive semidefinite; any factor before it is without effect.
+        grid: of every weight.
+
+    Returns:
+        Codes, ``[G, O, K]`` float32. Columns whose inputs are all zero ("dead") are rounded to nearest.
+    """
+    if settings.act_order:
+        order = torch.argsort(torch.diagonal(hessian, dim1=1, dim2=2), dim=1, descending=True, stable=True)
+    else:
+        order = torch.arange(w.shape[2], device=w.device).expand(w.shape[0], -1)
+    columns = order[:, None, :].expand(w.shape)
+    upper = inverse_factor(_permuted(hessian, order), settings.damping).float()
+    w = w.gather(2, columns)
+    scale, lo, hi = (t.expand(columns.shape).gather(2, columns) for t in (grid.scale, grid.lo, grid.hi))
+    codes = torch.empty_like(w)
+    n = int(w.shape[2])
+    for start in range(0, n, settings.block):
+        stop = min(start + settings.block, n)
+        block, errors = w[:, :, start:stop].clone(), w.new_empty((*w.shape[:2], stop - start))
+        for j in range(stop - start):
+            k = start + j
+            column = block[:, :, j]
+            code = torch.clamp((column / scale[:, :, k]).round_(), lo[:, :, k], hi[:, :, k])
+            codes[:, :, k] = code
+            error = (column - code * scale[:, :, k]) / upper[:, k, k, None]
+            block[:, :, j:] -= error[:, :, None] * upper[:, k, None, k:stop]
+            errors[:, :, j] = error
+        w[:, :, stop:] -= errors @ upper[:, start:stop, stop:]
+    return torch.empty_like(codes).scatter_(2, columns, codes)
+
+
+def _permuted(hessian: Tensor, order: Tensor) -> Tensor:
+    rows = hessian.gather(1, order[:, :, None].expand(hessian.shape))
+    return rows.gather(2, order[:, None, :].expand(hessian.shape))
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped ``hessian``, ``[G, K, K]`` float64.
+
+    Dead columns get a one on the diagonal: no error passes to or from them. Damping grows tenfold until the factor exists.
+    """
+    diagonal = torch.diagonal(hessian, dim1=1, dim2=2)
+    dead = diagonal == 0
+    mean = diagonal.sum(1) / (~dead).sum(1).clamp(min=1)
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
+    ones = torch.diag_embed(dead.to(hessian.dtype))
+    while True:
+        damped = hessian + ones + torch.diag_embed((damping * mean)[:, None].expand(diagonal.shape) * ~dead)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed.any():
+            inverse, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed.any():
+                return inverse
+        damping = max(damping, 1e-8) * 10
+
+
+def quadratic_error(delta: Tensor, hessian: Tensor) -> Tensor:
+    """``delta H delta^T`` of every row: ``[G, O, K]``, ``[G, K, K]`` -> ``[G, O]`` float64."""
+    wide = delta.double()
+    return ((wide @ hessian) * wide).sum(2)
+
+
+def solve(task: Task, settings: Settings) -> list[Choice]:
+    """Choose the weights of a layer; nearest rounding stays where the layer saw no input or gains nothing."""
+    (layer,) = task.layers.values()
+    w = task.weight(layer)
+    grid = task.grid(layer, w)
+    found = task.moments(layer, settings.rows_per_input, crossed=settings.match_float)
+    hessian, rows = found.own, found.rows
+    check_finite(layer, hessian)
+    check_rows(task.walk, layer, rows, int(w.shape[2]))
+    seen = bool(hessian.any())
+    target = _least_squares(w, found, settings) if settings.match_float and seen else w
+    nearest = grid.nearest(w)
+    codes = round_columns(target.clone(), hessian, grid, settings) if seen else nearest
+    before, after = (quadratic_error(grid.values(c) - target, hessian).sum(1) / rows for c in (nearest, codes))
+    worse = after > before
+    if not layer.stack:  # one layer, whose groups are kept or rounded together
+        worse = (after.sum() > before.sum()).expand_as(worse)
+    codes = torch.where(worse[:, None, None], nearest, codes)
+    after = torch.where(worse, before, after)
+    note = _note(hessian, worse)
+    return [
+        Choice(
+            layer.name, layer.tensor(grid.values(codes)), task.encoding(layer), float(before.sum()), float(after.sum()), note
+        )
+    ]  # fmt: skip
+
+
+def _note(hessian: Tensor, worse: Tensor) -> str:
+    """Where nearest rounding was kept: in all matrices, or in how many of them."""
+    unseen = int((hessian.diagonal(dim1=1, dim2=2).sum(1) == 0).sum())
+    count, kept = len(worse), int(worse.sum())
+    if unseen == count:
+        return "its inputs are all zero: nearest rounding kept"
+    notes = [f"{unseen} of {count} matrices saw no input"] if unseen else []
+    notes += [f"nearest rounding kept{f' in {kept} of {count} matrices' if kept < count else ''}"] if kept else []
+    return "; ".join(notes)
+
+
+def _least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
+    """Weights whose outputs on the quantized predecessor's values come nearest to the float model's.
+
+    Damping is at least the number of inputs over that of rows: of fewer rows than inputs every noise could be made up for, and
+    nothing of it would hold on others.
+    """
+    hessian = found.own
+    diagonal = torch.diagonal(hessian, dim1=1, dim2=2)
+    share = (max(settings.damping, int(w.shape[2]) / found.rows) * diagonal.mean(1, keepdim=True)).expand(
+        diagonal.shape
+    )
+    damped = hessian + torch.diag_embed(torch.where(diagonal > 0, share, torch.ones_like(share)))
+    wide = w.double()
+    # move from W along what the inputs differ by, so that directions without data stay as they are
+    step = wide @ (found.cross - hessian)
+    return (wide + torch.linalg.solve(damped, step.transpose(1, 2)).transpose(1, 2)).float()
+
+
+def method(settings: Settings) -> Callable[[Task], Sequence[Choice]]:
+    """:func:`solve` for :func:`bitwright.methods.rounding.driver.apply`."""
+
+    def choose(task: Task) -> Sequence[Choice]:
+        return solve(task, settings)
+
+    return choose

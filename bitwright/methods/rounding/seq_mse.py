@@ -1,0 +1,233 @@
+"""SeqMSE: choose every weight range by the error of the layer's output, layer after layer.
+
+The candidates of a channel (or block) are fractions of its range. The squared error of a layer's output is a quadratic form of
+the weights' error, ``d H d^T`` with ``H`` the second moment of its inputs, so that the data is passed once and a candidate
+costs a product of matrices. Other losses, and other inputs on the two sides of the comparison, are computed from outputs.
+
+Counterpart: AIMET's ``apply_seq_mse`` with its ``inp_symmetry`` and ``loss_fn``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitwright.core.numerics.affine import encode, with_scale
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.granularity import PerBlock
+from bitwright.errors import ConfigError
+from bitwright.methods.rounding.driver import Choice, Task, check_finite
+from bitwright.methods.rounding.matrices import Grid, Layer, paired_rows
+
+LossName = Literal["mse", "l1", "sqnr"]
+Symmetry = Literal["symqt", "symfp", "asym"]
+_OUTPUT_ROWS = 8192  # of a layer whose outputs are computed for every candidate
+_TINY = 1e-10  # of a signal or noise in a ratio
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the method.
+
+    Attributes:
+        num_candidates: fractions ``1/n, 2/n, ..., 1`` of the present range.
+        rows_per_input: as for GPTQ; at most 8192 rows are drawn where outputs are computed.
+        loss_fn: ``mse``; ``l1``, the absolute error; ``sqnr``, noise over signal of every output channel, as the geometric mean
+            over batches.
+        inp_symmetry: what the two sides of the comparison read: ``symqt``, both what the quantized layers before made;
+            ``symfp``, both what the float model made; ``asym``, the quantized weights the former and the float weights the
+            latter.
+
+    Raises:
+        ConfigError: an unknown ``loss_fn`` or ``inp_symmetry``.
+    """
+
+    num_candidates: int = 20
+    rows_per_input: int | None = None
+    loss_fn: LossName = "mse"
+    inp_symmetry: Symmetry = "symqt"
+
+    def __post_init__(self) -> None:
+        for name, known in (("loss_fn", get_args(LossName)), ("inp_symmetry", get_args(Symmetry))):
+            if getattr(self, name) not in known:
+                raise ConfigError(name, f"it is {getattr(self, name)!r}", f"use one of {', '.join(known)}")
+
+
+Errors = Callable[[Encoding], np.ndarray]
+"""Encoding of the weight -> loss that each of its scales is to blame for, in the shape of the scales."""
+
+
+def solve(task: Task, settings: Settings) -> list[Choice]:
+    """Choose the range of a layer's weights; the weights stay as they are, and later methods may round them."""
+    (layer,) = task.layers.values()
+    start = task.encoding(layer)
+    spec = task.walk.model.sites()[layer.site].spec
+    assert spec is not None
+    quadratic = settings.loss_fn == "mse" and settings.inp_symmetry == "symqt"
+    errors_of = _squared(task, layer, settings) if quadratic else _of_outputs(task, layer, settings)
+    best, errors, before = start, None, None
+    for i in range(settings.num_candidates, 0, -1):
+        part = i / settings.num_candidates
+        candidate = start if part == 1 else encode(start.min * part, start.max * part, spec, start.granularity)
+        if candidate.format != start.format:
+            candidate = start
+        found = errors_of(candidate)
+        if errors is None:
+            best, errors, before = candidate, found, found
+        else:
+            better = found < errors
+            best, errors = _chosen(best, candidate, better), np.where(better, found, errors)
+    assert errors is not None and before is not None
+    return [Choice(layer.name, None, best, float(before.sum()), float(errors.sum()))]
+
+
+def _squared(task: Task, layer: Layer, settings: Settings) -> Errors:
+    """Squared errors on what the quantized layers before made, from second moments."""
+    w = task.weight(layer)
+    moments = task.moments(layer, settings.rows_per_input, crossed=False)
+    check_finite(layer, moments.own)
+    metric = _within_blocks(moments.own, task.encoding(layer), layer)
+
+    def errors(encoding: Encoding) -> np.ndarray:
+        delta = (_on_grid(w, encoding, layer) - w).double()
+        return _per_scale(metric(delta) * delta, encoding, layer) / moments.rows
+
+    return errors
+
+
+def _of_outputs(task: Task, layer: Layer, settings: Settings) -> Errors:
+    """Any loss from outputs, of which those of the float weights are computed once.
+
+    Scales of blocks of inputs are compared block by block, as if each block's products were outputs of their own.
+    """
+    w = task.weight(layer)
+    blocks = _blocks(task.encoding(layer), layer)
+    batches = [
+        [(x_q, [_product(x, w, block) for block in blocks]) for x, x_q in parts]
+        for parts in _drawn_rows(task, layer, settings)
+    ]
+    loss = _LOSSES[settings.loss_fn]
+
+    def errors(encoding: Encoding) -> np.ndarray:
+        w_q = _on_grid(w, encoding, layer)
+        share = torch.zeros(w.shape, dtype=torch.float64, device=w.device)
+        for at, block in enumerate(blocks):
+            share[:, :, block[0]] = loss(
+                [[(_product(x_q, w_q, block), wanted[at]) for x_q, wanted in parts] for parts in batches]
+            )
+        return _per_scale(share, encoding, layer)
+
+    return errors
+
+
+def _drawn_rows(task: Task, layer: Layer, settings: Settings) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """What float and quantized weights are multiplied by, batch by batch, in parts."""
+    per_input = settings.rows_per_input
+    most = _OUTPUT_ROWS if per_input is None else min(_OUTPUT_ROWS, per_input * layer.fan_in)
+    for real, quantized, share in task.walk.shares(layer):
+        x = quantized if settings.inp_symmetry == "symqt" else real
+        x_q = real if settings.inp_symmetry == "symfp" else quantized
+        parts = list(paired_rows(layer, x, x_q, most * share, task.generator))
+        for pair in parts:
+            for rows in pair:
+                check_finite(layer, rows)
+        yield parts
+
+
+def _product(x: Tensor, w: Tensor, block: Tensor) -> Tensor:
+    """Outputs ``[G, P, O]`` of the inputs ``block``."""
+    whole = len(block) == w.shape[2]
+    return (x if whole else x[:, :, block]) @ (w if whole else w[:, :, block]).transpose(1, 2)
+
+
+Compared = Sequence[Sequence[tuple[Tensor, Tensor]]]
+"""Batches of parts of ``(outputs, wanted outputs)``, each ``[G, P, O]``; losses are ``[G, O]``, float64."""
+
+
+def _mean(batches: Compared, error: Callable[[Tensor], Tensor]) -> Tensor:
+    rows = sum(wanted.shape[1] for parts in batches for _, wanted in parts)
+    total = [error(found.double() - wanted.double()).sum(1) for parts in batches for found, wanted in parts]
+    return torch.stack(total).sum(0) / rows
+
+
+def _noise_to_signal(batches: Compared) -> Tensor:
+    logs = []
+    for parts in batches:
+        noise = torch.stack([(found.double() - wanted.double()).square().sum(1) for found, wanted in parts]).sum(0)
+        signal = torch.stack([wanted.double().square().sum(1) for _, wanted in parts]).sum(0)
+        rows = sum(wanted.shape[1] for _, wanted in parts)
+        logs.append(torch.log((noise / rows + _TINY) / (signal / rows + _TINY)))
+    return torch.exp(torch.stack(logs).mean(0))
+
+
+_LOSSES: dict[str, Callable[[Compared], Tensor]] = {
+    "mse": lambda batches: _mean(batches, torch.square),
+    "l1": lambda batches: _mean(batches, torch.abs),
+    "sqnr": _noise_to_signal,
+}
+
+
+def _on_grid(w: Tensor, encoding: Encoding, layer: Layer) -> Tensor:
+    grid = Grid.of(encoding, layer, w.device)
+    return grid.values(grid.nearest(w))
+
+
+def _per_scale(share: Tensor, encoding: Encoding, layer: Layer) -> np.ndarray:
+    """``share``, the loss of each weight ``[G, O, K]``, summed over those of each scale."""
+    share = layer.tensor(share)
+    granularity = encoding.granularity
+    view, broadcast = granularity.view_shape(layer.shape), granularity.broadcast_shape(layer.shape)
+    if not broadcast:
+        return np.asarray(float(share.sum()))
+    summed = share.reshape(view)
+    axes = [i for i, (n, m) in enumerate(zip(broadcast, view, strict=True)) if n != m]
+    return summed.sum(axes).cpu().numpy().reshape(encoding.scale.shape)
+
+
+def _block_of_input(encoding: Encoding, layer: Layer, device: torch.device) -> Tensor | None:
+    """Block of every input ``[G, K]``, where scales cover blocks of inputs."""
+    granularity = encoding.granularity
+    if not isinstance(granularity, PerBlock):
+        return None
+    size, axis = granularity.size, granularity.axis
+    places = torch.arange(layer.shape[axis or 0]) // size
+    shape = [1] * len(layer.shape)
+    shape[axis or 0] = -1
+    return layer.matrix(places.reshape(shape).expand(layer.shape).contiguous())[:, 0, :].to(device)
+
+
+def _blocks(encoding: Encoding, layer: Layer) -> list[Tensor]:
+    """Inputs that are compared together; their places are the same in every group."""
+    found = _block_of_input(encoding, layer, torch.device("cpu"))
+    if found is None:
+        return [torch.arange(layer.fan_in)]
+    first = found[0] - found[0, 0]
+    return [torch.nonzero(first == block).flatten() for block in first.unique()]
+
+
+def _within_blocks(hessian: Tensor, encoding: Encoding, layer: Layer) -> Callable[[Tensor], Tensor]:
+    """``delta -> delta H``, where scales cover blocks of inputs with ``H`` cut to what lies within one block."""
+    block = _block_of_input(encoding, layer, hessian.device)
+    if block is None:
+        return lambda delta: delta @ hessian
+    cut = hessian * (block[:, :, None] == block[:, None, :])
+    return lambda delta: delta @ cut
+
+
+def _chosen(one: Encoding, other: Encoding, where: np.ndarray) -> Encoding:
+    zero_point = np.where(where, other.zero_point, one.zero_point)
+    return with_scale(replace(one, zero_point=zero_point), np.where(where, other.scale, one.scale))
+
+
+def method(settings: Settings) -> Callable[[Task], Sequence[Choice]]:
+    """:func:`solve` for :func:`bitwright.methods.rounding.driver.apply`."""
+
+    def choose(task: Task) -> Sequence[Choice]:
+        return solve(task, settings)
+
+    return choose

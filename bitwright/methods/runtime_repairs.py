@@ -1,0 +1,243 @@
+"""The first convolutions in float, where a runtime computes them faster so.
+
+7 bits for the weights of layers whose products saturate on CPUs without dot-product instructions, and for no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from bitwright.core.graph.cost import KernelTimes, Layouts
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.operators import TRAITS
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import ConfigError, close_matches
+from bitwright.export.targets import SlowStem, find_target
+from bitwright.methods.front_end import front_end_of
+from bitwright.tables import Tabular
+
+if TYPE_CHECKING:
+    from bitwright.compare.saturation import SaturationReport
+
+REPAIRS = ("saturation",)
+_BITS = 7
+_BATCHES = 4  # that sums are taken apart on
+_ROUNDS = 3  # a narrower weight changes what later layers read
+
+
+@dataclass(frozen=True)
+class SaturationRepair(Tabular):
+    """What ``repair="saturation"`` did.
+
+    Attributes:
+        narrowed: weights that have 7 bits now.
+        found: sums before.
+        left: sums afterwards.
+        before, after: accuracy of the simulation, whose sums never saturate: the metric, or without one the signal-to-noise
+            ratio of the outputs to the float model in dB.
+    """
+
+    _rows = "narrowed"
+
+    narrowed: tuple[str, ...]
+    found: SaturationReport
+    left: SaturationReport
+    before: float
+    after: float
+
+    def to_text(self) -> str:
+        """A few lines."""
+        if not self.narrowed:
+            return "saturation: no layer saturates on CPUs without VNNI"
+        return (
+            f"saturation: 7-bit weights in {len(self.narrowed)} of {len(self.found.layers)} layers "
+            f"({', '.join(self.narrowed)}); accuracy {self.before:.4g} before, {self.after:.4g} after"
+        )
+
+    __str__ = to_text
+
+
+def check_repair(repair: str | None) -> None:
+    """Refuse an unknown value of the option ``repair``.
+
+    Raises:
+        ConfigError: with close matches.
+    """
+    if repair is not None and repair not in REPAIRS:
+        problem = f"{repair!r} is not a repair{close_matches(str(repair), REPAIRS)}"
+        raise ConfigError("repair", problem, f"use one of {', '.join(map(repr, REPAIRS))}, or leave it out")
+
+
+def repair_saturation(sim: Any, batches: Iterable[Any], rate: Callable[[], float], **options: Any) -> SaturationRepair:
+    """Give 7 bits to the weights of layers in which pairs of products saturate on ``batches``.
+
+    The range of a weight stays, its step doubles. With 7 bits no pair can saturate: ``2 * 255 * 64 < 2 ** 15``.
+
+    Args:
+        sim: calibrated, of either front end.
+        batches: at most four are run.
+        rate: accuracy of the simulation as it is.
+        options: of the export that change the file.
+    """
+    few = list(islice(batches, _BATCHES))
+    count = front_end_of(sim).saturation_count(sim, few, options)
+    before, found = rate(), count()
+    left, narrowed = found, dict[str, None]()
+    for _ in range(_ROUNDS):
+        guilty = [site for site in left.guilty if site in sim.quantizers and site not in narrowed]
+        if not guilty:
+            break
+        for site in guilty:
+            sim.quantizers[site].quantizer.refine(
+                _BITS, "pairs of its products saturate on CPUs without dot-product instructions"
+            )
+            narrowed[site] = None
+        left = count()
+    return SaturationRepair(tuple(narrowed), found, left, before, rate() if narrowed else before)
+
+
+# what brings an image into the form that the first convolution reads
+_PREPARES = frozenset(("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Transpose", "Reshape", "Pad"))
+
+
+@dataclass(frozen=True)
+class StemReport(Tabular):
+    """What :func:`leave_stem_in_float` did.
+
+    Attributes:
+        layers: operators that compute in float now, in execution order.
+        in_float: sites that were switched off.
+    """
+
+    _rows = "in_float"
+
+    layers: tuple[str, ...] = ()
+    in_float: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "no first convolution is faster in float"
+        return f"in float, because faster so: {', '.join(self.layers)}"
+
+
+def leave_stem_in_float(sim: Any, target: str = "ort_cpu") -> StemReport:
+    """Switch off the quantizers of the first convolutions of large images, where ``target`` computes them faster in float.
+
+    Integer kernels of ONNX Runtime on CPUs copy the pixels of an image of three channels byte by byte, and depthwise ones of few
+    channels leave most of a vector empty: both take two to four times as long as float ones. The value after the last of these
+    layers is quantized as before. Where it is pooled or added to, integer kernels after it find the channels of their images
+    first instead of last, which may cost more than is saved: then nothing is left in float.
+
+    Args:
+        sim: a simulation of either front end; changed in place. Other presets than 8-bit weights and activations, images below
+            the size that the target names, and everything after the stem are left as they are.
+        target: row of :data:`bitwright.export.targets.TARGETS`.
+
+    Returns:
+        The layers and the sites switched off; the coverage of the simulation names the reason beside each site.
+
+    Raises:
+        ConfigError: there is no such target.
+    """
+    row = find_target(target)
+    if row.slow_stem is None:
+        return StemReport()
+    ops, last = _stem(sim.graph, row.slow_stem)
+    inside = _sites_of(sim, ops, last)
+    off = [site for site in inside if site.enabled]
+    if not _computed_on_8_bits(off) or _shared_beyond(sim, inside) or _lost_after(sim.graph, ops, row.kernel_times):
+        return StemReport()
+    for site in off:
+        site.quantizer.release(f"{row.name} computes the first convolutions of large images faster in float")
+    return StemReport(tuple(op.name for op in ops if op.type == "Conv"), tuple(site.name for site in off))
+
+
+def _stem(graph: Graph, slow: SlowStem) -> tuple[list[Op], str]:
+    """The operators that are faster in float, and the value that the last of them makes."""
+    for name in graph.inputs:
+        found, value = _chain(graph, name, lambda op: _prepares(graph, op))
+        first = graph.sole_consumer(value)
+        if first is None or not _first(graph, first, slow):
+            continue
+        after, last = _chain(graph, first.outputs[0], lambda op: _activation(op) or _narrow_depthwise(graph, op, slow))
+        return [*found, first, *after], last
+    return [], ""
+
+
+def _chain(graph: Graph, value: str, takes: Callable[[Op], bool]) -> tuple[list[Op], str]:
+    """The operators from ``value`` on, each the only reader of the one before, as long as ``takes`` holds; and the last value."""
+    found: list[Op] = []
+    while (reader := graph.sole_consumer(value)) is not None and takes(reader):
+        found.append(reader)
+        value = reader.outputs[0]
+    return found, value
+
+
+def _prepares(graph: Graph, op: Op) -> bool:
+    """Whether ``op`` brings the input of the model into the form that the network reads: its scale, its axes and their order."""
+    others = [value for port, value in op.sources() if port and not graph.values[value].is_static]
+    return op.calls == 1 and op.type in _PREPARES and not others
+
+
+def _first(graph: Graph, op: Op, slow: SlowStem) -> bool:
+    """Whether ``op`` is a convolution of an image of few channels, of a size worth two conversions."""
+    image, made = _image(graph, op), graph.values[op.outputs[0]].shape
+    return image is not None and image[1] <= slow.channels and prod(made[1:]) >= slow.elements
+
+
+def _narrow_depthwise(graph: Graph, op: Op, slow: SlowStem) -> bool:
+    """Whether ``op`` is a depthwise convolution whose kernel on integers is slow."""
+    image = _image(graph, op)
+    if image is None or prod(image[1:]) < slow.elements:
+        return False
+    return op.attrs.get("group", 1) == image[1] and 1 < image[1] <= slow.depthwise_channels
+
+
+def _image(graph: Graph, op: Op) -> tuple[int, ...] | None:
+    """The shape of what a convolution of images with a stored weight reads; ``None`` of other operators."""
+    if op.type != "Conv" or op.calls > 1 or None in op.inputs[:2]:
+        return None
+    data, weight = (graph.values[str(name)] for name in op.inputs[:2])
+    return data.shape if len(data.shape) == 4 and weight.is_static else None
+
+
+def _activation(op: Op) -> bool:
+    return op.type in TRAITS["activation"] and op.calls == 1
+
+
+def _sites_of(sim: Any, ops: list[Op], last: str) -> list[Site]:
+    """The sites of the stem: what its operators read, and what all but the last of them make."""
+    names = {op.name for op in ops}
+    values = {value for op in ops for value in (*op.inputs, *op.outputs) if value is not None} - {last}
+    return [site for site in sim.quantizers.values() if site.op in names and site.value in values]
+
+
+def _computed_on_8_bits(sites: list[Site]) -> bool:
+    """Whether integer kernels of 8 bits would compute between these sites: activations are quantized too, all of them so."""
+    formats = [site.quantizer.spec.format for site in sites if not site.quantizer.derived]
+    narrow = all(isinstance(fmt, IntFormat) and fmt.bits <= 8 for fmt in formats)
+    return narrow and any(site.role == "input" for site in sites)
+
+
+def _lost_after(graph: Graph, ops: list[Op], times: KernelTimes | None) -> bool:
+    """Whether the kernels after the stem lose more by the layout of what it makes in float than it saves."""
+    if times is None:
+        return False
+    layouts, stem = Layouts(graph), {op.name for op in ops}
+    saved = sum(codes - in_float for in_float, codes in (times.layer(graph, op) for op in ops))
+    rows = graph.values[ops[0].outputs[0]].shape[0]
+    before, after = (
+        layouts.time(layouts.moved(where), times, rows) for where in (lambda op: True, lambda op: op.name not in stem)
+    )
+    return after - before > saved
+
+
+def _shared_beyond(sim: Any, sites: list[Site]) -> bool:
+    """Whether a quantizer of ``sites`` serves other sites too, as that of a weight which two layers have."""
+    names, quantizers = {site.name for site in sites}, {id(site.quantizer) for site in sites}
+    return any(id(site.quantizer) in quantizers and site.name not in names for site in sim.quantizers.values())

@@ -1,0 +1,1 @@
+"""Rescale channels without changing the function: equalization, SmoothQuant, AWQ, rotations."""

@@ -1,0 +1,491 @@
+"""Cross-layer equalization and high-bias absorption: balance the channel ranges of neighbouring layers.
+
+Between two layers with nothing but a piecewise-linear activation, channel ``c`` can be divided by ``s[c]`` after the
+first and multiplied by it in front of the second. The choice ``s = sqrt(r1 / r2)`` gives both weights the same range
+in every channel, so that one grid per tensor serves all channels. Where batch norms or data say what the values between
+the layers are, the factors are those of the least rounding noise in weights and activations together (``channel_noise``).
+
+Reference: Nagel et al. 2019, arXiv:1906.04721, sections 4.1 and 4.2. Beyond the paper: factors that look at the
+activations too; groups of any number of consumers, transposed and grouped convolutions, linear layers, products with a
+gate, and activations that cut at fixed bounds (ReLU6), whose bounds are divided too instead of being dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.operators import TRAITS
+from bitwright.core.simulation.float_model import AddBias, Clamp, Edit, FloatModel, SetParam, Undo
+from bitwright.methods.bias_correction import Moments
+from bitwright.methods.layers import (
+    Array,
+    Bar,
+    Check,
+    Group,
+    Layer,
+    Layers,
+    Refused,
+    Reversible,
+    find_groups,
+    forward_obstacle,
+    no_bar,
+    rescaling,
+    sift,
+)
+from bitwright.methods.scaling.channel_noise import (
+    Channels,
+    Extremes,
+    channels_of,
+    measured_extremes,
+    measured_moments,
+    quietest_factors,
+    within_bounds,
+)
+from bitwright.tables import Tabular
+
+logger = logging.getLogger("bitwright")
+
+MAX_ROUNDS = 1000
+#: factors of a round that are nearer to 1 than this end the iteration
+TOLERANCE = 1e-3
+
+
+def equalizing_factors(r1: Array, r2: Array) -> Array:
+    """``s`` with ``r1 / s == r2 * s`` per channel; 1 where a range is zero or not finite.
+
+    Args:
+        r1: largest magnitude of the first weight per output channel, shape [C].
+        r2: of the second weight per input channel, shape [C].
+
+    Example:
+        >>> equalizing_factors(np.array([8.0, 1.0, 0.0]), np.array([2.0, 4.0, 1.0]))
+        array([2. , 0.5, 1. ])
+
+    Reference: arXiv:1906.04721, eq. 11: s = sqrt(r1 r2) / r2.
+    """
+    with np.errstate(all="ignore"):
+        s = np.sqrt(np.asarray(r1, np.float64) / np.asarray(r2, np.float64))
+    return np.where(np.isfinite(s) & (s > 0), s, 1.0)
+
+
+def converged_factors(
+    groups: Sequence[Group], weights: Mapping[str, Array], bar: Bar = no_bar
+) -> tuple[list[Array], int]:
+    """Factors of every group such that all of them are equalized at once.
+
+    A layer between two groups changes both, so the groups are equalized in turn until the factors stop to change.
+
+    Args:
+        groups: to equalize, in execution order.
+        weights: of their layers, by name.
+        bar: shows the rounds.
+
+    Returns:
+        Per group the factors that its channels are divided by, shape [channels]; and the number of rounds.
+    """
+    state = _Ranges(weights, groups)
+    total = [np.ones(group.channels) for group in groups]
+    rounds = 0
+    change = np.inf
+    for _ in bar(iter(range(MAX_ROUNDS)), "equalize: rounds"):
+        if change <= TOLERANCE or not groups:
+            break
+        change, rounds = 0.0, rounds + 1
+        for i, group in enumerate(groups):
+            r1 = np.max([state.outputs(layer) for layer in group.producers], axis=0)
+            r2 = np.max([state.inputs(layer, repeat) for layer, repeat in group.consumers], axis=0)
+            s = equalizing_factors(r1, r2)
+            state.divide(group, s)
+            total[i] = total[i] * s
+            change = max(change, float(np.abs(np.log(s)).max(initial=0.0)))
+    return total, rounds
+
+
+class _Ranges:
+    """Magnitudes of weights with the kernel taken out, under factors of their input and output channels.
+
+    Of a layer at one end of its groups only one number per channel is held: quotients and products are in the order of what they
+    are made of, so the largest one is made of the largest.
+    """
+
+    def __init__(self, weights: Mapping[str, Array], groups: Sequence[Group]) -> None:
+        self.weights = weights
+        self._magnitude: dict[str, Array] = {}
+        self._producers = {layer.op for group in groups for layer in group.producers}
+        self._consumers = {layer.op for group in groups for layer, _ in group.consumers}
+
+    def _of(self, layer: Layer) -> Array:
+        if layer.op not in self._magnitude:
+            split = layer.axes.split(np.abs(self.weights[layer.weight]).astype(np.float64))
+            outputs, inputs = (1, 2) if layer.axes.outputs_first else (2, 1)
+            fixed = (3, *([inputs] if layer.op not in self._consumers else []))
+            fixed += (outputs,) if layer.op not in self._producers else ()
+            self._magnitude[layer.op] = split.max(axis=fixed, keepdims=True, initial=0.0)
+        return self._magnitude[layer.op]
+
+    def outputs(self, layer: Layer) -> Array:
+        found: Array = self._of(layer).max(axis=2 if layer.axes.outputs_first else 1).reshape(-1)
+        return found
+
+    def inputs(self, layer: Layer, repeat: int) -> Array:
+        found = self._of(layer).max(axis=1 if layer.axes.outputs_first else 2).reshape(-1, repeat)
+        result: Array = found.max(axis=1)
+        return result
+
+    def divide(self, group: Group, s: Array) -> None:
+        for layer in group.producers:  # in place: new arrays of this size would take most of the time
+            found = self._of(layer)
+            np.divide(found, layer.axes.over_outputs(s), out=found)
+        for layer, repeat in group.consumers:
+            found = self._of(layer)
+            np.multiply(found, layer.axes.over_inputs(np.repeat(s, repeat)), out=found)
+
+
+# ------------------------------------------------------------------------------------- high-bias absorption
+
+
+def absorbed_bias(mean: Array, std: Array) -> Array:
+    """What can be taken off a channel before a ReLU and added after it, changing one value in 740 a little.
+
+    Args:
+        mean, std: of the channel before the ReLU, shape [C]: beta and \\|gamma\\| of its batch norm.
+
+    Returns:
+        ``max(0, mean - 3 std)``, shape [C], >= 0.
+
+    Reference: arXiv:1906.04721, section 4.1.3.
+    """
+    return np.maximum(0.0, np.asarray(mean, np.float64) - 3 * np.abs(std))
+
+
+# ---------------------------------------------------------------------------------------------- on a model
+
+
+@dataclass
+class EqualizeReport(Tabular, Reversible):
+    """What was equalized and what was not.
+
+    Attributes:
+        groups: the equalized ones.
+        refused: layers that begin no group, with the reasons.
+        factors: per group, what its channels were divided by.
+        rounds: until the factors stopped to change.
+        clamped: activations that now cut each channel at a bound of its own.
+        absorbed: layers whose high biases moved into the next layer.
+        statistics: of the layers' outputs, mean and standard deviation per channel, brought up to date.
+        spread: largest range of a channel over the smallest, the worst group, before and after.
+        noise: expected of rounding weights and activations to 8 bits with one scale per tensor, before and after: the
+            power of each tensor's rounding over that of the signal, summed over the tensors of groups whose values are
+            known. ``None`` where those of none are.
+        left_alone: why nothing was tried; empty where something was.
+        view: the model.
+    """
+
+    _rows = "groups"
+
+    groups: tuple[Group, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    factors: tuple[Array, ...] = field(default=(), repr=False)
+    rounds: int = 0
+    clamped: tuple[str, ...] = ()
+    absorbed: tuple[str, ...] = ()
+    statistics: dict[str, tuple[Array, Array]] = field(default_factory=dict, repr=False)
+    spread: tuple[float, float] = (1.0, 1.0)
+    noise: tuple[float, float] | None = None
+    left_alone: str = ""
+    _undos: list[Undo] = field(default_factory=list, repr=False)
+    view: FloatModel | None = field(default=None, repr=False)
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything was equalized or absorbed."""
+        return bool(self.groups or self.absorbed)
+
+    def __str__(self) -> str:
+        if self.left_alone:
+            return self.left_alone
+        count = len(self.groups)
+        lines = [
+            f"{count} group{'s' * (count != 1)} of layers equalized in {self.rounds} rounds, {len(self.refused)} layers "
+            f"begin none; largest spread of channel ranges {self.spread[0]:.3g} before, {self.spread[1]:.3g} after"
+        ]
+        if self.noise is not None:
+            lines[0] += f"; expected noise {self.noise[0]:.3g} before, {self.noise[1]:.3g} after"
+        lines += [f"  equalized  {group}" for group in self.groups]
+        lines += [f"  clamped    {op}: a bound per channel" for op in self.clamped]
+        lines += [f"  absorbed   high biases of {op}" for op in self.absorbed]
+        lines += [f"  left       {refused}" for refused in self.refused]
+        return "\n".join(lines)
+
+
+def equalize(
+    view: FloatModel,
+    check: Check | None = None,
+    *,
+    statistics: Mapping[str, tuple[Array, Array]] | None = None,
+    data: Iterable[Any] | None = None,
+    absorb_bias: bool = False,
+    only: Set[tuple[str, str]] | None = None,
+    keep_bounds: bool = False,
+    bar: Bar = no_bar,
+) -> EqualizeReport:
+    """Equalize every group of layers that can be, leaving the function of the model as it is.
+
+    Args:
+        view: the model, batch norms folded; changed in place.
+        check: says what is wrong with the model's function, or ``None``; groups it objects to are found by halving
+            and left alone.
+        statistics: mean and standard deviation per channel of the outputs of layers, by op name (beta and \\|gamma\\|
+            of the folded batch norm). Groups that have them get the factors of the least noise, the others those that
+            give both weights the same ranges.
+        data: batches to measure the statistics of the other layers on; not run where there are none.
+        absorb_bias: also absorb high biases, where the statistics of the layer are known. That changes the function a little.
+        only: (layer, the layer that reads it) of the groups that are equalized; all with ``None``.
+        keep_bounds: let activations cut where they do, as one number for all channels, which integer kernels do without an
+            operator of its own. Factors are then limited to those under which nothing on ``data`` is cut that was not:
+            :mod:`bitwright.methods.scaling.channel_noise`.
+        bar: shows checks and rounds.
+
+    Returns:
+        The report; ``report.undo()`` gives the model back as it was.
+
+    Raises:
+        CalibrationError: no batch in ``data``, or a value on it that is NaN or infinite.
+        ConfigError: ``keep_bounds`` without ``data``.
+    """
+    layers = Layers(view.graph())
+    groups, refused = equalizable(view, layers, clamps=not keep_bounds)
+    if only is not None:
+        groups = [group for group in groups if not only.isdisjoint(_links(group))]
+    batches = list(data) if keep_bounds and data is not None else data  # which are run twice
+    known = _measured_where_unknown(view, layers.graph, groups, statistics or {}, batches, bar)
+    extremes = measured_extremes(view, groups, batches, bar) if keep_bounds else None
+    planner = _Planner(view, layers.graph, groups, known, extremes, bar)
+    kept, rejected = sift(groups, lambda some: view.edit(planner.plan(some).edits), check, bar)
+    refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
+    done = planner.plan(kept)
+    undo = view.edit(done.edits)
+    order = {op.name: i for i, op in enumerate(layers.graph.ops)}
+    report = EqualizeReport(
+        tuple(kept), tuple(sorted(refused, key=lambda r: order[r.op])), tuple(done.factors), done.rounds,
+        done.clamped, spread=done.spread, noise=done.noise, statistics=_divided(known, kept, done.factors), view=view,
+        _undos=[undo],
+    )  # fmt: skip
+    for line in report.refused:
+        logger.info("not equalized: %s", line)
+    if absorb_bias:
+        try:
+            _absorb(view, layers, report)
+        except BaseException:
+            report.undo()
+            raise
+    return report
+
+
+def _measured_where_unknown(
+    view: FloatModel, graph: Graph, groups: Sequence[Group], known: Moments, data: Iterable[Any] | None, bar: Bar
+) -> Moments:
+    """``known``, and of groups of one producer that it does not have what ``data`` says; not run where there are none."""
+    unknown = [g for g in groups if len(g.producers) == 1 and channels_of(graph, g, known) is None]
+    if data is None or not unknown:
+        return dict(known)
+    return {**known, **measured_moments(view, unknown, bar(data, "equalize: measuring activations"))}
+
+
+def _links(group: Group) -> list[tuple[str, str]]:
+    """Every (producer, consumer) of a group."""
+    return [(producer.op, consumer.op) for producer in group.producers for consumer, _ in group.consumers]
+
+
+def absorb_biases(
+    report: EqualizeReport, statistics: Mapping[str, tuple[Array, Array]], view: FloatModel | None = None
+) -> None:
+    """Move high biases of groups that were equalized before into the next layers; noted in ``report``.
+
+    Args:
+        report: of :func:`equalize`.
+        statistics: as for :func:`equalize`, from before the layers were equalized.
+        view: the model, where it is no longer the one that was equalized but a copy of it.
+    """
+    view = view or report.view
+    assert view is not None
+    report.statistics = _divided(statistics, report.groups, report.factors)
+    _absorb(view, Layers(view.graph()), report)
+
+
+def equalizable(view: FloatModel, layers: Layers, *, clamps: bool = True) -> tuple[list[Group], list[Refused]]:
+    """The groups that ``view`` lets us rescale, and why the other layers begin none.
+
+    Args:
+        view: the model.
+        layers: of its graph.
+        clamps: whether activations that cut are changed, which not all can be.
+    """
+    found, refused = find_groups(layers, [layer for layer in layers.of.values() if layer.kind == "layer"])
+    refused += [
+        Refused(op, reason) for op, reason in layers.refused.items() if layers.graph.op(op).type in TRAITS["layer"]
+    ]
+    groups = []
+    for group in found:
+        clips = group.clips if clamps else ()
+        reason = next((r for op, axis in clips if (r := _why_no_clamp(view, op.name, group, axis))), None)
+        if reason is None:
+            groups.append(group)
+        else:
+            refused.append(Refused(group.producers[0].op, reason))
+    return groups, refused
+
+
+def _why_no_clamp(view: FloatModel, op: str, group: Group, axis: int) -> str | None:
+    ones = np.ones(group.channels)
+    reason = view.can_edit(Clamp(op, ones, ones, axis))
+    return reason and f"{op} cuts all channels at the same bounds and cannot be changed: {reason}"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How groups are equalized, and what the report says of it."""
+
+    edits: list[Edit]
+    factors: list[Array]
+    rounds: int
+    spread: tuple[float, float]
+    noise: tuple[float, float] | None
+
+    @property
+    def clamped(self) -> tuple[str, ...]:
+        """Activations that get a bound per channel."""
+        return tuple(edit.op for edit in self.edits if isinstance(edit, Clamp))
+
+
+class _Planner:
+    """Plans of groups that are tried together."""
+
+    def __init__(
+        self,
+        view: FloatModel,
+        graph: Graph,
+        groups: Sequence[Group],
+        statistics: Moments,
+        extremes: Extremes | None,
+        bar: Bar,
+    ) -> None:
+        self._view, self._statistics, self._bar = view, statistics, bar
+        self._extremes = extremes  # where bounds are kept
+        self._channels = {g.producers[0].op: channels_of(graph, g, statistics) for g in groups}
+        self._last: tuple[tuple[str, ...], _Plan] | None = None
+
+    def plan(self, groups: Sequence[Group]) -> _Plan:
+        """How they are equalized; what was accepted together in a check is not searched again."""
+        key = tuple(group.producers[0].op for group in groups)
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._search(groups)
+        return self._last[1]
+
+    def _search(self, groups: Sequence[Group]) -> _Plan:
+        names = dict.fromkeys(layer.weight for group in groups for layer in group.layers)
+        weights = {name: self._view.param(name) for name in names}
+        channels = [self._channels[group.producers[0].op] for group in groups]
+        factors, rounds, noise = _factors(groups, weights, channels, self._statistics, self._bar)
+        if self._extremes is not None:
+            factors = [within_bounds(group, s, self._extremes) for group, s in zip(groups, factors, strict=True)]
+        edits, _ = rescaling(self._view, groups, factors, bounds=self._extremes is None)
+        before = _spread(groups, weights)
+        weights.update({edit.name: edit.value for edit in edits if isinstance(edit, SetParam) and edit.name in weights})
+        return _Plan(edits, factors, rounds, (before, _spread(groups, weights)), noise)
+
+
+def _factors(
+    groups: Sequence[Group],
+    weights: Mapping[str, Array],
+    channels: Sequence[Channels | None],
+    statistics: Mapping[str, tuple[Array, Array]],
+    bar: Bar,
+) -> tuple[list[Array], int, tuple[float, float] | None]:
+    """Factors of every group, the rounds, and the noise where something is known of it."""
+    fixed, rounds = [np.ones(group.channels) for group in groups], 0
+    if any(known is None for known in channels):
+        fixed, rounds = converged_factors(groups, weights, bar)
+    if all(known is None for known in channels):
+        return fixed, rounds, None
+    factors, descents, noise = quietest_factors(groups, weights, channels, statistics, fixed, bar)
+    return factors, rounds + descents, noise
+
+
+def _spread(groups: Sequence[Group], weights: Mapping[str, Array]) -> float:
+    """The largest ratio of two output channels' ranges in one producer; channels without weights left out."""
+    worst = 1.0
+    for layer in (layer for group in groups for layer in group.producers):
+        ranges = layer.output_range(weights[layer.weight])
+        ranges = ranges[ranges > 0]
+        worst = max(worst, float(ranges.max() / ranges.min()) if ranges.size else 1.0)
+    return worst
+
+
+def _divided(
+    statistics: Mapping[str, tuple[Array, Array]], groups: Sequence[Group], factors: Sequence[Array]
+) -> dict[str, tuple[Array, Array]]:
+    found = dict(statistics)
+    for group, s in zip(groups, factors, strict=True):
+        for layer in group.producers:
+            if layer.op in found:
+                mean, std = found[layer.op]
+                found[layer.op] = (mean / s, std / s)
+    return found
+
+
+def _absorb(view: FloatModel, layers: Layers, report: EqualizeReport) -> None:
+    """Move high biases of equalized groups into the next layers where a constant shift stays one."""
+    for group in report.groups:
+        edits, shift = _absorbing(view, layers, group, report.statistics)
+        if edits:
+            report._undos.append(view.edit(edits))
+            for layer in group.producers:
+                mean, std = report.statistics[layer.op]
+                report.statistics[layer.op] = (mean - shift, std)
+            report.absorbed += tuple(layer.op for layer in group.producers)
+
+
+def _absorbing(
+    view: FloatModel, layers: Layers, group: Group, statistics: Mapping[str, tuple[Array, Array]]
+) -> tuple[list[Edit], Array]:
+    """The edits that absorb the bias of a group, none where it cannot be; and what they take from it."""
+    nothing: tuple[list[Edit], Array] = ([], np.zeros(group.channels))
+    (first, *more) = group.producers
+    if more or first.op not in statistics or first.bias is None or not _is_behind_relu(layers.graph, group):
+        return nothing
+    h = absorbed_bias(*statistics[first.op])
+    if not h.any() or any(_blocks(layers.graph, layer, h) for layer, _ in group.consumers):
+        return nothing
+    b = np.asarray(view.param(first.bias), np.float64)
+    edits: list[Edit] = [SetParam(first.bias, (b.reshape(-1) - h).reshape(b.shape))]
+    for layer, repeat in group.consumers:
+        split = layer.axes.split(view.param(layer.weight))
+        moved = layer.axes.sum_over_inputs(split * layer.axes.over_inputs(np.repeat(h, repeat)))
+        if layer.bias is not None:
+            old = np.asarray(view.param(layer.bias), np.float64)
+            edits.append(SetParam(layer.bias, old + moved.reshape(old.shape)))
+        elif view.can_edit(AddBias(layer.op, moved)):
+            return nothing
+        else:
+            edits.append(AddBias(layer.op, moved))
+    return edits, h
+
+
+def _is_behind_relu(graph: Graph, group: Group) -> bool:
+    """Whether the consumers read nothing but a Relu of what the producer makes."""
+    relu = graph.sole_consumer(group.producers[0].output)
+    if relu is None or relu.type != "Relu" or group.clips:
+        return False
+    return {op.name for op, _ in graph.consumers(relu.outputs[0])} == {c.op for c, _ in group.consumers}
+
+
+def _blocks(graph: Graph, layer: Layer, shift: Array) -> bool:
+    kernel = graph.values[str(graph.op(layer.op).inputs[1])].shape[2:]
+    return forward_obstacle(layer.type, layer.attrs, kernel, shift) is not None

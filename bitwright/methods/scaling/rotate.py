@@ -1,0 +1,491 @@
+"""Rotations that spread outliers over all channels, merged into the weights.
+
+A transformer's residual stream is only added to, normalised by its root mean square and read by linear layers, so it
+may be multiplied by any orthogonal matrix ``R``: what writes into the stream is multiplied by ``R``, what reads from it
+by ``R`` transposed. The values of an attention head may be rotated alike between their projection and the output
+projection. A Hadamard matrix with random signs makes the channels as alike as a rotation can.
+
+Reference: Ashkboos et al. 2024, arXiv:2404.00456, section 4, stages 1a and 1c; the rotations that need work at run time
+(before the down projection, on queries and keys) are not done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bitwright.core.graph.graph import Op
+from bitwright.core.graph.operators import TRAITS
+from bitwright.core.simulation.float_model import Edit, FloatModel, SetParam, Undo
+from bitwright.errors import ConfigError
+from bitwright.methods.attention import Attention, find_attention
+from bitwright.methods.folding.norm_fold import NormReport, fold_norms
+from bitwright.methods.layers import (
+    Array,
+    Bar,
+    Check,
+    Layer,
+    Layers,
+    Refused,
+    Reversible,
+    data_readers,
+    joined,
+    no_bar,
+    sift,
+    sole_reader,
+)
+from bitwright.tables import Tabular
+
+logger = logging.getLogger("bitwright")
+
+
+# ---------------------------------------------------------------------------------------------- matrices
+
+
+def hadamard(n: int) -> Array:
+    """A matrix of signs with ``H @ H.T == n * I``.
+
+    Built by doubling (Sylvester) from 1 or from Paley's constructions for a prime: ``q + 1`` for ``q = 3 mod 4`` gives
+    12, 20, 24, 44, ..., ``2 (q + 1)`` for ``q = 1 mod 4`` gives 28, 36, 60, ...
+
+    Returns:
+        Float64 of 1 and -1, shape [n, n].
+
+    Raises:
+        ConfigError: no such construction has this size.
+
+    Example:
+        >>> hadamard(2)
+        array([[ 1.,  1.],
+               [ 1., -1.]])
+    """
+    doublings, core = 0, n
+    while core > 2 and _paley(core) is None and core % 2 == 0:
+        core, doublings = core // 2, doublings + 1
+    base = np.array([[1.0, 1.0], [1.0, -1.0]])
+    H = np.ones((1, 1)) if core == 1 else base if core == 2 else _paley(core)
+    if H is None:
+        raise ConfigError(
+            "hadamard",
+            f"no construction here gives a Hadamard matrix of size {n}",
+            "sizes are 2**k times 1, 12, 20, 28, 36, 44 and the like; random_rotation takes any size",
+        )
+    for _ in range(doublings):
+        H = np.kron(H, base)
+    return H
+
+
+def _paley(n: int) -> Array | None:
+    """Paley's matrix of size ``n``, if a prime gives one."""
+    if n % 4 or n < 4:
+        return None
+    if _is_prime(n - 1):  # n - 1 = 3 mod 4
+        S = _skew(n - 1)
+        S[1:, 0] = -1.0
+        return S + np.eye(n)
+    q = n // 2 - 1
+    if q % 4 == 1 and _is_prime(q):
+        S = _skew(q)
+        S[1:, 0] = 1.0
+        signs, diagonal = np.array([[1.0, 1.0], [1.0, -1.0]]), np.array([[1.0, -1.0], [-1.0, -1.0]])
+        result: Array = np.kron(S, signs) + np.kron(np.eye(q + 1), diagonal)
+        return result
+    return None
+
+
+def _skew(q: int) -> Array:
+    """Bordered matrix of the quadratic characters of differences modulo ``q``, shape [q + 1, q + 1]."""
+    character = -np.ones(q)
+    character[np.unique(np.arange(1, q) ** 2 % q)] = 1.0
+    character[0] = 0.0
+    S = np.zeros((q + 1, q + 1))
+    S[0, 1:] = 1.0
+    S[1:, 1:] = character[(np.arange(q)[:, None] - np.arange(q)) % q]
+    return S
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % k for k in range(2, int(n**0.5) + 1))
+
+
+def random_rotation(n: int, seed: int = 0) -> Array:
+    """An orthogonal matrix, float64 [n, n]: Hadamard with random signs where there is one of that size, else random.
+
+    Example:
+        >>> R = random_rotation(12)
+        >>> bool(np.allclose(R @ R.T, np.eye(12)))
+        True
+    """
+    random = np.random.default_rng(seed)
+    try:
+        H = hadamard(n) / np.sqrt(n)
+    except ConfigError:
+        Q, upper = np.linalg.qr(random.standard_normal((n, n)))
+        result: Array = Q * np.sign(np.diag(upper))
+        return result
+    return random.choice([-1.0, 1.0], n)[:, None] * H
+
+
+def turned_outputs(layer: Layer, W: Array, R: Array) -> Array:
+    """The weight of a layer whose output ``y`` becomes ``y @ R``; float64, shape of ``W``."""
+    wide = np.asarray(W, np.float64)
+    rows_are_outputs = layer.kind == "layer" and layer.axes.outputs_first
+    return R.T @ wide if rows_are_outputs else wide @ R
+
+
+def turned_inputs(layer: Layer, W: Array, R: Array) -> Array:
+    """The weight of a layer that reads ``x @ R`` as it read ``x``; float64, shape of ``W``."""
+    wide = np.asarray(W, np.float64)
+    return wide @ R if layer.axes.outputs_first else R.T @ wide
+
+
+# ------------------------------------------------------------------------------------------------ streams
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A residual stream.
+
+    Attributes:
+        producers: layers and embeddings that write into it.
+        consumers: linear layers that read from it, most of them after a norm.
+        tables: parameters added to it, as learned positions are.
+        channels: its width.
+    """
+
+    _as_text = True
+
+    producers: tuple[Layer, ...]
+    consumers: tuple[Layer, ...]
+    tables: tuple[str, ...]
+    channels: int
+
+    def __str__(self) -> str:
+        return (
+            f"stream of {self.channels} channels from {self.producers[0].op}: {len(self.producers)} layers write into "
+            f"it, {len(self.consumers)} read from it"
+        )
+
+
+_MOVES = frozenset((*TRAITS["identity"], *TRAITS["reshape"], "Slice"))
+_MOVES_TOO = frozenset({"Gather"})
+
+
+def find_streams(view: FloatModel, layers: Layers) -> tuple[list[Stream], list[Refused]]:
+    """Every residual stream that may be rotated, and why others may not."""
+    streams: list[Stream] = []
+    refused: list[Refused] = []
+    seen: set[str] = set()
+    for start in _starts(layers):
+        if start.op in seen:
+            continue
+        walk = _StreamWalk(view, layers, start.axes.outputs)
+        reason = walk.run(start)
+        seen.update(layer.op for layer in walk.producers)
+        if reason is None:
+            streams.append(Stream(tuple(walk.producers), tuple(walk.consumers), tuple(walk.tables), walk.channels))
+        else:
+            refused.append(Refused(start.op, reason))
+    return streams, refused
+
+
+def _starts(layers: Layers) -> list[Layer]:
+    """Embeddings, and linear layers whose result is added to something."""
+
+    def adds(layer: Layer) -> bool:
+        return any(op.type == "Add" for op, _ in layers.graph.consumers(layer.output))
+
+    held = layers.of.values()
+    return [layer for layer in held if layer.kind == "embedding"] + [
+        layer for layer in held if layer.kind == "layer" and layer.type in ("Gemm", "MatMul") and adds(layer)
+    ]
+
+
+class _StreamWalk:
+    """The closure of a value over additions, norms without weights and operators that move rows."""
+
+    def __init__(self, view: FloatModel, layers: Layers, channels: int) -> None:
+        self.view, self.layers, self.graph, self.channels = view, layers, layers.graph, channels
+        self.producers: list[Layer] = []
+        self.consumers: list[Layer] = []
+        self.tables: list[str] = []
+        self.seen: set[str] = set()
+        self.open: list[str] = []
+
+    def run(self, start: Layer) -> str | None:
+        """Why the stream of ``start``'s output cannot be rotated; ``None`` when it can."""
+        self._enter(start.output)
+        reason: str | None = None
+        while self.open and reason is None:
+            value = self.open.pop()
+            reason = self._before(value) or self._behind(value)
+        if reason is None and len(self.producers) + len(self.consumers) < 2:
+            reason = "no other layer shares its channels"
+        for layer in (*self.producers, *self.consumers):
+            reason = reason or self.layers.why_not_private(layer)
+        return reason
+
+    def _enter(self, value: str) -> None:
+        if value not in self.seen:
+            self.seen.add(value)
+            self.open.append(value)
+
+    def _before(self, value: str) -> str | None:
+        layer = self.layers.by_output.get(value)
+        if layer is not None and layer.kind != "norm":
+            self.producers.append(layer)
+            good = layer.axes.outputs == self.channels and layer.channel_axis == layer.rank - 1
+            return None if good else f"{layer.op} ({layer.type}) writes into it with channels on another axis"
+        op = self.graph.producer(value)
+        if op is None:
+            return f"{value} in it is an input of the model"
+        if not self.seen.isdisjoint(source for source in op.inputs if source is not None):
+            return None
+        if op.type not in _MOVES | {"Add", "Mul", "Div"} or op.inputs[0] is None or op.also:
+            return f"{op.name} ({op.type}) writes into it"
+        sources = op.inputs if op.type in ("Add", "Mul") else op.inputs[:1]
+        for source in sources:
+            if source is not None and self._is_wide(source) and not self.graph.values[source].is_static:
+                self._enter(source)
+        return None
+
+    def _is_wide(self, value: str) -> bool:
+        shape = self.graph.values[value].shape
+        return bool(shape) and shape[-1] == self.channels
+
+    def _behind(self, value: str) -> str | None:
+        if self.graph.is_output(value):
+            return f"{value} in it is an output of the model"
+        for op, port in data_readers(self.graph, value):
+            if not (layer := self.layers.of.get(op.name)) or layer.adder != op.name:
+                reason = self._reader(op, port, value)
+                if reason:
+                    return reason
+        return None
+
+    def _reader(self, op: Op, port: int, value: str) -> str | None:
+        layer = self.layers.of.get(op.name)
+        if op.also:
+            return f"{op.name} ({op.type}) reads it and runs several times"
+        if layer is not None and layer.kind == "layer":
+            if port or layer.type not in ("Gemm", "MatMul") or layer.axes.inputs != self.channels:
+                return f"{op.name} ({op.type}) reads it with channels on another axis"
+            self.consumers.append(layer)
+            return None
+        if op.type in ("Pow", "Mul", "Square") and self._is_mean_square(op, value):
+            return None
+        if op.type == "RMSNormalization" or op.type == "Mul" and layer is not None:
+            return self._norm(op, layer)
+        if op.type == "Add":
+            return self._add(op, value)
+        if self._hands_on(op, port, value):
+            self._enter(op.outputs[0])
+            return None
+        norm = op.type == "LayerNormalization"
+        hint = ", which subtracts the mean: a rotation does not keep it" if norm else ""
+        return f"{op.name} ({op.type}) reads it{hint}"
+
+    def _hands_on(self, op: Op, port: int, value: str) -> bool:
+        """Whether what ``op`` makes is the stream with its rows scaled or moved."""
+        if op.type in ("Mul", "Div"):
+            return (port == 0 or op.type == "Mul") and self._per_row(op, value)
+        moves = op.type in _MOVES | _MOVES_TOO and port == 0
+        return moves and len(op.outputs) == 1 and self._is_wide(op.outputs[0])
+
+    def _is_mean_square(self, op: Op, value: str) -> bool:
+        """Whether ``op`` squares the stream and only the mean over its channels is read of that."""
+        others = {source for source in op.inputs if source is not None and source != value}
+        if op.type == "Mul" and others or any(not self.graph.values[o].is_static for o in others):
+            return False
+        mean = sole_reader(self.graph, op.outputs[0])
+        reduced = mean is not None and mean.type in ("ReduceMean", "ReduceSum")
+        return reduced and not self._is_wide(mean.outputs[0])  # type: ignore[union-attr]
+
+    def _norm(self, op: Op, layer: Layer | None) -> str | None:
+        if layer is None and len([source for source in op.inputs if source]) > 1:
+            return f"the weight of {op.name} is not a stored parameter"
+        if layer is not None and (
+            layer.bias is not None or not np.all(self.view.param(layer.weight) + layer.offset == 1)
+        ):
+            return f"the weight of the norm {op.name} is not folded into the layers after it"
+        self._enter(op.outputs[0])
+        return None
+
+    def _add(self, op: Op, value: str) -> str | None:
+        for source in op.inputs:
+            if source is None or source == value:
+                continue
+            held = self.graph.values[source]
+            if not held.is_static:
+                if self._is_wide(source):
+                    self._enter(source)
+                    continue
+                return f"{op.name} adds {source} of shape {held.shape} to it"
+            name = held.param or source
+            if held.kind != "param" or not self._is_wide(source) or name in self.layers.shared:
+                return f"{op.name} adds {source} to it, which is not a parameter of its own with a value per channel"
+            self.tables.append(name)
+        self._enter(op.outputs[0])
+        return None
+
+    def _per_row(self, op: Op, value: str) -> bool:
+        """Whether the other operand has one number for all channels."""
+        others = [source for source in op.inputs if source is not None and source != value]
+        shapes = [self.graph.values[source].shape for source in others]
+        return all(not shape or shape[-1] == 1 for shape in shapes)
+
+
+# ---------------------------------------------------------------------------------------------- on a model
+
+
+@dataclass
+class RotateReport(Tabular, Reversible):
+    """What was rotated.
+
+    Attributes:
+        norms: what was folded first.
+        streams: rotated residual streams.
+        heads: attentions whose values were rotated per head.
+        refused: streams and attentions left as they are, with the reasons.
+    """
+
+    _rows = "streams"
+
+    norms: NormReport
+    streams: tuple[Stream, ...] = ()
+    heads: tuple[Attention, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    _undos: list[Undo] = field(default_factory=list, repr=False)
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything was rotated."""
+        return bool(self.streams or self.heads)
+
+    def undo(self) -> None:
+        """Give the model back as it was, norms included; a second call does nothing."""
+        super().undo()
+        self.norms.undo()
+
+    def keep(self) -> None:
+        """Make the change final."""
+        super().keep()
+        self.norms.keep()
+
+    def __str__(self) -> str:
+        nothing = "" if self.changed else "NOTHING is rotated: "
+        first = f" ({self.refused[0]})" if self.refused and not self.changed else ""
+        lines = [
+            f"{nothing}{len(self.streams)} residual streams and the values of {len(self.heads)} attentions rotated, "
+            f"{len(self.refused)} left; {len(self.norms.groups)} norms folded{first}"
+        ]
+        lines += [f"  rotated  {stream}" for stream in self.streams]
+        lines += [
+            f"  rotated  values {heads.value.op} -> {heads.output.op}"
+            for heads in self.heads
+            if heads.output and heads.value
+        ]
+        lines += [f"  left     {refused}" for refused in self.refused]
+        return "\n".join(lines)
+
+
+def rotate(
+    view: FloatModel,
+    check: Check | None = None,
+    *,
+    seed: int = 0,
+    streams: bool = True,
+    heads: bool = True,
+    bar: Bar = no_bar,
+) -> RotateReport:
+    """Fold norms, then rotate every residual stream and the values of every attention that allow it.
+
+    Args:
+        view: the model; changed in place, its function stays.
+        check: says what is wrong with the model's function, or ``None``.
+        seed: of the signs.
+        streams: rotate residual streams (R1 of SpinQuant); norms are folded for them.
+        heads: rotate the values of attention heads (R2).
+        bar: shows the checks.
+
+    Returns:
+        The report; ``report.undo()`` gives the model back as it was. Where no stream can be rotated the norms are
+        left as they were, and the heads too.
+    """
+    norms = fold_norms(view, check, bar=bar) if streams else NormReport()
+    undos: list[Undo] = []
+    try:
+        layers = Layers(view.graph(), view)
+        found, refused = find_streams(view, layers) if streams else ([], [])
+        kept, rejected = sift(found, lambda some: _rotate_streams(view, some, seed), check, bar)
+        refused += [Refused(stream.producers[0].op, reason) for stream, reason in rejected]
+        undos.append(_rotate_streams(view, kept, seed))
+        values = rotatable_heads(layers) if heads and (kept or not streams) else []
+        turned, failed = sift(values, lambda some: _rotate_heads(view, some, seed), check, bar)
+        refused += [Refused(h.value.op, reason) for h, reason in failed if h.value]
+        undos.append(_rotate_heads(view, turned, seed))
+    except BaseException:
+        joined(undos)()
+        norms.undo()
+        raise
+    if not kept:
+        refused = [*norms.refused, *refused]
+        norms.undo()
+        norms = NormReport()
+    for line in refused:
+        logger.info("not rotated: %s", line)
+    if not kept and not turned:
+        logger.warning(
+            "nothing is rotated%s", f": {refused[0]}" if refused else ", as the model has no residual stream"
+        )
+    return RotateReport(norms, tuple(kept), tuple(turned), tuple(refused), undos)
+
+
+def rotatable_heads(layers: Layers) -> list[Attention]:
+    """Attentions whose values come from one layer and go to one, both with parameters of their own."""
+    found = find_attention(layers)
+    return [
+        heads
+        for heads in found
+        if heads.value is not None
+        and heads.output is not None
+        and not any(layers.why_not_private(layer) for layer in (heads.value, heads.output))
+    ]
+
+
+def _rotate_streams(view: FloatModel, streams: Sequence[Stream], seed: int) -> Undo:
+    edits: list[Edit] = []
+    for stream in streams:
+        R = random_rotation(stream.channels, seed)
+        changed: dict[str, Array] = {}
+
+        def held(name: str, changed: dict[str, Array] = changed) -> Array:
+            return changed[name] if name in changed else np.asarray(view.param(name), np.float64)
+
+        for layer in stream.producers:
+            changed[layer.weight] = turned_outputs(layer, held(layer.weight), R)
+            if layer.bias is not None:
+                changed[layer.bias] = held(layer.bias) @ R
+        for layer in stream.consumers:
+            changed[layer.weight] = turned_inputs(layer, held(layer.weight), R)
+        changed.update({name: held(name) @ R for name in stream.tables})
+        edits += [SetParam(name, value) for name, value in changed.items()]
+    return view.edit(edits)
+
+
+def _rotate_heads(view: FloatModel, found: Sequence[Attention], seed: int) -> Undo:
+    edits: list[Edit] = []
+    for heads in found:
+        value, output = heads.value, heads.output
+        assert value is not None and output is not None
+        R = random_rotation(heads.value_dim, seed)
+        inner = np.kron(np.eye(value.axes.outputs // heads.value_dim), R)
+        outer = np.kron(np.eye(output.axes.inputs // heads.value_dim), R)
+        edits.append(SetParam(value.weight, turned_outputs(value, view.param(value.weight), inner)))
+        if value.bias is not None:
+            edits.append(SetParam(value.bias, np.asarray(view.param(value.bias), np.float64) @ inner))
+        edits.append(SetParam(output.weight, turned_inputs(output, view.param(output.weight), outer)))
+    return view.edit(edits)

@@ -1,1 +1,0 @@
-"""An ONNX simulation as the protocols of :mod:`bitwright.algorithms` see it."""

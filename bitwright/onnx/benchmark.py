@@ -1,0 +1,269 @@
+"""Measuring deployed ONNX files whose simulation is not at hand, and trying changes of them."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.compare.benchmark import benchmark_export, sample_inputs
+from bitwright.core.graph.operators import TRAITS, op_row
+from bitwright.core.numerics.affine import encode
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.spec import QuantSpec, Symmetry
+from bitwright.core.simulation.float_model import sqnr
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import BitwrightError, ExportError, some_of
+from bitwright.export.files.atomic import temporary_room
+from bitwright.export.files.onnx_file import save_model
+from bitwright.export.qdq.markers import strip_sites
+from bitwright.export.qdq.write import to_qdq
+from bitwright.export.recurrent import write_recurrent
+from bitwright.export.samples import find_export
+from bitwright.export.targets import DEFAULT_TARGET
+from bitwright.onnx.model.data import input_specs, random_array
+from bitwright.onnx.model.load import load_model
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from bitwright.runtimes.adapters import Session, find_runtime, open_file
+from bitwright.runtimes.benchmark import BenchmarkReport, benchmark
+from bitwright.runtimes.profile import HAS_INTEGER_KERNEL
+from bitwright.runtimes.timing import Ratio, interleaved, ratio
+
+logger = logging.getLogger("bitwright")
+
+Array = NDArray[Any]
+Feeds = Mapping[str, Array]
+
+
+def benchmark_path(
+    path: Path,
+    prefix: str | None = None,
+    *,
+    runtime: str = "onnxruntime",
+    threads: Sequence[int] | None = None,
+    seconds: float = 2.0,
+    suggest: bool = False,
+) -> BenchmarkReport:
+    """What ``bitwright benchmark`` prints: of a folder that an export wrote, or of any quantized ONNX model.
+
+    Args:
+        path: the folder or the file; a file is compared with itself without its quantizers, on random inputs.
+        prefix: stem of the files in the folder.
+        runtime, threads, seconds: see :func:`bitwright.runtimes.benchmark.benchmark`.
+        suggest: also try the changes of :func:`suggestions`.
+
+    Raises:
+        ConfigError: the runtime is not installed.
+        ExportError: no export there, or the runtime refuses a file.
+        ModelError: the file is not an ONNX model that can be read.
+    """
+    with temporary_room(), tempfile.TemporaryDirectory() as folder:
+        if path.suffix == ".tflite":
+            path, prefix = _folder_of(path, runtime), path.stem
+        if path.is_dir():
+            report = benchmark_export(path, prefix, runtime=runtime, threads=threads, seconds=seconds)
+            stem = find_export(path, prefix)
+            file, plain, feeds = path / f"{stem}.onnx", path / f"{stem}_float.onnx", sample_inputs(path, stem)
+        else:
+            _refuse_flat(path, runtime)
+            file, plain = path, Path(folder, "float.onnx")
+            save_model(strip_sites(QuantizationSimModel(path).marked).model, plain)
+            rng = np.random.default_rng(0)
+            feeds = {spec.name: random_array(spec, rng) for spec in input_specs(load_model(path).model)}
+            report = benchmark(file, plain, feeds, runtime=runtime, threads=threads, seconds=seconds)
+        if not suggest:
+            return report
+        return replace(report, suggestions=tuple(suggestions(file, plain, feeds, runtime=runtime, seconds=seconds)))
+
+
+def _folder_of(file: Path, runtime: str) -> Path:
+    """The folder of the export that wrote a LiteRT file, where ``runtime`` runs such files."""
+    row = find_runtime(runtime)
+    if row.suffix != file.suffix:
+        raise ExportError(str(file), f"{row.name} reads {row.suffix} files", "add runtime='litert'")
+    if not file.with_name(f"{file.stem}_manifest.json").is_file():
+        problem = "no export lies beside it, whose float model and samples it would be measured with"
+        raise ExportError(str(file), problem, "name the folder of an export with target='litert'")
+    return file.parent
+
+
+def _refuse_flat(file: Path, runtime: str) -> None:
+    row = find_runtime(runtime)
+    if row.suffix != ".onnx":
+        problem = f"{row.name} reads {row.suffix} files, and this one is not converted here"
+        raise ExportError(str(file), problem, f"name the folder of an export with target={row.name!r}")
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change of a file that was tried.
+
+    Attributes:
+        change: what was changed, and how it is asked for.
+        speed: how many times as fast as float the changed file is.
+        against: how many times as fast as the file that there is.
+        accuracy: signal-to-noise ratio of its outputs to those of the float file, in dB; of the file that there is, ``before``.
+    """
+
+    change: str
+    speed: Ratio
+    against: Ratio
+    accuracy: float
+    before: float
+
+    def cells(self) -> tuple[str, ...]:
+        """One row of a table."""
+        gain = f"{self.accuracy:.1f} dB, was {self.before:.1f} dB"
+        return self.change, str(self.speed), str(self.against), gain
+
+
+def suggestions(
+    file: Path, plain: Path, feeds: Feeds, *, runtime: str = "onnxruntime", seconds: float = 2.0
+) -> Iterator[Suggestion]:
+    """Changes of the quantized ``file`` that apply to it, each measured beside it and beside the float file ``plain``.
+
+    Args:
+        file, plain: ONNX files.
+        feeds: one input, on which speed and accuracy are measured.
+        runtime: that reads ``.onnx`` files.
+        seconds: for the rounds of each change.
+    """
+    sim = QuantizationSimModel(file)
+    base, now = open_file(runtime, plain), open_file(runtime, file)
+    wanted, found = base.run(feeds), now.run(feeds)
+    before = _level(wanted, found)
+    with temporary_room(), tempfile.TemporaryDirectory() as folder:
+        for number, (change, write) in enumerate(_changes(sim)):
+            changed = Path(folder, f"{number}.onnx")
+            try:
+                save_model(write(), changed)
+                session = open_file(runtime, changed)
+                level = _level(wanted, session.run(feeds))
+            except BitwrightError as error:  # a form that this model or this runtime has not: no suggestion
+                logger.info("%s: %s", change, error)
+                continue
+            steps = {"float": base, "now": now, "changed": session}
+            times = interleaved({name: partial(_run, one, feeds) for name, one in steps.items()}, seconds=seconds)
+            speed, against = (ratio(times[name], times["changed"]) for name in ("float", "now"))
+            yield Suggestion(change, speed, against, level, before)
+
+
+def _run(session: Session, feeds: Feeds) -> object:
+    return session.run(feeds)
+
+
+def _level(wanted: Mapping[str, Array], found: Mapping[str, Array]) -> float:
+    """The lowest signal-to-noise ratio over the float outputs, in dB."""
+    levels = [
+        sqnr(array, found[name])
+        for name, array in wanted.items()
+        if name in found and np.issubdtype(array.dtype, np.floating) and array.shape == found[name].shape
+    ]
+    return min(levels, default=float("nan"))
+
+
+def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.Model]]]:
+    """What can be tried on this model: how it is asked for, and what writes the file."""
+    encodings = {s.name: s.encoding for s in sim.quantizers.values() if s.enabled and s.encoding is not None}
+    layers = _as_it_is(sim)
+
+    def write(left_out: Collection[str] = (), other: Mapping[str, Encoding] | None = None, **options: Any) -> ir.Model:
+        given = {**encodings, **(other or {})}
+        kept = {name: encoding for name, encoding in given.items() if name not in left_out}
+        return to_qdq(layers, kept, **{"target": DEFAULT_TARGET, **options}).model
+
+    for change, options in _options(sim, encodings):
+        yield change, partial(write, **options)
+
+
+def _options(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What can be tried, in words and as options of what writes the file."""
+    yield "signed activations: activation='as_is'", {"activation": "as_is"}
+    yield from ((text, {"other": grids}) for text, grids in _other_grids(sim, encodings))
+    islands = _islands(sim)
+    if islands:
+        text = f"islands in float: sim.quantizers[...].enabled = False for {some_of(islands)}"
+        yield text, {"left_out": islands}
+    ends = [site.name for site in sim.quantizers.values() if site.name in encodings and _is_end(sim, site)]
+    if ends:
+        yield "outputs of the model in float: Rule(..., output=None) for the last layers", {"left_out": ends}
+    notes = to_qdq(_as_it_is(sim), encodings).notes
+    if any(note.kind == "float product" for note in notes):
+        yield "weights of float products fused: weight_only='fused'", {"weight_only": "fused"}
+
+
+def _as_it_is(sim: QuantizationSimModel) -> ir.Model:
+    """The marked graph, with its recurrent layers as the operators that the file has: a Scan there is one here, too."""
+    return write_recurrent(sim.marked, "native")
+
+
+def _other_grids(
+    sim: QuantizationSimModel, encodings: Mapping[str, Encoding]
+) -> Iterator[tuple[str, dict[str, Encoding]]]:
+    """Grids that integer kernels take, or take faster, and how they are asked for."""
+    even, narrow = _symmetric_weights(sim, encodings), _narrow_activations(sim, encodings)
+    if even:
+        yield (f"symmetric weights: Rule(..., weight={{'symmetry': 'symmetric'}}) for {some_of(list(even))}", even)
+    if narrow:
+        yield (
+            f"8 bits: {{'widen': {{'allowance': 0}}}}, or Rule(..., output='uint8') for {some_of(list(narrow))}",
+            narrow,
+        )
+
+
+def _symmetric_weights(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
+    """Weights whose zero point is not in the middle, on symmetric grids of the same range."""
+    weights = (site.name for site in sim.quantizers.values() if site.role == "weight" and site.name in encodings)
+    uneven = {name: encodings[name] for name in weights if encodings[name].zero_point.any()}
+    return {
+        name: _regridded(encoding, IntFormat(encoding.format.bits), "symmetric")
+        for name, encoding in uneven.items()
+        if isinstance(encoding.format, IntFormat)
+    }
+
+
+def _narrow_activations(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
+    """Activations of more than 8 bits, on grids of 8 bits with the same range: what integer kernels take."""
+    sites = [s for s in sim.quantizers.values() if s.role in ("input", "output") and s.name in encodings]
+    wide = {s.name: encodings[s.name] for s in sites}
+    return {
+        name: _regridded(encoding, IntFormat(8, signed=encoding.format.signed), "asymmetric")
+        for name, encoding in wide.items()
+        if isinstance(encoding.format, IntFormat) and encoding.format.bits > 8
+    }
+
+
+def _regridded(encoding: Encoding, fmt: IntFormat, symmetry: Symmetry) -> Encoding:
+    """Another grid for the range of ``encoding``."""
+    given = encoding.format
+    assert isinstance(given, IntFormat)
+    lo, hi = ((end - encoding.zero_point) * encoding.scale.astype(np.float64) for end in (given.qmin, given.qmax))
+    return encode(lo, hi, QuantSpec(fmt, encoding.granularity, symmetry), encoding.granularity)
+
+
+def _is_end(sim: QuantizationSimModel, site: Site) -> bool:
+    return site.role == "output" and site.value in sim.graph.outputs
+
+
+def _islands(sim: QuantizationSimModel) -> list[str]:
+    """Activation sites whose value no operator with an integer kernel makes or reads: they only cost conversions."""
+    found = []
+    for site in sim.quantizers.values():
+        if site.role not in ("input", "output") or not site.enabled or site.encoding is None:
+            continue
+        maker = sim.graph.producer(site.value)
+        around = [op.type for op, _ in sim.graph.consumers(site.value)] + ([maker.type] if maker else [])
+        if not any(
+            kind in HAS_INTEGER_KERNEL or kind in TRAITS["clamp"] or op_row(kind).kind == "movement" for kind in around
+        ):
+            found.append(site.name)
+    return found

@@ -1,0 +1,947 @@
+"""Sites for the encodings that a model brings with it: those of the rules where they fit, new ones elsewhere.
+
+Grids of quantizers as a file holds them: scale, zero point, axis and blocks of a node, as an encoding.
+
+Models that hold quantizers already: these come out of the graph and become encodings.
+
+What integer tools write is read, of the standard and of the domain ``com.microsoft``:
+
+=============================================  ====================================================================
+found                                          becomes
+=============================================  ====================================================================
+QuantizeLinear, DequantizeLinear of one grid   an encoding of the tensor, at its readers where others read it in float
+a second pair of the same grid after it       nothing: it changes no bit
+DequantizeLinear of a constant                 a float constant under the same name, and the encoding of its readers
+quantizers that this package wrote             what they were, in every form of :mod:`bitwright.export.qdq.forms`
+=============================================  ====================================================================
+
+Zero points may be left out. A tensor that two different quantizers follow in a row keeps both, with an ``Identity``
+between them where one place can hold only one. Models that compute on integers (``QLinearConv`` and its kind) are
+refused by the name of the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.operators import TRAITS
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import (
+    FLOAT4_E2M1,
+    FLOAT8_E4M3,
+    FLOAT8_E5M2,
+    FloatFormat,
+    Format,
+    IntFormat,
+    parse_format,
+)
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.placement.plan import Plan, Role, SitePlan
+from bitwright.core.simulation.quantizer import fulfilled_by
+from bitwright.core.simulation.sites import SiteMap
+from bitwright.errors import FormatError, ModelError
+from bitwright.export.qdq.forms import folded_parts, read_metadata
+from bitwright.export.qdq.lookups import restore_lookups
+from bitwright.export.qdq.markers import STATES, Names, Outputs, bypass, move_uses, remove_unread
+from bitwright.export.qdq.nbits import restore_nbits
+from bitwright.export.qdq.products import join_again
+from bitwright.export.qdq.stored import is_small_float, transpose_encoding
+from bitwright.export.qdq.trace import moves_data
+
+Array = NDArray[Any]
+
+_FLOATS: dict[ir.DataType, FloatFormat] = {
+    ir.DataType.FLOAT8E4M3FN: FLOAT8_E4M3,
+    ir.DataType.FLOAT8E5M2: FLOAT8_E5M2,
+    ir.DataType.FLOAT4E2M1: FLOAT4_E2M1,
+}
+
+
+def fixed_number(node: ir.Node, value: ir.Value) -> Array:
+    """A scale or zero point, which must be known before the model runs."""
+    seen: ir.Value | None = value
+    while seen is not None and seen.const_value is None:
+        maker = seen.producer()
+        seen = maker.inputs[0] if maker is not None and maker.op_type == "Identity" else None
+    if seen is None or seen.const_value is None:
+        raise ModelError(
+            str(node.name),
+            f"its parameter {value.name!r} is computed while the model runs",
+            "start from the float model: such a quantizer has no fixed encoding",
+        )
+    array: Array = seen.const_value.numpy()
+    return array
+
+
+def stored_constant(node: ir.Node, facts: dict[str, Any], codes: Array) -> tuple[Array, Encoding | None]:
+    """The float32 that ``node`` makes of codes, and their grid; ``None`` for that where blocks cannot say it."""
+    scale, zero, axis, block = np.ones((), np.float32), None, 0, 0
+    if node.op_type == "Mul":
+        scale, zero, axis = _folded_parameters(node, facts)
+    elif node.op_type != "Cast":
+        scale, zero, axis, block = _linear_parameters(node, codes.dtype)
+    check_fits(node, scale, zero, axis, block, codes.shape)
+    where = codes.ndim and axis % codes.ndim
+    wide = codes.astype(np.float32)
+    if zero is not None:
+        wide -= _spread(zero.astype(np.float32), codes.shape, where, block)
+    wide *= _spread(scale, codes.shape, where, block)
+    dtype = ir.DataType.from_numpy(codes.dtype)
+    fmt: Format = parse_format(facts["format"]) if facts else _written_format(node, dtype)
+    if is_small_float(fmt) and codes.dtype.kind == "i":  # whole multiples of the smallest number
+        scale = scale / np.float32(fmt.step)
+    if isinstance(fmt, IntFormat) and zero is not None:
+        zero = unshifted(zero, fmt)
+    try:
+        return wide, encoding_of(fmt, scale, zero, axis, block, codes.ndim)
+    except ModelError:
+        return wide, None
+
+
+def _folded_parameters(node: ir.Node, facts: dict[str, Any]) -> tuple[Array, Array | None, int]:
+    """Scale, zero point and axis of a constant that Cast, Sub and Mul make."""
+    parts = folded_parts(node)
+    assert parts is not None
+    _, zeros, factor = parts
+    scale = fixed_number(node, factor).astype(np.float32)
+    zero = None if zeros is None else fixed_number(node, zeros).reshape(-1)
+    return scale.reshape(-1) if scale.size > 1 else scale.reshape(()), zero, facts.get("axis") or 0
+
+
+def _linear_parameters(node: ir.Node, kind: np.dtype[Any]) -> tuple[Array, Array | None, int, int]:
+    """Scale, zero point, axis and length of blocks of a QuantizeLinear or DequantizeLinear with codes of this type."""
+    assert node.inputs[1] is not None
+    scale = fixed_number(node, node.inputs[1]).astype(np.float32)
+    third = node.inputs[2] if len(node.inputs) > 2 else None
+    zero = None if third is None else fixed_number(node, third)
+    if zero is not None and zero.dtype.kind not in "iu" and kind.kind not in "iu":
+        zero = None if not zero.astype(np.float32).any() else zero
+    if not np.isfinite(scale).all() or not (scale > 0).all():
+        raise ModelError(
+            str(node.name),
+            f"its scale is not a positive number everywhere: {float(scale.min()):.3g} to {float(scale.max()):.3g}",
+            "quantize the model again; a scale of zero or less has no meaning",
+        )
+    return scale, zero, node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+
+
+def check_fits(
+    node: ir.Node, scale: Array, zero: Array | None, axis: int, block: int, shape: Sequence[int | None] | None
+) -> None:
+    """Refuse scales that do not belong to a tensor of ``shape``, of which nothing or single axes may not be known.
+
+    Raises:
+        ModelError: with what does not fit; ONNX Runtime does not load such a quantizer either.
+    """
+
+    problem = _misfit(scale, zero, axis, block, shape)
+    if problem:
+        raise ModelError(str(node.name), problem, "quantize the model again, or correct the file: no runtime reads it")
+
+
+def _misfit(scale: Array, zero: Array | None, axis: int, block: int, shape: Sequence[int | None] | None) -> str:
+    if not scale.size:
+        return "it has no scale"
+    if zero is not None and zero.size not in (1, scale.size):
+        return f"it has {zero.size} zero points and {scale.size} scales"
+    if block < 0:
+        return f"its blocks have {block} elements"
+    return "" if shape is None or not (block or scale.size > 1) else _wrong_length(scale, axis, block, shape)
+
+
+def _wrong_length(scale: Array, axis: int, block: int, shape: Sequence[int | None]) -> str:
+    rank = len(shape)
+    if not -rank <= axis < rank:
+        return f"its axis is {axis}, and its tensor has {rank} axes"
+    axis %= rank
+    needed: list[int | None] = [shape[axis]]
+    if block:
+        needed = [-(-n // block) if i == axis and n is not None else n for i, n in enumerate(shape)]
+    if scale.ndim == len(needed) and all(n in (None, have) for have, n in zip(scale.shape, needed, strict=True)):
+        return ""
+    text = "x".join("?" if n is None else str(n) for n in shape)
+    kind = f"blocks of {block} along axis {axis}" if block else f"axis {axis}"
+    return f"its scales have the shape {list(scale.shape)}, which does not fit {kind} of a tensor of shape {text}"
+
+
+def written_grid(node: ir.Node) -> Encoding:
+    """The grid of a QuantizeLinear or DequantizeLinear."""
+    entry = node.inputs[0]
+    third = node.inputs[2] if len(node.inputs) > 2 else None
+    codes = node.outputs[0] if node.op_type == "QuantizeLinear" else entry
+    dtype = codes.dtype if third is None and codes is not None else None if third is None else third.dtype
+    dtype = dtype or ir.DataType(node.attributes.get_int("output_dtype", 0) or int(ir.DataType.UINT8))
+    scale, zero, axis, block = _linear_parameters(node, np.dtype(dtype.numpy()))
+    check_fits(node, scale, zero, axis, block, lengths_of(entry))
+    return encoding_of(_written_format(node, dtype), scale, zero, axis, block, rank_of(entry))
+
+
+def encoding_of(
+    fmt: Format, scale: Array, zero: Array | None, axis: int | None, block: int, rank: int | None
+) -> Encoding:
+    """Numbers as a file holds them as an encoding of a tensor of this rank, which may be unknown."""
+    granularity: Granularity = PerTensor()
+    scale = np.asarray(scale, np.float32)
+    zero = np.zeros(scale.shape, np.int64) if zero is None else np.asarray(zero).astype(np.int64)
+    if block:
+        granularity, scale, zero = _in_blocks(scale, zero, axis or 0, block)
+    elif axis is None or scale.size == 1:
+        scale = scale.reshape(())
+    else:
+        granularity, scale = PerChannel(axis if rank is None else axis % rank), scale.reshape(-1)
+    zero = zero.reshape(scale.shape) if zero.size == scale.size else np.broadcast_to(zero, scale.shape)
+    if isinstance(fmt, FloatFormat):
+        zero = np.zeros(scale.shape, np.int64)
+    return Encoding(fmt, scale, zero, granularity)
+
+
+def lengths_of(value: ir.Value | None) -> list[int | None] | None:
+    """The lengths of the axes of a tensor, as far as they are known."""
+    return None if value is None or value.shape is None else [n if isinstance(n, int) else None for n in value.shape]
+
+
+def rank_of(value: ir.Value | None) -> int | None:
+    """How many axes a tensor has, where that is known."""
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def _written_format(node: ir.Node, dtype: ir.DataType) -> Format:
+    """The number format of codes of this type.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if dtype in _FLOATS:
+        return _FLOATS[dtype]
+    if dtype.is_integer():
+        try:
+            return IntFormat(dtype.bitwidth, signed=dtype.is_signed())
+        except FormatError:  # one bit
+            pass
+    raise ModelError(
+        str(node.name),
+        f"it quantizes to {dtype.name.lower()}, which has no counterpart here",
+        "use integers of 2 to 16 bits, float8e4m3fn or float8e5m2",
+    )
+
+
+def unshifted(zero: Array, fmt: IntFormat) -> Array:
+    """The zero point of a signed grid that may have been written counted from zero."""
+    counted = zero.dtype.kind == "u" or zero.dtype.name in ("uint2", "uint4")
+    shift = 1 << (fmt.bits - 1) if fmt.signed and counted else 0
+    return np.asarray(zero.astype(np.int64) - shift)
+
+
+def _in_blocks(scale: Array, zero: Array, axis: int, block: int) -> tuple[PerBlock, Array, Array]:
+    """Blocks as ONNX writes them, one scale per index of every other axis, as one scale per channel where they agree."""
+    axis %= scale.ndim
+    others = [i for i in range(scale.ndim) if i != axis]
+    zero = np.broadcast_to(zero, scale.shape)
+    differing = [i for i in others if not (_constant_along(scale, i) and _constant_along(zero, i))]
+    # of a matrix the other axis is the channel's, whatever the numbers say
+    channels = differing or (others if len(others) == 1 else [])
+    keep = tuple(slice(None) if i in (axis, *channels) else slice(0, 1) for i in range(scale.ndim))
+    return PerBlock(block, axis, tuple(channels)), scale[keep], zero[keep]
+
+
+def _constant_along(array: Array, axis: int) -> bool:
+    return bool((array == array.take([0], axis)).all())
+
+
+def _spread(param: Array, shape: tuple[int, ...], axis: int, block: int) -> Array:
+    """A scale or zero point as long as a tensor of ``shape``, or with axes of length one."""
+    if block:
+        return np.repeat(param, block, axis)[tuple(slice(0, n) for n in shape)]
+    if param.size == 1:
+        return param.reshape(())
+    return param.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+
+
+pass  # fmt: skip
+
+
+_DOMAINS = ("", "ai.onnx", "com.microsoft")
+
+#: operators that compute on integers or choose their scales at run time -> the form a user has instead
+_INTEGER_OPERATORS = {
+    **dict.fromkeys(("ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeLinear",
+                     "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"), "dynamic"),
+    **dict.fromkeys(("QGemm", "QAttention", "QEmbedLayerNormalization", "QOrderedMatMul", "QMoE"), "operator"),
+    **dict.fromkeys(("MatMulNBits", "MatMulBnb4", "MatMulFpQ4", "GatherBlockQuantized"), "packed"),
+}  # fmt: skip
+_FORMS = {
+    "dynamic": ("chooses its scale anew for every input", "dynamic quantization has no fixed encodings"),
+    "operator": ("computes on integers", "quantize to the QDQ format instead (quant_format=QuantFormat.QDQ)"),
+    "packed": ("holds its weight in packed integers", "export with DequantizeLinear in front of MatMul"),
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """An encoding that the model brings with it.
+
+    Attributes:
+        value: name of the tensor.
+        encoding: its grid.
+        readers: ``(node, port)`` that read it quantized.
+        everywhere: all its readers do, and it is made by an operator: the place is that operator's output.
+        constant: the tensor is the same in every run.
+    """
+
+    value: str
+    encoding: Encoding
+    readers: tuple[tuple[str, int], ...]
+    everywhere: bool = False
+    constant: bool = False
+
+
+def take_quantizers(model: ir.Model) -> list[Given]:
+    """Take the quantizers out of ``model``, in place, and return what they were, in execution order.
+
+    Args:
+        model: as :func:`bitwright.onnx.model.load.load_model` gives it.
+
+    Raises:
+        ModelError: the model computes on integers, a scale is not known before it runs, or a grid has no counterpart here.
+    """
+    restore_nbits(model)
+    restore_lookups(model)
+    refuse_integer_operators(model)
+    join_again(model)
+    if not any(_is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) for node in model.graph.all_nodes()):
+        return []
+    for node in model.graph.all_nodes():
+        # of sites of the simulation that wrote it; here it is a loop like any other
+        node.metadata_props.pop(STATES, None)
+    for node in model.graph.all_nodes():  # what asks for the shape of codes asks for that of the values
+        maker = node.inputs[0].producer() if _asks_shape(node) and node.inputs[0] is not None else None
+        if maker is not None and _is(maker, "QuantizeLinear"):
+            node.replace_input_with(0, maker.inputs[0])
+    found = _take_constants(model)
+    static = _static_values(model)
+    found.extend(_take_activations(model, static))
+    _check_rest(model, static)
+    return [one.given() for one in found]
+
+
+def has_quantizers(model: ir.Model) -> bool:
+    """Whether :func:`take_quantizers` has something to take out of ``model``, or refuses it."""
+    return any(
+        _is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) or _integer_form(node) is not None
+        for node in model.graph.all_nodes()
+    )
+
+
+def _integer_form(node: ir.Node) -> str | None:
+    """Which of ``_FORMS`` an operator that computes on integers is of."""
+    form = _INTEGER_OPERATORS.get(node.op_type, "operator" if node.op_type.startswith("QLinear") else None)
+    return form if node.domain in _DOMAINS else None
+
+
+def refuse_integer_operators(model: ir.Model) -> None:
+    """Refuse a model that was quantized into operators on integers.
+
+    Raises:
+        ModelError: with the name of the operator, and the form that can be read.
+    """
+    for node in model.graph.all_nodes():
+        form = _integer_form(node)
+        if form is not None:
+            problem, remedy = _FORMS[form]
+            raise ModelError(
+                str(node.name),
+                f"the model is quantized already, into operators that cannot be simulated: {node.op_type} {problem}",
+                f"start from the float model; or {remedy}"
+                if form != "dynamic"
+                else f"start from the float model: {remedy}",
+            )
+
+
+def _known(value: ir.Value) -> Array | None:
+    array: Array | None = None if value.const_value is None else value.const_value.numpy()
+    return array
+
+
+def _is(node: ir.Node, *types: str) -> bool:
+    return node.op_type in types and node.domain in _DOMAINS
+
+
+def _asks_shape(node: ir.Node) -> bool:
+    """Whether ``node`` reads no elements."""
+    return node.op_type in ("Shape", "Size") and not node.domain
+
+
+def _widens(node: ir.Node) -> bool:
+    """Whether ``node`` makes a float of a constant that this package stored in half precision."""
+    facts = read_metadata(node) if node.op_type == "Cast" else None
+    return facts is not None and facts["role"] == "constant" and facts["scale"] is None
+
+
+def _folded_codes(node: ir.Node) -> ir.Value | None:
+    parts = folded_parts(node)
+    return None if parts is None else parts[0]
+
+
+def _closing(node: ir.Node) -> ir.Node:
+    """The node that ends a constant of ours: ``node``, or the cast to half precision after it."""
+    uses = node.outputs[0].uses()
+    reader = next((reader for reader, _ in uses), None)
+    if len(uses) != 1 or reader is None or reader.op_type != "Cast" or _is(node, "Cast"):
+        return node
+    facts = read_metadata(reader)
+    return reader if facts is not None and facts["role"] in ("constant", "bias") else node
+
+
+def _own(node: ir.Node) -> bool:
+    facts = read_metadata(node)
+    return facts is not None and facts["role"] == "activation"
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """What becomes a :class:`Given` once names no longer change."""
+
+    value: ir.Value
+    encoding: Encoding
+    readers: list[tuple[ir.Node, int]]
+    everywhere: bool = False
+    constant: bool = False
+
+    def given(self) -> Given:
+        readers = tuple((str(node.name), port) for node, port in self.readers)
+        return Given(str(self.value.name), self.encoding, readers, self.everywhere, self.constant)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """A quantizer as it stands in the graph: from ``entry`` to the output of ``last``, through ``nodes``."""
+
+    entry: ir.Value
+    last: ir.Node
+    nodes: set[ir.Node]
+    encoding: Encoding
+
+    @property
+    def result(self) -> ir.Value:
+        return self.last.outputs[0]
+
+
+# -- constants
+
+
+@dataclass(frozen=True, eq=False)
+class _Constant:
+    """A constant in float: ``stored`` on the grid ``encoding``, read as ``value``, which may be its transpose."""
+
+    value: ir.Value
+    stored: ir.Value
+    encoding: Encoding | None
+
+
+def _take_constants(model: ir.Model) -> list[_Taken]:
+    """Put floats in the place of codes; where these are read, and on which grid."""
+    names = Names(model)
+    twins: dict[tuple[object, ...], _Constant] = {}
+    for node in list(model.graph.all_nodes()):
+        codes = node.inputs[0] if _is(node, "DequantizeLinear") or _widens(node) else _folded_codes(node)
+        last = _closing(node)
+        result = last.outputs[0]
+        if codes is None or codes.const_value is None or not codes.is_initializer() or result.is_graph_output():
+            continue
+        key = (*node.inputs, *sorted((a.name, str(a.value)) for a in node.attributes.values()))
+        if key not in twins:
+            twins[key] = _constant(model, names, node, last, codes.const_value.numpy())
+        move_uses(result, twins[key].value)
+        remove_unread(result)
+    found: list[_Taken] = []
+    for one in sorted(twins.values(), key=lambda one: one.value is not one.stored):
+        if one.encoding is not None:
+            found.extend(_constant_readers(one.stored, one.encoding, list(one.stored.uses())))
+    return found
+
+
+def _constant(model: ir.Model, names: Names, node: ir.Node, last: ir.Node, codes: Array) -> _Constant:
+    """The float constant that ``node`` and ``last`` compute, in its place."""
+    result, facts = last.outputs[0], read_metadata(last) or {}
+    dtype, name = result.dtype or ir.DataType.FLOAT, str(result.name)
+    wide, encoding = stored_constant(node, facts, codes)
+    perm = tuple(facts.get("perm", ()))
+    result.name = names.value(f"{name}_dq")
+    array = wide.astype(dtype.numpy(), copy=False)
+    if not perm:
+        stored = _initializer(model, name, array, dtype)
+        return _Constant(stored, stored, encoding)
+    # written transposed: in the orientation it had, and the transposition after it
+    back = tuple(int(i) for i in np.argsort(perm))
+    base = names.value(name.removesuffix("_transposed"))
+    stored = _initializer(model, base, array.transpose(back), dtype)
+    label = names.node(f"{name}/Transpose")
+    turn = ir.Node("", "Transpose", [stored], [ir.AttrInt64s("perm", perm)], name=label)
+    value = turn.outputs[0]
+    value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(array.shape)
+    model.graph.insert_before(model.graph[0], turn)
+    return _Constant(value, stored, None if encoding is None else transpose_encoding(encoding, back))
+
+
+def _initializer(model: ir.Model, name: str, array: Array, dtype: ir.DataType) -> ir.Value:
+    tensor = ir.Tensor(np.ascontiguousarray(array), dtype=dtype, name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(dtype), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
+
+
+def _constant_readers(value: ir.Value, encoding: Encoding, uses: Iterable[tuple[ir.Node, int]]) -> Iterator[_Taken]:
+    """Who reads a constant, also after operators that only move it."""
+    waiting = [(value, encoding, uses)]
+    while waiting:
+        value, encoding, uses = waiting.pop()
+        readers = []
+        for node, port in uses:
+            moved = _moved(node, encoding)
+            if moved is None:
+                readers.append((node, port))
+            else:
+                waiting.append((node.outputs[0], moved, list(node.outputs[0].uses())))
+        if readers:
+            yield _Taken(value, encoding, readers, constant=True)
+
+
+def _static_values(model: ir.Model) -> set[ir.Value]:
+    """Values that are the same in every run."""
+    static = {v for graph in model.graphs() for v in graph.initializers.values()}
+    for node in model.graph.all_nodes():
+        if node.inputs and all(value is None or value in static for value in node.inputs):
+            static.update(node.outputs)
+    return static
+
+
+# -- quantizers of activations, as they are found
+
+
+def _find_pairs(model: ir.Model, static: set[ir.Value]) -> tuple[list[_Pair], list[tuple[_Pair, ir.Value]]]:
+    """Every quantizer of an activation; and those that change no bit, with the value that is there already."""
+    own = _own_pairs(model)
+    inside = {node for pair in own.values() for node in pair.nodes}
+    first: dict[tuple[ir.Value, Encoding, ir.Graph | None], _Pair] = {}
+    grids: dict[ir.Value, Encoding] = {}  # what is quantized -> the grid as written
+    pairs: list[_Pair] = []
+    same: list[tuple[_Pair, ir.Value]] = []
+    for node in model.graph.all_nodes():
+        pair = own.get(node) or (None if node in inside else _pair(node))
+        if pair is None or not _can_be_taken(pair, static):
+            grids.update(_carried(node, grids))
+            continue
+        twin = first.setdefault((pair.entry, pair.encoding, node.graph), pair)
+        there = twin.result
+        if _is(pair.last, "DequantizeLinear"):
+            grids[pair.result] = written_grid(pair.last)
+            if grids.get(pair.entry) == grids[pair.result]:
+                there = pair.entry
+        if there is pair.result:
+            pairs.append(pair)
+        else:
+            same.append((pair, there))
+    return pairs, same
+
+
+def _can_be_taken(pair: _Pair, static: set[ir.Value]) -> bool:
+    """A quantizer of a constant stays in the graph, as part of a constant, where no site could hold it."""
+    if pair.entry not in static:
+        return True
+    waiting = [pair.result] if pair.entry.is_initializer() else []
+    while waiting:
+        value = waiting.pop()
+        for node, _ in value.uses():
+            moved = _moved(node, pair.encoding)
+            if moved is not None:
+                waiting.append(node.outputs[0])
+            elif node.outputs[0] in static:
+                return False
+    return pair.entry.is_initializer()
+
+
+def _own_pairs(model: ir.Model) -> dict[ir.Node, _Pair]:
+    """The quantizers that this package wrote, by the nodes that end them."""
+    values = {str(v.name): v for node in model.graph.all_nodes() for v in node.outputs}
+    values.update((str(v.name), v) for graph in model.graphs() for v in graph.inputs)
+    values.update((name, v) for graph in model.graphs() for name, v in graph.initializers.items())
+    found = ((node, _own_pair(node, values)) for node in model.graph.all_nodes())
+    return {node: pair for node, pair in found if pair is not None}
+
+
+def _own_pair(node: ir.Node, values: Mapping[str, ir.Value]) -> _Pair | None:
+    """A quantizer that this package wrote and noted on its last node."""
+    facts = read_metadata(node) if _own(node) else None
+    entry = None if facts is None else values.get(facts["entry"] or "")
+    if facts is None or entry is None:
+        return None
+    nodes = _between(node, entry)
+    scale = values.get(facts["scale"] or "")
+    if nodes is None or (facts["scale"] and scale is None):
+        return None  # the file was changed since
+    fmt = parse_format(facts["format"])
+    array = np.ones((), np.float32) if scale is None else fixed_number(node, scale)
+    zero = _own_zero_point(nodes, fmt)
+    ends = [n for n in nodes if _is(n, "QuantizeLinear")]
+    block = ends[0].attributes.get_int("block_size", 0) if ends else 0
+    check_fits(node, array, zero, facts["axis"] or 0, block, lengths_of(entry))
+    return _Pair(entry, node, nodes, encoding_of(fmt, array, zero, facts["axis"], block, rank_of(entry)))
+
+
+def _own_zero_point(nodes: set[ir.Node], fmt: Format) -> Array | None:
+    if not isinstance(fmt, IntFormat):
+        return None
+    for node in nodes:
+        wide = node.op_type == "Add"
+        if not wide and not _is(node, "QuantizeLinear"):
+            continue
+        value = next(iter(node.inputs[1 if wide else 2 :]), None)
+        if value is None:
+            raise ModelError(
+                str(node.name), f"this {node.op_type} of a quantizer has no zero point", "export the simulation again"
+            )
+        zero = fixed_number(node, value)
+        return zero.astype(np.int64) if wide else unshifted(zero, fmt)
+    return None
+
+
+def _pair(node: ir.Node) -> _Pair | None:
+    """The pair that ends in ``node``, or ``None``."""
+    if not _is(node, "DequantizeLinear"):
+        return None
+    codes = node.inputs[0]
+    first = None if codes is None else codes.producer()
+    if first is None or not _is(first, "QuantizeLinear"):
+        return None
+    entry, one, other = first.inputs[0], written_grid(first), written_grid(node)
+    assert entry is not None
+    if one != other:
+        raise ModelError(
+            str(node.name),
+            f"it reads the codes of {first.name} on another grid, {other} instead of {one}: the model computes on "
+            "integers here",
+            "start from the float model",
+        )
+    return _Pair(entry, node, {first, node}, one)
+
+
+def _carried(node: ir.Node, grids: Mapping[ir.Value, Encoding]) -> dict[ir.Value, Encoding]:
+    """The grids of what ``node`` makes, if it only moves data."""
+    if node.domain not in ("", "ai.onnx") or not node.inputs or node.inputs[0] is None:
+        return {}
+    sources = [node.inputs[0]]
+    if node.op_type == "Concat":
+        sources = list(_inputs(node))
+    elif not moves_data(node, _known):
+        return {}
+    grid, *others = (grids.get(v) for v in sources)
+    if grid is None or not isinstance(grid.granularity, PerTensor) or any(g != grid for g in others):
+        return {}
+    return dict.fromkeys(node.outputs if node.op_type == "Split" else node.outputs[:1], grid)
+
+
+# -- quantizers of activations, as they are taken out
+
+
+def _take_activations(model: ir.Model, static: set[ir.Value]) -> Iterator[_Taken]:
+    pairs, same = _find_pairs(model, static)
+    inner = {node for pair in pairs for node in pair.nodes}
+    outputs = Outputs(model)
+    merged: dict[ir.Value, ir.Value] = {}  # value that is gone -> the one that stayed
+    settled: set[ir.Value] = set()
+    for pair, value in same:
+        value = _kept(value, merged)
+        _bypass(pair.last, value, outputs)
+        if pair.last.graph is None:
+            merged[pair.result] = value
+    for pair in pairs:
+        value = _kept(pair.entry, merged)
+        whole = value not in settled and _serves_all(pair, value)
+        readers = _take_pair(pair, value, whole, inner, outputs)
+        if pair.last.graph is not None:
+            readers.append((pair.last, 0))
+            whole = False
+        else:
+            merged[pair.result] = value
+        if whole:
+            settled.add(value)
+        if value.is_initializer():
+            yield from _constant_readers(value, pair.encoding, readers)
+        else:
+            yield _Taken(value, pair.encoding, readers, whole)
+
+
+def _kept(value: ir.Value, merged: Mapping[ir.Value, ir.Value]) -> ir.Value:
+    while value in merged:
+        value = merged[value]
+    return value
+
+
+def _serves_all(pair: _Pair, value: ir.Value) -> bool:
+    """Whether an operator makes ``value`` and the quantizer alone reads it."""
+    alone = {node for node, _ in value.uses()} <= pair.nodes and not value.is_graph_output()
+    return alone and value.producer() is not None
+
+
+def _take_pair(
+    pair: _Pair, value: ir.Value, whole: bool, inner: set[ir.Node], outputs: Outputs
+) -> list[tuple[ir.Node, int]]:
+    """Take a quantizer of ``value`` out, or keep an Identity where a reader cannot hold it; the readers that can."""
+    readers = [(node, port) for node, port in pair.result.uses() if not _asks_shape(node)]
+    # no site at an operator with bodies or inside another quantizer can hold one of what it reads
+    near = [use for use in readers if use[0].op_type not in TRAITS["bodies"] and use[0] not in inner]
+    if whole or not (len(near) < len(readers) or pair.result.is_graph_output()):
+        _bypass(pair.last, value, outputs)
+        return readers
+    node = pair.last
+    before = _read_alone(node, value)
+    node.domain, node.op_type = "", "Identity"
+    node.attributes.clear()
+    node.metadata_props.clear()
+    for source in before:
+        remove_unread(source)
+    for reader, port in near:
+        reader.replace_input_with(port, value)
+    return near
+
+
+def _bypass(node: ir.Node, value: ir.Value, outputs: Outputs) -> None:
+    """Take ``node`` out, with ``value`` in the place of its result."""
+    before = _read_alone(node, value)
+    bypass(node, outputs)
+    for source in before:
+        remove_unread(source)
+
+
+def _read_alone(node: ir.Node, value: ir.Value) -> list[ir.Value]:
+    """Let ``node`` read ``value`` and nothing else; what it read before."""
+    before = list(_inputs(node))
+    node.resize_inputs(1)
+    node.replace_input_with(0, value)
+    return before
+
+
+def _check_rest(model: ir.Model, static: set[ir.Value]) -> None:
+    for node in list(model.graph.all_nodes()):
+        if not _is(node, "QuantizeLinear") or node.outputs[0] in static:
+            continue
+        reader = next((n for n, _ in node.outputs[0].uses()), None)
+        if reader is None and not node.outputs[0].is_graph_output():
+            remove_unread(node.outputs[0])
+            continue
+        what = "returned" if reader is None else f"read by {reader.name} ({reader.op_type})"
+        raise ModelError(
+            str(node.name),
+            f"its codes are {what}: the model computes on integers here",
+            "start from the float model; every QuantizeLinear needs a DequantizeLinear right after it",
+        )
+
+
+def _moved(node: ir.Node, encoding: Encoding) -> Encoding | None:
+    """The grid of a constant after ``node``, if that only moves it and the grid can be said there."""
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type in ("Identity", "Cast"):
+        return encoding
+    if node.op_type == "Transpose":
+        value = node.inputs[0]
+        rank = 0 if value is None or value.shape is None else len(value.shape)
+        perm = node.attributes.get_ints("perm", tuple(reversed(range(rank))))
+        return transpose_encoding(encoding, perm) if rank or isinstance(encoding.granularity, PerTensor) else None
+    simple = isinstance(encoding.granularity, PerTensor)
+    return encoding if simple and node.op_type in ("Reshape", "Flatten", "Squeeze", "Unsqueeze") else None
+
+
+def _between(last: ir.Node, entry: ir.Value) -> set[ir.Node] | None:
+    """The nodes that lead from ``entry`` to ``last``; ``None`` if something else leads there."""
+    found: set[ir.Node] = set()
+    waiting = [last]
+    reached = False
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found.add(node)
+        for value in _inputs(node):
+            maker = value.producer()
+            if value is entry:
+                reached = True
+            elif maker is not None:
+                waiting.append(maker)
+            elif not value.is_initializer():
+                return None
+        if len(found) > 32:  # no form of a quantizer is as long
+            return None
+    return found if reached else None
+
+
+def _inputs(node: ir.Node) -> Iterator[ir.Value]:
+    return (value for value in node.inputs if value is not None)
+
+
+pass
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A plan with the sites of a model that was quantized already.
+
+    Attributes:
+        plan: as the rules made it, with these sites among the others.
+        encodings: site -> the encoding that came with the model.
+        unused: sites of the rules that the model has in float.
+    """
+
+    plan: Plan
+    encodings: dict[str, Encoding]
+    unused: tuple[str, ...]
+
+    def put_in_force(self, sites: SiteMap) -> tuple[str, bool]:
+        """Take over the encodings, which survive calibration; what there is to note, and whether that calibrates all sites."""
+        for name, encoding in self.encodings.items():
+            quantizer = sites[name].quantizer
+            quantizer.encoding, quantizer.frozen = encoding, True
+        for name in self.unused:
+            sites[name].enabled = False
+        missing = [s for s in sites.values() if s.enabled and s.encoding is None]
+        others = f"; {len(self.unused)} other sites of the rules are in float, as there" if self.unused else ""
+        return (
+            f"the model brought {len(self.encodings)} encodings with it, which are in effect and frozen{others}",
+            all(site.quantizer.derived for site in missing),
+        )
+
+
+def adopt(plan: Plan, graph: Graph, given: Iterable[Given]) -> Adopted:
+    """Find or make the site of every encoding in ``given``.
+
+    Where the model quantizes activations, it computes what it computed: every other site that the rules ask for is unused.
+    Where it only holds quantized constants, the rules decide about all the rest.
+
+    Raises:
+        ModelError: an operator that read a quantized tensor is gone.
+    """
+    return _Adopter(plan, graph).run(list(given))
+
+
+class _Adopter:
+    def __init__(self, plan: Plan, graph: Graph) -> None:
+        self.plan, self.graph = plan, graph
+        self.sites = dict(plan.sites)
+        self.at = {(s.op, s.port): s for s in plan.sites.values() if s.role != "output"}
+        self.made = {s.value: s for s in plan.sites.values() if s.role == "output"}
+        self.encodings: dict[str, Encoding] = {}
+
+    def run(self, given: list[Given]) -> Adopted:
+        biases: dict[str, Encoding] = {}
+        for one in given:
+            if one.everywhere and not self._is_asked_for_at_readers(one):
+                self._take(self.made.get(one.value) or self._output(one), one)
+            else:
+                self._take_at_readers(one, biases)
+        self._regroup()
+        unused: list[str] = []
+        if any(not one.constant for one in given):
+            free = (s for s in self.sites.values() if s.name not in self.encodings)
+            unused = sorted(site.name for site in free if not self._fits(site, biases))
+        return Adopted(replace(self.plan, sites=self._ordered()), self.encodings, tuple(unused))
+
+    def _take_at_readers(self, one: Given, biases: dict[str, Encoding]) -> None:
+        """Take an encoding where its tensor is read; those of ``biases`` follow from others."""
+        for op, port in one.readers:
+            site = self.at.get((op, port))
+            if site is not None and site.follows is not None:
+                biases[site.name] = one.encoding
+            elif not _is_bias(one.encoding):
+                site = site or self._input(one, op, port)
+                if site is not None:
+                    self._take(site, one)
+
+    def _is_asked_for_at_readers(self, one: Given) -> bool:
+        """Whether the rules put the quantizers of a tensor where it is read, and not where it is made."""
+        if one.value in self.made or self.graph.is_output(one.value):
+            return False
+        sites = [self.at.get(place) for place in one.readers]
+        return bool(sites) and all(s is not None and s.value == one.value and s.role == "input" for s in sites)
+
+    def _fits(self, bias: SitePlan, biases: Mapping[str, Encoding]) -> bool:
+        """Whether the grid that follows for a bias is the one the model has."""
+        given = biases.get(bias.name)
+        if given is None or bias.follows is None:
+            return False
+        source, weight = (self.encodings.get(name) for name in bias.follows)
+        if source is None or weight is None or source.scale.size != 1:
+            return False
+        follows = np.multiply(source.scale, weight.scale.reshape(-1), dtype=np.float32)
+        return bool((follows == given.scale.reshape(-1)).all())
+
+    def _take(self, site: SitePlan, one: Given) -> None:
+        self.encodings[site.name] = one.encoding
+        self.sites[site.name] = replace(site, spec=replace(fulfilled_by(site.spec, one.encoding), fixed_range=None))
+
+    def _output(self, one: Given) -> SitePlan:
+        op = self.graph.producer(one.value)
+        if op is None:
+            raise _lost(one)
+        index = op.outputs.index(one.value)
+        return self._new(f"{op.name}.output[{index}]", "output", op.name, index, one)
+
+    def _input(self, one: Given, op: str, port: int) -> SitePlan | None:
+        try:
+            self.graph.op(op)
+        except KeyError:
+            if one.constant:  # computed from constants alone: its value is on the grid already
+                return None
+            raise _lost(one) from None
+        role: Role = "constant" if one.constant or self.graph.values[one.value].is_static else "input"
+        return self._new(f"{op}.input[{port}]", role, op, port, one)
+
+    def _new(self, name: str, role: Role, op: str, index: int, one: Given) -> SitePlan:
+        count, free = 0, name
+        while free in self.sites:
+            count += 1
+            free = f"{name}_{count}"
+        site = SitePlan(free, fulfilled_by(QuantSpec(), one.encoding), role, op, index, one.value, free)
+        self.sites[free] = site
+        if role != "output":
+            self.at[op, index] = site
+        return site
+
+    def _regroup(self) -> None:
+        """Sites share a quantizer when the rules say so and the model gives them the same encoding."""
+        first: dict[tuple[str, Encoding | None], str] = {}
+        for site in self.sites.values():
+            group = first.setdefault((site.group, self.encodings.get(site.name)), site.name)
+            self.sites[site.name] = replace(site, group=group, follows=self._follows(site))
+
+    def _follows(self, site: SitePlan) -> tuple[str, str] | None:
+        """The input of a bias's operator may be quantized where it is read."""
+        if site.follows is None:
+            return None
+        reads = self.at.get((site.op, 0))
+        here = reads is not None and reads.role == "input" and reads.name in self.encodings
+        return (reads.name if here and reads is not None else site.follows[0], site.follows[1])
+
+    def _ordered(self) -> dict[str, SitePlan]:
+        order = {op.name: i for i, op in enumerate(self.graph.ops)}
+        ranked = sorted(self.sites.values(), key=lambda s: (order[s.op], s.role == "output", s.port))
+        return {site.name: site for site in ranked}
+
+
+def _is_bias(encoding: Encoding) -> bool:
+    return isinstance(encoding.format, IntFormat) and encoding.format.bits == 32
+
+
+def _lost(one: Given) -> ModelError:
+    return ModelError(
+        one.value,
+        "the model quantizes this tensor, and no operator of the converted model has the place",
+        "export the model again with opset 21",
+    )

@@ -1,0 +1,299 @@
+"""What a search for precisions returns: points, the front, the choice; a table when printed, plain data for reports.
+
+What a search for precisions is asked for, and the points that it has measured so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any
+
+from bitwright.precision.candidates import Group
+from bitwright.precision.choice import Choice
+from bitwright.precision.measure import Metric, Score
+from bitwright.tables import Tabular, plain, text_table
+
+_SHOWN = 24
+
+
+@dataclass(frozen=True)
+class Point:
+    """One choice of precisions.
+
+    Attributes:
+        name: ``w8a8`` where all groups have one candidate, else ``front 3`` or the like.
+        choice: group -> candidate.
+        costs: by name.
+        predicted_db: SQNR of the outputs by the additive model, in dB.
+        sqnr_db: as measured on data that nothing was chosen on; ``None`` where it was not.
+        metric: as measured; ``None`` where it was not.
+        drop: of the metric against float, on the samples that choose.
+        share: of the data that the metric was measured on; below 1 where racing dropped the point.
+        front: whether no measured point is better in both the cost and the measurement.
+        chosen: whether this is the result.
+    """
+
+    name: str
+    choice: Mapping[str, str]
+    costs: Mapping[str, float]
+    predicted_db: float
+    sqnr_db: float | None = None
+    metric: float | None = None
+    drop: float | None = None
+    share: float = 0.0
+    front: bool = False
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class MixedPrecision(Tabular):
+    """What :func:`bitwright.mixed_precision` returns.
+
+    Attributes:
+        sim: the simulation, with the chosen precisions.
+        cost: the one that was to be small.
+        candidates: their names.
+        groups: what was chosen for.
+        points: all that were measured, the cheapest first, and the front as predicted.
+        chosen: the result; ``None`` where none met what was asked for, and then the simulation has the best point.
+        metric: name of the metric, its value in float, and which direction is better; ``None`` without one.
+        interval: of the drop of the chosen point, on samples held back; with its confidence.
+        evaluations: of the metric; parts of the data count as parts.
+        seconds: of the whole search.
+        notes: what a reader should know.
+        sensitivities: group -> candidate -> SQNR of the outputs in dB with that group alone at that candidate, as estimated.
+    """
+
+    sim: Any = field(repr=False)
+    cost: str
+    candidates: tuple[str, ...]
+    groups: tuple[Group, ...]
+    points: tuple[Point, ...]
+    chosen: Point | None
+    metric: Mapping[str, Any] | None
+    interval: Mapping[str, Any] | None
+    evaluations: float
+    seconds: float
+    notes: tuple[str, ...] = ()
+    sensitivities: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
+
+    _rows = "points"
+
+    @property
+    def met(self) -> bool:
+        """Whether a point met what was asked for."""
+        return self.chosen is not None
+
+    @property
+    def front(self) -> tuple[Point, ...]:
+        """The measured points that no other one beats in both the cost and what was measured."""
+        return tuple(p for p in self.points if p.front)
+
+    @property
+    def precisions(self) -> dict[str, str]:
+        """Layer -> its candidate."""
+        point = self.chosen or max(self.points, key=lambda p: (p.drop is not None, -(p.drop or 0)))
+        return {layer: point.choice[g.name] for g in self.groups for layer in (g.layers or (g.name,))}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; see docs/mixed-precision.md for the keys."""
+        return {
+            "format": "bitwright-mixed-precision",
+            "version": 1,
+            "cost": self.cost,
+            "candidates": list(self.candidates),
+            "metric": plain(self.metric),
+            "interval": plain(self.interval),
+            "groups": [
+                {"name": g.name, "layers": list(g.layers), "sites": list(g.sites), "refused": dict(g.refused)}
+                for g in self.groups
+            ],
+            "sensitivities": plain(self.sensitivities),
+            "points": [_finite(plain(p)) for p in self.points],
+            "chosen": None if self.chosen is None else _finite(plain(self.chosen)),
+            "evaluations": self.evaluations,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        head = [
+            "point",
+            *(f"{name}" for name in (self.points[0].costs if self.points else ())),
+            "predicted dB",
+            "SQNR dB",
+        ]
+        if self.metric is not None:
+            head += [str(self.metric["name"]), "drop"]
+        head.append("")
+        rows = [self._row(p) for p in self.points if p.sqnr_db is not None or p.metric is not None]
+        lines = [text_table(head, rows[:_SHOWN])]
+        if len(rows) > _SHOWN:
+            lines.append(f"and {len(rows) - _SHOWN} more points")
+        if self.interval is not None:
+            lines.append(str(self.interval["text"]))
+        count = f"{len(rows)} points" if self.metric is None else f"{self.evaluations:.3g} evaluations of the metric"
+        lines.append(
+            f"{count} measured, {self.seconds:.1f} s" if self.metric is None else f"{count}, {self.seconds:.1f} s"
+        )
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _row(self, point: Point) -> list[str]:
+        cells = [point.name, *(_short(c) for c in point.costs.values()), _number(point.predicted_db, 1)]
+        cells.append(_number(point.sqnr_db, 1))
+        if self.metric is not None:
+            cells += [_number(point.metric, 4), _number(point.drop, 4)]
+        mark = "chosen" if point.chosen else "front" if point.front else ""
+        return [*cells, mark]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinities: they are null."""
+    return {k: None if isinstance(v, str) and v in ("inf", "-inf", "nan") else v for k, v in row.items()}
+
+
+def decibel(noise: float) -> float:
+    """SQNR of a ratio of noise to signal."""
+    return math.inf if noise <= 0 else -10 * math.log10(noise)
+
+
+def alone(groups: Sequence[Group], names: Sequence[str], noise: Any) -> dict[str, dict[str, float]]:
+    """SQNR in dB of each group alone at each of its candidates; ``noise`` is ``[groups, candidates]``."""
+    return {
+        group.name: {names[c]: decibel(float(noise[i, c])) for c in group.candidates} for i, group in enumerate(groups)
+    }
+
+
+pass
+
+_LEAST = 0.02  # excess of a point that lost nothing
+
+
+@dataclass
+class Seen:
+    """A point that was measured.
+
+    Attributes:
+        choice: a candidate per group.
+        cost: of the kind that is to be small.
+        noise: over signal of the outputs.
+        score: the metric, where it was measured.
+        drop: of the metric on the samples that choose.
+        bound: the largest drop that these samples leave possible with the confidence asked for; the drop where there are none.
+    """
+
+    choice: Choice
+    cost: float
+    noise: float
+    score: Score | None = None
+    drop: float = math.inf
+    bound: float = math.inf
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is asked for.
+
+    Attributes:
+        cost: what is to be small.
+        bounds: cost -> the most that may be spent.
+        metric: of the user, if there is one.
+        min_sqnr: of the outputs, in dB.
+        evaluations: at most.
+        confidence: of what is said about drops.
+    """
+
+    cost: str
+    bounds: Mapping[str, float]
+    metric: Metric | None
+    min_sqnr: float | None
+    evaluations: int
+    confidence: float
+
+    @property
+    def quality(self) -> bool:
+        """Whether the cheapest of the good points is wanted, not the best within the budget."""
+        return self.min_sqnr is not None or (self.metric is not None and self.metric.allowed is not None)
+
+    @property
+    def most_noise(self) -> float:
+        """Noise over signal that ``min_sqnr`` allows."""
+        return math.inf if self.min_sqnr is None else 10 ** (-self.min_sqnr / 10)
+
+    def good(self, seen: Seen) -> bool:
+        """Whether a point keeps within what is allowed, beyond doubt by the samples that choose."""
+        return self.within(seen, seen.bound)
+
+    def within(self, seen: Seen, drop: float) -> bool:
+        """Whether a point keeps within what is allowed, if its metric drops by ``drop``."""
+        if self.min_sqnr is not None and decibel(seen.noise) < self.min_sqnr:
+            return False
+        if self.metric is None or self.metric.allowed is None:
+            return True
+        return seen.score is not None and seen.score.share == 1 and drop <= self.metric.allowed
+
+    def safe(self, seen: Seen) -> bool:
+        """Whether a point is so good that samples held back will say so too, 19 times of 20.
+
+        They have an error of their own, so that the difference of the two halves has sqrt(2) times the error of one.
+        """
+        if self.metric is None or seen.score is None or not self.good(seen):
+            return self.good(seen)
+        normal = NormalDist()
+        high = normal.cdf(normal.inv_cdf(min(self.confidence, 0.999)) + math.sqrt(2) * normal.inv_cdf(0.95))
+        return self.within(seen, self.metric.bound(seen.score, high))
+
+    def excess(self, seen: Seen) -> float:
+        """How often a point uses up what is allowed; more than 1 where it is not good."""
+        found = [seen.noise / self.most_noise]
+        if self.metric is not None and self.metric.allowed is not None and seen.score is not None:
+            lost, allowed = max(seen.bound, 0.0), self.metric.allowed
+            found.append(lost / allowed if allowed else (math.inf if lost else 0.0))
+        return max(*found, _LEAST)
+
+    def rank(self, seen: Seen) -> tuple[float, ...]:
+        """The smaller the better, among points within the budget."""
+        if self.quality:
+            return (0.0, seen.cost, seen.noise) if self.good(seen) else (1.0, seen.drop, seen.noise)
+        return (seen.drop, seen.noise) if self.metric is not None else (seen.noise,)
+
+
+@dataclass
+class Book:
+    """The points measured so far.
+
+    Attributes:
+        goal: what they are measured against.
+        seen: by choice.
+        best: of them.
+    """
+
+    goal: Goal
+    seen: dict[Choice, Seen] = field(default_factory=dict)
+    best: Seen | None = None
+
+    def add(self, point: Seen) -> bool:
+        """Whether it is the best so far."""
+        self.seen[point.choice] = point
+        if self.best is None or self.goal.rank(point) < self.goal.rank(self.best):
+            self.best = point
+            return True
+        return False
+
+    def good(self) -> list[Seen]:
+        """Those that keep within what is allowed."""
+        return [p for p in self.seen.values() if self.goal.good(p)]

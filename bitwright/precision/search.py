@@ -1,0 +1,858 @@
+"""``bitwright.mixed_precision``: the cheapest precisions that are good enough, or the best within a budget.
+
+The last word on the points of a search: on samples that chose nothing.
+
+Which point is measured next: where it tells most about the cheapest one that is good.
+
+One search for precisions: what it needs made ready once, points measured one by one, and the result.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bitwright.analysis.subject import Subject, open_subject
+from bitwright.core.numerics.spec import Preset
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments
+from bitwright.precision.candidates import (
+    Candidate,
+    as_candidates,
+    coarser,
+    distinct,
+    find_groups,
+    highest,
+    operands,
+    planned_bits,
+    simulation_of,
+    ties,
+    without,
+)
+from bitwright.precision.choice import Choice, Correction, Interactions, Knapsack, told
+from bitwright.precision.costs import Bits, Cost, all_costs
+from bitwright.precision.library import Library, noise_table, ruin
+from bitwright.precision.measure import Metric, Noise, one_sided
+from bitwright.precision.result import Book, Goal, MixedPrecision, Point, Seen, alone, decibel
+
+
+def last_word(book: Book) -> tuple[Seen | None, dict[str, Any] | None]:
+    """The cheapest good point that the samples held back bear out, and the interval of its drop there.
+
+    Points are tested from the quietest outputs on, and the first that fails ends it. In an order that does not look at these
+    samples every test may take the whole doubt: an error needs the first bad point of the order to pass (fixed sequence;
+    Maurer, Hothorn and Lehmacher 1995). So no point is added to a search after a test.
+    """
+    goal = book.goal
+    good, metric = book.good(), goal.metric
+    if not good:
+        return None, None
+    best = min(good, key=goal.rank)
+    if metric is None or best.score is None:
+        return best, None
+    if metric.allowed is None or metric.held_back == 0:
+        found = metric.interval(best.score, goal.confidence)
+        return best, {**_interval(found), "held_back": metric.held_back}
+    passed: dict[int, dict[str, Any]] = {}
+    first: dict[str, Any] | None = None
+    for point in sorted(good, key=lambda p: (p.noise, p.cost)):
+        assert point.score is not None
+        found = metric.interval(point.score, one_sided(goal.confidence))
+        told = {**_interval(found), "held_back": metric.held_back, "allowed": metric.allowed}
+        first = first or told
+        if metric.worst(found) > metric.allowed:
+            break
+        passed[id(point)] = told
+    chosen = min((p for p in good if id(p) in passed), key=goal.rank, default=None)
+    return (None, first) if chosen is None else (chosen, passed[id(chosen)])
+
+
+def why_none(book: Book) -> str:
+    """Why no point is the result."""
+    goal = book.goal
+    if not any(goal.within(p, p.drop) for p in book.seen.values()):
+        return "no point keeps within what is allowed; the simulation has the best one"
+    held_back = goal.metric.held_back if goal.metric is not None else 0
+    return (
+        f"points keep within the allowed drop on the samples that choose; on the {held_back} held back none does "
+        f"with a confidence of {goal.confidence:.0%}: give more samples, or allow more"
+    )
+
+
+def _interval(difference: Any) -> dict[str, Any]:
+    names = ("estimate", "low", "high", "confidence", "n", "test", "text")
+    return {name: getattr(difference, name) for name in names}
+
+
+_TRIES = 4  # bounds between two that were tried, before the front counts as exhausted
+_LOST = 3  # bad points after which the quietest one is measured
+_SAFER = 2.0  # how much less noise the next point has, where none is good beyond doubt
+_GAIN = 2e-3  # of the cost, that a point must promise
+_BETWEEN = 10  # bounds on the noise from a good to a bad point, of which the inner ones are tried
+_SINGLE = 4  # groups lowered alone from the best point without success, before the search ends
+_OFF = 4.0  # how much less noise such a point may add than was estimated
+_STEPS = 10  # such points at most
+_LITTLE = 1e-4  # of the cost, that one of them must save
+_AIM = 0.9  # share of what is allowed that a point is aimed at
+_STEP = (0.01, 0.7)  # by how much the noise goes down in one step, while no point is good
+_ROOM = 0.8  # share of what is allowed that a good point uses, below which estimates are doubted
+_FARTHER = 2.0  # times the noise of a bad point that is tried then
+_INSIDE = (0.15, 0.85)  # of the way from a good to a bad point
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """The points of one search, each chosen by what the earlier ones showed.
+
+    Attributes:
+        knapsack: the choices.
+        correction: estimates of their noise.
+        book: what was measured, and for what.
+    """
+
+    knapsack: Knapsack
+    correction: Correction
+    book: Book
+
+    def points(self) -> Iterable[Choice]:
+        """All of them; whoever asks for the next one has measured the last."""
+        if not self.book.goal.quality:
+            yield from self._within_budget()
+            return
+        first = self._first()
+        yield first
+        if self.book.goal.min_sqnr is not None or not self.book.goal.good(self.book.seen[first]):
+            yield from self._between()
+        yield from self._safer()
+        yield from self._single()
+
+    def _first(self) -> Choice:
+        """The cheapest; where a noise is asked for, the cheapest that should have no more."""
+        goal, noise = self.book.goal, self.correction.noise()
+        found = self._cheapest(noise, goal.most_noise)
+        found = found or self._quietest(noise)
+        assert found is not None  # the bounds of the goal leave a choice
+        return found
+
+    def _within_budget(self) -> Iterable[Choice]:
+        """The quietest choice by the estimates as corrected so far, until it stays the same."""
+        while True:
+            choice = self._quietest(self.correction.noise())
+            if choice is None or choice in self.book.seen:
+                return
+            yield choice
+
+    def _unless_seen(self, choice: Choice) -> Iterable[Choice]:
+        if choice not in self.book.seen:
+            yield choice
+
+    def _known_good(self, choice: Choice) -> bool:
+        return choice in self.book.seen and self.book.goal.good(self.book.seen[choice])
+
+    def _between(self) -> Iterable[Choice]:
+        """Close in on the noise at which points cease to be good; each time the cheapest choice below it."""
+        tries = 0
+        while tries < _TRIES:
+            noise = self.correction.noise()
+            good, bad = self._bracket(noise)
+            quietest = self._quietest(noise)
+            if quietest is None:
+                return
+            floor = max(noise.of(quietest), 1e-30)
+            if good is None and self._at_the_end(noise, bad, floor):
+                yield from self._unless_seen(quietest)  # is there a good point at all
+                if not self._known_good(quietest):
+                    return
+                continue
+            aim = self._aim(noise, good, bad)
+            choice = self._cheapest(noise, max(aim, floor * (1 + 1e-9)))
+            if choice is not None and not self._worth(choice):
+                tries += 1
+                choice = self._next(noise, good, bad, floor) or self._beyond(noise, good, bad)
+            if choice is None:
+                return
+            yield choice
+
+    def _at_the_end(self, noise: Cost, bad: Seen | None, floor: float) -> bool:
+        """Whether only the quietest point is left to be tried, or so many were bad that it should be."""
+        last = bad is not None and noise.of(bad.choice) <= floor * (1 + 1e-6)
+        return last or len(self.book.seen) >= _LOST
+
+    def _bracket(self, noise: Cost) -> tuple[Seen | None, Seen | None]:
+        """The good point with the most noise, and the bad one with the least that has more."""
+
+        def loud(point: Seen) -> float:
+            return noise.of(point.choice)
+
+        good = max(self.book.good(), key=loud, default=None)
+        bad = [p for p in self.book.seen.values() if not self.book.goal.good(p)]
+        above = [p for p in bad if good is None or loud(p) > loud(good)]
+        return good, min(above, key=loud, default=None)
+
+    def _aim(self, noise: Cost, good: Seen | None, bad: Seen | None) -> float:
+        """The noise at which the loss should be what is allowed: on a line through the logarithms of two points.
+
+        A loss grows about as the noise does while both are small, which gives the line where there is one point only.
+        """
+        goal = self.book.goal
+        if bad is None:
+            assert good is not None
+            return noise.of(good.choice) * max(_AIM / goal.excess(good), 1.0)
+        high, worse = noise.of(bad.choice), min(goal.excess(bad), 1e3)
+        if good is None:
+            return high * min(max(_AIM / worse, _STEP[0]), _STEP[1])
+        low, better = max(noise.of(good.choice), 1e-30), goal.excess(good)
+        way = math.log(_AIM / better) / math.log(worse / better) if worse > better else 0.5
+        return low * (high / low) ** min(max(way, _INSIDE[0]), _INSIDE[1])
+
+    def _next(self, noise: Cost, good: Seen | None, bad: Seen | None, floor: float) -> Choice | None:
+        """Some choice between two points that was not measured and is worth it."""
+        low = floor if good is None else noise.of(good.choice)
+        high = max(low * 2, 1.0) if bad is None else noise.of(bad.choice)
+        for most in np.geomspace(low, max(high, low), _BETWEEN)[1:-1][::-1]:
+            choice = self._cheapest(noise, float(most))
+            if choice is not None and self._worth(choice):
+                return choice
+        return None
+
+    def _beyond(self, noise: Cost, good: Seen | None, bad: Seen | None) -> Choice | None:
+        """Some choice that should have more noise than a bad point, where the good one has room left: estimates are estimates.
+
+        The good point as it was measured is what counts here: its noise may grow until its loss is what is allowed.
+        """
+        if good is None or bad is None or self.book.goal.excess(good) > _ROOM:
+            return None
+        most = noise.of(good.choice) * _AIM / self.book.goal.excess(good)
+        worse = noise.of(bad.choice)
+        for high in np.geomspace(worse, max(min(most, worse * _FARTHER), worse), 4)[1:]:
+            choice = self._cheapest(noise, float(high))
+            if choice is not None and self._worth(choice):
+                return choice
+        return None
+
+    def _worth(self, choice: Choice) -> bool:
+        """Whether a point was not measured and could become the best one: it costs less, or there is none yet."""
+        best, goal = self.book.best, self.book.goal
+        if choice in self.book.seen:
+            return False
+        if best is None or not goal.good(best):
+            return True
+        return self.knapsack.costs[goal.cost].of(choice) < best.cost * (1 - _GAIN)
+
+    def _safer(self) -> Iterable[Choice]:
+        """Quieter points, until there is one that samples held back should bear out; those are not looked at here."""
+        goal = self.book.goal
+        while goal.metric is not None and goal.metric.held_back and not any(map(goal.safe, self.book.good())):
+            noise = self.correction.noise()
+            seen = [noise.of(p.choice) for p in self.book.seen.values()]
+            quietest = self._quietest(noise)
+            if quietest is None or quietest in self.book.seen:
+                return
+            choice = self._cheapest(noise, max(min(seen) / _SAFER, noise.of(quietest) * (1 + 1e-9)))
+            yield quietest if choice is None or choice in self.book.seen else choice
+
+    def _single(self) -> Iterable[Choice]:
+        """The best point with one group lowered: what the estimates of all groups together passed over."""
+        failed = steps = 0
+        while failed < _SINGLE and steps < _STEPS:
+            best = self.book.best
+            if best is None or not self.book.goal.good(best):
+                return
+            should, others = self._lowered(best)
+            if not should and not others:
+                return
+            yield (should or others)[0]
+            steps += 1
+            failed = 0 if self.book.best is not best else failed + 1
+
+    def _lowered(self, best: Seen) -> tuple[list[Choice], list[Choice]]:
+        """Points with one group lowered: those that should be good, the cheapest first, and the others, the quietest first."""
+        goal, noise, costs = self.book.goal, self.correction.noise(), self.knapsack.costs
+        enough = best.cost * (1 - _LITTLE)
+        found = [
+            choice
+            for choice in self.knapsack.neighbours(best.choice, noise)
+            if costs[goal.cost].of(choice) <= enough
+            and not self._hopeless(choice)
+            and all(costs[name].of(choice) <= most for name, most in goal.bounds.items())
+        ]
+        room = best.noise / goal.excess(best) - best.noise
+        found.sort(key=lambda c: (noise.of(c), -self._fine(c)))  # the same for fewer bits is tried last
+        added = {choice: noise.of(choice) - noise.of(best.choice) for choice in found}
+        return (
+            sorted((c for c in found if added[c] <= room), key=costs[goal.cost].of),
+            [c for c in found if room < added[c] <= _OFF * room],
+        )
+
+    def _fine(self, choice: Choice) -> int:
+        """More for candidates that more others are coarser than."""
+        return sum(len(self.correction.coarser[c]) for c in choice) if self.correction.coarser else 0
+
+    def _hopeless(self, choice: Choice) -> bool:
+        """Whether a point was measured, or one was bad that is nowhere coarser."""
+        coarser = self.correction.coarser
+        bad = [p.choice for p in self.book.seen.values() if not self.book.goal.good(p)]
+        return choice in self.book.seen or any(
+            all(mine == other or mine in coarser[other] for mine, other in zip(choice, known, strict=True))
+            for known in (bad if coarser else ())
+        )
+
+    def _cheapest(self, noise: Cost, most: float) -> Choice | None:
+        return self.knapsack.cheapest(noise, most, self.book.goal.cost, self.book.goal.bounds)
+
+    def _quietest(self, noise: Cost) -> Choice | None:
+        return self.knapsack.quietest(noise, self.book.goal.bounds)
+
+
+pass
+pass
+
+logger = logging.getLogger("bitwright")
+
+#: notes of results that more time could change
+OUT_OF_TIME = "the search ended because time was used up"
+INTERRUPTED = "the search was interrupted; this is the best point it had"
+_SHARE = 1e-3  # of the noise at the most bits, that a group has at least
+_FRONT = 24  # points of the front that is drawn
+
+
+class Explorer:
+    """The parts of one search.
+
+    Args:
+        subject: the simulation.
+        candidates: of every group.
+        data: batches; every fifth is held out to measure the outputs on.
+        begin, deadline: of the clock ``time.monotonic``, and seconds from then.
+        rounding, samples, seed, times: as for :func:`bitwright.mixed_precision`.
+
+    Attributes:
+        groups: what is chosen for.
+        costs: by name.
+        library: the precisions, ready to be set.
+        knapsack: the choices.
+        notes: what a reader of the result should know.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        candidates: Sequence[Candidate],
+        data: Sequence[Any],
+        begin: float,
+        deadline: float | None,
+        rounding: bool,
+        samples: int,
+        seed: int,
+        times: Any,
+    ) -> None:
+        self._subject, self.candidates, self._begin, self._deadline = subject, candidates, begin, deadline
+        sim, least = subject.sim, planned_bits(subject.sim)
+        self._noise = Noise(subject, data)
+        kernels = operands(sim)
+        allowed = sim.rules.allowed_kernels
+        self.groups = find_groups(sim, candidates, allowed, tied=True)
+        rest = list(self._noise.rest)
+        self.library = Library(subject, self.groups, candidates, least, rest, rounding=rounding)
+        self.groups = without(self.groups, self.library.refused, candidates)
+        self.groups = distinct(self.groups, self.library.same, candidates)
+        self._table, unknown = noise_table(self.library, rest, samples=samples, seed=seed)
+        if unknown:
+            self._measure_alone(unknown)
+        self.costs: dict[str, Cost] = all_costs(Bits(sim, self.groups, candidates, least), kernels, times, ())
+        self._times = times
+        self.knapsack = Knapsack(
+            [g.candidates for g in self.groups], self.costs, ties(self.groups), [c.activation for c in candidates]
+        )
+        self._trusted, self._before = False, self._noise.runs
+        self._fits: bool | None = None
+        self.notes = [f"SQNR is measured {self._noise.where}"]
+        self._frozen = _frozen_weights(sim)
+        if self._frozen:
+            self.notes.append(self._frozen)
+        if unknown:
+            self.notes.append(
+                f"what {len(unknown)} sites cost was measured one group at a time, as no derivative leads from them to an output"
+            )
+
+    def _measure_alone(self, unknown: Sequence[str]) -> None:
+        """The noise of groups that there is no estimate of: each alone at its candidates, the others at the most bits."""
+        base = self._best()
+        quiet = self.noise(base, fitted=False)
+        for i, group in enumerate(self.groups):
+            if not {*unknown}.intersection(group.sites):
+                continue
+            for c in group.candidates:
+                if self.library.same(i, c, base[i]):
+                    found = quiet / len(self.groups)
+                else:
+                    found = max(self.noise((*base[:i], c, *base[i + 1 :]), fitted=False) - quiet, 0.0)
+                self._table[i, c] = max(found, quiet * _SHARE)
+        self.library.restore()
+
+    def correction(self) -> Correction:
+        """The estimates, before anything was seen."""
+        order = [[i for i, c in enumerate(self.candidates) if coarser(c, of)] for of in self.candidates]
+        return Correction(self._table.copy(), coarser=order)
+
+    def noise(self, choice: Choice, *, fitted: bool = True) -> float:
+        """Noise over signal of the outputs at ``choice``, as measured.
+
+        Args:
+            choice: a candidate per group.
+            fitted: with weights as the result has them: rounded for this choice, if that helped the first one.
+        """
+        if not fitted:
+            self.library.apply(choice)
+            return self.measure()
+        if self._fits is None:
+            alone = self.noise(choice, fitted=False)
+            self.library.fit(choice)
+            found = self.measure()
+            self._fits = found <= alone
+            if self._fits:
+                return found
+            self.notes.append("weights are rounded one layer at a time: making up for earlier layers did not help")
+        self.set(choice)
+        return self.measure()
+
+    def set(self, choice: Choice) -> None:
+        """Give the simulation the precisions and weights of ``choice``, as the result has them."""
+        if self._fits is False:
+            self.library.apply(choice)
+        else:
+            self.library.fit(choice)
+
+    def measure(self) -> float:
+        """Noise over signal of the outputs of what is set."""
+        return self._noise.measure()
+
+    @property
+    def measurements(self) -> int:
+        """How often the outputs were measured."""
+        return self._noise.runs
+
+    def bounds(self, cost: str, budget: float | Mapping[str, float] | None) -> dict[str, float]:
+        """Cost -> the most that may be spent, in its own unit.
+
+        Raises:
+            ConfigError: an unknown cost, or less than the cheapest choice needs.
+        """
+        given = {} if budget is None else dict(budget) if isinstance(budget, Mapping) else {cost: float(budget)}
+        if {cost, *given} - self.costs.keys():
+            all_costs(Bits(self._subject.sim, self.groups, self.candidates, {}), {}, self._times, [cost, *given])
+        found: dict[str, float] = {}
+        for name, most in given.items():
+            known = self.costs[name]
+            dearest = known.of([max(g.candidates, key=lambda c: sum(self.candidates[c].bits)) for g in self.groups])
+            bound = most * dearest if most <= 1 else most
+            self._check_room(name, bound, dearest, found)
+            found[name] = bound
+        return found
+
+    def _check_room(self, name: str, bound: float, dearest: float, others: Mapping[str, float]) -> None:
+        """Refuse a bound that no choice fits, alone or together with the bounds before it."""
+        known = self.costs[name]
+        cheapest = self.knapsack.least(name, others)
+        assert cheapest is not None  # the others were checked before
+        least = known.of(cheapest)
+        if bound >= least * (1 - 1e-9):
+            return
+        within = "".join(f" within {other} of {most:.6g} {self.costs[other].unit}" for other, most in others.items())
+        raise ConfigError(
+            "budget",
+            f"no choice of candidates fits {name} of {bound:.6g} {known.unit}{within}; the least possible is "
+            f"{_up(least):.6g} ({_up(least / dearest, 4):.4g} of the candidate with the most bits)"
+            + (f"; {self._frozen}" if self._frozen else ""),
+            "give the float model instead of this simulation"
+            if self._frozen
+            else "raise the budget, or add a candidate of fewer bits",
+        )
+
+    # -- searching
+
+    def run(self, goal: Goal, save: Callable[[], None]) -> MixedPrecision:
+        """Measure points until nothing more can be learnt, or there is no more to spend."""
+        book, correction = Book(goal), self.correction()
+        self._before = self._noise.runs
+        proposals = Proposals(self.knapsack, correction, book)
+        together = self._interactions(correction)
+        try:
+            for choice in proposals.points():
+                if book.seen and (why := self._spent(goal)):
+                    self.notes.append(why)
+                    break
+                expected = correction.noise().of(choice)
+                if self._measure(choice, book, correction):
+                    save()
+                if together.worth(expected, book.seen[choice].noise):
+                    self._look_into(choice, together)
+        except KeyboardInterrupt:
+            if book.best is None:
+                raise
+            self.notes.append(INTERRUPTED)
+        return self._finish(book, correction, save)
+
+    def _interactions(self, correction: Correction) -> Interactions:
+        """What looks for groups that do more together than alone."""
+        tied = ties(self.groups)
+        units = [*tied, *([i] for i, g in enumerate(self.groups) if not g.tie)]
+        return Interactions(
+            correction, lambda choice: self.noise(choice, fitted=False), self._best(), sorted(units), self.candidates
+        )  # fmt: skip
+
+    def _best(self) -> Choice:
+        """The candidate with the most bits for every group."""
+        best = highest(self.candidates)
+        return tuple(best if best in g.candidates else g.candidates[-1] for g in self.groups)
+
+    def _look_into(self, choice: Choice, together: Interactions) -> None:
+        """Find out which groups make a point louder than expected; these measurements are not counted as evaluations."""
+        before = self._noise.runs
+        found = together.find(choice)
+        self._before += self._noise.runs - before
+        if found:
+            note = told([g.name for g in self.groups], found)
+            logger.info("%s", note)
+            self.notes.append(note)
+
+    def _spent(self, goal: Goal) -> str:
+        """Why the search has to end here; empty where it goes on."""
+        used = goal.metric.evaluations if goal.metric is not None else self._noise.runs - self._before
+        longest = goal.metric.seconds if goal.metric is not None else 0.0
+        left = math.inf if self._deadline is None else self._deadline - (time.monotonic() - self._begin)
+        if used > goal.evaluations - 1 + 1e-9:
+            return "the search ended because evaluations were used up"
+        return OUT_OF_TIME if left < longest or left < 0 else ""
+
+    def _measure(self, choice: Choice, book: Book, correction: Correction) -> bool:
+        """Measure one point; whether it is the best so far."""
+        goal = book.goal
+        point = Seen(choice, self.costs[goal.cost].of(choice), self.noise(choice))
+        correction.see(choice, point.noise)
+        quiet = goal.min_sqnr is None or decibel(point.noise) >= goal.min_sqnr
+        if goal.metric is not None and quiet:
+            self._rate(point, goal, goal.metric)
+        name = self._label(self._told(choice))
+        logger.info("%s: cost %.6g, SQNR %.1f dB, drop %.4g", name, point.cost, decibel(point.noise), point.drop)
+        better = book.add(point)
+        return better and (goal.good(point) or not goal.quality)
+
+    def _rate(self, point: Seen, goal: Goal, metric: Metric) -> None:
+        """Measure the metric of the point that is set."""
+        point.score = metric.measure()
+        point.drop = point.bound = metric.drop(point.score)
+        if metric.held_back and point.score.share == 1:
+            point.bound = max(point.drop, metric.bound(point.score, goal.confidence))
+        if not self._trusted and metric.suspicious(point.score, point.noise):
+            self._check_metric(metric)
+            self.set(point.choice)
+            self._trusted = True
+
+    def _check_metric(self, metric: Metric) -> None:
+        """Put the metric to outputs that are noise; once, where a value of it looks strange."""
+        ruin(self._subject)
+        try:
+            metric.check_direction(metric.measure(), self._noise.measure())
+        finally:
+            self.library.restore()
+
+    # -- the end
+
+    def _finish(self, book: Book, correction: Correction, save: Callable[[], None]) -> MixedPrecision:
+        goal = book.goal
+        chosen, interval = last_word(book)
+        if chosen is None:
+            self.notes.append(why_none(book))
+        final = chosen or book.best
+        assert final is not None
+        self.set(final.choice)
+        if chosen is not None and chosen is not book.best:
+            save()
+        noise = correction.noise()
+        points = self._points(book, noise, chosen)
+        metric = goal.metric
+        return MixedPrecision(
+            self._subject.sim,
+            goal.cost,
+            tuple(c.name for c in self.candidates),
+            self.groups,
+            points,
+            next((p for p in points if p.chosen), None),
+            None if metric is None else {"name": metric.name, "float": metric.reference.mean, "better": metric.better},
+            interval,
+            metric.evaluations if metric is not None else 0.0,
+            time.monotonic() - self._begin,
+            tuple(self.notes),
+            alone(self.groups, [c.name for c in self.candidates], noise.table[0]),
+        )
+
+    def _points(self, book: Book, noise: Cost, chosen: Seen | None) -> tuple[Point, ...]:
+        goal = book.goal
+        found = [
+            replace(
+                self._point(p.choice, noise),
+                sqnr_db=decibel(p.noise),
+                metric=None if p.score is None else p.score.mean,
+                drop=None if p.score is None else p.drop,
+                share=0.0 if p.score is None else p.score.share,
+                chosen=p is chosen,
+            )
+            for p in book.seen.values()
+        ]
+        front = self.knapsack.front(noise, goal.cost, goal.bounds, _FRONT)
+        found += [self._point(choice, noise) for choice in front if choice not in book.seen]
+        found.sort(key=lambda p: (p.costs[goal.cost], -p.predicted_db))
+        return tuple(replace(p, front=_on_front(p, found, goal.cost)) for p in found)
+
+    def _point(self, choice: Choice, noise: Cost) -> Point:
+        told = self._told(choice)
+        return Point(
+            self._label(told),
+            {g.name: self.candidates[c].name for g, c in zip(self.groups, told, strict=True)},
+            {name: cost.of(choice) for name, cost in self.costs.items()},
+            decibel(noise.of(choice)),
+        )
+
+    def _told(self, choice: Choice) -> Choice:
+        """``choice`` with the candidates that most groups can be said to have: a sum has 8-bit weights as well as 4-bit ones."""
+        names = range(len(self.candidates))
+        alike = [[o for o in names if self._alike(i, o, c)] for i, c in enumerate(choice)]
+        votes = Counter(o for equal in alike for o in equal)
+        return tuple(max(equal, key=lambda o: (votes[o], -o)) for equal in alike)
+
+    def _alike(self, group: int, one: int, other: int) -> bool:
+        """Whether two candidates make the same of a group at the same costs: tied weights cost what their inputs are too."""
+        return self.library.same(group, one, other) and all(
+            np.array_equal(cost.table[:, group, one], cost.table[:, group, other]) for cost in self.costs.values()
+        )
+
+    def _label(self, choice: Choice) -> str:
+        names = [self.candidates[c].name for c in choice]
+        if len(set(names)) == 1:
+            return names[0]
+        counts = {name: names.count(name) for name in dict.fromkeys(c.name for c in self.candidates)}
+        return " ".join(f"{n}x{name}" for name, n in counts.items() if n)
+
+
+def _up(value: float, digits: int = 6) -> float:
+    """``value`` rounded up, so that who asks for what is printed gets it."""
+    unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 1.0
+    return math.ceil(value / unit * (1 - 1e-12)) * unit
+
+
+def _frozen_weights(sim: Any) -> str:
+    """Which weights keep their precision because a method or a file froze them; empty if none does."""
+    found = [name for name, site in sim.quantizers.items() if site.role == "weight" and site.frozen]
+    if not found:
+        return ""
+    return (
+        f"{len(found)} weights, such as {found[0]}, keep the width at which they were rounded and frozen, as `quantize` "
+        "leaves them: pass the float model to choose their width too"
+    )
+
+
+def _on_front(point: Point, points: Sequence[Point], cost: str) -> bool:
+    def value(p: Point) -> float:
+        return p.drop if p.drop is not None else -(p.sqnr_db if p.sqnr_db is not None else -math.inf)
+
+    if point.sqnr_db is None:
+        return False
+    peers = [p for p in points if p.sqnr_db is not None and (p.drop is None) == (point.drop is None)]
+    mine = (point.costs[cost], value(point))
+    return not any(
+        (p.costs[cost], value(p)) != mine and p.costs[cost] <= mine[0] and value(p) <= mine[1] for p in peers
+    )
+
+
+pass
+
+CANDIDATES = ("w8a8", "w8a16", "w4a8", "w4a16")
+
+
+@checks_arguments
+def mixed_precision(
+    model: Any,
+    data: Iterable[Any],
+    candidates: str | Preset | Iterable[Any] = CANDIDATES,
+    *,
+    cost: str = "weight_bytes",
+    budget: float | Mapping[str, float] | None = None,
+    metric: str | Callable[[Any], Any] | None = None,
+    lower_is_better: bool = False,
+    allowed_drop: float | str | None = None,
+    min_sqnr: float | None = None,
+    labels: Any = None,
+    evaluation_data: Iterable[Any] | None = None,
+    times: Any = None,
+    evaluations: int = 12,
+    deadline: float | None = None,
+    confidence: float = 0.9,
+    rounding: bool = True,
+    samples: int = 32,
+    seed: int = 0,
+    config_file: Any = None,
+    folder: str | Path | None = None,
+    filename_prefix: str = "model",
+) -> MixedPrecision:
+    """Choose the precision of every layer.
+
+    What each quantizer costs the outputs is estimated in one run forward and one back per candidate; costs add up; the choice
+    of one candidate per group is an integer program that is solved exactly; a few points are then measured, each where it
+    tells most, and the estimates are corrected by what was seen.
+
+    Args:
+        model: a calibrated simulation of either front end (changed in place), or a model: a module, a path, a proto.
+        data: batches without labels; every fifth is held out to measure the outputs on.
+        candidates: presets by name or value, or AIMET's pairs.
+        cost: what is to be small: ``weight_bytes``, ``bit_ops``, ``activation_bytes``, or ``ms`` (with ``times``).
+        budget: the most that may be spent: of ``cost``, or cost -> bound. A bound up to 1 is a share of what the candidate with
+            the most bits costs.
+        metric: ``"accuracy"``, ``"agreement"``, ``"kl"``, or a function of the model (of the session in ONNX) that returns a
+            number or, better, one value per sample; half of the samples are then held back for the last word.
+        lower_is_better: for a function such as a perplexity.
+        allowed_drop: of the metric against float: in its units, or ``"1%"`` of its float value. Of the points that keep within
+            it the cheapest is taken.
+        min_sqnr: instead of a metric: the least SQNR of the outputs, in dB.
+        labels: one per sample of ``evaluation_data``, for ``accuracy``.
+        evaluation_data: what named metrics are measured on; ``data`` by default.
+        times: milliseconds per layer or operator type and candidate, or the path of a JSON file of them.
+        evaluations: of the metric, at most; parts of the data count as parts.
+        deadline: seconds, from now.
+        confidence: with which the drop on samples held back is within ``allowed_drop``.
+        rounding: round weights with error feedback (``gptq``) at each width, instead of each to its nearest code.
+        samples: rows that the estimates are taken on.
+        seed: of what is random.
+        config_file: rules for a model that is given; its ``supported_kernels`` say which candidates an operator may have.
+        folder: where the best point so far is exported to, each time there is a better one.
+        filename_prefix: stem of the files.
+
+    Returns:
+        The result; its table shows every point that was measured, its ``sim`` works with the choice.
+
+    Raises:
+        ConfigError: nothing is asked for, a budget that no choice fits (the message says what is possible), a metric that is
+            constant or has the other direction, a deadline shorter than one evaluation, or a table of times with holes.
+        CalibrationError: the simulation is not calibrated, or ``data`` is empty.
+        KeyboardInterrupt: Ctrl-C before there was a point; later it ends the search with the best one.
+    """
+    begin = time.monotonic()
+    wanted = as_candidates(candidates)
+    _check_wish(budget, allowed_drop, min_sqnr)
+    check_options(
+        metric, allowed_drop, min_sqnr, deadline, confidence, lower_is_better=lower_is_better, labels=labels,
+        evaluation_data=evaluation_data,
+    )  # fmt: skip
+    batches = _batches(data)
+    sim = simulation_of(model, batches, wanted[highest(wanted)], config_file)
+    subject = open_subject(sim)
+    restore = subject.remember(parameters=True)
+    try:
+        with subject.exclusive():
+            search = Explorer(subject, wanted, batches, begin, deadline, rounding, samples, seed, times)
+            bounds = search.bounds(cost, budget)
+            tester = None
+            if metric is not None:
+                tester = Metric(
+                    subject, metric, lower_is_better=lower_is_better, allowed=allowed_drop, labels=labels, seed=seed,
+                    data=batches if evaluation_data is None else list(evaluation_data),
+                )  # fmt: skip
+                _check_deadline(deadline, begin, tester.seconds)
+            goal = Goal(cost, bounds, tester, min_sqnr, evaluations, confidence)
+            save = _saver(sim, folder, filename_prefix)
+            return search.run(goal, save)
+    except BaseException:
+        restore()
+        raise
+
+
+def _check_wish(budget: Any, allowed_drop: Any, min_sqnr: float | None) -> None:
+    if budget is None and allowed_drop is None and min_sqnr is None:
+        raise ConfigError(
+            "mixed_precision",
+            "neither a budget nor a quality is asked for",
+            "pass budget=0.6 (share of the cost), allowed_drop=0.01 with a metric, or min_sqnr=20",
+        )
+
+
+def check_options(
+    metric: Any, allowed_drop: Any, min_sqnr: float | None, deadline: float | None, confidence: float, **of_metric: Any
+) -> None:
+    """What a search is asked for, as far as it can be told before it begins.
+
+    Args:
+        of_metric: ``lower_is_better``, ``labels`` and ``evaluation_data``.
+
+    Raises:
+        ConfigError: a number that has no meaning, or an option that nothing would look at.
+    """
+    if min_sqnr is not None and not math.isfinite(min_sqnr):
+        raise ConfigError("min_sqnr", f"{min_sqnr} is not a number of dB", "give 20, or leave it out")
+    if deadline is not None and not deadline >= 0:
+        raise ConfigError("deadline", f"{deadline} is not a time", "give seconds, or leave it out")
+    if not 0 < confidence < 1:
+        raise ConfigError("confidence", f"{confidence} is not a share", "give 0.9, or another number between 0 and 1")
+    if allowed_drop is not None and metric is None:
+        raise ConfigError(
+            "allowed_drop", "there is no metric that could drop", "pass metric=..., or min_sqnr=... in dB instead"
+        )
+    given = [name for name, value in of_metric.items() if value is not None and value is not False]
+    if metric is None and given:
+        raise ConfigError(
+            given[0], "there is no metric that it could be for", f"pass metric=..., or leave {given[0]} out"
+        )
+    _check_of_metric(metric, given)
+
+
+def _check_of_metric(metric: Any, given: Sequence[str]) -> None:
+    """Options of the other kind of metric would be passed over in silence."""
+    data = [name for name in given if name != "lower_is_better"]
+    if callable(metric) and data:
+        raise ConfigError(
+            data[0],
+            "the metric is a function, which looks at data of its own",
+            f"leave {data[0]} out, or pass metric='accuracy', 'agreement' or 'kl'",
+        )
+    if isinstance(metric, str) and "lower_is_better" in given and metric != "kl":
+        raise ConfigError(
+            "lower_is_better", f"the direction of {metric!r} is known", "leave it out; it is for functions"
+        )
+
+
+def _check_deadline(deadline: float | None, begin: float, seconds: float) -> None:
+    spent = time.monotonic() - begin
+    left = math.inf if deadline is None else deadline - spent
+    if left < seconds:
+        raise ConfigError(
+            "deadline",
+            f"one evaluation of the metric takes {seconds:.3g} s, and {max(left, 0):.3g} s are left of {deadline:.3g} s: what "
+            f"comes before the first point took {spent:.3g} s",
+            f"allow more than {spent + seconds:.3g} s, or let the metric look at fewer samples",
+        )
+
+
+def _batches(data: Iterable[Any]) -> list[Any]:
+    if isinstance(data, Mapping) or hasattr(data, "shape") or not isinstance(data, Iterable):
+        raise CalibrationError(
+            "mixed_precision", f"data is a {type(data).__name__}, not a list of batches", "write [batch] for a single batch"
+        )  # fmt: skip
+    batches = list(data)
+    if not batches:
+        raise CalibrationError(
+            "mixed_precision", "the data held no batch", "pass a non-empty list; a few hundred samples are enough"
+        )
+    return batches
+
+
+def _saver(sim: Any, folder: str | Path | None, prefix: str) -> Callable[[], None]:
+    if folder is None:
+        return lambda: None
+    target = Path(folder)
+    return lambda: sim.export(target, prefix) and None

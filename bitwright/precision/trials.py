@@ -1,0 +1,599 @@
+"""Carrying out one trial of an automatic search, and its folder: whole or not there at all.
+
+A finished trial is a folder with an export and ``trial.json``; it appears by one rename. What a killed process left has a
+name that begins with a dot, and is removed when the search goes on.
+
+The trials of an automatic search, from cheap to dear: fixed ones first, then what the analysis of the first one suggests.
+
+Where trials run: in this process, in local worker processes, or on a Ray cluster. Results are folders, whoever makes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bitwright.analysis.analyze import analyze
+from bitwright.analysis.subject import Subject, open_subject
+from bitwright.core.files import read_document
+from bitwright.errors import BitwrightError, ConfigError, close_matches
+from bitwright.export.files.atomic import atomic_write
+from bitwright.export.files.manifest import Fingerprint, fingerprint
+from bitwright.precision.candidates import as_candidates, simulation_of
+from bitwright.precision.costs import present_costs
+from bitwright.precision.library import ruin
+from bitwright.precision.measure import Metric, Noise, Score, one_sided
+from bitwright.precision.result import decibel
+from bitwright.precision.search import INTERRUPTED, OUT_OF_TIME, mixed_precision
+from bitwright.recipes.quantize import quantize
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to quantize the model.
+
+    Attributes:
+        name: unique; also of its folder.
+        preset: of the simulation.
+        scheme: range method; ``None`` leaves it to the preset and the recipe.
+        recipe: steps, by name or as ``{name: options}``; ``None`` is the default recipe of the preset.
+        mixed: candidates of a search for mixed precision; empty for one precision.
+        why: what it is for.
+    """
+
+    name: str
+    preset: str
+    scheme: str | None = None
+    recipe: tuple[str | Mapping[str, Any], ...] | None = None
+    mixed: tuple[str, ...] = ()
+    why: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+FIRST = Trial("w8a8-fast", "w8a8", recipe=("fold",), why="nearest rounding: the fastest answer")
+
+_RANGES = tuple(
+    Trial(f"w8a8-{scheme}", "w8a8", scheme, ("fold",), why=f"ranges by {scheme}") for scheme in ("mse", "percentile")
+)
+_PRESETS = ("w8a8", "w8a16", "w4a8", "w4a16")
+_RECIPES = tuple(Trial(f"{preset}-recipe", preset, why=f"the default recipe of {preset}") for preset in _PRESETS)
+_MIXED = Trial("mixed", "w8a16", mixed=_PRESETS, why="a precision for every layer")
+
+# Cause that the analysis of the first trial found -> recipe that is made for it.
+_DIRECTED: dict[str, tuple[str, ...]] = {
+    "outlier_channels": ("fold", "smooth", "widen"),
+    "disparate_channels": ("fold", "equalize", "bias_correction"),
+    "disparate_inputs": ("fold", "equalize", "bias_correction"),
+    "outlier_weight_channel": ("fold", "equalize", "bias_correction"),
+    "softmax_input": ("fold", "widen"),
+    "uneven_samples": ("fold", "widen"),
+    "few_bits": ("fold", "adaround"),
+    "few_codes": ("fold", "activation_ranges", "widen"),
+    "range_too_wide": ("fold", "activation_ranges", "gptq"),
+    "clipping": ("fold", "activation_ranges"),
+    "accumulating_residual": ("fold", "widen"),
+}
+
+
+def waves(causes: Iterable[str], presets: Sequence[str] = _PRESETS) -> list[list[Trial]]:
+    """Trials in groups; those of one group do not depend on each other.
+
+    Args:
+        presets: that trials may have.
+        causes: keys of ``bitwright.analysis.causes.CAUSES`` that were found in :data:`FIRST`, most frequent first.
+    """
+    recipes: dict[tuple[str, ...], str] = {}
+    for cause in causes:
+        if cause in _DIRECTED:
+            recipes.setdefault(_DIRECTED[cause], cause)
+    directed = [
+        Trial(
+            f"w8a8-{'-'.join(recipe[1:])}", "w8a8", recipe=recipe, why=f"the analysis found {cause.replace('_', ' ')}"
+        )
+        for recipe, cause in recipes.items()
+    ]
+    able = tuple(name for name in _PRESETS if name in presets)
+    mixed = []
+    if len(able) > 1:
+        mixed = [replace(_MIXED, preset="w8a16" if "w8a16" in able else able[0], mixed=able)]
+    found = [[*_RECIPES[:1], *_RANGES], directed, [*_RECIPES[1:], *mixed]]
+    return [[trial for trial in wave if trial.preset in presets] for wave in found]
+
+
+pass
+
+logger = logging.getLogger("bitwright")
+
+REPORT = "trial.json"
+_VERSION = 3  # of the files of a search
+_PARTIAL = ".partial-"
+_MAX_BYTES = 64 << 20  # every group and point of a search for precisions is in a report
+_CONFIDENCE = 0.9  # of the interval that is written down
+_QUALITY = (
+    "metric", "allowed_drop", "lower_is_better", "labels", "evaluation_data", "confidence", "min_sqnr"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every trial of a search needs; plain enough to be sent to another process.
+
+    Attributes:
+        model: as the user gave it.
+        data: batches.
+        options: of the metric: ``metric``, ``lower_is_better``, ``allowed_drop``, ``labels``, ``evaluation_data``, ``min_sqnr``,
+            ``seed``, ``cost``, ``times``, ``confidence``, ``config_file``, ``target``, ``filename_prefix``.
+        folder: of the search.
+        until: of the clock ``time.time``, which processes on other machines have too: when the search has to end.
+    """
+
+    model: Any
+    data: Sequence[Any]
+    options: Mapping[str, Any]
+    folder: Path
+    until: float | None = None
+
+    @cached_property
+    def float_side(self) -> FloatSide:
+        """The float model: what every trial is compared with; made once per process."""
+        return FloatSide(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "float_side"}
+
+
+class FloatSide:
+    """Metric and outputs of the float model."""
+
+    def __init__(self, job: Job) -> None:
+        options = job.options
+        sim = simulation_of(job.model, job.data, as_candidates(["w8a16"])[0], options["config_file"])
+        self.subject: Subject = open_subject(sim)
+        self.noise = Noise(self.subject, job.data)
+        self.metric: Metric | None = None
+        if options["metric"] is not None:
+            data = options["evaluation_data"]
+            self.metric = Metric(
+                self.subject,
+                options["metric"],
+                lower_is_better=options["lower_is_better"],
+                data=job.data if data is None else data,
+                labels=options["labels"],
+                allowed=options["allowed_drop"],
+                seed=options["seed"],
+            )
+
+    def check_metric(self) -> None:
+        """Put the metric to outputs that are noise.
+
+        Raises:
+            ConfigError: it does not tell them from those of the float model, or calls them better.
+        """
+        assert self.metric is not None
+        before = self.subject.remember()
+        try:
+            ruin(self.subject)
+            self.metric.check_direction(self.metric.measure(), self.noise.measure())
+        finally:
+            before()
+
+
+def run_trial(job: Job, trial: Trial, given_up: str = "") -> None:
+    """Carry out a trial and put its folder in place; one that fails has a folder that says why.
+
+    Args:
+        given_up: why the trial cannot be carried out: its folder says that.
+    """
+    begin = time.monotonic()
+    final = job.folder / "trials" / trial.name
+    if final.exists():  # of a process that was lost after its rename
+        return
+    partial = job.folder / "trials" / f"{_PARTIAL}{trial.name}-{secrets.token_hex(4)}"
+    partial.mkdir(parents=True)
+    try:
+        try:
+            report: dict[str, Any] = {"failed": given_up} if given_up else _carried_out(job, trial, partial)
+        except Exception as error:  # whatever a model, a metric or a runtime raises; the table shows it
+            if _interrupted(error):
+                raise KeyboardInterrupt from error
+            logger.warning("the trial %s failed: %s", trial.name, error)
+            shutil.rmtree(partial)
+            partial.mkdir()
+            report = {"failed": f"{type(error).__name__}: {error}"}
+            if isinstance(error, ConfigError) and error.site == "deadline":
+                report["cut"] = OUT_OF_TIME
+        report.update(trial=trial.to_dict(), seconds=time.monotonic() - begin)
+        with atomic_write(partial / REPORT) as temporary:
+            temporary.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
+        if final.exists():  # the same trial, by a worker that was taken for lost
+            shutil.rmtree(partial)
+            return
+        os.rename(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C caused an error: extensions of Python turn it into errors of their own."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def simulate(job: Job, trial: Trial) -> Any:
+    """The calibrated simulation of a trial; the same one every time."""
+    return _simulated(job, trial)[0]
+
+
+def _simulated(job: Job, trial: Trial) -> tuple[Any, dict[str, Any]]:
+    options = job.options
+    if trial.mixed:
+        quality = {name: options[name] for name in _QUALITY}
+        found = mixed_precision(
+            job.model, job.data, trial.mixed, cost=options["cost"], times=options["times"], seed=options["seed"],
+            config_file=options["config_file"], deadline=_left(job), **quality,
+        )  # fmt: skip
+        cut = [note for note in found.notes if note in (OUT_OF_TIME, INTERRUPTED)]
+        return found.sim, {"mixed_precision": found.to_dict(), **({"cut": cut[-1]} if cut else {})}
+    made = quantize(
+        job.model, list(job.data), trial.preset, recipe=None if trial.recipe is None else list(trial.recipe),
+        quant_scheme=trial.scheme, config_file=options["config_file"], progress=False,
+    )  # fmt: skip
+    return made.sim, {"recipe": str(made.report)}
+
+
+def _left(job: Job) -> float | None:
+    """Seconds until the search has to end."""
+    return None if job.until is None else max(job.until - time.time(), 0.0)
+
+
+def _carried_out(job: Job, trial: Trial, folder: Path) -> dict[str, Any]:
+    known = job.float_side  # before anything else: a metric that cannot be used ends the search
+    sim, report = _simulated(job, trial)
+    subject = open_subject(sim)
+    noise = known.noise.measure(subject)
+    if known.metric is not None:
+        score = known.metric.measure(subject)
+        report.update(_scored(known.metric, score, job.options["confidence"]))
+        report["suspicious"] = known.metric.suspicious(score, noise)
+    report.update(costs=present_costs(sim, job.options["times"]), sqnr_db=_finite(decibel(noise)))
+    if trial.recipe == ("fold",) and trial.scheme is None:
+        report.update(_causes(sim, job.data))
+    sim.export(folder, job.options["filename_prefix"], target=job.options["target"])
+    return report
+
+
+def _scored(metric: Metric, score: Score, confidence: float) -> dict[str, Any]:
+    found = metric.interval(score, _CONFIDENCE)
+    return {
+        "metric": score.mean,
+        "drop": metric.drop(score),
+        "worst_drop": metric.worst(found),
+        "sure_drop": metric.worst(metric.interval(score, one_sided(confidence))),
+        "share": score.share,
+        "interval": {"low": found.low, "high": found.high, "text": found.text, "n": found.n},
+    }
+
+
+def _causes(sim: Any, data: Sequence[Any]) -> dict[str, Any]:
+    """Keys of the causes that the analysis finds, the most frequent first; or why there is no analysis."""
+    try:
+        found = analyze(sim, list(data)[:2], mode="fast", progress=False)
+    except BitwrightError as error:
+        logger.warning("no recipe can be directed by an analysis: %s", error)
+        return {"causes": [], "no_analysis": str(error)}
+    keys = [cause.cause for layer in found.layers for cause in layer.causes]
+    return {"causes": sorted(dict.fromkeys(keys), key=lambda key: -keys.count(key))}
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+_REMOVE_TRIAL = "remove the folder of the trial"
+
+
+def read_trial(folder: Path, name: str, trial: Trial | None = None) -> dict[str, Any] | None:
+    """The report of a finished trial; ``None`` where there is none.
+
+    Args:
+        trial: what it has to be of.
+
+    Raises:
+        ConfigError: the file is damaged, or of another trial of this name.
+    """
+    path = folder / "trials" / name / REPORT
+    if not path.is_file():
+        return None
+    found = read_kept(path, _REMOVE_TRIAL)
+    if trial is not None and _plain(found.get("trial")) != _plain(trial.to_dict()):
+        raise ConfigError(
+            str(path.parent),
+            f"the trial {name} was another one when it ran: {found.get('trial')}",
+            f"{_REMOVE_TRIAL} to run it again, or give the new trial a name of its own",
+        )
+    return found
+
+
+def _plain(trial: Any) -> Any:
+    """A trial as JSON has it; what it is for decides nothing."""
+    return json.loads(json.dumps({k: v for k, v in (trial or {}).items() if k != "why"}))
+
+
+def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
+    """What a search wrote.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    remedy = f"{remove}, and the same call goes on; or name an empty folder"
+    found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json")
+    if not isinstance(found, dict):
+        raise ConfigError(str(path), f"it holds a {type(found).__name__}, not what a search wrote", remedy)
+    return found
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what killed processes left."""
+    trials = folder / "trials"
+    for path in trials.iterdir() if trials.is_dir() else ():
+        if path.name.startswith(_PARTIAL):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def identity(model: Any, data: Sequence[Any], options: Mapping[str, Any]) -> dict[str, str]:
+    """What a folder belongs to: hashes of the model, of the data, and the options that decide results."""
+    files = ("config_file", "times")
+    plain = {k: _text(v) for k, v in options.items() if k not in ("labels", "evaluation_data", *files)}
+    plain.update({name: _hash_of_file(options[name]) for name in files})
+    if options["labels"] is not None:
+        plain["labels"] = fingerprint([np.asarray(options["labels"])])
+    if options["evaluation_data"] is not None:
+        plain["evaluation_data"] = fingerprint(options["evaluation_data"])
+    return {"model": _model_hash(model), "data": fingerprint(data), **plain}
+
+
+def _text(value: Any) -> str:
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', type(value).__name__)}"
+    return repr(value)
+
+
+def _hash_of_file(option: Any) -> str:
+    """Rules, or times, by what a file says, not by its name."""
+    if isinstance(option, (str, os.PathLike)) and Path(option).is_file():
+        return hashlib.sha256(Path(option).read_bytes()).hexdigest()
+    return _text(option)
+
+
+def _model_hash(model: Any) -> str:
+    if hasattr(model, "state_dict"):
+        return _module_hash(model)
+    import onnx_ir as ir
+
+    from bitwright.onnx.model.load import load_model
+
+    loaded = load_model(model).model  # weights may lie in files beside the model's
+    seen = Fingerprint()
+    for graph in loaded.graphs():
+        for name, value in graph.initializers.items():
+            if value.const_value is not None:
+                seen.update({name: value.const_value.numpy()})
+    bare = ir.to_proto(loaded)
+    return f"{hashlib.sha256(_without_weights(bare)).hexdigest()} {seen}"
+
+
+def _without_weights(proto: Any) -> bytes:
+    """The graph of a model; its large weights are looked at by themselves."""
+    for tensor in proto.graph.initializer:
+        for field in ("raw_data", "external_data", "data_location"):
+            tensor.ClearField(field)
+    found: bytes = proto.SerializeToString(deterministic=True)
+    return found
+
+
+def _module_hash(model: Any) -> str:
+    seen = Fingerprint()
+    for name, module in model.named_modules():
+        seen.update({name: f"{type(module).__module__}.{type(module).__qualname__}"})
+    tensors = {**dict(model.named_buffers()), **model.state_dict()}
+    for name, tensor in tensors.items():
+        seen.update({name: tensor.detach().cpu()} if hasattr(tensor, "detach") else {name: str(tensor)})
+    return f"{type(model).__qualname__} {seen}"
+
+
+def claim(folder: Path, mine: Mapping[str, str]) -> None:
+    """Note what the folder belongs to, or check it.
+
+    Raises:
+        ConfigError: it belongs to a search of something else.
+    """
+    (folder / "trials").mkdir(parents=True, exist_ok=True)
+    path = folder / "auto.json"
+    if path.is_file():
+        kept = read_kept(path)
+        if kept.get("version") != _VERSION:
+            raise ConfigError(
+                str(folder),
+                f"another version of bitwright searched there (version {kept.get('version')} of the folder, and not {_VERSION})",
+                "name an empty folder",
+            )
+        theirs = kept.get("identity", {})
+        for key, value in mine.items():
+            if theirs.get(key) != value:
+                raise ConfigError(
+                    str(folder),
+                    f"it belongs to a search with another {key.replace('_', ' ')}: {str(theirs.get(key))[:80]}, and here it is "
+                    f"{value[:80]}",
+                    "name an empty folder, or go on with the same model, data and options",
+                )
+        return
+    with atomic_write(path) as temporary:
+        temporary.write_text(
+            json.dumps({"format": "bitwright-auto", "version": _VERSION, "identity": dict(mine)}, indent=1)
+        )
+
+
+pass
+pass
+
+_ATTEMPTS = 3
+_LOST = (
+    f"its process was lost {_ATTEMPTS} times, as where memory runs out or native code crashes: "
+    "try it with workers=1, or with less data"
+)
+
+Executor = Callable[[Job, Iterable[Trial], int], Iterator[Trial]]
+"""(job, trials, workers) -> trials as they finish; the next one is asked for when there is a worker for it."""
+
+
+def in_process(job: Job, trials: Iterable[Trial], workers: int) -> Iterator[Trial]:
+    """One after the other, here."""
+    for trial in trials:
+        run_trial(job, trial)
+        yield trial
+
+
+def in_workers(job: Job, trials: Iterable[Trial], workers: int) -> Iterator[Trial]:
+    """In local processes; trials of a process that is lost run again, each in a process of its own."""
+    _check_sendable(job)
+    source = iter(trials)
+    while lost := (yield from _in_a_pool(job, source, workers)):
+        logger.warning("a worker process was lost; %d trials run again", len(lost))
+        for trial in lost:
+            _alone(job, trial)
+            yield trial
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _in_a_pool(job: Job, source: Iterator[Trial], workers: int) -> Generator[Trial, None, list[Trial]]:
+    """Carry out trials until there are no more, or a process is lost; returns those that ran then."""
+    started: list[Trial] = []
+    running: dict[Future[None], Trial] = {}
+    with _pool(workers) as pool:
+        try:
+            while True:
+                for trial in islice(source, workers - len(running)):
+                    started.append(trial)
+                    running[pool.submit(run_trial, job, trial)] = trial
+                if not running:
+                    return []
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in sorted(done, key=lambda f: running[f].name):
+                    future.result()
+                    started.remove(trial := running.pop(future))
+                    yield trial
+        except BrokenProcessPool:  # of a future, or of the pool when it was given another trial
+            return started
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _alone(job: Job, trial: Trial) -> None:
+    """Carry out a trial whose process was lost; where that happens again and again, its folder says so."""
+    for _ in range(_ATTEMPTS - 1):
+        with _pool(1) as pool:
+            try:
+                return pool.submit(run_trial, job, trial).result()
+            except BrokenProcessPool:
+                continue
+    run_trial(job, trial, _LOST)
+
+
+def _check_sendable(job: Job) -> None:
+    from multiprocessing.reduction import ForkingPickler
+
+    try:
+        ForkingPickler.dumps(job)
+    except Exception as error:
+        raise ConfigError(
+            "workers",
+            f"the model, the data or the metric cannot be sent to another process: {type(error).__name__}: {error}",
+            "define the metric and the model's class in a module that can be imported, or use workers=1",
+        ) from error
+
+
+def on_ray(job: Job, trials: Iterable[Trial], workers: int) -> Iterator[Trial]:
+    """As Ray tasks, which Ray repeats when a worker is lost; the folder has to be visible to all of them.
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ConfigError("executor", "Ray is not installed", "pip install ray, or use executor='local'") from error
+    own = not ray.is_initialized()
+    if own:
+        ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    running: dict[Any, Trial] = {}
+    try:
+        shared, source = ray.put(job), iter(trials)
+        task: Any = ray.remote(num_cpus=1, max_retries=_ATTEMPTS - 1)(run_trial)
+        while True:
+            for trial in islice(source, workers - len(running)):
+                running[task.remote(shared, trial)] = trial
+            if not running:
+                return
+            done, _ = ray.wait(list(running), num_returns=1)
+            trial = running[done[0]]
+            try:
+                ray.get(done[0])
+            except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError):
+                run_trial(job, trial, _LOST)
+            del running[done[0]]
+            yield trial
+    finally:
+        if own:
+            ray.shutdown()
+        else:
+            for left in running:
+                ray.cancel(left)
+
+
+EXECUTORS: dict[str, Executor] = {"local": in_workers, "ray": on_ray}
+
+
+def find_executor(name: str, workers: int) -> Executor:
+    """The executor called ``name``; one local worker is this process.
+
+    Raises:
+        ConfigError: there is none, or ``workers`` is not a number of processes.
+    """
+    if name not in EXECUTORS:
+        raise ConfigError(
+            "executor", f"there is no executor {name!r}{close_matches(str(name), EXECUTORS)}", "use local or ray"
+        )
+    if not isinstance(workers, int) or workers < 1:
+        raise ConfigError("workers", f"{workers!r} is not a number of processes", "use 1 or more")
+    return in_process if name == "local" and workers == 1 else EXECUTORS[name]

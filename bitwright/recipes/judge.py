@@ -1,0 +1,279 @@
+"""What a change is worth: the outputs of the simulation against those of the float model, on samples that it did not see.
+
+Metrics of small sets move by luck, one answer at a time; the noise in the outputs is measured on every number of them.
+
+Which values of a model lie on the grid of which quantizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.simulation.output_quality import (
+    OutputPart,
+    PartQuality,
+    is_judged,
+    noise_and_signal,
+    parts_of,
+    quality,
+)
+from bitwright.core.simulation.sites import Site, SiteMap
+from bitwright.errors import CalibrationError
+
+
+def values_on_grids(sites: Mapping[str, Site], shared: Mapping[str, str]) -> dict[int, dict[str, None]]:
+    """Quantizer (its ``id``) -> the values that lie on its grid.
+
+    Args:
+        sites: of a simulation.
+        shared: value that only carries elements of another -> the group of sites on whose grid they lie.
+    """
+    found: dict[int, dict[str, None]] = {}
+    by_group = {}
+    for site in sites.values():
+        if site.role in ("input", "output"):
+            found.setdefault(id(site.quantizer), {}).setdefault(site.value)
+            by_group[site.group] = id(site.quantizer)
+    for value, group in shared.items():
+        if group in by_group:
+            found[by_group[group]].setdefault(value)
+    return found
+
+
+Array = NDArray[Any]
+Outputs = Callable[[Any], Sequence[Array]]
+"""A batch -> the model's outputs, always in the same order."""
+Names = Callable[[], Sequence[str]]
+
+_EVERY, _BATCHES = 5, 16
+_LEAST_NOISE = 1e-8  # of the signal: 80 dB
+_ENOUGH, _SAME = 50.0, 0.1  # dB of a part beyond which more is worth nothing; differences that are none
+
+
+class Judge:
+    """Batches that were held out.
+
+    Args:
+        batches: as the model takes them.
+        outputs: of the float model; called when it is first needed.
+        seen: whether the methods see these batches too: the data held fewer than five, or the recipe is the user's.
+        names: of the outputs; called after the float model has run.
+        whence: where the batches are from, in one phrase.
+    """
+
+    def __init__(
+        self, batches: Sequence[Any], outputs: Outputs, *, seen: bool = False, names: Names = tuple, whence: str = ""
+    ) -> None:
+        self.batches, self.seen, self._outputs, self._names, self.whence = batches, seen, outputs, names, whence
+
+    @classmethod
+    def of(
+        cls, data: Iterable[Any], outputs: Outputs, most: int = _BATCHES, names: Names = tuple
+    ) -> tuple[Judge, Iterable[Any]]:
+        """Hold the last fifth of ``data`` out, and judge by ``most`` batches spread over it; none of fewer than five batches.
+
+        The last part, and not every fifth batch: data come in the order of recordings and files, and a frame between two
+        frames that calibration saw says nothing of other recordings. What is near the border counts least.
+
+        Args:
+            data: batches; gone through anew by every method.
+            outputs: of the float model.
+            most: how many batches judge at most; the rest of the last fifth is not looked at.
+            names: of the outputs; called after the float model has run.
+
+        Returns:
+            The judge, and the data without its last fifth.
+        """
+        count = _count(data)
+        kept = count - count // _EVERY
+        places = _spread(kept, count, most)
+        held = [batch for place, batch in enumerate(data) if place in places]
+        if not held:  # a quarter of the data and more would be missed in the choice of weights
+            return cls(list(itertools.islice(data, 1)), outputs, seen=True, names=names), data
+        return cls(held, outputs, names=names, whence="the last fifth of the data"), _First(data, kept)
+
+    @classmethod
+    def given(cls, held_out: Iterable[Any], outputs: Outputs, most: int = _BATCHES, names: Names = tuple) -> Judge:
+        """A judge of the user's own batches, ``most`` spread over them.
+
+        Raises:
+            CalibrationError: there is none.
+        """
+        batches = list(held_out)
+        if not batches:
+            raise CalibrationError(
+                "held_out", "it holds no batch", "give batches of data that calibration does not see"
+            )
+        places = _spread(0, len(batches), most)
+        chosen = [batch for place, batch in enumerate(batches) if place in places]
+        return cls(chosen, outputs, names=names, whence="of held_out")
+
+    @cached_property
+    def wanted(self) -> list[list[Array]]:
+        """The outputs of the float model for each batch."""
+        return [[np.array(y) for y in self._outputs(batch)] for batch in self.batches]  # a runtime may reuse its own
+
+    @cached_property
+    def parts(self) -> list[OutputPart]:
+        """What is judged apart: every output, and slices of unlike scales inside one."""
+        wanted = self.wanted
+        return parts_of(wanted, self._names())
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is an output of numbers to compare."""
+        return any(y.dtype.kind == "f" and y.size for outputs in self.wanted for y in outputs)
+
+    @property
+    def where(self) -> str:
+        """One phrase: on what it judges."""
+        many = f"on {len(self.batches)} batch{'es' if len(self.batches) > 1 else ''}"
+        if self.seen:
+            return self.whence or "on a batch that the methods see too: give five or more"
+        return f"{many} that neither calibration nor methods see{f' ({self.whence})' if self.whence else ''}"
+
+    def sqnr(self, outputs: Outputs) -> float:
+        """Signal-to-noise ratio of ``outputs`` in dB; of several parts, the mean of the numbers of dB.
+
+        So a part counts for what it gains or loses itself, whether others are noisier or not: the scores of a detector are
+        not traded for its boxes. Noise more than 80 dB below its signal is beyond what matters and counts as 80 dB.
+        """
+        return mean_decibel(self.ratios(outputs))
+
+    def ratios(self, outputs: Outputs) -> list[float]:
+        """Noise over signal of each of :attr:`parts` that has a signal; infinite for all of them where one is NaN.
+
+        What is not finite in float is left out, and so are outputs whose shape depends on their values and differs.
+        """
+        sums = [(sum(map(np.sum, n)), sum(map(np.sum, s))) for n, s in self._sums(outputs).values()]
+        if any(math.isnan(noise) for noise, _ in sums):
+            return [math.inf] * len(sums)
+        return [float(noise / signal) for noise, signal in sums if signal]
+
+    def rate(self, outputs: Outputs) -> Rating:
+        """The quality of every part of ``outputs``, with intervals."""
+        found = (quality(self.parts[i].name, n, s) for i, (n, s) in self._sums(outputs).items())
+        return Rating(tuple(part for part in found if part is not None), self.where, self.seen)
+
+    def _sums(self, outputs: Outputs) -> dict[int, tuple[list[Array], list[Array]]]:
+        """Part -> noise and signal of the samples of each batch that has it in the same shape."""
+        sums: dict[int, tuple[list[Array], list[Array]]] = {}
+        for batch, wanted in zip(self.batches, self.wanted, strict=True):
+            found = list(outputs(batch))
+            for i, part in enumerate(self.parts):
+                w, f = wanted[part.output], found[part.output]
+                if is_judged(w, f):
+                    noise, signal = noise_and_signal(part.of(w), part.of(f))
+                    noises, signals = sums.setdefault(i, ([], []))
+                    noises.append(noise)
+                    signals.append(signal)
+        return sums
+
+
+@dataclass(frozen=True)
+class Rating:
+    """How near the outputs come to the float model's.
+
+    Attributes:
+        parts: every output, and slices of unlike scales inside one.
+        where: one phrase: on what they are compared.
+        seen: whether calibration saw these data too.
+    """
+
+    parts: tuple[PartQuality, ...] = ()
+    where: str = ""
+    seen: bool = False
+
+    @property
+    def worst(self) -> PartQuality | None:
+        """The part with the lowest ratio; ``None`` without an output of numbers."""
+        return min(self.parts, key=lambda part: part.sqnr, default=None)
+
+    @property
+    def sqnr(self) -> float:
+        """Of all parts, as :meth:`Judge.sqnr`."""
+        return mean_decibel([10 ** (-part.sqnr / 10) for part in self.parts])
+
+    def loses_to(self, other: Rating) -> PartQuality | None:
+        """The part for which ``other`` is to be preferred; ``None`` where this rating is as good.
+
+        It is, where the worst part is lower, where parts lose on the whole, or where one part loses more than any gains. What
+        is beyond 50 dB counts as 50.
+        """
+        mine, theirs = ({part.name: min(part.sqnr, _ENOUGH) for part in rating.parts} for rating in (self, other))
+        both = [name for name in mine if name in theirs]
+        if not both:
+            return None
+        gains = {name: mine[name] - theirs[name] if mine[name] != theirs[name] else 0.0 for name in both}
+        least = min(both, key=gains.__getitem__)
+        lower = min(mine.values()) < min(theirs.values()) - _SAME
+        on_the_whole = sum(gains.values()) < -_SAME * len(both)
+        traded = gains[least] < -1 and -gains[least] > max(gains.values())
+        if not (lower or on_the_whole or traded):
+            return None
+        return next(part for part in self.parts if part.name == least)
+
+
+def mean_decibel(ratios: Sequence[float]) -> float:
+    """The mean of ratios of noise to signal in dB, each at most 80 dB; infinite where there is no noise at all."""
+    if any(map(math.isinf, ratios)):
+        return -math.inf
+    if not any(ratios):
+        return math.inf
+    return -10 * sum(math.log10(max(ratio, _LEAST_NOISE)) for ratio in ratios) / len(ratios)
+
+
+@contextmanager
+def weights_in_float(sites: SiteMap) -> Iterator[None]:
+    """Leave the weights of a simulation in float meanwhile, so that its outputs show what activations cost alone."""
+    with in_float(sites, lambda site: site.role == "weight"):
+        yield
+
+
+@contextmanager
+def in_float(sites: SiteMap, which: Callable[[Site], bool]) -> Iterator[None]:
+    """Leave some quantizers of a simulation out meanwhile."""
+    undo = sites.remember()
+    try:
+        for site in sites.values():
+            if which(site):
+                site.enabled = False
+        yield
+    finally:
+        undo()
+
+
+class _First:
+    """The first ``count`` batches of data."""
+
+    def __init__(self, data: Iterable[Any], count: int) -> None:
+        self._data, self._length = data, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self._data, self._length)
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def _count(data: Iterable[Any]) -> int:
+    """How many batches there are."""
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except TypeError:
+        return sum(1 for _ in data)
+
+
+def _spread(first: int, last: int, most: int) -> frozenset[int]:
+    """At most ``most`` places spread evenly over ``[first, last)``."""
+    count = min(most, last - first)
+    return frozenset(first + (2 * i + 1) * (last - first) // (2 * count) for i in range(count))

@@ -1,0 +1,308 @@
+"""What every quantizer costs the output of a model, estimated for all of them in one run forward and one back.
+
+With ``e`` the error that a quantizer makes of its tensor and ``J`` the derivative of the outputs by this tensor, the error of
+the outputs is ``J e`` to first order. For a random ``v`` of independent signs, ``(v J) . e`` has the mean square ``|J e|^2``
+(Hutchinson 1990), and ``v J`` of every tensor comes from one run back. The error of a weight is taken where it arrives, as
+what the layer's outputs differ by. A quantizer that works several times on a sample, as those inside a recurrent layer do at
+every step, has its shares added before they are squared. Everything is taken at the float model: on the grid a derivative may
+not exist.
+
+The run back needs the values of the run forward. These are kept part by part, and computed once more from what the part began
+with (Chen 2016, Training deep nets with sublinear memory cost).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.simulation.calibration import with_samples
+from bitwright.core.simulation.output_quality import OutputPart, parts_of
+from bitwright.methods.rounding.program import Program, SimulatedModel, State, Step, run, run_step
+
+_SAMPLES = 32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
+
+
+_PART = 64 * 2**20  # bytes of results from which on a new part begins
+
+Error = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class OutputErrors:
+    """Noise of the outputs over their signal, by what causes it.
+
+    Attributes:
+        activations: site -> the noise that its quantizer makes.
+        weights: site of a weight -> the noise that its quantizer makes.
+        constants: site of another constant (a table of rotary angles, a scale) -> the same; not part of :attr:`total`.
+        measured: the noise that all quantizers together made; far more than :attr:`total` where errors are not small.
+        unknown: sites from which no derivative leads to an output: an operator in between has none.
+    """
+
+    activations: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    measured: float = 0.0
+    constants: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """All noise, as if no two errors had anything in common."""
+        return sum(self.activations.values()) + sum(self.weights.values())
+
+
+def output_errors(
+    model: SimulatedModel, batches: Iterable[Any], *, samples: int = _SAMPLES, seed: int = 0
+) -> OutputErrors:
+    """Estimate what each quantizer of a calibrated simulation costs the outputs.
+
+    Args:
+        model: the simulation.
+        batches: data; only as much of it is read as holds ``samples``.
+        samples: how many rows of outputs are looked at; a batch is not divided.
+        seed: of the random signs.
+    """
+    watch, rows, count = _Watch(model, seed), 0, 0
+    for batch in with_samples(batches):
+        rows += watch.batch(*model.program(batch))
+        count += 1
+        if rows >= samples:
+            break
+    return watch.found(max(count, 1))
+
+
+class _Watch:
+    """Gathers the noise of every site over batches."""
+
+    def __init__(self, model: SimulatedModel, seed: int) -> None:
+        self._sites, self._quantize, self._graph = model.sites(), model.quantize, model.graph()
+        self._generator = torch.Generator().manual_seed(seed)
+        self._noise: dict[str, float] = {}
+        self._shares: dict[tuple[str, int], Tensor] = {}
+        self._met: dict[str, None] = {}
+        self._leaves: list[Tensor] = []
+        self._measured = 0.0
+        self._parts: list[list[OutputPart]] | None = None  # of each output; those of the first batch
+
+    def found(self, batches: int) -> OutputErrors:
+        """The noise so far, as the mean over ``batches``."""
+        mean = {name: noise / batches for name, noise in self._noise.items()}
+        weights, constants = (
+            {n: v for n, v in mean.items() if self._sites[n].role == role} for role in ("weight", "constant")
+        )
+        activations = {n: v for n, v in mean.items() if n not in weights and n not in constants}
+        unknown = tuple(n for n in self._met if n not in mean)
+        return OutputErrors(activations, weights, unknown, self._measured / batches, constants)
+
+    def batch(self, program: Program, state: State) -> int:
+        """Add one batch; returns how many rows its outputs had."""
+        constants = {v: t.detach() for v, t in program.constants.items()}
+        program = replace(program, constants=constants)
+        watched = replace(program, steps=tuple(step.traced or step for step in program.steps))
+        begun, outputs = self._forward(watched, dict(state))
+        floats = {v: y for v, y in outputs.items() if y.requires_grad}
+        parts = {v: p for v, p in zip(outputs, self._divided(outputs), strict=False) if v in floats}
+        count = sum(map(len, parts.values()))
+        self._back(watched, begun, {v: self._direction(floats[v], p, count) for v, p in parts.items()}, floats)
+        self._measured += self._measure(program, dict(state), {v: y.detach() for v, y in outputs.items()})
+        for (site, _), share in self._shares.items():
+            self._noise[site] = self._noise.get(site, 0.0) + float(share.square().sum())
+        self._shares = {}
+        return max((y.shape[0] for y in outputs.values() if y.dim()), default=1)
+
+    def _divided(self, outputs: Mapping[int, Tensor]) -> list[list[OutputPart]]:
+        """The parts of each output, by the first batch."""
+        if self._parts is None:
+            found = parts_of([[y.detach().cpu().float().numpy() for y in outputs.values()]])
+            self._parts = [[part for part in found if part.output == i] for i in range(len(outputs))]
+        return self._parts
+
+    def _back(
+        self,
+        program: Program,
+        begun: list[tuple[int, State]],
+        gradients: Mapping[int, Tensor],
+        ends: Mapping[int, Tensor],
+    ) -> None:
+        """Run back from the outputs ``ends``; the part that ran last is still there, those before it run once more."""
+        last = len(program.steps)
+        while begun and gradients:
+            first, state = begun.pop()
+            if last < len(program.steps):
+                self._leaves, ends = [], dict(state)
+                self._steps(program, ends, first, last)
+            gradients, last = self._through(state, gradients, ends), first
+        self._leaves = []
+
+    def _through(self, state: State, gradients: Mapping[int, Tensor], ends: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """From the derivatives by ``ends`` of a part those by the ``state`` that it began with."""
+        before = {v: t for v, t in state.items() if isinstance(t, Tensor) and t.requires_grad}
+        roots = [v for v in gradients if ends[v].requires_grad]
+        if roots:
+            torch.autograd.backward(
+                [ends[v] for v in roots], [gradients[v] for v in roots], inputs=[*self._leaves, *before.values()]
+            )
+        return {v: t.grad for v, t in before.items() if t.grad is not None}
+
+    def _measure(self, program: Program, state: State, wanted: Mapping[int, Tensor]) -> float:
+        """Noise over signal of the quantized outputs, the mean over the parts of those whose length depends on no value."""
+        outputs = tuple(wanted)
+        whole = Program((*program.steps, Step("", outputs, (), lambda tensors: ())), program.constants, ())
+        run(whole, state, 0, len(program.steps), self._quantize)
+        pairs = [(wanted[v].detach().double(), state[v].double()) for v in outputs]
+        ratios = [
+            float(_of(part, found - w).square().nansum() / _of(part, w).square().nansum().clamp(min=1e-30))
+            for (w, found), parts in zip(pairs, self._parts or (), strict=False)
+            if w.shape == found.shape
+            for part in parts
+        ]
+        return sum(ratios) / max(len(ratios), 1)
+
+    def _direction(self, y: Tensor, parts: Sequence[OutputPart], count: int) -> Tensor:
+        """Random signs, scaled so that the noise comes out over the signal, as the mean over ``count`` parts of all outputs."""
+        signs = torch.randint(0, 2, y.shape, generator=self._generator).to(y) * 2 - 1
+        for part in parts:
+            power = float(_of(part, y.detach().double()).square().nansum())
+            factor = (max(power, 1e-30) * count) ** -0.5
+            if part.axis is None:
+                signs = signs * factor
+            else:
+                index = torch.tensor(part.indices, device=y.device)
+                signs.index_copy_(part.axis, index, signs.index_select(part.axis, index) * factor)
+        return signs
+
+    def _forward(self, program: Program, state: State) -> tuple[list[tuple[int, State]], dict[int, Tensor]]:
+        """Run in float; every tensor that a quantizer would change is watched.
+
+        Returns:
+            Of every part its first step and the state there; and what the model returns. Only the last part can run back.
+        """
+        begun, size, self._leaves = [(0, dict(state))], 0, []
+        for i in range(len(program.steps)):
+            if size >= _PART and all(isinstance(t, Tensor) for t in state.values()):
+                state = {v: t.detach().requires_grad_(t.requires_grad) for v, t in state.items()}
+                begun.append((i, dict(state)))
+                size, self._leaves = 0, []
+            size += self._steps(program, state, i, i + 1)
+        found = {v: state.get(v) for v in program.outputs}
+        return begun, {v: y for v, y in found.items() if isinstance(y, Tensor) and y.is_floating_point()}
+
+    def _steps(self, program: Program, state: State, first: int, last: int) -> int:
+        """Run the steps ``[first, last)``; returns how many bytes they made."""
+        outputs, made = set(program.outputs), 0
+        for i in range(first, last):
+            results = self._run(program.steps[i], state, program.constants)
+            program.settle(state, i, results, outputs)
+            made += sum(r.nbytes for r in results if isinstance(r, Tensor))
+        return made
+
+    def _run(self, step: Step, state: State, constants: Mapping[int, Tensor]) -> list[Any]:
+        axis = self._samples_axis(step)
+        read = {slot: (site, state[v]) for slot, site in step.operands if (v := step.reads[slot]) in state}
+        watched = {s: self._watched(site, _alias(x), self._error(site, x), axis) for s, (site, x) in read.items()}
+        with torch.enable_grad():
+            made = list(run_step(step, state, constants, None, watched, self._inner))
+        exact = [y.detach() if isinstance(y, Tensor) else y for y in made]
+        results = _separated(made) if step.differentiable else list(exact)
+        for slot, site in step.operands:
+            if slot in read or not self._sites[site].is_stored:
+                continue
+            for i, error in enumerate(self._of_weight(slot, site, step, state, constants, exact)):
+                results[i] = self._watched(site, results[i], error, axis)
+        for index, site in step.results:
+            results[index] = self._watched(site, results[index], self._error(site, results[index]), axis)
+        return results
+
+    def _inner(self, site: str, x: Tensor) -> Tensor:
+        """A tensor inside a step, ``[B, H]``."""
+        return self._watched(site, x, self._error(site, x))
+
+    def _samples_axis(self, step: Step) -> int:
+        """The axis that counts the samples of tensors of three axes: recurrent layers have steps of time before it."""
+        op = self._graph.op(step.op) if step.op else None
+        return 1 if op is not None and op.type in CELLS and not op.attrs.get("layout") else 0
+
+    def _of_weight(
+        self, slot: int, site: str, step: Step, state: State, constants: Mapping[int, Tensor], exact: Sequence[Any]
+    ) -> list[Error | None]:
+        """What a weight's quantizer changes of its layer's outputs; ``None`` of what is not a tensor of numbers."""
+        works = [self._works(site, y) for y in exact]
+        if not any(works):
+            return [None] * len(exact)
+        held = {v: state[v] for v in step.reads if v in state}
+
+        def outputs() -> Sequence[Any]:
+            weight = self._quantize(site, constants[step.reads[slot]])
+            return run_step(step, held, constants, None, {slot: weight})
+
+        if len(exact) == 1:
+            return [lambda: outputs()[0] - exact[0]]
+        with torch.no_grad():  # a recurrent layer would run once more for every output
+            found = zip(outputs(), exact, works, strict=True)
+            errors = [new - old if ok else None for new, old, ok in found]
+        return [None if error is None else partial(_as_it_is, error) for error in errors]
+
+    def _error(self, site: str, x: Tensor) -> Error | None:
+        """What the quantizer of ``site`` changes of ``x``."""
+        if not self._works(site, x):
+            return None
+        value = x.detach()
+        return lambda: self._quantize(site, value) - value
+
+    def _works(self, site: str, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.is_floating_point() and self._sites[site].enabled
+
+    def _watched(self, site: str, x: Tensor, error: Error | None, axis: int = 0) -> Tensor:
+        """``x``, which notes the share of ``error`` in the outputs once its derivative is known.
+
+        The error is computed then, of a value that the run back mostly keeps anyway: errors kept from the run forward take
+        twice the memory of all values, one per activation and one per weight.
+        """
+        if error is None:
+            return x
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()
+            self._leaves.append(x)
+        self._met.setdefault(site)
+
+        def note(gradient: Tensor) -> None:
+            with torch.no_grad():
+                share = (gradient * error()).double()
+            share = share.nan_to_num_(0.0, 0.0, 0.0)  # where there is no derivative
+            if axis and share.dim() >= 3:  # ONNX has an axis of directions between them
+                share = share.movedim(share.dim() - 2, 0)
+            share = share.flatten(1).sum(1) if share.dim() > 1 else share.sum()[None]
+            key = site, len(share)
+            self._shares[key] = self._shares[key] + share if key in self._shares else share
+
+        x.register_hook(note)
+        return x
+
+
+def _of(part: OutputPart, y: Tensor) -> Tensor:
+    """The values of a part in an output."""
+    return y if part.axis is None else y.index_select(part.axis, torch.tensor(part.indices, device=y.device))
+
+
+def _separated(results: list[Any]) -> list[Any]:
+    """With a derivative of its own each: one may be part of another, as the last state of all states."""
+    return results if len(results) == 1 else [y.view_as(y) if isinstance(y, Tensor) else y for y in results]
+
+
+def _alias(x: Any) -> Any:
+    """``x`` with a derivative of its own: by what one step reads, not by all that read the value."""
+    if not isinstance(x, Tensor) or not x.requires_grad:
+        return x
+    with torch.enable_grad():
+        return x.view_as(x)
+
+
+def _as_it_is(error: Tensor) -> Tensor:
+    return error

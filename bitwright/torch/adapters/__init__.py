@@ -1,1 +1,0 @@
-"""A torch model or simulation as the protocols of :mod:`bitwright.algorithms` see it."""

@@ -1,0 +1,288 @@
+"""Calling a model on whatever a user hands over as one input, and showing progress over many.
+
+Finding tensors in whatever a model takes and returns, and walking module trees, without recursion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from bitwright.errors import ConfigError, ModelError
+
+#: types of arguments that hold nothing; by far most arguments of a call are of these, or tensors
+ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout))
+
+
+def _children(obj: Any) -> list[tuple[str, Any]] | None:
+    if isinstance(obj, Mapping):
+        return [(str(k), v) for k, v in obj.items()]
+    if isinstance(obj, (list, tuple)):
+        names = getattr(obj, "_fields", None) or count()  # what a class of the user's calls its length is not asked
+        return [(str(n), v) for n, v in zip(names, obj, strict=False)]
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return [(f.name, getattr(obj, f.name)) for f in dataclasses.fields(obj)]
+    if isinstance(obj, nn.utils.rnn.PackedSequence):
+        return [("data", obj.data)]
+    return None
+
+
+def _values(obj: Any) -> Collection[Any] | None:
+    """What a container holds, without the names; ``None`` of anything else."""
+    kind = type(obj)
+    if kind is tuple or kind is list:
+        return obj
+    if kind is dict or kind is OrderedDict:
+        return obj.values()
+    children = _children(obj)
+    return None if children is None else [value for _, value in children]
+
+
+def flatten_tensors(obj: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    """``(path, tensor)`` of every tensor in nested tuples, lists, mappings and dataclasses, in order.
+
+    ``name`` is the path of ``obj`` itself: ``("x", tensor)``, ``("batch.image", tensor)``.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    stack: list[tuple[str, Any]] = [(name, obj)]
+    while stack:
+        path, item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            found.append((path or "output", item))
+            continue
+        children = None if type(item) in ATOMS else _children(item)
+        if children:
+            prefix = f"{path}." if path else ""
+            held = [(prefix + key, child) for key, child in children if type(child) not in ATOMS]
+            stack.extend(reversed(held))
+    return found
+
+
+def tensors_in(obj: Any) -> list[torch.Tensor]:
+    """The tensors of :func:`flatten_tensors` without their paths."""
+    if isinstance(obj, torch.Tensor):
+        return [obj]
+    found: list[torch.Tensor] = []
+    stack: list[Any] = [obj]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+            continue
+        values = None if type(item) in ATOMS else _values(item)
+        if values:
+            stack.extend(reversed([value for value in values if type(value) not in ATOMS]))
+    return found
+
+
+def _is_constant(obj: Any) -> bool:
+    """Whether an object is an atom or a tuple of atoms, as strides and shapes are: nothing in it can be replaced."""
+    kind = type(obj)
+    return kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, obj)))
+
+
+def _containers(values: Iterable[Any], leaf: type) -> list[Any]:
+    """Those of ``values`` in which there may be something to replace."""
+    return [v for v in values if not (isinstance(v, leaf) or _is_constant(v))]
+
+
+def map_tensors(obj: Any, function: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:
+    """``obj`` with every tensor (or instance of ``leaf``) replaced; containers of the same types are rebuilt bottom-up."""
+    if isinstance(obj, leaf):
+        return function(obj)
+    order: list[tuple[Any, Collection[Any]]] = []
+    stack = [obj]
+    while stack:
+        item = stack.pop()
+        opaque = isinstance(item, (leaf, torch.Tensor, nn.utils.rnn.PackedSequence))
+        values = None if opaque else _values(item)
+        if values is not None:
+            order.append((item, values))
+            stack.extend(_containers(values, leaf))
+    rebuilt: dict[int, Any] = {}
+    for item, values in reversed(order):
+        # containers among them come later in `order`, so they are rebuilt already; atoms never are
+        new = [function(v) if isinstance(v, leaf) else rebuilt.get(id(v), v) for v in values]
+        same = isinstance(item, tuple) and all(a is b for a, b in zip(new, values, strict=False))
+        rebuilt[id(item)] = item if same else _rebuild(item, new)
+    return rebuilt.get(id(obj), obj)
+
+
+def map_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], function: Callable[[Any], Any], leaf: type = torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """:func:`map_tensors` of the arguments of a call, nearly all of which are tensors and atoms themselves."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, leaf):
+            return function(value)
+        return value if _is_constant(value) else map_tensors(value, function, leaf)
+
+    return tuple([mapped(value) for value in args]), {name: mapped(v) for name, v in kwargs.items()}
+
+
+def _rebuild(item: Any, values: list[Any]) -> Any:
+    kind = type(item)
+    if kind is tuple:
+        return tuple(values)
+    if kind is list:
+        return values
+    if isinstance(item, Mapping):
+        pairs = zip(item.keys(), values, strict=True)
+        return dict(pairs) if type(item) is dict else type(item)(pairs)  # type: ignore[call-arg]
+    if isinstance(item, tuple):
+        return type(item)(*values) if hasattr(item, "_fields") else tuple(values)
+    if isinstance(item, list):
+        return list(values)
+    return dataclasses.replace(item, **dict(zip((f.name for f in dataclasses.fields(item)), values, strict=True)))
+
+
+def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``(path, module)`` of ``root`` and everything below it, each module once, parents first, in registration order."""
+    seen: set[int] = set()
+    stack: list[tuple[str, nn.Module]] = [("", root)]
+    while stack:
+        path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        if module._modules:
+            stack.extend(
+                (f"{path}.{name}" if path else name, child)
+                for name, child in reversed(module._modules.items())
+                if child is not None
+            )
+
+
+def named_state(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(name, tensor)`` of every parameter and buffer, in module order; a tied tensor appears under each name."""
+    for path, module in walk_modules(root):
+        prefix = f"{path}." if path else ""
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    yield prefix + name, tensor
+
+
+pass
+
+
+class Inputs(NamedTuple):
+    """One input of a forward that takes both: ``model(*args, **kwargs)``."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+def refuse_providers(providers: Any) -> None:
+    """Refuse what only ONNX models have.
+
+    Raises:
+        ConfigError: it is given.
+    """
+    if providers is not None:
+        raise ConfigError(
+            "providers",
+            f"{providers!r} is given for a PyTorch module, which runs where its parameters are",
+            "leave it out; move the module: model.to(device)",
+        )
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` of one input: a tuple or list is positional arguments, a dict keyword arguments."""
+    if isinstance(batch, Inputs):
+        return tuple(batch.args), dict(batch.kwargs)
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+#: problem and remedy where a model fails on arrays
+ARRAYS = ("it holds numpy arrays, and PyTorch models take tensors", "convert them: torch.from_numpy(array)")
+
+
+def holds_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an argument of a call is a numpy array, or a list or tuple of them."""
+    found = [*args, *kwargs.values()]
+    found += [part for item in found if isinstance(item, (list, tuple)) for part in item]
+    return any(isinstance(item, np.ndarray) for item in found)
+
+
+@contextmanager
+def trainable_tensors() -> Iterator[None]:
+    """Make ordinary tensors inside ``torch.inference_mode`` as well; its own take part in no training ever after."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def model_device(model: nn.Module) -> torch.device | None:
+    """The device of the model's parameters and buffers, when they agree on one."""
+    devices = {
+        t.device
+        for _, m in walk_modules(model)
+        for t in (*m._parameters.values(), *m._buffers.values())
+        if t is not None
+    }
+    return devices.pop() if len(devices) == 1 else None
+
+
+def to_device(batch: Any, device: torch.device | None) -> Any:
+    """``batch`` with its tensors on ``device``; the object itself when they are there already."""
+    if device is None or all(t.device == device for _, t in flatten_tensors(batch)):
+        return batch
+    try:
+        return map_tensors(batch, lambda t: t.to(device))
+    except (NotImplementedError, RuntimeError) as error:
+        found = ", ".join(sorted({str(t.device) for _, t in flatten_tensors(batch)}))
+        raise ModelError(
+            "input",
+            f"its tensors are on {found} and cannot be moved to the model's device, {device}: {error}",
+            f"create the input on {device}, or move the model with model.to(...)",
+        ) from error
+
+
+def outputs_of(model: nn.Module, batch: Any) -> list[NDArray[Any]]:
+    """The tensors that ``model`` returns for ``batch``, in eval mode, as arrays; half precision as float32."""
+    return [array for _, array in named_outputs_of(model, batch)]
+
+
+def named_outputs_of(model: nn.Module, batch: Any) -> list[tuple[str, NDArray[Any]]]:
+    """The same with the path of each in what the model returns: ``logits``, ``output[1].boxes``."""
+    args, kwargs = as_call(to_device(batch, model_device(model)))
+    with torch.no_grad(), evaluation(model):
+        found = [(name, tensor.detach().cpu()) for name, tensor in flatten_tensors(model(*args, **kwargs))]
+    half = (torch.float16, torch.bfloat16)
+    return [(_path(name), (tensor.float() if tensor.dtype in half else tensor).numpy()) for name, tensor in found]
+
+
+def _path(name: str) -> str:
+    first, dot, rest = name.partition(".")
+    return f"output[{first}]{dot}{rest}" if first.isdigit() else name
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Every module in ``eval`` inside the block; each gets its own mode back."""
+    training = [module for _, module in walk_modules(model) if module.training]  # others are not written to
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

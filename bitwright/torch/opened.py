@@ -1,0 +1,415 @@
+"""A module opened for a change: its view, what it computed before, and what differs since.
+
+A torch simulation as bias correction sees it.
+
+A module on its way through :func:`bitwright.quantize`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bitwright.compare.saturation import SaturationReport
+from bitwright.core.health.diagnosis import Repair
+from bitwright.core.simulation.float_model import sqnr
+from bitwright.errors import ConfigError, ModelError
+from bitwright.methods.bias_correction import Correctable
+from bitwright.methods.folding import batch_norm_fold
+from bitwright.methods.folding.batch_norm_fold import FoldReport
+from bitwright.methods.front_end import FrontEnd, Opened, Pipeline, Repairable
+from bitwright.methods.layers import Array, Layer, Reversible
+from bitwright.progress import progress as bar
+from bitwright.recipes.recipe import metric_of
+from bitwright.torch.calls.functions import Function
+from bitwright.torch.calls.inputs import (
+    as_call,
+    evaluation,
+    flatten_tensors,
+    map_tensors,
+    model_device,
+    named_outputs_of,
+    outputs_of,
+    refuse_providers,
+    to_device,
+    walk_modules,
+)
+from bitwright.torch.interception.intercept import Frame, Key
+from bitwright.torch.program import Forward, TorchSimulation
+from bitwright.torch.ranks import batches_of_ranks
+from bitwright.torch.simulation.quantsim import QuantizationSimModel, adopt, copied, require_module
+from bitwright.torch.simulation.simulate import Simulator, Stage
+from bitwright.torch.view import TorchView
+
+if TYPE_CHECKING:
+    from bitwright.export.artefacts import Exported
+
+Watch = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Watching(Simulator):
+    """A simulator whose calls at some operators hand their raw result through a function."""
+
+    def __init__(self, simulator: Simulator, watches: Mapping[str, Watch]) -> None:
+        vars(self).update(vars(simulator))  # shared, as variants of a simulator share it
+        self._watches = watches
+
+    def call(
+        self,
+        frame: Frame,
+        key: Key,
+        row: Function,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """With the function of its operator, if there is one."""
+        plan = self.plans.get(key)
+        watch = None if plan is None else self._watches.get(plan.op)
+        if watch is None:
+            return super().call(frame, key, row, func, args, kwargs)
+
+        def raw(*args: Any, **kwargs: Any) -> Any:
+            result = func(*args, **kwargs)
+            with torch._C.DisableTorchFunction():  # what is called here is not the model's
+                return watch(result)
+
+        return super().call(frame, key, row, raw, args, kwargs)
+
+
+class TorchCorrectable(Correctable):
+    """A torch simulation and its float model.
+
+    Raises:
+        CalibrationError: it is not calibrated.
+    """
+
+    sim: QuantizationSimModel
+    reference: QuantizationSimModel
+
+    def __init__(self, sim: QuantizationSimModel, reference: QuantizationSimModel | None = None) -> None:
+        sim._simulator.begin((), {})  # refuses one that is not calibrated
+        super().__init__(sim, reference)
+
+    def errors(self, layers: Sequence[Layer], batch: object) -> dict[str, tuple[Array, float]]:
+        """The model runs twice."""
+        batch = to_device(batch, model_device(self.sim.model))
+        means: dict[str, torch.Tensor] = {}
+        shifts: dict[str, tuple[Array, float]] = {}
+
+        def noting(layer: Layer) -> Watch:
+            def watch(y: torch.Tensor) -> torch.Tensor:
+                means[layer.op] = _means(y, layer)
+                return y
+
+            return watch
+
+        def shifting(layer: Layer) -> Watch:
+            def watch(y: torch.Tensor) -> torch.Tensor:
+                if layer.op not in means:
+                    return y
+                shift = _means(y, layer) - means[layer.op]
+                shifts[layer.op] = shift.cpu().numpy(), y.numel() / max(1, shift.numel())
+                shape = [-1 if axis == layer.channel_axis else 1 for axis in range(y.dim())]
+                return y - shift.to(y.dtype).reshape(shape)
+
+            return watch
+
+        self._run(self.reference, "float", batch, {layer.adder or layer.op: noting(layer) for layer in layers})
+        self._run(self.sim, "simulate", batch, {layer.adder or layer.op: shifting(layer) for layer in layers})
+        return shifts
+
+    def _run(self, sim: QuantizationSimModel, stage: Stage, batch: Any, watches: Mapping[str, Watch]) -> None:
+        handler = Watching(sim._simulator.variant(stage), watches)
+        args, kwargs = as_call(batch)
+        with sim._interceptor.handled_by(handler), torch.no_grad(), evaluation(sim.model):
+            sim.model(*args, **kwargs)
+
+    def param(self, name: str) -> Array:
+        """A parameter or buffer."""
+        return np.array(self.sim._interceptor.named_tensor(name).detach().float().cpu().numpy())
+
+    def set_param(self, name: str, value: Array) -> None:
+        """In place."""
+        with torch.no_grad():
+            self.sim._interceptor.named_tensor(name).copy_(torch.from_numpy(np.ascontiguousarray(value)))
+
+
+def _means(y: torch.Tensor, layer: Layer) -> torch.Tensor:
+    axes = [axis for axis in range(y.dim()) if axis != layer.channel_axis]
+    return y.mean(axes, dtype=torch.float64)
+
+
+pass
+
+logger = logging.getLogger("bitwright")
+
+# dB that the outputs before and after must agree to: what the rounding of the weights' own dtype leaves in a deep network
+_FLOORS = {torch.float16: 30.0, torch.bfloat16: 12.0}
+
+
+class TorchOpened(Opened):
+    """A model of this front end."""
+
+    def __init__(self, model: nn.Module, shapes: Any, dummy_input: Any, function: str) -> None:
+        self.model = model
+        example = example_input(model, shapes, function) if dummy_input is None else dummy_input
+        self.example = to_device(example, model_device(model))
+        self.view = self._view()
+        self._before = self._outputs_of(self.view)  # explains an example that does not fit
+
+    def _view(self) -> TorchView:
+        return TorchView(self.model, [map_tensors(self.example, torch.clone)])  # a model may write into its input
+
+    def _outputs_of(self, view: TorchView) -> list[tuple[str, torch.Tensor]]:
+        """What the model computes when it is recorded, or in another run where that may differ."""
+        view.graph()
+        result = view.take_result()
+        return self._outputs() if result is None else _named_floats(result)
+
+    def _outputs(self) -> list[tuple[str, torch.Tensor]]:
+        return float_outputs(self.model, self.example)
+
+    def changed(self) -> str | None:
+        """What is different on the example input; ``None`` when only rounding is."""
+        return what_changed(self._outputs, self._before)
+
+    def fold(self, progress: bool) -> FoldReport:
+        """Fold batch norms; the view shows the folded model then."""
+        folded = self._view()
+        checks: list[str | None] = []
+
+        def changed() -> str | None:
+            """As :meth:`changed`; the first time by recording the model, which gives the view of the folded one."""
+            outputs = partial(self._outputs_of, folded) if not checks else self._outputs
+            checks.append(what_changed(outputs, self._before))
+            return checks[-1]
+
+        report = self._folded(progress, changed)
+        if list(report):
+            self.view = folded if checks == [None] else self._view()
+        return report
+
+    def fold_last(self, progress: bool, only: set[str] | None = None) -> FoldReport:
+        """Fold batch norms, of the names ``only`` if given; nothing is asked of the view any more."""
+        return self._folded(progress, self.changed, only)
+
+    def _folded(self, progress: bool, changed: Callable[[], str | None], only: set[str] | None = None) -> FoldReport:
+        if any(module.training for _, module in walk_modules(self.model)):
+            logger.warning(
+                "the model is in training mode: folding uses the running statistics of its batch norms, so the folded model "
+                "computes what this one computes after model.eval(); call model.eval() first"
+            )
+        report = batch_norm_fold.fold_all_batch_norms(self.view, changed, only=only, bar=partial(bar, enabled=progress))
+        report.keep()
+        return report
+
+    def finish(self, report: Reversible) -> None:
+        """Nothing to do: the module is changed in place, and ``report.undo()`` stays possible."""
+
+    def give_back(self) -> None:
+        """Let the view read the module anew."""
+        self.view.refresh()
+
+
+class TorchRepairable(Repairable):
+    """A simulation of this front end; what is not a floating-point tensor passes a repair unchanged."""
+
+    def __init__(self, sim: QuantizationSimModel) -> None:
+        self._simulator = sim._simulator
+        self.ops = {plan.op for plan in self._simulator.plans.values()}
+
+    def put_in_force(self, repairs: Sequence[Repair]) -> None:
+        """At the calls of the operators."""
+        self._simulator.repairs = {repair.op: repair for repair in repairs}
+
+
+class TorchFrontEnd(FrontEnd):
+    """Models and simulations of this front end."""
+
+    knows_shapes = False
+
+    def open_model(self, model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any) -> TorchOpened:
+        """As the base class says.
+
+        Raises:
+            ConfigError: ``providers`` are given.
+            ModelError: neither ``shapes`` nor ``dummy_input``, or the model fails on the input.
+        """
+        refuse_providers(providers)
+        return TorchOpened(model, shapes, dummy_input, function)
+
+    def fold(
+        self, model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any, progress: bool
+    ) -> FoldReport:
+        """As the base class says."""
+        return self.open_model(model, shapes, dummy_input, function, providers).fold_last(progress)
+
+    def float_model(self, sim: QuantizationSimModel) -> nn.Module:
+        """As the base class says."""
+        return copy.deepcopy(sim).remove()
+
+    def simulated_as(self, sim: QuantizationSimModel, model: nn.Module) -> QuantizationSimModel:
+        """As the base class says; ``model`` is simulated in place."""
+        rules: Any = sim.rules
+        found = QuantizationSimModel(
+            model, sim.examples[0], in_place=True, config_file=rules, examples=sim.examples[1:]
+        )
+        found.quantizers.ask_as(sim.quantizers)
+        return found
+
+    def correctable(self, sim: QuantizationSimModel, reference: nn.Module | None = None) -> TorchCorrectable:
+        """As the base class says."""
+        if reference is None:
+            return TorchCorrectable(sim)
+        return TorchCorrectable(sim, QuantizationSimModel(reference, sim.examples[0], examples=sim.examples[1:]))
+
+    def batches_of_all(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """As the base class says."""
+        return batches_of_ranks(batches)
+
+    def steppable(self, sim: QuantizationSimModel, forward_fn: Forward | None) -> TorchSimulation:
+        """As the base class says."""
+        return TorchSimulation(sim, forward_fn)
+
+    def repairable(self, sim: QuantizationSimModel) -> TorchRepairable:
+        """The results of its operators."""
+        return TorchRepairable(sim)
+
+    def saturation_count(
+        self, sim: QuantizationSimModel, batches: Sequence[Any], options: dict[str, Any]
+    ) -> Callable[[], SaturationReport]:
+        """As the base class says."""
+        from bitwright.torch.simulation.export import saturation_count
+
+        return saturation_count(sim, batches, **options)
+
+    def simulated_outputs(self, sim: QuantizationSimModel, batch: Any) -> list[Array]:
+        """As the base class says."""
+        args, kwargs = as_call(to_device(batch, model_device(sim.model)))
+        with torch.no_grad(), evaluation(sim.model):
+            outputs = flatten_tensors(sim.model(*args, **kwargs))
+        return [t.double().cpu().numpy() for _, t in outputs if t.is_floating_point()]
+
+
+FRONT_END = TorchFrontEnd()
+
+
+def example_input(model: nn.Module, shapes: Any, function: str) -> Any:
+    """Random inputs of the shapes given, in the model's dtype.
+
+    Raises:
+        ModelError: no shapes.
+    """
+    if shapes is None:
+        raise ModelError(
+            function,
+            "neither dummy_input nor input_shapes was given, so the model cannot be run once",
+            "pass dummy_input=x, or input_shapes=(1, 3, 224, 224)",
+        )
+    several = len(shapes) > 0 and isinstance(shapes[0], Sequence)
+    generator = torch.Generator().manual_seed(0)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    inputs = tuple(torch.randn(tuple(s), generator=generator).to(dtype) for s in (shapes if several else [shapes]))
+    return inputs if several else inputs[0]
+
+
+def float_outputs(model: nn.Module, example: Any) -> list[tuple[str, torch.Tensor]]:
+    """Name and value of every floating-point output of the model on an input, in evaluation mode."""
+    args, kwargs = as_call(map_tensors(example, torch.clone))  # a model may write into its input
+    with torch.no_grad(), evaluation(model), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _named_floats(model(*args, **kwargs))
+
+
+def _named_floats(output: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(n, t.detach().clone()) for n, t in flatten_tensors(output) if t.is_floating_point()]
+
+
+def what_changed(
+    outputs: Callable[[], list[tuple[str, torch.Tensor]]], before: list[tuple[str, torch.Tensor]]
+) -> str | None:
+    """What is different in ``outputs()`` since ``before`` was taken of it; ``None`` when only rounding is."""
+    try:
+        after = outputs()
+    except Exception as error:  # in the model's own code, which may rely on what the folds have changed
+        return f"the model fails: {type(error).__name__}: {error}"
+    for (name, old), (_, new) in zip(before, after, strict=True):
+        finite = torch.isfinite(old)  # mask constants and the like must stay where they are
+        if not torch.equal(finite, torch.isfinite(new)):
+            return f"{name} has NaN or infinite elements in other places"
+        agreement = sqnr(old[finite].double().cpu().numpy(), new[finite].double().cpu().numpy())
+        if agreement < _FLOORS.get(old.dtype, 60.0):
+            return f"{name} agrees with the original to {agreement:.1f} dB only"
+    return None
+
+
+class TorchPipeline(Pipeline):
+    """A model of this front end.
+
+    Raises:
+        ModelError: ``model`` is not a module that can be simulated.
+        ConfigError: ``providers`` or a ``memory_budget`` are given, which only ONNX models have.
+    """
+
+    def __init__(self, model: nn.Module, providers: Any, memory_budget: int | None) -> None:
+        require_module(model)
+        refuse_providers(providers)
+        if memory_budget is not None:
+            raise ConfigError(
+                "memory_budget",
+                f"{memory_budget!r} is given for a PyTorch module, whose activations are seen one by one",
+                "leave it out",
+            )
+        self._model = model
+        self._names: list[str] = []
+
+    def work(self, first: Any) -> nn.Module:
+        """A copy of the module, made as a simulation makes its own."""
+        return adopt(self._model, first, in_place=False)
+
+    def copied(self, work: nn.Module) -> nn.Module:
+        """Another one."""
+        return copied(work)
+
+    def float_outputs(self, batch: Any) -> Sequence[Any]:
+        """Of the module as given."""
+        named = named_outputs_of(self._model, batch)
+        self._names = [name for name, _ in named]
+        return [array for _, array in named]
+
+    def output_names(self) -> Sequence[str]:
+        """Their paths in what the module returns: ``logits``, ``output[1]``."""
+        return self._names
+
+    def rate_float(self, metric: Callable[[Any], float]) -> float:
+        """Of the module as given."""
+        return metric_of(metric, self._model)
+
+    def rate(self, sim: QuantizationSimModel, metric: Callable[[Any], float]) -> float:
+        """Of the simulated module."""
+        return metric_of(metric, sim.model)
+
+    def reference(self, work: nn.Module) -> nn.Module:
+        """A copy: the simulation is made in place, and methods of rounding write into it."""
+        return copied(work)
+
+    def simulation(self, work: nn.Module, first: Any, rules: Mapping[str, Any]) -> QuantizationSimModel:
+        """In place."""
+        return QuantizationSimModel(work, first, **rules, in_place=True)
+
+    def outputs(self, sim: QuantizationSimModel, batch: Any) -> Sequence[Any]:
+        """Of the simulated module."""
+        return outputs_of(sim.model, batch)
+
+    def export(self, sim: QuantizationSimModel, path: str | Path, prefix: str, first: Any, **options: Any) -> Exported:
+        """The batch axis is free unless the module forbids it."""
+        return sim.export(path, prefix, first, dynamic_batch="auto", **options)

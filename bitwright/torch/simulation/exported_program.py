@@ -1,0 +1,704 @@
+"""The program that an export is made from: of ``torch.export``, or of a run that is recorded where that does not do.
+
+A forward can tell that it is captured (``torch.compiler.is_exporting()``, ``is_compiling()``), and take another path then:
+around a cache, with a mask that is left out where nothing is masked. Quantizers belong to calls by their place in the forward,
+so one call more or less puts them on other values. :func:`captured` compares the calls of both runs wherever a quantizer
+stands. Where they differ, or ``torch.export`` gives up, the program is that of a real run, recorded by ``make_fx``. It holds one
+path: it is refused where activations decide on that, and noted where inputs do.
+
+A captured program decomposed as for ONNX, without the part of it that costs the same whatever the program contains.
+
+Where torch's exporter makes ONNX of a small network, some three quarters of the time go to three things that do not depend on
+the network: to list what decomposes into what, to find the composite operators among it, and to replace the kernels of all of
+them while the program is retraced. The lists are kept here, and only those kernels are replaced that then do something else: for
+409 of 513 (torch 2.13) the replacement calls the decomposition that torch takes anyway. What retraces the program, and all
+passes after it, are the exporter's own, so the model is the same to the names of its nodes.
+
+To leave the decomposition out where every operator has a translation was tried, and not kept. Retracing also makes others of
+composite operators (``reshape``, ``flatten``, ``chunk``, ``dropout``), counts the names of nodes anew where an axis is free, and
+in one network a constant folded only after it; few networks have none of these.
+
+Torch has no setting for it. :func:`knows_steps` tells whether the private functions that are called for it, and those whose
+place they take, are the ones that were read; elsewhere the exporter does all of it.
+
+ONNX for operators of torch that the exporter translates wrongly, or not at all.
+
+Each function in :data:`TRANSLATIONS` is a row for ``custom_translation_table`` of ``torch.onnx.export``; its arguments are those
+of the operator.
+
+``torch.onnx.export`` finds out for every model what it can translate: it reads the signatures of some 500 functions from their
+source text, which takes longer than the export of a small network does, and has no setting for it. Where its implementation
+takes a registry of translations as an argument, :func:`to_onnx` gives it one that was made before; elsewhere it calls the
+public function. What the exporter does for every program alike before it translates is kept as well, see
+:mod:`bitwright.torch.simulation.exported_program`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import onnx_ir as ir
+import onnxscript
+import torch
+from onnx.defs import OpSchema
+from onnx_ir.passes import common as common_passes
+from onnxscript import optimizer
+from torch import fx, nn  # noqa: TID251, the language of programs that torch.export returns
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: TID251, of a real run, see docs/decisions/0022
+
+import bitwright.torch.simulation.simulate  # noqa: F401, which defines the operator of marks
+from bitwright.errors import BusyError, ModelError
+from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
+from bitwright.torch.calls.functions import FUNCTIONS, Function
+from bitwright.torch.calls.inputs import map_tensors, named_state, tensors_in
+from bitwright.torch.interception.intercept import Frame, Handler, Key, scripted_code
+from bitwright.torch.simulation.simulate import CallPlan
+
+if TYPE_CHECKING:
+    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+_EXPORTER, _PROGRAM = "torch.onnx._internal.exporter", "torch.export.exported_program"
+_PATCH = "torch.fx.experimental._config:patch"  # of settings, for a while
+
+#: function called for it -> its parameters
+_CALLED = {
+    f"{_EXPORTER}._core:_exported_program_to_onnx_program": {"exported_program", "registry", "lower"},
+    f"{_EXPORTER}._core:onnxscript_apis.convert_version": {"model", "target_version"},
+    f"{_EXPORTER}._decomp:get_onnx_implemented_overloads": {"registry"},
+    f"{_EXPORTER}._decomp:create_onnx_friendly_decomposition_table": {"onnx_registered_ops"},
+    f"{_EXPORTER}._fx_passes:insert_type_promotion_nodes": {"graph_module"},
+    f"{_EXPORTER}._fx_passes:remove_assertion_nodes": {"graph_module"},
+    f"{_PROGRAM}:_split_decomp_table_to_cia_and_python_decomp": {"decomp_table"},
+    f"{_PROGRAM}:_decompose_exported_program": {
+        "ep", "cia_to_decomp", "python_decomp_table", "joint_loss_index", "decompose_custom_triton_ops",
+    },
+    _PATCH: {"arg1", "arg2", "kwargs"},
+    "torch._subclasses.fake_tensor:unset_fake_temporarily": set(),
+}  # fmt: skip
+
+#: function whose place is taken here -> the names in it
+_REPLACED = {
+    f"{_EXPORTER}._core:_prepare_exported_program_for_export": {
+        "torch", "fx", "experimental", "_config", "patch", "_fx_passes", "decompose_with_registry", "graph_module",
+        "insert_type_promotion_nodes", "remove_assertion_nodes", "_graph_module",
+    },
+    f"{_EXPORTER}._fx_passes:decompose_with_registry": {
+        "set", "_decomp", "get_onnx_implemented_overloads", "create_onnx_friendly_decomposition_table",
+        "run_decompositions",
+    },
+    f"{_PROGRAM}:ExportedProgram.run_decompositions": {
+        "default_decompositions", "dict", "isinstance", "CustomDecompTable", "materialize",
+        "_split_decomp_table_to_cia_and_python_decomp", "_decompose_exported_program",
+    },
+}  # fmt: skip
+
+#: the name in torch of the decomposition that a composite operator has anyway
+_ANYWAY = "_special_op_to_decompose_cia"
+
+
+class _Tables(NamedTuple):
+    """Operator -> what it decomposes into: by kernels, for the time of the retracing, and by the tracer."""
+
+    kernels: dict[Any, Callable[..., Any]]
+    traced: dict[Any, Callable[..., Any]]
+
+
+@functools.cache
+def knows_steps() -> bool:
+    """Whether the implementation is the one that this module knows."""
+    try:
+        called = all(inspect.signature(resolve_name(f)).parameters.keys() == known for f, known in _CALLED.items())
+        return called and all(_names(resolve_name(f)) == known for f, known in _REPLACED.items())
+    except (ImportError, AttributeError):
+        return False
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    """What ``function`` looks up: globals, attributes, modules."""
+    return set(inspect.unwrap(function).__code__.co_names)
+
+
+def decomposed(program: ExportedProgram, registry: Any) -> ExportedProgram:
+    """A new program, of what ``registry`` of torch's exporter translates."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.export.exported_program import _decompose_exported_program
+    from torch.onnx._internal.exporter import _fx_passes
+
+    tables = _tables(registry, len(torch._decomp.decomposition_table))
+    # as in the exporter: an axis that is free may have the length 1 as well
+    with resolve_name(_PATCH)(backed_size_oblivious=True):
+        with unset_fake_temporarily():
+            made = _decompose_exported_program(
+                program,
+                cia_to_decomp=tables.kernels,
+                python_decomp_table=dict(tables.traced),
+                joint_loss_index=None,
+                decompose_custom_triton_ops=False,
+            )
+        _fx_passes.insert_type_promotion_nodes(made.graph_module)
+        made._graph_module = _fx_passes.remove_assertion_nodes(made.graph_module)
+    return made
+
+
+@functools.lru_cache(maxsize=1)
+def _tables(registry: Any, decompositions: int) -> _Tables:
+    """The decompositions of what ``registry`` does not translate, while torch has so many of them."""
+    from torch.export.exported_program import _split_decomp_table_to_cia_and_python_decomp
+    from torch.onnx._internal.exporter import _decomp
+
+    translated = set(_decomp.get_onnx_implemented_overloads(registry))
+    table: Any = dict(_decomp.create_onnx_friendly_decomposition_table(translated))
+    kernels, traced = _split_decomp_table_to_cia_and_python_decomp(table)
+    return _Tables({op: made for op, made in kernels.items() if not _is_taken_anyway(made)}, traced)
+
+
+def _is_taken_anyway(made: Callable[..., Any]) -> bool:
+    return isinstance(made, functools.partial) and getattr(made.func, "__name__", "") == _ANYWAY
+
+
+pass
+
+op: Any = onnxscript.opset21  # its annotations are those of a script, in which numbers are tensors
+#: types that TopK of ONNX Runtime has a kernel for
+_SORTED = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64, ir.DataType.INT32))
+
+
+def squeeze_dim(self: Any, dim: int) -> Any:
+    """``aten.squeeze.dim``: torch leaves an axis alone that is longer than 1, ``Squeeze`` refuses it.
+
+    An axis of free length is longer: ``torch.export`` writes those of length 1 as constants.
+    """
+    return op.Squeeze(self, [dim]) if self.shape and self.shape[dim] == 1 else op.Identity(self)
+
+
+def sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """``aten.sort.stable``: ``TopK`` over the whole axis, which puts the lower index first where values are equal."""
+    if not self.shape:
+        return op.Identity(self), op.Constant(value_int=0)
+    kept = self.dtype in _SORTED
+    wide = ir.DataType.FLOAT if self.dtype.is_floating_point() else ir.DataType.INT64
+    keys = self if kept else op.Cast(self, to=wide)
+    length = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]), axis=0)
+    values, indices = op.TopK(keys, length, axis=dim, largest=int(descending), sorted=1)
+    return values if kept else op.Cast(values, to=self.dtype), indices
+
+
+_FLOATS = ["tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)"]
+_SITE: Any = onnxscript.values.Op(
+    onnxscript.values.Opset(DOMAIN, 1),
+    OP_TYPE,
+    OpSchema(
+        OP_TYPE, DOMAIN, 1,
+        inputs=[OpSchema.FormalParameter("x", "T")], outputs=[OpSchema.FormalParameter("y", "T")],
+        type_constraints=[("T", _FLOATS, "of what is quantized")],
+        attributes=[OpSchema.Attribute(ATTRIBUTE, OpSchema.AttrType.STRING)],
+    ),
+)  # fmt: skip
+
+
+def site(x: Any, site: str) -> Any:
+    """``bitwright::site``: a marker, see :mod:`bitwright.export.qdq.markers`."""
+    return _SITE(x, **{ATTRIBUTE: site})
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.squeeze.dim: squeeze_dim,
+    torch.ops.aten.sort.stable: sort_stable,
+    torch.ops.bitwright.site.default: site,
+}
+
+OPSET = 21
+# what the rules of the exporter take for zero and for one, with a margin
+_NEXT_TO_ZERO, _NEXT_TO_ONE = 1e-7, 1e-4
+#: arguments without which the implementation is another one than this module knows
+_NEEDED = {"registry", "dynamic_shapes", "optimize", "opset_version", "verbose"}
+
+
+def to_onnx(program: ExportedProgram) -> ir.Model:
+    """``program`` as ONNX of opset 21, optimized, with :data:`TRANSLATIONS`.
+
+    Raises:
+        Whatever the exporter raises: an operator without a translation, for one.
+    """
+    if not takes_registry():
+        return by_public_function(program)
+    registry = _registry(len(torch._C._dispatch_get_all_op_names()))
+    return by_steps(program, registry) if knows_steps() else by_registry(program, registry)
+
+
+def by_steps(program: ExportedProgram, registry: Any) -> ir.Model:
+    """The steps of torch's exporter one by one, with ``registry``; the first is :func:`decomposed`."""
+    from torch.onnx._internal.exporter import _core
+
+    made = _core._exported_program_to_onnx_program(decomposed(program, registry), registry=registry)
+    made.model = _core.onnxscript_apis.convert_version(made.model, OPSET)
+    return optimized(made)
+
+
+def by_registry(program: ExportedProgram, registry: Any) -> ir.Model:
+    """The same by the implementation of ``torch.onnx.export``, which takes the translations from ``registry``."""
+    from torch.onnx._internal.exporter import _core
+
+    made = _core.export(
+        program, (), registry=registry, dynamic_shapes={}, optimize=False, opset_version=OPSET, verbose=False
+    )
+    return optimized(made)
+
+
+def takes_registry() -> bool:
+    """Whether the implementation is the one that this module knows."""
+    try:
+        from torch.onnx._internal.exporter import _core, _registration
+    except ImportError:
+        return False
+    known = hasattr(_registration, "ONNXRegistry") and hasattr(torch._C, "_dispatch_get_all_op_names")
+    return known and _NEEDED <= inspect.signature(_core.export).parameters.keys()
+
+
+def by_public_function(program: ExportedProgram) -> ir.Model:
+    """The same by ``torch.onnx.export``."""
+    made = torch.onnx.export(
+        program,
+        (),
+        dynamo=True,
+        opset_version=OPSET,
+        optimize=False,
+        verbose=False,
+        custom_translation_table=TRANSLATIONS,
+    )
+    assert made is not None
+    return optimized(made)
+
+
+def optimized(made: Any) -> ir.Model:
+    """The model of an exported program, optimized by torch's exporter with no constant lost.
+
+    Its rules take an addition of up to 1e-8 for one of zero, and a product with up to 1.00001 for one with one: of
+    ``x / (y + 1e-15)`` they leave ``x / y``. Such constants are inputs of the graph while the rules look at it.
+    """
+    hidden = _hide(made.model)
+    made.optimize()
+    graph = made.model.graph
+    for value in [value for value in graph.inputs if value.name in hidden]:
+        graph.inputs.remove(value)
+        if value.uses():
+            value.const_value = hidden[str(value.name)]
+            graph.register_initializer(value)
+    if hidden:
+        optimizer.fold_constants(made.model)
+        common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(made.model)
+        common_passes.RemoveUnusedNodesPass()(made.model)
+    return made.model
+
+
+def _hide(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    """Make inputs of the constants that a rule would take for zero or one; by name, what they are."""
+    hidden: dict[str, ir.TensorProtocol] = {}
+    for node in [node for node in model.graph.all_nodes() if node.op_type == "Constant" and not node.domain]:
+        given = node.attributes.get("value")
+        if given is None or node.outputs[0].is_graph_output() or not _is_mistaken(given.as_tensor()):
+            continue
+        tensor, old = given.as_tensor(), node.outputs[0]
+        name = f"{old.name}_exact_{len(hidden)}"
+        value = ir.Value(name=name, shape=ir.Shape([]), type=ir.TensorType(tensor.dtype))
+        for use in tuple(old.uses()):
+            use.node.replace_input_with(use.idx, value)
+        model.graph.inputs.append(value)
+        hidden[name] = tensor
+    for name, value in list(model.graph.initializers.items()):
+        if value.const_value is not None and not value.is_graph_output() and _is_mistaken(value.const_value):
+            hidden[name] = value.const_value
+            del model.graph.initializers[name]
+            value.const_value = None
+            model.graph.inputs.append(value)
+    return hidden
+
+
+def _is_mistaken(tensor: ir.TensorProtocol) -> bool:
+    """Whether a scalar is next to zero or one without being it."""
+    if len(tensor.shape) or not tensor.dtype.is_floating_point():
+        return False
+    value = float(tensor.numpy())
+    return (abs(value) <= _NEXT_TO_ZERO and value != 0) or (abs(value - 1) <= _NEXT_TO_ONE and value != 1)
+
+
+@lru_cache(maxsize=1)
+def _registry(operators: int) -> Any:
+    """What the exporter can translate while torch has so many operators: a package that brings more brings translations."""
+    from torch.onnx._internal.exporter import _registration
+
+    registry = _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
+    for target, function in TRANSLATIONS.items():
+        registry.register_op(target, function, is_complex=False)
+    return registry
+
+
+Passed = list[tuple[Key, tuple[Any, ...]]]
+"""The calls of a run in order: the place of each, and the shapes of what it returned."""
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
+_PACKAGES = (_TORCH, str(Path(__file__).parents[2]) + os.sep)
+
+_aten = torch.ops.aten
+#: what takes only the shape of its other operands
+_SHAPED_LIKE = {_aten.expand_as.default, _aten.view_as.default, _aten.reshape_as.default, _aten.type_as.default}
+#: what reads a number out of a tensor
+_READS = {_aten.item.default, _aten._local_scalar_dense.default}
+#: what only stops a run, or reads a number for that
+_CHECKS = {
+    _aten._assert_async.default, _aten._assert_async.msg, _aten._assert_scalar.default, _aten._assert_tensor_metadata.default,
+    _aten.sym_constrain_range.default, _aten.sym_constrain_range_for_size.default,
+    _aten._functional_assert_async.msg, _aten._functional_assert_scalar.default,
+    _aten._functional_sym_constrain_range.default, _aten._functional_sym_constrain_range_for_size.default,
+}  # fmt: skip
+
+
+def group_of(key: Key) -> Key:
+    """The calls that are told apart by counting them: where one more is made, the others move."""
+    if not isinstance(key, tuple):
+        return key
+    held = key[:3] if len(key) == 4 and isinstance(key[3], int) else key
+    return tuple(group_of(part) for part in held)
+
+
+def other_path(plans: dict[Key, CallPlan], recorded: Passed, traced: Passed) -> str | None:
+    """Where a traced run makes other calls than the recorded one, as far as quantizers depend on it; ``None`` where nowhere."""
+    held = {group_of(key): plan.op for key, plan in plans.items() if plan.operands or plan.outputs or plan.inside}
+    one, other = (
+        [(group_of(key), shapes) for key, shapes in run if group_of(key) in held] for run in (recorded, traced)
+    )
+    for (group, shapes), (found, seen) in zip(one, other, strict=False):
+        if group != found or not _fits(shapes, seen):
+            return held[group]
+    longer = one[len(other) :] or other[len(one) :]
+    return held[longer[0][0]] if longer else None
+
+
+def _fits(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    if len(one) != len(other) or any(len(a) != len(b) for a, b in zip(one, other, strict=True)):
+        return False
+    pairs = (pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True))
+    return all(a == b or a is None or b is None for a, b in pairs)
+
+
+def captured(
+    sim: QuantizationSimModel, flat: nn.Module, call: tuple[Any, Any], tensors: tuple[torch.Tensor, ...], shapes: Any
+) -> tuple[ExportedProgram, list[str]]:
+    """The program of ``sim.model`` with a mark at every site, and notes on it.
+
+    Args:
+        sim: the simulation, whose calls nobody handles at present.
+        flat: its model, from ``tensors`` to tensors.
+        call: the arguments of the model that hold ``tensors``; left alone.
+        tensors: what ``flat`` takes.
+        shapes: ``dynamic_shapes`` of ``torch.export``.
+
+    Raises:
+        ModelError: the model makes other calls while it is traced, and cannot be recorded, or has axes of free length.
+        Whatever ``torch.export`` raises, or ``make_fx`` where that is more to the point, with the other as its cause.
+    """
+    code = scripted_code(sim.model)
+    traced: Passed = []
+    try:
+        recorded = _recorded_run(sim, *call)
+        with sim._interceptor.handled_by(_Noting(sim._simulator.variant("mark"), traced), code):
+            program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
+        place = other_path(sim._simulator.plans, recorded, traced)
+        if place is None:
+            without_checks(program.graph_module)
+            return program, []
+        raise ModelError(
+            place,
+            "the forward makes other calls there while it is traced than on data, so that its quantizers would be at other "
+            "values",
+            "let the forward take one path, whatever torch.compiler.is_exporting() and is_compiling() say, or leave the axes at "
+            "the lengths of the example (dynamic_batch=False)",
+        )
+    except BusyError:
+        raise
+    except Exception as error:
+        if shapes is not None:
+            raise
+        first = error
+    try:
+        with sim._interceptor.handled_by(sim._simulator.variant("mark")):
+            return recorded_program(flat, sim.model, tensors)
+    except ModelError as error:
+        raise error from first
+    except Exception as error:
+        raise first from error
+
+
+class _Noting(Handler):
+    """Another handler, whose calls are noted."""
+
+    def __init__(self, handler: Handler, passed: Passed) -> None:
+        self._handler, self._passed = handler, passed
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """As the other handler."""
+        self._handler.begin(args, kwargs)
+
+    def end(self, output: Any) -> None:
+        """As the other handler."""
+        self._handler.end(output)
+
+    def part(self, path: str, caller: str | None) -> bool:
+        """As the other handler."""
+        return self._handler.part(path, caller)
+
+    def call(
+        self,
+        frame: Frame,
+        key: Key,
+        row: Function,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """As the other handler."""
+        output = self._handler.call(frame, key, row, func, args, kwargs)
+        self._passed.append((key, _shapes_of(output)))
+        return output
+
+    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As the other handler; movements are noted where it counts them, since some have a quantizer."""
+        row = FUNCTIONS.get(func)
+        counted = ("moves", None if row is None else row.label)
+        before = frame.counts.get(counted, 0)
+        output = self._handler.other(frame, func, args, kwargs)
+        if frame.counts.get(counted, 0) > before:
+            self._passed.append(((frame.key, frame.anchor, counted[1], before), _shapes_of(output)))
+        return output
+
+
+def _shapes_of(output: Any) -> tuple[Any, ...]:
+    """The shapes of the tensors in ``output``; ``None`` for an axis of free length."""
+    return tuple(tuple(n if type(n) is int else None for n in t.shape) for t in tensors_in(output))
+
+
+def _recorded_run(sim: QuantizationSimModel, args: Any, kwargs: Any) -> Passed:
+    """The calls of a forward that is not traced."""
+    passed: Passed = []
+    given, named = map_tensors((args, kwargs), lambda t: t.clone())
+    with sim._interceptor.handled_by(_Noting(sim._simulator.variant("float"), passed)):
+        sim.model(*given, **named)
+    return passed
+
+
+class _Recorded(nn.Module):
+    """The calls of one run, on the parameters of the model."""
+
+    def __init__(self, model: nn.Module, program: fx.GraphModule, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.program, self._names = model, program, list(names)
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        state = dict(named_state(self.model))
+        return self.program([state[name] for name in self._names], *tensors)
+
+
+def recorded_program(
+    flat: nn.Module, model: nn.Module, tensors: Sequence[torch.Tensor]
+) -> tuple[ExportedProgram, list[str]]:
+    """The calls that ``flat`` makes of ``tensors`` while it does not trace, and notes on what they hold of the values.
+
+    Args:
+        flat: a module around ``model``.
+        model: has the parameters.
+        tensors: its inputs.
+
+    Raises:
+        ModelError: values that the model computes decide on what it computes next, or calls are made where they cannot be seen.
+        Whatever ``torch.export`` raises of the calls.
+    """
+    state: dict[str, torch.Tensor] = {}
+    known: set[int] = set()
+    for name, tensor in named_state(model):
+        if id(tensor) not in known:
+            known.add(id(tensor))
+            state[name] = tensor
+    given = [t.clone() for t in tensors]  # whatever the run writes into
+
+    def run(_parameters: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
+        return flat(*inputs)
+
+    traced = make_fx(
+        run,
+        pre_dispatch=True,
+        _allow_non_fake_inputs=True,
+        _error_on_data_dependent_ops=False,
+        record_stack_traces=True,
+    )(list(state.values()), *given)
+    _refuse_transformed(traced)
+    notes = _fixed(traced, list(state.values()), tensors)
+    without_checks(traced)
+    names = list(state)
+    program = torch.export.export(_Recorded(model, traced, names).eval(), tuple(tensors), strict=False)
+    return program, notes
+
+
+def _refuse_transformed(traced: fx.GraphModule) -> None:
+    for name, tensor in vars(traced).items():
+        if isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise ModelError(
+                type(traced).__name__,
+                f"a torch.func transform (vmap, grad, ...) computes {name}, whose calls cannot be recorded",
+                "write this part without the transform",
+            )
+
+
+def _fixed(traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Write shapes that follow from the values of inputs down as they are, and note that, and which numbers the run took of them.
+
+    Args:
+        traced: takes the parameters, then the inputs; what finds rows by a condition becomes a constant.
+        parameters, tensors: what it was recorded on.
+
+    Raises:
+        ModelError: the run took a number from what it computed of float inputs, or of inputs and parameters.
+    """
+    lines: dict[str, None] = {}
+    found: list[fx.Node] = []
+    for node, learned in _of_inputs(traced, parameters, tensors):
+        reads = node.target in _READS
+        finds = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+        if not (reads or finds) or _only_checks(node):
+            continue
+        if reads and learned:
+            raise ModelError(
+                line_of(node),
+                "a number that Python reads there out of a computed tensor decides on what is computed next, and a file holds "
+                "one path",
+                "choose by tensors, torch.where(condition, a, b), or leave the check out while the model is exported",
+            )
+        if not learned:
+            lines[line_of(node)] = None
+            found += [node] if finds else []
+    if found:
+        _write_down(traced, found, parameters, tensors)
+    if not lines:
+        return []
+    return [
+        "path: the file computes what the model computes of this example, also for inputs of which it would compute something "
+        f"else: {'; '.join(lines)} reads numbers out of inputs, which are constants in the file"
+    ]
+
+
+def _of_inputs(
+    traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[fx.Node, bool]]:
+    """What is computed of inputs, and whether of float inputs or with parameters."""
+    given = (*parameters, *tensors)
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    of_inputs = set(placeholders[len(parameters) :])
+    learned = {node for node, tensor in zip(placeholders, given, strict=True) if tensor.is_floating_point()}
+    for node in traced.graph.nodes:
+        sources = node.all_input_nodes[: 1 if node.target in _SHAPED_LIKE else None]
+        if of_inputs.intersection(sources):
+            of_inputs.add(node)
+        if learned.intersection(sources):
+            learned.add(node)
+        if node in of_inputs:
+            yield node, node in learned
+
+
+class _Values(fx.Interpreter):
+    """Runs a program and keeps what some of its nodes return."""
+
+    def __init__(self, program: fx.GraphModule, wanted: Sequence[fx.Node]) -> None:
+        super().__init__(program)
+        self.kept: dict[fx.Node, Any] = dict.fromkeys(wanted)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n in self.kept:
+            self.kept[n] = result
+        return result
+
+
+def _write_down(
+    traced: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    parameters: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    """Replace nodes by what they return in this run."""
+    values = _Values(traced, nodes)
+    values.run([t.clone() for t in parameters], *(t.clone() for t in tensors))
+    for node, value in values.kept.items():
+        if isinstance(value, torch.Tensor):
+            name = f"_found_{node.name}"
+            traced.register_buffer(name, value)
+            with traced.graph.inserting_before(node):
+                node.replace_all_uses_with(traced.graph.get_attr(name))
+            _erase(traced.graph, node)
+    traced.recompile()
+
+
+def line_of(node: fx.Node) -> str:
+    """The innermost line of code, outside of torch and this package, that made the call: ``model.py:12, in forward``."""
+    own = [place for place in _stack(node) if not place[0].startswith(_PACKAGES)]
+    if not own:
+        return "a line that is not known"
+    path, line, function = own[-1]
+    return f"{Path(path).name}:{line}, in {function}"
+
+
+def _only_checks(node: fx.Node) -> bool:
+    """Whether a function of torch that raises errors, and does nothing else, reads the number: its own checks, those of
+    distributions.
+    """
+    stack = _stack(node)
+    own = [i for i, place in enumerate(stack) if not place[0].startswith(_PACKAGES)]
+    return any(
+        function.startswith("_check") or path.startswith(_DISTRIBUTIONS)
+        for path, _, function in stack[own[-1] + 1 if own else 0 :]
+        if path.startswith(_TORCH)
+    )
+
+
+def _stack(node: fx.Node) -> list[tuple[str, str, str]]:
+    return re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+
+
+def without_checks(module: fx.GraphModule) -> None:
+    """Take out assertions, which a file has no operators for, and what was only computed for them."""
+    for part in _graphs(module):
+        dropped = [
+            node for node in part.graph.nodes if node.target in _CHECKS or (node.target in _READS and not node.users)
+        ]
+        for node in dropped:
+            _erase(part.graph, node)
+        if dropped:
+            part.recompile()
+
+
+def _graphs(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    return (part for part in module.modules() if isinstance(part, fx.GraphModule))
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    pending = [node]
+    while pending:
+        last = pending.pop()
+        if last.users or last._erased or last.op in ("placeholder", "output"):
+            continue
+        sources = last.all_input_nodes
+        graph.erase_node(last)
+        pending += [source for source in sources if not _writes(source)]
+
+
+def _writes(node: fx.Node) -> bool:
+    schema: Any = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)

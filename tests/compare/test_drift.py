@@ -1,0 +1,565 @@
+"""Where two executions of a model part, and why: causes planted in three models are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+from typer.testing import CliRunner
+
+import bitwright
+from bitwright.cli import app
+from bitwright.compare.drift import drift
+from bitwright.compare.verify import verify_folder
+from bitwright.errors import ConfigError, ExportError
+from bitwright.export.targets import rules_for
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.torch import QuantizationSimModel, quantize
+from tests.onnx.nets import Net, body
+from tests.support.without_vnni import run_without_vnni
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.point = nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        x = x + self.point(nn.functional.hardtanh(self.depthwise(x), 0.0, 0.4))
+        return self.head(x.mean((2, 3)))
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Hardtanh(0.0, 0.5), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+    )
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(192, 32), nn.Hardtanh(-0.3, 0.3), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
+
+
+# model -> (site of the clip, its operator's output, a layer with weight and bias that is not the first one)
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "chain": (chain, "2"),
+    "residual": (Residual, "point"),
+    "perceptron": (perceptron, "3"),
+}
+BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every grid has room beyond the values, as a calibration on other data leaves it.
+
+    Weights have 7 bits: with 8, sums saturate on CPUs without VNNI, which is another cause.
+    """
+    return export(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first of these folders."""
+    return export("chain", tmp_path_factory.mktemp("chain"))
+
+
+def export(name: str, path: Path) -> Path:
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(MODELS[name][0]().eval(), BATCHES[0], default_param_bw=7)
+    sim.compute_encodings([2 * batch for batch in BATCHES])
+    _widen(sim)
+    sim.export(path, "net", BATCHES[0])
+    return path
+
+
+def _widen(sim: QuantizationSimModel) -> None:
+    from bitwright.core.numerics.affine import with_scale
+
+    for site in sim.quantizers.values():
+        if site.role == "output" and site.encoding is not None:
+            site.quantizer.take(with_scale(site.encoding, site.encoding.scale * np.float32(3)))
+
+
+def layer_of(folder: Path) -> str:
+    return MODELS[next(name for name in MODELS if name in folder.name)][1]
+
+
+def changed(folder: Path, to: Path, change: Callable[[onnx.GraphProto], None]) -> Path:
+    model = onnx.load(folder / "net.onnx")
+    change(model.graph)
+    onnx.save(model, to / "changed.onnx")
+    return to / "changed.onnx"
+
+
+def data_of(folder: Path) -> dict[str, np.ndarray]:
+    with np.load(folder / "net_samples.npz") as samples:
+        return {"input" if "input/input" in samples else "x": samples[next(k for k in samples if k[:6] == "input/")]}
+
+
+def shift(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[onnx.GraphProto], None]:
+    def apply(graph: onnx.GraphProto) -> None:
+        tensor = next(t for t in graph.initializer if t.name == name)
+        array = numpy_helper.to_array(tensor)
+        tensor.CopyFrom(numpy_helper.from_array(change(array).astype(array.dtype), name))
+
+    return apply
+
+
+def drop_clip(graph: onnx.GraphProto) -> None:
+    node = next(n for n in graph.node if n.op_type == "Clip")
+    maker = next(n for n in graph.node if node.input[0] in n.output)
+    maker.output[list(maker.output).index(node.input[0])] = node.output[0]
+    graph.node.remove(node)
+
+
+@pytest.mark.slow_variants(
+    "chain-weight-float-onnxruntime",
+    "chain-weight-file-file",
+    "chain-weight-file-litert",
+    "residual-weight-float-onnxruntime",
+    "residual-weight-file-file",
+    "residual-weight-float-litert",
+    "residual-weight-file-litert",
+    "residual-bias-file-litert",
+    "residual-clip-float-litert",
+    "residual-clip-file-litert",
+    "perceptron-weight-float-onnxruntime",
+    "perceptron-weight-file-file",
+)
+@pytest.mark.parametrize(
+    "side, how", [("float", "onnxruntime"), ("file", "file"), ("float", "litert"), ("file", "litert")]
+)
+@pytest.mark.parametrize("cause", ["weight", "bias", "clip"])
+def test_what_was_planted_in_the_file_is_named(exported: Path, tmp_path: Path, cause: str, side: str, how: str) -> None:
+    layer = layer_of(exported)
+    changes = {
+        "weight": shift(f"{layer}.weight_q", lambda w: np.concatenate([-w[: len(w) // 2], w[len(w) // 2 :]])),
+        "bias": shift(f"{layer}.bias_q", lambda b: np.where(np.arange(b.size) % 2, b + 60_000, b)),
+        "clip": drop_clip,
+    }
+    file = changed(exported, tmp_path, changes[cause])
+    report = drift(f"{exported}@{side}", f"{file}@{how}", data_of(exported))
+    assert report.first is not None and report.first.cause == cause, report.to_text()
+    assert report.first.retries[-1].removed and report.first.retries[-1].before.lsb > 1
+    assert cause == "clip" or f"the {cause} {layer}.{cause} is" in report.first.text
+    assert not report.ok
+
+
+@pytest.mark.slow_variants("chain-litert", "residual-litert", "perceptron-litert")
+@pytest.mark.parametrize("how", ["file", "litert"])
+def test_another_grid_is_named(exported: Path, tmp_path: Path, how: str) -> None:
+    site = f"{layer_of(exported)}.bias_scale"
+    scale = next(
+        t.name
+        for t in onnx.load(exported / "net.onnx").graph.initializer
+        if t.name.endswith("output[0]_scale") and t.name != site
+    )
+    file = changed(exported, tmp_path, shift(scale, lambda s: s * 1.5))
+    report = drift(f"{exported}@file", f"{file}@{how}", data_of(exported))
+    assert report.first is not None and report.first.cause == "grid", report.to_text()
+    assert report.first.name in scale
+
+
+@pytest.mark.slow_variants("chain", "residual")
+def test_what_was_not_changed_agrees(exported: Path) -> None:
+    for a, b in (
+        ("simulation", "file"),
+        ("simulation", "onnxruntime"),
+        ("file", "onnxruntime"),
+        ("simulation", "litert"),
+        ("onnxruntime", "litert"),
+        ("float", "file"),
+    ):
+        report = drift(f"{exported}@{a}", f"{exported}@{b}")
+        assert report.ok, report.to_text()
+        assert all(row.own.ok for row in report.rows)
+    assert report.growth[-1] < 60  # rounding to the grids is carried on
+    assert report.first is not None and report.first.cause == "rounding" and "grids" in report.first.text
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gate, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.conv(x))
+        return self.head((x * torch.sigmoid(self.gate(x))).mean((2, 3)))
+
+
+def test_a_litert_file_and_what_its_kernels_make(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(Gated().eval(), BATCHES[0], config_file=rules_for("litert", None))
+    sim.compute_encodings(BATCHES)
+    sim.export(tmp_path, "net", BATCHES[0], target="litert")
+    report = drift(f"{tmp_path}@simulation", tmp_path / "net.tflite")
+    assert report.ok and report.b == f"{tmp_path}@litert", report.to_text()
+    kernels = {row.name: row.kernel for row in report.rows}
+    assert kernels["conv.input[0]"] == "float" and kernels["relu.output[0]"] == "CONV_2D int8"
+    assert kernels["sigmoid.output[0]"] == "LOGISTIC int8" and kernels["head.output[0]"] == "FULLY_CONNECTED int8"
+    again = sim.drift("file", "litert", BATCHES[1])
+    assert again.ok and {row.kernel for row in again.rows} >= {"LOGISTIC int8", "MUL int8"}
+    with pytest.raises(ExportError, match="net.tflite is a LiteRT file, which only litert runs"):
+        drift(f"{tmp_path}/net.tflite@file", f"{tmp_path}@simulation")
+    (tmp_path / "net.tflite").write_bytes((tmp_path / "net.tflite").read_bytes() + b"x")
+    with pytest.raises(
+        ExportError, match="net.tflite has .* bytes instead of .*net.onnx@litert, which is converted anew"
+    ):
+        drift(f"{tmp_path}@file", "litert")
+    assert drift(f"{tmp_path}@file", f"{tmp_path}/net.onnx@litert").ok
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (tmp_path / "net.tflite").rename(alone / "net.tflite")
+    with pytest.raises(ExportError, match="no export lies beside it"):
+        drift(f"{tmp_path}@file", alone / "net.tflite")
+
+
+class Bent(nn.Module):
+    """Functions that LiteRT computes with slopes and tables of few bits, in front of a layer of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1) for i in range(5))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv in self.convs:
+            x = nn.functional.leaky_relu(conv(x), 0.13)
+        return self.head(nn.functional.hardswish(x).mean((2, 3)))
+
+
+def test_a_kernel_that_rounds_in_a_known_way_is_no_fault_and_hides_none(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(Bent().eval(), BATCHES[0], config_file=rules_for("litert", None))
+    sim.compute_encodings(BATCHES)
+    sim.export(tmp_path, "net", BATCHES[0], target="litert")
+    for side in ("float", "simulation", "file"):
+        report = drift(f"{tmp_path}@{side}", tmp_path / "net.tflite")
+        assert report.ok and report.first is not None and report.first.cause == "kernel", report.to_text()
+        assert "LEAKY_RELU int8" in report.first.text and "of a step" in report.first.text
+    assert sum(row.own.equal < 0.999 for row in report.rows) > 3
+    assert any("more tensors round differently" in note for note in report.notes)
+    file = changed(tmp_path, tmp_path, shift("head.bias_q", lambda b: b + 60_000))
+    report = drift(f"{tmp_path}@file", f"{file}@litert", data_of(tmp_path))
+    assert not report.ok and report.first is not None and report.first.cause == "bias", report.to_text()
+
+
+class Twins(nn.Module):
+    """One tower that two inputs go through: its sites run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.PReLU(8), nn.Conv2d(8, 8, 3), nn.Flatten())
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.head((self.tower(a) - self.tower(b)).abs())
+
+
+@pytest.mark.slow
+def test_every_run_of_a_module_is_compared_with_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pair = tuple(3**i * torch.randn(2, 3, 8, 8) for i in range(2))
+    sim = QuantizationSimModel(Twins().eval(), pair, default_param_bw=7)  # no sum saturates, on any CPU
+    sim.compute_encodings([pair])
+    sim.export(tmp_path, "net", pair)
+    for a, b in (("simulation", "onnxruntime"), ("simulation", "file"), ("file", "onnxruntime")):
+        for report in (drift(f"{tmp_path}@{a}", f"{tmp_path}@{b}"), sim.drift(a, b, pair)):
+            names = [row.name for row in report.rows]
+            assert report.ok and report.first is None, report.to_text()
+            assert "tower.0.output[0]" in names and "tower.0.output[0], run 2" in names, names
+    with_bias = changed(tmp_path, tmp_path, shift("head.bias_q", lambda b: b + 60_000))
+    with np.load(tmp_path / "net_samples.npz") as samples:
+        data = {name[6:]: samples[name] for name in samples if name.startswith("input/")}
+    report = drift(f"{tmp_path}@file", f"{with_bias}@onnxruntime", data)
+    assert report.first is not None and report.first.cause == "bias", report.to_text()
+
+
+class PreNorm(nn.Module):
+    """Residual additions beside norms: quantizers round what the addition reads, and not what the norm reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norms[0](self.first(x))
+        return x + self.second(self.norms[2](self.norms[1](x)))
+
+
+@pytest.mark.slow_variants("file")
+@pytest.mark.parametrize("runtime", ["file", "onnxruntime"])
+def test_a_tensor_that_is_rounded_for_one_of_its_readers_alone(runtime: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, 20, 12)
+    # no sum saturates, on any CPU
+    sim = QuantizationSimModel(PreNorm().eval(), x, default_param_bw=7, config_file={"tail": "quantized"})
+    sim.compute_encodings([x])
+    sim.export(tmp_path, "net", x)
+    report = drift(f"{tmp_path}@float", runtime)
+    assert report.ok, report.to_text()
+    assert {row.name for row in report.rows} >= {"add.input[0]", "second.input[0]"}
+
+
+_BIAS_APART = """
+import torch
+from bitwright import drift
+from bitwright.torch import QuantizationSimModel
+from tests.compare.test_drift import PreNorm
+torch.manual_seed(1)
+x = torch.randn(4, 20, 12)
+sim = QuantizationSimModel(PreNorm().eval(), x)
+sim.compute_encodings([x])
+sim.export(sys.argv[1], "net", x)
+for side in ("float", "simulation", "file"):
+    first = drift(f"{sys.argv[1]}@{side}", "onnxruntime").first
+    print(first.name, first.cause)
+    assert "open the session with session.x64quantprecision = 1" in first.remedy, first.remedy
+"""
+
+
+@pytest.mark.slow
+def test_saturation_is_named_where_the_bias_is_added_apart(tmp_path: Path) -> None:
+    """A product of three axes and an addition, of which the runtime makes one layer."""
+    found = run_without_vnni(_BIAS_APART, tmp_path, str(tmp_path / "out")).splitlines()
+    assert found == ["first.output[0] saturation"] * 3
+
+
+_NETS = """
+import torch
+from torch import nn
+from bitwright import drift
+from bitwright.torch import QuantizationSimModel
+torch.manual_seed(0)
+nets = [
+    nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU6(), nn.Conv2d(16, 8, 1)),
+    nn.Sequential(nn.Flatten(), nn.Linear(1024, 32), nn.ReLU(), nn.Linear(32, 4)),
+    nn.Sequential(nn.Conv2d(16, 24, 1), nn.Flatten(), nn.Linear(1536, 8)),
+]
+x = 0.5 + 0.5 * torch.rand(2, 16, 8, 8)
+for net in nets:
+    first = next(part for part in net if hasattr(part, "weight"))
+    with torch.no_grad():
+        first.weight.abs_().add_(0.1)
+"""
+_SATURATED = f"""{_NETS}
+for net in nets:
+    sim = QuantizationSimModel(net.eval(), x)
+    sim.compute_encodings([x])
+    sim.export(sys.argv[1], "net", x)
+    for side in ("float", "simulation", "file"):
+        found = drift(f"{{sys.argv[1]}}@{{side}}", "onnxruntime").first
+        print(found and found.cause)
+"""
+
+
+@pytest.mark.slow
+def test_saturation_of_kernels_without_dot_products_is_named(tmp_path: Path) -> None:
+    assert run_without_vnni(_SATURATED, tmp_path, str(tmp_path / "out")).split() == ["saturation"] * 9
+
+
+_NOT_IN_LITERT = f"""{_NETS}
+from bitwright.export.targets import rules_for
+for net in nets:
+    sim = QuantizationSimModel(net.eval(), x, config_file=rules_for("litert", None))
+    sim.compute_encodings([x])
+    sim.export(sys.argv[1], "net", x, target="litert")
+    one, other = (drift(f"{{sys.argv[1]}}@simulation", runtime) for runtime in ("litert", "onnxruntime"))
+    print(one.ok, other.first.cause)
+"""
+
+
+@pytest.mark.slow
+def test_sums_that_saturate_elsewhere_do_not_in_litert(tmp_path: Path) -> None:
+    """On a CPU without dot products, where ONNX Runtime saturates in the same export."""
+    pytest.importorskip("ai_edge_litert")
+    lines = run_without_vnni(_NOT_IN_LITERT, tmp_path, str(tmp_path / "out")).splitlines()
+    assert lines == ["True saturation"] * 3
+
+
+@pytest.mark.slow_variants("w8", "w4")
+@pytest.mark.parametrize("preset", ["w8", "w4", "w4g32"])
+def test_litert_quantizes_no_activations_by_itself(preset: str, tmp_path: Path) -> None:
+    pytest.importorskip("ai_edge_litert")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 96), nn.Tanh()).eval()
+    x = torch.randn(2, 5, 64)
+    sim = QuantizationSimModel(model, x, preset=preset, config_file=rules_for("litert", None, preset))
+    sim.compute_encodings([x])
+    sim.export(tmp_path, "net", x, target="litert")
+    for side in ("float", "simulation", "file"):
+        report = drift(f"{tmp_path}@{side}", "litert")
+        assert report.ok and (report.first is None or report.first.cause == "rounding"), report.to_text()
+    outputs = verify_folder(tmp_path, runtime="litert").outputs
+    assert min(min(row.as_float, row.as_integer) for row in outputs) > 100
+
+
+@pytest.mark.slow
+def test_saturation_in_openvino_is_named(tmp_path: Path) -> None:
+    """Its instructions can be limited by the environment, on any CPU of this kind."""
+    pytest.importorskip("openvino")
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        pytest.skip("pairs of products are added on x86 alone")
+    code = "import sys" + _SATURATED.replace("onnxruntime", "openvino")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    run = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["saturation"] * 9
+
+
+def test_command_and_both_front_ends_tell_the_same(one: Path, tmp_path: Path) -> None:
+    layer = layer_of(one)
+    file = changed(one, tmp_path, shift(f"{layer}.bias_q", lambda b: b + 3000))
+    np.savez(tmp_path / "data.npz", **data_of(one))
+    out = tmp_path / "report.json"
+    command = ["drift", f"{one}@file", str(file), "--data", str(tmp_path / "data.npz"), "--batch-size", "4"]
+    result = CliRunner().invoke(app, [*command, "--json", str(out)])
+    assert result.exit_code == 1, result.output
+    assert "bias" in result.output and "growth:" in result.output
+    found = json.loads(out.read_text())
+    assert found["findings"][0]["cause"] == "bias"
+    assert CliRunner().invoke(app, ["drift", str(one), "onnxruntime"]).exit_code == 0
+    sim = OnnxSim(one / "net.onnx")
+    assert sim.drift("simulation", "onnxruntime").ok
+    assert bitwright.drift is drift
+
+
+@pytest.mark.parametrize(
+    "a, b, message",
+    [
+        ("{net}@flaot", "{net}", "is not an execution .did you mean 'float'"),
+        ("{net}", "onnxruntme", "neither a file or folder nor an execution .did you mean 'onnxruntime'"),
+        ("float", "file", "neither names a folder or a file"),
+        ("{net}@file", "{net}", "does not differ from itself"),
+        ("{net}/missing.onnx", "float", "there is no such file or folder"),
+        ("{net}/net_manifest.json", "float", "cannot be read as an ONNX model"),
+        ("{net}/net.onnx@simulation", "{net}@file", "a file alone does not keep"),
+        ("{net}/net.onnx@float", "{net}@file", "holds quantizers"),
+    ],
+)
+def test_sides_that_are_none(one: Path, a: str, b: str, message: str) -> None:
+    with pytest.raises((ConfigError, ExportError), match=message):
+        drift(a.format(net=one), b.format(net=one))
+
+
+def test_data_of_another_model(one: Path) -> None:
+    name = next(iter(data_of(one)))
+    with pytest.raises(ExportError, match=f"the data has no input '{name}'.*it holds picture"):
+        drift(f"{one}@float", "onnxruntime", {"picture": np.zeros((1, 3, 8, 8), np.float32)})
+    with pytest.raises(ExportError, match=r"its input '.*' is .*3x8x8, and the data has 1x1x28x28"):
+        drift(f"{one}@float", "onnxruntime", {name: np.zeros((1, 1, 28, 28), np.float32)})
+    with pytest.raises(ConfigError, match="its own samples.*sim.drift"):
+        drift(f"{one}@simulation", "onnxruntime", {name: np.zeros((1, 3, 8, 8), np.float32)})
+
+
+def test_what_quantizers_inside_a_body_round_is_told(tmp_path: Path) -> None:
+    net, branches = Net(), {}
+    x, flag = net.input("x", (2, 3, 8, 8)), net.input("flag", (), onnx.TensorProto.BOOL)
+    h = net.conv(x, 3, 4, name="c")
+    for branch, kind in (("then_branch", "Relu"), ("else_branch", "HardSigmoid")):
+        inner = Net()
+        branches[branch] = body(inner(kind, h), net=inner)
+    model = net.model(net("If", flag, name="choice", **branches))
+    pictures = np.random.default_rng(0).standard_normal((2, 2, 3, 8, 8)).astype(np.float32)
+    feeds = [{"x": x, "flag": np.bool_(on)} for x, on in zip(pictures, (0, 1), strict=True)]
+    sim = OnnxSim(model, feeds[0], config_file={"tail": "quantized"})
+    sim.compute_encodings(feeds)
+    sim.export(tmp_path / "out", "net")
+    report = drift(f"{tmp_path / 'out'}@float", f"{tmp_path / 'out'}@file")
+    (found,) = [one for one in report.findings if one.cause == "operators"]
+    assert "quantizers in the body of If" in found.text and "only" not in found.text
+    assert "@simulation" in found.remedy
+    assert drift(f"{tmp_path / 'out'}@simulation", f"{tmp_path / 'out'}@file").ok
+
+
+def test_models_without_a_common_tensor(one: Path, tmp_path: Path) -> None:
+    x = torch.randn(1, 7)
+    sim = QuantizationSimModel(nn.Sequential(nn.Linear(7, 2)).eval(), x)
+    sim.compute_encodings([x])
+    sim.export(tmp_path, "other", x)
+    other = onnx.load(tmp_path / "other.onnx")
+    for field in (other.graph.input, other.graph.output):
+        field[0].name = f"of_{field[0].name}"
+    for node in other.graph.node:
+        for names in (node.input, node.output):
+            for i, old in enumerate(names):
+                names[i] = f"of_{old}" if old and old not in {t.name for t in other.graph.initializer} else old
+    onnx.save(other, tmp_path / "renamed.onnx")
+    feeds = {**data_of(one), "of_input": x.numpy()}
+    with pytest.raises(ExportError, match="no tensor of the same name"):
+        drift(f"{one}@float", tmp_path / "renamed.onnx", feeds)
+
+
+def test_files_of_old_exporters_are_compared(one: Path, tmp_path: Path) -> None:
+    """Initializers among the inputs, and constants of other types that the file computes."""
+    model = onnx.load(one / "net_float.onnx")
+    for tensor in model.graph.initializer:
+        model.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    shape = next(node for node in model.graph.node if node.op_type == "Reshape")
+    whole = onnx.helper.make_node("Abs", [shape.input[1]], ["whole_shape"])
+    model.graph.node.insert(0, whole)
+    shape.input[1] = "whole_shape"
+    del model.graph.value_info[:]
+    onnx.save(model, tmp_path / "old.onnx")
+    report = drift(tmp_path / "old.onnx", f"{one}@file", data_of(one))
+    assert report.ok and len(report.rows) > 3
+
+
+class Lines(nn.Module):
+    """Its input gives the batch of an LSTM's zero state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.steps = nn.LSTM(16, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(torch.relu(self.first(x)), 2)
+        return self.steps(torch.relu(self.second(x)).mean(2).transpose(1, 2))[0]
+
+
+@pytest.mark.slow
+def test_a_runtime_that_computes_the_whole_file_otherwise_than_its_parts_is_not_rounding(tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    x = torch.rand(1, 1, 8, 16)
+    result = quantize(Lines().eval(), [x], recipe=["fold"], path=tmp_path, progress=False, target="openvino_cpu")
+    assert result.exported is not None
+    core = openvino.Core()
+    model = core.read_model(result.exported.qdq)
+    free = core.compile_model(model, "CPU")(x.numpy())[0]
+    model.reshape(list(x.shape))
+    fixed = core.compile_model(model, "CPU")(x.numpy())[0]
+    report = drift(f"{tmp_path}@simulation", f"{tmp_path}@openvino")
+    if np.abs(free - fixed).max() < 1e-4:
+        assert report.ok, "this version of OpenVINO computes the same"
+        return
+    first = report.first
+    assert first is not None and not report.ok
+    assert (first.name, first.cause) == ("relu.output[0]", "fusion"), str(report)
+    assert first.retries[-1].removed and "model.reshape({'x': [1, 1, 8, 16]})" in first.remedy
+    verified = verify_folder(tmp_path, runtime="openvino")
+    assert all(row.ok for row in verified.rows) and not verified.ok
+    assert verified.otherwise is not None and verified.otherwise.other > 100
+    assert "model.reshape({'x': [1, 1, 8, 16]})" in str(verified)
+    result.sim.export(tmp_path / "fixed", "net", x, target="openvino_cpu", dynamic_batch=False)
+    assert verify_folder(tmp_path / "fixed", runtime="openvino").ok, "the remedy helps"

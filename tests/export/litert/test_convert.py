@@ -1,0 +1,247 @@
+"""LiteRT files: what they hold, that they run, and that they compute what the simulation computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from bitwright.cli import app
+from bitwright.compare.litert import FlatFile
+from bitwright.compare.verify import VerifyReport, verify_folder, verify_layers
+from bitwright.core.simulation.float_model import sqnr
+from bitwright.errors import ConfigError, ExportError
+from bitwright.export.samples import read_samples
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.runtimes.adapters import open_file
+from bitwright.torch import quantize
+
+
+def images(count: int = 3, rows: int = 8, size: int = 12, channels: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(rows, channels, size, size, generator=generator) for _ in range(count)]
+
+
+def exported(model: nn.Module, batches: list[Any], path: Path, **options: Any) -> Any:
+    """The result of ``quantize`` for LiteRT."""
+    options = {"recipe": ["fold"], "target": "litert", **options}
+    return quantize(model.eval(), batches, path=path, filename_prefix="net", progress=False, **options)
+
+
+def kinds(path: Path) -> list[str]:
+    """Operators of the file in a folder, in execution order."""
+    file = FlatFile((path / "net.tflite").read_bytes())
+    return [file.kinds[op.opcodeIndex] for op in file.graph.operators]
+
+
+def few_differ(report: VerifyReport) -> bool:
+    """Whether at least 99 % of the codes of every layer are equal with either kind of kernels; of few, all but two."""
+    found = [a for row in report.rows for a in (row.as_float, row.as_integer)]
+    return all(round((1 - a.equal) * a.elements) <= max(2.0, 0.01 * a.elements) and a.lsb <= 1.005 for a in found)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=8),
+        nn.ReLU6(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+    path = tmp_path_factory.mktemp("exported")
+    exported(model, images(), path)
+    return path
+
+
+def test_a_convolutional_net_runs_on_integers_and_agrees(folder: Path) -> None:
+    report = verify_folder(folder, runtime="litert")
+    assert report.ok, str(report)
+    assert few_differ(report)
+    assert all(row.kernel.endswith("int8") for row in report.rows[1:])
+    _, inputs, outputs = read_samples(folder / "net_samples.npz")
+    for reference in (True, False):
+        found = open_file("litert", folder / "net.tflite", reference=reference).run(inputs)
+        assert found.keys() == outputs.keys()
+        np.testing.assert_allclose(found["output"], outputs["output"], atol=0.02)
+
+
+def test_floats_are_converted_at_the_ends_only_and_axes_once(folder: Path) -> None:
+    found = kinds(folder)
+    assert found == [
+        "QUANTIZE", "TRANSPOSE", "CONV_2D", "MAX_POOL_2D", "PAD", "DEPTHWISE_CONV_2D", "DEPTHWISE_CONV_2D", "RESHAPE",
+        "FULLY_CONNECTED", "DEQUANTIZE",
+    ]  # fmt: skip
+
+
+def test_weights_are_symmetric_and_narrow(folder: Path) -> None:
+    file = FlatFile((folder / "net.tflite").read_bytes())
+    for tensor in file.graph.tensors:
+        data = file.model.buffers[tensor.buffer].data
+        if tensor.type == 9 and data is not None:  # INT8
+            assert np.asarray(data).view(np.int8).min() >= -127
+            assert not np.any(tensor.quantization.zeroPoint)
+
+
+def test_a_changed_weight_is_seen(folder: Path) -> None:
+    content = bytearray((folder / "net.tflite").read_bytes())
+    file = FlatFile(bytes(content))
+    weight = next(t for t in file.graph.tensors if t.type == 9 and list(t.shape) == [4, 8])
+    place = content.index(bytes(file.model.buffers[weight.buffer].data))
+    content[place : place + 8] = bytes(8)
+    sites, inputs, outputs = read_samples(folder / "net_samples.npz")
+    options: dict[str, Any] = {"outputs": outputs, "runtime": "litert", "flat": bytes(content)}
+    report = verify_layers(folder / "net.onnx", sites, inputs, **options)
+    assert [row.site for row in report.rows if not row.ok] == ["8.output[0]"]
+
+
+def test_the_batch_is_free(folder: Path, tmp_path: Path) -> None:
+    sim = OnnxSim(folder / "net_float.onnx")
+    rows = {name: array[:5] for name, array in read_samples(folder / "net_samples.npz")[1].items()}
+    session = open_file("litert", folder / "net.tflite")
+    assert session.run(rows)["output"].shape == (5, 4)
+    assert session.run({k: v[:2] for k, v in rows.items()})["output"].shape == (2, 4)
+    del sim, tmp_path
+
+
+class Shifted(nn.Module):
+    """A mask of every picture is repeated for its heads, as attention in windows does: lengths that stay are given as -1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.mask = nn.Parameter(torch.randn(1, 4, 1, 10, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.conv(x)
+        return (found.unsqueeze(2) * self.mask.expand(x.shape[0], -1, -1, -1, -1)).sum((1, 2))
+
+
+def test_what_is_repeated_for_every_row_keeps_its_other_lengths(tmp_path: Path) -> None:
+    exported(Shifted(), images(), tmp_path)
+    report = verify_folder(tmp_path, runtime="litert")
+    assert report.ok, str(report)
+    session = open_file("litert", tmp_path / "net.tflite")
+    (found,) = session.run({"x": images(1, 5)[0].numpy()}).values()
+    assert found.shape == (5, 10, 10)
+
+
+def test_onnx_models_and_the_format_option(folder: Path, tmp_path: Path) -> None:
+    _, inputs, _ = read_samples(folder / "net_samples.npz")
+    sim = OnnxSim(folder / "net_float.onnx")
+    sim.compute_encodings([inputs])
+    files = sim.export(tmp_path, "net", format="tflite")
+    assert files.tflite == tmp_path / "net.tflite" and files.tflite in files.files
+    assert verify_folder(tmp_path, runtime="litert").ok
+    assert sim.verify(runtime="litert").ok
+    with pytest.raises(ConfigError, match="files for openvino_cpu are onnx, not tflite.*target='litert'"):
+        sim.export(tmp_path, "net", target="openvino_cpu", format="tflite")
+    with pytest.raises(ConfigError, match="'tflit' is not a format.*did you mean 'tflite'"):
+        sim.export(tmp_path, "net", format="tflit")  # type: ignore[arg-type]
+
+
+def test_an_input_that_is_returned_as_it_is_has_one_name(folder: Path, tmp_path: Path) -> None:
+    model = onnx.load(folder / "net_float.onnx")
+    batch = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    tag = onnx.helper.make_tensor_value_info("tag", onnx.TensorProto.FLOAT, [batch, 4])
+    model.graph.input.append(tag)
+    model.graph.output.insert(0, tag)
+    _, inputs, _ = read_samples(folder / "net_samples.npz")
+    rows = len(next(iter(inputs.values())))
+    given = {**inputs, "tag": np.arange(4 * rows, dtype=np.float32).reshape(rows, 4)}
+    sim = OnnxSim(model)
+    sim.compute_encodings([given])
+    sim.export(tmp_path, "net", format="tflite")
+    session = open_file("litert", tmp_path / "net.tflite")
+    assert np.array_equal(session.run(given)["tag"], given["tag"])
+    assert verify_folder(tmp_path, runtime="litert").ok
+
+
+def test_commands(folder: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    model = str(folder / "net_float.onnx")
+    found = run(app, ["quantize", model, "--format", "tflite", "--out", str(tmp_path), "--prefix", "net"])
+    assert found.exit_code == 0, found.output
+    assert "net.tflite" in found.output
+    found = run(app, ["verify", str(tmp_path), "--runtime", "litert"])
+    assert found.exit_code == 0 and "equal (reference)" in found.output, found.output
+    found = run(app, ["benchmark", str(folder), "--runtime", "litert", "--threads", "1", "--seconds", "0.05"])
+    assert found.exit_code in (0, 1) and "In litert" in found.output, found.output
+
+
+def test_a_folder_without_a_litert_file_says_how_to_get_one(folder: Path, tmp_path: Path) -> None:
+    _, inputs, _ = read_samples(folder / "net_samples.npz")
+    sim = OnnxSim(folder / "net_float.onnx")
+    sim.compute_encodings([inputs])
+    sim.export(tmp_path, "net")
+    with pytest.raises(ExportError, match="no LiteRT file net.tflite.*target='litert'"):
+        verify_folder(tmp_path, runtime="litert")
+
+
+def test_what_litert_cannot_say_names_the_site(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.atan(self.conv(x))
+
+    with pytest.raises(ExportError, match=r"\(Atan\): it has no form in LiteRT files.*docs/litert.md"):
+        exported(Odd(), images(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_operator_is_named_by_the_site_behind_a_change_of_shape(tmp_path: Path) -> None:
+    """A GRU has an axis of directions, which a Squeeze takes away in front of its quantizer."""
+    with pytest.raises(ExportError, match=r"^0\.l0\.forward\.output\[0\] \(GRU\): it has no form in LiteRT files"):
+        exported(nn.Sequential(nn.GRU(4, 4), First()), [torch.randn(3, 2, 4)], tmp_path)
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return pair[0]
+
+
+def test_operators_in_float_because_of_a_constant_are_noted(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.Conv2d(4, 4, 1))
+    notes = exported(model, images(), tmp_path).exported.notes
+    assert "DEQUANTIZE" in kinds(tmp_path)[:-1]
+    (told,) = [note for note in notes if note.startswith("1.output[0]: PRelu is computed in float")]
+    assert told.endswith(" is in float") and "its constant" in told
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "ai_edge_litert", None)
+    sim = OnnxSim(folder / "net.onnx")
+    with pytest.raises(ConfigError, match=r"not installed.*pip install 'bitwright\[litert\]'"):
+        sim.export(tmp_path, "net", target="litert")
+    with pytest.raises(ConfigError, match=r"not installed.*pip install 'bitwright\[litert\]'"):
+        verify_folder(folder, runtime="litert")
+
+
+def test_the_default_recipe_leaves_in_float_what_it_would_widen_with_a_zero_point(tmp_path: Path) -> None:
+    """One input is 1000 times as large as the others: 8 bits for all of them drown the outputs in noise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    with torch.no_grad():
+        model[0].weight[:, 0] = 0.002
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor([1000.0] + [1.0] * 7)
+    batches = [sizes * (torch.rand(16, 8, generator=generator) - 0.25) for _ in range(3)]
+    result = exported(model, batches, tmp_path, recipe=None, effort="quick")
+    assert "float at 0.input[0]" in str(result.report)
+    (made,) = open_file("litert", tmp_path / "net.tflite").run({"input": batches[0].numpy()}).values()
+    assert sqnr(model(batches[0]).detach().numpy(), made) > 20
