@@ -30,6 +30,11 @@ def load(path: str) -> ModuleType:
 
 
 hooks = load("docs/site/hooks.py")
+CODE_PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted(path for folder in ("docs", "docs/decisions") for path in (ROOT / folder).glob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
 
 
 @pytest.mark.parametrize("package", ["bitwright", "bitwright.torch", "bitwright.onnx"])
@@ -107,6 +112,13 @@ def test_the_command_line_page_has_every_command_and_option():
             assert all(f"`{option}`" in sections[name] for option in shown), (name, shown)
             seen += 1
     assert len(waiting) == len(sections) > 12 and seen > 80
+
+
+@pytest.mark.parametrize("path", CODE_PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_is_no_wider_than_its_block(path):
+    shown = hooks._SESSION.sub(hooks.copyable, path.read_text())
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", shown, re.MULTILINE | re.DOTALL)
+    assert not [line for text in blocks for line in text.splitlines() if len(line) > 100]
 
 
 def test_what_a_page_would_load_is_seen():
