@@ -1,6 +1,4 @@
-"""Functions of the user's own, named on the command line as ``module:function``.
-
-Documents from outside: JSON, YAML and TOML of bounded size and depth, read into plain values.
+"""Untrusted files: JSON, YAML and TOML documents, arrays in ``.npy`` and ``.npz``, and functions named ``module:function``.
 
 Every reader of such a file goes through here, so that a damaged or hostile one ends in one short error that names it.
 The limits are far above what a person or this toolkit writes:
@@ -10,14 +8,12 @@ size            :data:`MAX_BYTES`, or what the caller allows; checked before the
 depth           :data:`MAX_DEPTH` lists and mappings inside each other
 YAML aliases    what they stand for, written out, is no longer than :data:`MAX_BYTES`
 YAML tags       refused: a document holds plain values
-keys            unique in their mapping; of two equal ones, the first would be lost without a word
+keys            unique in their mapping; of two equal ones, the first would be lost silently
 whole numbers   64 bits
-text            encodable: no lone surrogates (``"\ud800"``)
+text            encodable: no lone surrogates (``"\\ud800"``)
 ==============  ================================================================================================
 
-Arrays from ``.npy`` and ``.npz`` untrusted files.
-
-No memory is taken before the header of an array and the size of its data agree, nothing is unpickled, and an archive
+No memory is allocated for an array before its header and the size of its data agree, nothing is unpickled, and an archive
 may not unpack to more than :data:`MAX_BEYOND` bytes beyond its own size.
 """
 

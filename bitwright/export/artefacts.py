@@ -1,7 +1,4 @@
-"""Everything that an export writes: QDQ model, float model, encodings, sites, samples and manifest, together.
-
-Names of a model's inputs and outputs, as the caller wants them.
-"""
+"""Everything that an export writes: QDQ model, float model, encodings, sites, samples and manifest, together."""
 
 from __future__ import annotations
 

@@ -1,24 +1,16 @@
-"""Recurrent layers in marked models: as a Scan with markers inside, or as the native operator again.
+"""Recurrent layers in marked models: expanded to a Scan with markers inside, or restored to the native operator.
 
 A marked model holds a recurrent layer as a node of domain ``bitwright``, operator ``LSTM``, ``GRU`` or ``RNN``: one
 direction, with inputs, outputs and attributes of the ONNX operator, and beside them
 
 - the attribute ``inner_sites``, strings ``"<inner tensor>=<site>"`` with the names of
   :mod:`bitwright.core.graph.recurrence`, of the inner tensors that have a site; ``hidden`` is the first output;
-- perhaps a ninth input (port 8), the projection matrix ``[1, projection, hidden]`` of an LSTM, which ONNX has not.
-
-Activation functions of recurrent layers: their parameters, and how each is written in operators of ONNX.
-
-A recurrent layer of a marked model: the ports of its node, its inner sites, and what its attributes say.
-
-Tensors whose arithmetic writes nodes; :func:`bitwright.core.graph.recurrence.step` computes with them in a Scan's body.
-
-A recurrent layer as a Scan, with what is computed before and after it.
+- perhaps a ninth input (port 8), the projection matrix ``[1, projection, hidden]`` of an LSTM, which ONNX does not have.
 
 The Scan is written by running :func:`bitwright.core.graph.recurrence.step` on symbols whose arithmetic adds nodes to its
 body. What does not depend on the state is computed for all steps before it: ``X W^T`` and the biases. States keep the
 axis of directions, ``[1, batch, hidden]``, so that they are the operator's own inputs and outputs. Length and batch
-are free; ONNX Runtime takes no empty sequence, neither here nor in its own operators.
+are free; ONNX Runtime accepts no empty sequence, neither here nor in its own operators.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which front end a model belongs to.
-
-What methods ask of a front end: models opened for a change, models on their way through a recipe, simulations.
-"""
+"""The protocol between methods and front ends, and which front end a model belongs to."""
 
 from __future__ import annotations
 

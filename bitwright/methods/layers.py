@@ -1,19 +1,16 @@
-"""Layers as the post-training methods see them: stored weight and bias, channels in, channels out; and which of
-them share the channels of one value.
+"""Layers as the post-training methods see them: stored weight and bias, channels in and out, and groups that share channels.
 
 A *group* is a value between layers together with everything that hands its channels on unchanged but for a
 positive factor. Multiply channel ``c`` of all that produces it by ``a[c]``, divide the matching input channel of
 all that consumes it by ``a[c]``, and the model computes what it did before. Equalization and smoothing choose
 ``a``; they find their groups here.
 
-What a batch norm does to each channel, and layers that absorb it: arrays in, arrays out, float64 inside.
-
 A batch norm in inference is ``y = scale * x + shift`` per channel. A layer before it absorbs both into its
-weight and bias; a layer after it does where the shift of its input is a constant shift of its output.
+weight and bias; a layer after it does where the shift of its input is a constant shift of its output (Jacob et al. 2018,
+arXiv:1712.05877, section 3.2). Arithmetic on parameters is float64 inside.
 
-Reference: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
-
-Changing a model in parts that must each leave its function as it was: what fails the check is found by halving.
+Changes are applied in parts that must each leave the function unchanged; a part that fails the check is found by
+bisection (:func:`sift`).
 """
 
 from __future__ import annotations

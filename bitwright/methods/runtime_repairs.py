@@ -1,7 +1,4 @@
-"""The first convolutions in float, where a runtime computes them faster so.
-
-7 bits for the weights of layers whose products saturate on CPUs without dot-product instructions, and for no others.
-"""
+"""Changes for the kernels of a runtime: first convolutions in float where that is faster, 7-bit weights where sums saturate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Repairs from a diagnosis, and quantizing group by group, on a simulation of either front end.
-
-Which operator of a model turned finite numbers into NaN or Inf, and why.
-"""
+"""``check_model`` and ``stabilize``: find the operator that produced NaN or Inf, and repair a simulation of its model."""
 
 from __future__ import annotations
 

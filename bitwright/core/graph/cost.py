@@ -1,7 +1,4 @@
-"""Where a runtime transposes images whose integer kernels want the channels last, while all others have them first.
-
-How much an operator computes, from the shapes of the recorded run.
-"""
+"""How much an operator computes and moves: multiplications from recorded shapes, and transposes between memory layouts."""
 
 from __future__ import annotations
 

@@ -1,18 +1,16 @@
-"""What follows the last layer: sigmoids, decoded coordinates, joins, selections.
+"""Values that stay in float: those no integer grid can represent well enough, and those after the last layer.
 
-Detectors, key-point heads and classifiers end in post-processing: what the last layers return is turned into
-probabilities and coordinates, joined, sorted and thinned out. These operators are few, read small tensors, and runtimes compute
-them in float as fast as on integers; a grid there costs accuracy only. A join of coordinates in pixels and probabilities has
-one grid, whose step is larger than every probability.
+A grid has the same absolute error everywhere. Some operators need something else: a divisor, a logarithm or a root needs
+a small *relative* error down to the smallest value (a grid rounds these to zero, and the answer is infinite or NaN);
+sine and cosine need a small error relative to one turn, however many turns the range has; a label that is compared must
+keep its exact value; and a routing decision (which expert, which codebook entry) must be the one that the unrounded
+values give, where a grid creates ties. The operator table says which (``OpRow.exact``); here the requirement is followed
+back to the operator that produces the value.
 
-Values that no integer grid can hold well enough for the operator that reads them.
-
-A grid's error is the same everywhere on it. Some operators ask for something else: a divisor, a logarithm or a
-root needs a small *relative* error down to the smallest value (a grid rounds these to zero, and the answer is infinite or
-NaN); sine and cosine need a small error against one turn, however many turns the range has; a label that is compared has to be
-the number it was; and a decision about what is computed next (which expert, which entry of a codebook) has to be the one that the
-values before rounding make, where a grid makes ties. The op table says which
-(``OpRow.exact``); here the need is followed back to where such a value comes from.
+Detectors, key-point heads and classifiers end in post-processing: the outputs of the last layers become probabilities and
+coordinates and are joined, sorted and thinned out. These operators are few, read small tensors, and cost runtimes no more
+in float than in integers, so a grid there only loses accuracy. One grid for coordinates in pixels joined with
+probabilities has a step larger than every probability.
 """
 
 from __future__ import annotations

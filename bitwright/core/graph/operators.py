@@ -1,13 +1,11 @@
-"""The op table: what quantization has to know about each operator, keyed by canonical (ONNX) type.
+"""The operator table: what quantization has to know about each operator, keyed by canonical (ONNX) type.
 
-A row says which ports are parameters, where a weight has its output channels, whether the operator only moves data,
-and whether integer runtimes have a kernel for it. Adding an operator is adding a row.
+A row of :data:`OPS` says which ports are parameters, where a weight has its output channels, whether the operator only
+moves data, and whether integer runtimes have a kernel for it. Adding an operator is adding a row.
 
-Traits: facts about operators that passes ask for beyond the ports and the kind that the op table says; a row each.
-
-A pass asks ``op.type in TRAITS["identity"]``. Facts of one runtime, of AIMET's configuration or of one file format stay with
-these. An operator of the op table that has none of the traits stands in :data:`WITHOUT`, so that a new row of the op table is
-answered for here as well; the tests list those that are not.
+:data:`TRAITS` lists the operators that share a property which a pass asks for: ``op.type in TRAITS["identity"]``. Facts
+about one runtime, AIMET's configuration or a file format stay with that code. An operator without any trait stands in
+:data:`WITHOUT`, so that the tests can list new operators for which nobody decided.
 """
 
 from __future__ import annotations

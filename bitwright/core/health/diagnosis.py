@@ -1,12 +1,8 @@
-"""Why an operator made NaN or Inf, and what to do: a table by operator, and a remedy by cause.
+"""Why an operator produced NaN or Inf, the remedy by cause, and the repair that a simulation can apply.
 
-:func:`diagnose` is given the health of everything the operator read and wrote, in canonical port order, and goes
-through the cases of its type, then through those that any operator may meet.
-
-From a diagnosis to the repairs that a simulation applies.
-
-A repair changes what one operator hands on, and nothing in the user's model: it can be listed, written to a manifest and
-undone.
+:func:`diagnose` receives the health of everything the operator read and wrote, in canonical port order, and tries the
+cases of its type, then those that any operator may meet. A :class:`Repair` changes what one operator hands on and nothing
+in the user's model: it can be listed, written to a manifest and undone.
 """
 
 from __future__ import annotations

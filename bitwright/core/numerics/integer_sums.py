@@ -1,16 +1,13 @@
-"""The int32 bias of integer kernels: a grid that follows from the input's and the weight's.
+"""Integer accumulators: the largest sums that a kernel can form, and the int32 bias that is added to them.
 
-An integer kernel adds the bias to its accumulator of products ``q_x * q_w``, so the bias must have the scale
-of those products, ``s_x * s_w``, and zero point 0. Nothing is left to calibrate, only to check: where a
-weight channel is close to zero its scale is tiny, the bias in units of ``s_x * s_w`` passes 32 bits and the
-accumulator wraps around. The cure is a larger weight scale for that channel, which costs nothing that could
-be seen in its output.
+An integer kernel adds ``(q_x - z_x) * (q_w - z_w)`` over the inner length of a product. The sum is exact as long as it fits
+into 32 bits; beyond that it wraps around and the output is wrong without a warning. The bounds here are static: they follow
+from the codes of the weight and the grid of the input, whatever the data.
 
-What the accumulators of an integer kernel may have to hold: 32 bits of a sum, 16 bits of two products.
-
-The kernel adds ``(q_x - z_x) * (q_w - z_w)`` over the inner length of a product. Its sum is exact as long as it fits into
-32 bits; beyond that it wraps around, and the output is wrong without a word. The bound below is static: it follows from
-the codes of the weight and the grid of the input, whatever the data.
+The bias is added to the same accumulator, so it has the scale ``s_x * s_w`` and zero point 0. Nothing is left to
+calibrate, only to check: where a weight channel is close to zero its scale is tiny, the bias in units of ``s_x * s_w``
+needs more than 32 bits, and the accumulator wraps around. A larger weight scale for that channel prevents it and has no
+visible effect on the output.
 """
 
 from __future__ import annotations

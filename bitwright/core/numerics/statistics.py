@@ -1,14 +1,12 @@
-"""What is kept of the data that passes a site: bounds, histograms, moments.
+"""Statistics of the tensors that pass a quantizer: bounds, energy, histograms, moments; and exact sums of floats.
 
-Statistics are values: ``update`` returns new ones, ``merge`` joins those of two workers. For :class:`MinMax`
+Statistics are immutable: ``update`` returns new ones, ``merge`` joins those of two workers. For :class:`MinMax`
 and :class:`Histogram` both are exact and independent of order, so an encoding depends on the data alone and
-not on how it was cut into batches or spread over ranks. Non-finite values are counted and never enter a
-bound, a bin or a mean.
+not on how it was cut into batches or spread over ranks. Means are sums without rounding (:class:`ExactSum`), for the
+same reason. Non-finite values are counted and never enter a bound, a bin or a mean.
 
 Every function sees a tensor as rows, one per group of elements that share a scale (parameter shape P,
 flattened).
-
-Sums of floating-point numbers without rounding: the same whatever the order, and however the numbers are divided.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configuration files: ours (YAML, TOML or JSON) and AIMET's JSON, read into rules.
+"""What a user asks for as rules: scheme and bit widths, and configuration files (ours in YAML, TOML or JSON, AIMET's JSON).
 
 Ours, in YAML::
 
@@ -10,10 +10,8 @@ Ours, in YAML::
     recurrent: boundary_only      # or "inside", the default: quantizers inside the steps of recurrent layers
     tail: quantized               # or "float", the default: what follows the last layer stays in float
 
-Every key is checked, and an unknown one is answered with what it may have been. TOML has no ``null``: write
+Every key is checked; the error for an unknown key proposes the closest known one. TOML has no ``null``: write
 ``"float"``.
-
-What a user says about a whole model (scheme, bit widths, preset, configuration), made into rules.
 """
 
 from __future__ import annotations

@@ -1,22 +1,14 @@
-"""Where quantizers go: a pure function of graph, rules and op table.
+"""Where quantizers go: a pure function of graph, rules and operator table.
 
-:func:`place` decides in four linear passes, none of which depends on where an operator stands in the graph:
+:func:`place` decides in four linear passes, none of which depends on the position of an operator in the graph:
 
-1. which values are the same in every run (parameters, constants, and what only moves those);
-2. which chains are supergroups, and which operators only prepare the mask of a softmax;
-3. what every operator's output is: a site of its own, on the grid of another site, or float, with the reason;
-4. what every operator reads: weights, biases, constants, and activations that are not quantized yet.
+1. which values are the same in every run: parameters, constants, and results of moving them (:class:`Facts`);
+2. which chains are supergroups, and which operators only prepare the mask of a softmax (:class:`Facts`);
+3. what every operator's output is: a site of its own, on the grid of another site, or float, with the reason
+   (:class:`Outputs`);
+4. what every operator reads: weights, biases, constants, and activations that are not quantized yet (:class:`Operands`).
 
-The first two are :mod:`bitwright.core.placement.place`, the others :mod:`bitwright.core.placement.place` and
-:mod:`bitwright.core.placement.place`.
-
-What placement reads off a graph before it decides anything: constants, chains, masks, what needs exact values.
-
-What placement has decided so far: sites, shared grids, reasons for float, and which rules had an effect.
-
-What every operator reads: weights, biases, constants, and activations that are not quantized yet.
-
-What every operator's output is: a site of its own, on the grid of another site, or float, with the reason.
+Decisions are collected in a :class:`Ledger`: sites, shared grids, reasons for float, and which rules had an effect.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A plan: which tensors of a graph have quantizers, and why the others have none.
+"""A plan: which tensors of a graph have quantizers, why the others have none, and the coverage report of both.
 
 Sites of one group share one encoding. A group is named after one of its sites.
-:mod:`bitwright.core.placement.place` makes plans.
-
-The coverage report: every value and parameter, quantized how, shared with whom, or not and why.
+:func:`bitwright.core.placement.place.place` makes plans.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What calibration does about NaN and Inf: whole batches enter the statistics, or none of a batch does.
+"""Calibration state: batches with NaN or Inf are rejected whole, and joins of tensors with unlike ranges are reported.
 
-A front end tells a :class:`BatchGate` where a batch starts and ends. Statistics are values that an update replaces, so a
-batch is undone by putting the old ones into place again; a clean batch costs a look at the counts of every site.
+A front end tells a :class:`BatchGate` where a batch starts and ends. Statistics are immutable, so a rejected batch is
+undone by restoring the previous ones; a clean batch costs one look at the non-finite counts of every site.
 
-Joins of unlike ranges: one grid for values of which some are smaller than its step, or little larger.
-
-A concatenation of coordinates in pixels and probabilities, a stack of a large and a small tensor, a selection between them: the
-grid of the result spans the larger ones, and has few codes for the smaller ones, or none.
+A concatenation of pixel coordinates and probabilities, a stack of a large and a small tensor, or a selection between them
+has one grid: it spans the larger operand and leaves few codes, or none, for the smaller one (:func:`unlike_joins`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``Simulation``: what both front ends' simulations have; and changes of one that happen whole or not at all.
+"""``Simulation``: what the simulations of both front ends share; changes that happen whole or not at all; locking.
 
-Who uses a simulation: any number of threads that run it, or one thread that changes what all of them read.
+:class:`Occupancy` lets any number of threads run a simulation, or one thread change it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Encodings files of a simulation: written under site names, read under site names or the names of an exported model.
+"""Encodings of a simulation: saved under site names, loaded under site names or the names of an exported model.
 
-Reading ``<prefix>_sites.json``, the file of an export in which nothing of a simulation's sites is lost.
+``<prefix>_sites.json``, written by every export, holds the sites without loss (:func:`read_sites`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Entries of encodings files, whatever the version: a named encoding, and what a file holds.
+"""Entries of encodings files of any version, and the order of gates in recurrent weights.
 
-Encodings of recurrent weights between torch's layout and ONNX's: another order of gates, an axis of directions.
-
-Torch has ``[gates * hidden, columns]``, ONNX ``[1, gates * hidden, columns]``. An ``order`` says which gate of the one
-stands at each place of the other; it is empty for a projection, whose rows keep their order.
+Torch stores recurrent weights as ``[gates * hidden, columns]``, ONNX as ``[1, gates * hidden, columns]`` with the gates in
+another order. ``order[i]`` is the gate of the one layout at position ``i`` of the other; it is empty for a projection, whose
+rows keep their order.
 """
 
 from __future__ import annotations

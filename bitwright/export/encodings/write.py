@@ -1,8 +1,7 @@
-"""Writing encodings files: one function per version turns a record into its entry.
+"""Encodings files, versions 0.6.1, 1.0.0 and 2.0.0, in the form AIMET 2.42 uses: writing, and comparing their names.
 
-Encodings files, versions 0.6.1, 1.0.0 and 2.0.0: written and read in the form AIMET 2.42 uses.
-
-The files differ from `Encoding` in these ways, all of which are translated here:
+The files differ from `Encoding` in these ways, all of which are translated here and in
+:mod:`bitwright.export.encodings.read`:
 
 - 0.6.1 and 1.0.0 store an ``offset`` on the *unsigned* grid: ``x = (code + offset) * scale``, codes from 0.
   So ``offset = qmin - zero_point``: int8 with zero point 0 has -128, its narrow form -127, uint8 with zero
@@ -11,9 +10,8 @@ The files differ from `Encoding` in these ways, all of which are translated here
   scales) until `NamedEncoding.resolve` is told the tensor's shape and the axes of its operator.
 - 2.0.0 stores ONNX dtypes, zero points and axes, but not which names are parameters, and no narrow grids.
 
-Scales are written as float64 text of the float32 value, so that they come back bit for bit.
-
-Encodings of tensors that only carry elements of others: entries for compilers that want one per tensor.
+Scales are written as float64 text of the float32 value, so that they come back bit for bit. Compilers that want one entry per
+tensor also get entries for tensors that only rearrange elements of others (:func:`carried_records`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, alone or as a set.
+"""Files that appear whole or not at all, alone or as a set; temporary folders, and arrays kept on disk.
 
 Everything is written under a temporary name on the same file system, flushed to the disk, and then renamed:
 a reader sees the old file or the new one, never half of either, and a crash leaves at most a hidden temporary
@@ -10,11 +10,8 @@ its files move into place one by one. A process that dies before that moment lea
 it leaves the new set, some files of which still lie in the journal: whoever reads or writes sets in that folder first
 calls :func:`settle`, which moves the rest. Moves can be repeated any number of times, by several processes at once.
 
-Temporary folders: a full one is named.
-
-Arrays that wait in a temporary file while others are made: what all of them take is not held in memory at once.
-
-Finished layers of a long method, kept on disk so that none is computed twice.
+:class:`Spool` holds arrays in a temporary file while others are made; :class:`FinishedLayers` keeps the finished layers of
+a long method, so that an interrupted run resumes.
 """
 
 from __future__ import annotations

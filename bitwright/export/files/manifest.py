@@ -1,10 +1,8 @@
-"""The manifest beside exported files: what made them, from what, and their hashes.
+"""The manifest beside exported files, and the provenance in the metadata of an ONNX file: versions, inputs, hashes.
 
 It answers, months later: which versions, which rules and seeds, which calibration data, and whether these
 files are still the ones that were written. A manifest holds no time unless one is given, so that equal
 exports are equal files.
-
-Where an exported file comes from, in its own metadata: tool, preset, recipe, data and a hash of all encodings.
 """
 
 from __future__ import annotations

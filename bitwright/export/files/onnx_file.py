@@ -1,12 +1,10 @@
-"""ONNX files in one piece or two, written tensor after tensor: the message is never held whole.
+"""ONNX files in one piece or two, written tensor by tensor: the serialized message is never held in memory whole.
 
-Weights of large models are read from files that are mapped into memory. What was read of them is let go of at once: it
-counts as memory of the process until the system needs it for something else.
+Weights of large models are read from memory-mapped files and released as soon as they are written: they count as memory of
+the process only until the system needs the pages.
 
-Types of values that ``onnx_ir`` cannot hold: maps, and sequences of maps, as classifiers return them.
-
-A model is read without these types, which ONNX Runtime infers by itself, and a file is written with them: meanwhile each
-stands in the metadata of its value.
+``onnx_ir`` cannot represent maps and sequences of maps, which classifiers return. A model is read without these types, which
+ONNX Runtime infers itself, and written with them; meanwhile each is kept in the metadata of its value.
 """
 
 from __future__ import annotations

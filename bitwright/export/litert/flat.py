@@ -1,6 +1,4 @@
-"""The flatbuffer of a LiteRT model, assembled tensor by tensor and operator by operator with the format's own schema.
-
-Rescaling of integer sums in fixed point, as the kernels of TensorFlow Lite and of microcontrollers do it.
+"""The flatbuffer of a LiteRT model, built with the format's own schema, and its fixed-point rescaling.
 
 A real factor becomes a 32-bit mantissa and a power of two. The product with a sum of 32 bits is rounded twice: to the upper 32
 bits of the product, and by the shift to the right that follows. All functions are exact on integers.

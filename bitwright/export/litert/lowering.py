@@ -1,13 +1,11 @@
-"""Values on their way from ONNX into a LiteRT file: as codes or as floats, in one order of axes or another.
+"""State of a conversion to LiteRT: every value as codes or floats, its axis order, its shape and whether it is constant.
 
-A value is written once, by the operator that makes it. Other forms of it (floats of codes, another order of axes) are
-made where an operator first asks for them, and kept for the next one.
+A value is written once, by the operator that produces it. Other forms (dequantized floats, another axis order) are
+added where an operator first needs them and reused afterwards.
 
-What a model computes on one example: the shape of every value, which axes follow the batch, and what is constant.
-
-Shapes are observed, not derived: the model runs in ONNX Runtime, with two lengths of the batch where that is free. What does
-not depend on the numbers fed to the model, only on their shapes, is constant too; the files of a format without
-dynamic shapes need no operators for it.
+Shapes are observed, not derived: the model runs in ONNX Runtime, with two batch sizes where the batch is free. Values that
+depend on input shapes but not on input values are constants too; a file format without dynamic shapes needs no operators
+for them.
 """
 
 from __future__ import annotations

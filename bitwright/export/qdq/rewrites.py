@@ -1,22 +1,17 @@
-"""Scan nodes whose bodies hold their constants themselves, as OpenVINO demands.
+"""Rewrites of a QDQ model that runtimes need and that compute the same numbers.
 
-ONNX lets a body read values of the graphs around it. OpenVINO 2026.4 counts these among the inputs of the Scan and refuses it
-("num_scan_outputs can't be negative"); of a body that reads nothing from outside it computes what ONNX Runtime does.
+- :func:`close_scans`: ONNX lets the body of a Scan read values of the enclosing graphs. OpenVINO 2026.4 counts these among the
+  inputs of the Scan and refuses it ("num_scan_outputs can't be negative"), so bodies hold their constants themselves.
+- :func:`measure_codes`: Shape and Size read codes instead of dequantized values. ONNX Runtime gives every reader of a
+  DequantizeLinear its own copy: a Shape before a Reshape dequantized the whole tensor.
+- :func:`round_after_pools`: a MaxPool before the quantizer instead of after it::
 
-Shape and Size of what was dequantized read the codes, which are as many.
+      before: Conv -> Relu -> QuantizeLinear -> DequantizeLinear -> MaxPool
+      after:  Conv -> Relu -> MaxPool -> Concat -> QuantizeLinear -> DequantizeLinear
 
-ONNX Runtime gives every reader of a DequantizeLinear one of its own: a Shape in front of a Reshape, as exporters write it where
-the batch is free, dequantized the whole tensor.
-
-What is made in float goes on its grid after the MaxPool that reads it.
-
-    before: Conv -> Relu -> QuantizeLinear -> DequantizeLinear -> MaxPool
-    after:  Conv -> Relu -> MaxPool -> Concat -> QuantizeLinear -> DequantizeLinear
-
-Rounding to a grid of one scale keeps the order of numbers, so that the code of the largest is the largest of the codes: both
-forms give the same numbers. The second one rounds what the pool leaves. ONNX Runtime (1.31) pools floats in the layout of the
-float convolution before it, and codes, whose channels still come first there, many times as slowly. It moves a QuantizeLinear
-back across a MaxPool; a Concat of one tensor stops that: a copy, in that layout too, which no optimiser takes out.
+  Rounding to a grid of one scale is monotonic, so the code of the maximum is the maximum of the codes. ONNX Runtime (1.31) pools
+  floats in the blocked layout of the preceding convolution, and codes, whose channels come first there, several times as
+  slowly. It would move the QuantizeLinear back across the MaxPool; a Concat of one tensor, which costs one copy, prevents it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Which grid each value of a marked model lies on, followed through operators that move data and transpose weights.
+"""The grid of every value of a marked model, followed through operators that move data, and its constants.
 
-Constants of a marked model: which values are the same in every run, and what they are.
-
-Zeros around the image of a convolution: a Pad in front of it becomes the convolution's own padding.
-
-A Pad between quantizers is computed in float by ONNX Runtime, with a DequantizeLinear before and a QuantizeLinear after it, which
-together cost more than the convolution; a convolution pads with zeros as it reads. Both give the same numbers.
+A Pad between quantizers is computed in float by ONNX Runtime, with a DequantizeLinear before and a QuantizeLinear after it,
+which together cost more than the convolution; a Pad of zeros before a convolution becomes the convolution's own padding, with
+the same numbers (:func:`absorb_padding`).
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
-"""Where batch norms can be folded without changing the function, and why not elsewhere.
+"""Where batch norms can be folded without changing the function, and the reason wherever they cannot.
 
 Batch norms in a row, each the only reader of the one before, form a *chain* and are folded as one. Chains and
 the layers beside them form a *component* when they share a batch norm or a parameter: it is folded whole or
 not at all.
 
-Which channel of a batch norm each channel of a layer is, where operators that only move elements stand between.
-
-``Flatten`` gives a channel of a picture one feature per place, ``Reshape`` makes channels of the features of a linear
-layer, ``Transpose`` puts channels on another axis. The map is not derived from attributes: the number of each
-channel is sent through the operators, in the recorded shapes, and the map is what arrives, or there is none.
-
-What a search for folds finds: layers that absorb batch norms, and the batch norms that stay, with the reasons.
-
-What stands before and after a value, past operators that hand every element on: its one reader, and the layers.
-
-Why a batch norm has to stay, and why a layer cannot absorb one: each a reason with the names involved, or ``None``.
+Between a layer and a batch norm there may be operators that only move elements: ``Flatten`` gives a channel of an image
+one feature per position, ``Reshape`` turns features of a linear layer into channels, ``Transpose`` puts channels on another
+axis. The channel map is not derived from attributes: channel numbers are sent through the operators in the recorded
+shapes, and the result is the map, or there is none.
 """
 
 from __future__ import annotations

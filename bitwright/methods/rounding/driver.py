@@ -1,13 +1,11 @@
-"""Layers one after another, each from what its predecessors really made: what all rounding methods have in common.
+"""What all rounding methods share: layers in execution order, each with the inputs that its quantized predecessors produce.
 
 A method is a function that chooses the weights of one unit; finding the layers, bringing float and quantized values to
 them, keeping finished work and reporting is done here.
 
-Values of calibration data as they pass through a model once, in float and quantized, within a stated memory.
-
-A :class:`Walk` keeps, for every batch, the values that steps ahead still read, and moves on unit by unit: a layer or
-block is handed what its predecessors really made, and nothing is computed twice from the model's input. What does not
-fit the budget lies in files of a temporary folder, mapped into memory, so that tensors are tensors wherever they are.
+A :class:`Walk` keeps, for every batch, the values that later steps still read, and advances unit by unit, so nothing is
+computed twice from the model's input. Values beyond the memory budget lie in files of a temporary folder and are mapped into
+memory: tensors stay tensors wherever they are.
 """
 
 from __future__ import annotations

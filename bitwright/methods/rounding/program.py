@@ -1,9 +1,7 @@
-"""A model as a list of steps on torch tensors: what reconstruction runs, one step at a time, in float and quantized.
+"""A model as a list of steps on torch tensors, and the units of it that are reconstructed together: layers or blocks.
 
 Both front ends make a :class:`Program` of their model: one step per operator call, with the sites of its quantizers.
 Algorithms run steps over kept values instead of the model from its input, so that their cost is linear in depth.
-
-What is reconstructed together: single layers, or the blocks of a network, found from its graph.
 """
 
 from __future__ import annotations

@@ -4,16 +4,13 @@ One loop serves every variant. A variant is a row of :data:`VARIANTS`: what is r
 how a weight on the grid is parametrised (AdaRound, FlexRound), and whether quantizers of activations are dropped at
 random meanwhile (QDrop). Inputs come from the quantized predecessor, targets from the float model.
 
-AdaRound: learn for every weight whether it is rounded up or down.
+AdaRound (Nagel et al. 2020, arXiv:2004.10568) learns for every weight whether it is rounded up or down. Letters of the
+paper: ``V`` is learned, ``h(V)`` in [0, 1] is how far a weight is rounded up, ``beta`` anneals the regulariser that drives
+every ``h`` to 0 or 1.
 
-Nagel et al. 2020, arXiv:2004.10568. Letters of the paper: ``V`` is learned, ``h(V)`` in [0, 1] is how far a weight is
-rounded up, ``beta`` anneals the regulariser that drives every ``h`` to 0 or 1.
-
-FlexRound: learn what each weight is divided by before it is rounded.
-
-Lee et al. 2023, arXiv:2306.00317, eq. 2: ``W_q = s1 round(W / (s1 S2 s3))``, with ``s1`` the scale of the grid, ``S2`` one
-factor per weight and ``s3`` one per output channel. The factors are learned as logarithms, so that they stay positive
-(as in AdaScale); all of them start at 1, where the result is rounding to nearest.
+FlexRound (Lee et al. 2023, arXiv:2306.00317, eq. 2) learns a divisor: ``W_q = s1 round(W / (s1 S2 s3))``, with ``s1`` the
+scale of the grid, ``S2`` one factor per weight and ``s3`` one per output channel. The factors are learned as logarithms,
+so they stay positive (as in AdaScale); all start at 1, where the result is rounding to nearest.
 """
 
 from __future__ import annotations

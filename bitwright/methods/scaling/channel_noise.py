@@ -1,22 +1,19 @@
-"""Factors of channels that keep the rounding noise of a model small when every tensor has one scale.
+"""Per-channel factors that minimise the rounding noise of a model whose tensors have one scale each.
 
 One scale per tensor follows the largest channel; the others are rounded more coarsely than they need. Dividing channel
-``c`` of a group by ``s[c]`` moves ranges between two weights and the activation between them, and each of the three has
-its own wish for ``s``. What the roundings cost together is a sum of products of powers of the factors, times squares of
-largest values: convex in ``log s``, so that descent finds the best factors, all groups of a model at once.
+``c`` of a group by ``s[c]`` moves ranges between two weights and the activation between them, and each of the three
+prefers another ``s``. The total noise is a sum of products of powers of the factors, times squares of largest values:
+convex in ``log s``, so descent finds the best factors for all groups of a model at once. Rounding to a step ``d`` adds an
+error of variance ``d**2 / 12``, independent from value to value.
 
 Equalization of weights alone (Nagel et al. 2019, arXiv:1906.04721, section 4.1) looks at the weights' ranges only and
-may leave activations with ranges that differ more than before. What a channel's values are is known where a batch norm
-said mean and deviation, without data, or else measured on data.
+may leave activations with ranges that differ more than before. The range of an activation channel is known from the mean
+and deviation of a batch norm, without data, or else measured on data.
 
-Noise: rounding to a step ``d`` adds an error of variance ``d**2 / 12``, independent from value to value.
-
-Factors of channels under which activations may go on to cut all channels at the bounds that they have.
-
-A ReLU6 between two equalized layers would have to cut each channel at a bound of its own, ``6 / s[c]``. No integer kernel does
-that, while one bound for all channels is the end of the output's grid. With factors of at most 1 a channel grows until it fills
-the range that is there for all: what was cut at 6 is cut as before where ``s[c]`` is 1, and where a channel never came near its
-bound, the larger values do not reach it either.
+A ReLU6 between two equalized layers would have to clip each channel at its own bound, ``6 / s[c]``. No integer kernel does
+that, while one bound for all channels is the end of the output's grid. Factors of at most 1 keep the function: a channel
+grows until it fills the common range, what was clipped at 6 is clipped as before where ``s[c]`` is 1, and a channel that
+never reached its bound does not reach it afterwards either (:func:`within_bounds`).
 """
 
 from __future__ import annotations
