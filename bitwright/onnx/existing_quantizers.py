@@ -658,11 +658,15 @@ def _take_activations(model: ir.Model, static: set[ir.Value]) -> Iterator[_Taken
     merged: dict[ir.Value, ir.Value] = {}  # value that is gone -> the one that stayed
     settled: set[ir.Value] = set()
     for pair, value in same:
+        if pair.last.graph is None:  # nothing reads it, and it went with what nothing reads
+            continue
         value = _kept(value, merged)
         _bypass(pair.last, value, outputs)
         if pair.last.graph is None:
             merged[pair.result] = value
     for pair in pairs:
+        if pair.last.graph is None:
+            continue
         value = _kept(pair.entry, merged)
         whole = value not in settled and _serves_all(pair, value)
         readers = _take_pair(pair, value, whole, inner, outputs)

@@ -760,6 +760,13 @@ class OnnxSimulation:
             found = state.get(value, program.constants.get(value))
             if found is None or expected.dtype.kind != "f":
                 continue
+            if tuple(found.shape) != expected.shape:
+                raise ModelError(
+                    name,
+                    f"its operators, run one by one, give it the shape {list(found.shape)}, and ONNX Runtime "
+                    f"{list(expected.shape)}",
+                    "report the model; its other methods (calibration, export) do not depend on this",
+                )
             finite = np.isfinite(expected)
             agreement = sqnr(expected[finite], found.numpy()[finite])
             if agreement < _CLOSE_ENOUGH.get(expected.dtype.name, 50.0):

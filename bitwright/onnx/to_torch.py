@@ -278,7 +278,9 @@ def _axes(attrs: Attributes, inputs: Inputs, port: int = 1) -> tuple[int, ...] |
 def _squeeze(attrs: Attributes) -> Function:
     def run(inputs: Inputs) -> Sequence[Tensor]:
         axes = _axes(attrs, inputs)
-        return [inputs[0].squeeze() if axes is None else inputs[0].squeeze(axes)]
+        return [
+            inputs[0].squeeze(axes) if axes else inputs[0].squeeze()
+        ]  # of an empty list, all, as ONNX Runtime does it
 
     return run
 

@@ -53,9 +53,9 @@ from bitwright.onnx.model.rewrites import (
 )
 from bitwright.onnx.model.session import weights
 from bitwright.onnx.model.untrusted import (
-    check_bodies,
     check_external_data,
     check_names,
+    check_nodes,
     check_tensors,
     graph_protos,
     infer_past_wrong_shapes,
@@ -132,7 +132,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
     notes: list[str] = []
     inputs = tuple(str(value.name) for value in copy.graph.inputs)
     _drop_initializers_from_inputs(copy, notes)
-    check_bodies(copy)
+    check_nodes(copy, opset)
     copy = _inline(copy, notes)
     if opset < _NEXT_OPSET:
         opset = _NEXT_OPSET

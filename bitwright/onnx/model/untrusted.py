@@ -305,23 +305,42 @@ def _check_entries(tensor: onnx.TensorProto, site: str, needed: int) -> None:
         _compare(tensor, site, int(entries["length"]), needed, "bytes")
 
 
-def check_bodies(model: ir.Model) -> None:
-    """Every If, Loop and Scan has the bodies and as many inputs and outputs as it needs, every Constant one value.
+def check_nodes(model: ir.Model, opset: int) -> None:
+    """Every standard node has the inputs and attributes that its operator needs; If, Loop and Scan have fitting bodies.
 
     Raises:
-        ModelError: one has not; names the node.
+        ModelError: one has not; names the node. ONNX Runtime loads none of these.
     """
+    schemas: dict[str, onnx.defs.OpSchema | None] = {}
     for node in model.graph.all_nodes():
         if node.domain not in _STANDARD:
             continue
-        site = f"node {node.name!r}"
-        if node.op_type == "Constant" and len(node.attributes) != 1:
-            problem = f"it is a Constant of {len(node.attributes)} attributes instead of one, its value"
-            raise ModelError(site, problem, _AGAIN)
+        if node.op_type not in schemas:
+            known = onnx.defs.has(node.op_type, opset)
+            schemas[node.op_type] = onnx.defs.get_schema(node.op_type, opset) if known else None
+        schema = schemas[node.op_type]
+        wrong = None if schema is None else _wrong_with_node(node, schema)
         for name in _BODIES.get(node.op_type, ()):
-            wrong = _wrong_with_body(node, name)
-            if wrong is not None:
-                raise ModelError(site, wrong, _AGAIN)
+            wrong = wrong or _wrong_with_body(node, name)
+        if wrong is not None:
+            raise ModelError(f"node {node.name!r}", wrong, _AGAIN)
+
+
+def _wrong_with_node(node: ir.Node, schema: onnx.defs.OpSchema) -> str | None:
+    if node.op_type == "Constant" and len(node.attributes) != 1:
+        return f"it is a Constant of {len(node.attributes)} attributes instead of one, its value"
+    needed = [name for name, attribute in schema.attributes.items() if attribute.required]
+    needed += ["hidden_size"] if node.op_type in ("RNN", "GRU", "LSTM") else []  # which no other attribute tells
+    for name in needed:
+        if name not in node.attributes:
+            return f"it is a {node.op_type} without {name}"
+    count = len(node.inputs)
+    if not schema.min_input <= count <= schema.max_input:
+        return f"it is a {node.op_type} of {count} inputs, and takes {schema.min_input} to {schema.max_input}"
+    for value, formal in zip(node.inputs, schema.inputs, strict=False):
+        if value is None and formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
+            return f"it is a {node.op_type} without its input {formal.name}"
+    return None
 
 
 def _wrong_with_body(node: ir.Node, name: str) -> str | None:

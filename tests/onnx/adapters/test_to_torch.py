@@ -43,6 +43,7 @@ CASES = [
     ("Softmax", 17, [x(2, 3, 4)], {"axis": 1}, 1),
     ("Softmax", 11, [x(2, 3, 4)], {"axis": 1}, 1),
     ("Squeeze", 17, [x(2, 1, 3, 1), ints(1, -1)], {}, 1),
+    ("Squeeze", 17, [x(2, 1, 3, 1), np.zeros(0, np.int64)], {}, 1),
     ("Squeeze", 11, [x(2, 1, 3, 1)], {"axes": [1]}, 1),
     ("Unsqueeze", 17, [x(2, 3), ints(0, -1)], {}, 1),
     ("Reshape", 17, [x(2, 3, 4), ints(0, -1)], {}, 1),

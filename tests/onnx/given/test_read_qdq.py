@@ -388,6 +388,11 @@ def hand_made() -> dict[str, onnx.ModelProto]:
     add("what-enters-a-scan", n, last, each)
 
     n = Net(1)
+    h = q(n, n("Relu", n.input("x", (2, 8)), name="r"), 0.1, np.uint8(0))
+    q(n, n("Reshape", h, n.const(np.int64([4, 4])), name="idle"), 0.1, np.uint8(0))  # which nothing reads
+    add("what-nothing-reads", n, n("Abs", q(n, n("Neg", "x", name="s"), 0.1, np.uint8(9)), name="a", out="y"))
+
+    n = Net(1)
     h = q(n, n("Relu", n.input("x", (2, 8)), name="r"), 0.1, numpy_helper.to_array(_float8()))
     add("float8", n, n("Abs", h, name="a", out="y"))
     return found

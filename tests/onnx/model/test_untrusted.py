@@ -215,3 +215,23 @@ def test_texts_that_are_not_utf8_are_refused() -> None:
     proto.graph.node[0].attribute.add(name="mode", type=onnx.AttributeProto.STRING, s=b"\xff")
     with pytest.raises(ModelError, match=r"the name or text b'\\xff' is not UTF-8. Remedy: export or download"):
         load_model(proto)
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"op_type": "LSTM", "input": ["x", "w", "w"]}, "node 'n': it is a LSTM without hidden_size"),
+        ({"op_type": "Concat"}, "node 'n': it is a Concat without axis"),
+        ({"input": ["x"]}, "node 'n': it is a MatMul of 1 inputs, and takes 2 to 2"),
+        ({"input": ["", "w"]}, "node 'n': it is a MatMul without its input A"),
+    ],
+)
+def test_nodes_that_lack_what_their_operator_needs_are_named(change, problem) -> None:
+    proto = model()
+    node = proto.graph.node[0]
+    node.name, node.op_type = "n", change.get("op_type", node.op_type)
+    if "input" in change:
+        del node.input[:]
+        node.input.extend(change["input"])
+    with pytest.raises(ModelError, match=problem):
+        load_model(proto)
