@@ -164,9 +164,6 @@ def group_target(name: str) -> str:
     return f"group: {name}"
 
 
-pass
-
-
 Mode = Literal["auto", "fast", "exact"]
 MODES = ("auto", "fast", "exact")
 _SAMPLES = 64  # rows that estimates are taken on

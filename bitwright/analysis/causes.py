@@ -531,9 +531,6 @@ METHODS: dict[str, Callable[[Any, Sequence[Any], Any, Any], Any]] = {"equalize":
 """Remedy -> what changes the model in place, and reports it."""
 
 
-pass
-
-
 _WORTH = 0.1  # dB that a remedy must bring to be kept; less is luck
 _NAMES = ("per_channel", "8_bits", "16_bits", "minmax", "mse", "seq_mse", "gptq")
 

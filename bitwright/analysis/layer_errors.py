@@ -277,9 +277,6 @@ def summed_axis(site: Site, rank: int) -> int | None:
     return axis if axis is not None and axis < rank else None
 
 
-pass
-
-
 @dataclass
 class Ratio:
     """Noise and signal, summed."""

@@ -232,10 +232,6 @@ def metric_name(metric: Function | None) -> str:
     return str(getattr(metric, "__name__", None) or type(metric).__name__)
 
 
-pass
-pass
-
-
 @dataclass
 class Sensitivity:
     """What switching quantizers does to the outputs and to the metric.

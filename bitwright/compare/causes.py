@@ -142,9 +142,6 @@ class Doubt:
         return run
 
 
-pass
-
-
 def file_causes(doubt: Doubt) -> Iterator[Suspect]:
     """What the file may say otherwise."""
     yield from _parameters(doubt)
@@ -354,10 +351,6 @@ def _skip(model: ir.Model, name: str) -> None:
 
 def _shown(array: Array) -> str:
     return f"{float(array.min()):.4g}" if array.min() == array.max() else f"{array.min():.4g} to {array.max():.4g}"
-
-
-pass
-pass
 
 
 _PAIRS = ("onnxruntime", "openvino")  # whose kernels multiply uint8 by int8, in pairs where there is no VNNI

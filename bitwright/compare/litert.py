@@ -316,8 +316,6 @@ def _factors(kind: str, inputs: Sequence[Array], output: Array, options: Any) ->
     return [first * second] if (kind in _SUMS or kind == "MUL") and second.size else []
 
 
-pass
-
 Values = Mapping[str, Array | Sequence[Array]]
 
 _DAMAGED = "export again, or copy the folder anew"

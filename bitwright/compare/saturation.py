@@ -219,8 +219,6 @@ def _scale_after(node: ir.Node) -> float | None:
     return None
 
 
-pass
-
 Feeds = Mapping[str, Array]
 
 _ROWS = 256  # outputs per layer and batch whose sums are taken apart

@@ -565,9 +565,6 @@ def level(expected: Array, found: Array | None) -> float:
     return sqnr(expected, found)
 
 
-pass
-
-
 def verify_folder(
     folder: str | os.PathLike[str], prefix: str | None = None, *, runtime: str = "onnxruntime"
 ) -> VerifyReport:

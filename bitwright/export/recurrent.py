@@ -109,8 +109,6 @@ def layer_activations(op_type: str, attrs: Mapping[str, Any]) -> tuple[Activatio
     return tuple(found)
 
 
-pass
-
 INNER_SITES = "inner_sites"
 X, W, R, B, LENGTHS, INITIAL_H, INITIAL_C, P, PROJECTION = range(9)  # ports
 #: outputs of the node, in order; GRU and RNN have the first two
@@ -219,9 +217,6 @@ def is_read(node: ir.Node, output: int) -> bool:
     """Whether anything reads that output of ``node``, or the graph returns it."""
     value = node.outputs[output] if output < len(node.outputs) else None
     return value is not None and (bool(value.uses()) or value.is_graph_output())
-
-
-pass
 
 
 @dataclass
@@ -356,11 +351,6 @@ class Gate(Symbol):
         if isinstance(other, Gate) and other.block.gates == self.block.gates:
             return Gate(self.block + other.block, self.gate)
         return super().__add__(other)
-
-
-pass
-pass
-pass
 
 
 @dataclass
@@ -615,10 +605,6 @@ def _take_over(pen: NodeWriter, results: Sequence[ir.Value | None]) -> None:
         old.name, new.name = None, name
     assert node.graph is not None
     node.graph.remove(node, safe=True)
-
-
-pass
-pass
 
 
 def write_recurrent(model: ir.Model, form: RecurrentForm) -> ir.Model:

@@ -182,8 +182,6 @@ class Pipeline(ABC):
         """Write the files."""
 
 
-pass
-
 # Top-level module of a class of models -> the front end that reads it. Classes that users derive from these are found too.
 _FRONT_ENDS = {"torch": "torch", "onnx": "onnx", "onnx_ir": "onnx"}
 

@@ -243,8 +243,6 @@ def unit_variance(eps: float, dtype: str = "float32") -> float:
     return float(kind(1 - eps))
 
 
-pass
-
 Kind = Literal["layer", "norm", "embedding"]
 
 _BOTH_PORTS = frozenset({"Mul"})

@@ -265,7 +265,7 @@ def _spread(param: Array, shape: tuple[int, ...], axis: int, block: int) -> Arra
     return param.reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
 
-pass  # fmt: skip
+# fmt: skip
 
 
 _DOMAINS = ("", "ai.onnx", "com.microsoft")
@@ -789,9 +789,6 @@ def _between(last: ir.Node, entry: ir.Value) -> set[ir.Node] | None:
 
 def _inputs(node: ir.Node) -> Iterator[ir.Value]:
     return (value for value in node.inputs if value is not None)
-
-
-pass
 
 
 @dataclass(frozen=True)

@@ -704,10 +704,6 @@ def _integers(node: ir.Node, name: str, count: int) -> Sequence[int]:
 _RUNS = {"If": _runs_if, "Loop": _runs_loop, "Scan": _runs_scan}
 
 
-pass
-pass
-
-
 _NOTES = 16
 # Operators that hand a constant on as it is, to what reads it.
 _CARRIES = frozenset((*TRAITS["one_element"], "Flatten", "Transpose", "Expand", "Slice", "Concat"))

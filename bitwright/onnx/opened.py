@@ -323,9 +323,6 @@ def _mean(model: ir.Model, value: ir.Value, axes: list[int], add: Any, names: Na
     return result
 
 
-pass
-pass
-
 Model = onnx.ModelProto | ir.Model | Loaded
 _LEAST_AGREEMENT = 60.0  # dB between the outputs before and after: beyond it only rounding differs
 _LEAST_IN_HALF = 30.0

@@ -592,8 +592,6 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-pass
-
 # dB between ONNX Runtime and torch: the two sum in different orders, and round in different places in half precision
 _CLOSE_ENOUGH = {"float16": 25.0}
 

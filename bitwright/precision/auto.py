@@ -191,8 +191,6 @@ def write_trials(path: Path, rows: Sequence[TrialRow], cost: str, metric: bool) 
     )
 
 
-pass
-
 logger = logging.getLogger("bitwright")
 
 _MIN_SQNR = 20.0  # dB, where there is no metric

@@ -140,9 +140,6 @@ def highest(candidates: Sequence[Candidate]) -> int:
     return max(range(len(candidates)), key=lambda i: (sum(candidates[i].bits), candidates[i].bits[1]))
 
 
-pass
-
-
 @dataclass(frozen=True)
 class Group:
     """Quantizers that change together.
@@ -406,8 +403,6 @@ def planned_bits(sim: Any) -> dict[str, int]:
         if site.spec is not None and not site.is_stored and site.spec.format.bits > base
     }
 
-
-pass
 
 _STEPS: tuple[Any, ...] = ("fold", {"layer_inputs": {"only_with_attention": True}})
 

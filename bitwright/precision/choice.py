@@ -290,8 +290,6 @@ def _scipy() -> Any:
     return optimize
 
 
-pass
-
 _STIFF = 0.3  # how much a factor of e costs, in units of an error of e in one measurement
 _FREE = 0.03  # the same for the factor of all
 _ROUNDS = 30
@@ -375,9 +373,6 @@ class Correction:
         found = largest[:, 0] + np.log(whole)
         return np.hstack([share, by_candidate, np.ones((len(at), 1))]), found
 
-
-pass
-pass
 
 LOUD = 2.0  # times the noise that was expected, from which on a point is looked into
 _HALF = 0.5  # share of the noise in excess that has to be there

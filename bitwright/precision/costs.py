@@ -465,9 +465,6 @@ def all_costs(
     return found | ({} if times is None else {"ms": milliseconds(bits, times)})
 
 
-pass
-
-
 @checks_arguments
 def measure_times(
     model: Any,

@@ -178,8 +178,6 @@ def alone(groups: Sequence[Group], names: Sequence[str], noise: Any) -> dict[str
     }
 
 
-pass
-
 _LEAST = 0.02  # excess of a point that lost nothing
 
 

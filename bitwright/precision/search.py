@@ -311,9 +311,6 @@ class Proposals:
         return self.knapsack.quietest(noise, self.book.goal.bounds)
 
 
-pass
-pass
-
 logger = logging.getLogger("bitwright")
 
 #: notes of results that more time could change
@@ -671,8 +668,6 @@ def _on_front(point: Point, points: Sequence[Point], cost: str) -> bool:
         (p.costs[cost], value(p)) != mine and p.costs[cost] <= mine[0] and value(p) <= mine[1] for p in peers
     )
 
-
-pass
 
 CANDIDATES = ("w8a8", "w8a16", "w4a8", "w4a16")
 

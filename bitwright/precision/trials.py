@@ -119,8 +119,6 @@ def waves(causes: Iterable[str], presets: Sequence[str] = _PRESETS) -> list[list
     return [[trial for trial in wave if trial.preset in presets] for wave in found]
 
 
-pass
-
 logger = logging.getLogger("bitwright")
 
 REPORT = "trial.json"
@@ -459,9 +457,6 @@ def claim(folder: Path, mine: Mapping[str, str]) -> None:
             json.dumps({"format": "bitwright-auto", "version": _VERSION, "identity": dict(mine)}, indent=1)
         )
 
-
-pass
-pass
 
 _ATTEMPTS = 3
 _LOST = (

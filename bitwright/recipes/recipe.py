@@ -189,9 +189,6 @@ class Book:
         self.outcomes[-count:] = [replace(outcome, kept=False) for outcome in self.outcomes[-count:]]
 
 
-pass
-
-
 Phase = Literal["float", "simulation"]
 
 

@@ -168,8 +168,6 @@ class ByTime:
         return size(self._around.graph, value) * self._times.conversion + self._start(2)
 
 
-pass
-
 _DROWNED, _HALF = 0.1, 0.5  # noise over signal beyond which the allowances are at least a half
 _WHOLE = (
     1.0  # and that of time: twice as long; conversions weigh more than that share of multiplications in a small network

@@ -157,9 +157,6 @@ def session_of(content: bytes, *, threads: int = 1, reference: bool = False, kee
     raise AssertionError("the last kind of kernels returns or raises")
 
 
-pass
-
-
 @dataclass(frozen=True)
 class Session:
     """A loaded file.

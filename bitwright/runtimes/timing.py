@@ -140,8 +140,6 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, statistics.median(values), high
 
 
-pass
-
 Array = NDArray[Any]
 _ROUNDS = 15  # of which the least counts: what else the machine does makes a run longer, never shorter
 _RENAMED = re.compile(r"(_token_\d+|_nchwc|_quant|/duplicated)+$")  # what optimizers append to names of operators

@@ -500,9 +500,6 @@ def source_line(frame: FrameType | None) -> str | None:
     return None
 
 
-pass
-
-
 def check_health(model: nn.Module, data: Any, providers: Any, threads: int, progress: bool) -> HealthReport:
     """See :func:`bitwright.methods.stabilize.check_model`.
 

@@ -148,8 +148,6 @@ def _means(y: torch.Tensor, layer: Layer) -> torch.Tensor:
     return y.mean(axes, dtype=torch.float64)
 
 
-pass
-
 logger = logging.getLogger("bitwright")
 
 # dB that the outputs before and after must agree to: what the rounding of the weights' own dtype leaves in a deep network

@@ -74,8 +74,6 @@ class KernelTimes:
         return (in_float, on_codes)
 
 
-pass
-
 _IMAGE = 4  # axes of a batch of images
 # operators that compute the same whichever axis holds the channels, beside those that are pointwise and merge
 _ANY_LAYOUT = frozenset((

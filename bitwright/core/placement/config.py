@@ -406,7 +406,6 @@ def _preset(param_bw: int, output_bw: int, data_type: str, names: tuple[str, str
 def _scheme_rules(config: str | Path | dict[str, Any] | None, preset: Preset) -> Rules:
     if config is None:
         return default_rules(preset.weight, preset.activation)
-    pass
 
     return load_config(config, preset)
 

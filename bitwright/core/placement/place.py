@@ -279,8 +279,6 @@ def _mask_operands(graph: Graph, match: Match, static: set[str], computed: set[s
     return [(op, v) for op, v in operands if v not in computed and graph.values[v].is_float]
 
 
-pass
-
 FLOAT_OP = "{} runs in float on integer runtimes"
 NO_ACTIVATIONS = "activations stay in float under {}"
 NO_WEIGHTS = "weights stay in float under {}"
@@ -404,9 +402,6 @@ def with_granularity(spec: QuantSpec, granularity: Granularity) -> QuantSpec:
     """``spec`` with another granularity; itself where that is the same."""
     return spec if spec.granularity == granularity else replace(spec, granularity=granularity)
 
-
-pass
-pass
 
 _PRODUCTS = frozenset(("MatMul", "Einsum"))
 _ADDED = "added to the product of {} before anything is rounded"
@@ -800,8 +795,6 @@ def _wants_grid(row: OpRow) -> bool:
     return row.kind == "compute" or (row.integer and row.activations is None)
 
 
-pass
-
 _INNER = frozenset(("inner",))
 
 
@@ -999,12 +992,6 @@ def _wide(spec: QuantSpec) -> QuantSpec:
     if isinstance(spec.format, FloatFormat):
         return spec if spec.format.bits >= 16 else replace(spec, format=parse_format("float16"))
     return replace(spec, format=IntFormat(max(16, spec.format.bits)), symmetry="symmetric")
-
-
-pass
-pass
-pass
-pass
 
 
 def place(graph: Graph, rules: Rules) -> Plan:

@@ -159,8 +159,6 @@ class Plan:
         return "quantized", "; ".join(f"{spec} at {', '.join(where)}" for spec, where in specs.items())
 
 
-pass
-
 _HEAD = ("value", "operator", "shape", "status", "how")
 
 

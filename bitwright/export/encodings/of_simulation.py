@@ -109,8 +109,6 @@ def _need(value: Any, at: str, kind: type) -> Any:
     return value
 
 
-pass
-
 logger = logging.getLogger("bitwright")
 
 

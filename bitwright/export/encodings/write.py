@@ -322,8 +322,6 @@ def json_lines(document: dict[str, Any], by_entry: Collection[str], *, allow_nan
     yield "\n}\n"
 
 
-pass
-
 __all__ = [
     "VERSIONS",
     "EncodingsFile",

@@ -422,8 +422,6 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-pass
-
 Floats = NDArray[np.float32]
 Shape = tuple[int, ...]
 HELD = 4 << 20
@@ -488,9 +486,6 @@ class Spooled(Sequence[Floats]):
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(4 * math.prod(shape) for _, shape in self._places)
-
-
-pass
 
 
 _ENTRY = "key and sha256"  # of the metadata in the header

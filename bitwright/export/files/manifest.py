@@ -322,8 +322,6 @@ def _file_entry(entry: Any) -> FileEntry:
     return FileEntry(name, digest, size)
 
 
-pass
-
 _PREFIX = "bitwright."
 
 

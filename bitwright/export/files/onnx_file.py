@@ -138,8 +138,6 @@ def _values(proto: onnx.ModelProto) -> Iterator[onnx.ValueInfoProto]:
                     nodes.append(body.node)
 
 
-pass
-
 #: types whose elements lie in files as they do in arrays
 _PLAIN = frozenset(
     (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE, ir.DataType.INT8)

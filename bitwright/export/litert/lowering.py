@@ -180,8 +180,6 @@ def _independent(model: ir.Model) -> set[str]:
     return steady
 
 
-pass
-
 Perm = tuple[int, ...]
 
 _ACTIVATION_TYPES = ("int8", "int16")

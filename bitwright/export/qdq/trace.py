@@ -196,10 +196,6 @@ def _widths(node: ir.Node, known: Known) -> list[int] | None:
     return [int(n) for n in whole[:, 2:].reshape(-1)]
 
 
-pass
-pass
-
-
 def _pads_with_zero(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None]) -> bool:
     if node.attributes.get_string("mode", "constant") != "constant":
         return True

@@ -163,8 +163,6 @@ def _along(size: int, axis: int, rank: int) -> Array:
     return np.arange(size).reshape([size if i == axis % rank else 1 for i in range(rank)])
 
 
-pass
-
 Direction = Literal["backward", "forward"]
 
 
@@ -236,9 +234,6 @@ def in_execution_order(refusals: Iterable[Refusal], graph: Graph) -> list[Refusa
     order = {op.name: i for i, op in enumerate(graph.ops)}
     return sorted(refusals, key=lambda refusal: order[refusal.bn])
 
-
-pass
-pass
 
 #: layers with what moves elements between them and a chain; and what stands against them
 Beside = tuple[list[tuple[Op, Path]], str | None]
@@ -418,10 +413,6 @@ def _first_foreign(ops: Sequence[Op], known: Collection[str]) -> str | None:
     return next((f"{op.name} also runs on {source}" for op, source in reads), None)
 
 
-pass
-pass
-pass
-
 # -- batch norms
 
 
@@ -553,11 +544,6 @@ def _folding_attrs(op: Op) -> tuple[Any, ...]:
     numbers = (attrs.get("group", 1), attrs.get("alpha", 1.0), attrs.get("beta", 1.0))
     return op.type, bool(attrs.get("transB")), *map(float, numbers)
 
-
-pass
-pass
-pass
-pass
 
 #: scale and shift, float64
 _Affine = tuple[Array, Array]

@@ -330,8 +330,6 @@ def _before(hidden: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
     return torch.cat([kept, first] if reverse else [first, kept])
 
 
-pass
-
 logger = logging.getLogger("bitwright")
 
 #: bytes of activations held in memory, unless told otherwise

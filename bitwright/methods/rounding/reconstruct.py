@@ -171,9 +171,6 @@ class LearnedDivision:
         return codes, Grid(scale, self.grid.lo, self.grid.hi, self.grid.own_rows)
 
 
-pass
-pass
-
 logger = logging.getLogger("bitwright")
 
 _CHECK = 250  # iterations between two looks at whether everything is decided

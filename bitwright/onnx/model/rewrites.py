@@ -492,8 +492,6 @@ def drop_ignored_biases(model: ir.Model) -> None:
                 remove_unread(value)
 
 
-pass
-
 Array = NDArray[Any]
 _BLOCKED, _FUSED = "com.microsoft.nchwc", "com.microsoft"
 _NHWC_TO_NCHW, _NCHW_TO_NHWC = (0, 3, 1, 2), (0, 2, 3, 1)

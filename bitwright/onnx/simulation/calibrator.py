@@ -322,8 +322,6 @@ def _replace(field: Any, items: list[Any]) -> None:
     field.extend(items)
 
 
-pass
-
 Array = NDArray[Any]
 _KEPT = 32  # sessions at most
 

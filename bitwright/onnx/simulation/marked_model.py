@@ -114,9 +114,6 @@ def file_for(model: ir.Model, kept: WeightFile | None) -> WeightFile | None:
     return WeightFile() if kept is None or kept.size > 2 * weight_bytes(model) else kept
 
 
-pass
-
-
 @dataclass(frozen=True)
 class Simulation:
     """A model that computes with quantized constants and, where they have encodings, quantized activations.

@@ -236,9 +236,6 @@ def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> RepairedValue:
     return RepairedValue(raw, value)
 
 
-pass
-
-
 Array = NDArray[Any]
 
 
@@ -298,9 +295,6 @@ def _restore_computed(sim: QuantizationSimModel, constants: Mapping[str, Array])
             chosen.const_value = ir.Tensor(array, name=chosen.name)
             sim.constants[site_of(marker)] = array
     sim.forget_simulations()
-
-
-pass
 
 
 class CalibrationSession:
@@ -770,13 +764,6 @@ def _places(simulation: Simulation, names: Sequence[str], bodies: bool) -> Itera
         elif bodies or (owner.graph is graph and STATES in owner.metadata_props):
             dtype = (value.dtype or ir.DataType.FLOAT).numpy()
             yield name, instrument.lift(value, inside, np.zeros(0, dtype), None)[0]
-
-
-pass
-pass
-pass
-pass
-pass
 
 
 _INSTEAD = "work on another QuantizationSimModel of the same model, which load_encodings(path) makes equal to this one"

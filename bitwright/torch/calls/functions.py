@@ -479,8 +479,6 @@ def settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     return args[:1], {**named, **kwargs, "stable": True}
 
 
-pass
-
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 #: functions that ``torch.compile`` writes into its graph without showing them to function modes, and what it shows

@@ -174,9 +174,6 @@ def named_state(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield prefix + name, tensor
 
 
-pass
-
-
 class Inputs(NamedTuple):
     """One input of a forward that takes both: ``model(*args, **kwargs)``."""
 

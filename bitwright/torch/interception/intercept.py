@@ -382,9 +382,6 @@ def _is_of_torch(function: FunctionType) -> bool:
     return (function.__module__ or "").split(".")[0] == "torch"
 
 
-pass
-
-
 class CallMode(TorchFunctionMode):
     """Leads the torch functions that one thread calls to the interceptor ``owner``."""
 
@@ -513,11 +510,6 @@ def forward_signature(model: nn.Module) -> inspect.Signature | None:
     except (TypeError, ValueError):
         return None
 
-
-pass
-pass
-pass
-pass
 
 #: reading and writing attributes of tensors: nothing that a model computes
 ACCESS = ("__get__", "__set__")

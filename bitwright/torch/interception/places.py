@@ -119,8 +119,6 @@ def frame_of_region() -> FrameType | None:
     return frame
 
 
-pass
-
 Where = tuple[Hashable, ...]
 """``(where the frame stands, its anchor, label, line of code)``; the first is a ``Where`` itself, or a module's path."""
 
@@ -269,8 +267,6 @@ def _contexts(where: Where) -> Iterator[Where]:
     """Frame and anchor of a place, and of the frames around it."""
     return (place[:2] for place in _around(where))
 
-
-pass
 
 #: more turns than networks have layers
 _MOST_TURNS = 64

@@ -35,8 +35,6 @@ def on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-pass
-
 Scalar = Any  # float | torch.Tensor; torch's stubs of clamp take the two in separate overloads
 
 

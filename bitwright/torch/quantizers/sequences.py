@@ -412,8 +412,6 @@ class _TrainedOnce(_Trained):
         return (*_gradients(ctx, *grads), None, None, None, None)
 
 
-pass
-
 Function = Callable[[Tensor], Tensor]
 _LEAST = 256  # elements of a state from which compiled loops pay
 

@@ -116,8 +116,6 @@ def _free_name(name: str, taken: set[str]) -> str:
     return free
 
 
-pass
-
 #: options of an export that change how the file is written, not how the graph is recorded
 _FORMS = ("bias", "activation", "recurrent", "weight_only", "target")
 _SHAPES = ("dynamic_batch", "dynamic_shapes")

@@ -165,8 +165,6 @@ def _is_taken_anyway(made: Callable[..., Any]) -> bool:
     return isinstance(made, functools.partial) and getattr(made.func, "__name__", "") == _ANYWAY
 
 
-pass
-
 op: Any = onnxscript.opset21  # its annotations are those of a script, in which numbers are tensors
 #: types that TopK of ONNX Runtime has a kernel for
 _SORTED = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64, ir.DataType.INT32))

@@ -379,10 +379,6 @@ def _calibrate_unreached_weights(sim: QuantizationSimModel) -> None:
             site.quantizer.observe_once(found.detach())
 
 
-pass
-pass
-
-
 class QuantizationSimModel(Tabular):
     """A copy of ``model`` whose forward computes with quantized weights and activations.
 

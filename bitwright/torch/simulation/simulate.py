@@ -165,9 +165,6 @@ _OPERATORS.define("site(Tensor x, str site) -> Tensor")
 _OPERATORS.impl("site", _copied, "CompositeExplicitAutograd")
 
 
-pass
-pass
-
 logger = logging.getLogger("bitwright")
 
 #: factor between the ranges of calls from which a shared grid is told: three of its eight bits are lost on the smallest.
