@@ -29,17 +29,24 @@ PREFIXES: dict[str, str] = {
 
 #: module below ``bitwright`` -> its home, dotted below ``bitwright``; "" for a package that holds modules only
 ALIASES: dict[str, str] = {
+    "aimet_common.auto_quant": "aimet_common.search",
+    "aimet_common.connected_graph": "aimet_common.sites",
     "aimet_common.quantsim_config": "",
-    "aimet_common.quantsim_config.config_utils": "aimet_common._quantsim_config",
-    "aimet_common.quantsim_config.utils": "aimet_common._quantsim_config",
+    "aimet_common.quantsim_config.config_utils": "aimet_common.utils",
+    "aimet_common.quantsim_config.utils": "aimet_common.utils",
     "aimet_onnx.adaround": "",
-    "aimet_onnx.adascale": "aimet_onnx.rounding",
     "aimet_onnx.adaround.adaround_weight": "aimet_onnx.rounding",
-    "aimet_onnx.auto_quant": "aimet_common.auto_quant",
+    "aimet_onnx.adascale": "aimet_onnx.rounding",
+    "aimet_onnx.analysis.sensitivity": "aimet_onnx.analysis",
+    "aimet_onnx.analysis.visualization": "aimet_onnx.analysis",
+    "aimet_onnx.auto_quant": "aimet_common.search",
     "aimet_onnx.batch_norm_fold": "aimet_onnx.float_methods",
     "aimet_onnx.cross_layer_equalization": "aimet_onnx.float_methods",
+    "aimet_onnx.layer_output_utils": "aimet_onnx.analysis",
+    "aimet_onnx.lite_mp": "aimet_onnx.mixed_precision",
     "aimet_onnx.meta": "",
     "aimet_onnx.meta.connectedgraph": "aimet_onnx.float_methods",
+    "aimet_onnx.quant_analyzer": "aimet_onnx.analysis",
     "aimet_onnx.sequential_mse": "",
     "aimet_onnx.sequential_mse.seq_mse": "aimet_onnx.rounding",
     "aimet_onnx.spinquant": "aimet_onnx.float_methods",
@@ -48,27 +55,52 @@ ALIASES: dict[str, str] = {
     "aimet_torch.adascale": "aimet_torch.rounding",
     "aimet_torch.amp": "",
     "aimet_torch.amp.mixed_precision_algo": "aimet_torch.mixed_precision",
-    "aimet_torch.arch_checker": "aimet_torch._arch_checker",
-    "aimet_torch.arch_checker.arch_checker": "aimet_torch._arch_checker",
-    "aimet_torch.auto_quant": "aimet_common.auto_quant",
+    "aimet_torch.arch_checker": "aimet_torch.checks",
+    "aimet_torch.arch_checker.arch_checker": "aimet_torch.checks",
+    "aimet_torch.auto_quant": "aimet_common.search",
     "aimet_torch.batch_norm_fold": "aimet_torch.float_methods",
     "aimet_torch.bias_correction": "aimet_torch.float_methods",
     "aimet_torch.bn_reestimation": "torch.training.batch_norm",
     "aimet_torch.cross_layer_equalization": "aimet_torch.float_methods",
     "aimet_torch.defs": "",
-    "aimet_torch.elementwise_ops": "aimet_torch.nn.modules.custom",
+    "aimet_torch.elementwise_ops": "aimet_torch.quantized_modules",
     "aimet_torch.experimental": "",
     "aimet_torch.experimental.adascale": "aimet_torch.rounding",
-    "aimet_torch.experimental.pgs": "aimet_torch._pgs",
+    "aimet_torch.experimental.pgs": "aimet_torch.quantsim",
     "aimet_torch.experimental.spinquant": "aimet_torch.float_methods",
+    "aimet_torch.layer_output_utils": "aimet_torch.analysis",
     "aimet_torch.meta": "",
     "aimet_torch.meta.connectedgraph": "aimet_torch.float_methods",
     "aimet_torch.model_preparer": "aimet_torch.float_methods",
     "aimet_torch.model_validator": "",
-    "aimet_torch.model_validator.model_validator": "aimet_torch._model_validator",
-    "aimet_torch.nn.base": "aimet_torch._registry",
+    "aimet_torch.model_validator.model_validator": "aimet_torch.checks",
+    "aimet_torch.nn.base": "aimet_torch.quantized_modules",
+    "aimet_torch.nn.custom": "aimet_torch.quantized_modules",
+    "aimet_torch.nn.modules": "",
+    "aimet_torch.nn.modules.custom": "aimet_torch.quantized_modules",
+    "aimet_torch.nn.true_quant": "aimet_torch.nn",
+    "aimet_torch.onnx": "aimet_torch.quantsim",
+    "aimet_torch.onnx_utils": "aimet_torch.quantsim",
+    "aimet_torch.quant_analyzer": "aimet_torch.analysis",
+    "aimet_torch.quantization": "aimet_torch.quantizers",
+    "aimet_torch.quantization.affine": "aimet_torch.quantizers",
+    "aimet_torch.quantization.affine.backends": "aimet_torch.quantizers",
+    "aimet_torch.quantization.affine.encoding": "aimet_torch.quantizers",
+    "aimet_torch.quantization.affine.quantizer": "aimet_torch.quantizers",
+    "aimet_torch.quantization.base": "aimet_torch.quantizers",
+    "aimet_torch.quantization.base.encoding": "aimet_torch.quantizers",
+    "aimet_torch.quantization.base.quantizer": "aimet_torch.quantizers",
+    "aimet_torch.quantization.encoding_analyzer": "aimet_torch.quantizers",
+    "aimet_torch.quantization.float": "aimet_torch.float_quantizers",
+    "aimet_torch.quantization.float.encoding": "aimet_torch.float_quantizers",
+    "aimet_torch.quantization.float.quantizer": "aimet_torch.float_quantizers",
+    "aimet_torch.quantization.tensor": "aimet_torch.quantizers",
+    "aimet_torch.quantsim.config_utils": "aimet_torch.quantsim",
+    "aimet_torch.quantsim.quantsim": "aimet_torch.quantsim",
     "aimet_torch.seq_mse": "aimet_torch.rounding",
     "aimet_torch.spinquant": "aimet_torch.float_methods",
+    "aimet_torch.visualization_tools": "aimet_torch.analysis",
+    "aimet_torch.visualize_model": "aimet_torch.analysis",
 }
 
 
@@ -77,7 +109,7 @@ def home_of(name: str) -> str | None:
 
     Example:
         >>> home_of("aimet_torch.v2.quantsim.config_utils"), home_of("aimet_torch.v2.meta.connectedgraph")
-        ('aimet_torch.quantsim.config_utils', 'aimet_torch.float_methods')
+        ('aimet_torch.quantsim', 'aimet_torch.float_methods')
         >>> home_of("aimet_torch.adaround"), home_of("aimet_torch.quantsim")
         ('', None)
     """
@@ -92,27 +124,30 @@ def home_of(name: str) -> str | None:
     return None
 
 
-def names_of(module: str, path: str) -> Callable[[str], Any]:
-    """A module ``__getattr__`` that finds the names of another module, and its submodules.
+def names_below(path: str, home: str | None = None) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module ``path``: the names of ``home``, its submodules of the table, and those that are absent.
 
     Args:
-        module: where the names are.
-        path: the module that has the function; what AIMET's has and ours has not is found under it.
+        path: the module that gets the function.
+        home: the module whose names it has; ``None`` for one with names of its own.
     """
+    missing = absent_names(path)
 
     def found(name: str) -> Any:
+        if name == "__all__" and home is not None:
+            names = importlib.import_module(home)
+            own = [n for n, v in vars(names).items() if getattr(v, "__module__", None) == home and n[0] != "_"]
+            return getattr(names, "__all__", own)
         if name.startswith("__"):
-            if name == "__all__":
-                home = importlib.import_module(module)
-                own = [n for n, v in vars(home).items() if getattr(v, "__module__", None) == module and n[0] != "_"]
-                return getattr(home, "__all__", own)
             raise AttributeError(name)
-        home = importlib.import_module(module)
-        if not hasattr(home, name):
-            return missing(name)
-        return getattr(home, name)
+        there = None if home is None else importlib.import_module(home)
+        if hasattr(there, name):
+            return getattr(there, name)
+        below = f"{path}.{name}"
+        if home_of(below.removeprefix(_ROOT)) is not None and _FINDER.find_spec(below) is not None:
+            return importlib.import_module(below)
+        return missing(name)
 
-    missing = absent_names(path)
     return found
 
 
@@ -143,14 +178,13 @@ class _Aliases(MetaPathFinder, Loader):
         if home is None:
             refuse(module.__name__)
         module.__doc__ = f"The names of ``{_ROOT}{home}``." if home else "A package of modules."
-        name = module.__name__
-        module.__dict__["__getattr__"] = names_of(_ROOT + home, name) if home else absent_names(name)
+        module.__dict__["__getattr__"] = names_below(module.__name__, _ROOT + home if home else None)
 
 
-FINDER = _Aliases()
+_FINDER = _Aliases()
 
 
 def install() -> None:
     """Let ``import`` find the paths of the tables; a second call does nothing."""
-    if FINDER not in sys.meta_path:
-        sys.meta_path.append(FINDER)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)

@@ -1,13 +1,17 @@
-"""``aimet_common.utils``: logging areas and the handle that undoes."""
+"""``aimet_common.utils``: logging areas, the handle that undoes; ``quantsim_config``: paths of shipped configurations."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from bitwright.aimet_common.defs import CallbackFunc as CallbackFunc  # its older path
+from bitwright.core.placement.aimet_config import ALIASES, shipped_config
+
+# ------------------------------------------------------------------------------------ helpers
 
 
 class AimetLogger:
@@ -69,3 +73,29 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+# ------------------------------------------------------------------------------------ configurations
+
+
+_CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def get_path_for_per_channel_config() -> str:
+    """Path of the default configuration with one scale per channel of convolutions and linear layers."""
+    return str(_CONFIGS / "default.json")
+
+
+def get_path_for_per_tensor_config() -> str:
+    """Path of the default configuration with one scale per tensor."""
+    return str(_CONFIGS / "default_per_tensor.json")
+
+
+def get_path_for_target_config(target_config: str) -> str:
+    """Path of the configuration of a target such as ``htp_quantsim_config_v73`` or ``htp_v73``.
+
+    Raises:
+        ConfigError: there is no such target.
+    """
+    shipped_config(target_config)  # explains a name that is none
+    return str(_CONFIGS / f"{ALIASES.get(target_config, target_config)}.json")

@@ -4,10 +4,10 @@
 """
 
 from bitwright import __version__
-from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.defs import float8e4m3fn, float8e5m2, float16, int2, int4, int8, int16, qtype
+from bitwright.aimet_onnx.analysis import analyze_per_layer_sensitivity
 from bitwright.aimet_onnx.defs import QSpec
-from bitwright.aimet_onnx.quant_analyzer import analyze_per_layer_sensitivity
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel, compute_encodings, encodings_to_onnx_qdq
 from bitwright.aimet_onnx.rounding import apply_adaround, apply_seq_mse
 
@@ -30,4 +30,4 @@ __all__ = [
     "qtype",
 ]
 
-__getattr__ = absent_names(__name__)
+__getattr__ = names_below(__name__)

@@ -16,9 +16,9 @@ import numpy as np
 import onnx
 
 from bitwright import onnx as front
-from bitwright.aimet_common import connected_graph
+from bitwright.aimet_common import sites
 from bitwright.aimet_common.absent import absent_names
-from bitwright.aimet_onnx._models import proto_of
+from bitwright.aimet_onnx.utils import proto_of
 from bitwright.errors import ConfigError, ModelError
 from bitwright.methods.functions import equalize_opened
 from bitwright.methods.scaling import equalize as equalization
@@ -76,7 +76,7 @@ def fold_all_batch_norms_to_weight(model: Any, **options: Any) -> tuple[FoldedPa
     return lists["backward"], lists["forward"]
 
 
-class ConnectedGraph(connected_graph.ConnectedGraph):
+class ConnectedGraph(sites.ConnectedGraph):
     """The operators of an ONNX model.
 
     Args:

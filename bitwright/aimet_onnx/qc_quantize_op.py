@@ -1,4 +1,4 @@
-"""``aimet_onnx.qc_quantize_op``: the quantizer of a tensor."""
+"""``aimet_onnx.qc_quantize_op``: quantizers of an ONNX simulation as AIMET's scripts see them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import numpy as np
 
 from bitwright.aimet_common.absent import absent_attribute, absent_names
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, kind_of, number_format, qtype, range_method
-from bitwright.aimet_common.site_view import SiteView
-from bitwright.aimet_onnx import _core, defs
-from bitwright.aimet_onnx._core import FloatFormat, IntFormat, Site
+from bitwright.aimet_common.sites import SiteView, grouped_bits, grouped_scale_format
+from bitwright.aimet_onnx import defs
+from bitwright.core.numerics.affine import fake_quantize, scale_multiples
+from bitwright.core.numerics.arrays import to_numpy
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.ranges import find_range_method
+from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, ModelError
 
 __all__ = ["GroupedBlockQuantizeDequantize", "OpMode", "QcQuantizeOp", "TensorQuantizerParams", "TfEncoding"]
@@ -154,7 +160,7 @@ class QcQuantizeOp(SiteView):
                 replace(
                     self._spec,
                     granularity=_GRANULARITY[type(spec.granularity)](spec.granularity),
-                    scale_format=_core.FLOAT32_SCALE,
+                    scale_format=FLOAT32_SCALE,
                 ),
                 None,
             )
@@ -168,8 +174,8 @@ class QcQuantizeOp(SiteView):
                 self.name, "block scales in two factors (LPBQ) go with symmetric integer grids",
                 "use QSpec.lpbq('int4')",
             )  # fmt: skip
-        scale_format = _core.grouped_scale_format(fmt.bits, fmt.bits + lpbq.scale_bits, self.name)
-        granularity = _core.PerBlock(lpbq.block_size)
+        scale_format = grouped_scale_format(fmt.bits, fmt.bits + lpbq.scale_bits, self.name)
+        granularity = PerBlock(lpbq.block_size)
         asked = replace(
             self._spec, format=fmt, granularity=granularity, symmetry="symmetric", scale_format=scale_format
         )
@@ -178,17 +184,17 @@ class QcQuantizeOp(SiteView):
     @property
     def decompressed_bw(self) -> int:
         """Bits of code times multiple, of block scales in two factors (LPBQ); else :attr:`bitwidth`."""
-        return self.bitwidth + (_core.grouped_bits(self._spec.scale_format) or 0)
+        return self.bitwidth + (grouped_bits(self._spec.scale_format) or 0)
 
     @decompressed_bw.setter
     def decompressed_bw(self, decompressed_bw: int) -> None:
-        scale_format = _core.grouped_scale_format(self.bitwidth, decompressed_bw, self.name)
+        scale_format = grouped_scale_format(self.bitwidth, decompressed_bw, self.name)
         self._respec(replace(self._spec, scale_format=scale_format), None)
 
     def enable_per_channel_quantization(self, enable: bool = True) -> None:
         """Use one scale per output channel, or one for all."""
-        granularity: Any = _core.PerChannel() if enable else _core.PerTensor()
-        self._respec(replace(self._spec, granularity=granularity, scale_format=_core.FLOAT32_SCALE), None)
+        granularity: Any = PerChannel() if enable else PerTensor()
+        self._respec(replace(self._spec, granularity=granularity, scale_format=FLOAT32_SCALE), None)
 
     @property
     def use_symmetric_encodings(self) -> bool:
@@ -228,7 +234,7 @@ class QcQuantizeOp(SiteView):
 
     def set_quant_scheme(self, quant_scheme: QuantScheme | str) -> None:
         """Choose ranges this way from now on."""
-        self._respec(replace(self._spec, method=_core.find_range_method(range_method(quant_scheme))), None)
+        self._respec(replace(self._spec, method=find_range_method(range_method(quant_scheme))), None)
 
     # -- range
 
@@ -332,7 +338,7 @@ class QcQuantizeOp(SiteView):
         Raises:
             CalibrationError: (a RuntimeError) there is no range yet.
         """
-        return _core.quantized_constant(input_tensor, self._site.quantizer.required)
+        return quantized_constant(input_tensor, self._site.quantizer.required)
 
     def export_encodings(self, encoding_version: str = "0.6.1") -> Any:
         """The encoding as encodings files have it; ``None`` without a range."""
@@ -347,7 +353,7 @@ class QcQuantizeOp(SiteView):
                  "offset": int(e.offset), "scale": e.delta}
                 for e in found
             ]  # fmt: skip
-        if _core.grouped_bits(self._spec.scale_format) is not None:
+        if grouped_bits(self._spec.scale_format) is not None:
             return self._grouped_record()
         kind = "PER_BLOCK" if self.block_size else "PER_CHANNEL" if len(found) > 1 else "PER_TENSOR"
         return {
@@ -358,7 +364,7 @@ class QcQuantizeOp(SiteView):
     def _grouped_record(self) -> dict[str, Any]:
         encoding = self._site.encoding
         assert encoding is not None and encoding.common is not None
-        multiples, scale = _core.scale_multiples(encoding), encoding.common.ravel().tolist()
+        multiples, scale = scale_multiples(encoding), encoding.common.ravel().tolist()
         assert multiples is not None
         granularity: Any = encoding.granularity
         return {
@@ -371,7 +377,7 @@ class QcQuantizeOp(SiteView):
     def tensor_quantizer_params(self) -> TensorQuantizerParams:
         """Shape and axes of the tensor."""
         granularity = self._granularity
-        if isinstance(granularity, _core.PerBlock):
+        if isinstance(granularity, PerBlock):
             channel = next(iter(granularity.channel_axes[-1:]), None)
             return TensorQuantizerParams(self._value_shape, channel, granularity.axis)
         return TensorQuantizerParams(self._value_shape, getattr(granularity, "axis", None), None)
@@ -387,7 +393,7 @@ class GroupedBlockQuantizeDequantize(QcQuantizeOp):
 
 def quantizer_of(name: str, sites: tuple[Site, ...], why_none: str = "") -> QcQuantizeOp:
     """The view of a tensor's sites, of the kind that its scales ask for."""
-    grouped = bool(sites) and _core.grouped_bits(sites[0].quantizer.spec.scale_format) is not None
+    grouped = bool(sites) and grouped_bits(sites[0].quantizer.spec.scale_format) is not None
     return (GroupedBlockQuantizeDequantize if grouped else QcQuantizeOp)(name, sites, why_none)
 
 
@@ -397,7 +403,13 @@ def _channels_first(values: Any, granularity: Any) -> Any:
 
 
 _GRANULARITY: dict[type, Any] = {
-    defs.PerTensor: lambda _: _core.PerTensor(),
-    defs.PerChannel: lambda _: _core.PerChannel(),
-    defs.Blockwise: lambda blocks: _core.PerBlock(blocks.block_size),
+    defs.PerTensor: lambda _: PerTensor(),
+    defs.PerChannel: lambda _: PerChannel(),
+    defs.Blockwise: lambda blocks: PerBlock(blocks.block_size),
 }
+
+
+def quantized_constant(values: Any, encoding: Encoding) -> Any:
+    """A constant on its grid, as numpy array of its dtype."""
+    array = np.asarray(to_numpy(values))
+    return np.asarray(fake_quantize(array, encoding)).astype(array.dtype)

@@ -1,19 +1,42 @@
-"""``aimet_onnx.utils``: helpers that scripts import."""
+"""``aimet_onnx.utils``: models and sessions as AIMET's scripts hand them over."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 
 from bitwright.aimet_common.absent import absent_names
-from bitwright.aimet_onnx._core import example_feeds
-from bitwright.aimet_onnx._models import proto_of
+from bitwright.onnx.model.data import input_specs, random_feeds
+from bitwright.onnx.model.load import load_model
 
 __all__ = ["OrtInferenceSession", "build_session", "make_dummy_input", "make_psnr_eval_fn"]
 
 __getattr__ = absent_names(__name__)
+
+
+# ------------------------------------------------------------------------------------ models
+
+
+def proto_of(model: Any) -> onnx.ModelProto:
+    """The protobuf of a ``ModelProto``, of ONNX Runtime's ``ONNXModel`` wrapper, or of a file."""
+    if isinstance(model, (str, os.PathLike)):
+        return onnx.load(str(model))
+    inner = getattr(model, "model", None)
+    return inner if isinstance(inner, onnx.ModelProto) else model
+
+
+def wrapped(model: onnx.ModelProto) -> Any:
+    """A model in ONNX Runtime's wrapper."""
+    from onnxruntime.quantization.onnx_model import ONNXModel
+
+    return ONNXModel(model)
+
+
+# ------------------------------------------------------------------------------------ sessions
 
 
 def make_dummy_input(model: Any, dynamic_size: int = 1) -> dict[str, Any]:
@@ -57,3 +80,8 @@ def peak_signal_to_noise(expected: Any, actual: Any) -> float:
     error = float(np.mean((np.asarray(expected, np.float64) - actual) ** 2))
     peak = float(np.max(np.abs(expected)))
     return 100.0 if error == 0 or peak == 0 else min(100.0, 10 * float(np.log10(peak**2 / error)))
+
+
+def example_feeds(model: Any) -> dict[str, Any]:
+    """Random values for the inputs of a model."""
+    return dict(next(random_feeds(input_specs(load_model(model).model))))

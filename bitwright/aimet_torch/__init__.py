@@ -4,10 +4,10 @@
 """
 
 from bitwright import __version__
-from bitwright.aimet_common.absent import absent_names
-from bitwright.aimet_torch import nn, onnx, quantization
+from bitwright.aimet_common.aliases import names_below
+from bitwright.aimet_torch import nn
 from bitwright.aimet_torch.quantsim import QuantizationSimModel
 
 __all__ = ["QuantizationSimModel", "__version__", "nn", "onnx", "quantization"]
 
-__getattr__ = absent_names(__name__)
+__getattr__ = names_below(__name__)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from bitwright import torch as front
-from bitwright.aimet_common import connected_graph
+from bitwright.aimet_common import sites
 from bitwright.aimet_common.absent import absent_names
-from bitwright.aimet_common.connected_graph import GraphOp
+from bitwright.aimet_common.sites import GraphOp
 from bitwright.aimet_torch.quantsim import QuantizationSimModel, QuantParams
 from bitwright.aimet_torch.utils import Unlabelled
 from bitwright.core.simulation.float_model import SetParam
@@ -198,7 +198,7 @@ def find_all_batch_norms_to_fold(
     return after, before
 
 
-class ConnectedGraph(connected_graph.ConnectedGraph):
+class ConnectedGraph(sites.ConnectedGraph):
     """The operators of a module, functional calls included.
 
     Args:

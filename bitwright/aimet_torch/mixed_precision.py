@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from bitwright.aimet_common.absent import differs
-from bitwright.aimet_common.amp import MOST_BATCHES, AMPSearchAlgo, choose
 from bitwright.aimet_common.defs import CallbackFunc
-from bitwright.aimet_torch._core import walk_modules
+from bitwright.aimet_common.search import MOST_BATCHES, AMPSearchAlgo, choose
 from bitwright.errors import ConfigError
 from bitwright.precision.manual import MODEL_INPUT, MODEL_OUTPUT, PrecisionReport, PrecisionRequest, set_precisions
+from bitwright.torch.calls.inputs import walk_modules
 
 __all__ = ["AMPSearchAlgo", "EvalCallbackFactory", "MixedPrecisionConfigurator", "choose_mixed_precision"]
 

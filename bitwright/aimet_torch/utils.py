@@ -11,7 +11,7 @@ from torch import nn
 
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_common.utils import Handle
-from bitwright.aimet_torch import _modules
+from bitwright.aimet_torch.module_quantizers import below, record_of, switched_off
 from bitwright.torch.calls.inputs import to_device, walk_modules
 
 __getattr__ = absent_names(__name__)
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def _removed(modules: Any, *kinds: str) -> Handle:
-    records = _modules.below(modules)
+    records = below(modules)
     sites = [
         site
         for record in records
@@ -50,7 +50,7 @@ def _removed(modules: Any, *kinds: str) -> Handle:
         for site in slot.sites
         if name.partition("_")[0] in kinds
     ]
-    return _modules.switched_off([*sites, *(site for r in records for site in r.inside if site.role in kinds)])
+    return switched_off([*sites, *(site for r in records for site in r.inside if site.role in kinds)])
 
 
 def remove_input_quantizers(modules: Any) -> Handle:
@@ -81,7 +81,7 @@ def remove_all_quantizers(modules: Any) -> Handle:
 def get_all_quantizers(model: nn.Module) -> tuple[list[Any], list[Any], list[Any]]:
     """Parameter, input and output quantizers of a simulated model, ``None`` where one is off."""
     found: dict[str, list[Any]] = {"param": [], "input": [], "output": []}
-    for record in _modules.below(model):
+    for record in below(model):
         if record.inside or record.params or len(record.inputs):
             for name, slot in record.slots():
                 found[name.partition("_")[0]].append(slot.get())
@@ -95,7 +95,7 @@ def disable_all_quantizers(model: nn.Module) -> Handle:
 
 def has_no_quantizers(module: nn.Module, ignore_params: bool = False) -> bool:
     """Whether no quantizer of a module is in effect."""
-    record = _modules.record_of(module)
+    record = record_of(module)
     slots = () if record is None else record.slots()
     return not any(slot.get() for name, slot in slots if not (ignore_params and name.startswith("param")))
 

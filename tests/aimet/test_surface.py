@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 
+from bitwright.aimet_common.aliases import ALIASES
 from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
 from bitwright.aimet_torch import QuantizationSimModel as TorchSim
 from tests.aimet.nets import Net, batch
@@ -76,12 +77,12 @@ def test_names_of_simulations_and_quantizers():
 @pytest.mark.parametrize(
     "path, home",
     [
-        ("aimet_torch.v2.quantsim.config_utils", "aimet_torch.quantsim.config_utils"),
-        ("aimet_torch.v2.quantization.affine.backends", "aimet_torch.quantization.affine.backends"),
+        ("aimet_torch.v2.quantsim.config_utils", "aimet_torch.quantsim"),
+        ("aimet_torch.v2.quantization.affine.backends", "aimet_torch.quantizers"),
         ("aimet_torch.v2.adaround.adaround_weight", "aimet_torch.rounding"),
         ("aimet_torch.batch_norm_fold", "aimet_torch.float_methods"),
         ("aimet_onnx.sequential_mse.seq_mse", "aimet_onnx.rounding"),
-        ("aimet_torch.common.quantsim_config.utils", "aimet_common._quantsim_config"),
+        ("aimet_torch.common.quantsim_config.utils", "aimet_common.utils"),
         ("aimet_onnx.common.defs", "aimet_common.defs"),
     ],
 )
@@ -89,6 +90,15 @@ def test_a_second_path_of_a_module_has_the_names_of_its_home(path: str, home: st
     found, wanted = (importlib.import_module(f"bitwright.{name}") for name in (path, home))
     names = [name for name in vars(wanted) if not name.startswith("_")]
     assert names and all(getattr(found, name) is getattr(wanted, name) for name in names)
+
+
+@pytest.mark.parametrize("path", sorted(ALIASES))
+def test_every_row_of_the_table_is_imported_and_reached_as_an_attribute(path: str) -> None:
+    found = importlib.import_module(f"bitwright.{path}")
+    package, _, name = f"bitwright.{path}".rpartition(".")
+    assert getattr(importlib.import_module(package), name) is found
+    for public in found.__all__ if ALIASES[path] else ():
+        assert getattr(found, public) is getattr(importlib.import_module(f"bitwright.{ALIASES[path]}"), public)
 
 
 def test_modules_are_reached_as_attributes_of_the_older_package() -> None:

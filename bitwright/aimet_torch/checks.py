@@ -1,4 +1,4 @@
-"""Rules about the operators of a model: one row per rule, with the target it is about and the fact it rests on."""
+"""``aimet_torch.arch_checker`` and ``aimet_torch.model_validator``: what a model should have before it is quantized."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from typing import Any
 from torch import nn
 
 from bitwright import torch as front
-from bitwright.aimet_torch._core import Graph, Op, Tabular, html_table
-from bitwright.errors import ConfigError
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.errors import ConfigError, ModelError
 from bitwright.report.charts import write_page
+from bitwright.tables import Tabular, html_table
 
-__all__ = ["RULES", "ArchChecker", "ArchCheckerReport", "Finding", "Rule"]
+__all__ = ["ArchChecker", "ArchCheckerReport", "Finding", "ModelValidator", "RULES", "Rule"]
+
+
+# ------------------------------------------------------------------------------------ layers that a target runs slowly
+
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _CHANNELS = 32
@@ -247,4 +252,38 @@ class ArchChecker:
             "ArchChecker.set_export_dir",
             "a folder is not kept for the process",
             f"pass it: ArchChecker.check_model_arch(model, dummy_input, result_dir={dir_path!r})",
+        )
+
+
+# ------------------------------------------------------------------------------------ what stands in the way of a simulation
+
+
+class ModelValidator:
+    """Reused modules and functional calls are not obstacles here; a model that cannot be recorded is one."""
+
+    @staticmethod
+    def validate_model(
+        model: nn.Module, model_input: Any, checks: tuple[Callable[..., bool], ...] = (), **kwargs: Any
+    ) -> bool:
+        """Whether ``model`` runs on ``model_input`` and its operators can be seen; ``checks`` are asked as well.
+
+        A check is ``check(model, model_input, **kwargs) -> bool``.
+        """
+        try:
+            front.QuantizationSimModel(model, model_input)
+        except ModelError:
+            return False
+        return all(check(model, model_input, **kwargs) for check in checks)
+
+    @staticmethod
+    def add_check(validation_check: Callable[..., bool]) -> None:
+        """AIMET keeps checks for the whole process; here they are given to :meth:`validate_model`.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "ModelValidator.add_check",
+            "checks are not kept for the process",
+            "pass them: ModelValidator.validate_model(model, model_input, checks=(check,))",
         )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn as _torch_nn
+from torch import nn
 
-from bitwright.aimet_torch import _modules
-from bitwright.aimet_torch import _registry as base
-from bitwright.aimet_torch._calibration import compute_encodings
-from bitwright.aimet_torch._registry import BaseQuantizationMixin, QuantizationMixin, UnknownModuleError
-from bitwright.aimet_torch.nn import modules, true_quant
-from bitwright.aimet_torch.nn.modules import custom
-from bitwright.aimet_torch.quantization.base import QuantizerBase
+from bitwright.aimet_common.aliases import names_below
+from bitwright.aimet_torch import quantized_modules
+from bitwright.aimet_torch.module_quantizers import record_of
+from bitwright.aimet_torch.quantized_modules import (
+    BaseQuantizationMixin,
+    QuantizationMixin,
+    UnknownModuleError,
+    compute_encodings,
+    quantized_class,
+)
+from bitwright.aimet_torch.quantizers import QuantizerBase
 from bitwright.errors import ModelError
 
 __all__ = [
@@ -20,22 +24,20 @@ __all__ = [
     "QuantizationMixin",
     "QuantizerBase",
     "UnknownModuleError",
-    "base",
     "compute_encodings",
     "compute_param_encodings",
-    "custom",
-    "modules",
-    "true_quant",
 ]
 
+__path__: list[str] = []  # its older submodules are rows of the table of aliases
 
-def compute_param_encodings(model: _torch_nn.Module) -> None:
+
+def compute_param_encodings(model: nn.Module) -> None:
     """Find the encodings of the parameters of a simulated model.
 
     Raises:
         ModelError: no model of a simulation of this layer.
     """
-    record = _modules.record_of(model)
+    record = record_of(model)
     if record is not None:
         record.sim.compute_param_encodings()
         return
@@ -51,5 +53,11 @@ def compute_param_encodings(model: _torch_nn.Module) -> None:
         quantized.compute_param_encodings()
 
 
+_found = names_below(__name__)
+
+
 def __getattr__(name: str) -> Any:
-    return getattr(true_quant, name)
+    plain = getattr(nn, name.removeprefix("Quantized"), None) if name.startswith("Quantized") else None
+    if isinstance(plain, type) and issubclass(plain, nn.Module):
+        return quantized_class(plain)
+    return getattr(quantized_modules, name) if name.startswith("Quantized") else _found(name)

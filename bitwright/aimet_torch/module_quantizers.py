@@ -1,0 +1,987 @@
+"""Quantizers of a simulation as AIMET's scripts see them: on the modules of ``sim.model``, with ``bitwidth``, ``min``, ``max``.
+
+A view of a quantizer holds no state of its own. It reads and writes the sites of one place, so that two views of a place
+agree. ``param_quantizers``, ``input_quantizers`` and ``output_quantizers`` are attributes of the instances, set by simulations
+of this layer alone: classes, parameters and ``state_dict`` stay as they are, and a copy of the model has copies of them that
+belong to the copy's own quantizers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bitwright.aimet_common.absent import differs
+from bitwright.aimet_common.sites import SiteView, granularity_of, grouped_bits, grouped_scale_format, int_format_of
+from bitwright.aimet_common.utils import Handle
+from bitwright.aimet_torch.float_quantizers import FloatEncoding, FloatQuantizeDequantize
+from bitwright.aimet_torch.quantizers import (
+    AffineEncoding,
+    AffineQuantizerBase,
+    DequantizedTensor,
+    GroupedBlockEncoding,
+    GroupedBlockQuantizeDequantize,
+    QuantizeDequantize,
+    QuantizerBase,
+    qnn_dict,
+    with_encoding,
+)
+from bitwright.core.numerics.affine import power_of_two_scale
+from bitwright.core.numerics.formats import FLOAT32_SCALE, FLOAT_FORMATS, FloatFormat
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel
+from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import ConfigError, EncodingsError, FormatError, GranularityError, ModelError
+from bitwright.torch.calls.inputs import walk_modules
+
+# ------------------------------------------------------------------------------------ views of single quantizers
+
+
+class Snapshot(torch.Tensor):
+    """A value read from a quantizer; changing it in place would change nothing, and is refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        changing = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
+        if (changing or name == "__setitem__") and args and isinstance(args[0], Snapshot):
+            raise ConfigError(
+                f"quantizer range, {name}",
+                "ranges are read from the simulation, so that changing the tensor would change nothing",
+                "call quantizer.set_range(min, max), or assign quantizer.min and quantizer.max",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class SiteQuantizer(SiteView):
+    """The quantizer of one place of a simulation."""
+
+    # -- range
+
+    def _shown(self, values: Any, dtype: torch.dtype | None) -> torch.Tensor:
+        found = broadcastable(values, self._granularity, self._value_shape)
+        return found.to(dtype or torch.float32).as_subclass(Snapshot)
+
+    def get_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Input units per step; ``None`` without a range."""
+        encoding = self._site.encoding
+        return None if encoding is None else self._shown(encoding.scale, dtype)
+
+    def get_offset(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Minus the zero point; ``None`` without a range."""
+        encoding = self._site.encoding
+        return None if encoding is None else self._shown(0 - encoding.zero_point, dtype)
+
+    def get_min(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Lowest representable value; ``None`` without a range."""
+        encoding = self._site.encoding
+        return None if encoding is None else self._shown(encoding.min, dtype)
+
+    def get_max(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Highest representable value; ``None`` without a range."""
+        encoding = self._site.encoding
+        return None if encoding is None else self._shown(encoding.max, dtype)
+
+    @property
+    def min(self) -> torch.Tensor | None:
+        """Lowest representable value; assign a tensor to move it."""
+        return self.get_min()
+
+    @min.setter
+    def min(self, value: Any) -> None:
+        self.set_range(value, None if value is None else self.get_max())
+
+    @property
+    def max(self) -> torch.Tensor | None:
+        """Highest representable value; assign a tensor to move it."""
+        return self.get_max()
+
+    @max.setter
+    def max(self, value: Any) -> None:
+        self.set_range(None if value is None else self.get_min(), value)
+
+    def set_range(self, min: Any, max: Any) -> None:
+        """Put the ends of the grid at ``min`` and ``max``; ``None`` forgets the range.
+
+        Raises:
+            ConfigError: only one end is given, or the shapes do not fit.
+            RangeError: an end is not finite, or they are exchanged.
+        """
+        if (min is None) != (max is None):
+            raise ConfigError(self._site.name, "only one end of the range is known", "give set_range both ends")
+        if min is None:
+            for site in self.sites:
+                site.encoding = None
+            return
+        self.set_ends(_array(min), _array(max))
+
+    # -- encodings
+
+    def get_encodings(self) -> Any:
+        """The encoding; ``None`` without a range."""
+        fmt, scale = self._format, self.get_scale()
+        if scale is None:
+            return None
+        scale = scale.as_subclass(torch.Tensor)
+        if isinstance(fmt, FloatFormat):
+            finite = fmt.name == "float8_e4m3"
+            return FloatEncoding(fmt.mantissa_bits, fmt.exponent_bits, finite, False, scale, self.block_size)
+        offset = self.get_offset()
+        assert offset is not None
+        plain = offset.as_subclass(torch.Tensor)
+        return self._affine_encoding(scale, plain)
+
+    def _affine_encoding(self, scale: torch.Tensor, plain: torch.Tensor) -> AffineEncoding:
+        fmt = self._format
+        return AffineEncoding(scale, plain, fmt.qmin, fmt.qmax, self.symmetric, self.block_size)
+
+    get_encoding = get_encodings
+
+    @property
+    def encoding(self) -> Any:
+        """:meth:`get_encodings` under its older name."""
+        return self.get_encodings()
+
+    def set_encodings(self, encodings: Any) -> None:
+        """Take number format and range of an encoding."""
+        if isinstance(encodings, FloatEncoding):
+            self.assign(FloatQuantizeDequantize.from_encodings(encodings))
+        else:
+            self.assign(QuantizeDequantize.from_encodings(encodings))
+
+    def get_legacy_encodings(self) -> list[dict[str, Any]] | None:
+        """The encoding as files of version 0.6.1 have it; ``None`` without a range."""
+        encodings = self.get_encodings()
+        if encodings is None:
+            return None
+        if isinstance(encodings, FloatEncoding):
+            return [{"bitwidth": encodings.bitwidth, "dtype": "float"}]
+        found: list[dict[str, Any]] = qnn_dict(encodings, "0.6.1")
+        return found
+
+    def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
+        """Take width, symmetry and range of records of version 0.6.1."""
+        self.bitwidth = encodings[0]["bitwidth"]
+        self.symmetric = str(encodings[0]["is_symmetric"]).lower() == "true"
+        lo, hi = (torch.tensor([e[end] for e in encodings]) for end in ("min", "max"))
+        self.set_range(lo, hi)
+
+    def assign(self, quantizer: Any) -> None:
+        """Become what ``quantizer`` (a building block, or the view of another place) is: grid, range and whether it is fixed.
+
+        Raises:
+            TypeError: it is not a quantizer.
+            GranularityError: its shape or blocks have no counterpart at this place.
+        """
+        if isinstance(quantizer, SiteQuantizer):
+            self._copy(quantizer)
+            return
+        spec = self._spec_for(quantizer)
+        self._respec(spec, None)
+        if quantizer.is_initialized() and not isinstance(quantizer, FloatQuantizeDequantize):
+            self.set_ends(_array(quantizer.get_min()), _array(quantizer.get_max()))
+        for site in self.sites:
+            site.enabled, site.frozen = True, not quantizer.is_overwrite_allowed()
+        quantizer.bind(self)
+
+    def check(self, quantizer: Any) -> None:
+        """Refuse what :meth:`assign` would refuse of a building block.
+
+        Raises:
+            TypeError, GranularityError, ConfigError: see there.
+        """
+        self._spec_for(quantizer)
+
+    def _copy(self, other: SiteQuantizer) -> None:
+        if other.sites == self.sites:
+            return
+        if other._site.quantizer is not self._site.quantizer:
+            differs(
+                f"{self._site.name} = {other._site.name}",
+                "the quantizer is copied; the two places keep quantizers of their own, which later calibration sets apart",
+            )
+        self._respec(other._spec, other._site.encoding)
+        for site in self.sites:
+            site.enabled, site.frozen = other._site.enabled, other._site.frozen
+
+    def _spec_for(self, quantizer: Any) -> QuantSpec:
+        if isinstance(quantizer, FloatQuantizeDequantize):
+            return replace(self._spec, format=quantizer._format, symmetry="symmetric",
+                           granularity=self._granularity_for(quantizer), scale_format=FLOAT32_SCALE)  # fmt: skip
+        if not isinstance(quantizer, AffineQuantizerBase):
+            raise TypeError(
+                f"{self._site.name} takes None, a quantizer of quantization.affine or .float, or that of another place, "
+                f"not a {type(quantizer).__name__}"
+            )
+        fmt = int_format_of(quantizer, self._site.name)
+        symmetry: Any = "symmetric" if quantizer.symmetric else "asymmetric"
+        symmetry = "strict_symmetric" if fmt.narrow else symmetry
+        return replace(
+            self._spec,
+            format=fmt,
+            symmetry=symmetry,
+            granularity=self._granularity_for(quantizer),
+            method=quantizer.encoding_analyzer.method,
+            scale_format=self._scale_format_for(quantizer),
+        )
+
+    def _scale_format_for(self, quantizer: Any) -> Any:
+        """What the scales of a building block are stored as at this place.
+
+        Raises:
+            ConfigError: LPBQ whose blocks are not those of one channel together.
+        """
+        if not isinstance(quantizer, GroupedBlockQuantizeDequantize):
+            return FLOAT32_SCALE
+        granularity = self._granularity_for(quantizer)
+        blocked = granularity.axis if isinstance(granularity, PerBlock) else None
+        for at, (count, size) in enumerate(zip(quantizer.shape, quantizer.block_grouping, strict=True)):
+            if size not in ((-1, count) if at == blocked else (1, -1) if count == 1 else (1,)):
+                raise ConfigError(
+                    self._site.name,
+                    f"block_grouping {quantizer.block_grouping} for scales of shape {quantizer.shape}",
+                    "let all blocks of a channel share its scale: -1 on the axis of the blocks, 1 on the others",
+                )
+        return grouped_scale_format(quantizer.bitwidth, quantizer.decompressed_bw, self._site.name)
+
+    def _granularity_for(self, quantizer: Any) -> Any:
+        found = granularity_of(quantizer.shape, quantizer.block_size, self._value_shape)
+        if found is None:
+            raise GranularityError(
+                self._site.name,
+                f"a quantizer of shape {quantizer.shape} with blocks {quantizer.block_size} does not fit its tensor of shape "
+                f"{self._value_shape}, or has blocks along several axes",
+                "use shape () per tensor, (n, 1, ...) per channel, or blocks along one axis",
+            )
+        return found
+
+    # -- calibration and use
+
+    def requires_grad_(self, requires_grad: bool = True) -> SiteQuantizer:
+        """Which ranges of a simulation train is the simulation's to say: ``sim.learn_ranges(sites)``."""
+        if requires_grad:
+            differs(
+                f"{self._site.name}.requires_grad_(True)",
+                f"call sim.learn_ranges({self._site.name!r}) instead, and give sim.range_parameters() to the optimizer",
+            )
+        return self
+
+    @contextmanager
+    def compute_encodings(self) -> Iterator[None]:
+        """Find the range from what is given to this quantizer inside the block."""
+        for site in self.sites:
+            site.encoding, site.quantizer.statistics = None, None
+        self.__dict__["observing"] = True
+        try:
+            yield
+        finally:
+            self.__dict__["observing"] = False
+        for site in self.sites:
+            site.quantizer.freeze()
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` on the grid.
+
+        Raises:
+            CalibrationError: (a RuntimeError) there is no range yet.
+        """
+        plain = input.as_subclass(torch.Tensor)
+        if self.__dict__.get("observing"):
+            self._site.quantizer.observe(plain.detach())
+            return plain
+        apply: Any = self._site.quantizer
+        return with_encoding(DequantizedTensor, apply(plain), self.get_encodings())
+
+    def __repr__(self) -> str:
+        grid = f"bitwidth={self.bitwidth}, symmetric={self.symmetric}"
+        return f"{type(self).__name__}({self._site.name}: shape={self.shape}, {grid})"
+
+
+class AffineSiteQuantizer(SiteQuantizer):
+    """The affine quantizer of one place of a simulation."""
+
+
+class GroupedSiteQuantizer(AffineSiteQuantizer):
+    """The quantizer of one place of a simulation whose block scales are multiples of one per channel (LPBQ)."""
+
+    @property
+    def decompressed_bw(self) -> int:
+        """Bits of code times multiple."""
+        return self.bitwidth + (grouped_bits(self._spec.scale_format) or 0)
+
+    @property
+    def block_grouping(self) -> tuple[int, ...]:
+        """How many blocks share a channel's scale, axis by axis: ``-1``, all, on the axis of the blocks."""
+        axis = getattr(self._granularity, "axis", None) if self.block_size is not None else None
+        return tuple(-1 if at == axis else 1 for at in range(len(self.shape)))
+
+    def get_per_channel_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """The scale that those of the blocks are multiples of; ``None`` without a range."""
+        encoding = self._site.encoding
+        if encoding is None or encoding.common is None:
+            return None
+        return self._shown(encoding.common, dtype)
+
+    def _affine_encoding(self, scale: torch.Tensor, plain: torch.Tensor) -> AffineEncoding:
+        fmt, per_channel = self._format, self.get_per_channel_scale()
+        return GroupedBlockEncoding(
+            scale, plain, fmt.qmin, fmt.qmax, self.symmetric, self.block_size,
+            block_grouping=self.block_grouping, decompressed_bw=self.decompressed_bw,
+            per_channel_scale=None if per_channel is None else per_channel.as_subclass(torch.Tensor),
+        )  # fmt: skip
+
+
+class FloatSiteQuantizer(SiteQuantizer):
+    """The float quantizer of one place of a simulation."""
+
+    @property
+    def exponent_bits(self) -> int:
+        """Exponent bits of the format."""
+        return int(self._format.exponent_bits)
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Mantissa bits of the format."""
+        return int(self._format.mantissa_bits)
+
+    def is_float16(self) -> bool:
+        """Whether the format is IEEE half precision."""
+        return bool(self._format.name == "float16")
+
+    def is_bfloat16(self) -> bool:
+        """Whether the format is bfloat16."""
+        return bool(self._format.name == "bfloat16")
+
+
+QuantizerBase.register(SiteQuantizer)
+QuantizeDequantize.register(AffineSiteQuantizer)
+GroupedBlockQuantizeDequantize.register(GroupedSiteQuantizer)
+FloatQuantizeDequantize.register(FloatSiteQuantizer)
+
+
+def view_of(sites: tuple[Site, ...]) -> SiteQuantizer:
+    """The view of a place's sites, of the kind that its number format asks for."""
+    spec = sites[0].quantizer.spec
+    if isinstance(spec.format, FloatFormat):
+        return FloatSiteQuantizer(sites)
+    return AffineSiteQuantizer(sites) if grouped_bits(spec.scale_format) is None else GroupedSiteQuantizer(sites)
+
+
+def _array(value: Any) -> Any:
+    """The numbers of a tensor or of what is like one."""
+    tensor = torch.as_tensor(value, dtype=torch.float64).detach()
+    return tensor.as_subclass(torch.Tensor).cpu().numpy()
+
+
+# ------------------------------------------------------------------------------------ on modules
+
+
+RECORD = "_bitwright_quantizers"
+PUBLIC = ("param_quantizers", "input_quantizers", "output_quantizers")
+#: methods of quantized modules that the modules of a simulation have too
+METHODS = (
+    "compute_encodings",
+    "compute_param_encodings",
+    "export_input_encodings",
+    "export_output_encodings",
+    "export_param_encodings",
+    "fold_param_quantizers",
+    "get_original_module",
+    "import_input_encodings",
+    "import_output_encodings",
+    "import_param_encodings",
+    "set_weight_quantizer_to_mxfp4_int8",
+    "set_weight_quantizer_to_nvfp4_int8",
+)
+
+
+class Slot:
+    """One place of a module: its sites, of which there may be none."""
+
+    def __init__(self, name: str, sites: Sequence[Site], why_none: str) -> None:
+        self.name, self.sites, self.why_none = name, tuple(sites), why_none
+        self._view: SiteQuantizer | None = None
+
+    def get(self) -> SiteQuantizer | None:
+        """The quantizer in effect; ``None`` where there is none, or it is switched off."""
+        if not any(site.enabled and not site.quantizer.derived for site in self.sites):
+            return None
+        made = view_of(self.sites)
+        if type(self._view) is not type(made):
+            self._view = made
+        return self._view
+
+    def set(self, quantizer: Any) -> None:
+        """Switch the quantizer off (``None``), or make it what ``quantizer`` is.
+
+        Raises:
+            ModelError: there is no quantizer here that could be changed.
+        """
+        if quantizer is None:
+            for site in self.sites:
+                site.enabled = False
+            return
+        if not self.sites:
+            raise ModelError(
+                self.name,
+                f"this place has no quantizer: {self.why_none}",
+                "set the quantizer of the place that sim.coverage() names for this value, or give the simulation a "
+                "config_file that quantizes it here",
+            )
+        view_of(self.sites).assign(quantizer)
+
+
+class QuantizerList(Sequence[Any]):
+    """The quantizers of a module's inputs or outputs; items are read and assigned, the length stays."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = tuple(slots)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._slots[index]
+        return [slot.get() for slot in found] if isinstance(index, slice) else found.get()
+
+    def __setitem__(self, index: int, quantizer: Any) -> None:
+        self._slots[index].set(quantizer)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+class QuantizerDict(MutableMapping[str, Any]):
+    """The quantizers of a module's parameters by name; items are read and assigned, the names stay."""
+
+    def __init__(self, slots: Mapping[str, Slot]) -> None:
+        self._slots = dict(slots)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._slots[name].get()
+
+    def __setitem__(self, name: str, quantizer: Any) -> None:
+        self._slots[name].set(quantizer)
+
+    def __delitem__(self, name: str) -> None:
+        raise ConfigError(
+            self._slots[name].name, "the place of a quantizer stays", f"assign None: param_quantizers[{name!r}] = None"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class Record:
+    """What a module of a simulated model knows of its quantizers.
+
+    Attributes:
+        sim: the simulation; a copy of the model has a copy of it.
+        name: path of the module.
+        params, inputs, outputs: the quantizers at its edge.
+        inside: sites of calls in its forward that are at none of its edges.
+    """
+
+    def __init__(
+        self,
+        sim: Any,
+        name: str,
+        params: QuantizerDict,
+        inputs: QuantizerList,
+        outputs: QuantizerList,
+        inside: tuple[Site, ...],
+    ) -> None:
+        self.sim, self.name, self.inside = sim, name, inside
+        self.params, self.inputs, self.outputs = params, inputs, outputs
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Name and place of everything at the module's edge."""
+        for name, slot in self.params._slots.items():
+            yield f"param_quantizers.{name}", slot
+        for kind, slots in (("input", self.inputs), ("output", self.outputs)):
+            for index, slot in enumerate(slots._slots):
+                yield f"{kind}_quantizers.{index}", slot
+
+
+def record_of(module: Any) -> Record | None:
+    """What a module knows of its quantizers; ``None`` outside a simulation of this layer."""
+    found = vars(module).get(RECORD) if isinstance(module, nn.Module) else None
+    return found if isinstance(found, Record) else None
+
+
+def is_quantized(module: Any) -> bool:
+    """Whether a module shows quantizers."""
+    return record_of(module) is not None and PUBLIC[0] in vars(module)
+
+
+def attach(sim: Any) -> None:
+    """Give the modules of ``sim.model`` their quantizers; those without sub-modules show them."""
+    modules = dict(walk_modules(sim.model))
+    by_module: dict[str, list[Any]] = {}
+    below_module: dict[str, list[str]] = {}
+    for op in sim.graph.ops:
+        by_module.setdefault(op.module, []).append(op)
+        below_module.setdefault(_nearest(op.module, modules), []).append(op.name)
+    by_param, by_op = _sites_by_place(sim)
+    for path, module in modules.items():
+        inputs, outputs = QuantizerList(()), QuantizerList(())
+        if not module._modules:  # what the forward of others computes lies between their sub-modules
+            inputs, outputs = _edges(sim, path, by_module.get(path, []), by_op)
+        own = [site for op in below_module.get(path, ()) for site in by_op.get(op, ())]
+        params = _param_slots(path, module, by_param)
+        record = Record(sim, path, params, inputs, outputs, _not_among(own, (*inputs._slots, *outputs._slots)))
+        vars(module)[RECORD] = record
+        if not module._modules and not any(hasattr(type(module), name) for name in PUBLIC):
+            vars(module).update(param_quantizers=record.params, input_quantizers=inputs, output_quantizers=outputs)
+
+
+def _sites_by_place(sim: Any) -> tuple[dict[str, list[Site]], dict[str, list[Site]]]:
+    """The sites of stored parameters by parameter, and all others by operator."""
+    by_param: dict[str, list[Site]] = {}
+    by_op: dict[str, list[Site]] = {}
+    for site in sim.quantizers.values():
+        param = sim.graph.values[site.value].param
+        if site.role in ("weight", "bias", "constant") and param is not None:
+            by_param.setdefault(param, []).append(site)
+        else:
+            by_op.setdefault(site.op, []).append(site)
+    return by_param, by_op
+
+
+def _not_among(sites: Sequence[Site], slots: Sequence[Slot]) -> tuple[Site, ...]:
+    edge = {id(site) for slot in slots for site in slot.sites}
+    return tuple(site for site in sites if id(site) not in edge)
+
+
+def _param_slots(path: str, module: nn.Module, by_param: Mapping[str, list[Site]]) -> QuantizerDict:
+    why_none = "the parameter is not quantized by the configuration"
+    names = {name: f"{path}.{name}" if path else name for name, p in module._parameters.items() if p is not None}
+    return QuantizerDict({name: Slot(full, by_param.get(full, ()), why_none) for name, full in names.items()})
+
+
+def _nearest(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """The innermost module at or above ``path``; calls that are recorded in parts (attention) have paths of their own."""
+    while path and path not in modules:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _edges(
+    sim: Any, path: str, ops: Sequence[Any], by_op: Mapping[str, list[Site]]
+) -> tuple[QuantizerList, QuantizerList]:
+    """Quantizers of what a module reads and returns."""
+    sites = [site for op in ops for site in by_op.get(op.name, ())]
+    reads = _by_value("input", _entering(sim.graph, ops), sites)
+    returns = _by_value("output", _leaving(sim.graph, path, ops), sites)
+    if len(ops) > 1 and len({(op.type, len(op.outputs)) for op in ops}) == 1 == len(ops[0].outputs):
+        reads, returns = ([list(chain(*found))] for found in (reads, returns))  # one call, made several times
+    return _slots(f"{path}.input", reads, bool(ops)), _slots(f"{path}.output", returns, bool(ops))
+
+
+def _by_value(role: str, values: Iterable[str], sites: Sequence[Site]) -> list[list[Site]]:
+    """For each value the sites of a role that hold it."""
+    found: dict[str, list[Site]] = {value: [] for value in values}
+    for site in sites:
+        if site.role == role and site.value in found:
+            found[site.value].append(site)
+    return list(found.values())
+
+
+def _slots(place: str, found: Sequence[Sequence[Site]], computes: bool) -> QuantizerList:
+    why = "its values lie on the grid of another place" if computes else "the module computes nothing that is quantized"
+    return QuantizerList([Slot(f"{place}[{i}]", sites, why) for i, sites in enumerate(found or [()])])
+
+
+def _entering(graph: Any, ops: Sequence[Any]) -> list[str]:
+    """The values that operators read and none of them makes."""
+    made = {value for op in ops for value in op.outputs}
+    read = dict.fromkeys(value for op in ops for _, value in op.sources())
+    return [value for value in read if value not in made and not graph.values[value].is_static]
+
+
+def _leaving(graph: Any, path: str, ops: Sequence[Any]) -> Iterator[str]:
+    """The values that operators of a module make and others read, or nothing reads."""
+    for value in (value for op in ops for value in op.outputs):
+        readers = {reader.module for reader, _ in graph.consumers(value)}
+        if graph.is_output(value) or readers != {path}:
+            yield value
+
+
+def check_attached(sim: Any) -> None:
+    """Refuse a model one of whose lists of quantizers was replaced as a whole, which would change nothing.
+
+    Raises:
+        ModelError: with the module.
+    """
+    for path, module in walk_modules(sim.model):
+        record = record_of(module)
+        for name, own in zip(PUBLIC, (record.params, record.inputs, record.outputs) if record else (), strict=False):
+            if getattr(module, name, own) is not own:
+                raise ModelError(
+                    f"{path}.{name}",
+                    "it was replaced, so that the simulation does not see it",
+                    f"assign its items: {path}.{name}[...] = quantizer",
+                )
+
+
+def below(modules: Any) -> list[Record]:
+    """The records of one or several modules and of everything below them."""
+    several = [modules] if isinstance(modules, nn.Module) else list(modules)
+    found: dict[int, Record] = {}
+    for top in several:
+        for _, module in walk_modules(top):
+            record = record_of(module)
+            if record is not None:
+                found[id(record)] = record
+    return list(found.values())
+
+
+def switched_off(sites: Iterable[Site]) -> Handle:
+    """Switch sites off now; the handle brings them back as they were."""
+    kept = [(site, site.enabled) for site in sites]
+    for site, _ in kept:
+        site.enabled = False
+
+    def restore() -> None:
+        for site, enabled in kept:
+            site.enabled = enabled
+
+    return Handle(restore)
+
+
+# ------------------------------------------------------------------------------------ parameters with their quantized values
+
+
+def fold_parameters(records: Iterable[Record]) -> None:
+    """Write the quantized values of parameters into them and switch their quantizers off."""
+    by_name = {}
+    for record in records:
+        by_name[record.name] = record
+    if not by_name:
+        return
+    sim = next(iter(by_name.values())).sim
+    modules = dict(walk_modules(sim.model))
+    for path, record in by_name.items():
+        for name, slot in record.params._slots.items():
+            quantizer = slot.get()
+            if quantizer is not None and quantizer.is_initialized():
+                parameter = modules[path]._parameters[name]
+                assert parameter is not None
+                with torch.no_grad():
+                    parameter.copy_(quantizer(parameter.detach()))
+                slot.set(None)
+
+
+def original_model(model: nn.Module, qdq_weights: bool) -> nn.Module:
+    """A float copy of a simulated model.
+
+    Raises:
+        ModelError: the model is none of a simulation.
+    """
+    record = record_of(model)
+    if record is None:
+        raise ModelError(
+            "get_original_model",
+            f"a {type(model).__name__} is not a simulated model",
+            "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel",
+        )
+    twin = copy.deepcopy(record.sim)
+    made: nn.Module = twin.model
+    if qdq_weights:
+        fold_parameters(below(made))
+    twin.remove()
+    detach(made)
+    return made
+
+
+def detach(model: nn.Module) -> None:
+    """Take this layer's attributes off the modules of a model."""
+    for _, module in walk_modules(model):
+        for name in (RECORD, *PUBLIC, *METHODS):
+            vars(module).pop(name, None)  # what the module's class has is not in vars
+
+
+# ------------------------------------------------------------------------------------ weights on the grids of MXFP4 and NVFP4
+
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NVFP4_BLOCK = 16
+
+
+def set_weight_quantizer_to_mxfp4_int8(module: nn.Module, params: Any, block_size: int = 32) -> None:
+    """Round a module's weight to MXFP4 and give it a symmetric int8 quantizer per channel, for what runs it that way.
+
+    Args:
+        module: a Linear or convolution; others without a weight stay as they are.
+        params: its ``param_quantizers``.
+        block_size: input channels that share a power of two as their scale.
+
+    Raises:
+        FormatError: (a ValueError) another kind of layer.
+        GranularityError: (a ValueError) blocks that do not divide its input channels.
+    """
+    weight = _weight_of(module, params, "MXFP4")
+    if weight is not None:
+        _check_blocks(weight, block_size, "mxfp4")
+        _set(module, params, weight, mxfp4_scales(weight.detach(), block_size), block_size)
+
+
+def set_weight_quantizer_to_nvfp4_int8(
+    module: nn.Module, params: Any, scale_q: torch.Tensor, meta_scale: torch.Tensor | float
+) -> None:
+    """Round a module's weight to NVFP4 with given scales and give it a symmetric int8 quantizer per channel.
+
+    Args:
+        module, params: as for :func:`set_weight_quantizer_to_mxfp4_int8`.
+        scale_q: float8_e4m3fn, ``(out_channels, in_channels // 16, 1, ...)``: one scale per block of 16.
+        meta_scale: what all of them are multiplied by.
+
+    Raises:
+        FormatError, GranularityError: as there; or scales of another dtype or shape.
+    """
+    weight = _weight_of(module, params, "NVFP4")
+    if weight is None:
+        return
+    if scale_q.dtype != torch.float8_e4m3fn:
+        raise FormatError("scale_q", f"it is {scale_q.dtype}", "give the scales as torch.float8_e4m3fn")
+    _check_blocks(weight, _NVFP4_BLOCK, "nvfp4")
+    wanted = (weight.shape[0], weight.shape[1] // _NVFP4_BLOCK, *(1 for _ in weight.shape[2:]))
+    meta = torch.as_tensor(meta_scale, dtype=torch.float32, device=weight.device)
+    if tuple(scale_q.shape) != wanted or meta.ndim:
+        raise GranularityError(
+            "scale_q",
+            f"scales of shape {tuple(scale_q.shape)} and a meta scale of shape {tuple(meta.shape)}",
+            f"give shape {wanted} and a single number",
+        )
+    _set(module, params, weight, meta * scale_q.to(weight.device, torch.float32), _NVFP4_BLOCK)
+
+
+def _weight_of(module: Any, params: Any, name: str) -> torch.Tensor | None:
+    weight = getattr(module, "weight", None)
+    if weight is None or "weight" not in params:
+        return None
+    if not isinstance(module, _LAYERS):
+        raise FormatError(type(module).__name__, f"{name} is for Linear and convolutions", "leave this module out")
+    found: torch.Tensor = weight
+    return found
+
+
+def _check_blocks(weight: torch.Tensor, size: int, name: str) -> None:
+    if size < 1 or weight.shape[1] % size:
+        raise GranularityError(
+            name, f"blocks of {size} do not divide {weight.shape[1]} input channels", "use another block size or layer"
+        )
+
+
+@torch.no_grad()
+def _set(module: Any, params: Any, weight: torch.Tensor, scales: torch.Tensor, size: int) -> None:
+    grid = FloatEncoding(1, 2, True, False, scales, (1, size, *weight.shape[2:]))
+    quantizer = QuantizeDequantize((weight.shape[0], *(1,) * (weight.ndim - 1)), -128, 127, True)
+    params["weight"] = quantizer  # first: it refuses where the place has none
+    weight.copy_(grid.quantize_dequantize(weight.detach()).as_subclass(torch.Tensor))
+
+
+# ------------------------------------------------------------------------------------ encodings of one module
+
+
+#: what a place is called in an encodings file, its quantizer (``None``: none in effect), and how it is switched off
+Place = tuple[str, Any, Callable[[], None]]
+
+
+def places_of(quantizers: Any) -> list[Place]:
+    """The places of a list or a dict of quantizers."""
+    keys = quantizers.keys() if hasattr(quantizers, "keys") else range(len(quantizers))
+    return [(str(key), quantizers[key], _switch(quantizers, key)) for key in keys]
+
+
+def _switch(quantizers: Any, key: Any) -> Callable[[], None]:
+    def off() -> None:
+        quantizers[key] = None
+
+    return off
+
+
+def export_encodings(quantizers: Any, encoding_version: str) -> dict[str, Any]:
+    """Encodings by place; ``None`` where there is none."""
+    found = {name: None if q is None else q.get_encodings() for name, q, _ in places_of(quantizers)}
+    return {name: None if one is None else one.to_qnn_encoding_dict(encoding_version) for name, one in found.items()}
+
+
+def import_encodings(
+    quantizers: Any,
+    encodings: Mapping[str, Any],
+    strict: bool,
+    partial: bool,
+    requires_grad: bool | None,
+    allow_overwrite: bool,
+) -> None:
+    """Take records of version 0.6.1, by place; a quantizer whose range is fixed keeps it.
+
+    Args:
+        encodings: records (a list, or one) by the name of a parameter, or the index of an input or output as text.
+        strict: a record for a place without a quantizer is an error; else it is passed over.
+        partial: quantizers without a record stay; else they are switched off.
+        requires_grad: whether ranges train; ``None`` leaves that as it is.
+        allow_overwrite: whether calibration may change what was taken.
+
+    Raises:
+        EncodingsError: (a ValueError) ``strict`` and no quantizer, or no record of version 0.6.1; nothing is changed.
+    """
+    found: list[tuple[Any, list[Any]]] = []
+    dangling = []
+    for name, quantizer, off in places_of(quantizers):
+        if quantizer is not None and not quantizer.is_overwrite_allowed():
+            continue
+        given = encodings.get(name)
+        if not given:
+            dangling.append(off)
+        elif quantizer is not None:
+            found.append((quantizer, _records(name, given)))
+        elif strict:
+            raise EncodingsError(
+                f"import of encodings, {name!r}",
+                "there is a record and no quantizer to take it",
+                "put a quantizer there first, or pass strict=False",
+            )
+    for quantizer, records in found:
+        quantizer.set_legacy_encodings(records)
+        if requires_grad is not None:
+            quantizer.requires_grad_(requires_grad)
+        quantizer.allow_overwrite(allow_overwrite)
+    for off in dangling if not partial else ():
+        off()
+
+
+_KEYS = {"int": {"bitwidth", "is_symmetric", "min", "max"}, "float": {"bitwidth"}}
+
+
+def _records(name: str, given: Any) -> list[Any]:
+    records: Iterable[Any] = [given] if isinstance(given, Mapping) else list(given)
+    for record in records:
+        if not isinstance(record, Mapping) or not _KEYS.get(record.get("dtype", "int"), {""}) <= set(record):
+            raise EncodingsError(
+                f"import of encodings, {name!r}",
+                f"no record of version 0.6.1: {record!r}",
+                'give what export_..._encodings("0.6.1") returns, or load the whole file with sim.load_encodings',
+            )
+    return list(records)
+
+
+# ------------------------------------------------------------------------------------ methods of modules with quantizers
+
+
+class QuantizedModule:
+    """What a module can be asked through its quantizers.
+
+    Attributes:
+        param_quantizers, input_quantizers, output_quantizers: the quantizers, ``None`` where there is none.
+    """
+
+    param_quantizers: Any
+    input_quantizers: Any
+    output_quantizers: Any
+
+    @property
+    def _parametrized(self) -> Any:
+        """The module that holds the parameters."""
+        return self
+
+    def set_weight_quantizer_to_mxfp4_int8(self, block_size: int = 32) -> None:
+        """Round the weight to MXFP4 and quantize it to int8 per channel.
+
+        Raises:
+            FormatError, GranularityError: (ValueErrors) another kind of layer, or blocks that do not divide it.
+        """
+        set_weight_quantizer_to_mxfp4_int8(self._parametrized, self.param_quantizers, block_size)
+
+    def set_weight_quantizer_to_nvfp4_int8(self, scale_q: torch.Tensor, meta_scale: torch.Tensor | float) -> None:
+        """Round the weight to NVFP4 with given scales and quantize it to int8 per channel.
+
+        Raises:
+            FormatError, GranularityError: (ValueErrors) another kind of layer, or scales that do not fit it.
+        """
+        set_weight_quantizer_to_nvfp4_int8(self._parametrized, self.param_quantizers, scale_q, meta_scale)
+
+    # -- encodings
+
+    def export_input_encodings(self, encoding_version: str) -> dict[str, Any]:
+        """Encodings of the inputs by index, as encodings files have them."""
+        return export_encodings(self.input_quantizers, encoding_version)
+
+    def export_output_encodings(self, encoding_version: str) -> dict[str, Any]:
+        """Encodings of the outputs by index, as encodings files have them."""
+        return export_encodings(self.output_quantizers, encoding_version)
+
+    def export_param_encodings(self, encoding_version: str) -> dict[str, Any]:
+        """Encodings of the parameters by name, as encodings files have them."""
+        return export_encodings(self.param_quantizers, encoding_version)
+
+    def import_input_encodings(
+        self,
+        encodings: Mapping[str, Any],
+        strict: bool,
+        partial: bool,
+        requires_grad: bool | None,
+        allow_overwrite: bool,
+    ) -> None:
+        """Take encodings of the inputs by index (:func:`._module_encodings.import_encodings`)."""
+        import_encodings(self.input_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
+
+    def import_output_encodings(
+        self,
+        encodings: Mapping[str, Any],
+        strict: bool,
+        partial: bool,
+        requires_grad: bool | None,
+        allow_overwrite: bool,
+    ) -> None:
+        """Take encodings of the outputs by index (:func:`._module_encodings.import_encodings`)."""
+        import_encodings(self.output_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
+
+    def import_param_encodings(
+        self,
+        encodings: Mapping[str, Any],
+        strict: bool,
+        partial: bool,
+        requires_grad: bool | None,
+        allow_overwrite: bool,
+    ) -> None:
+        """Take encodings of the parameters by name (:func:`._module_encodings.import_encodings`)."""
+        import_encodings(self.param_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
+
+
+def broadcastable(values: Any, granularity: Granularity, shape: tuple[int, ...]) -> torch.Tensor:
+    """Parameters of an encoding for a tensor of ``shape`` as AIMET shapes them: ``(8, 1, 1, 1)`` for 8 channels."""
+    values = np.asarray(values)
+    if isinstance(granularity, PerChannel):
+        values = values.reshape(granularity.broadcast_shape(shape))
+    return torch.from_numpy(np.array(values, np.float32))
+
+
+def mxfp4_scales(weight: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The power of two of every block of ``block_size`` input channels: ``[O, I / block_size, 1, ...]``.
+
+    Reference: OCP Microscaling Formats 1.0, section 6.3; a block of zeros has 1.
+    """
+    largest = weight.abs().flatten(2).amax(2) if weight.ndim > 2 else weight.abs()
+    blocks = largest.reshape(largest.shape[0], -1, block_size).amax(2).double().cpu().numpy()
+    scales = power_of_two_scale(np.where(blocks > 0, blocks, 4.0), FLOAT_FORMATS["float4_e2m1"])
+    shaped = np.asarray(scales, np.float32).reshape(*blocks.shape, *(1,) * (weight.ndim - 2))
+    return torch.from_numpy(shaped).to(weight.device)

@@ -1,0 +1,686 @@
+"""Modules with quantizers: the classes of ``aimet_torch.nn``, methods on the modules of a simulation, functions as modules.
+
+A ``QuantizedLinear`` is an ``nn.Linear`` whose parameters, inputs and outputs pass quantizers of ``aimet_torch.quantization``,
+which lie in its ``state_dict`` and are trained with it. Modules of a simulation keep their own classes; the same methods are
+attributes of the instances. Functions as modules (``nn.modules.custom``, ``elementwise_ops``) serve models that use them:
+simulations quantize functional calls.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bitwright.aimet_common.absent import absence, absent_attribute, absent_names
+from bitwright.aimet_torch.module_quantizers import (
+    METHODS,
+    PUBLIC,
+    QuantizedModule,
+    Record,
+    below,
+    detach,
+    fold_parameters,
+    is_quantized,
+    record_of,
+)
+from bitwright.errors import ModelError
+from bitwright.torch.calls.inputs import walk_modules
+
+# ------------------------------------------------------------------------------------ quantized classes
+
+
+#: torch.nn class -> how many tensors it takes; one where it is not named
+INPUTS = {
+    "Embedding": 0,
+    "EmbeddingBag": 0,
+    "Bilinear": 2,
+    "CosineSimilarity": 2,
+    "PairwiseDistance": 2,
+    "MSELoss": 2,
+    "L1Loss": 2,
+    "BCELoss": 2,
+    "BCEWithLogitsLoss": 2,
+    "CrossEntropyLoss": 2,
+    "NLLLoss": 2,
+    "KLDivLoss": 2,
+    "SmoothL1Loss": 2,
+    "HuberLoss": 2,
+    "TripletMarginLoss": 3,
+}
+
+
+class UnknownModuleError(ModelError):
+    """There is no quantized class for a class of modules; a RuntimeError.
+
+    Attributes:
+        module_cls: the class of modules.
+        mixin_cls: the class whose ``implements`` registers a quantized class.
+    """
+
+    def __init__(self, module_cls: type[nn.Module], mixin_cls: type) -> None:
+        self.module_cls, self.mixin_cls = module_cls, mixin_cls
+        super().__init__(
+            module_cls.__name__,
+            "it has sub-modules, so that there is no quantized class of it",
+            f"write one under @{mixin_cls.__name__}.implements({module_cls.__name__}), or quantize its sub-modules",
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.module_cls, self.mixin_cls)
+
+
+class _Kind(type):
+    """Modules of a simulation count as instances of the quantized classes too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        plain = cls.__dict__.get("_plain")
+        return is_quantized(instance) and (
+            cls.__dict__.get("_abstract", False) or (plain is not None and type(instance) is plain)
+        )
+
+
+class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
+    """What quantized modules add to the class they are made from.
+
+    Attributes:
+        param_quantizers, input_quantizers, output_quantizers: the quantizers, ``None`` where there is none.
+    """
+
+    _abstract = True
+    _plain: Any = None
+    cls_to_qcls: dict[type, type] = {}
+    qcls_to_cls: dict[type, type] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__quant_init__()
+
+    def __quant_init__(self) -> None:
+        """Make the lists of quantizers; a class with another number of inputs overrides it."""
+        own: Any = self
+        places: Any = {name: None for name, value in own._parameters.items() if value is not None}
+        self.param_quantizers = nn.ModuleDict(places)
+        count = INPUTS.get(getattr(type(self)._plain, "__name__", ""), 1)
+        self.input_quantizers = nn.ModuleList([None] * count)  # type: ignore[list-item]
+        self.output_quantizers = nn.ModuleList([None])  # type: ignore[list-item]
+
+    # -- classes
+
+    @classmethod
+    def wrap(cls, module_cls: type[nn.Module]) -> type:
+        """A quantized class made from ``module_cls``."""
+        return quantized_class(module_cls)
+
+    @classmethod
+    def implements(cls, module_cls: type[nn.Module]) -> Callable[[type], type]:
+        """Decorator: the class below it is the quantized form of ``module_cls``.
+
+        Simulations need none: they quantize what any module computes. It serves modules of their own.
+        """
+
+        def register(quantized: type) -> type:
+            quantized._plain, quantized._abstract = module_cls, False  # type: ignore[attr-defined]
+            cls.cls_to_qcls[module_cls], cls.qcls_to_cls[quantized] = quantized, module_cls
+            return quantized
+
+        return register
+
+    @classmethod
+    def ignore(cls, module_cls: type[nn.Module]) -> None:
+        """Accepted: simulations need no quantized class of any module."""
+
+    @classmethod
+    def ignore_unknown_modules(cls, ignore: bool = True) -> None:
+        """Accepted: simulations know no unknown modules."""
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> Any:
+        """The quantized form of a module, with the same parameters.
+
+        Raises:
+            UnknownModuleError: (a RuntimeError) it has sub-modules, and no class is registered for it.
+        """
+        kind = type(module)
+        quantized = cls.cls_to_qcls.get(kind)
+        if quantized is None and (module._modules or kind is nn.Module):
+            raise UnknownModuleError(kind, cls)
+        own: Any = quantized or quantized_class(kind)
+        made: Any = own.__new__(own)
+        made.__dict__.update({key: copy.copy(value) if isinstance(value, dict) else value
+                              for key, value in module.__dict__.items()})  # fmt: skip
+        made.__quant_init__()
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        parent: Any = super()
+        try:
+            return parent.__getattr__(name)
+        except AttributeError as error:
+            if absence(f"aimet_torch.nn.BaseQuantizationMixin.{name}") is None:
+                raise
+            raise absent_attribute("aimet_torch.nn.BaseQuantizationMixin", name) from error
+
+    def get_original_module(self) -> nn.Module:
+        """The float module, with the same parameters."""
+        own: Any = self
+        plain: Any = type(self)._plain or type(self).__mro__[2]
+        made: Any = plain.__new__(plain)
+        made.__dict__.update({key: copy.copy(value) if isinstance(value, dict) else value
+                              for key, value in own.__dict__.items()})  # fmt: skip
+        for name in PUBLIC:
+            made._modules.pop(name, None)
+        return made
+
+    # -- running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The float module's forward with quantized inputs, parameters and outputs."""
+        parent: Any = super()
+        taken = [_quantized(quantizer, x) for quantizer, x in zip(self.input_quantizers, args, strict=False)] + list(
+            args[len(self.input_quantizers) :]
+        )
+        with self._patch_quantized_parameters():
+            output = parent.forward(*taken, **kwargs)
+        if isinstance(output, tuple):
+            several = [
+                _quantized(self.output_quantizers[i] if i < len(self.output_quantizers) else None, x)
+                for i, x in enumerate(output)
+            ]
+            return tuple(several)
+        return _quantized(self.output_quantizers[0], output)
+
+    @contextmanager
+    def _patch_quantized_parameters(self) -> Iterator[None]:
+        """The parameters have their quantized values inside the block."""
+        own: Any = self
+        values = {
+            name: quantizer(own._parameters[name])
+            for name, quantizer in self.param_quantizers.items()
+            if quantizer is not None
+        }
+        if "_flat_weights_names" in vars(self) and values:  # recurrent modules read this list instead
+            values["_flat_weights"] = [values.get(name, own._parameters.get(name)) for name in own._flat_weights_names]
+        kept = {name: vars(self)[name] for name in values if name in vars(self)}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            for name in values:
+                vars(self).pop(name, None)
+            vars(self).update(kept)
+
+    def _quantizers(self) -> list[Any]:
+        several = [*self.param_quantizers.values(), *self.input_quantizers, *self.output_quantizers]
+        return [quantizer for quantizer in several if quantizer is not None]
+
+    @contextmanager
+    def compute_encodings(self) -> Iterator[None]:
+        """Find the ranges of this module's quantizers from what passes inside the block."""
+        with ExitStack() as stack:
+            for quantizer in self._quantizers():
+                stack.enter_context(quantizer.compute_encodings())
+            yield
+
+    def compute_param_encodings(self) -> None:
+        """Find the ranges of the parameters' quantizers."""
+        own: Any = self
+        for name, quantizer in self.param_quantizers.items():
+            if quantizer is not None:
+                with quantizer.compute_encodings():
+                    quantizer(own._parameters[name])
+
+    @torch.no_grad()
+    def fold_param_quantizers(self) -> None:
+        """Write the quantized values into the parameters and take their quantizers away."""
+        own: Any = self
+        for name, quantizer in list(self.param_quantizers.items()):
+            if quantizer is not None:
+                own._parameters[name].copy_(quantizer(own._parameters[name]))
+                self.param_quantizers[name] = None
+
+
+class QuantizationMixin(BaseQuantizationMixin):
+    """:class:`BaseQuantizationMixin` under its usual name."""
+
+    _abstract = True
+    cls_to_qcls = BaseQuantizationMixin.cls_to_qcls
+    qcls_to_cls = BaseQuantizationMixin.qcls_to_cls
+
+
+def _quantized(quantizer: Any, value: Any) -> Any:
+    tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return quantizer(value) if quantizer is not None and tensor else value
+
+
+def quantized_class(module_cls: type[nn.Module]) -> type:
+    """The quantized class of ``module_cls``; made once."""
+    known = BaseQuantizationMixin.cls_to_qcls.get(module_cls)
+    if known is None:
+        made: Any = _Kind(
+            f"Quantized{module_cls.__name__}",
+            (QuantizationMixin, module_cls),
+            {
+                "_plain": module_cls,
+                "_abstract": False,
+                "__module__": "bitwright.aimet_torch.nn",
+                "__doc__": f"A quantized ``{module_cls.__name__}``.",
+            },
+        )
+        known = BaseQuantizationMixin.cls_to_qcls[module_cls] = made
+        BaseQuantizationMixin.qcls_to_cls[made] = module_cls
+    return known
+
+
+def check_plain(model: nn.Module) -> None:
+    """Refuse modules that quantize on their own inside a model to be simulated.
+
+    Raises:
+        ModelError: with the first one.
+    """
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, nn.Module) and BaseQuantizationMixin in type(module).__mro__:
+            own: Any = module
+            if own._quantizers():
+                raise ModelError(
+                    name or type(module).__name__,
+                    "it has quantizers of its own, which the simulation would come on top of",
+                    "simulate the float model (get_original_module()), then set sim.model's quantizers",
+                )
+
+
+# ------------------------------------------------------------------------------------ calibration
+
+
+class _NothingRan(Exception):
+    """The callback returned without running the model."""
+
+
+def calibrate(
+    sim: Any, callback: Callable[[nn.Module], Any], compute: Callable[..., None], options: dict[str, Any]
+) -> None:
+    """Calibrate by a callback; one that runs nothing finds the parameters' encodings alone, as in AIMET."""
+    ran: list[bool] = []
+    handle = sim.model.register_forward_hook(lambda *_: ran.append(True))
+
+    def counted(model: nn.Module) -> None:
+        callback(model)
+        if not ran:
+            raise _NothingRan
+
+    try:
+        compute(counted, **options)
+    except _NothingRan:
+        calibrate_parameters(sim, compute)
+    finally:
+        handle.remove()
+
+
+def calibrate_parameters(sim: Any, compute: Callable[..., None]) -> None:
+    """Find the encodings of the parameters on the example input, with everything else switched off and kept."""
+    with _left_alone(site for site in sim.quantizers.values() if site.role in ("input", "output")):
+        compute(None, progress=False)
+
+
+@contextmanager
+def _left_alone(sites: Iterator[Any]) -> Iterator[None]:
+    kept = [(site.quantizer, site.quantizer.enabled, site.quantizer.frozen) for site in sites]
+    for quantizer, _, _ in kept:
+        quantizer.enabled, quantizer.frozen = False, True
+    try:
+        yield
+    finally:
+        for quantizer, enabled, frozen in kept:
+            quantizer.enabled, quantizer.frozen = enabled, frozen
+
+
+@contextmanager
+def compute_encodings(model: nn.Module) -> Iterator[None]:
+    """Calibrate on every call of a simulated model inside the block; the encodings are in effect at its end.
+
+    With a part of the model (``sim.model.layer1``), the encodings of all other places are kept.
+
+    Raises:
+        ModelError: no model of a simulation of this layer.
+    """
+    record = record_of(model)
+    own_modules: list[Any] = [m for m in model.modules() if BaseQuantizationMixin in type(m).__mro__]
+    if record is not None:
+        with _others_kept(record.sim, model), _observed(record.sim):
+            yield
+        return
+    if not own_modules:
+        raise ModelError(
+            "compute_encodings",
+            f"a {type(model).__name__} is not a module of a simulation",
+            "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel, or one of its modules",
+        )
+    with ExitStack() as stack:
+        for module in own_modules:
+            stack.enter_context(module.compute_encodings())
+        yield
+
+
+@contextmanager
+def _others_kept(sim: Any, model: nn.Module) -> Iterator[None]:
+    """Quantizers of other places than those of ``model`` stay as they are inside the block."""
+    records = list(below(model))
+    own = {id(site.quantizer) for r in records for _, slot in r.slots() for site in slot.sites}
+    own |= {id(site.quantizer) for r in records for site in r.inside}
+    kept = [(q, q.frozen, q.enabled) for q in sim.quantizers.unique() if id(q) not in own]
+    for quantizer, _, enabled in kept:  # what has no range yet cannot take part, and stays without one
+        quantizer.frozen, quantizer.enabled = True, enabled and quantizer.encoding is not None
+    try:
+        yield
+    finally:
+        for quantizer, was, enabled in kept:
+            quantizer.frozen, quantizer.enabled = was, enabled
+
+
+@contextmanager
+def _observed(sim: Any) -> Iterator[None]:
+    """A calibration of what runs in the block; where nothing runs, of the parameters alone, as in AIMET."""
+    ran: list[bool] = []
+    handle = sim.model.register_forward_hook(lambda *_: ran.append(True))
+    try:
+        with sim.calibrating():
+            yield
+            if not ran:
+                raise _NothingRan
+    except _NothingRan:
+        sim.compute_param_encodings()
+    finally:
+        handle.remove()
+
+
+# ------------------------------------------------------------------------------------ methods on the modules of a simulation
+
+
+class ModuleCalls(QuantizedModule):
+    """What one module of a simulated model can be asked; a copy of the model has its own."""
+
+    def __init__(self, module: nn.Module, record: Record) -> None:
+        self._module, self._record = module, record
+
+    @property
+    def _parametrized(self) -> nn.Module:
+        return self._module
+
+    @property
+    def param_quantizers(self) -> Any:
+        """By name of the parameter."""
+        return self._record.params
+
+    @property
+    def input_quantizers(self) -> Any:
+        """By index of the input."""
+        return self._record.inputs
+
+    @property
+    def output_quantizers(self) -> Any:
+        """By index of the output."""
+        return self._record.outputs
+
+    def compute_encodings(self) -> AbstractContextManager[None]:
+        """Find the ranges of this module's quantizers from what passes inside the block; all others are kept."""
+        return compute_encodings(self._module)
+
+    def compute_param_encodings(self) -> None:
+        """Find the ranges of the parameters' quantizers."""
+        for name, quantizer in self._record.params.items():
+            if quantizer is not None:
+                parameter: Any = self._module._parameters[name]
+                with quantizer.compute_encodings():
+                    quantizer(parameter.detach())
+
+    def fold_param_quantizers(self) -> None:
+        """Write the quantized values into the parameters and switch their quantizers off."""
+        fold_parameters([self._record])
+
+    def get_original_module(self) -> nn.Module:
+        """The module without quantizers, outside of the simulation, with the same parameters."""
+        plain = copy.copy(self._module)
+        plain.__dict__.update(
+            {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(self._module).items()}
+        )
+        detach(plain)
+        return plain
+
+
+def attach_calls(sim: Any) -> None:
+    """Give the modules of ``sim.model`` that show quantizers the methods of quantized modules.
+
+    A name that a module's class or instance has already stays what it is.
+    """
+    for _, module in walk_modules(sim.model):
+        record = record_of(module)
+        if record is None or not is_quantized(module):
+            continue
+        calls = ModuleCalls(module, record)
+        for name in METHODS:
+            if not hasattr(type(module), name):
+                vars(module)[name] = getattr(calls, name)
+
+
+# ------------------------------------------------------------------------------------ functions as modules
+
+
+class CustomSiLU(nn.Module):
+    """``x * sigmoid(x)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sigmoid = nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x * sigmoid(x)``."""
+        return x * self.sigmoid(x)
+
+
+class ChannelShuffle(nn.Module):
+    """Channels of groups, interleaved."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        """The first input with its channels shuffled."""
+        return F.channel_shuffle(args[0], self.groups)
+
+
+class DepthToSpaceCRDMode(nn.Module):
+    """Channels moved into square blocks of space, column-row-depth."""
+
+    def __init__(self, block_size: Any) -> None:
+        super().__init__()
+        self.block_size = block_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` with fewer channels and larger images."""
+        size = self.block_size if isinstance(self.block_size, int) else self.block_size[0]
+        return F.pixel_shuffle(x, size)
+
+
+class DepthToSpaceDCRMode(nn.Module):
+    """Channels moved into square blocks of space, depth-column-row."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__()
+        self.block_size = block_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` with fewer channels and larger images."""
+        batch, channels, height, width = x.shape
+        size = self.block_size
+        blocks = x.reshape(batch, size, size, channels // size**2, height, width)
+        return blocks.permute(0, 3, 4, 1, 5, 2).reshape(batch, -1, height * size, width * size)
+
+
+class ScatterElements(nn.Module):
+    """Values written to indices along an axis."""
+
+    def __init__(self, dim: int, reduce: str | None = None) -> None:
+        super().__init__()
+        self.dim, self.reduce = dim, reduce
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, src: Any) -> torch.Tensor:
+        """``x`` with ``src`` at ``index``."""
+        if self.reduce is None:
+            return torch.scatter(x, self.dim, index, src)
+        return torch.scatter(x, self.dim, index, src, reduce=self.reduce)
+
+
+class OneHot(nn.Module):
+    """Indices as vectors with one entry that is on."""
+
+    def __init__(self, num_classes: int, off_value: Any, on_value: Any) -> None:
+        super().__init__()
+        self.num_classes, self.off_value, self.on_value = num_classes, off_value, on_value
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The vectors along a last axis."""
+        hot = F.one_hot(inputs.to(torch.int64), self.num_classes)
+        return self.off_value + hot * (self.on_value - self.off_value)
+
+
+class CustomGather(nn.Module):
+    """Slices picked by indices along an axis."""
+
+    def forward(self, data: torch.Tensor, indices: torch.Tensor, axis: int = 0) -> torch.Tensor:
+        """The slices, in the shape of the indices; negative indices count from the end."""
+        axis = axis % data.dim()
+        picked = torch.index_select(data, axis, indices.flatten() % data.shape[axis])
+        return picked.reshape(*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :])
+
+
+class Cast(nn.Module):
+    """A change of dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` in the dtype."""
+        return x.type(self.dtype)
+
+
+ALL = (
+    CustomSiLU, ChannelShuffle, DepthToSpaceCRDMode, DepthToSpaceDCRMode, ScatterElements, OneHot, CustomGather, Cast,
+)  # fmt: skip
+
+
+def _of(name: str, function: Callable[..., Any], inputs: int = 1) -> type[nn.Module]:
+    """A module class that calls a function."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    made = type(name, (nn.Module,), {"forward": forward, "__module__": __name__, "__doc__": f"``{name}`` as a module."})
+    INPUTS[name] = inputs
+    return made
+
+
+class Concat(nn.Module):
+    """``torch.cat`` of its inputs along an axis."""
+
+    def __init__(self, axis: int = 0) -> None:
+        super().__init__()
+        self._axis = axis
+
+    @property
+    def axis(self) -> int:
+        """The axis."""
+        return self._axis
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        """The inputs, one after the other."""
+        return torch.cat(args, dim=self._axis)
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square norm with a weight."""
+
+    def __init__(self, input_shape: Any, axes: Any, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon, self.axes = epsilon, axes
+        sizes = [input_shape[axis] for axis in axes]
+        self.normalize_over_last_dim = list(axes)[-1] in (-1, len(input_shape) - 1)
+        self.weight = nn.Parameter(torch.ones(sizes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` by its root mean square over the axes, times the weight."""
+        return x * torch.rsqrt(x.square().mean(tuple(self.axes), keepdim=True) + self.epsilon) * self.weight
+
+
+class DynamicConv2d(nn.Module):
+    """A convolution whose weight is an input."""
+
+    def __init__(self, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> None:
+        super().__init__()
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The convolution of ``x``."""
+        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+_UNARY: dict[str, Callable[..., Any]] = {
+    "Sin": torch.sin, "Cos": torch.cos, "Asin": torch.asin, "Atan": torch.atan, "Erf": torch.erf,
+    "Exponential": torch.exp, "Log": torch.log, "Abs": torch.abs, "Neg": torch.neg, "Round": torch.round,
+    "Square": torch.square, "Sqrt": torch.sqrt, "RSqrt": torch.rsqrt, "Norm": torch.norm, "Normalize": F.normalize,
+    "Max": torch.max, "AMax": torch.amax, "Min": torch.min, "AMin": torch.amin, "Argmin": torch.argmin,
+    "Argmax": torch.argmax, "Mean": torch.mean, "Sum": torch.sum, "Prod": torch.prod, "CumSum": torch.cumsum,
+    "Split": torch.split, "Reshape": torch.reshape, "Permute": torch.permute, "Select": torch.select,
+    "Chunk": torch.chunk, "IndexSelect": torch.index_select, "Gather": torch.gather,
+    "ElementwiseCeil": torch.ceil, "ElementwiseFloor": torch.floor, "Pad": F.pad, "Interpolate": F.interpolate,
+    "MaxPool2d": F.max_pool2d, "AvgPool2d": F.avg_pool2d, "AdaptiveAvgPool2d": F.adaptive_avg_pool2d,
+    "BatchNorm": F.batch_norm, "GroupNorm": F.group_norm, "LogicalNot": torch.logical_not, "Tile": torch.tile,
+    "Squeeze": torch.squeeze, "Unsqueeze": torch.unsqueeze,
+    "Expand": lambda tensor, *sizes: tensor.expand(*sizes), "StridedSlice": lambda tensor, *index: tensor[index],
+    "NullRequant": lambda tensor, *shape: tensor.reshape(*shape) if shape else tensor,
+}  # fmt: skip
+_BINARY: dict[str, Callable[..., Any]] = {
+    "Add": torch.add, "Subtract": torch.sub, "Multiply": torch.mul, "Divide": torch.div, "Pow": torch.pow,
+    "FloorDivide": torch.floor_divide, "Remainder": torch.remainder, "Fmod": torch.fmod, "Outer": torch.outer,
+    "MatMul": torch.matmul, "Bmm": torch.bmm, "Maximum": torch.maximum, "Minimum": torch.minimum,
+    "LogicalOr": torch.logical_or, "LogicalAnd": torch.logical_and, "Greater": torch.gt, "Less": torch.lt,
+    "GreaterEqual": torch.ge, "LessEqual": torch.le, "Equal": torch.eq, "NotEqual": torch.ne,
+    "GridSample": F.grid_sample, "MaskedFill": torch.masked_fill, "DynamicLinear": F.linear,
+}  # fmt: skip
+_TERNARY: dict[str, Callable[..., Any]] = {
+    "Baddbmm": torch.baddbmm, "Addmm": torch.addmm, "Where": torch.where,
+    "ScaledDotProductAttention": F.scaled_dot_product_attention,
+    "IndexPut": torch.index_put,
+}  # fmt: skip
+
+_MADE: dict[str, type[nn.Module]] = {
+    name: _of(name, function, inputs)
+    for inputs, table in ((1, _UNARY), (2, _BINARY), (3, _TERNARY))
+    for name, function in table.items()
+}
+_MADE.update(Concat=Concat, RmsNorm=RmsNorm, DynamicConv2d=DynamicConv2d)
+_MADE.update({kind.__name__: kind for kind in ALL})
+_missing = absent_names("bitwright.aimet_torch.nn.modules.custom")
+
+
+@functools.cache
+def _quantized_function(name: str) -> type:
+    return quantized_class(_MADE[name])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MADE:
+        return _MADE[name]
+    if name.startswith("Quantized") and name.removeprefix("Quantized") in _MADE:
+        return _quantized_function(name.removeprefix("Quantized"))
+    return _missing(name)

@@ -1,0 +1,1162 @@
+"""``aimet_torch.quantization``: quantizers as modules and functions, encodings, and tensors that carry their encoding.
+
+Home of ``quantization.base``, ``.affine``, ``.tensor`` and ``.encoding_analyzer``; float quantizers are in
+:mod:`bitwright.aimet_torch.float_quantizers`. The arithmetic is that of :mod:`bitwright.torch.quantizers.functional`.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from bitwright.aimet_common.sites import steps_format
+from bitwright.core.numerics.affine import encode
+from bitwright.core.numerics.formats import Format
+from bitwright.core.numerics.granularity import PerChannel
+from bitwright.core.numerics.ranges import choose_range, find_range_method, needs
+from bitwright.core.numerics.spec import QuantSpec, RangeMethod
+from bitwright.core.numerics.statistics import Statistics, start, update
+from bitwright.errors import CalibrationError, ConfigError, FormatError
+from bitwright.torch.quantizers import functional
+
+__all__ = [
+    "AffineEncoding",
+    "AffineQuantizerBase",
+    "Dequantize",
+    "DequantizedTensor",
+    "EncodingAnalyzer",
+    "EncodingError",
+    "GroupedBlockEncoding",
+    "GroupedBlockQuantizeDequantize",
+    "MinMaxEncodingAnalyzer",
+    "PercentileEncodingAnalyzer",
+    "Quantize",
+    "QuantizeDequantize",
+    "QuantizedTensor",
+    "QuantizedTensorBase",
+    "SqnrEncodingAnalyzer",
+    "StatisticsNotFoundError",
+    "TfEnhancedEncodingAnalyzer",
+    "VectorEncoding",
+    "dequantize",
+    "get_backend",
+    "quantize",
+    "quantize_dequantize",
+    "set_backend",
+]
+
+
+# ------------------------------------------------------------------------------------ what all have in common
+
+
+class EncodingBase(abc.ABC):
+    """A number format with its scale, as tensors."""
+
+    scale: torch.Tensor
+    block_size: tuple[int, ...] | None
+
+    @property
+    @abc.abstractmethod
+    def bitwidth(self) -> int:
+        """Bits of the format."""
+
+    @property
+    @abc.abstractmethod
+    def mapping(self) -> str:
+        """``affine`` or ``float``."""
+
+    @property
+    def granularity(self) -> str:
+        """``pertensor``, ``perchannel`` or ``blockwise``."""
+        if self.block_size is not None:
+            return "blockwise"
+        return "pertensor" if self.scale.numel() == 1 else "perchannel"
+
+    @abc.abstractmethod
+    def to(self, *args: Any, **kwargs: Any) -> EncodingBase:
+        """The encoding with its tensors on another device."""
+
+    @abc.abstractmethod
+    def quantize(self, input: torch.Tensor) -> torch.Tensor:
+        """Codes of ``input``."""
+
+    @abc.abstractmethod
+    def dequantize(self, input: torch.Tensor) -> torch.Tensor:
+        """Values of codes."""
+
+    @abc.abstractmethod
+    def to_qnn_encoding_dict(self, encoding_version: str | None = None) -> Any:
+        """The encoding as encodings files have it."""
+
+    def quantize_dequantize(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` on the grid."""
+        return self.dequantize(self.quantize(input)).to(input.dtype)
+
+
+class QuantizerBase(abc.ABC, nn.Module):
+    """A module that quantizes its input.
+
+    A quantizer that was put in a place of a simulation (``module.output_quantizers[0] = q``) shows and changes the quantizer
+    of that place from then on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._overwrite: dict[str, bool] = {}
+        self.__dict__["_bound"] = None
+        self.__dict__["_observing"] = 0
+
+    # -- being the quantizer of a place in a simulation
+
+    @property
+    def bound(self) -> Any:
+        """The quantizer of a simulation that this one stands for; ``None`` if none."""
+        return self.__dict__["_bound"]
+
+    def bind(self, view: Any) -> None:
+        """Stand for the quantizer of a simulation."""
+        self.__dict__["_bound"] = view
+
+    # -- what a script asks
+
+    @abc.abstractmethod
+    def is_initialized(self) -> bool:
+        """Whether there is a range."""
+
+    @abc.abstractmethod
+    def get_encodings(self) -> Any:
+        """The encoding; ``None`` until there is a range."""
+
+    def get_encoding(self) -> Any:
+        """:meth:`get_encodings` under its older name."""
+        return self.get_encodings()
+
+    def set_encodings(self, encodings: EncodingBase) -> None:
+        """Take grid and range of an encoding."""
+        raise NotImplementedError(f"{type(self).__name__}.set_encodings")
+
+    @classmethod
+    @abc.abstractmethod
+    def from_encodings(cls, encodings: EncodingBase) -> Any:
+        """A quantizer with the grid and range of an encoding; ``None`` for encodings of another kind."""
+
+    @abc.abstractmethod
+    def get_legacy_encodings(self) -> list[dict[str, Any]] | None:
+        """The encoding as files of version 0.6.1 have it; ``None`` without a range."""
+
+    @abc.abstractmethod
+    def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
+        """Take records of version 0.6.1."""
+
+    @contextmanager
+    def compute_encodings(self) -> Iterator[None]:
+        """Find the range from what passes inside the block."""
+        self._start()
+        self.__dict__["_observing"] += 1
+        try:
+            yield
+            self._finish()
+        finally:
+            self.__dict__["_observing"] -= 1
+
+    @property
+    def observing(self) -> bool:
+        """Whether a :meth:`compute_encodings` block is open."""
+        return bool(self.__dict__["_observing"])
+
+    @abc.abstractmethod
+    def _start(self) -> None: ...
+
+    @abc.abstractmethod
+    def _finish(self) -> None: ...
+
+    def allow_overwrite(self, mode: bool | None = None, **ends: bool) -> None:
+        """Whether :meth:`compute_encodings` may change the range, or single ends of it (``min=False``).
+
+        Args:
+            mode: for all parameters of the quantizer.
+            ends: by the name of the parameter.
+        """
+        names = list(self._overwrite)
+        self._overwrite.update(dict.fromkeys(names, bool(mode)) if mode is not None else {})
+        self._overwrite.update({name: bool(allowed) for name, allowed in ends.items()})
+        if self.bound is not None:
+            self.bound.allow_overwrite(all(self._overwrite.values()))
+
+    def is_overwrite_allowed(self, name: str | None = None) -> bool:
+        """Whether :meth:`compute_encodings` may change the parameter called ``name``, or all of them."""
+        return self._overwrite[name] if name is not None else all(self._overwrite.values())
+
+    def _refuse_uninitialized(self) -> None:
+        if not self.is_initialized():
+            raise CalibrationError(
+                type(self).__name__,
+                "the quantizer has no range yet",
+                "run data through it inside `with quantizer.compute_encodings():`, or call set_range(min, max)",
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerBase:
+        """A copy that stands on its own, with the range of the place it stood for."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        import copy
+
+        state = {key: value for key, value in self.__dict__.items() if key not in ("_bound", "_observing")}
+        made.__dict__.update(copy.deepcopy(state, memo))
+        made.__dict__.update(_bound=copy.deepcopy(self.bound, memo), _observing=0)
+        return made
+
+
+def check_input(input: Any, quantizer: object) -> torch.Tensor:
+    """``input``, if it is a floating-point tensor.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(input, torch.Tensor) or not input.is_floating_point():
+        kind = input.dtype if isinstance(input, torch.Tensor) else type(input).__name__
+        raise TypeError(f"{type(quantizer).__name__} quantizes floating-point tensors, not {kind}")
+    return input
+
+
+# ------------------------------------------------------------------------------------ tensors that carry their encoding
+
+
+EncodingError = CalibrationError
+T = TypeVar("T", bound="QuantizedTensorBase")
+
+#: calls after which the elements are still those of the first argument, so that its encoding holds
+_KEEPING = {
+    torch.Tensor.clone,
+    torch.Tensor.detach,
+    torch.Tensor.contiguous,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.cpu,
+    torch.Tensor.cuda,
+    torch.clone,
+    torch.detach,
+}
+#: the same where one encoding serves all elements
+_MOVING = {
+    torch.Tensor.reshape,
+    torch.Tensor.view,
+    torch.Tensor.flatten,
+    torch.Tensor.permute,
+    torch.Tensor.transpose,
+    torch.Tensor.squeeze,
+    torch.Tensor.unsqueeze,
+    torch.Tensor.__getitem__,
+    torch.Tensor.expand,
+    torch.reshape,
+    torch.flatten,
+    torch.permute,
+    torch.transpose,
+    torch.squeeze,
+    torch.unsqueeze,
+}
+
+
+class QuantizedTensorBase(torch.Tensor):
+    """A tensor with the encoding its elements have; whatever computes on it returns ordinary tensors."""
+
+    encoding: Any = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        source = args[0] if args else None
+        if not isinstance(result, torch.Tensor) or not isinstance(source, QuantizedTensorBase):
+            return result
+        encoding = source.encoding
+        moved = func in _MOVING and encoding is not None and encoding.scale.numel() == 1
+        if func in _KEEPING or moved:
+            return with_encoding(type(source), result, encoding)
+        return result.as_subclass(torch.Tensor) if isinstance(result, QuantizedTensorBase) else result
+
+    def quantize(self) -> QuantizedTensor:
+        """The codes of the tensor's values."""
+        raise NotImplementedError(f"{type(self).__name__}.quantize")
+
+    def dequantize(self) -> DequantizedTensor:
+        """The tensor's values."""
+        raise NotImplementedError(f"{type(self).__name__}.dequantize")
+
+    def quantized_repr(self) -> torch.Tensor:
+        """The codes in an integer dtype that holds them."""
+        raise NotImplementedError(f"{type(self).__name__}.quantized_repr")
+
+    def new_empty(self, size: Any, *, dtype: torch.dtype | None = None, device: Any = None,  # type: ignore[override]
+                  requires_grad: bool = False, layout: torch.layout = torch.strided, pin_memory: bool = False,
+                  **kwargs: Any) -> Any:  # fmt: skip
+        """A tensor of the same kind, without values and, unless it is given, without an encoding."""
+        encoding = kwargs.pop("encoding", None)
+        made = super().new_empty(
+            size, dtype=dtype, device=device, requires_grad=requires_grad, layout=layout,
+            pin_memory=pin_memory, **kwargs,
+        )  # fmt: skip
+        return with_encoding(type(self), made, encoding)
+
+    def clone(self, *, memory_format: torch.memory_format | None = torch.preserve_format) -> Any:
+        """A copy with the same encoding."""
+        return super().clone(memory_format=memory_format)
+
+    def detach(self) -> Any:
+        """The tensor without its history, with the same encoding, which has none either."""
+        encoding = copy.copy(self.encoding)
+        if encoding is not None:
+            fields = {key: v.detach() for key, v in vars(encoding).items() if isinstance(v, torch.Tensor)}
+            vars(encoding).update(fields)
+        return with_encoding(type(self), super().detach(), encoding)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = with_encoding(type(self), copy.deepcopy(self._plain(), memo), copy.deepcopy(self.encoding, memo))
+        memo[id(self)] = made
+        return made
+
+    def _required(self) -> Any:
+        if self.encoding is None:
+            raise CalibrationError(
+                type(self).__name__, "the tensor has no encoding", "make it with a quantizer of quantization.affine"
+            )
+        return self.encoding
+
+    def _plain(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def with_encoding(kind: type[T], values: torch.Tensor, encoding: Any) -> T:
+    """``values`` as a tensor of ``kind`` that has ``encoding``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = values.as_subclass(kind)
+    made.encoding = encoding
+    return made
+
+
+class QuantizedTensor(QuantizedTensorBase):
+    """Codes on a grid."""
+
+    def quantize(self) -> QuantizedTensor:
+        """The tensor itself."""
+        return self
+
+    def dequantize(self) -> DequantizedTensor:
+        """The values of the codes."""
+        encoding = self._required()
+        return with_encoding(DequantizedTensor, encoding.dequantize(self._plain()), encoding)
+
+    def quantized_repr(self) -> torch.Tensor:
+        """The codes in an integer dtype that holds them."""
+        encoding = self._required()
+        return self._plain().detach().to(encoding.dtype)
+
+
+class DequantizedTensor(QuantizedTensorBase):
+    """Values that lie on a grid."""
+
+    def quantize(self) -> QuantizedTensor:
+        """The codes of the values."""
+        encoding = self._required()
+        return with_encoding(QuantizedTensor, encoding.quantize(self._plain()), encoding)
+
+    def dequantize(self) -> DequantizedTensor:
+        """The tensor itself."""
+        return self
+
+    def quantized_repr(self) -> torch.Tensor:
+        """The codes in an integer dtype that holds them."""
+        return self.quantize().quantized_repr()
+
+
+# ------------------------------------------------------------------------------------ ranges from statistics
+
+
+StatisticsNotFoundError = CalibrationError
+
+
+class EncodingAnalyzer:
+    """Keeps statistics of tensors whose parameters have ``shape``, and chooses ranges by one of our methods.
+
+    Args:
+        shape: of the ranges it makes.
+        block_size: elements that share a range, axis by axis.
+        method: the range method.
+    """
+
+    def __init__(self, shape: tuple[int, ...], block_size: tuple[int, ...] | None, method: RangeMethod) -> None:
+        self.shape, self.block_size, self.method = tuple(shape), block_size, method
+        self._seen: Any = None
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return functional.block_rows(tensor, self.shape, self.block_size)
+
+    def update_stats(self, input_tensor: torch.Tensor) -> None:
+        """Add the values of a tensor."""
+        if self._seen is None:
+            self._seen = start_rows(self.method, math.prod(self.shape))
+        self._seen = update_rows(self._seen, self._rows(input_tensor))
+
+    def reset_stats(self) -> None:
+        """Forget all values."""
+        self._seen = None
+
+    def compute_encodings(self, num_steps: float, is_symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ends of the grid with ``num_steps`` intervals, both of this analyzer's shape.
+
+        Raises:
+            CalibrationError: (a RuntimeError) no values were seen.
+            FormatError: (a ValueError) no integer grid has so many intervals.
+        """
+        if self._seen is None:
+            raise CalibrationError(type(self).__name__, "it has seen no values", "call update_stats(tensor) first")
+        return self._range(self._seen, num_steps, is_symmetric)
+
+    def compute_dynamic_encodings(
+        self, input_tensor: torch.Tensor, num_steps: float, is_symmetric: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`compute_encodings` of one tensor alone; the statistics stay as they are."""
+        seen = start_rows(self.method, math.prod(self.shape))
+        return self._range(update_rows(seen, self._rows(input_tensor)), num_steps, is_symmetric, like=input_tensor)
+
+    def _range(
+        self, seen: Any, num_steps: float, symmetric: bool, like: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fmt = steps_format(num_steps, signed=symmetric) if num_steps > 0 else None
+        if fmt is None:
+            raise FormatError(
+                type(self).__name__,
+                f"no integer grid has {num_steps} intervals",
+                "use 2 ** bitwidth - 1, or one less for a grid that is symmetric about zero",
+            )
+        lo, hi = range_of_rows(seen, self.method, fmt, symmetric=symmetric)
+        device = None if like is None else like.device
+        low, high = (torch.as_tensor(end, dtype=torch.float32, device=device).reshape(self.shape) for end in (lo, hi))
+        return low, high
+
+
+class MinMaxEncodingAnalyzer(EncodingAnalyzer):
+    """The lowest and the highest value seen."""
+
+    def __init__(self, shape: tuple[int, ...], block_size: tuple[int, ...] | None = None) -> None:
+        super().__init__(shape, block_size, RangeMethod.of("minmax"))
+
+
+class PercentileEncodingAnalyzer(EncodingAnalyzer):
+    """The range that holds ``percentile`` percent of the values; ``num_bins`` has no effect, our histograms grow."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        num_bins: int = 2048,
+        percentile: float = 100,
+        block_size: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(shape, block_size, RangeMethod.of("percentile"))
+        self.set_percentile(percentile)
+
+    def set_percentile(self, percentile: float) -> None:
+        """Use another percentile, 50 to 100, from now on.
+
+        Raises:
+            ConfigError: (a ValueError) it is not in this interval.
+        """
+        if not 50 <= percentile <= 100:
+            raise ConfigError("percentile", f"{percentile!r} is not between 50 and 100", "use 99.99")
+        self.method = find_range_method("percentile", {"percentile": float(percentile)})
+
+
+class SqnrEncodingAnalyzer(EncodingAnalyzer):
+    """The range of the least squared error, with ``gamma`` times the weight on clipping.
+
+    The numbers of bins and of candidates have no effect: our search is exact on its histogram.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        num_bins: int = 2048,
+        *,
+        asymmetric_delta_candidates: int = 17,
+        symmetric_delta_candidates: int = 101,
+        offset_candidates: int = 21,
+        max_parallelism: int = 64,
+        gamma: float = 3.0,
+        histogram_growth_limit: float | None = None,
+        block_size: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(shape, block_size, find_range_method("sqnr", {"gamma": float(gamma)}))
+
+
+class TfEnhancedEncodingAnalyzer(SqnrEncodingAnalyzer):
+    """:class:`SqnrEncodingAnalyzer` with AIMET's defaults."""
+
+    def __init__(self, shape: tuple[int, ...], block_size: tuple[int, ...] | None = None) -> None:
+        super().__init__(shape, block_size=block_size)
+
+
+# ------------------------------------------------------------------------------------ functions
+
+
+def derived_grid(num_steps: int, signed: bool) -> tuple[int, int]:
+    """Ends of the grid with ``num_steps`` intervals; a signed one has its larger half below zero.
+
+    >>> derived_grid(255, True), derived_grid(254, True), derived_grid(15, False)
+    ((-128, 127), (-127, 127), (0, 15))
+    """
+    return (-((num_steps + 1) // 2), num_steps // 2) if signed else (0, num_steps)
+
+
+_FORMS = ("qmin, qmax", "bitwidth, signed=False", "*, num_steps, signed=False")
+
+
+def _grid(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int, Any]:
+    """``qmin``, ``qmax`` and the block size of the three forms of call."""
+    given = dict(kwargs)
+    positional = list(args)
+    block_size = given.pop("block_size", None)
+    shift = given.pop("zero_point_shift", None)
+    grid = _ends(positional, given)
+    if given or len(positional) > 2:
+        wrong = sorted(given) or positional[2:]
+        raise TypeError(f"unknown arguments {wrong}; the grid is one of: {'; '.join(_FORMS)}")
+    block_size, shift = (*positional, *(block_size, shift)[len(positional) :])
+    refuse_shift(shift)
+    return *grid, block_size
+
+
+def _ends(positional: list[Any], given: dict[str, Any]) -> tuple[int, int]:
+    """``qmin`` and ``qmax``; the arguments that say them are taken out of both."""
+    if "num_steps" in given:
+        return derived_grid(int(given.pop("num_steps")), bool(given.pop("signed", False)))
+    if "bitwidth" in given or (_starts_with_bitwidth(positional) and "qmax" not in given):
+        bits = given.pop("bitwidth") if "bitwidth" in given else positional.pop(0)
+        named = not positional or not isinstance(positional[0], bool)
+        signed = given.pop("signed", False) if named else positional.pop(0)
+        return derived_grid((1 << int(bits)) - 1, bool(signed))
+    ends = [positional.pop(0) if positional else given.pop(name, None) for name in ("qmin", "qmax")]
+    if None in ends:
+        raise TypeError(f"give the grid as one of: {'; '.join(_FORMS)}")
+    return int(ends[0]), int(ends[1])
+
+
+def _starts_with_bitwidth(positional: list[Any]) -> bool:
+    return len(positional) == 1 or (len(positional) > 1 and isinstance(positional[1], bool))
+
+
+def refuse_shift(shift: float | None) -> None:
+    """Refuse grids whose codes lie between the integers.
+
+    Raises:
+        ConfigError: ``shift`` is neither ``None`` nor 0.
+    """
+    if shift:
+        raise ConfigError(
+            "zero_point_shift", f"{shift!r}: codes between the integers are not supported", "leave it out"
+        )
+
+
+def quantize(
+    tensor: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Codes of ``tensor``: ``clamp(round(tensor / scale) - offset, qmin, qmax)``.
+
+    The grid is given as ``qmin, qmax``, as ``bitwidth, signed=False`` or as ``num_steps=, signed=False``, with ``block_size``
+    after it.
+
+    Returns:
+        Shape of ``tensor``, in the dtype of ``scale``.
+
+    Raises:
+        TypeError: no grid, or unknown arguments.
+        GranularityError: (a ValueError) scale or blocks do not fit the tensor.
+    """
+    qmin, qmax, block_size = _grid(args, kwargs)
+    codes = functional.quantize(tensor, scale, -offset, qmin, qmax, block_size)
+    return codes if codes.dtype == torch.float64 else codes.to(scale.dtype)
+
+
+def dequantize(
+    tensor: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor,
+    block_size: tuple[int, ...] | None = None,
+    zero_point_shift: float | None = None,
+) -> torch.Tensor:
+    """Values of codes: ``(tensor + offset) * scale``."""
+    refuse_shift(zero_point_shift)
+    return functional.dequantize(tensor, scale, -offset, block_size)
+
+
+def quantize_dequantize(
+    tensor: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """``tensor`` on the grid; arguments as for :func:`quantize`."""
+    qmin, qmax, block_size = _grid(args, kwargs)
+    return functional.quantize_dequantize(tensor, scale, -offset, qmin, qmax, block_size)
+
+
+def get_backend() -> str:
+    """``"torch_builtins"``, the only backend: its values are those of the exported model on every device."""
+    return "torch_builtins"
+
+
+def set_backend(backend: str) -> Any:
+    """Accepted for ``"torch_builtins"``; returns a context manager as AIMET does.
+
+    Raises:
+        ConfigError: (a ValueError) another backend.
+    """
+    if backend != "torch_builtins":
+        raise ConfigError("set_backend", f"there is no backend {backend!r} here", "use 'torch_builtins'")
+    return _nothing()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+# ------------------------------------------------------------------------------------ affine encodings
+
+
+def split_grid(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
+) -> tuple[int, int, dict[str, Any]]:
+    """``qmin``, ``qmax`` and the other arguments of ``(qmin, qmax, *names)`` or ``(bitwidth, *names)``.
+
+    Raises:
+        TypeError: neither form.
+    """
+    given = dict(kwargs)
+    positional = list(args)
+    by_ends = (
+        "qmin" in given
+        or "qmax" in given
+        or (len(positional) > 1 and not isinstance(positional[1], bool) and isinstance(positional[1], int))
+    )
+    heads = ["qmin", "qmax"] if by_ends else ["bitwidth", *(["signed"] if names[0] == "symmetry" else [])]
+    for name in [*heads, *names]:
+        if positional and name not in given:
+            given[name] = positional.pop(0)
+    if positional:
+        raise TypeError(f"too many arguments: {positional}")
+    if by_ends:
+        return int(given.pop("qmin")), int(given.pop("qmax")), given
+    if "bitwidth" not in given:
+        raise TypeError("give the grid as (qmin, qmax) or as (bitwidth)")
+    signed = given.pop("signed", None)
+    signed = bool(given.get("symmetric", False)) if signed is None else bool(signed)
+    return *derived_grid((1 << int(given.pop("bitwidth"))) - 1, signed), given
+
+
+class AffineEncoding(EncodingBase):
+    """``AffineEncoding(scale, offset, qmin, qmax, symmetry=False, block_size=None)``, or ``bitwidth, signed=False`` for the grid.
+
+    Attributes:
+        scale: input units per step.
+        offset: minus our zero point.
+        qmin, qmax: ends of the grid.
+    """
+
+    def __init__(self, scale: torch.Tensor, offset: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("producer", None)
+        self.qmin, self.qmax, rest = split_grid(args, kwargs, ("symmetry", "block_size", "zero_point_shift"))
+        refuse_shift(rest.pop("zero_point_shift", None))
+        self.scale, self.offset = scale, offset
+        self._symmetry, self.block_size = bool(rest.pop("symmetry", False)), rest.pop("block_size", None)
+        if rest:
+            raise TypeError(f"unknown arguments {sorted(rest)}")
+
+    @property
+    def mapping(self) -> str:
+        """``affine``."""
+        return "affine"
+
+    @property
+    def zero_point_shift(self) -> float:
+        """Always 0: codes between the integers are refused."""
+        return 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """Intervals of the grid."""
+        return self.qmax - self.qmin
+
+    @property
+    def min(self) -> torch.Tensor:
+        """Lowest representable value."""
+        return (self.qmin + self.offset) * self.scale
+
+    @property
+    def max(self) -> torch.Tensor:
+        """Highest representable value."""
+        return (self.qmax + self.offset) * self.scale
+
+    @property
+    def symmetry(self) -> bool:
+        """Whether the zero point is kept in the middle."""
+        return self._symmetry
+
+    @property
+    def bitwidth(self) -> int:
+        """Bits of the grid."""
+        return math.ceil(math.log2(self.num_steps + 1))
+
+    @property
+    def signed(self) -> bool:
+        """Whether codes may be negative."""
+        return self.qmin < 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest integer dtype of torch that holds the codes."""
+        for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
+            info = torch.iinfo(dtype)
+            if info.min <= self.qmin and self.qmax <= info.max:
+                return dtype
+        return torch.int64
+
+    def to(self, *args: Any, **kwargs: Any) -> AffineEncoding:
+        """The encoding with its tensors moved as :meth:`torch.Tensor.to` moves them."""
+        return AffineEncoding(
+            self.scale.to(*args, **kwargs), self.offset.to(*args, **kwargs), self.qmin, self.qmax,
+            self.symmetry, self.block_size,
+        )  # fmt: skip
+
+    def quantize(self, input: torch.Tensor) -> torch.Tensor:
+        """Codes of ``input``."""
+        return quantize(input, self.scale, self.offset, self.qmin, self.qmax, self.block_size)
+
+    def dequantize(self, input: torch.Tensor) -> torch.Tensor:
+        """Values of codes."""
+        return dequantize(input, self.scale, self.offset, self.block_size)
+
+    def quantize_dequantize(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` on the grid."""
+        return quantize_dequantize(input, self.scale, self.offset, self.qmin, self.qmax, self.block_size)
+
+    def to_qnn_encoding_dict(self, encoding_version: str | None = None) -> Any:
+        """The encoding as encodings files have it: a list of records (0.6.1), or one record (1.0.0)."""
+        return qnn_dict(self, encoding_version or "1.0.0")
+
+    def __repr__(self) -> str:
+        return f"AffineEncoding({self.bitwidth} bits, scale {tuple(self.scale.shape)}, {self.granularity})"
+
+
+def qnn_dict(encoding: AffineEncoding, version: str) -> Any:
+    """An encoding in the form of AIMET's files; offsets are those of the unsigned grid there."""
+    shift = encoding.qmin if encoding.signed else 0
+    lo, hi, scale, offset = (
+        t.detach().flatten().tolist() for t in (encoding.min, encoding.max, encoding.scale, encoding.offset + shift)
+    )
+    if version == "0.6.1":
+        return [
+            {
+                "bitwidth": encoding.bitwidth,
+                "dtype": "int",
+                "is_symmetric": str(encoding.symmetry),
+                "max": h,
+                "min": low,
+                "offset": int(o),
+                "scale": s,
+            }
+            for low, h, s, o in zip(lo, hi, scale, offset, strict=True)
+        ]
+    kind = {"pertensor": "PER_TENSOR", "perchannel": "PER_CHANNEL", "blockwise": "PER_BLOCK"}
+    record = {
+        "bw": encoding.bitwidth,
+        "dtype": "INT",
+        "enc_type": kind[encoding.granularity],
+        "is_sym": encoding.symmetry,
+        "offset": [int(o) for o in offset],
+        "scale": scale,
+    }
+    if encoding.block_size is not None:
+        record["block_size"] = max(encoding.block_size)
+    return record
+
+
+class VectorEncoding(AffineEncoding):
+    """An affine encoding of vectors; its vector fields are kept and not used."""
+
+    def __init__(self, scale: torch.Tensor, offset: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        known = {"rows_per_block", "cols_per_block", "vector_dim", "vector_stride", "index_bw"}
+        self.vector = {name: kwargs.pop(name) for name in tuple(kwargs) if name in known}
+        super().__init__(scale, offset, *args, **kwargs)
+
+
+class GroupedBlockEncoding(AffineEncoding):
+    """An affine encoding whose block scales are integer multiples of one scale per channel (LPBQ)."""
+
+    def __init__(self, scale: torch.Tensor, offset: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.block_grouping = kwargs.pop("block_grouping", None)
+        self.decompressed_bw = kwargs.pop("decompressed_bw", None)
+        self.per_channel_scale = kwargs.pop("per_channel_scale", None)
+        super().__init__(scale, offset, *args, **kwargs)
+
+    @property
+    def per_block_int_scale(self) -> torch.Tensor:
+        """How many times the channel's scale a block's scale is."""
+        return torch.round(self.scale / self.per_channel_scale)
+
+
+# ------------------------------------------------------------------------------------ affine quantizers
+
+
+class AffineQuantizerBase(QuantizerBase):
+    """``(shape, qmin, qmax, symmetric, encoding_analyzer=None, block_size=None)``, or ``bitwidth`` for the two ends.
+
+    Args:
+        shape: of the parameters ``min`` and ``max``: ``()`` per tensor, ``(n, 1, 1, 1)`` per channel.
+        bitwidth: instead of ``qmin, qmax``: the signed grid of this width if ``symmetric``, else the unsigned one.
+        symmetric: keep the zero point in the middle of the grid.
+        encoding_analyzer: how ranges are found; min-max by default.
+        block_size: elements per block, axis by axis.
+
+    Attributes:
+        min, max: the range, parameters with gradients; ``None`` until it is known.
+    """
+
+    min: Any
+    max: Any
+
+    def __init__(self, shape: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        names = ("symmetric", "encoding_analyzer", "block_size", "zero_point_shift")
+        self.qmin, self.qmax, rest = split_grid(args, kwargs, names)
+        refuse_shift(rest.pop("zero_point_shift", None))
+        if "symmetric" not in rest:
+            raise TypeError(f"{type(self).__name__} needs to be told whether it is symmetric")
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self._symmetric = bool(rest.pop("symmetric"))
+        analyzer: EncodingAnalyzer | None = rest.pop("encoding_analyzer", None)
+        self.block_size = rest.pop("block_size", None)
+        if rest:
+            raise TypeError(f"unknown arguments {sorted(rest)}")
+        self.encoding_analyzer = analyzer or MinMaxEncodingAnalyzer(self.shape, self.block_size)
+        self._overwrite = {"min": True, "max": True}
+        self.register_parameter("min", None)
+        self.register_parameter("max", None)
+
+    # -- the grid
+
+    @property
+    def bitwidth(self) -> int:
+        """Bits of the grid; setting it keeps the range."""
+        return math.ceil(math.log2(self.qmax - self.qmin + 1)) if self.bound is None else self.bound.bitwidth
+
+    @bitwidth.setter
+    def bitwidth(self, bitwidth: int) -> None:
+        self.qmin, self.qmax = derived_grid((1 << int(bitwidth)) - 1, self.qmin < 0)
+        if self.bound is not None:
+            self.bound.bitwidth = bitwidth
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the zero point is kept in the middle of the grid."""
+        return self._symmetric if self.bound is None else self.bound.symmetric
+
+    @symmetric.setter
+    def symmetric(self, symmetric: bool) -> None:
+        self._symmetric = bool(symmetric)
+        if self.bound is not None:
+            self.bound.symmetric = symmetric
+
+    @property
+    def signed(self) -> bool:
+        """Whether codes may be negative."""
+        return self.qmin < 0 if self.bound is None else self.bound.signed
+
+    @signed.setter
+    def signed(self, signed: bool) -> None:
+        self.qmin, self.qmax = derived_grid(self.qmax - self.qmin, bool(signed))
+        if self.bound is not None:
+            self.bound.signed = signed
+
+    # -- the range
+
+    def is_initialized(self) -> bool:
+        """Whether there is a range."""
+        if self.bound is not None:
+            return bool(self.bound.is_initialized())
+        return self.min is not None and self.max is not None
+
+    def get_min(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Lowest representable value; ``None`` without a range."""
+        return self._end("min", dtype)
+
+    def get_max(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Highest representable value; ``None`` without a range."""
+        return self._end("max", dtype)
+
+    def _end(self, name: str, dtype: torch.dtype | None) -> torch.Tensor | None:
+        if self.bound is not None:
+            end: torch.Tensor | None = getattr(self.bound, f"get_{name}")(dtype)
+            return end
+        scale, offset = self.get_scale(dtype), self.get_offset(dtype)
+        if scale is None or offset is None:
+            return None
+        return scale * ((self.qmin if name == "min" else self.qmax) + offset)
+
+    def _grid(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self._refuse_uninitialized()
+        return functional.grid_of_range(self.min, self.max, self.qmin, self.qmax, symmetric=self._symmetric)
+
+    def get_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Input units per step; ``None`` without a range."""
+        if self.bound is not None:
+            scale: torch.Tensor | None = self.bound.get_scale(dtype)
+            return scale
+        return self._grid()[0].to(dtype or self.min.dtype) if self.is_initialized() else None
+
+    def get_offset(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Minus the zero point; ``None`` without a range."""
+        if self.bound is not None:
+            offset: torch.Tensor | None = self.bound.get_offset(dtype)
+            return offset
+        return (-self._grid()[1]).to(dtype or self.min.dtype) if self.is_initialized() else None
+
+    @torch.no_grad()
+    def set_range(self, min: torch.Tensor | float | None, max: torch.Tensor | float | None) -> None:
+        """Put the ends of the grid at ``min`` and ``max``; ``None`` forgets the range."""
+        if self.bound is not None:
+            self.bound.set_range(min, max)
+            return
+        for name, end in (("min", min), ("max", max)):
+            if end is None:
+                setattr(self, name, None)
+                continue
+            value = torch.as_tensor(end, dtype=torch.float32).detach().expand(self.shape).clone()
+            own = getattr(self, name)
+            if own is None:
+                setattr(self, name, nn.Parameter(value))
+            else:
+                own.copy_(value)
+
+    def get_encodings(self) -> AffineEncoding | None:
+        """The encoding; ``None`` without a range."""
+        if self.bound is not None:
+            bound: AffineEncoding | None = self.bound.get_encodings()
+            return bound
+        if not self.is_initialized():
+            return None
+        scale, offset = self.get_scale(), self.get_offset()
+        assert scale is not None and offset is not None
+        return AffineEncoding(scale, offset, self.qmin, self.qmax, self.symmetric, self.block_size)
+
+    def set_encodings(self, encodings: Any) -> None:
+        """Take grid and range of an encoding."""
+        if self.bound is not None:
+            self.bound.set_encodings(encodings)
+            return
+        self.qmin, self.qmax, self._symmetric = encodings.qmin, encodings.qmax, encodings.symmetry
+        self.block_size, self.shape = encodings.block_size, tuple(encodings.scale.shape)
+        self.min = self.max = None
+        self.set_range(encodings.min, encodings.max)
+
+    @classmethod
+    def from_encodings(cls, encodings: Any) -> Any:
+        """A quantizer with the grid and range of an encoding; ``None`` for encodings of another kind."""
+        if not isinstance(encodings, AffineEncoding):
+            return None
+        made = cls(
+            tuple(encodings.scale.shape), encodings.qmin, encodings.qmax, encodings.symmetry,
+            block_size=encodings.block_size,
+        )  # fmt: skip
+        made.set_range(encodings.min, encodings.max)
+        return made
+
+    def get_legacy_encodings(self) -> list[dict[str, Any]] | None:
+        """The encoding as files of version 0.6.1 have it; ``None`` without a range."""
+        encodings = self.get_encodings()
+        return None if encodings is None else qnn_dict(encodings, "0.6.1")
+
+    def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
+        """Take width, symmetry and range of records of version 0.6.1."""
+        self.bitwidth = encodings[0]["bitwidth"]
+        self.symmetric = str(encodings[0]["is_symmetric"]).lower() == "true"
+        lo, hi = (torch.tensor([e[end] for e in encodings]).reshape(self.shape) for end in ("min", "max"))
+        self.set_range(lo, hi)
+
+    # -- calibration
+
+    def _start(self) -> None:
+        self.encoding_analyzer.reset_stats()
+
+    def _finish(self) -> None:
+        if self.encoding_analyzer._seen is None:
+            return
+        lo, hi = self.encoding_analyzer.compute_encodings(self.qmax - self.qmin, self._symmetric)
+        self.encoding_analyzer.reset_stats()
+        kept = {name: getattr(self, name) for name, free in self._overwrite.items() if not free}
+        self.set_range(lo if kept.get("min") is None else kept["min"], hi if kept.get("max") is None else kept["max"])
+
+    def _observed_grid(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and zero point: of this input alone while ranges are being found."""
+        if not self.observing:
+            return self._grid()
+        self.encoding_analyzer.update_stats(input)
+        lo, hi = self.encoding_analyzer.compute_dynamic_encodings(input, self.qmax - self.qmin, self._symmetric)
+        return functional.grid_of_range(lo, hi, self.qmin, self.qmax, symmetric=self._symmetric)
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        """What a state dict keeps beside the range."""
+        return {
+            "symmetric": torch.tensor(self._symmetric),
+            "min_overwrite": torch.tensor(self._overwrite["min"]),
+            "max_overwrite": torch.tensor(self._overwrite["max"]),
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take what :meth:`get_extra_state` gave."""
+        self._symmetric = bool(state["symmetric"])
+        self._overwrite = {"min": bool(state["min_overwrite"]), "max": bool(state["max_overwrite"])}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in ("min", "max"):  # a quantizer without a range gets one
+            value = state_dict.get(f"{prefix}{name}")
+            if value is not None and getattr(self, name) is None:
+                setattr(self, name, nn.Parameter(value.detach().clone()))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Shape, grid and symmetry."""
+        return f"shape={self.shape}, qmin={self.qmin}, qmax={self.qmax}, symmetric={self.symmetric}"
+
+
+class Quantize(AffineQuantizerBase):
+    """Quantizes to codes: a :class:`QuantizedTensor`."""
+
+    def forward(self, input: torch.Tensor) -> QuantizedTensor:
+        """Codes of ``input``.
+
+        Raises:
+            CalibrationError: (a RuntimeError) there is no range yet.
+        """
+        scale, zero_point = self._observed_grid(check_input(input, self))
+        encoding = AffineEncoding(scale, -zero_point, self.qmin, self.qmax, self._symmetric, self.block_size)
+        return with_encoding(QuantizedTensor, encoding.quantize(_plain(input)), encoding)
+
+
+class QuantizeDequantize(AffineQuantizerBase):
+    """Moves values onto the grid: a :class:`DequantizedTensor`."""
+
+    def forward(self, input: torch.Tensor) -> DequantizedTensor:
+        """``input`` on the grid.
+
+        Raises:
+            CalibrationError: (a RuntimeError) there is no range yet.
+        """
+        check_input(input, self)
+        if self.bound is not None and not self.observing:
+            return with_encoding(DequantizedTensor, self.bound(_plain(input)), self.bound.get_encodings())
+        scale, zero_point = self._observed_grid(input)
+        encoding = AffineEncoding(scale, -zero_point, self.qmin, self.qmax, self._symmetric, self.block_size)
+        return with_encoding(DequantizedTensor, encoding.quantize_dequantize(_plain(input)), encoding)
+
+
+class Dequantize(AffineQuantizerBase):
+    """Turns codes back into values; takes a :class:`QuantizedTensor`."""
+
+    def forward(self, input: QuantizedTensor) -> DequantizedTensor:
+        """The values of ``input``."""
+        return input.dequantize()
+
+
+class GroupedBlockQuantizeDequantize(QuantizeDequantize):
+    """Blocks whose scales are integer multiples of one scale per channel (LPBQ).
+
+    Args:
+        decompressed_bw: bits of ``code * multiple``; multiples have ``decompressed_bw - bitwidth`` bits.
+        block_grouping: how many blocks share a channel's scale, axis by axis; ``-1``: all of the axis.
+    """
+
+    def __init__(
+        self,
+        shape: Any,
+        bitwidth: int,
+        symmetric: bool,
+        decompressed_bw: int,
+        encoding_analyzer: EncodingAnalyzer | None = None,
+        block_size: tuple[int, ...] | None = None,
+        block_grouping: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(shape, bitwidth, symmetric, encoding_analyzer, block_size)
+        if not symmetric or decompressed_bw < bitwidth:
+            raise ValueError(
+                f"LPBQ is symmetric and decompresses to more bits: symmetric={symmetric}, bitwidth={bitwidth}, "
+                f"decompressed_bw={decompressed_bw}"
+            )
+        self.decompressed_bw = decompressed_bw
+        self.block_grouping = tuple(block_grouping) if block_grouping is not None else (1,) * len(self.shape)
+
+    def get_per_channel_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """The scale that those of the blocks are multiples of; ``None`` without a range."""
+        if self.bound is not None:
+            bound: torch.Tensor | None = self.bound.get_per_channel_scale(dtype)
+            return bound
+        if not self.is_initialized():
+            return None
+        return functional.grouped_scale(super()._grid()[0], self.block_grouping, self._multiples)[1].to(
+            dtype or self.min.dtype
+        )
+
+    @property
+    def _multiples(self) -> int:
+        return int(2 ** (self.decompressed_bw - self.bitwidth))
+
+    def _grid(self) -> tuple[torch.Tensor, torch.Tensor]:
+        scale, zero_point = super()._grid()
+        return functional.grouped_scale(scale, self.block_grouping, self._multiples)[0], zero_point
+
+    def _observed_grid(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale, zero_point = super()._observed_grid(input)
+        return functional.grouped_scale(scale, self.block_grouping, self._multiples)[0], zero_point
+
+    def get_encodings(self) -> GroupedBlockEncoding | None:
+        """The encoding; ``None`` without a range."""
+        if self.bound is not None:
+            bound: GroupedBlockEncoding | None = self.bound.get_encodings()
+            return bound
+        if not self.is_initialized():
+            return None
+        scale, zero_point = self._grid()
+        return GroupedBlockEncoding(
+            scale, -zero_point, self.qmin, self.qmax, self.symmetric, self.block_size,
+            block_grouping=self.block_grouping, decompressed_bw=self.decompressed_bw,
+            per_channel_scale=self.get_per_channel_scale(),
+        )  # fmt: skip
+
+
+def _plain(input: torch.Tensor) -> torch.Tensor:
+    return input.as_subclass(torch.Tensor)
+
+
+def start_rows(method: RangeMethod, groups: int) -> Statistics:
+    """Empty statistics of ``groups`` rows, of the kind that ``method`` reads."""
+    return start(needs(method), (groups,))
+
+
+def update_rows(seen: Statistics, rows: torch.Tensor) -> Statistics:
+    """``seen`` with the values of a matrix, one group per row."""
+    return update(seen, rows.detach(), PerChannel(0))  # type: ignore[type-var]
+
+
+def range_of_rows(
+    seen: Statistics, method: RangeMethod, fmt: Format, *, symmetric: bool
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Lowest and highest value per group of the grid that ``method`` finds."""
+    spec = QuantSpec(fmt, PerChannel(0), "symmetric" if symmetric else "asymmetric", method)
+    lo, hi = choose_range(seen, spec)  # type: ignore[arg-type]
+    encoding = encode(lo, hi, spec, PerChannel(0))
+    return encoding.min, encoding.max

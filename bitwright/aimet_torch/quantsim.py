@@ -1,0 +1,895 @@
+"""``aimet_torch.quantsim``: the simulation under AIMET's names and signatures, its files, other quantizers for many modules.
+
+Home of ``quantsim.config_utils``, ``aimet_torch.onnx``, ``onnx_utils`` and ``experimental.pgs``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from bitwright import torch as front
+from bitwright.aimet_common.absent import absent_attribute, differs
+from bitwright.aimet_common.aliases import names_below
+from bitwright.aimet_common.defs import (
+    QuantizationDataType,
+    QuantScheme,
+    data_type,
+    learns_ranges,
+    range_method,
+    supported_kernels,
+)
+from bitwright.aimet_torch.float_quantizers import FloatQuantizeDequantize
+from bitwright.aimet_torch.module_quantizers import (
+    attach,
+    below,
+    check_attached,
+    fold_parameters,
+    is_quantized,
+    original_model,
+    record_of,
+    switched_off,
+    view_of,
+)
+from bitwright.aimet_torch.quantized_modules import attach_calls, calibrate, calibrate_parameters, check_plain
+from bitwright.aimet_torch.quantizers import GroupedBlockQuantizeDequantize, QuantizeDequantize
+from bitwright.core.numerics.ranges import find_range_method
+from bitwright.core.numerics.spec import RangeMethod
+from bitwright.core.simulation.sites import SiteMap
+from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError
+from bitwright.torch.calls.inputs import walk_modules
+from bitwright.torch.quantizers.fake_quantize import Grid as TensorGrid
+from bitwright.torch.training.oscillation import PivotGradient
+
+__all__ = [
+    "OnnxExportApiArgs",
+    "QuantParams",
+    "QuantScheme",
+    "QuantizationDataType",
+    "QuantizationSimModel",
+    "compute_encodings_for_sims",
+    "disable_pgs",
+    "enable_pgs",
+    "get_pgs_eps",
+    "get_pgs_multiplier",
+    "is_pgs_enabled",
+    "load_checkpoint",
+    "load_encodings_to_sim",
+    "save_checkpoint",
+    "set_activation_quantizers_to_float",
+    "set_blockwise_quantization_for_weights",
+    "set_grouped_blockwise_quantization_for_weights",
+]
+
+__path__: list[str] = []  # its older submodules are rows of the table of aliases
+__getattr__ = names_below(__name__)
+
+
+# ------------------------------------------------------------------------------------ larger gradients close to thresholds
+
+
+class _Current(threading.local):
+    """What a thread enabled; ``torch.compile`` compiles anew when it changes (a context variable it could not read)."""
+
+    gradient: PivotGradient | None = None
+
+
+_CURRENT = _Current()
+
+
+def enable_pgs(eps: float = 0.05, multiplier: float = 3.0) -> None:
+    """Multiply the gradients of what lies within ``eps / 2`` steps of a threshold, in forwards of this thread from now on.
+
+    Raises:
+        ConfigError: (a ValueError) ``eps`` is not above 0 and at most 1, or ``multiplier`` is 1 or has no meaning.
+    """
+    if multiplier == 1:
+        raise ConfigError("multiplier", "it is 1, which changes nothing", "use another number, or call disable_pgs()")
+    _CURRENT.gradient = PivotGradient(eps, multiplier)
+
+
+def disable_pgs() -> None:
+    """Leave gradients as they are from now on."""
+    _CURRENT.gradient = None
+
+
+def is_pgs_enabled() -> bool:
+    """Whether this thread called :func:`enable_pgs` last."""
+    return _CURRENT.gradient is not None
+
+
+def get_pgs_eps() -> float:
+    """Width of the zone in steps; 0 where none is enabled."""
+    found = _CURRENT.gradient
+    return 0.0 if found is None else found.eps
+
+
+def get_pgs_multiplier() -> float:
+    """Of the gradients; 1 where none is enabled."""
+    found = _CURRENT.gradient
+    return 1.0 if found is None else found.multiplier
+
+
+def pivoted(x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
+    """``x`` with the gradient that this thread enabled: what the quantizers of this layer's simulations call."""
+    found = _CURRENT.gradient
+    return x if found is None else found(x, grid)
+
+
+# ------------------------------------------------------------------------------------ encodings files
+
+
+def versioned(source: str | Path | dict[str, Any]) -> str | Path | dict[str, Any]:
+    """``source``; encodings without a version (dicts, and files of older AdaRound) get the one their layout shows."""
+    if isinstance(source, dict):
+        document = source
+    else:
+        try:
+            document = json.loads(Path(source).read_text())
+        except (OSError, ValueError):
+            return source  # the reader says what is wrong with it
+    if not isinstance(document, dict) or "version" in document:
+        return source
+    sections = ("param_encodings", "activation_encodings")
+    if "encodings" in document:
+        return {"version": "2.0.0", **document}
+    if not any(key in document for key in sections):
+        return {"version": "0.6.1", "activation_encodings": {}, "param_encodings": document}
+    is_list = any(isinstance(document.get(key), list) for key in sections)
+    empty: Any = [] if is_list else {}
+    return {"version": "1.0.0" if is_list else "0.6.1", **dict.fromkeys(sections, empty), **document}
+
+
+def _unserved(sim: front.QuantizationSimModel, found: tuple[str, ...]) -> list[str]:
+    """The places whose quantizers have none of the encodings, and do not follow from others."""
+    served = {id(sim.quantizers[name].quantizer) for name in found}
+    others = ((n, site.quantizer) for n, site in sim.quantizers.items() if id(site.quantizer) not in served)
+    return [name for name, quantizer in others if not quantizer.derived]
+
+
+def _refuse_switched_off(sites: list[str], source: str | Path | dict[str, Any]) -> None:
+    if sites:
+        raise EncodingsError(
+            str(source) if isinstance(source, (str, Path)) else "encodings",
+            f"it has encodings for quantizers that are switched off: {', '.join(sites[:5])}",
+            "switch them on before loading, or pass strict=False to leave them off",
+        )
+
+
+def load_encodings(
+    sim: front.QuantizationSimModel,
+    source: str | Path | dict[str, Any],
+    strict: bool,
+    partial: bool,
+    allow_overwrite: bool | None,
+) -> tuple[str, ...]:
+    """Load encodings; what is switched off stays so.
+
+    Raises:
+        EncodingsError: (a ValueError) ``strict``, and the file has encodings for places that are switched off; or as
+            :meth:`bitwright.torch.QuantizationSimModel.load_encodings`. The simulation is as it was.
+    """
+    restore = sim.quantizers.remember()
+    off = [name for name, site in sim.quantizers.items() if not site.enabled]
+    try:
+        found = front.QuantizationSimModel.load_encodings(sim, versioned(source), strict, partial=True)
+        if strict:
+            _refuse_switched_off([name for name in off if name in found], source)
+    except BaseException:
+        restore()
+        raise
+    switched_off = off if partial else [*off, *_unserved(sim, found)]
+    for name in switched_off:
+        sim.quantizers[name].enabled = False
+    if allow_overwrite is not None:
+        for name in found:
+            sim.quantizers[name].frozen = not allow_overwrite
+    return found
+
+
+# ------------------------------------------------------------------------------------ exported files
+
+
+# torch.onnx.export's arguments that mean something and have no effect here
+_IGNORED = ("opset_version", "training")
+
+
+def export_files(
+    sim: Any, write: Callable[..., Any], call: tuple[Any, Any, Any, Any], form: dict[str, Any], options: dict[str, Any]
+) -> tuple[Path, ...]:
+    """Write AIMET's files: the float ``<prefix>.onnx``, ``<prefix>.encodings`` and ``<prefix>_torch.encodings``.
+
+    Every tensor that lies on a grid has an entry; ``<prefix>_sites.json`` says which are a simulation's own.
+    ``<prefix>_qdq.onnx``, with QuantizeLinear and DequantizeLinear, is what other runtimes load.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: TorchScript is asked for.
+    """
+    path, prefix, dummy_input, onnx_export_args = call
+    if form["export_to_torchscript"]:
+        raise ConfigError("export_to_torchscript", "TorchScript is not written here", "leave it out: ONNX is written")
+    if form["use_embedded_encodings"]:
+        differs("export(use_embedded_encodings=True)", f"{prefix}_qdq.onnx has the encodings embedded, always")
+    if onnx_export_args is not None:
+        named = onnx_export_args if isinstance(onnx_export_args, dict) else vars(onnx_export_args)
+        options = {**onnx_options(named), **options}
+    encodings = form["filename_prefix_encodings"] or prefix
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        made = write(work, prefix, dummy_input, samples=False, **{"every_tensor": True, **options})
+        _tell_fixed_batch(made, options)
+        target = folder / f"{encodings}_torch.encodings"
+        sim.save_encodings(target, options.get("encoding_version", "1.0.0"))
+        files = [target, _moved(made.encodings, folder / f"{encodings}.encodings")]
+        files.append(_moved(made.sites, folder / f"{encodings}_sites.json"))
+        if form["export_model"]:
+            files.append(_moved_model(made.float_model, folder / f"{prefix}.onnx"))
+            files.append(_moved_model(made.qdq, folder / f"{prefix}_qdq.onnx"))
+    return tuple(files)
+
+
+def onnx_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What our export makes of ``torch.onnx.export``'s keywords; what has no counterpart warns."""
+    found: dict[str, Any] = {}
+    if arguments.get("dynamic_shapes"):
+        found["dynamic_shapes"] = arguments["dynamic_shapes"]
+    elif arguments.get("dynamic_axes"):
+        found["dynamic_batch"] = "auto"  # an example of one sample would fix the axis
+        differs("export(dynamic_axes=...)", "the first axis of every input varies; dynamic_shapes= names others")
+    found.update({name: list(arguments[name]) for name in ("input_names", "output_names") if arguments.get(name)})
+    ignored = [name for name in _IGNORED if arguments.get(name) is not None]
+    if ignored:
+        differs(f"export({', '.join(ignored)})", "without effect: the opset is 21, in evaluation mode")
+    return found
+
+
+def _tell_fixed_batch(made: Any, options: dict[str, Any]) -> None:
+    """Warn where the first axis was to vary and could not."""
+    for note in made.notes if options.get("dynamic_batch") else ():
+        if note.startswith("batch:"):
+            differs("export(dynamic_axes=...)", note)
+
+
+def _moved(source: Path, target: Path) -> Path:
+    os.replace(source, target)
+    return target
+
+
+def _moved_model(source: Path, target: Path) -> Path:
+    """``source`` under another name; weights in a file of their own go with it."""
+    if not source.with_name(f"{source.name}.data").exists():
+        return _moved(source, target)
+    import onnx
+
+    onnx.save(onnx.load(str(source)), str(target), save_as_external_data=True, location=f"{target.name}.data")
+    return target
+
+
+class OnnxExporter:
+    """``sim.onnx``."""
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+
+    def export(
+        self,
+        args: Any,
+        f: str | Path,
+        *,
+        encoding_version: str | None = None,
+        export_int32_bias: bool | None = None,
+        force_activation_as: str | None = "unsigned",
+        **kwargs: Any,
+    ) -> None:
+        """Write the float model to ``f`` and its encodings beside it, with the suffix ``.encodings``.
+
+        ``<stem>_sites.json`` says which of them are a simulation's own.
+
+        Raises:
+            TypeError: ``f`` is not a path.
+        """
+        made, work = _exported(
+            self._sim, args, f, export_int32_bias, force_activation_as, encoding_version or "1.0.0", kwargs
+        )
+        with work:
+            target = Path(f)
+            _moved(made.encodings, target.with_suffix(".encodings"))
+            _moved(made.sites, target.with_name(f"{target.stem}_sites.json"))
+            _moved_model(made.float_model, target)
+
+
+def export(
+    model: Any,
+    args: Any,
+    f: Any,
+    *,
+    export_int32_bias: bool = True,
+    prequantize_constants: bool = False,
+    force_activation_as: str | None = "unsigned",
+    **kwargs: Any,
+) -> None:
+    """Write one ONNX model with QuantizeLinear and DequantizeLinear to ``f``, a path or a binary file.
+
+    Args:
+        model: a simulation, or its model.
+        prequantize_constants: weights are always stored as integers here.
+    """
+
+    record = record_of(model)
+    sim = model if record is None else record.sim
+    made, work = _exported(sim, args, f, export_int32_bias, force_activation_as, "1.0.0", kwargs)
+    with work:
+        if isinstance(f, io.IOBase):
+            f.write(made.qdq.read_bytes())
+        else:
+            _moved_model(made.qdq, Path(f))
+
+
+def _exported(
+    sim: Any, args: Any, f: Any, bias: bool | None, activation: str | None, version: str, kwargs: dict[str, Any]
+) -> tuple[Any, tempfile.TemporaryDirectory[str]]:
+    if not isinstance(f, (str, os.PathLike, io.IOBase)):
+        raise TypeError(f"f is a path, not a {type(f).__name__}")
+    if activation == "signed":
+        raise ConfigError("force_activation_as", "'signed' grids are not written here", "use 'unsigned' or None")
+    folder = None if isinstance(f, io.IOBase) else Path(f).resolve().parent
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    work = tempfile.TemporaryDirectory(dir=folder)
+    asked = onnx_options(kwargs)
+    try:
+        made = sim.write_artefacts(
+            work.name, "model", args, encoding_version=version, samples=False, every_tensor=True,
+            bias="float" if bias is False else "int32",
+            activation="as_is" if activation is None else activation, **asked,
+        )  # fmt: skip
+    except BaseException:
+        shutil.rmtree(work.name, ignore_errors=True)
+        raise
+    _tell_fixed_batch(made, asked)
+    return made, work
+
+
+# ------------------------------------------------------------------------------------ the simulation
+
+
+class _NotGiven:
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+NOT_GIVEN = _NotGiven()
+
+
+class Quantizers(SiteMap):
+    """Our mapping of sites, which is also AIMET's method: ``sim.quantizers()`` gives the quantizers in effect."""
+
+    def __call__(self) -> Iterator[Any]:
+        seen: set[int] = set()
+        for site in self.values():
+            if site.enabled and not site.quantizer.derived and id(site.quantizer) not in seen:
+                seen.add(id(site.quantizer))
+                yield view_of((site,))
+
+
+class QuantizationSimModel(front.QuantizationSimModel):
+    """:class:`bitwright.torch.QuantizationSimModel` with AIMET's methods and quantizers on modules.
+
+    Args:
+        model, dummy_input, default_output_bw, default_param_bw, in_place: as there.
+        quant_scheme: a :class:`QuantScheme`, one of AIMET's names, or one of ours.
+        config_file: path, name or dict of a configuration; ``None`` is AIMET's default, one scale per channel.
+        default_data_type: ``int`` or ``float``.
+        options: of ours; and ``rounding_mode`` of older scripts, which is ``"nearest"``.
+
+    Raises:
+        ConfigError: another rounding mode; and see there.
+
+    Attributes:
+        original_names: module of the model it was made from -> its path, as long as that module lives.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dummy_input: Any,
+        quant_scheme: str | QuantScheme | RangeMethod | None = None,
+        default_output_bw: int = 8,
+        default_param_bw: int = 8,
+        in_place: bool = False,
+        config_file: str | Path | dict[str, Any] | None = None,
+        default_data_type: Any = QuantizationDataType.int,
+        **options: Any,
+    ) -> None:
+        check_plain(model)
+        rounding = options.pop("rounding_mode", None)
+        if rounding not in (None, "nearest"):
+            raise ConfigError("rounding_mode", f"there is no {rounding!r}", "leave it out, or use 'nearest'")
+        if isinstance(dummy_input, list):
+            dummy_input = tuple(dummy_input)
+        super().__init__(
+            model,
+            dummy_input,
+            range_method(quant_scheme),
+            default_output_bw=default_output_bw,
+            default_param_bw=default_param_bw,
+            in_place=in_place,
+            config_file="default" if config_file is None else config_file,
+            default_data_type=data_type(default_data_type),
+            **options,
+        )
+        self._scheme = quant_scheme
+        self.quantizers: Quantizers
+        self._simulator.stage = "simulate"  # every quantizer refuses on its own until it has a range, as in AIMET
+        self.original_names: Any = WeakKeyDictionary({m: name for name, m in walk_modules(model)})
+        self.show_quantizers()
+
+    def get_supported_kernels(self) -> dict[str, list[dict[str, Any]]]:
+        """What the configuration says the target runs: ``defaults`` and operator types, with AIMET's entries."""
+        return supported_kernels(self.rules)
+
+    def show_quantizers(self) -> None:
+        """Put the quantizers of all sites on the modules they belong to."""
+        self.quantizers = Quantizers(dict(self.quantizers), self._values_of)
+        for site in self.quantizers.values():
+            own: Any = site.quantizer
+            own.pivot = pivoted
+        attach(self)
+        attach_calls(self)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether every quantizer in effect has a range."""
+        return all(
+            site.encoding is not None
+            for site in self.quantizers.values()
+            if site.enabled and not site.quantizer.derived
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent_attribute("aimet_torch.quantsim.QuantizationSimModel", name)
+
+    # -- calibration
+
+    def compute_encodings(  # type: ignore[override]
+        self, forward_pass_callback: Any = None, forward_pass_callback_args: Any = NOT_GIVEN, **options: Any
+    ) -> None:
+        """Find the encodings by running ``forward_pass_callback(model)``, or ``(model, args)`` where these are given.
+
+        ``None`` counts as given. Batches instead of a callback, and our own keywords, are taken too.
+        """
+        check_attached(self)
+        given = forward_pass_callback_args is not NOT_GIVEN
+        if not callable(forward_pass_callback) or isinstance(forward_pass_callback, torch.Tensor):
+            super().compute_encodings(forward_pass_callback, **options)
+            self._learn_if_asked()
+            return
+
+        def callback(model: nn.Module) -> None:
+            forward_pass_callback(model, forward_pass_callback_args) if given else forward_pass_callback(model)
+
+        calibrate(self, callback, super().compute_encodings, options)
+        self._learn_if_asked()
+
+    def _learn_if_asked(self) -> None:
+        """The schemes ``training_range_learning_...`` train ranges from the calibrated ones on."""
+        if learns_ranges(self._scheme):
+            self.learn_ranges(["*"])
+
+    def compute_param_encodings(self) -> None:
+        """Find the encodings of the parameters alone; the others stay as they are."""
+        calibrate_parameters(self, super().compute_encodings)
+
+    def set_percentile_value(self, percentile_value: float) -> None:
+        """Use this percentile, 50 to 100, at every activation quantizer that uses percentiles."""
+        method = find_range_method("percentile", {"percentile": float(percentile_value)})
+        from dataclasses import replace
+
+        found = [s for s in self.quantizers.values() if s.quantizer.spec.method.name == "percentile"]
+        if not found:
+            raise ConfigError(
+                "set_percentile_value",
+                "no quantizer uses percentiles",
+                "make the simulation with quant_scheme=QuantScheme.post_training_percentile",
+            )
+        for site in found:
+            enabled = site.enabled
+            site.spec = replace(site.quantizer.spec, method=method)
+            site.enabled = enabled
+
+    @staticmethod
+    def prepare_sim_for_compute_encodings(sim: QuantizationSimModel) -> None:
+        """Nothing is to be prepared."""
+
+    # -- modules and quantizers
+
+    def qmodules(self) -> Iterator[nn.Module]:
+        """The modules that show quantizers: those without sub-modules."""
+        return (module for _, module in self.named_qmodules())
+
+    def named_qmodules(self) -> Iterator[tuple[str, nn.Module]]:
+        """:meth:`qmodules` with their names."""
+        return ((name, module) for name, module in self.model.named_modules() if is_quantized(module))
+
+    def quant_wrappers(self) -> Iterator[tuple[str, nn.Module]]:
+        """:meth:`named_qmodules` under its older name."""
+        return self.named_qmodules()
+
+    def named_quantizers(self) -> Iterator[tuple[str, Any]]:
+        """Name and quantizer of everything in effect: ``conv1.param_quantizers.weight``.
+
+        What is quantized inside of forwards (``x + y``) comes under the name of its site.
+        """
+        seen: set[int] = set()
+        for record in below(self.model):
+            for name, slot in record.slots():
+                quantizer = slot.get()
+                if quantizer is not None and id(slot.sites[0].quantizer) not in seen:
+                    seen.update(id(site.quantizer) for site in slot.sites)
+                    yield f"{record.name}.{name}", quantizer
+        for name, site in self.quantizers.items():
+            if site.enabled and not site.quantizer.derived and id(site.quantizer) not in seen:
+                seen.add(id(site.quantizer))
+                yield name, view_of((site,))
+
+    def quantizer_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all ranges, for the optimizer; they train from the first call on.
+
+        AIMET's parameters are the ends of the ranges, and in ``sim.model.parameters()``; these are distances from the calibrated
+        ranges (:meth:`learn_ranges`), and beside the model.
+
+        Raises:
+            CalibrationError: no encodings yet.
+        """
+        return (parameter for _, parameter in self.named_quantizer_parameters())
+
+    def named_quantizer_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """:meth:`quantizer_parameters` with the names of their sites."""
+        if not any(True for _ in self.named_range_parameters()):
+            self.learn_ranges(["*"])
+        return self.named_range_parameters()
+
+    def exclude_layers_from_quantization(self, layers_to_exclude: Sequence[nn.Module]) -> None:
+        """Leave these modules of ``sim.model`` and everything below them in float."""
+        for module in layers_to_exclude:
+            records = below(module)
+            if not records:
+                raise ModelError(
+                    "layers_to_exclude",
+                    f"a {type(module).__name__} in it is not a module of sim.model",
+                    "name modules of sim.model, not of the model it was made from",
+                )
+            for record in records:
+                switched_off(site for _, slot in record.slots() for site in slot.sites)
+                switched_off(record.inside)
+
+    def exclude_param_from_quantization(self, param_name_to_exclude: str) -> None:
+        """Leave every parameter of this name (``weight``) in float."""
+        for record in below(self.model):
+            if param_name_to_exclude in record.params:
+                record.params[param_name_to_exclude] = None
+
+    # -- files
+
+    def export(
+        self,
+        path: str | Path,
+        filename_prefix: str,
+        dummy_input: Any = None,
+        onnx_export_args: Any = None,
+        propagate_encodings: bool = False,
+        export_to_torchscript: bool = False,
+        use_embedded_encodings: bool = False,
+        export_model: bool = True,
+        filename_prefix_encodings: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Write the artefacts of :meth:`bitwright.torch.QuantizationSimModel.export`; see there for ``options``."""
+        return export_files(
+            self,
+            self.write_artefacts,
+            (path, filename_prefix, dummy_input, onnx_export_args),
+            {
+                "propagate_encodings": propagate_encodings,
+                "export_to_torchscript": export_to_torchscript,
+                "use_embedded_encodings": use_embedded_encodings,
+                "export_model": export_model,
+                "filename_prefix_encodings": filename_prefix_encodings,
+            },
+            options,
+        )
+
+    def write_artefacts(self, path: str | Path, filename_prefix: str, dummy_input: Any, **options: Any) -> Any:
+        """:meth:`bitwright.torch.QuantizationSimModel.export`, as it is there."""
+        return super().export(path, filename_prefix, dummy_input, **options)
+
+    @property
+    def onnx(self) -> Any:
+        """``sim.onnx.export(args, f)``."""
+        return OnnxExporter(self)
+
+    def save_encodings_to_json(self, path: str | Path, filename_prefix: str, encoding_version: str = "1.0.0") -> None:
+        """Write ``<path>/<filename_prefix>.json`` with every encoding under its site's name."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self.save_encodings(Path(path) / f"{filename_prefix}.json", encoding_version)
+
+    def load_encodings(  # type: ignore[override]
+        self,
+        encodings: str | Path | dict[str, Any],
+        strict: bool = True,
+        partial: bool = True,
+        requires_grad: bool | None = None,
+        allow_overwrite: bool | None = True,
+    ) -> None:
+        """Take the encodings of a file or dict.
+
+        Args:
+            encodings: path or dict, of versions 0.6.1, 1.0.0, 2.0.0, or without a version.
+            strict: refuse names that the model does not have, and encodings of places that are switched off.
+            partial: leave quantizers without an encoding as they are; otherwise they are switched off.
+            requires_grad: train ranges from these on; ``False`` and ``None`` leave that as it is.
+            allow_overwrite: whether calibration may change what was loaded; ``None`` leaves it as it is.
+
+        Raises:
+            EncodingsError: (a ValueError) see :meth:`bitwright.torch.QuantizationSimModel.load_encodings`.
+        """
+        load_encodings(self, encodings, strict, partial, allow_overwrite)
+        if requires_grad:
+            self.learn_ranges(["*"])
+
+    def load_and_freeze_encodings(
+        self, encoding_path: str | Path | dict[str, Any], ignore_when_quantizer_disabled: bool = False
+    ) -> None:
+        """Take the encodings of a file and keep them through calibration."""
+        load_encodings(self, encoding_path, not ignore_when_quantizer_disabled, True, False)
+
+    def set_and_freeze_param_encodings(self, encoding_path: str | Path | dict[str, Any]) -> None:
+        """Take the parameter encodings of a file and keep them through calibration."""
+        super().set_and_freeze_param_encodings(encoding_path)
+
+    # -- weights
+
+    def fold_param_quantizers(self) -> None:
+        """Write the quantized values into the parameters and switch their quantizers off."""
+        fold_parameters(below(self.model))
+
+    @staticmethod
+    def get_original_model(model: nn.Module, qdq_weights: bool = False) -> nn.Module:
+        """A float copy of a simulated model; with ``qdq_weights``, parameters have their quantized values."""
+        return original_model(model, qdq_weights)
+
+
+class QuantParams:
+    """What :func:`bitwright.aimet_torch.bias_correction.correct_bias` simulates.
+
+    Args:
+        weight_bw, act_bw: bits of weights and activations.
+        round_mode: ``nearest`` is the only one; kept for scripts that name it.
+        quant_scheme, config_file: as for :class:`QuantizationSimModel`.
+
+    Raises:
+        ConfigError: (a ValueError) another ``round_mode``.
+    """
+
+    def __init__(
+        self,
+        weight_bw: int = 8,
+        act_bw: int = 8,
+        round_mode: str = "nearest",
+        quant_scheme: Any = QuantScheme.post_training_tf_enhanced,
+        config_file: str | None = None,
+    ) -> None:
+        if round_mode != "nearest":
+            raise ConfigError("round_mode", f"it is {round_mode!r}", "use 'nearest', the only one")
+        self.weight_bw, self.act_bw, self.round_mode = weight_bw, act_bw, round_mode
+        self.quant_scheme = range_method(quant_scheme)
+        self.config_file = "default" if config_file is None else config_file
+
+
+def load_encodings_to_sim(quant_sim_model: QuantizationSimModel, pytorch_encoding_path: str | Path) -> None:
+    """``quant_sim_model.load_encodings(pytorch_encoding_path)``; quantizers without an encoding are switched off."""
+    quant_sim_model.load_encodings(pytorch_encoding_path, strict=False, partial=False)
+
+
+def compute_encodings_for_sims(
+    sim_list: Sequence[QuantizationSimModel],
+    forward_pass_callback: Callable[[list[nn.Module], Any], Any],
+    forward_pass_callback_args: Any,
+) -> None:
+    """Calibrate several simulations in one callback, which gets the list of their models.
+
+    The callback runs once per simulation; the others compute in float meanwhile.
+    """
+    models = [sim.model for sim in sim_list]
+    for sim in sim_list:
+        with _others_in_float(sim_list, sim):
+            sim.compute_encodings(lambda _: forward_pass_callback(models, forward_pass_callback_args))
+
+
+@contextmanager
+def _others_in_float(sims: Sequence[QuantizationSimModel], calibrated: QuantizationSimModel) -> Iterator[None]:
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        for sim in sims:
+            if sim is not calibrated:
+                stack.enter_context(sim.in_float())
+        yield
+
+
+def save_checkpoint(quant_sim_model: QuantizationSimModel, file_path: str | Path) -> None:
+    """Write parameters and quantizers into the folder ``file_path``; nothing is pickled."""
+    quant_sim_model.save_checkpoint(file_path)
+
+
+def load_checkpoint(file_path: str | Path) -> QuantizationSimModel:
+    """AIMET unpickles a whole model here, which runs code from the file; Bitwright does not.
+
+    Raises:
+        ModelError: always, with the two lines that do the same.
+    """
+    raise ModelError(
+        f"load_checkpoint({str(file_path)!r})",
+        "a checkpoint holds parameters and quantizers, not the model's code",
+        "make the simulation as before, then call sim.load_checkpoint(file_path)",
+    )
+
+
+def read_json(source: str | Path | dict[str, Any]) -> dict[str, Any]:
+    """A dict of encodings, or what a file of them holds."""
+    if isinstance(source, dict):
+        return source
+    found: dict[str, Any] = json.loads(Path(source).read_text())
+    return found
+
+
+# ------------------------------------------------------------------------------------ other quantizers for many modules at once
+
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def _chosen(sim: Any, arg: Any) -> Iterator[tuple[str, Any]]:
+    """The modules of a simulation that ``arg`` means: types, modules, or a condition."""
+    condition = _condition(arg)
+    return ((name, module) for name, module in sim.named_qmodules() if condition(module))
+
+
+def _condition(arg: Any) -> Callable[[nn.Module], bool]:
+    several = list(arg) if isinstance(arg, (list, tuple, set)) else [arg]
+    if all(isinstance(item, type) for item in several):
+        kinds = tuple(several)
+        return lambda module: isinstance(module, kinds)
+    if all(isinstance(item, nn.Module) for item in several):
+        wanted = {id(module) for module in several}
+        return lambda module: id(module) in wanted
+    if callable(arg):
+        condition: Callable[[nn.Module], bool] = arg
+        return condition
+    raise ConfigError("arg", f"{arg!r} names no modules", "give module types, modules of sim.model, or a condition")
+
+
+def set_activation_quantizers_to_float(
+    sim: Any,
+    arg: Any,
+    exponent_bits: int | None = None,
+    mantissa_bits: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Make the input and output quantizers that are in effect float.
+
+    Args:
+        arg: types of modules, modules of ``sim.model``, or a condition on a module.
+        exponent_bits, mantissa_bits: of the format; or its ``dtype``.
+    """
+    for _, module in _chosen(sim, arg):
+        for quantizers in (module.input_quantizers, module.output_quantizers):
+            for index, quantizer in enumerate(quantizers):
+                if quantizer is not None:
+                    quantizers[index] = FloatQuantizeDequantize(exponent_bits, mantissa_bits, dtype=dtype)
+
+
+def _blocks(name: str, module: nn.Module, block_size: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of the scale, and block sizes axis by axis, for a weight."""
+    weight: Any = module.weight
+    transposed = isinstance(module, _TRANSPOSED)
+    out_axis, in_axis = (1, 0) if transposed else (0, 1)
+    if isinstance(block_size, int):
+        sizes = [-1] * weight.dim()
+        sizes[out_axis], sizes[in_axis] = 1, block_size
+    else:
+        sizes = list(block_size)
+        if len(sizes) != weight.dim():
+            raise GranularityError(
+                f"{name}.weight", f"block_size {block_size} for a weight of shape {tuple(weight.shape)}",
+                "give one size per axis",
+            )  # fmt: skip
+    whole = [n if size == -1 else size for n, size in zip(weight.shape, sizes, strict=True)]
+    for axis, (n, size) in enumerate(zip(weight.shape, whole, strict=True)):
+        if n % size:
+            raise GranularityError(
+                f"{name}.weight", f"axis {axis} has {n} elements, which blocks of {size} do not divide",
+                "choose a size that divides it, or leave the layer out of arg",
+            )  # fmt: skip
+    return tuple(n // size for n, size in zip(weight.shape, whole, strict=True)), tuple(whole)
+
+
+def _weights(sim: Any, arg: Any) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in _chosen(sim, arg) if module.param_quantizers.get("weight") is not None]
+
+
+def set_blockwise_quantization_for_weights(sim: Any, arg: Any, bitwidth: int, symmetric: bool, block_size: Any) -> None:
+    """Give weights one scale per block.
+
+    Args:
+        arg: types of modules, modules of ``sim.model``, or a condition on a module.
+        block_size: elements per block along the input channels; or one size per axis, ``-1`` for a whole axis.
+
+    Raises:
+        GranularityError: blocks that do not divide a weight; nothing is changed.
+    """
+    shapes = [(module, *_blocks(name, module, block_size)) for name, module in _weights(sim, arg)]
+    for module, shape, blocks in shapes:
+        module.param_quantizers["weight"] = QuantizeDequantize(shape, bitwidth, symmetric, block_size=blocks)
+
+
+def set_grouped_blockwise_quantization_for_weights(
+    sim: Any, arg: Any, bitwidth: int, symmetric: bool, decompressed_bw: int, block_size: Any, block_grouping: Any = -1
+) -> None:
+    """Give weights one scale per block that is an integer multiple of one per channel (LPBQ).
+
+    Args:
+        arg, block_size: as for :func:`set_blockwise_quantization_for_weights`.
+        decompressed_bw: bits of code times multiple.
+        block_grouping: blocks per channel's scale; ``-1``, all, is the only one.
+
+    Raises:
+        ConfigError: a ``block_grouping`` of less than all blocks, or widths without a scale format; nothing is changed.
+        GranularityError: blocks that do not divide a weight; nothing is changed.
+        ValueError: not symmetric.
+    """
+    made = []
+    for name, module in _weights(sim, arg):
+        shape, blocks = _blocks(name, module, block_size)
+        grouping = block_grouping
+        if isinstance(block_grouping, int):
+            blocked = 0 if isinstance(module, _TRANSPOSED) else 1
+            grouping = tuple(block_grouping if axis == blocked else 1 for axis in range(len(shape)))
+        quantizer = GroupedBlockQuantizeDequantize(
+            shape, bitwidth, symmetric, decompressed_bw, block_size=blocks, block_grouping=grouping
+        )
+        module.param_quantizers["weight"].check(quantizer)
+        made.append((module, quantizer))
+    for module, quantizer in made:
+        module.param_quantizers["weight"] = quantizer
+
+
+@dataclass
+class OnnxExportApiArgs:
+    """What ``sim.export(onnx_export_args=...)`` takes; the opset has no effect here."""
+
+    opset_version: int | None = None
+    input_names: list[str] | None = None
+    output_names: list[str] | None = None
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments as keywords."""
+        return dict(vars(self))
