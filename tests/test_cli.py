@@ -1,4 +1,4 @@
-"""The command line: what each command prints, its exit code, and how it says that something is wrong."""
+"""The command line: what each command prints, its exit code, its files, and how it says that something is wrong."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 from typer.testing import CliRunner, Result
 
 from bitwright import __version__
+from bitwright.analysis import Analysis
 from bitwright.cli import app
 from bitwright.cli.quantize import _gathered
 from bitwright.core.numerics.ranges import RANGE_METHODS
@@ -33,6 +36,9 @@ from bitwright.runtimes.adapters import RUNTIMES
 from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.runtimes.timing import Ratio
 from bitwright.torch import QuantizationSimModel
+from tests.analysis.conftest import Net as AnalysisNet
+from tests.analysis.conftest import batches
+from tests.analysis.conftest import exported as exported_model
 from tests.onnx.nets import Net, body
 
 ROOT = Path(__file__).parents[1]
@@ -643,3 +649,206 @@ def test_a_slow_file_is_no_failure_of_benchmark_unless_it_is_asked_for(exported,
         assert result.exit_code == 0
         assert result.output.splitlines()[-1].startswith(f"speed against float in onnxruntime: {low:.2f}x")
         assert run("benchmark", exported, "--fail-if-slower").exit_code == (file == "slow")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its data, and labels that are nearly always its answers."""
+    folder = tmp_path_factory.mktemp("analyze")
+    model, data = AnalysisNet().eval(), batches(2)
+    onnx.save(exported_model(model, data[0]), folder / "net.onnx")
+    np.savez(folder / "data.npz", x=np.concatenate([x.numpy() for x in data]))
+    np.save(folder / "labels.npy", np.concatenate([model(x).argmax(-1).numpy() for x in data]))
+    return folder
+
+
+def test_the_worst_layers_are_printed_and_the_report_is_json(files, tmp_path):
+    result = run(
+        "analyze", files / "net.onnx", "--data", files / "data.npz", "--metric", "accuracy",
+        "--labels", files / "labels.npy", "--group", "*conv*", "--remedies", 1, "--out", tmp_path / "report.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "32 samples" in result.output and "accuracy: float 1" in result.output
+    assert "/conv1/Conv" in result.output and f"wrote {tmp_path / 'report.json'}" in result.output
+    found = Analysis.from_dict(json.loads((tmp_path / "report.json").read_text()))
+    assert found.metric.difference.n == 32 and "*conv*" in [group.name for group in found.groups]
+    assert found.mode == "auto" and found.worst(1)[0].noise > 0
+
+
+def test_a_function_rates_the_session(files, monkeypatch):
+    (files / "rating.py").write_text(
+        "import numpy as np\n"
+        f"data = np.load({str(files / 'data.npz')!r})['x']\n"
+        "def spread(session):\n"
+        "    return session.run(None, {'x': data})[0].std(1)\n"
+    )
+    monkeypatch.syspath_prepend(str(files))
+    monkeypatch.delitem(sys.modules, "rating", raising=False)
+    result = run(
+        "analyze", files / "net.onnx", "--data", files / "data.npz", "--metric", "rating:spread", "--mode", "fast",
+        "--lower-is-better", "--no-fold",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "spread: float" in result.output and "95 % interval" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (("--metric", "accuracy"), "no labels are given"),
+        (("--metric", "acc"), "there is no metric 'acc'"),
+        (("--out", "report.pdf"), "there is no report of the kind '.pdf'"),
+        (("--group", "conv9*"), "'conv9*' matches no site"),
+        (("--mode", "slow"), "there is no mode 'slow'"),
+    ],
+    ids=["no-labels", "metric", "out", "group", "mode"],
+)
+def test_what_cannot_be_answered_is_refused(files, arguments, problem):
+    result = run("analyze", files / "net.onnx", "--data", files / "data.npz", *arguments)
+    assert result.exit_code == 2 and problem in result.output
+
+
+def test_the_report_is_one_page(files, tmp_path):
+    result = run("analyze", files / "net.onnx", "--data", files / "data.npz", "--out", tmp_path / "report.html")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "report.html").read_text().lower().startswith("<!doctype html>")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two small models, their data, and labels that are the first model's answers."""
+    folder = tmp_path_factory.mktemp("auto")
+    random = np.random.default_rng(0)
+    x = random.standard_normal((32, 6)).astype(np.float32)
+    for name in ("net", "other"):
+        w, v = (random.standard_normal(shape).astype(np.float32) for shape in ((6, 8), (8, 3)))
+        nodes = [
+            helper.make_node("MatMul", ["x", "w"], ["h"], "first"),
+            helper.make_node("Relu", ["h"], ["r"], "relu"),
+            helper.make_node("MatMul", ["r", "v"], ["y"], "second"),
+        ]
+        ends = [[helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", k])] for n, k in (("x", 6), ("y", 3))]
+        weights = [numpy_helper.from_array(w, "w"), numpy_helper.from_array(v, "v")]
+        graph = helper.make_graph(nodes, "net", *ends, weights)
+        onnx.save(
+            helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), folder / f"{name}.onnx"
+        )
+        if name == "net":
+            np.save(folder / "labels.npy", (np.maximum(x @ w, 0) @ v).argmax(1))
+    np.savez(folder / "data.npz", x=x)
+    np.savez(folder / "more.npz", x=x * 2)
+    return folder
+
+
+def constant(session: Any) -> float:
+    """A metric that does not look at the model."""
+    return 0.5
+
+
+def not_a_number(session: Any) -> float:
+    return float("nan")
+
+
+def right(session: Any) -> float:
+    """The share of answers that are the first model's: higher is better."""
+    random = np.random.default_rng(0)
+    x, w, v = (random.standard_normal(shape).astype(np.float32) for shape in ((32, 6), (6, 8), (8, 3)))
+    return float(np.mean(session.run(None, {"x": x})[0].argmax(1) == (np.maximum(x @ w, 0) @ v).argmax(1)))
+
+
+def lost(session: Any) -> float:
+    """The share of wrong answers, which is to be small."""
+    return 1.0 - right(session)
+
+
+def auto(files: Path, out: Path, *options: object, model: str = "net", data: str = "data") -> object:
+    return run(
+        "auto", files / f"{model}.onnx", "--data", files / f"{data}.npz", "--out", out, "--batch-size", 8,
+        "--deadline", 0, *options,
+    )  # fmt: skip
+
+
+def test_the_best_model_is_on_disk_and_every_trial_was_told(saved: Path, tmp_path: Path) -> None:
+    found = auto(saved, tmp_path, "--json", tmp_path / "result.json")
+    assert found.exit_code == 0, found.output
+    assert "trial w8a8-fast" in found.output and "the deadline ended the search" in found.output
+    assert "0 s are less than one trial takes" in " ".join(found.output.split())
+    assert f"the best one: {tmp_path / 'trials' / 'w8a8-fast'}" in found.output
+    assert (tmp_path / "trials/w8a8-fast/model.onnx").is_file() and (tmp_path / "report.html").is_file()
+    assert json.loads((tmp_path / "result.json").read_text())["best"]["name"] == "w8a8-fast"
+    again = auto(saved, tmp_path)
+    assert again.exit_code == 0 and "w8a8-fast" in again.output
+
+
+@pytest.mark.slow_variants("accuracy", "kl")
+@pytest.mark.parametrize("metric", [("agreement",), ("accuracy", "--labels"), ("kl",)], ids=lambda m: m[0])
+def test_metrics_by_name(metric: tuple[str, ...], saved: Path, tmp_path: Path) -> None:
+    labels = [saved / "labels.npy"] if metric[1:] else []
+    found = auto(saved, tmp_path, "--metric", *metric, *labels, "--allowed-drop", 0.9)
+    assert found.exit_code == 0, found.output
+    kept = json.loads((tmp_path / "trials/w8a8-fast/trial.json").read_text())
+    assert kept["metric"] is not None and kept["share"] == 1
+
+
+def test_nothing_good_enough_says_what_comes_closest(saved: Path, tmp_path: Path) -> None:
+    found = auto(saved, tmp_path, "--min-sqnr", 90)
+    assert found.exit_code == 1 and "the float model is what remains" in found.output
+    assert "w8a8-fast comes closest" in found.output
+
+
+def test_a_folder_of_something_else_is_refused_and_both_remedies_work(saved: Path, tmp_path: Path) -> None:
+    assert auto(saved, tmp_path / "a").exit_code == 0
+    for options, problem in (
+        ({"data": "more"}, "a search with another data"),
+        ({"model": "other"}, "a search with another model"),
+    ):
+        found = auto(saved, tmp_path / "a", **options)
+        assert found.exit_code == 2 and problem in " ".join(found.output.split())
+        assert "name an empty folder" in " ".join(found.output.split())
+        assert auto(saved, tmp_path / options.popitem()[1], **options).exit_code == 0
+    assert auto(saved, tmp_path / "a").exit_code == 0
+
+
+@pytest.mark.slow_variants("constant metric", "an error as the metric", "a score as an error")
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        (("--allowed-drop", "0.01"), "there is no metric that could drop"),
+        (("--metric", "accuracy"), "no labels are given"),
+        (("--metric", "acuracy"), "there is no metric 'acuracy' (did you mean 'accuracy'?)"),
+        (("--metric", "no_such_module:f"), "it cannot be imported"),
+        (("--metric", "agreement", "--lower-is-better"), "the direction of 'agreement' is known"),
+        (("--metric", "agreement", "--allowed-drop", "some"), "'some' is not a list of numbers"),
+        (("--cost", "ms"), "milliseconds are wanted and times is None"),
+        (("--cost", "size"), "there is no cost 'size'"),
+        (("--cost", "ms", "--times", "no_such.json"), "the file cannot be read"),
+        (("--metric", "tests.test_cli:constant"), "it is 0.5 for outputs that are mostly noise"),
+        (("--metric", "tests.test_cli:not_a_number"), "of the float model it is NaN"),
+        (("--metric", "tests.test_cli:lost"), "and higher is better"),
+        (("--metric", "tests.test_cli:right", "--lower-is-better"), "and lower is better"),
+        (("--deadline", "-1"), "-1.0 is not a time"),
+        (("--deadline", "nan"), "nan is not a time"),
+    ],
+    ids=[
+        "drop",
+        "labels",
+        "name",
+        "module",
+        "direction",
+        "number",
+        "no times",
+        "cost",
+        "no file of times",
+        "constant metric",
+        "metric not a number",
+        "an error as the metric",
+        "a score as an error",
+        "negative deadline",
+        "deadline not a number",
+    ],
+)
+def test_what_auto_cannot_answer_is_refused(
+    options: tuple[str, ...], problem: str, saved: Path, tmp_path: Path
+) -> None:
+    found = auto(saved, tmp_path, *options)
+    assert found.exit_code == 2 and problem in " ".join(found.output.split())

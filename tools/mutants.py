@@ -62,14 +62,14 @@ PARTS = (
 TESTS = (
     "bitwright/core",
     "bitwright/methods",
-    *("tests/core", "tests/methods", "tests/methods", "tests/conformance", "tests/torch", "tests/onnx", "tests/export"),
+    *("tests/core", "tests/methods", "tests/recipes", "tests/conformance", "tests/torch", "tests/onnx", "tests/export"),
     *("tests/analysis", "tests/compare", "tests/precision", "tests/test_public_api.py", "tests/test_tables.py"),
 )
 #: compiled functions run without their lines being traced; these tests call them
 UNTRACED = "bitwright/core/compiled"
-CALLERS = ("tests/core/compiled", "tests/core/numerics", "tests/torch/quantizers")
+CALLERS = ("tests/core/test_compiled.py", "tests/core/numerics", "tests/torch/quantizers")
 #: these look at what modules declare, and run no line of them
-DECLARED = ("tests/core/test_documented_fields.py", "tests/test_public_api.py")
+DECLARED = ("tests/test_public_api.py",)
 #: CPU seconds of tests that may look at one fault, beside those of its own module
 ENOUGH = 120.0
 _PAIRS = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Div", "Pow_Mul", "Mod_Mul", "BitAnd_BitOr")

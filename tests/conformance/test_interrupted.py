@@ -1,11 +1,16 @@
-"""Ctrl-C at any point of an analytic method leaves the model as it was before the call, and a bar shows how far it is."""
+"""Ctrl-C, a killed process, a full disk, a failure halfway: the model and its files are as before the call."""
 
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -14,8 +19,11 @@ from torch import nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
+from bitwright.methods.rounding import gptq
+from bitwright.onnx import QuantizationSimModel, apply_bias_correction, apply_gptq
 from tests.conformance.test_ptq import X, exported, run, small
 from tests.methods.transformer import Decoder, tokens
+from tests.onnx.nets import Net
 
 TOKENS = tokens(8)
 
@@ -136,3 +144,150 @@ def test_a_simulation_whose_biases_were_being_corrected_is_as_it_was(monkeypatch
         with pytest.raises(KeyboardInterrupt):
             bo.apply_bias_correction(other, [x.numpy() for x in batches])
     assert torch.equal(sim.model(X), before) and (other.run(X.numpy())[0] == theirs).all()
+
+
+@pytest.mark.slow
+def test_an_export_that_is_stopped_anywhere_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    """Killed or interrupted before every change of a file; whoever reads first: verify, show, load_encodings."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.onnx.stopped_export", str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    lines = [line.split() for line in ran.stdout.splitlines()]
+    assert [stop for stop, *_ in lines] == ["kill", "interrupt"]
+    for _, *outcomes in lines:
+        switch = outcomes.index("new")
+        assert switch > 8 and len(outcomes) - switch > 8
+        assert set(outcomes[:switch]) == {"old"} and set(outcomes[switch:]) == {"new"}
+
+
+@pytest.mark.slow_variants("500")
+@pytest.mark.parametrize("limit", [500, 9000])
+def test_a_full_temporary_folder_is_named(tmp_path: Path, limit: int) -> None:
+    """The limit on file sizes stands for a full disk: ONNX Runtime writes its optimised model into a temporary folder."""
+    code = f"""
+import resource
+import bitwright.onnx as bo
+from bitwright.errors import ExportError
+from tests.onnx.nets import conv_chain, feeds_for
+model = conv_chain(3, 16)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+try:
+    bo.quantize(model, [feeds_for(model)], recipe=["fold"], path={str(tmp_path / "out")!r})
+except ExportError as error:
+    print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "the temporary folder has no room for" in ran.stdout and "in TMPDIR" in ran.stdout, ran.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_temporary_folder_is_named_by_what_writes_there_itself() -> None:
+    """Weights of a large model are spilled; one whose tensors lie in another file is opened and verified through a file."""
+    code = """
+import resource
+import numpy as np
+import onnx
+import onnx_ir as ir
+import bitwright.onnx as bo
+from onnx import helper
+from bitwright.errors import ExportError
+from bitwright.export.verify import runtime
+from bitwright.onnx.model.session import open_session
+w = onnx.numpy_helper.from_array(np.eye(1100, dtype=np.float32), "w")
+values = [helper.make_tensor_value_info(name, 1, [2, 1100]) for name in ("x", "y")]
+graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", values[:1], values[1:], [w])
+model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+x = np.ones((2, 1100), np.float32)
+sim = bo.QuantizationSimModel(model, x, threads=1)
+loaded = ir.from_proto(model)
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+for what in (
+    lambda: sim.compute_encodings([x], progress=False),
+    lambda: open_session(loaded),
+    lambda: runtime.optimized_types(loaded),
+):
+    try:
+        what()
+    except ExportError as error:
+        print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.stdout.count("the temporary folder has no room for what is to be written") == 3, ran.stderr + ran.stdout
+    assert "in TMPDIR" in ran.stdout
+
+
+def network():
+    """Three layers, the weight of the second one computed by the model."""
+    net = Net()
+    y = net("Relu", net("Gemm", net.input("x", ("n", 8)), net.weights(8, 8, name="a"), transB=1, name="first"))
+    turned = net("Transpose", net.weights(8, 8, name="b"), perm=[1, 0])
+    y = net("Relu", net("MatMul", y, turned, name="second"))
+    return net.model(net("Gemm", y, net.weights(4, 8, name="c"), net.weights(4), transB=1, name="third", out="y"))
+
+
+def batches():
+    random = np.random.default_rng(0)
+    return [{"x": random.standard_normal((16, 8)).astype(np.float32)} for _ in range(3)]
+
+
+def calibrated():
+    sim = QuantizationSimModel(network(), batches()[0])
+    sim.compute_encodings(batches())
+    return sim
+
+
+def state(sim):
+    sites = {s.name: (s.encoding, s.frozen, s.enabled) for s in sim.quantizers.values()}
+    return sites, sim.run(batches()[0])[0]
+
+
+@pytest.mark.parametrize("at", (2, 3))
+def test_gptq_that_fails_at_a_later_layer(at, monkeypatch):
+    sim, original, calls = calibrated(), gptq.round_columns, []
+    before = state(sim)
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) == at:
+            raise torch.linalg.LinAlgError("the matrix is singular")
+        return original(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gptq, "round_columns", fails)
+        with pytest.raises(torch.linalg.LinAlgError):
+            apply_gptq(sim, batches(), progress=False)
+    after = state(sim)
+    assert after[0] == before[0] and np.array_equal(after[1], before[1])
+    apply_gptq(sim, batches(), progress=False)
+    assert sum(s.frozen for s in sim.quantizers.values()) == 3
+
+
+def test_bias_correction_whose_data_fail():
+    net = Net()
+    y = net.input("x", ("n", 8))
+    for name in ("first", "second"):
+        weight, bias = net.weights(8, 8, name=f"{name}.weight"), net.weights(8, name=f"{name}.bias")
+        y = net("Relu", net("Gemm", y, weight, bias, transB=1, name=name))
+    sim = QuantizationSimModel(net.model(y), batches()[0], preset="w4a8")
+    sim.compute_encodings(batches())
+    before = state(sim)
+    moments = {"first": (np.zeros(8), np.ones(8))}
+
+    def data():
+        yield batches()[0]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        apply_bias_correction(sim, data(), moments=moments, progress=False)
+    after = state(sim)
+    assert after[0] == before[0] and np.array_equal(after[1], before[1])
+    report = apply_bias_correction(sim, batches(), moments=moments, progress=False)
+    assert report.analytic == {"second"}  # the layer that is corrected before any data are read

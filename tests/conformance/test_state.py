@@ -1,9 +1,11 @@
-"""What was kept comes back whole, and a change that fails leaves everything as it was; in both front ends."""
+"""What was kept comes back whole, a change that fails changes nothing, and a new spec needs no data; in both front ends."""
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
@@ -21,10 +23,11 @@ from bitwright.core.health.diagnosis import Repair
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock
-from bitwright.core.numerics.spec import weight_spec
+from bitwright.core.numerics.spec import RangeMethod, weight_spec
 from bitwright.core.numerics.statistics import Histogram, MinMax, bounds_of
 from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, EncodingsError
+from bitwright.torch import QuantizationSimModel
 from tests.conformance.test_ptq import exported
 
 
@@ -268,3 +271,134 @@ def test_a_spec_says_what_was_loaded(front: str) -> None:
     assert sim.coverage().find("a.weight").how.endswith("int8 asymmetric per tensor, minmax")
     own_encoding(sim, end)
     assert sim.quantizers["a.weight"].spec.symmetry == "asymmetric"
+
+
+class Branch(nn.Module):
+    """Two ways, of which the sign of the data chooses one."""
+
+    def __init__(self, b: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), b
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+def test_eight_sites_are_named_and_the_others_counted(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(1, 2)
+    sim = QuantizationSimModel(Branch(nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))), x, examples=[-x])
+    with caplog.at_level(logging.WARNING, "bitwright"):
+        sim.compute_encodings([x])
+    assert re.search(r"never reached 10 site.*: b\.0\.output\[0\].*, b\.7\.output\[0\] and 2 more\n", caplog.text)
+
+
+def test_sites_that_calibration_never_reached(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(1, 2)
+    sim = QuantizationSimModel(Branch(nn.Linear(2, 2)), x, examples=[-x])
+    with caplog.at_level(logging.WARNING, "bitwright"):
+        sim.compute_encodings([x])
+    assert re.search(r"never reached 1 site\(s\), without an encoding; using them is an error: b\.output", caplog.text)
+    with pytest.raises(
+        CalibrationError, match=r"b\.output\[0\]: the quantizer has no encoding: calibration never reached"
+    ):
+        sim.model(-x)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "bitwright"):
+        sim.compute_encodings([x], allow_unreached=True)
+    assert re.search(r"never reached 1 site\(s\), left in float: b\.output", caplog.text)
+    assert torch.isfinite(sim.model(-x)).all()
+
+
+NEW_SPECS = {
+    "4 bits": {"format": IntFormat(4, signed=False)},
+    "16 bits": {"format": IntFormat(16, signed=False)},
+    "symmetric": {"format": IntFormat(8), "symmetry": "symmetric"},
+    "another method": {"method": RangeMethod("minmax")},
+}
+
+
+def simulation(front: str, scheme: str) -> Any:
+    if front == "torch":
+        return bt.QuantizationSimModel(Net(), data(0), scheme)
+    return bo.QuantizationSimModel(net_onnx(), data(0).numpy(), scheme)
+
+
+def calibrate(sim: Any, front: str) -> Any:
+    batches = [data(i) if front == "torch" else data(i).numpy() for i in (1, 2)]
+    sim.compute_encodings(batches, progress=False)
+    return sim
+
+
+def change(sim: Any, facets: dict[str, Any], roles: tuple[str, ...]) -> None:
+    for site in sim.quantizers.values():
+        if site.role in roles:
+            site.spec = replace(site.quantizer.spec, **facets)
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+@pytest.mark.parametrize("scheme", ["min_max", "mse"])
+@pytest.mark.parametrize("what", NEW_SPECS)
+def test_activations_are_what_calibration_under_the_new_spec_gives(front: str, scheme: str, what: str) -> None:
+    roles = ("input", "output")
+    changed = calibrate(simulation(front, scheme), front)
+    change(changed, NEW_SPECS[what], roles)
+    fresh = simulation(front, scheme)
+    change(fresh, NEW_SPECS[what], roles)
+    calibrate(fresh, front)
+    for name, site in changed.quantizers.items():
+        if site.role in roles:
+            assert site.encoding == fresh.quantizers[name].encoding, name
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+@pytest.mark.parametrize("facets", [{"format": IntFormat(4)}, {"granularity": PerBlock(2)}], ids=str)
+def test_weights_are_calibrated_on_their_values(front: str, facets: dict[str, Any]) -> None:
+    changed, fresh = calibrate(simulation(front, "min_max"), front), simulation(front, "min_max")
+    for sim in (changed, fresh):
+        site = sim.quantizers["a.weight"]
+        site.spec = replace(site.quantizer.spec, **facets)
+    calibrate(fresh, front)
+    found = changed.quantizers["a.weight"].encoding
+    assert found is not None and np.array_equal(found.scale, fresh.quantizers["a.weight"].encoding.scale)
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_data_adds_to_the_statistics_kept(front: str) -> None:
+    """A histogram goes on as one, though the new method reads its ends only."""
+    sim = calibrate(simulation(front, "mse"), front)
+    change(sim, {"method": RangeMethod("minmax")}, ("input", "output"))
+    sim.compute_encodings([data(3) * 2 if front == "torch" else data(3).numpy() * 2], resume=True, progress=False)
+    whole = simulation(front, "min_max")
+    batches = [data(1), data(2), data(3) * 2]
+    whole.compute_encodings([b if front == "torch" else b.numpy() for b in batches], progress=False)
+    name = next(n for n, s in sim.quantizers.items() if s.role in ("input", "output") and s.enabled)
+    assert sim.quantizers[name].encoding == whole.quantizers[name].encoding
+
+
+def test_what_no_statistics_serve_needs_data() -> None:
+    sim = calibrate(simulation("torch", "min_max"), "torch")
+    change(sim, {"method": RangeMethod("mse")}, ("input", "output"))  # reads a histogram
+    sites = [s for s in sim.quantizers.values() if s.role == "output" and not s.quantizer.is_fixed]
+    assert sites and all(s.encoding is None for s in sites)
+
+
+def test_a_copy_calibrates_on_its_own_weights() -> None:
+    import copy
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x)
+
+    sim = bt.QuantizationSimModel(Linear(), torch.randn(2, 4))
+    sim.compute_encodings([torch.randn(2, 4)], progress=False)
+    other = copy.deepcopy(sim)
+    with torch.no_grad():
+        other.model.a.weight.mul_(2)
+    for one in (sim, other):
+        one.quantizers["a.weight"].spec = replace(one.quantizers["a.weight"].spec, format=IntFormat(4))
+    found, twice = (one.quantizers["a.weight"].encoding.scale for one in (sim, other))
+    assert np.array_equal(found * 2, twice)

@@ -1,19 +1,26 @@
-"""Models that other people wrote: each of these once broke, or is refused with the reason."""
+"""Models that other people wrote, deep ones, parts called outside of forward, and every model of the zoo."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.core.simulation.float_model import sqnr
-from bitwright.errors import ExportError, ModelError
+from bitwright.errors import CalibrationError, ExportError, ModelError
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
+from bitwright.torch.calls.inputs import Inputs, flatten_tensors
+from bitwright.torch.interception.record import record
+from tests.support.cost import calls_left
+from tests.support.zoo import ZOO, Case, MobileNetV2, chain, chain_input
 
 
 class Two(nn.Module):
@@ -189,3 +196,288 @@ def test_parts_in_bfloat16_are_exported_when_they_were_converted() -> None:
     sim.model.float()
     assert sim.verify(x).ok
     assert encodings == {name: site.encoding for name, site in sim.quantizers.items()}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def keys(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return self.k(memory), self.v(memory)
+
+    def forward(self, x: Tensor, memory: Tensor, cached: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        q = self.q(x)
+        k, v = self.keys(memory) if cached is None else cached
+        found: Tensor = self.out(F.scaled_dot_product_attention(q, k, v))
+        return found
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        self.attention = Attention()
+        self.act = nn.ReLU()
+        self.head = nn.Linear(8, 4)
+
+    def decode(self, x: Tensor, memory: Tensor, cached: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        found: Tensor = self.head(self.act(x + self.attention(x, memory, cached)))
+        return found
+
+    def forward(self, x: Tensor, source: Tensor, cached: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        return self.decode(x, self.encoder(source), cached)
+
+    def encode(self, source: Tensor) -> Tensor:
+        return F.normalize(self.encoder(source), dim=-1)
+
+
+ROWS, SOURCE = (torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 5))
+
+
+@pytest.fixture
+def sim() -> QuantizationSimModel:
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(EncoderDecoder().eval(), (ROWS, SOURCE))
+    sim.compute_encodings([(ROWS, SOURCE)])
+    return sim
+
+
+@torch.no_grad()
+def test_a_module_called_on_its_own_computes_what_it_does_within_the_forward(sim: QuantizationSimModel) -> None:
+    inside = sim.capture(["encoder.2.output[0]", "attention.q.output[0]"], (ROWS, SOURCE))
+    seen: list[Tensor] = []
+    handle = sim.model.encoder.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    sim.model(ROWS, SOURCE)
+    handle.remove()
+    assert torch.equal(sim.model.encoder(SOURCE), seen[0])
+    with sim.in_float():
+        assert not torch.equal(sim.model.encoder(SOURCE), seen[0])
+    assert torch.equal(sim.model.encoder.forward(SOURCE), seen[0]), inside.keys()
+    assert not sim._simulator.unseen and not sim._interceptor.running
+
+
+@torch.no_grad()
+def test_a_method_is_simulated_and_what_is_not_is_said_once(
+    sim: QuantizationSimModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "bitwright"):
+        first = sim.model.encode(SOURCE)
+        assert torch.equal(sim.model.encode(SOURCE), first)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1 and said[0].startswith("EncoderDecoder.encode calls encoder outside the model's forward")
+    assert torch.equal(first, F.normalize(sim.model.encoder(SOURCE), dim=-1))
+    assert "not recorded: EncoderDecoder.encode: a method that calls parts" in str(sim.coverage())
+    with sim.active():  # the remedy
+        sim.model.encode(SOURCE)
+
+
+@torch.no_grad()
+def test_an_attention_to_cached_keys_keeps_its_sites(sim: QuantizationSimModel) -> None:
+    expected = sim.model(ROWS, SOURCE)
+    with sim.active():
+        cached = sim.model.attention.keys(sim.model.encoder(SOURCE))
+    assert torch.equal(sim.model(ROWS, SOURCE, cached), expected)
+    assert not sim._simulator.unseen
+
+
+def test_parts_take_part_in_calibration_and_training(sim: QuantizationSimModel) -> None:
+    sim.compute_encodings(lambda model: (model(ROWS, SOURCE), model.encoder(SOURCE * 3)))
+    assert float(sim.quantizers["encoder.0.input[0]"].encoding.max) > 2 * float(SOURCE.max())
+    sim.model.encoder(SOURCE).sum().backward()
+    assert sim.model.encoder[0].weight.grad is not None
+    with pytest.raises(CalibrationError, match="not finite"):
+        sim.compute_encodings(lambda model: model.encoder(SOURCE * torch.inf), allow_unreached=True)
+
+
+def test_a_part_is_refused_before_calibration_and_where_a_whole_forward_is_needed() -> None:
+    sim = QuantizationSimModel(EncoderDecoder().eval(), (ROWS, SOURCE))
+    with pytest.raises(CalibrationError, match="before calibration"):
+        sim.model.encoder(SOURCE)
+    recorder = record(EncoderDecoder().eval(), [(ROWS, SOURCE)])
+    with (
+        sim._interceptor.handled_by(recorder),
+        pytest.raises(ModelError, match=r"encoder: this Sequential was called outside the forward.*sim\.active\(\)"),
+    ):
+        sim.model.encoder(SOURCE)
+
+
+def test_ctrl_c_inside_a_part_leaves_nothing_open(sim: QuantizationSimModel) -> None:
+    expected = sim.model.encoder(SOURCE)
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = sim.model.encoder[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sim.model.encoder(SOURCE)
+    handle.remove()
+    assert not sim._interceptor.running
+    assert torch.equal(sim.model.encoder(SOURCE), expected)
+    assert torch.equal(copy.deepcopy(sim).model.encoder(SOURCE), expected)
+
+
+def check(blocks: dict[bool, int], calls: int) -> None:
+    """Of chains without and with residual adds."""
+    x = chain_input(0)
+    small = chain(2)  # loads what is loaded at the first use, which takes more calls than the limit
+    fold_all_batch_norms(small, dummy_input=x)
+    QuantizationSimModel(small, x).compute_encodings([x])
+    with calls_left(calls):
+        for residual, count in blocks.items():
+            model = chain(count, residual)
+            report = fold_all_batch_norms(model, dummy_input=x)
+            sim = QuantizationSimModel(model, x, in_place=True)
+            sim.compute_encodings([x])
+            assert len(report.pairs) == count and not report.refused
+            assert len(sim.quantizers) >= 3 * count and len(sim.coverage()) >= 4 * count
+            assert sim.model(x).isfinite().all()
+
+
+def test_chains_of_more_blocks_than_calls_are_allowed() -> None:
+    check({False: 400, True: 400}, 280)
+
+
+def test_the_limit_is_one_that_a_recursion_over_blocks_would_meet() -> None:
+    def walk(n: int) -> int:
+        return 0 if n == 0 else 1 + walk(n - 1)
+
+    with calls_left(280):
+        assert walk(250) == 250
+        with pytest.raises(RecursionError):
+            walk(400)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_blocks() -> None:
+    check({False: 5_000, True: 20_000}, 1000)
+
+
+CASES = [pytest.param(case, id=name) for name, case in ZOO.items()]
+
+
+def example(case: Case, seed: int = 0) -> Inputs:
+    call = case.example(seed)
+    return Inputs(call.args, call.kwargs)
+
+
+def run(model: torch.nn.Module, case: Case, seed: int = 0) -> list[torch.Tensor]:
+    return [t for _, t in flatten_tensors(case.run(model, seed)) if t.is_floating_point()]
+
+
+def simulated(case: Case, **options: Any) -> QuantizationSimModel:
+    sim = QuantizationSimModel(case.build(), example(case), **options)
+    sim.compute_encodings([example(case, seed) for seed in range(3)], allow_unreached=True)
+    return sim
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sixteen_bits_change_nothing_a_person_would_see(case: Case) -> None:
+    sim = simulated(case, default_output_bw=16, default_param_bw=16)
+    model = case.build()
+    for old, new in zip(run(model, case), run(sim.model, case), strict=True):
+        assert new.dtype == old.dtype and new.shape == old.shape
+        low = old.dtype in (torch.float16, torch.bfloat16)
+        assert sqnr(old.float().numpy(), new.float().numpy()) > (20 if low else 45)
+
+
+@pytest.mark.slow_variants("vit-half")
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_keeps_its_class_its_state_and_its_function_in_float(case: Case) -> None:
+    model = case.build()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    sim = QuantizationSimModel(model, example(case))
+    assert type(sim.model) is type(model) and sim.model is not model
+    assert list(sim.model.state_dict()) == list(before)
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+    with sim.in_float():
+        for old, new in zip(run(model, case), run(sim.model, case), strict=True):
+            # attention is computed as its documented parts: equal to rounding, everything else bit for bit
+            low = old.dtype in (torch.float16, torch.bfloat16)
+            torch.testing.assert_close(new, old, rtol=2e-2 if low else 1e-4, atol=5e-2 if low else 1e-4)
+
+
+@pytest.mark.slow_variants(
+    "resnet18",
+    "mobilenet-v2",
+    "unet",
+    "audio-net",
+    "depthwise-separable",
+    "mobilenet-v3-block",
+    "densenet",
+    "encoder-post-norm",
+    "vit-sdpa",
+    "vit-bmm",
+    "vit-einsum",
+    "vit-matmul",
+    "masked-lm",
+    "masked-lm-sdpa",
+    "llama",
+    "llama-cached",
+    "cell-loop",
+    "activations",
+    "norms",
+    "resnet18-half",
+    "vit-half",
+    "resnet18-bfloat16",
+    "vit-bfloat16",
+    "chain",
+    "chain-residual",
+)
+@pytest.mark.parametrize("case", CASES)
+def test_copies_and_repeats_are_bit_identical(case: Case) -> None:
+    sim = simulated(case)
+    first = run(sim.model, case)
+    twin = copy.deepcopy(sim)
+    again = simulated(case)
+    for a, b, c, d in zip(first, run(sim.model, case), run(twin.model, case), run(again.model, case), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a, d)
+    assert list(twin.quantizers) == list(sim.quantizers)
+    twin.quantizers["*"].enabled = False
+    assert all(site.enabled or site.encoding is None for site in sim.quantizers.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_float_value_is_accounted_for(case: Case) -> None:
+    sim = QuantizationSimModel(case.build(), example(case))
+    rows = {row.name: row for row in sim.coverage()}
+    floats = [v.name for v in sim.graph.values.values() if v.is_float]
+    assert set(floats) <= set(rows)
+    assert all(row.how for row in rows.values())
+    sites = {site for site in sim.quantizers}
+    assert {p.name for p in sim.plan.sites.values()} == sites
+
+
+@pytest.mark.slow_variants("mobilenet-v2", "unet", "vit-einsum")
+@pytest.mark.parametrize("case", [c for c in CASES if "half" not in c.id and "bfloat" not in c.id])
+def test_gradients_reach_every_trained_parameter_the_float_model_trains(case: Case) -> None:
+    sim = simulated(case)
+    float_model = case.build()
+    call = case.example(0)
+
+    def trained(model: torch.nn.Module) -> set[str]:
+        outputs = [
+            t for _, t in flatten_tensors(model(*call.args, **call.kwargs)) if t.is_floating_point() and t.requires_grad
+        ]
+        sum(t.float().square().mean() for t in outputs).backward()  # type: ignore[union-attr]
+        return {n for n, p in model.named_parameters() if p.grad is not None and torch.isfinite(p.grad).all()}
+
+    try:
+        expected = trained(float_model)
+    except RuntimeError:
+        pytest.fail("the float model itself cannot be trained; give the case a tag")
+    call = case.example(0)
+    assert trained(sim.model) == expected
+
+
+def test_statistics_do_not_depend_on_batches_or_their_order() -> None:
+    net = MobileNetV2(0.25, classes=10, stages=3).eval()
+    batches = [torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    for scheme in ("min_max", "tf_enhanced", "percentile", "entropy", "mse"):
+        encodings = []
+        for data in (batches, batches[::-1], [torch.cat(batches)]):
+            sim = QuantizationSimModel(net, batches[0], quant_scheme=scheme)
+            sim.compute_encodings(data)
+            encodings.append({n: s.encoding for n, s in sim.quantizers.items() if s.role == "input"})
+        assert encodings[0] == encodings[1] == encodings[2]
+        assert all(np.isfinite(e.scale).all() for e in encodings[0].values())

@@ -1,4 +1,4 @@
-"""A file is the old one or the new one, and a refused path is explained."""
+"""A file is the old one or the new one; files of finished layers and of spooled arrays come back as they went."""
 
 from __future__ import annotations
 
@@ -13,10 +13,24 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 
+from bitwright.core import files as documents
 from bitwright.errors import ConfigError, ExportError
-from bitwright.export.files.atomic import atomic_files, atomic_write, check_stem, file_error, settle
+from bitwright.export.files import atomic as spooled
+from bitwright.export.files.atomic import (
+    FinishedLayers,
+    Spool,
+    Spooled,
+    atomic_files,
+    atomic_write,
+    check_stem,
+    file_error,
+    settle,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -373,3 +387,114 @@ def test_ctrl_c_at_any_moment_leaves_the_old_files_or_the_new_ones(
         if not again:
             break
     assert len(found) > 50 and found[0] == old and found[-1] == (old if error else dict.fromkeys(old, "new"))
+
+
+KEY, OTHER = "a" * 64, "a" * 32 + "b" * 32  # of one file name
+ARRAYS = {
+    "0.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "1.weight": np.arange(6, dtype=np.float32).reshape(3, 2).T,
+    "0.scale": np.array(0.5, np.float32),
+    "0.zero_point": np.zeros((), np.int64),
+    "0.errors": np.array([1.0, 0.5]),
+}
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> FinishedLayers:
+    layers = FinishedLayers(tmp_path / "done")
+    layers.put(KEY, ARRAYS)
+    return layers
+
+
+def the_file(layers: FinishedLayers) -> Path:
+    (path,) = layers.folder.iterdir()
+    return path
+
+
+def test_what_was_put_comes_back(kept):
+    found = kept.get(KEY)
+    assert found.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert found[name].dtype == array.dtype and found[name].shape == array.shape
+        assert np.array_equal(found[name], array)
+    assert kept.get("b" * 64) is None
+    assert FinishedLayers(kept.folder / "absent").get(KEY) is None
+
+
+def test_every_flipped_bit_is_found(kept, caplog):
+    path, whole = the_file(kept), the_file(kept).read_bytes()
+    for at in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[at] ^= 4
+        path.write_bytes(damaged)
+        found = kept.get(KEY)
+        # a bit of the header that means nothing, such as a blank, may change
+        assert found is None or all(np.array_equal(found[name], ARRAYS[name]) for name in ARRAYS), at
+    path.write_bytes(whole[: len(whole) // 2])
+    caplog.clear()
+    assert kept.get(KEY) is None
+    assert f"{path}: it is damaged" in caplog.text and "its layers are computed anew" in caplog.text
+    kept.put(KEY, ARRAYS)
+    assert path.read_bytes() == whole, "the same bytes in every writing"
+
+
+def test_numbers_that_were_exchanged_are_found(kept, caplog):
+    save_file({**ARRAYS, "0.weight": np.full((2, 3), np.nan, np.float32)}, the_file(kept))
+    assert kept.get(KEY) is None and "an earlier version wrote it" in caplog.text
+
+
+def test_a_file_of_something_else_is_found(kept, caplog):
+    assert kept.get(OTHER) is None
+    assert "it was written for another model, other data or other options" in caplog.text
+
+
+def test_what_the_system_refuses_is_an_error(kept, monkeypatch):
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    monkeypatch.setattr(documents, "_without_waiting", refuse)
+    with pytest.raises(ExportError, match="permission was denied. Remedy: choose a path you have access to"):
+        kept.get(KEY)
+
+
+def test_a_full_disk_is_named_and_keeps_the_older_file(kept, monkeypatch):
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ExportError, match="the disk is full. Remedy: free some space"):
+        kept.put(KEY, {})
+    assert kept.get(KEY) is not None and len(list(kept.folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("held", [8, 1 << 20], ids=["in a file", "in memory"])
+def test_arrays_come_back_as_they_went(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spooled, "HELD", held)
+    spool = Spool()
+    first, second = Spooled(spool), Spooled(spool)
+    given = [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 4), np.float32), np.full((1, 1), 7, np.float32)]
+    for x in given:
+        first.append(x)
+        second.append(torch.from_numpy(x.copy()).half())
+        second.append(torch.from_numpy(x.copy()).t() if x.ndim == 2 else torch.from_numpy(x.copy()))
+    assert len(first) == 3 and first.nbytes == 28
+    assert all(a.dtype == np.float32 and np.array_equal(a, b) for a, b in zip(first, given, strict=True))
+    assert np.array_equal(first[-1], given[-1]) and first[0].flags.writeable
+    assert np.array_equal(second[0], given[0]) and np.array_equal(second[1], given[0].T)
+    last = second[-2:]
+    assert len(last) == 2 and np.array_equal(last[1], given[2]) and len(second[6:]) == 0
+
+
+def test_a_full_disk_is_named() -> None:
+    spool = Spool()
+
+    class Full:
+        def seek(self, place: int) -> None:
+            pass
+
+        def write(self, content: bytes) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    spool._file = Full()
+    with pytest.raises(ExportError, match="has no room"):
+        Spooled(spool).append(np.zeros(3, np.float32))

@@ -1,7 +1,9 @@
-"""LiteRT files: what they hold, that they run, and that they compute what the simulation computes."""
+"""LiteRT files: fixed point against rational arithmetic, and every layer of many nets against the simulation."""
 
 from __future__ import annotations
 
+from fractions import Fraction
+from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from bitwright.cli import app
@@ -17,6 +20,16 @@ from bitwright.compare.litert import FlatFile
 from bitwright.compare.verify import VerifyReport, verify_folder, verify_layers
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError, ExportError
+from bitwright.export.litert.flat import (
+    high_product,
+    quantize_multiplier,
+    rescaled,
+    rescaled_once,
+    rescaled_wide,
+    rescaling_error,
+    rounded_shift,
+    wide_rescaling_error,
+)
 from bitwright.export.samples import read_samples
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.runtimes.adapters import open_file
@@ -245,3 +258,178 @@ def test_the_default_recipe_leaves_in_float_what_it_would_widen_with_a_zero_poin
     assert "float at 0.input[0]" in str(result.report)
     (made,) = open_file("litert", tmp_path / "net.tflite").run({"input": batches[0].numpy()}).values()
     assert sqnr(model(batches[0]).detach().numpy(), made) > 20
+
+
+FACTORS = [1e-6, 0.0113, 0.2, 0.25, 0.3, 0.4999, 0.5, 0.75, 0.999999999999, 1.0, 1.7, 5.0]
+
+
+def away(value: Fraction) -> int:
+    """To nearest, a half away from zero."""
+    return floor(abs(value) + Fraction(1, 2)) * (1 if value >= 0 else -1)
+
+
+def sums(bits: int = 24) -> np.ndarray:
+    return np.random.default_rng(0).integers(-(1 << bits), 1 << bits, 500)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_factor_is_its_mantissa_to_31_bits(factor: float) -> None:
+    mantissa, shift = (int(part) for part in quantize_multiplier(factor))
+    assert 1 << 30 <= mantissa < 1 << 31
+    assert abs(Fraction(mantissa) * Fraction(2) ** (shift - 31) / Fraction(factor) - 1) <= Fraction(1, 1 << 31)
+
+
+def test_a_factor_that_no_shift_reaches_is_zero() -> None:
+    assert [int(part) for part in quantize_multiplier(2.0**-40)] == [0, 0]
+    assert int(rescaled(1 << 30, *quantize_multiplier(2.0**-40))) == 0
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_halves_go_upwards_first_and_away_from_zero_then(factor: float) -> None:
+    mantissa, shift = (int(part) for part in quantize_multiplier(factor))
+    for x in sums().tolist():
+        first = floor(Fraction(x * 2 ** max(shift, 0) * mantissa, 1 << 31) + Fraction(1, 2))
+        assert int(rescaled(x, mantissa, shift)) == away(Fraction(first, 2 ** max(-shift, 0)))
+
+
+def test_half_of_a_product_is_rounded_upwards() -> None:
+    assert high_product([3, -3, 1, -1], 1 << 29).tolist() == [1, -1, 0, 0]
+    assert high_product([2, -2], 1 << 29).tolist() == [1, 0]  # gemmlowp's nudge: a negative half goes to zero
+    assert rounded_shift([1, -1, 3, -3, 5], 1).tolist() == [1, -1, 2, -2, 3]
+
+
+@pytest.mark.parametrize("factor", [0.1301234567, 0.2612345678, 0.3012345678, 0.4912345678, 0.6012345678])
+def test_the_error_bound_holds_and_is_reached(factor: float) -> None:
+    x = np.arange(-40000, 40000)
+    off = np.abs(rescaled(x, *quantize_multiplier(factor)) - x * factor) - 0.5
+    assert off.max() <= rescaling_error(factor) + 1e-4
+    assert off.max() >= 0.9 * rescaling_error(factor) - 1e-3
+    once = np.abs(rescaled_once(x, *quantize_multiplier(factor)) - x * factor) - 0.5
+    assert once.max() <= 1e-4
+
+
+@pytest.mark.parametrize("factor", [1e-4, 0.0113, 0.3])
+def test_wide_sums_are_rounded_once_with_a_short_mantissa(factor: float) -> None:
+    x = np.random.default_rng(0).integers(-int(32000 / factor), int(32000 / factor), 20000)
+    off = np.abs(rescaled_wide(x, *quantize_multiplier(factor)) - x * factor) - 0.5
+    bound = wide_rescaling_error(factor, 32000)
+    assert bound <= 1.0 and off.max() <= bound + 1e-3 and off.max() >= bound / 2 - 1e-3
+
+
+class Pictures(nn.Module):
+    """Convolutions of all kinds, joins, pools, resizing, changes of the order of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped = nn.Conv2d(4, 8, 3, groups=2, padding=1)
+        self.dilated = nn.Conv2d(8, 8, 3, dilation=2, padding=2)
+        self.squeeze = nn.Conv2d(8, 8, 1)
+        self.shuffled = nn.Conv2d(8, 16, 3, padding=1)
+        self.joined = nn.Conv2d(17, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.hardswish(self.grouped(x))
+        y = x + F.relu(self.dilated(x))
+        y = y * torch.sigmoid(self.squeeze(F.adaptive_avg_pool2d(y, 1)))
+        y = y.reshape(y.shape[0], 2, 4, y.shape[2], y.shape[3]).transpose(1, 2).flatten(1, 2)
+        left, right = y.chunk(2, 1)
+        up = F.pixel_shuffle(self.shuffled(y), 2)
+        near = F.interpolate(left - right, scale_factor=2.0, mode="nearest")
+        pooled = F.avg_pool2d(F.pad(up, (1, 1, 1, 1)), 3, 1)
+        joined = torch.cat([up, near, pooled, y.repeat_interleave(1, 1)[:, :5].amax((2, 3), keepdim=True).expand(
+            -1, 5, up.shape[2], up.shape[3])], 1)  # fmt: skip
+        return self.joined(joined).clamp(-0.5, 0.75)[:, :, ::2, 1:-1]
+
+
+class Encoder(nn.Module):
+    """Attention, norms and a linear layer on a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.head(self.layer(self.embedding(tokens)).mean(1)))
+
+
+class Recurrent(nn.Module):
+    """A bidirectional LSTM whose last states are read, and one that returns its sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(6, 5, batch_first=True)
+        self.both = nn.LSTM(5, 4, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequence, (last, _) = self.both(self.first(x)[0])
+        return self.head(torch.cat([sequence[:, -1], last.transpose(0, 1).flatten(1)], 1))
+
+
+@pytest.mark.slow
+def test_pictures(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    result = exported(Pictures(), images(rows=4, channels=4), tmp_path)
+    report = verify_folder(tmp_path, runtime="litert")
+    assert report.ok and few_differ(report), str(report)
+    inner = [row for row in report.rows if row.ops[-1] != "QUANTIZE"]
+    assert len(inner) >= 12
+    found = kinds(tmp_path)
+    assert found.count("QUANTIZE") <= 3, (found, result.exported.notes)
+    assert {"CONV_2D", "HARD_SWISH", "LOGISTIC", "DEPTH_TO_SPACE", "RESIZE_NEAREST_NEIGHBOR"} <= set(found)
+
+
+def test_an_encoder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokens = [torch.randint(0, 11, (4, 9)) for _ in range(3)]
+    result = exported(Encoder(), tokens, tmp_path)
+    report = verify_folder(tmp_path, runtime="litert")
+    assert report.ok and few_differ(report), str(report)
+    assert {row.specified for row in report.rows} <= {1.0, None}
+    assert {"BATCH_MATMUL", "SOFTMAX", "GELU", "TANH", "FULLY_CONNECTED"} <= set(kinds(tmp_path))
+    told = [note for note in result.exported.notes if "computed in float in the LiteRT file" in note]
+    assert told and all("LayerNormalization" in note or "Mul is computed" in note for note in told)
+
+
+@pytest.mark.slow
+def test_lstm_layers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    result = exported(Recurrent(), batches, tmp_path)
+    report = verify_folder(tmp_path, runtime="litert")
+    assert report.ok, str(report)
+    assert kinds(tmp_path).count("UNIDIRECTIONAL_SEQUENCE_LSTM") == 3
+    assert any("the states of an LSTM have a fixed batch" in note for note in result.exported.notes)
+    file = FlatFile((tmp_path / "net.tflite").read_bytes())
+    weights = [t for t in file.graph.tensors if t.type == 9 and list(t.shape) == [5, 6]]
+    assert len(weights) == 4  # of the gates, one byte per number
+
+
+def test_activations_of_16_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Sigmoid(), nn.Flatten(),
+        nn.Linear(200, 4),
+    )  # fmt: skip
+    exported(net, images(), tmp_path, preset="w8a16")
+    report = verify_folder(tmp_path, runtime="litert")
+    assert report.ok, str(report)
+    assert all(row.kernel.endswith("int16") for row in report.rows[1:])
+    assert min(min(end.as_float, end.as_integer) for end in report.outputs) > 70
+
+
+@pytest.mark.quick_variants("w8")
+@pytest.mark.parametrize("preset", ["w8a8", "w8a16", "w8"])
+def test_convolutions_without_a_bias(tmp_path: Path, preset: str) -> None:
+    """The runtime refuses a CONV_2D of two inputs, on integers too."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=2, bias=False), nn.ConvTranspose2d(8, 4, 2, bias=False), nn.Flatten(),
+        nn.Linear(4 * 49, 4, bias=False),
+    )  # fmt: skip
+    exported(net, images(), tmp_path, preset=preset)
+    report = verify_folder(tmp_path, runtime="litert")
+    assert report.ok, str(report)

@@ -1,18 +1,30 @@
-"""Loading: the caller's model stays as it is, the copy computes the same, and bad files are explained."""
+"""Loading: the caller's model stays, the copy computes the same; old models and forms, saved optimizations, bad files."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
+from bitwright.compare.verify import verify_folder
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ModelError
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.onnx import quantize
 from bitwright.onnx.model.load import load_model
+from bitwright.onnx.model.opset import _UNCHANGED_SINCE, OPSET, modernize
+from bitwright.onnx.model.rewrites import block_length
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx import flow
 from tests.onnx.nets import BOOL, FLOAT, INT64, Array, Net, body, feeds_for, run
+from tests.onnx.opset_cases import CASES, model_of, opsets_of, turning_points
 
 
 def function_model() -> onnx.ModelProto:
@@ -396,3 +408,342 @@ def test_missing_file_folder_and_wrong_type(tmp_path):
         ModelError, match="^model: a dict is not a model. Remedy: pass a path, an onnx.ModelProto or an "
     ):
         load_model({})
+
+
+RNG = np.random.default_rng(3)
+X = {"x": RNG.normal(size=(2, 3, 8, 8)).astype(np.float32)}
+
+
+def legacy_net(op: str, **attrs: object) -> onnx.ModelProto:
+    n = Net()
+    x = n.input("x", (2, 3, 8, 8))
+    y = n.conv(n(op, x, name="old", **attrs), name="conv", pads=[1, 1, 1, 1])
+    return n.model(y, opset=8, ir_version=3)
+
+
+@pytest.mark.slow_variants("Crop-{'border': [1, 2, 0, 0], 'scale': [4, 5]}")
+@pytest.mark.parametrize(
+    ("op", "attrs"),
+    [
+        ("ImageScaler", {"scale": 0.5, "bias": [0.0, 0.1, 0.2]}),
+        ("Affine", {"alpha": 0.5, "beta": 0.1}),
+        ("ScaledTanh", {"alpha": 0.7, "beta": 0.4}),
+        ("ParametricSoftplus", {"alpha": 0.7, "beta": 0.4}),
+        ("Crop", {"border": [1, 2, 1, 0]}),
+        ("Crop", {"border": [1, 2, 0, 0], "scale": [4, 5]}),
+        ("ThresholdedRelu", {"alpha": 0.3}),
+    ],
+    ids=str,
+)
+def test_operators_that_the_standard_dropped_compute_what_they_did(op: str, attrs: dict[str, object]) -> None:
+    model = legacy_net(op, **attrs)
+    new = modernize(load_model(model))
+    assert new.opset == OPSET
+    sim = OnnxSim(model, X)
+    assert op == "ThresholdedRelu" or any(f"were rewritten: {op}" in note for note in new.notes)
+    for site in sim.quantizers.values():
+        site.enabled = False
+    sim.compute_encodings([X])
+    np.testing.assert_allclose(sim.run(X)[0], run(model, X)[0], rtol=1e-5, atol=1e-5)
+
+
+def training_net(opset: int, *more: str) -> onnx.ModelProto:
+    n = Net()
+    x = n.conv(n.input("x", (2, 3, 8, 8)), name="conv", pads=[1, 1, 1, 1])
+    parts = [n.weights(4, name=f"bn.{p}") for p in ("weight", "bias", "mean")]
+    var = n.const(RNG.uniform(0.5, 2, 4), "bn.var")
+    outs = ["y", "mean2", "var2", "saved_mean", "saved_var"]
+    n("BatchNormalization", x, *parts, var, name="bn", out=outs)
+    return n.model("y", *more, opset=opset)
+
+
+@pytest.mark.slow_variants("9", "13")
+@pytest.mark.parametrize("opset", [7, 9, 13])
+def test_batch_norms_in_training_mode_below_opset_14(opset: int, tmp_path: Path) -> None:
+    model = training_net(opset)
+    result = quantize(model, [X], recipe=["fold"], path=tmp_path, progress=False)
+    assert not list(result.folds), "it normalises with the statistics of the batch"
+    assert not [name for name in result.sim.quantizers if "mean" in name or "output[1]" in name]
+    for site in result.sim.quantizers.values():
+        site.enabled = False
+    np.testing.assert_allclose(result.sim.run(X)[0], run(model, X)[0], rtol=1e-4, atol=1e-5)
+    assert verify_folder(tmp_path).ok
+    notes = modernize(load_model(model)).notes
+    assert any("batch norms in training mode" in note and "evaluation mode" in note for note in notes)
+
+
+def test_a_batch_norm_that_hands_on_the_statistics_of_the_batch_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"'bn' is in training mode and hands on.*Remedy: export.*evaluation mode"):
+        OnnxSim(training_net(9, "saved_mean"))
+
+
+def test_initializers_that_are_inputs_and_that_nothing_reads() -> None:
+    n = Net()
+    y = n.conv(n.input("x", (2, 3, 8, 8)), name="conv", pads=[1, 1, 1, 1])
+    n.weights(4, name="spare")
+    for tensor in list(n.initializers):
+        n.input(tensor.name, tuple(tensor.dims))
+    sim = OnnxSim(n.model(y, opset=8, ir_version=3))
+    sim.compute_encodings([X])
+    assert sim.verify(X).ok
+
+
+def label_net(text_input: bool) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """Class names out, or words in: labels of scikit-learn and of speech models."""
+    n = Net()
+    ml = {"domain": "ai.onnx.ml"}
+    if text_input:
+        x = n.input("words", (3,), TensorProto.STRING)
+        numbers = n("LabelEncoder", x, name="encode", keys_strings=["a", "b"], values_floats=[0.5, 2.0], **ml)
+        x = n("Unsqueeze", numbers, n.const(np.array([1]), "axis"))
+    else:
+        x = n.input("x", (3, 1))
+    scores = n("MatMul", x, n.weights(1, 4, name="w"), name="fc", out="scores")
+    best = n("ArgMax", scores, axis=1, keepdims=0)
+    n("LabelEncoder", best, name="label", out="label", keys_int64s=[0, 1, 2, 3], values_strings=list("abcd"), **ml)
+    outputs = (("scores", FLOAT, (3, 4)), ("label", TensorProto.STRING, (3,)))
+    feeds = {"words": np.array(["a", "b", "a"], object)} if text_input else {"x": np.float32([[1], [-2], [3]])}
+    return n.model(*outputs, domains={"ai.onnx.ml": 2}), feeds
+
+
+@pytest.mark.parametrize("text_input", [False, True], ids=["strings out", "strings in and out"])
+def test_strings_are_exported_and_compared(text_input: bool, tmp_path: Path) -> None:
+    model, feeds = label_net(text_input)
+    quantize(model, [feeds], recipe=["fold"], path=tmp_path, progress=False)
+    report = verify_folder(tmp_path)
+    assert report.ok and [(o.name, o.as_integer) for o in report.outputs][1] == ("label", np.inf)
+
+
+Optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+
+
+@pytest.mark.parametrize("op", _UNCHANGED_SINCE)
+def test_unchanged_operators_only_gained_options(op):
+    old, new = onnx.defs.get_schema(op, _UNCHANGED_SINCE[op]), onnx.defs.get_schema(op, OPSET)
+    gone = old.attributes.keys() - new.attributes.keys()
+    assert not gone, f"attributes were removed: {gone}"
+    for name, attribute in old.attributes.items():
+        assert attribute.default_value == new.attributes[name].default_value or name in _CLARIFIED, name
+    assert all(not new.attributes[name].required for name in new.attributes.keys() - old.attributes.keys())
+    assert [i.name for i in new.inputs][: len(old.inputs)] == [i.name for i in old.inputs] or len(old.inputs) == 1
+    assert all(i.option == Optional for i in new.inputs[len(old.inputs) :])
+    assert len(new.outputs) >= len(old.outputs)
+
+
+# Defaults that were left unsaid at first and written down later with the meaning that every runtime gave them.
+_CLARIFIED = {"dilations", "strides", "pads", "output_padding", "output_shape", "axis", "storage_order", "epsilon"}
+
+
+@pytest.mark.parametrize("opset", [9, 11, 13, 17])
+def test_models_of_unchanged_operators_get_the_new_number(opset):
+    n = Net()
+    model = n.model(n("Relu", n.conv(n.input(), name="c"), out="y"), opset=opset)
+    loaded = modernize(load_model(model))
+    assert loaded.opset == OPSET and loaded.model.opset_imports[""] == OPSET and not loaded.notes
+    assert np.array_equal(run(loaded.model, feeds_for(model))[0], run(model, feeds_for(model))[0])
+
+
+def test_others_are_converted_and_compared():
+    n = Net()
+    y = n("Softmax", n("Squeeze", n.input("x", (1, 4, 6)), axes=[0]), axis=0, out="y")
+    model = n.model(y, opset=11)
+    loaded = modernize(load_model(model))
+    assert loaded.notes == (f"converted from opset 11 to {OPSET}",)
+    assert np.allclose(run(loaded.model, feeds_for(model))[0], run(model, feeds_for(model))[0], atol=1e-7)
+
+
+@pytest.mark.slow_variants("if_", "loop")
+@pytest.mark.parametrize("name", CASES)
+def test_operators_of_every_opset_are_converted_to_the_same_function(name):
+    for opset in turning_points(name):
+        model = model_of(name, opset)
+        feeds = feeds_for(model)
+        loaded = modernize(load_model(model), feeds)
+        assert loaded.opset >= OPSET
+        for expected, found in zip(run(model, feeds), run(loaded.model, feeds), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=f"opset {opset}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_operators_of_every_opset_are_simulated(name):
+    """In float the simulation is the model; quantized, it stays near it."""
+    for opset in opsets_of(name):
+        if opset not in (opsets_of(name)[0], 9, 11, 13, 17, 21, 23, 25):
+            continue
+        model = model_of(name, opset)
+        feeds = feeds_for(model)
+        sim = QuantizationSimModel(model, feeds, threads=1)
+        sim.compute_encodings([feeds], progress=False)
+        assert all(np.isfinite(found).all() for found in sim.run(feeds))
+        sim.quantizers["*"].enabled = False
+        for expected, found in zip(run(model, feeds), sim.run(feeds), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=f"opset {opset}")
+
+
+def test_a_conversion_that_changes_the_function_names_the_operator():
+    n = Net()
+    x = n("Relu", n.input("x", (1, 3, 4, 4)), name="first")
+    model = n.model(n("Neg", n("Hardmax", x, name="the_one", axis=1), name="last", out="y"), opset=11)
+    with pytest.raises(ModelError) as error:
+        modernize(load_model(model), feeds_for(model))
+    assert str(error.value) == (
+        "net: conversion from opset 11 to 21 changes its output 'y': Hardmax (the_one) is converted wrongly. "
+        "Remedy: export the model again with opset 21"
+    )
+
+
+def test_a_group_norm_of_unknown_width_is_refused():
+    n = Net()
+    x = n.input("x", (1, "c", 4, 4))
+    y = n("GroupNormalization", x, n.weights(2), n.weights(2), num_groups=2, name="norm", out="y")
+    with pytest.raises(
+        ModelError, match="the GroupNormalization 'norm' cannot be converted to opset 21: how many channels"
+    ):
+        modernize(load_model(n.model(y, opset=18)))
+
+
+def residual(n: Net) -> str:
+    h = n("Relu", n.conv(n.input("x", ("n", 3, 8, 8)), 3, 4, name="c1", pads=[1] * 4), name="r1")
+    return n("Relu", n("Add", n.conv(h, 4, 4, name="c2", pads=[1] * 4), h, name="add"), name="r2")
+
+
+def bottleneck(n: Net) -> str:
+    h = n("Relu", n.conv(n.input("x", ("n", 3, 16, 16)), 3, 32, name="c1", pads=[1] * 4), name="r1")
+    p = n("MaxPool", h, kernel_shape=[2, 2], strides=[2, 2], name="pool")
+    h = n("Relu", n.conv(p, 32, 24, name="c2", pads=[1] * 4), name="r2")
+    h = n("Relu", n("Add", n.conv(h, 24, 32, name="c3", pads=[1] * 4), p, name="add"), name="r3")
+    h = n("Flatten", n("GlobalAveragePool", h, name="mean"), name="flat")
+    return n("Gemm", h, n.weights(10, 32, name="fc.w"), n.weights(10, name="fc.b"), transB=1, name="fc")
+
+
+def depthwise(n: Net) -> str:
+    """Twelve and twenty channels, which fill no blocks."""
+    h = n.conv(n.input("x", ("n", 3, 16, 16)), 3, 12, name="c1", pads=[1] * 4, strides=[2, 2])
+    h = n("Clip", h, n.const(np.float32(0)), n.const(np.float32(6)), name="clip")
+    h = n.conv(h, 12, 12, name="dw", group=12, pads=[1] * 4)
+    h = n("Mul", h, n("HardSigmoid", h, name="hard"), name="mul")
+    return n("Sigmoid", n.conv(h, 12, 20, k=1, name="pw"), name="sigmoid")
+
+
+def joined(n: Net) -> str:
+    h = n.conv(n.input("x", ("n", 3, 16, 16)), 3, 32, name="c1", pads=[1] * 4)
+    h = n("LeakyRelu", h, alpha=0.1, name="leaky")
+    p = n("AveragePool", h, kernel_shape=[2, 2], strides=[2, 2], name="pool")
+    t = n("Tanh", n.conv(p, 32, 16, name="c2", pads=[1] * 4), name="tanh")
+    scales = n.const(np.float32([1, 1, 2, 2]))
+    how = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    up = n("Resize", t, "", scales, name="up", **how)
+    h = n.conv(n("Concat", up, h, axis=1, name="cat"), 48, 8, name="c3", pads=[1] * 4)
+    return n("Transpose", h, perm=[0, 2, 3, 1], name="last")
+
+
+def grouped(n: Net) -> str:
+    h = n.conv(n.input("x", ("n", 20, 8, 8)), 20, 32, k=1, name="c1")
+    return n("Relu", n.conv(h, 32, 64, name="g", group=2, pads=[1] * 4), name="r")
+
+
+def normed(n: Net) -> str:
+    h = n("Relu", n.conv(n.input("x", ("n", 3, 8, 8)), 3, 12, name="c1", pads=[1] * 4), name="r")
+    return n.bn(h, 12)
+
+
+def channels_last(n: Net) -> str:
+    h = n("Transpose", n.input("x", ("n", 8, 8, 16)), perm=[0, 3, 1, 2], name="t")
+    h = n("Relu", n.conv(h, 16, 24, name="c1", pads=[1] * 4), name="r")
+    return n.conv(n("GlobalMaxPool", h, name="max"), 24, 20, k=1, name="pw")
+
+
+def sound(n: Net) -> str:
+    w = n.weights(8, 4, 3, name="w")
+    return n("Relu", n("Conv", n.input("x", ("n", 4, 16)), w, n.weights(8), name="c", pads=[1, 1]), name="r")
+
+
+def product(n: Net) -> str:
+    h = n("Transpose", n.input("x", (16, 8)), perm=[1, 0], name="t")
+    return n("Mul", n("MatMul", h, n.weights(16, 16, name="w"), name="mm"), n.const(np.float32(0.3)), name="scaled")
+
+
+def classifier(n: Net) -> str:
+    h = n("Gemm", n.input("x", ("n", 16)), n.weights(16, 16, name="w"), n.weights(16), transB=1, name="fc")
+    return n("LeakyRelu", h, alpha=0.2, name="leaky")
+
+
+LAYERS: dict[Callable[[Net], str], int] = {
+    residual: 2, bottleneck: 4, depthwise: 3, joined: 3, grouped: 2, normed: 2, channels_last: 2, sound: 1, product: 1,
+    classifier: 1,
+}  # fmt: skip
+
+
+def optimized(model: onnx.ModelProto, folder: Any) -> onnx.ModelProto:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnx.load(folder / "optimized.onnx")
+
+
+@pytest.mark.parametrize("build", LAYERS, ids=lambda build: build.__name__)
+def test_an_optimized_file_is_the_model_it_was(build, tmp_path):
+    n = Net(3)
+    model = n.model(build(n))
+    written, feeds = optimized(model, tmp_path), feeds_for(model)
+    assert any(node.domain.startswith("com.microsoft") for node in written.graph.node)
+    loaded = load_model(written)
+    assert not any(node.domain for node in loaded.model.graph.all_nodes())
+    assert loaded.notes[-1].startswith(
+        "what ONNX Runtime's optimizer wrote is in operators of the standard again: com.m"
+    )
+    kinds = [[node.op_type for node in m.graph.node] for m in (model, ir.to_proto(loaded.model))]
+    if build not in (normed, channels_last, joined):  # a norm became a convolution, transposes moved
+        assert sorted(kinds[0]) == sorted(kinds[1])
+    if build not in (normed, depthwise):  # how many a convolution hands to the next one is not said
+        sizes = [
+            sorted(list(t.dims) for t in m.graph.initializer if len(t.dims) > 1)
+            for m in (model, ir.to_proto(loaded.model))
+        ]
+        assert sizes[0] == sizes[1], "channels that only fill a block are gone"
+    for expected, found in zip(run(model, feeds), run(loaded.model, feeds), strict=True):
+        assert sqnr(expected, found) > 100
+
+
+@pytest.mark.parametrize("build", LAYERS, ids=lambda build: build.__name__)
+def test_an_optimized_file_is_quantized_as_the_model_is(build, tmp_path):
+    n = Net(3)
+    model = n.model(build(n))
+    feeds = [feeds_for(model, seed) for seed in range(3)]
+    found = []
+    for source in (model, optimized(model, tmp_path)):
+        result = quantize(source, feeds, recipe=["fold"], progress=False, measure_speed=False)
+        weights = sum(site.role == "weight" and site.enabled for site in result.sim.quantizers.values())
+        assert weights == LAYERS[build] - (build is normed and source is model)
+        found.append(sqnr(run(model, feeds[0])[0], result.sim.run(feeds[0])[0]))
+    assert found[1] > found[0] - 1
+
+
+def test_a_file_for_another_cpu_is_refused(tmp_path, monkeypatch):
+    n = Net(3)
+    written = optimized(n.model(residual(n)), tmp_path)
+    monkeypatch.setattr("bitwright.onnx.model.rewrites.block_length", lambda: block_length.__wrapped__() * 3)
+    with pytest.raises(
+        ModelError, match=r"weight of shape \[\d+, 3, 3, 3\] is in blocks of another length.*another CPU"
+    ):
+        load_model(written)
+    other = block_length() * 2 if block_length() == 8 else 8
+    n = Net(3)
+    written = optimized(n.model(bottleneck(n)), tmp_path)
+    monkeypatch.setattr("bitwright.onnx.model.rewrites.block_length", lambda: other)
+    with pytest.raises(ModelError, match="blocks of another length|differs from that of the same model"):
+        load_model(written)
+
+
+def test_an_activation_function_that_is_not_known_is_named():
+    n = Net(3)
+    n.input("x", (1, 4, 16))
+    n.nodes.append(
+        onnx.helper.make_node(
+            "FusedConv", ["x", n.weights(8, 4, 3)], ["y"], "fused", domain="com.microsoft", activation="Swirl"
+        )
+    )
+    with pytest.raises(ModelError, match="fused: it is a FusedConv .*with the activation function 'Swirl'"):
+        load_model(n.model("y", domains={"com.microsoft": 1}))

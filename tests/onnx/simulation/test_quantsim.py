@@ -12,11 +12,14 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto
 
+from bitwright.compare.verify import verify_folder
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.formats import parse_format
+from bitwright.core.numerics.granularity import PerChannel
 from bitwright.core.numerics.integer_sums import fake_quantize_bias
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import CalibrationError, ConfigError, EncodingsError, ExportError, FormatError, ModelError
+from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx import quantize
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx.nets import Net, conv_chain, feeds_for, run
@@ -614,3 +617,154 @@ def test_a_model_that_fails_while_it_runs_is_an_error_of_ours():
     sim.compute_encodings([good], progress=False)
     with pytest.raises(ModelError, match="the simulation: ONNX Runtime cannot run it: .*fixed"):
         sim.run(bad)
+
+
+def same():
+    net = Net()
+    weight = net.weights(8, 8, name="w")
+    hidden = net("Relu", net("Gemm", net.input("x", ("n", 8)), weight, transB=1, name="a"))
+    return net.model(net("Gemm", hidden, weight, transB=1, name="b", out="y"))
+
+
+def embedding():
+    net = Net()
+    weight = net.weights(8, 8, name="w")
+    rows = net("Gather", weight, net("Cast", net.input("x", ("n", 8)), to=7), axis=0, name="a")
+    return net.model(net("Gemm", net("ReduceMean", rows, axes=[1], keepdims=0), weight, transB=1, out="y"))
+
+
+def turned():
+    net = Net()
+    weight = net.weights(8, 8, name="w")
+    hidden = net("Relu", net("Gemm", net.input("x", ("n", 8)), weight, transB=1, name="a"))
+    return net.model(net("MatMul", hidden, weight, name="b", out="y"))
+
+
+def exported(build, tmp_path):
+    data = {"x": np.random.default_rng(0).uniform(0, 3, (4, 8)).astype(np.float32)}
+    sim = OnnxSim(build(), data)
+    sim.compute_encodings([data])
+    sim.export(tmp_path, "model")
+    report = verify_folder(tmp_path)
+    assert report.ok, str(report)
+    stored = [name for name in ir.load(tmp_path / "model.onnx").graph.initializers if name.startswith("w_q")]
+    return [site for site in sim.quantizers.values() if site.role == "weight"], stored
+
+
+@pytest.mark.parametrize("build", (same, embedding), ids=lambda build: build.__name__)
+def test_readers_along_one_axis_share_one_encoding_and_one_tensor(build, tmp_path):
+    sites, stored = exported(build, tmp_path)
+    assert len(sites) == 2 and sites[0].quantizer is sites[1].quantizer and stored == ["w_q"]
+    before = sites[1].encoding
+    sites[0].enabled = False
+    assert not sites[1].enabled and sites[1].encoding == before  # what is done to one is done to both
+
+
+def test_readers_along_other_axes_have_scales_of_their_own_and_tensors_of_their_own(tmp_path):
+    sites, stored = exported(turned, tmp_path)
+    assert [site.encoding.granularity for site in sites] == [PerChannel(0), PerChannel(1)]
+    assert sites[0].quantizer is not sites[1].quantizer and stored == ["w_q", "w_q_1"]
+
+
+def similarities(moved=()):
+    """As CLIP has it: vectors of length one, returned, and their products."""
+    net = Net()
+    found = []
+    for name in ("x", "y"):
+        product = net("Gemm", net.input(name, (4, 8)), net.weights(16, 8), transB=1, name=f"fc_{name}")
+        norm = net("ReduceL2", product, axes=[1], keepdims=1)
+        found.append(net("Div", product, norm, out=f"{name}_embedding"))
+    turned = net("Transpose", found[1], perm=[1, 0])
+    for op in moved:
+        turned = net(op, turned, net.const(np.array([0])))
+    return net.model(net("MatMul", found[0], turned, out="scores"), *found)
+
+
+def feeds():
+    random = np.random.default_rng(0)
+    return {name: random.standard_normal((4, 8)).astype(np.float32) for name in ("x", "y")}
+
+
+def calibrated(moved=()):
+    sim = OnnxSim(similarities(moved), feeds())
+    sim.compute_encodings([feeds()])
+    return sim
+
+
+MOVED = pytest.mark.parametrize("moved", ((), ("Unsqueeze", "Squeeze")), ids=("directly", "moved-on"))
+
+
+@MOVED
+def test_the_simulation_returns_what_nothing_quantizes(moved):
+    sim = calibrated(moved)
+    written = run(sim.simulation().model, feeds())  # as written: nothing is optimised
+    for one, other in zip(written, sim.run(feeds()), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+    assert np.unique(sim.run(feeds())[2]).size > 50  # of 64 numbers in float
+
+
+@MOVED
+def test_the_exported_file_returns_it_too(moved, tmp_path):
+    sim = calibrated(moved)
+    sim.export(tmp_path, "model")
+    report = verify_folder(tmp_path)
+    assert report.ok, str(report)
+    written = ir.load(tmp_path / "model.onnx")
+    for one, other in zip(run(written, feeds()), run(written, feeds(), optimize=True), strict=True):
+        assert np.abs(one - other).max() <= 0.02 * np.abs(one).max()
+    np.testing.assert_allclose(run(written, feeds(), optimize=True)[2], run(written, feeds())[2], rtol=1e-5, atol=1e-6)
+
+
+def test_reading_the_file_takes_the_guard_out_again(tmp_path):
+    calibrated().export(tmp_path, "model")
+    assert any(node.op_type == "Reshape" for node in ir.load(tmp_path / "model.onnx").graph)
+    again = OnnxSim(tmp_path / "model.onnx", feeds())
+    assert not any(op.type == "Reshape" for op in again.graph.ops)
+    np.testing.assert_allclose(again.run(feeds())[2], calibrated().run(feeds())[2], atol=1e-6)
+
+
+def test_a_file_without_such_an_output_has_no_guard(tmp_path):
+    net = Net()
+    x = net("Transpose", net.input("x", (4, 8)), perm=[1, 0])
+    model = net.model(net("MatMul", x, net.weights(4, 3), out="y"))
+    sim = OnnxSim(model, {"x": feeds()["x"]})
+    sim.compute_encodings([{"x": feeds()["x"]}])
+    sim.export(tmp_path, "model")
+    assert not any(node.op_type == "Reshape" for node in ir.load(tmp_path / "model.onnx").graph)
+
+
+def channels_last(size):
+    """As TensorFlow has it: convolutions between Transposes, and a sum that is returned, read on and added again."""
+    net = Net()
+    h = net.conv(net("Transpose", net.input("x", ("N", *size, 3)), perm=[0, 3, 1, 2]), 3, 4, k=1, name="first")
+    other = net("Transpose", net.conv(h, 4, 4, k=1, name="second"), perm=[0, 2, 3, 1])
+    seen = net("Add", net("Transpose", h, perm=[0, 2, 3, 1]), other, name="sum", out="seen")
+    third = net.conv(net("Transpose", seen, perm=[0, 3, 1, 2]), 4, 4, k=1, name="third")
+    last = net("Add", net("Transpose", third, perm=[0, 2, 3, 1]), seen, name="again")
+    y = net("ReduceMean", last, axes=[1, 2], keepdims=0, out="y")
+    return net, y
+
+
+@pytest.mark.quick_variants("oblong-inside")
+@pytest.mark.parametrize("returned", (True, False), ids=("returned", "inside"))
+@pytest.mark.parametrize("size", ((5, 6), (4, 4)), ids=("oblong", "as-many-pixels-as-channels"))
+def test_values_of_a_channels_last_model_keep_their_layout(size, returned, tmp_path):
+    """ONNX Runtime fails on one of these as an output, or computes wrong numbers where the layouts have one shape."""
+    net, y = channels_last(size)
+    random = np.random.default_rng(0)
+    data = [{"x": random.standard_normal((2, *size, 3)).astype(np.float32)} for _ in range(3)]
+    sim = OnnxSim(net.model(y, *(["seen"] if returned else [])), data[0])
+    sim.compute_encodings(data)
+    written = run(sim.simulation().model, data[0])  # as written: nothing is optimised
+    for one, other in zip(written, sim.run(data[0]), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+    ((seen,),) = sim.capture(["sum.output[0]"], data[0]).values()
+    assert seen.shape == (2, *size, 4)
+    if returned:
+        np.testing.assert_allclose(seen, written[1], rtol=1e-5, atol=1e-5)
+    sim.export(tmp_path, "model")
+    report = verify_folder(tmp_path)
+    assert report.ok, str(report)
+    assert all(min(end.as_float, end.as_integer) > 40 for end in report.outputs)
+    again = OnnxSim(tmp_path / "model.onnx", data[0]) if returned else sim
+    np.testing.assert_allclose(again.run(data[0])[0], sim.run(data[0])[0], rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
+import bitwright
+from bitwright.aimet_torch.model_preparer import prepare_model
 from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.calls.inputs import walk_modules
@@ -276,3 +279,52 @@ def test_a_copy_shares_storage_where_the_model_does() -> None:
     with torch.no_grad():
         new.whole.zero_()
     assert not new.part.any() and not new.held["row"].any() and model.whole.any()
+
+
+class Cached(nn.Module):
+    """Keeps what it computed last, with its history."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        self.kept = self.layer(x)
+        return self.kept
+
+
+def old_weight_norm():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 4)), nn.ReLU())
+
+
+def old_spectral_norm():
+    return torch.nn.utils.spectral_norm(nn.Linear(4, 4))
+
+
+def pruned():
+    layer = nn.Linear(4, 4)
+    prune.random_unstructured(layer, "weight", 0.5)
+    return layer
+
+
+@pytest.mark.parametrize("make", [Cached, old_weight_norm, old_spectral_norm, pruned])
+@pytest.mark.parametrize("recipe", [None, ["fold"]], ids=["default recipe", "fold"])
+def test_a_module_that_keeps_a_tensor_with_a_history_is_quantized_as_it_is_simulated(make, recipe):
+    torch.manual_seed(0)
+    model, x = make().eval(), torch.randn(2, 4)
+    wanted = model(x)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x])
+    result = bitwright.quantize(model, [x] * 6, recipe=recipe, progress=False)
+    assert len(result.sim.quantizers) == len(sim.quantizers)
+    assert torch.allclose(result.model(x), wanted, atol=0.1 * float(wanted.detach().abs().max()))
+    assert torch.equal(prepare_model(model)(x), wanted)
+    assert torch.equal(model(x), wanted)
+
+
+def test_lazy_layers_are_made_for_the_copy_alone():
+    model, x = nn.Sequential(nn.LazyLinear(4)).eval(), torch.randn(2, 4)
+    result = bitwright.quantize(model, [x] * 2, recipe=["fold"], progress=False)
+    assert result.sim.quantizers["0.weight"].enabled

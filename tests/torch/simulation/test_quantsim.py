@@ -31,7 +31,7 @@ from bitwright.errors import (
 )
 from bitwright.torch.calls.inputs import Inputs
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
-from tests.conformance.test_unreached import Branch
+from tests.conformance.test_state import Branch
 
 
 class Net(nn.Module):

@@ -19,7 +19,7 @@ from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel, TrainingGuard
 from bitwright.torch.quantizers import fake_quantize, learned_range, quantizer
 from bitwright.torch.simulation import simulate
-from tests.torch.simulation.test_computed_biases import Attention
+from tests.torch.simulation.test_steering import PackedAttention
 
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__"}
 MAKES = {"tensor", "as_tensor", "from_numpy"}  # of numbers of the host: copied, and waited for
@@ -81,7 +81,7 @@ class Recurrent(nn.Module):
 
 MODELS = {
     "conv": (conv, (4, 3, 8, 8)),
-    "attention": (lambda: Attention("cross"), (6, 5, 8)),
+    "attention": (lambda: PackedAttention("cross"), (6, 5, 8)),
     "lstm": (lambda: Recurrent(nn.LSTM), (4, 7, 6)),
     "gru": (lambda: Recurrent(nn.GRU), (4, 7, 6)),
     "rnn": (lambda: Recurrent(nn.RNN), (4, 7, 6)),

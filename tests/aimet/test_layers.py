@@ -1,0 +1,363 @@
+"""What the layers for torch and ONNX refuse, and training as scripts for AIMET do it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bitwright.aimet_common.absent import DifferenceWarning
+from bitwright.aimet_common.defs import QuantScheme
+from bitwright.aimet_onnx import QSpec
+from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
+from bitwright.aimet_onnx import compute_encodings as onnx_compute_encodings
+from bitwright.aimet_onnx.quantsim import set_grouped_blockwise_quantization_for_weights as onnx_set_grouped
+from bitwright.aimet_onnx.quantsim import set_param_type
+from bitwright.aimet_torch import QuantizationSimModel
+from bitwright.aimet_torch import quantization as Q
+from bitwright.aimet_torch.batch_norm_fold import fold_all_batch_norms_to_scale
+from bitwright.aimet_torch.bn_reestimation import reestimate_bn_stats
+from bitwright.aimet_torch.nn import QuantizationMixin, QuantizedLinear, compute_encodings
+from bitwright.aimet_torch.quantsim import QuantizationSimModel as TorchSim
+from bitwright.aimet_torch.quantsim.config_utils import set_grouped_blockwise_quantization_for_weights
+from bitwright.errors import ConfigError, GranularityError, ModelError
+from tests.aimet.nets import Net, Residual, batch
+from tests.aimet.onnx_nets import feeds, folded
+
+
+@pytest.fixture
+def sim() -> QuantizationSimModel:
+    torch.manual_seed(0)
+    return QuantizationSimModel(Net().eval(), batch())
+
+
+def test_unknown_names_are_attribute_errors():
+    from bitwright import aimet_torch
+
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        aimet_torch.quantsim.nonsense  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name"):
+        exec("from bitwright.aimet_torch.nn import QuantizedNonsense")
+
+
+def test_place_without_a_quantizer_says_whose_grid_it_is(sim):
+    with pytest.raises(ModelError, match=r"conv1.output\[0\]: this place has no quantizer.*sim.coverage"):
+        sim.model.conv1.output_quantizers[0] = Q.affine.QuantizeDequantize((), 8, False)
+    sim.model.conv1.output_quantizers[0] = None  # as it is
+
+
+def test_replaced_list_of_quantizers_is_refused(sim):
+    sim.model.conv1.output_quantizers = nn.ModuleList([None])
+    with pytest.raises(ModelError, match="conv1.output_quantizers: it was replaced.*assign its items"):
+        sim.compute_encodings(lambda model: model(batch()))
+
+
+def test_quantizers_that_do_not_fit_are_refused_and_change_nothing(sim):
+    weight = sim.model.fc.param_quantizers["weight"]
+    with pytest.raises(GranularityError, match="does not fit its tensor"):
+        sim.model.fc.param_quantizers["weight"] = Q.affine.QuantizeDequantize((3, 1), 8, True)
+    with pytest.raises(ConfigError, match=r"block_grouping \(1, 2\).*let all blocks of a channel"):
+        sim.model.fc.param_quantizers["weight"] = Q.affine.GroupedBlockQuantizeDequantize(
+            (10, 4), 4, True, 8, block_size=(1, 50), block_grouping=(1, 2)
+        )
+    with pytest.raises(ConfigError, match=r"multiples of 1 bits.*8 for 4"):
+        set_grouped_blockwise_quantization_for_weights(sim, [nn.Linear], 4, True, 5, 50)
+    with pytest.raises(TypeError, match="not a Linear"):
+        sim.model.fc.param_quantizers["weight"] = nn.Linear(2, 2)
+    assert weight.bitwidth == 8 and weight.shape == (10, 1)
+    with pytest.raises(ConfigError, match="assign None"):
+        del sim.model.fc.param_quantizers["weight"]
+
+
+def test_quantizer_of_another_place_is_copied_with_a_warning(sim):
+    sim.model.relu1.output_quantizers[0].bitwidth = 16
+    with pytest.warns(DifferenceWarning, match="is copied"):
+        sim.model.relu2.output_quantizers[0] = sim.model.relu1.output_quantizers[0]
+    assert sim.model.relu2.output_quantizers[0].bitwidth == 16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sim.model.relu2.output_quantizers[0] = sim.model.relu2.output_quantizers[0]
+
+
+def test_assigned_quantizer_stands_for_the_place_also_in_copies(sim):
+    mine = Q.affine.QuantizeDequantize((), 8, False)
+    sim.model.relu1.output_quantizers[0] = mine
+    sim.compute_encodings(lambda model: model(batch()))
+    mine.bitwidth = 4
+    assert sim.model.relu1.output_quantizers[0].bitwidth == 4
+    twin = copy.deepcopy(mine)
+    twin.bitwidth = 8
+    assert sim.model.relu1.output_quantizers[0].bitwidth == 4
+
+
+def test_module_with_quantizers_of_its_own_is_refused_in_a_simulation():
+    layer = QuantizedLinear(4, 4)
+    QuantizationSimModel(nn.Sequential(layer), torch.randn(1, 4))  # without quantizers it is a plain layer
+    layer.input_quantizers[0] = Q.affine.QuantizeDequantize((), 8, False)
+    with pytest.raises(ModelError, match="it has quantizers of its own.*get_original_module"):
+        QuantizationSimModel(nn.Sequential(layer), torch.randn(1, 4))
+    with pytest.raises(RuntimeError, match="QuantizationMixin.implements"):
+        QuantizationMixin.from_module(nn.Sequential(nn.Linear(1, 1)))
+
+
+def test_recurrent_weights_are_quantized_in_modules_of_their_own():
+    torch.manual_seed(0)
+    layer = QuantizationMixin.from_module(nn.LSTM(4, 4))
+    x = torch.randn(3, 2, 4)
+    before = layer(x)[0]
+    layer.param_quantizers["weight_ih_l0"] = Q.affine.QuantizeDequantize((), 2, True)
+    layer.compute_param_encodings()
+    assert not torch.equal(layer(x)[0], before)
+    layer.param_quantizers["weight_ih_l0"] = None
+    assert torch.equal(layer(x)[0], before)
+
+
+def test_calibration_of_a_part_keeps_all_other_encodings(sim):
+    sim.compute_encodings(lambda model: model(batch()))
+    first = sim.model.relu1.output_quantizers[0].get_scale().clone()
+    second = sim.model.relu2.output_quantizers[0].get_scale().clone()
+    with compute_encodings(sim.model.relu2):
+        sim.model(5 * batch())
+    assert torch.equal(sim.model.relu1.output_quantizers[0].get_scale(), first)
+    assert sim.model.relu2.output_quantizers[0].get_scale() > second
+    with pytest.raises(ModelError, match="is not a module of a simulation"):
+        with compute_encodings(nn.Linear(1, 1)):
+            pass
+
+
+def test_functional_calls_are_reached_by_names_and_by_removal():
+    x = torch.randn(1, 3, 8, 8)
+    sim = QuantizationSimModel(Residual(), x)
+    names = dict(sim.named_quantizers())
+    (inside,) = [name for name in names if name.startswith("add")]
+    assert names[inside].bitwidth == 8
+    from bitwright.aimet_torch.utils import remove_activation_quantizers
+
+    with remove_activation_quantizers(sim.model):
+        assert inside not in dict(sim.named_quantizers())
+    assert inside in dict(sim.named_quantizers())
+
+
+def test_our_own_calls_work_on_the_layers_simulation(sim):
+    from bitwright.torch import apply_gptq
+
+    sim.compute_encodings([batch()])
+    apply_gptq(sim, [batch()], progress=False)
+    assert sim.coverage() and sim.health() and sim.quantizers["conv1.weight"].frozen
+
+
+def test_copies_of_a_model_and_of_its_simulation(sim):
+    sim.compute_encodings(lambda model: model(batch()))
+    alone = copy.deepcopy(sim.model)
+    assert torch.equal(alone(batch()), sim.model(batch()))
+    for twin in (alone, copy.deepcopy(sim).model):
+        with compute_encodings(twin):
+            twin(3 * batch())
+        wider = twin.relu1.output_quantizers[0].get_scale()
+        assert wider > sim.model.relu1.output_quantizers[0].get_scale()
+
+
+class Attention(nn.Module):
+    """Attention by a function, whose parts have quantizers, between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) * 0.5
+
+
+def test_one_block_per_channel_is_grouped_too():
+    sim = QuantizationSimModel(nn.Linear(8, 6), torch.randn(2, 8))
+    set_grouped_blockwise_quantization_for_weights(sim, [nn.Linear], 4, True, 8, 8)
+    sim.compute_encodings(lambda model: model(torch.randn(2, 8)))
+    encoding = sim.model.param_quantizers["weight"].get_encodings()
+    assert torch.equal(encoding.per_block_int_scale, torch.full((6, 1), 16.0))
+    assert encoding.per_channel_scale.shape == (6, 1)
+
+
+def test_parts_of_a_function_belong_to_the_module_that_calls_it():
+    x = torch.randn(2, 5, 8)
+    sim = QuantizationSimModel(nn.Sequential(Attention(), nn.Linear(8, 3)), x)
+    inner = [name for name in sim.quantizers if "attention" in name]
+    assert inner, "the function's parts have sites"
+    with compute_encodings(sim.model):  # all of the model: nothing is kept
+        sim.model(x)
+    assert sim.calibrated
+    sim.exclude_layers_from_quantization([sim.model[0]])
+    assert not any(site.enabled for name, site in sim.quantizers.items() if name.startswith("0."))
+
+
+def test_error_of_an_unknown_module_has_its_classes():
+    from torch import nn
+
+    from bitwright.aimet_torch.nn import QuantizationMixin, UnknownModuleError
+
+    with pytest.raises(
+        RuntimeError, match=r"Sequential: .*Remedy: write one under @QuantizationMixin.implements"
+    ) as caught:
+        QuantizationMixin.from_module(nn.Sequential(nn.Linear(1, 1)))
+    assert isinstance(caught.value, UnknownModuleError)
+    assert (caught.value.module_cls, caught.value.mixin_cls) == (nn.Sequential, QuantizationMixin)
+    assert str(UnknownModuleError(nn.Sequential, QuantizationMixin)) == str(caught.value)
+
+
+def test_arch_checker_keeps_no_folder_for_the_process():
+    from bitwright.aimet_torch.arch_checker import ArchChecker
+
+    with pytest.raises(ValueError, match=r"result_dir='here'"):
+        ArchChecker.set_export_dir("here")
+
+
+X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def make(scheme: object) -> TorchSim:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    model.train()(X)  # running statistics
+    sim = TorchSim(model.eval(), X, scheme, default_param_bw=4)
+    sim.compute_encodings(lambda m: m(X))
+    return sim
+
+
+def test_range_learning_schemes_train_ranges():
+    for scheme in (
+        QuantScheme.training_range_learning_with_tf_init,
+        QuantScheme.training_range_learning_with_tf_enhanced_init,
+        "training_range_learning_with_tf_init",
+    ):
+        sim = make(scheme)
+        ranges = list(sim.quantizer_parameters())
+        optimizer = torch.optim.SGD([*sim.model.parameters(), *ranges], lr=0.1)
+        before = sim.model[0].param_quantizers["weight"].get_scale().clone()
+        sim.model(X).square().mean().backward()
+        optimizer.step()
+        assert not torch.equal(sim.model[0].param_quantizers["weight"].get_scale(), before)
+
+
+def test_other_schemes_train_ranges_when_their_parameters_are_asked_for():
+    sim = make(QuantScheme.post_training_tf)
+    assert not list(sim.named_range_parameters())
+    names = [name for name, _ in sim.named_quantizer_parameters()]
+    assert "0.weight.log_scale" in names and len(names) == len(list(sim.quantizer_parameters()))
+    again = make(QuantScheme.post_training_tf)
+    encodings = {n: s.encoding for n, s in again.quantizers.items()}
+    assert {n: s.encoding for n, s in sim.quantizers.items()} == encodings, "they start where calibration found them"
+
+
+def test_batch_norms_are_estimated_anew_and_folded_into_scales():
+    sim = make(QuantScheme.post_training_tf)
+    conv, norm = sim.model[0], sim.model[1]
+    mean = norm.running_mean.clone()
+    handle = reestimate_bn_stats(sim.model, [X, X], num_batches=2)
+    assert not torch.equal(norm.running_mean, mean)
+    handle.remove()
+    assert torch.equal(norm.running_mean, mean)
+    with torch.no_grad():
+        before = sim.model(X)
+    pairs = fold_all_batch_norms_to_scale(sim)
+    assert list(pairs) == [(conv, norm)] and isinstance(sim.model[1], nn.Identity)
+    with torch.no_grad():
+        after = sim.model(X)
+    assert sim.model[0].param_quantizers["weight"].bitwidth == 4
+    assert float((after - before).abs().max()) < 0.05 * float(before.abs().max())
+
+
+@pytest.mark.slow
+def test_pivot_gradients_of_a_thread_reach_compiled_models():
+    import threading
+
+    from bitwright.aimet_torch.experimental.pgs import disable_pgs, enable_pgs, is_pgs_enabled
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    sim = TorchSim(nn.Linear(4, 4).eval(), x, default_param_bw=4)
+    sim.compute_encodings(lambda m: m(x))
+    compiled = torch.compile(sim.model, backend="aot_eager")
+
+    def gradient(model):
+        sim.model.zero_grad()
+        model(x).square().sum().backward()
+        return sim.model.weight.grad.clone()
+
+    plain = gradient(compiled)
+    try:
+        for multiplier in (3.0, 5.0):  # changed after compiling
+            enable_pgs(eps=0.5, multiplier=multiplier)
+            spiked = gradient(sim.model)
+            assert not torch.allclose(spiked, plain)
+            torch.testing.assert_close(gradient(compiled), spiked)
+        elsewhere = []
+        other = threading.Thread(target=lambda: elsewhere.append(is_pgs_enabled()))
+        other.start()
+        other.join()
+        assert elsewhere == [False]
+    finally:
+        disable_pgs()
+    torch.testing.assert_close(gradient(compiled), plain)
+
+
+@pytest.fixture
+def onnx_sim() -> OnnxSim:
+    return OnnxSim(folded())
+
+
+def test_tensor_without_a_quantizer_says_whose_grid_it_is(onnx_sim):
+    with pytest.raises(ModelError, match="conv1.out: this tensor has no quantizer.*sim.coverage"):
+        onnx_sim.qc_quantize_op_dict["conv1.out"].enabled = True
+    onnx_sim.qc_quantize_op_dict["conv1.out"].enabled = False  # as it is
+
+
+def test_precision_of_several_tensors_is_all_or_nothing(onnx_sim):
+    with pytest.raises(ConfigError, match="no quantizer in effect at 'nothing'"):
+        onnx_sim.set_tensor_precision(["input", "nothing"], "int16")
+    assert onnx_sim.qc_quantize_op_dict["input"].bitwidth == 8
+
+
+def test_what_cannot_be_simulated_is_refused(onnx_sim):
+    with pytest.raises(ConfigError, match=r"LPBQ.*go with symmetric integer grids"):
+        set_param_type(onnx_sim, QSpec.lpbq("float16", 8), strict=False)
+    with pytest.raises(ConfigError, match=r"multiples of 1 bits"):
+        onnx_set_grouped(onnx_sim, "Gemm", 4, 5, 8)
+    with pytest.raises(ConfigError, match="shifted zero points"):
+        set_param_type(onnx_sim, "int4", shift_zero_point=True)
+    with pytest.raises(ConfigError, match="there are no nodes"):
+        set_param_type(onnx_sim, "int4", nodes_to_include={"nobody"})
+    with pytest.raises(ConfigError, match="there is no node 'nobody'"):
+        onnx_sim.get_op_quantizers("nobody")
+
+
+def test_session_is_the_simulation_again_after_the_block(onnx_sim):
+    with onnx_compute_encodings(onnx_sim):
+        inside = onnx_sim.session.run(None, feeds()[0])[0]
+    outside = onnx_sim.session.run(None, feeds()[0])[0]
+    assert inside.shape == outside.shape and not np.array_equal(inside, outside)
+    with pytest.raises(ZeroDivisionError):
+        with onnx_compute_encodings(onnx_sim):
+            1 / 0  # noqa: B018
+    assert np.array_equal(onnx_sim.session.run(None, feeds()[0])[0], outside)
+
+
+def test_our_own_calls_work_on_the_onnx_layers_simulation(onnx_sim):
+    from bitwright.onnx import apply_gptq
+
+    onnx_sim.compute_encodings(feeds(), progress=False)
+    apply_gptq(onnx_sim, feeds(), progress=False)
+    assert onnx_sim.coverage() and onnx_sim.health() and onnx_sim.quantizers["conv1.weight"].frozen
+
+
+def test_example_made_up_for_a_simulation_is_not_called_calibration(caplog):
+    from bitwright.aimet_onnx.utils import make_dummy_input
+
+    onnx_sim = OnnxSim(folded())
+    onnx_sim.example()
+    make_dummy_input(folded())
+    onnx_sim.compute_encodings(feeds())
+    assert "random data" not in caplog.text

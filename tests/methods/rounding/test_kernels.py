@@ -1,0 +1,418 @@
+"""Rounding against slow definitions and the papers' equations: GPTQ, SeqMSE, AdaRound, FlexRound, layers as matrix products."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.errors import ConfigError
+from bitwright.methods.rounding import gptq
+from bitwright.methods.rounding.gptq import Settings, inverse_factor, quadratic_error, round_columns
+from bitwright.methods.rounding.matrices import Grid, Layer, grid_encoding, moments, sample_rows
+from bitwright.methods.rounding.reconstruct import (
+    AdaptiveRounding,
+    LearnedDivision,
+    annealed_beta,
+    inverse_rectified_sigmoid,
+    rectified_sigmoid,
+    regulariser,
+)
+from bitwright.methods.rounding.seq_mse import Settings as SeqMseSettings
+from bitwright.torch import QuantizationSimModel, apply_reconstruction
+
+
+def problem(groups: int = 1, rows: int = 8, inputs: int = 24, samples: int = 200):
+    generator = torch.Generator().manual_seed(3)
+    w = torch.randn(groups, rows, inputs, generator=generator)
+    mix = torch.randn(inputs, inputs, generator=generator)
+    x = torch.randn(groups, samples, inputs, generator=generator) @ mix  # correlated inputs: what GPTQ lives on
+    hessian = (x.transpose(1, 2) @ x).double()
+    scale = w.abs().amax(2, keepdim=True) / 7
+    return w, hessian, Grid(scale, torch.tensor(-8.0), torch.tensor(7.0))
+
+
+def paper(w: np.ndarray, h: np.ndarray, scale: np.ndarray, damping: float) -> np.ndarray:
+    """Optimal brain quantization column by column, with the inverse updated by elimination: eqs. 2 and 3."""
+    w, n = w.astype(np.float64).copy(), w.shape[1]
+    inverse = np.linalg.inv(h + damping * np.mean(np.diag(h)) * np.eye(n))
+    codes = np.zeros_like(w)
+    for q in range(n):
+        codes[:, q] = np.clip(np.rint(w[:, q] / scale[:, 0]), -8, 7)
+        error = (w[:, q] - codes[:, q] * scale[:, 0]) / inverse[q, q]
+        w[:, q:] -= error[:, None] * inverse[q, q:]
+        inverse = inverse - np.outer(inverse[:, q], inverse[q]) / inverse[q, q]
+    return codes
+
+
+@pytest.mark.parametrize("block", [1, 7, 128])
+def test_columns_are_rounded_as_in_the_paper(block):
+    w, hessian, grid = problem()
+    found = round_columns(w, hessian, grid, Settings(damping=0.01, act_order=False, block=block))
+    expected = paper(w[0].numpy(), hessian[0].numpy(), grid.scale[0].numpy(), 0.01)
+    assert (found[0].numpy() == expected).mean() > 0.99
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gptq_loses_on_weights_and_wins_on_outputs(groups, act_order):
+    w, hessian, grid = problem(groups)
+    codes = round_columns(w, hessian, grid, Settings(act_order=act_order))
+    learned, nearest = grid.values(codes), grid.values(grid.nearest(w))
+    assert (learned - w).square().sum() > (nearest - w).square().sum()
+    assert quadratic_error(learned - w, hessian).sum() < 0.8 * quadratic_error(nearest - w, hessian).sum()
+
+
+def test_groups_are_independent():
+    w, hessian, grid = problem(3)
+    together = round_columns(w, hessian, grid, Settings())
+    for g in range(3):
+        alone = Grid(grid.scale[g : g + 1], grid.lo, grid.hi)
+        assert torch.equal(together[g : g + 1], round_columns(w[g : g + 1], hessian[g : g + 1], alone, Settings()))
+
+
+def test_a_diagonal_hessian_gives_nearest_rounding():
+    w, hessian, grid = problem()
+    assert torch.equal(round_columns(w, torch.eye(24)[None].double(), grid, Settings()), grid.nearest(w))
+
+
+def test_dead_columns_are_rounded_to_nearest_and_pass_nothing_on():
+    w, hessian, grid = problem()
+    hessian[:, 5], hessian[:, :, 5] = 0, 0
+    codes = round_columns(w, hessian, grid, Settings())
+    assert torch.equal(codes[:, :, 5], grid.nearest(w)[:, :, 5])
+
+
+def test_a_hessian_without_rank_is_damped_until_it_has_a_factor():
+    x = torch.ones(1, 3, 40, dtype=torch.float64)  # three equal samples of forty inputs
+    factor = inverse_factor(x.transpose(1, 2) @ x, 0.0)
+    assert torch.isfinite(factor).all() and torch.equal(factor, factor.triu())
+
+
+def test_settings_say_what_they_change():
+    assert str(gptq.Settings()) != str(gptq.Settings(damping=0.1))
+
+
+@pytest.mark.parametrize("rows", [16, 64, 4096])
+def test_the_least_squares_step_makes_up_for_little_noise_that_other_rows_do_not_have(rows):
+    generator = torch.Generator().manual_seed(1)
+    layer = Layer("fc", "fc", "Gemm", {"transB": 1}, (8, 64), "fc.weight")
+
+    def drawn(count):  # inputs, and the same with the noise of a coarse grid
+        x = torch.randn(count, 64, generator=generator)
+        return x, x + 0.2 * torch.randn(count, 64, generator=generator)
+
+    seen, unseen, w = drawn(rows), drawn(2000), torch.randn(1, 8, 64, generator=generator)
+    found = moments(layer, [(*seen, rows)], generator)
+    moved = gptq._least_squares(w, found, Settings())
+    error = [float((w[0] @ unseen[0].t() - v[0] @ unseen[1].t()).square().sum()) for v in (w, moved)]
+    assert error[1] < 1.2 * error[0]  # by the damping of the settings alone 1.3 and 5.9 times
+
+
+CANDIDATES = 10
+
+
+class Two(nn.Module):
+    """Two layers, so that the second one's inputs are not what the float model made."""
+
+    def __init__(self, spatial: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, 8, 3) if spatial else nn.Linear(16, 8)
+        self.second: Any = nn.Conv2d(8, 6, 1) if spatial else nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def batches(spatial: bool) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shape = (3, 4, 7, 7) if spatial else (40, 16)
+    return [scale * torch.randn(shape, generator=generator) for scale in (1.0, 3.0)]
+
+
+def by_hand(sim: Any, spatial: bool, loss: str, symmetry: str, scale: np.ndarray, block: int | None) -> np.ndarray:
+    """The best scales of the second layer, found one candidate after the other on its outputs; ``[O, blocks]``."""
+    model = sim.model
+    w = model.second.weight.detach().flatten(1)
+    size = block or w.shape[1]
+    losses, candidates = [], []
+    for i in range(CANDIDATES, 0, -1):
+        candidate = torch.tensor(scale * np.float32(i / CANDIDATES)).reshape(w.shape[0], -1)
+        spread = candidate.repeat_interleave(size, 1)
+        w_q = torch.clamp((w / spread).round(), -4, 3) * spread
+        logs, total, rows = [], 0.0, 0
+        for x in batches(spatial):
+            with sim.in_float():
+                real = model.first(x).relu().detach()
+            quantized = sim.quantizers["first.weight"].quantizer(model.first.weight.detach())
+            made = nn.functional.conv2d(x, quantized, model.first.bias) if spatial else nn.functional.linear(
+                x, quantized, model.first.bias)  # fmt: skip
+            made = made.relu().detach()
+            a, b = (real if symmetry != "symqt" else made), (real if symmetry == "symfp" else made)
+            if spatial:
+                a, b = (t.permute(0, 2, 3, 1).reshape(-1, 8) for t in (a, b))
+            cut = [slice(k, k + size) for k in range(0, w.shape[1], size)]
+            want = torch.stack([a[:, s] @ w[:, s].T for s in cut], 2).double()
+            found = torch.stack([b[:, s] @ w_q[:, s].T for s in cut], 2).double()
+            error = found - want
+            total = total + (error.abs() if loss == "l1" else error.square()).sum(0)
+            rows += len(want)
+            logs.append((error.square().mean(0) / want.square().mean(0)).log())
+        losses.append(torch.stack(logs).mean(0) if loss == "sqnr" else total / rows)
+        candidates.append(candidate)
+    best = torch.stack(losses).argmin(0)
+    return torch.stack(candidates).gather(0, best[None])[0].numpy()
+
+
+@pytest.mark.parametrize("block", [None, 4], ids=["per-channel", "blocks"])
+@pytest.mark.parametrize("spatial", [False, True], ids=["linear", "conv"])
+@pytest.mark.parametrize("symmetry", ["symqt", "symfp", "asym"])
+@pytest.mark.parametrize("loss", ["mse", "l1", "sqnr"])
+def test_the_best_candidate_is_chosen(loss: str, symmetry: str, spatial: bool, block: int | None) -> None:
+    torch.manual_seed(1)
+    sim = QuantizationSimModel(Two(spatial).eval(), batches(spatial)[0], default_param_bw=3)
+    for site in sim.quantizers.values():
+        site.enabled = site.role == "weight"
+    site = sim.quantizers["second.weight"]
+    if block is not None:
+        from dataclasses import replace
+
+        site.spec = replace(site.quantizer.spec, granularity=PerBlock(block, 1, 0))
+    sim.compute_encodings(batches(spatial))
+    start = np.array(site.encoding.scale)
+    options = {"num_candidates": CANDIDATES, "loss_fn": loss, "inp_symmetry": symmetry}
+    apply_reconstruction(sim, batches(spatial), "seq_mse", progress=False, **options)
+    wanted = by_hand(sim, spatial, loss, symmetry, start, block)
+    np.testing.assert_allclose(site.encoding.scale.reshape(wanted.shape), wanted, rtol=1e-6)
+    assert (site.encoding.scale < start).any() and site.frozen
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="loss_fn: it is 'kl'.*mse, l1, sqnr"):
+        SeqMseSettings(loss_fn="kl")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="inp_symmetry: it is 'both'.*symqt, symfp, asym"):
+        SeqMseSettings(inp_symmetry="both")  # type: ignore[arg-type]
+
+
+def conv(shape: tuple[int, ...], group: int = 1, pads=None, strides=None, dilations=None) -> Layer:
+    n = len(shape) - 2
+    attrs = {
+        "group": group, "pads": pads or (0,) * 2 * n, "strides": strides or (1,) * n, "dilations": dilations or (1,) * n
+    }  # fmt: skip
+    return Layer("conv", "conv", "Conv", attrs, shape, "conv.weight")
+
+
+CONVS = [
+    pytest.param(conv((6, 4, 3)), (2, 4, 9), id="1d"),
+    pytest.param(conv((6, 4, 3, 3), pads=(1, 1, 1, 1)), (2, 4, 7, 5), id="2d-padded"),
+    pytest.param(conv((6, 2, 3, 2), 2, (0, 1, 2, 1), (2, 1), (1, 2)), (2, 4, 8, 8), id="grouped-strided-dilated"),
+    pytest.param(conv((4, 1, 3, 3), 4, (1, 1, 1, 1)), (3, 4, 6, 6), id="depthwise"),
+    pytest.param(conv((3, 2, 2, 3, 2), strides=(1, 2, 1)), (2, 2, 4, 5, 4), id="3d"),
+]
+
+
+@pytest.mark.parametrize("layer, shape", CONVS)
+def test_convolution(layer: Layer, shape):
+    x, w = torch.randn(shape), torch.randn(layer.shape)
+    n = len(shape) - 2
+    pads = [p for i in reversed(range(n)) for p in (layer.attrs["pads"][i], layer.attrs["pads"][n + i])]
+    function = (F.conv1d, F.conv2d, F.conv3d)[n - 1]
+    expected = function(
+        F.pad(x, pads), w, None, layer.attrs["strides"], 0, layer.attrs["dilations"], layer.attrs["group"]
+    )
+    (rows,) = layer.rows(x)
+    assert rows.shape[1] == layer.positions(x)
+    found = rows @ layer.matrix(w).transpose(1, 2)  # [G, N * L, O]
+    found = found.reshape(layer.groups, shape[0], -1, layer.shape[0] // layer.groups).permute(1, 0, 3, 2)
+    torch.testing.assert_close(found.reshape(expected.shape), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(layer.tensor(layer.matrix(w)), w)
+    places = torch.arange(0, layer.positions(x), 3)
+    assert torch.equal(torch.cat(list(layer.rows_at(x, places)), 1), rows[:, places])
+    assert layer.fan_in == rows.shape[2]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer("l", "l", "Gemm", {"transB": 1}, (5, 7), "l.weight"),
+        Layer("l", "l", "Gemm", {"transB": 0}, (7, 5), "l.weight"),
+        Layer("l", "l", "MatMul", {}, (7, 5), "l.weight"),
+    ],
+    ids=["gemm-transposed", "gemm", "matmul"],
+)
+def test_linear(layer: Layer):
+    x, w = torch.randn(2, 3, 7), torch.randn(layer.shape)
+    (rows,) = layer.rows(x)
+    places = torch.tensor([1, 4, 5])
+    assert torch.equal(next(layer.rows_at(x, places)), rows[:, places]) and layer.fan_in == 7
+    expected = x @ (w.t() if layer.attrs.get("transB") else w)
+    torch.testing.assert_close((rows @ layer.matrix(w).transpose(1, 2)).reshape(expected.shape), expected)
+    assert torch.equal(layer.tensor(layer.matrix(w)), w)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_transposed_convolution_is_a_product_before_its_outputs_are_added_up(group):
+    layer = Layer("t", "t", "ConvTranspose", {"group": group}, (4, 3, 2, 2), "t.weight")
+    x, w = torch.randn(2, 4, 5, 5), torch.randn(layer.shape)
+    (rows,) = layer.rows(x)
+    places = torch.tensor([0, 7, 24, 25, 49])
+    assert torch.equal(next(layer.rows_at(x, places)), rows[:, places]) and layer.fan_in == 4 // group
+    found = rows @ layer.matrix(w).transpose(1, 2)  # [G, N * L, O * kernel]
+    columns = found.reshape(group, 2, 25, -1).permute(1, 0, 3, 2).reshape(2, -1, 25)
+    folded = F.fold(columns, (10, 10), 2, stride=2)  # kernel = stride: nothing overlaps
+    torch.testing.assert_close(folded, F.conv_transpose2d(x, w, stride=2, groups=group), atol=1e-5, rtol=1e-4)
+    assert torch.equal(layer.tensor(layer.matrix(w)), w)
+
+
+GRANULARITIES = [
+    pytest.param(PerTensor(), (), id="per-tensor"),
+    pytest.param(PerChannel(0), (6,), id="per-channel"),
+    pytest.param(PerBlock(2, 1, 0), (6, 2, 1, 1), id="per-block"),
+]
+
+
+@pytest.mark.parametrize("granularity, shape", GRANULARITIES)
+def test_a_grid_is_its_encoding(granularity, shape):
+    layer = conv((6, 4, 3, 3))
+    scale = np.float32(np.random.rand(*shape) + 0.1)
+    encoding = Encoding(IntFormat(4, signed=False), scale, np.full(shape, 5), granularity)
+    w = torch.randn(layer.shape)
+    grid = Grid.of(encoding, layer, w.device)
+    found = layer.tensor(grid.values(grid.nearest(layer.matrix(w))))
+    assert torch.equal(found, fake_quantize(w, encoding))
+    assert torch.equal(fake_quantize(found, encoding), found)  # on the grid: nothing moves again
+    assert grid_encoding(grid, encoding, layer) == encoding
+
+
+def test_moments_and_samples_see_every_row():
+    layer = conv((4, 3, 3, 3), pads=(1, 1, 1, 1))
+    batches = [(torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 5)) for _ in range(3)]
+    real = torch.cat([next(layer.rows(a)) for a, _ in batches], 1)
+    quantized = torch.cat([next(layer.rows(b)) for _, b in batches], 1)
+    found = moments(layer, [(*pair, 50) for pair in batches], torch.Generator())
+    assert found.rows == 150
+    torch.testing.assert_close(
+        found.own, (quantized.double().transpose(1, 2) @ quantized.double()), rtol=1e-5, atol=1e-3
+    )
+    crossed = real.double().transpose(1, 2) @ quantized.double()
+    torch.testing.assert_close(found.cross, crossed, rtol=1e-5, atol=1e-3)
+    places = (torch.zeros(1, 150, 27), torch.zeros(1, 150, 27))
+    sample_rows(layer, batches, 150, 150, torch.Generator(), places)
+    assert torch.equal(places[0], real) and torch.equal(places[1], quantized)
+    few = (torch.zeros(1, 10, 27), torch.zeros(1, 10, 27))
+    sample_rows(layer, batches, 150, 10, torch.Generator().manual_seed(1), few)
+    hits = (few[0][0][:, None] == real[0][None]).all(2)
+    assert hits.any(1).all() and torch.equal(hits, (few[1][0][:, None] == quantized[0][None]).all(2))
+
+
+def test_moments_of_drawn_rows_come_near_those_of_all_and_each_batch_has_its_share():
+    layer, generator = conv((4, 3, 3, 3), pads=(1, 1, 1, 1)), torch.Generator().manual_seed(0)
+    smooth = F.avg_pool2d(torch.randn(12, 3, 34, 34, generator=generator), 5, 1)
+    real, quantized = smooth, smooth + 0.05 * torch.randn(smooth.shape, generator=generator)
+    parts = [(real[:8], quantized[:8], 2400 * 8 / 12), (real[8:], quantized[8:], 2400 * 4 / 12)]
+    few = moments(layer, parts, torch.Generator().manual_seed(1))
+    every = moments(layer, [(a, b, math.inf) for a, b, _ in parts], torch.Generator())
+    assert (few.rows, every.rows) == (2400, 12 * 30 * 30)
+    for found, wanted in ((few.own, every.own), (few.cross, every.cross)):
+        off = found / few.rows - wanted / every.rows
+        assert float(off.norm()) < 0.05 * float((wanted / every.rows).norm())
+    again = moments(layer, parts, torch.Generator().manual_seed(1))
+    assert torch.equal(few.own, again.own) and torch.equal(few.cross, again.cross)
+
+
+def grid(scale: float = 0.5, lo: float = -8, hi: float = 7) -> Grid:
+    return Grid(torch.tensor([[[scale]]]), torch.tensor(lo), torch.tensor(hi))
+
+
+def test_rectified_sigmoid_is_the_papers():
+    v = torch.linspace(-6, 6, 101)
+    expected = np.clip(1.2 / (1 + np.exp(-v.double().numpy())) - 0.1, 0, 1)
+    np.testing.assert_allclose(rectified_sigmoid(v).numpy(), expected, atol=1e-6)
+    h = torch.linspace(0, 1, 101)
+    torch.testing.assert_close(rectified_sigmoid(inverse_rectified_sigmoid(h)), h)
+
+
+@pytest.mark.parametrize("beta", [2.0, 20.0])
+def test_regulariser_is_zero_only_where_every_weight_is_decided(beta):
+    assert regulariser(torch.tensor([0.0, 1.0]), beta) == 0
+    assert regulariser(torch.tensor([0.5]), beta) == 1
+
+
+def test_beta_falls_by_a_cosine_after_the_warm_start():
+    assert annealed_beta(0.19, (20, 2), 0.2) is None
+    assert annealed_beta(0.2, (20, 2), 0.2) == pytest.approx(20)
+    assert annealed_beta(0.6, (20, 2), 0.2) == pytest.approx(11)
+    assert annealed_beta(1.0, (20, 2), 0.2) == pytest.approx(2)
+
+
+def test_soft_weights_start_at_the_float_weights_and_end_on_the_grid():
+    w = torch.randn(1, 4, 6)
+    rounding = AdaptiveRounding(w, grid())
+    torch.testing.assert_close(rounding.soft(), w, atol=1e-5, rtol=0)
+    codes, where = rounding.hard()
+    assert torch.equal(codes, codes.round()) and codes.min() >= -8 and codes.max() <= 7
+    assert (where.values(codes) - w).abs().max() <= 0.25 + 1e-6  # undecided weights go to the nearest code
+
+
+def test_weights_beyond_the_grid_are_clipped_and_get_no_gradient():
+    rounding = AdaptiveRounding(torch.tensor([[[100.0, 0.2]]]), grid())
+    out = rounding.soft()
+    assert out[0, 0, 0] == 3.5
+    out.sum().backward()
+    assert rounding.v.grad[0, 0, 0] == 0 and rounding.v.grad[0, 0, 1] > 0
+
+
+def test_gradient_of_the_soft_weights_is_that_of_the_formula():
+    torch.manual_seed(0)
+    w, weight, beta = torch.randn(2, 3, 5), 0.03, 4.0
+    rounding = AdaptiveRounding(w, grid())
+    target = torch.randn(2, 3, 5)
+    (rounding.soft(weight, beta) - target).square().sum().backward()
+    v = rounding.v.detach().double().requires_grad_()
+    h = rectified_sigmoid(v)
+    soft = (rounding.floor.double() + h).clamp(-8, 7) * 0.5
+    ((soft - target.double()).square().sum() + weight * regulariser(h, beta)).backward()
+    torch.testing.assert_close(rounding.v.grad.double(), v.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_flexround_starts_at_nearest_rounding():
+    w = torch.randn(1, 4, 6)
+    torch.testing.assert_close(LearnedDivision(w, grid()).soft(), grid().values(grid().nearest(w)))
+
+
+def test_flexround_divides_by_its_factors_and_scales_by_its_step():
+    w = torch.tensor([[[0.9, -0.4, 1.6]]])
+    rounding = LearnedDivision(w, grid())
+    with torch.no_grad():
+        rounding.row.fill_(np.log(0.5))  # every weight is rounded as if it were twice as large
+        rounding.element[0, 0, 2] = np.log(2.0)  # but for the last
+        rounding.step.fill_(np.log(1.5))
+    codes, where = rounding.hard()
+    assert codes.tolist() == [[[2.0, -1.0, 2.0]]]
+    assert where.scale.flatten().tolist() == pytest.approx([0.75])
+    torch.testing.assert_close(rounding.soft(), where.values(codes))
+
+
+def test_flexround_has_gradients_through_division_and_scale():
+    w = torch.tensor([[[0.9, -0.3]]])
+    rounding = LearnedDivision(w, grid())
+    rounding.soft().sum().backward()
+    torch.testing.assert_close(rounding.element.grad, -w)  # d (s w / (s S)) / d log S
+    assert rounding.step.grad.flatten().tolist() == pytest.approx(
+        [1.0 - 0.5 - 0.9 + 0.3], abs=1e-6
+    )  # s (code - ratio), as in LSQ
+
+
+def test_flexround_keeps_one_scale_where_rows_share_it():
+    w = torch.randn(1, 4, 6)
+    shared = Grid(torch.tensor([[[0.5]]]), torch.tensor(-8.0), torch.tensor(7.0), own_rows=False)
+    assert LearnedDivision(w, shared).step.numel() == 1

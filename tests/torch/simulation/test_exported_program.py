@@ -1,0 +1,387 @@
+"""From a simulation to ONNX: captured programs, translations of our own, marks of sites on their way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import onnxruntime as ort
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import library as definitions
+
+import bitwright.torch
+from bitwright.compare.verify import verify_folder
+from bitwright.errors import ExportError
+from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
+from bitwright.torch import QuantizationSimModel
+from bitwright.torch.simulation import exported_program as translations
+from bitwright.torch.simulation.exported_program import TRANSLATIONS, by_public_function, takes_registry, to_onnx
+from bitwright.torch.simulation.simulate import mark
+
+
+def squeezed(x: Tensor) -> Tensor:
+    return x.squeeze(1).unsqueeze(-1).squeeze(-1)
+
+
+def all_squeezed(x: Tensor) -> Tensor:
+    return x[:, None].squeeze((1, 2))
+
+
+def halves(x: Tensor) -> Tensor:
+    return x.half().sort(dim=1, stable=True).values.float()
+
+
+def ordered(x: Tensor) -> Tensor:
+    order = x.detach()[0, :, 0].argsort(stable=True, descending=True)
+    return x[:, order]
+
+
+def ties(x: Tensor) -> Tensor:
+    keys = torch.tensor([2, 1, 2, 1, 3]) + 0 * x.detach()[0, :, 0].long()
+    return x[:, keys.sort(stable=True).indices] * (keys > 1).sort(stable=True).values[:, None]
+
+
+class Net(nn.Module):
+    """A layer, and what each function makes of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [f(self.fc(x)) for f in (squeezed, all_squeezed, halves, ordered, ties)]
+
+
+@pytest.mark.slow_variants("True")
+@pytest.mark.parametrize("free", [False, True])
+def test_the_file_computes_what_torch_does(free: bool, tmp_path: Path) -> None:
+    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+    sim = QuantizationSimModel(Net().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path, "m", dynamic_batch=free)
+    found = ort.InferenceSession(tmp_path / "m_float.onnx").run(None, {"x": x.numpy()})
+    with sim.in_float():
+        for one, other in zip(found, sim.model(x), strict=True):
+            torch.testing.assert_close(torch.from_numpy(one), other, rtol=1e-5, atol=1e-5)
+    assert verify_folder(tmp_path).ok
+
+
+class Guarded(nn.Module):
+    """Constants next to zero and one: the guard of a division, factors, parameters of no axes."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.fc, self.eps = nn.Linear(8, 8), eps
+        self.factor, self.shift = nn.Parameter(torch.tensor(1.000004)), nn.Parameter(torch.tensor(3e-9))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.fc(x).relu()
+        guarded = y / (y * y + self.eps).sqrt()
+        return guarded, (y * 0 + self.shift) * 1e8, (x * self.factor - x) * 1e4, (x / 1.000003 - x) * 1e4
+
+
+@pytest.mark.parametrize("eps", [1e-15, 1e-8, 1e-3])
+def test_no_constant_is_lost(eps: float, tmp_path: Path) -> None:
+    """The exporter's rules take ``+ 1e-15`` for an addition of zero: the file divided zero by zero."""
+    torch.manual_seed(0)
+    model, x = Guarded(eps).eval(), torch.randn(16, 8)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path, "m", x)
+    session = ort.InferenceSession(tmp_path / "m_float.onnx")
+    assert [i.name for i in session.get_inputs()] == ["x"]
+    for got, wanted in zip(session.run(None, {"x": x.numpy()}), model(x), strict=True):
+        np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=0.05, atol=1e-6)
+    assert sim.verify(x).ok
+
+
+class Kept(nn.Module):
+    """Layers, a free batch axis, and an operator with a translation of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3), nn.LayerNorm(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(torch.relu(self.conv(x)).mean((2, 3)))
+        return self.fc(y), torch.sort(y, stable=True)[0]
+
+
+def program() -> torch.export.ExportedProgram:
+    torch.manual_seed(0)
+    batch = torch.export.Dim("batch", min=2)
+    return torch.export.export(Kept().eval(), (torch.randn(2, 3, 8, 8),), dynamic_shapes=({0: batch},))
+
+
+def test_the_model_is_that_of_the_public_function() -> None:
+    captured = program()
+    found, wanted = (ir.to_proto(make(captured)) for make in (to_onnx, by_public_function))
+    assert found.graph.node and found.SerializeToString() == wanted.SerializeToString()
+
+
+def test_this_version_of_torch_takes_a_registry() -> None:
+    """Otherwise exports are right and take twice the time: the arguments that are looked for have changed."""
+    assert takes_registry()
+
+
+def test_another_implementation_is_called_by_the_public_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[object] = []
+    monkeypatch.setattr(translations, "_NEEDED", {"an argument of the future"})
+    monkeypatch.setattr(translations, "by_public_function", called.append)
+    assert not takes_registry()
+    to_onnx(captured := program())
+    assert called == [captured]
+
+
+def test_translations_are_looked_up_again_where_there_are_new_operators() -> None:
+    captured = program()
+    to_onnx(captured)
+    before = translations._registry.cache_info()
+    to_onnx(captured)
+    assert translations._registry.cache_info().misses == before.misses
+    operators = definitions.Library("bitwright_kept", "DEF")
+    operators.define("twice(Tensor x) -> Tensor")
+    to_onnx(captured)
+    assert translations._registry.cache_info().misses == before.misses + 1
+
+
+class Marked(nn.Module):
+    """A value that is marked twice and returned beside what is computed of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = mark(x.permute(0, 2, 1), "one.output[0]")
+        return y, mark(y * 2, "two.output[0]")
+
+
+def test_a_mark_is_an_identity_that_the_exporter_writes_with_its_name() -> None:
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(mark(x, "a"), x)
+    program = torch.onnx.export(
+        Marked().eval(), (x,), dynamo=True, verbose=False, custom_translation_table=TRANSLATIONS
+    )
+    assert program is not None
+    nodes = [node for node in program.model_proto.graph.node if node.domain == DOMAIN]
+    assert [node.op_type for node in nodes] == [OP_TYPE, OP_TYPE]
+    assert [[a.s.decode() for a in node.attribute if a.name == ATTRIBUTE] for node in nodes] == [
+        ["one.output[0]"], ["two.output[0]"],
+    ]  # fmt: skip
+
+
+def test_a_mark_of_a_view_is_no_alias_of_it() -> None:
+    x = torch.zeros(2, 3)
+    made = mark(x.t(), "a")
+    made += 1
+    assert not x.any() and (made == 1).all()
+
+
+def test_a_mark_keeps_type_device_and_gradient_free_shape_under_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        made = mark(torch.empty(2, 5, dtype=torch.float16), "a")
+    assert made.shape == (2, 5) and made.dtype == torch.float16
+
+
+class Permuted(nn.Module):
+    """A Linear along the channels of an image, as in ConvNeXt and Swin."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 6, 3), nn.Linear(6, 5, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.slow_variants("bias")
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+def test_a_linear_after_a_permutation_is_a_product_on_integers(tmp_path: Path, bias: bool) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    result = bitwright.torch.quantize(Permuted(bias).eval(), batches, recipe=["fold"], path=tmp_path, progress=False)
+    report = result.sim.verify(batches[1])
+    assert report.ok, str(report)
+    kernels = {row.site: row.kernel for row in report.rows}
+    assert kernels["linear.output[0]"] != "float", kernels
+    model = onnx.load(tmp_path / "model.onnx")
+    assert not [node for node in model.graph.node if node.domain == DOMAIN]
+    named = {row.site for row in report.rows}
+    assert {"conv.output[0]", "linear.output[0]"} <= named
+
+
+def simulated(model: nn.Module, *batches: Any) -> QuantizationSimModel:
+    model.eval()
+    with torch.no_grad():
+        model(*batches[0])  # it has run before
+    sim = QuantizationSimModel(model, batches[0])
+    sim.compute_encodings(list(batches), progress=False)
+    return sim
+
+
+def in_runtime(file: Any, *inputs: Tensor) -> np.ndarray:
+    """The outputs of float kernels, which compute as the simulation does where the quantizers are in the right places."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(str(file), options)
+    feeds = {found.name: given.numpy() for found, given in zip(session.get_inputs(), inputs, strict=True)}
+    return session.run(None, feeds)[0]
+
+
+class Cached(nn.Module):
+    """A table that is computed once, and anew while the model is exported: with one product and one sigmoid more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.kept = nn.Linear(8, 8), nn.Linear(8, 8), {}
+
+    def table(self, n: int) -> Tensor:
+        if n not in self.kept or torch.compiler.is_exporting():
+            made = (torch.arange(2 * n, dtype=torch.float32) * 0.1)[:n].sigmoid()
+            if torch.compiler.is_exporting():
+                return made
+            self.kept[n] = made
+        return self.kept[n]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b((h * self.table(x.shape[1])).sigmoid())
+
+
+class Masked(nn.Module):
+    """A mask that is only applied where something is masked, which a trace cannot tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.q, self.o = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids)
+        scores = self.q(x) @ x.transpose(1, 2) * 0.5
+        if not bool(mask.all()):
+            scores = scores + (mask[:, None].float() - 1) * 100
+        return self.o(scores.softmax(-1) @ x)
+
+
+class Extra(nn.Module):
+    """Another call while it is traced, where no quantizer depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        return self.b(h.nan_to_num() if torch.compiler.is_exporting() else h)
+
+
+def test_quantizers_are_at_the_values_of_the_simulation_where_a_cache_is_passed_by_in_the_trace(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(16, 8),) for _ in range(3)]
+    sim = simulated(Cached(), *batches)
+    exported = sim.export(tmp_path, "m", batches[0])
+    np.testing.assert_allclose(in_runtime(exported.qdq, *batches[1]), sim.model(*batches[1]).detach(), atol=1e-6)
+    assert sim.verify(batches[1]).ok
+    assert not [note for note in exported.notes if "not in the exported graph" in note]
+
+
+def test_a_mask_that_an_input_decides_on_is_that_of_the_example_and_noted(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randint(0, 20, (2, 5)), torch.ones(2, 5, dtype=torch.bool)) for _ in range(3)]
+    sim = simulated(Masked(), *batches)
+    exported = sim.export(tmp_path, "m", batches[0])
+    np.testing.assert_allclose(in_runtime(exported.qdq, *batches[1]), sim.model(*batches[1]).detach(), atol=1e-5)
+    (note,) = [note for note in exported.notes if note.startswith("path:")]
+    assert "test_exported_program.py" in note and "in forward" in note
+
+
+def test_with_a_free_axis_another_path_is_refused_and_auto_fixes_the_axis(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    sim = simulated(Cached(), (x,))
+    with pytest.raises(ExportError, match=r"mul: the forward makes other calls there while it is traced"):
+        sim.export(tmp_path, "m", x, dynamic_batch=True)
+    exported = sim.export(tmp_path, "m", x, dynamic_batch="auto")
+    assert any("the size is fixed to 16" in note and "other calls" in note for note in exported.notes)
+    assert sim.verify(x).ok
+
+
+def test_a_call_that_moves_no_quantizer_keeps_the_trace(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    sim = simulated(Extra(), (x,))
+    exported = sim.export(tmp_path, "m", x, dynamic_batch=True)
+    more = torch.randn(5, 8)
+    np.testing.assert_allclose(in_runtime(exported.qdq, more), sim.model(more).detach(), atol=1e-6)
+
+
+def test_a_path_that_activations_decide_on_is_refused_with_its_line() -> None:
+    class Halting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.fc = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.words(ids)
+            while x.abs().sum() > 1:
+                x = self.fc(x) * 0.1
+            return x
+
+    ids = torch.tensor([[1, 2, 3]])
+    sim = simulated(Halting(), (ids,))
+    with pytest.raises(
+        ExportError, match=r"test_exported_program\.py:\d+, in forward: a number that Python reads there"
+    ):
+        sim.verify(ids)
+
+
+class Checked(nn.Module):
+    """Checks on values, of which the exporter has no operator for all parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(20, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor, picture: Tensor) -> Tensor:
+        h = self.words(ids)
+        here = (ids == 3)[..., None].expand_as(h)
+        torch._check_tensor_all(here.sum() == picture.numel())
+        torch._assert_async((ids < 20).all())
+        torch._check(bool((ids >= 0).all()))
+        return self.layer(h.masked_scatter(here, picture))
+
+
+def test_checks_on_values_are_left_out_of_the_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batch = (torch.tensor([[3, 3, 5, 6, 7, 8]]), torch.randn(2, 8))
+    model = Checked().eval()
+    sim = QuantizationSimModel(model, batch)
+    sim.compute_encodings([batch], allow_unreached=True, progress=False)
+    exported = sim.export(tmp_path, "m", batch)
+    np.testing.assert_allclose(in_runtime(exported.qdq, *batch), sim.model(*batch).detach(), atol=1e-6)
+    assert sim.verify(batch).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_buffer_of_another_type_that_is_cast_where_it_is_used_is_exported(dtype: torch.dtype, tmp_path: Path) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("positions", torch.randn(4, 8).to(dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + self.positions.to(x.dtype))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8)
+    sim = simulated(Positions(), (x,))
+    exported = sim.export(tmp_path, "m", x)
+    np.testing.assert_allclose(in_runtime(exported.qdq, x), sim.model(x).detach(), atol=1e-6)
+    assert sim.verify(x).ok
