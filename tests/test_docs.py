@@ -81,3 +81,9 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
     known = strings_of_the_package()
     missing = [(m, part) for m in messages for part in m.split("…") if part.strip() and part.strip(" ,") not in known]
     assert len(messages) > 45 and not missing
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=page_id)
+def test_files_of_the_repository_that_a_page_names_exist(page):
+    named = set(re.findall(r"`((?:bitwright|tests|tools|examples|benchmarks)/[\w/.-]+)`", page.read_text()))
+    assert not {name for name in named if not (ROOT / name).exists()}
