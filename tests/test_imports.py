@@ -40,7 +40,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "onnx": (BELOW | {"report"}, NUMPY | ONNX | FILES_OUT),
     # computes with the steps of either front end, which are torch functions
     "analysis": (BELOW | {"torch", "onnx", "report"}, NUMPY | FILES_OUT | {"torch", "scipy", "pandas"}),
-    "report": ({"errors", "core", "export", "compare", "analysis", "onnx", "tables"}, NUMPY),
+    # an analysis, which writes reports itself, is made by its public name
+    "report": ({"errors", "core", "export", "compare", "analyze", "onnx", "tables"}, NUMPY),
     "precision": (
         BELOW | {"analysis", "torch", "onnx", "report"},
         NUMPY | ONNX | FILES_OUT | {"torch", "scipy", "ray"},

@@ -17,8 +17,8 @@ from bitwright.analysis.layer_outputs import layer_values
 from bitwright.analysis.subject import Subject, open_subject
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.report.charts import histogram_chart, ranges_chart, scores_chart, write_data, write_page
-from bitwright.report.of_simulation import seen_values
+from bitwright.report.document import seen_values
+from bitwright.report.page import histogram_chart, ranges_chart, scores_chart, write_data, write_page
 
 # ------------------------------------------------------------------------------------ scores
 

@@ -15,7 +15,7 @@ from bitwright.precision.auto import AutoResult, auto_quantize
 from bitwright.precision.result import MixedPrecision
 from bitwright.precision.search import mixed_precision
 from bitwright.precision.trials import FIRST, Trial
-from bitwright.report.charts import points_chart, scores_chart, write_page
+from bitwright.report.page import points_chart, scores_chart, write_page
 
 # ------------------------------------------------------------------------------------ mixed precision
 

@@ -19,7 +19,7 @@ from bitwright.analysis.layer_outputs import layer_values
 from bitwright.analysis.subject import open_subject
 from bitwright.core.files import read_document
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.report.charts import scores_chart, write_data, write_page
+from bitwright.report.page import scores_chart, write_data, write_page
 
 __all__ = [
     "CallbackFunc",

@@ -22,7 +22,7 @@ from bitwright.aimet_torch.module_quantizers import record_of
 from bitwright.aimet_torch.quantsim import QuantizationSimModel
 from bitwright.analysis.layer_outputs import names_of_export
 from bitwright.errors import ConfigError, close_matches
-from bitwright.report.charts import ranges_chart, scores_chart, write_page
+from bitwright.report.page import ranges_chart, scores_chart, write_page
 from bitwright.torch.calls.inputs import walk_modules
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch import nn
 from bitwright import torch as front
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.errors import ConfigError, ModelError
-from bitwright.report.charts import write_page
+from bitwright.report.page import write_page
 from bitwright.tables import Tabular, html_table
 
 __all__ = ["ArchChecker", "ArchCheckerReport", "Finding", "ModelValidator", "RULES", "Rule"]

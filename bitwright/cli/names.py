@@ -2,83 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from bitwright.cli.app import NO, OUTPUT, answer, command, details, is_quiet
-from bitwright.cli.options import Preset
+from bitwright.cli.options import NAMES, Preset, names_of, spec_text
 from bitwright.errors import ConfigError, close_matches
 
 if TYPE_CHECKING:
-    from bitwright.core.numerics.spec import QuantSpec
     from bitwright.core.placement.rules import Rule
-Rows = list[tuple[str, ...]]
 
-
-def _presets() -> Rows:
-    from bitwright.core.numerics.spec import PRESETS
-
-    return [(name, _spec(p.weight), _spec(p.activation)) for name, p in PRESETS.items()]
-
-
-def _ranges() -> Rows:
-    from bitwright.core.numerics.ranges import RANGE_METHODS, method_aliases
-
-    def options(row: Any) -> str:
-        return ", ".join(f"{name}={d:g} ({lo:g} to {hi:g})" for name, (d, lo, hi) in row.options.items())
-
-    return [(name, row.needs, options(row), ", ".join(method_aliases(name))) for name, row in RANGE_METHODS.items()]
-
-
-def _steps() -> Rows:
-    from bitwright.recipes.recipe import KINDS
-
-    return [(name, kind.phase, kind.does) for name, kind in KINDS.items()]
-
-
-def _efforts() -> Rows:
-    from bitwright.recipes.default_recipe import EFFORTS
-
-    return [(name, row.does) for name, row in EFFORTS.items()]
-
-
-def _configs() -> Rows:
-    from bitwright.core.placement.aimet_config import ALIASES, SHIPPED
-
-    return [(name, ", ".join(a for a, to in ALIASES.items() if to == name)) for name in SHIPPED]
-
-
-def _targets() -> Rows:
-    from bitwright.export.targets import TARGETS
-
-    return [(row.name, row.runtime, row.about) for row in TARGETS.values()]
-
-
-def _runtimes() -> Rows:
-    from importlib.util import find_spec
-
-    from bitwright.runtimes.adapters import RUNTIMES
-
-    def state(row: Any) -> str:
-        return "yes" if find_spec(row.module.partition(".")[0]) else f"pip install 'bitwright[{row.extra}]'"
-
-    return [(name, row.suffix, state(row)) for name, row in RUNTIMES.items()]
-
-
-#: kind of names -> title, head and rows of its table
-_TABLES: dict[str, tuple[str, tuple[str, ...], Callable[[], Rows]]] = {
-    "presets": ("Presets (--preset, preset=)", ("preset", "weights", "activations"), _presets),
-    "steps": ("Steps of recipes (--recipe, recipe=)", ("step", "works on", "does"), _steps),
-    "ranges": ("Range methods (--scheme, quant_scheme=)", ("method", "reads", "options", "also called"), _ranges),
-    "efforts": ("Efforts, where no recipe is given (--effort, effort=)", ("effort", "does"), _efforts),
-    "targets": ("Targets of export (--target, target=)", ("target", "runtime", "for"), _targets),
-    "runtimes": ("Runtimes (--runtime, runtime=)", ("runtime", "reads", "installed"), _runtimes),
-    "configs": ("Configurations (--config, config_file=)", ("configuration", "also called"), _configs),
-}
+#: what ``bitwright list`` takes -> the tables that it prints
 _KINDS = {
     "presets": ("presets",),
     "methods": ("steps", "ranges", "efforts"),
@@ -86,15 +23,6 @@ _KINDS = {
     "runtimes": ("runtimes",),
     "configs": ("configs",),
 }
-
-
-def names_of(kind: str) -> list[str]:
-    """The names in a table: ``presets``, ``steps``, ``ranges``, ``efforts``, ``targets``, ``runtimes`` or ``configs``."""
-    return [row[0] for row in _TABLES[kind][2]()]
-
-
-def _spec(spec: QuantSpec | None) -> str:
-    return "float" if spec is None else spec.describe()
 
 
 @command("list")
@@ -129,7 +57,7 @@ def _print_names(what: str | None) -> None:
     from bitwright.tables import Table
 
     for kind in [kind for name in _KINDS if what in (None, name) for kind in _KINDS[name]]:
-        title, head, rows = _TABLES[kind]
+        title, head, rows = NAMES[kind]
         if is_quiet():
             answer("\n".join(names_of(kind)))
         else:
@@ -174,8 +102,8 @@ def check_config(
     rules = load_config(file, find_preset(preset))
     rows = [(str(i), *_rule_cells(rule)) for i, rule in enumerate(rules.rules)]
     details(
-        f"weights      {_spec(rules.weight)}",
-        f"activations  {_spec(rules.activation)}",
+        f"weights      {spec_text(rules.weight)}",
+        f"activations  {spec_text(rules.activation)}",
         Table(("", "about", "port", "parameter", "sets", "written in"), rows, "Rules"),
         f"{len(rules.supergroups)} supergroups: {', '.join(map(str, rules.supergroups))}",
         *(f"note: {note}" for note in rules.notes),

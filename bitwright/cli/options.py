@@ -14,21 +14,99 @@ from bitwright.cli.app import DATA, EXPORT, METHODS, OUTPUT
 from bitwright.errors import ConfigError
 
 if TYPE_CHECKING:
+    from bitwright.core.numerics.spec import QuantSpec
     from bitwright.onnx.model.data import InputSpec
 
 logger = logging.getLogger("bitwright")
 
 
+# ---- names that options take
+
+Rows = list[tuple[str, ...]]
+
+
+def _presets() -> Rows:
+    from bitwright.core.numerics.spec import PRESETS
+
+    return [(name, spec_text(p.weight), spec_text(p.activation)) for name, p in PRESETS.items()]
+
+
+def _ranges() -> Rows:
+    from bitwright.core.numerics.ranges import RANGE_METHODS, method_aliases
+
+    def options(row: Any) -> str:
+        return ", ".join(f"{name}={d:g} ({lo:g} to {hi:g})" for name, (d, lo, hi) in row.options.items())
+
+    return [(name, row.needs, options(row), ", ".join(method_aliases(name))) for name, row in RANGE_METHODS.items()]
+
+
+def _steps() -> Rows:
+    from bitwright.recipes.recipe import KINDS
+
+    return [(name, kind.phase, kind.does) for name, kind in KINDS.items()]
+
+
+def _efforts() -> Rows:
+    from bitwright.recipes.default_recipe import EFFORTS
+
+    return [(name, row.does) for name, row in EFFORTS.items()]
+
+
+def _configs() -> Rows:
+    from bitwright.core.placement.aimet_config import ALIASES, SHIPPED
+
+    return [(name, ", ".join(a for a, to in ALIASES.items() if to == name)) for name in SHIPPED]
+
+
+def _targets() -> Rows:
+    from bitwright.export.targets import TARGETS
+
+    return [(row.name, row.runtime, row.about) for row in TARGETS.values()]
+
+
+def _runtimes() -> Rows:
+    from importlib.util import find_spec
+
+    from bitwright.runtimes.adapters import RUNTIMES
+
+    def state(row: Any) -> str:
+        return "yes" if find_spec(row.module.partition(".")[0]) else f"pip install 'bitwright[{row.extra}]'"
+
+    return [(name, row.suffix, state(row)) for name, row in RUNTIMES.items()]
+
+
+#: kind of names -> title, head and rows of its table
+NAMES: dict[str, tuple[str, tuple[str, ...], Callable[[], Rows]]] = {
+    "presets": ("Presets (--preset, preset=)", ("preset", "weights", "activations"), _presets),
+    "steps": ("Steps of recipes (--recipe, recipe=)", ("step", "works on", "does"), _steps),
+    "ranges": ("Range methods (--scheme, quant_scheme=)", ("method", "reads", "options", "also called"), _ranges),
+    "efforts": ("Efforts, where no recipe is given (--effort, effort=)", ("effort", "does"), _efforts),
+    "targets": ("Targets of export (--target, target=)", ("target", "runtime", "for"), _targets),
+    "runtimes": ("Runtimes (--runtime, runtime=)", ("runtime", "reads", "installed"), _runtimes),
+    "configs": ("Configurations (--config, config_file=)", ("configuration", "also called"), _configs),
+}
+
+
+def spec_text(spec: QuantSpec | None) -> str:
+    """What a preset does with weights or activations."""
+    return "float" if spec is None else spec.describe()
+
+
+def names_of(kind: str) -> list[str]:
+    """The names in a table: ``presets``, ``steps``, ``ranges``, ``efforts``, ``targets``, ``runtimes`` or ``configs``."""
+    return [row[0] for row in NAMES[kind][2]()]
+
+
 def named(kind: str) -> Callable[[str], list[str]]:
-    """Shell completion for the names of one kind, those of ``bitwright list``."""
+    """Shell completion for the names of one kind."""
 
     def complete(incomplete: str) -> list[str]:
-        from bitwright.cli.names import names_of
-
         return [name for name in names_of(kind) if name.startswith(incomplete)]
 
     return complete
 
+
+# ---- options
 
 OnnxFile = Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)]
 Export = Annotated[Path, typer.Argument(help="A folder that sim.export wrote.", show_default=False)]

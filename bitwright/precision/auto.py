@@ -171,7 +171,7 @@ def write_trials(path: Path, rows: Sequence[TrialRow], cost: str, metric: bool) 
     Raises:
         ExportError: it cannot be written.
     """
-    from bitwright.report.charts import points_chart, write_page
+    from bitwright.report.page import points_chart, write_page
     from bitwright.tables import html_table
 
     up = "drop of the metric" if metric else "SQNR of the outputs, dB"

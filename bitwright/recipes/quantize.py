@@ -63,7 +63,8 @@ from bitwright.recipes.recipe import (
     run_recipe,
     weight_actions,
 )
-from bitwright.report.result import POOR, Reported
+from bitwright.report.document import POOR
+from bitwright.report.result import Reported
 
 logger = logging.getLogger("bitwright")
 _SHOWN = 3  # kinds of operators, or reasons, that an error names

@@ -5,10 +5,8 @@ analyses, recipes, verifications and coverage. Nothing here computes a quantizat
 """
 
 from bitwright.report.diff import RunDiff, diff_runs
-from bitwright.report.document import report_document
-from bitwright.report.of_folder import folder_document, read_run
-from bitwright.report.of_simulation import simulation_document, simulation_report
-from bitwright.report.page import write_report
+from bitwright.report.document import folder_document, read_run, report_document, simulation_document
+from bitwright.report.page import simulation_report, write_report
 
 __all__ = [
     "RunDiff",

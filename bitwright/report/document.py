@@ -1,18 +1,53 @@
-"""The document of a report: one dictionary of plain data, whatever it was made from."""
+"""The document of a report: one dictionary of plain data, made of a simulation, an export, or the parts of an analysis."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from bitwright.errors import ConfigError
+import numpy as np
+
+from bitwright.compare.verify import verify_folder
+from bitwright.core.files import read_document
+from bitwright.core.graph.cost import multiplications, size
+from bitwright.core.graph.graph import Graph
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.statistics import HALF_BINS, Histogram, MinMax
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ExportError
+from bitwright.export.encodings.of_simulation import SavedSite, read_sites
+from bitwright.export.files.atomic import AnyPath, read_error
+from bitwright.export.files.manifest import read_manifest, read_origin
+from bitwright.export.samples import find_export
 
 FORMAT, VERSION = "bitwright-report", 1
 ANALYSIS = "bitwright-analysis"
 Document = dict[str, Any]
+POOR = 20.0  # dB: the noise is a tenth of the output
+#: least SQNR of the outputs in dB -> what it is called; noise of 1 %, 3 % and 10 % of the output
+LEVELS = ((40.0, "excellent"), (30.0, "good"), (POOR, "fair"), (-math.inf, "poor"))
+_BINS = 64
+_MAX_BYTES = 512 << 20  # histograms of every site of a large model are in an analysis
 
 #: what a document has beside its sites and layers, each ``None`` where it is not known
-SECTIONS = ("model", "data", "mode", "metric", "output", "coverage", "recipe", "health", "verification", "pareto")
+SECTIONS = (
+    "model",
+    "data",
+    "mode",
+    "metric",
+    "output",
+    "coverage",
+    "recipe",
+    "health",
+    "verification",
+    "pareto",
+    "size",
+)
 _LISTS = ("sites", "layers", "groups", "remedies", "notes", "files")
 _LINKS = ("inputs", "sites")  # of a layer; an analysis does not know operators that it did not measure
 
@@ -28,6 +63,8 @@ def report_document(
     verification: Any = None,
     pareto: Any = None,
     measured: Mapping[str, float] | None = None,
+    output: Mapping[str, Any] | None = None,
+    size: Mapping[str, int] | None = None,
     files: Sequence[Mapping[str, Any]] = (),
     notes: Iterable[str] = (),
 ) -> Document:
@@ -37,10 +74,12 @@ def report_document(
         analysis: what ``Analysis.to_dict()`` returns, or an object that has it; or a document, to which parts are added.
         title: heading of the report; by default the model's name.
         network: ``{"layers": [...], "sites": [...], "model": {...}}`` with the columns of an analysis, in execution order
-            (:func:`bitwright.report.of_simulation.network_of`); what ``analysis`` says of the same names is added.
+            (:func:`bitwright.report.document.network_of`); what ``analysis`` says of the same names is added.
         coverage, recipe, health, verification: reports, or their dictionaries.
         pareto: a result of ``mixed_precision``, or ``{"x": label, "y": label, "points": [{"x", "y", "label", "chosen"}]}``.
         measured: ``{"float", "quantized"}``, a metric without interval, shown where the analysis has none.
+        output: ``{"name", "sqnr_db"}`` of the worst output, shown where the analysis has none.
+        size: ``{"float", "quantized"}``, bytes of the files that are compared.
         files: ``{"name", "size"}`` of what was exported.
         notes: sentences for the reader.
 
@@ -64,6 +103,12 @@ def report_document(
     document |= {"pareto": pareto_of(dictionary_of(pareto) or {})} if pareto is not None else {}
     if measured and "quantized" in measured and document["metric"] is None:
         document["metric"] = {"name": "metric", "better": None, "difference": None, **measured}
+    if (document["output"] or {}).get("sqnr_db") is None and output:
+        document["output"] = dict(output)
+    sqnr = (document["output"] or {}).get("sqnr_db")
+    if sqnr is not None:
+        document["output"] = {**document["output"], "level": level(float(sqnr))}
+    document["size"] = document["size"] if size is None else dict(size)
     document["files"] += [dict(file) for file in files]
     document["notes"] += list(notes)
     return document
@@ -158,3 +203,281 @@ def _place(
             left[reader] -= 1
             if left[reader] <= 0 and not placed[reader]:
                 stack.append(reader)
+
+
+def level(sqnr: float) -> str:
+    """An SQNR of outputs in a word, with its bound.
+
+    >>> level(34.5)
+    'good (30 dB or more)'
+    """
+    bound, word = next((bound, word) for bound, word in LEVELS if sqnr >= bound)
+    return f"{word} (below {POOR:g} dB)" if bound < POOR else f"{word} ({bound:g} dB or more)"
+
+
+# ---- of a simulation
+
+
+def simulation_document(
+    sim: Any,
+    data: Any = None,
+    *,
+    analysis: Any = None,
+    verification: Any = None,
+    health: Any = None,
+    recipe: Any = None,
+    pareto: Any = None,
+    measured: Mapping[str, float] | None = None,
+    title: str = "",
+    notes: Iterable[str] = (),
+    **options: Any,
+) -> Document:
+    """The document of a calibrated simulation of either front end.
+
+    Args:
+        sim: a ``QuantizationSimModel``.
+        data: batches on which errors are measured; by default the example input alone, which the report says.
+        analysis: made before, instead of ``data``.
+        verification: a report of ``sim.verify()``; ``True`` makes one.
+        health: a report of ``check_model``; by default what calibration saw.
+        recipe, pareto, measured, title, notes: see :func:`bitwright.report.report_document`.
+        options: of :func:`bitwright.analyze`, such as ``metric``.
+
+    Raises:
+        CalibrationError: the simulation is not calibrated.
+        ConfigError: both ``analysis`` and ``data`` or options for another one are given.
+    """
+    if not sim.calibrated:
+        raise CalibrationError(
+            "report",
+            "the simulation is not calibrated, so there are no encodings to show",
+            "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
+        )
+    if analysis is not None and (data is not None or options):
+        given = ", ".join(["data"] * (data is not None) + list(options))
+        problem = f"it is given an analysis, and {given} for another one"
+        raise ConfigError("report", problem, "give either an analysis or data with its options")
+    told = list(notes)
+    if analysis is None:
+        if data is None:
+            data = [sim.example()]
+            told.append("errors are those on the example input alone; give data to have them of your own")
+        from bitwright import analyze  # by its public name: it writes reports itself
+
+        analysis = analyze(sim, data, **options)
+    return report_document(
+        analysis,
+        title=title,
+        network=network_of(sim.graph, sim.quantizers.values()),
+        coverage=sim.coverage(),
+        verification=sim.verify() if verification is True else verification,
+        health=sim.health() if health is None else health,
+        recipe=recipe,
+        pareto=pareto,
+        measured=measured,
+        notes=told,
+    )
+
+
+def network_of(graph: Graph, sites: Iterable[Site]) -> dict[str, Any]:
+    """Operators and sites as the columns of an analysis, in execution order.
+
+    Layers have ``multiplications`` and ``elements`` (of the recorded run) beside.
+    """
+    rows = [_site_row(site, graph) for site in sites]
+    held: dict[str, list[str]] = {}
+    for row in rows:
+        held.setdefault(row["layer"], []).append(row["name"])
+    layers = []
+    for op in graph.ops:
+        makers = (graph.producer(value) for _, value in op.sources())
+        layers.append(
+            {
+                "name": op.name,
+                "op": op.type,
+                "sites": held.get(op.name, []),
+                "inputs": list(dict.fromkeys(m.name for m in makers if m is not None and m.name != op.name)),
+                "multiplications": multiplications(graph, op),
+                "elements": sum(size(graph, value) for value in op.outputs),
+            }
+        )
+    return {"layers": layers, "sites": rows}
+
+
+def _site_row(site: Site, graph: Graph) -> dict[str, Any]:
+    told, encoding = site.row, site.encoding
+    return {
+        "name": site.name,
+        "role": site.role,
+        "layer": site.op,
+        "op": graph.op(site.op).type,
+        "dtype": told["format"],
+        "bits": told["bits"],
+        "enabled": site.enabled,
+        "why_float": told["why_float"],
+        "spec": told["spec"],
+        "shared_with": "" if site.group == site.name else site.group,
+        **(grid_of(encoding) if encoding is not None else {}),
+        **seen_values(site.quantizer.statistics),
+    }
+
+
+def grid_of(encoding: Encoding) -> dict[str, Any]:
+    """The columns of a site that its encoding gives; ``digest`` tells encodings apart, channel by channel."""
+    steps = encoding.format.steps if isinstance(encoding.format, IntFormat) else None
+    low, high = float(encoding.min.min()), float(encoding.max.max())
+    digest = hashlib.sha256(repr((encoding.format, encoding.granularity)).encode())
+    digest.update(encoding.scale.tobytes() + encoding.zero_point.tobytes())
+    grid = {"low": low, "high": high, "steps": steps}
+    return {"grid": grid, "lsb": float(encoding.scale.max()), "digest": digest.hexdigest()[:16]}
+
+
+def seen_values(statistics: Any) -> dict[str, Any]:
+    """Bounds, histogram and bounds of channels out of the statistics that calibration kept, as columns of a site."""
+    if isinstance(statistics, Histogram) and not statistics.exponent.shape:
+        return {**seen_values(statistics.bounds), "histogram": _histogram(statistics)}
+    if not isinstance(statistics, MinMax) or not statistics.count.sum():
+        return {}
+    seen: dict[str, Any] = {"minimum": float(statistics.lo.min()), "maximum": float(statistics.hi.max())}
+    if statistics.lo.size > 1 and np.isfinite(statistics.lo).all() and np.isfinite(statistics.hi).all():
+        seen["channels"] = {"low": statistics.lo.ravel().tolist(), "high": statistics.hi.ravel().tolist()}
+    return seen
+
+
+def _histogram(statistics: Histogram) -> dict[str, Any] | None:
+    """The bins that hold something, joined to at most 64."""
+    filled = np.flatnonzero(statistics.counts)
+    if not filled.size:
+        return None
+    first, last = int(filled[0]), int(filled[-1]) + 1
+    cuts = np.unique(np.linspace(first, last, min(_BINS, last - first) + 1).astype(np.int64))
+    counts = np.add.reduceat(statistics.counts, cuts[:-1]) if len(cuts) > 2 else [statistics.counts.sum()]
+    width = 2.0 ** int(statistics.exponent)
+    bins = cuts - (HALF_BINS - 1)
+    edges = np.where(bins > 0, bins, bins - 1) * width  # bins below zero mirror those above it
+    return {"edges": edges.tolist(), "counts": [int(n) for n in counts]}
+
+
+# ---- of files
+
+
+def read_run(path: AnyPath, prefix: str | None = None, *, verify: bool = False) -> Document:
+    """The document of an export folder, or of a JSON file of an analysis or a report.
+
+    Args:
+        path: of the folder or file.
+        prefix: stem of the export's files; needed when the folder holds several.
+        verify: run the exported model against its samples too (a folder only).
+
+    Raises:
+        ExportError: there is neither, or see :func:`folder_document`.
+        ConfigError: the file is neither an analysis nor a report.
+    """
+    if Path(path).is_dir():
+        return folder_document(path, prefix, verify=verify)
+    if not Path(path).exists():
+        remedy = "name a folder that sim.export wrote, or a file that holds Analysis.to_json()"
+        raise ExportError(os.fspath(path), "there is no such file or folder", remedy)
+    return report_document(_read_json(Path(path)))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    remedy = "write it again with Analysis.to_json()"
+    found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json", unreadable=read_error)
+    if not isinstance(found, dict):
+        raise ConfigError(str(path), f"it holds a {type(found).__name__}, not a report", remedy)
+    return found
+
+
+def folder_document(folder: AnyPath, prefix: str | None = None, *, verify: bool = False) -> Document:
+    """The document of an export: its encodings, its graph, what stayed in float, its files.
+
+    ``<prefix>_analysis.json`` in the folder, if there is one, brings the errors.
+
+    Args:
+        folder: what ``sim.export`` wrote into.
+        prefix: stem of the files; needed when the folder holds several exports.
+        verify: run the exported model against its samples too.
+
+    Raises:
+        ExportError: no export there, or several; a file is missing or damaged.
+    """
+    path, stem = Path(folder), find_export(folder, prefix)
+    manifest = read_manifest(path / f"{stem}_manifest.json")
+    saved = read_sites(path / f"{stem}_sites.json")
+    analysis_file = path / f"{stem}_analysis.json"
+    analysis = _read_json(analysis_file) if analysis_file.is_file() else None
+    graph, problem = _graph(path / f"{stem}_float.onnx")
+    origin = read_origin(path / f"{stem}.onnx") if (path / f"{stem}.onnx").is_file() else {}
+    sites = [_site(name, site, graph) for name, site in saved.sites.items()]
+    network: dict[str, Any] = {"sites": sites, "model": {"name": stem}}
+    if graph is not None and analysis is None:  # an analysis names layers as the simulation does
+        network["layers"] = _with_sites(network_of(graph, ())["layers"], sites)
+    rows = [{"name": name, "status": "float", "how": why} for name, why in saved.floats.items()]
+    return report_document(
+        analysis,
+        title=stem,
+        network=network,
+        coverage={"rows": rows},
+        verification=verify_folder(path, stem) if verify else None,
+        measured={
+            which: float(origin[key]) for which in ("float", "quantized") if (key := f"metric_{which}") in origin
+        },
+        output={"name": origin["output"], "sqnr_db": float(origin["sqnr_db"])} if "sqnr_db" in origin else None,
+        size=_sizes({entry.name: entry.size for entry in manifest.files}, stem),
+        files=[{"name": entry.name, "size": entry.size} for entry in manifest.files],
+        notes=(*manifest.notes, *([problem] if problem else [])),
+    )
+
+
+def _sizes(files: Mapping[str, int], stem: str) -> dict[str, int] | None:
+    """Bytes of the float model and of the file that is deployed, each with the file of its weights if it has one."""
+    flat, both = f"{stem}.tflite", {}
+    for which, name in (("float", f"{stem}_float.onnx"), ("quantized", flat if flat in files else f"{stem}.onnx")):
+        both[which] = files.get(name, 0) + files.get(f"{name}.data", 0)
+    return both if all(both.values()) else None
+
+
+def _graph(path: Path) -> tuple[Any, str]:
+    """The graph of the exported float model, or ``None`` and why it is not shown."""
+    from bitwright.onnx.model.graph import build_graph
+    from bitwright.onnx.model.load import load_model
+
+    try:
+        return build_graph(load_model(path).model).graph, ""
+    except BitwrightError as error:
+        return None, f"the graph is not shown, because {path.name} cannot be read: {error.problem}"
+
+
+def _site(name: str, site: SavedSite, graph: Any) -> dict[str, Any]:
+    fmt = site.spec.format
+    layer = next((op for tensor in site.tensors if (op := _operator(site.role, tensor, graph))), None)
+    return {
+        "name": name,
+        "role": site.role,
+        "layer": name.rpartition(".")[0] if layer is None else layer.name,
+        "op": "" if layer is None else layer.type,
+        "dtype": fmt.name,
+        "bits": fmt.bits,
+        "spec": site.spec.describe(),
+        "enabled": site.enabled and site.encoding is not None,
+        "why_float": "" if site.enabled else "its quantizer is off",
+        **(grid_of(site.encoding) if site.encoding is not None else {}),
+    }
+
+
+def _operator(role: str, tensor: str, graph: Any) -> Any:
+    """The operator that a tensor of a site belongs to: its maker for an output, else its first reader."""
+    if graph is None or tensor not in graph.values:
+        return None
+    if role == "output":
+        return graph.producer(tensor)
+    readers = graph.consumers(tensor)
+    return readers[0][0] if readers else None
+
+
+def _with_sites(layers: list[dict[str, Any]], sites: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    held: dict[str, list[str]] = {}
+    for site in sites:
+        held.setdefault(site["layer"], []).append(site["name"])
+    return [{**layer, "sites": held.get(layer["name"], [])} for layer in layers]

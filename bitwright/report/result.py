@@ -10,22 +10,9 @@ from typing import Any
 
 from bitwright.core.simulation.sites import Site
 from bitwright.export.targets import find_target
-from bitwright.report.of_simulation import simulation_report
+from bitwright.report.document import level
+from bitwright.report.page import simulation_report
 from bitwright.tables import Tabular
-
-POOR = 20.0  # dB: the noise is a tenth of the output
-#: least SQNR of the outputs in dB -> what it is called; noise of 1 %, 3 % and 10 % of the output
-LEVELS = ((40.0, "excellent"), (30.0, "good"), (POOR, "fair"), (-math.inf, "poor"))
-
-
-def level(sqnr: float) -> str:
-    """An SQNR of outputs in a word, with its bound.
-
-    >>> level(34.5)
-    'good (30 dB or more)'
-    """
-    bound, word = next((bound, word) for bound, word in LEVELS if sqnr >= bound)
-    return f"{word} (below {POOR:g} dB)" if bound < POOR else f"{word} ({bound:g} dB or more)"
 
 
 class Reported(Tabular):

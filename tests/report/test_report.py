@@ -21,8 +21,7 @@ from bitwright.errors import CalibrationError, ConfigError, ExportError
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.report import diff_runs, read_run, report_document, simulation_document, write_report
-from bitwright.report.document import in_order
-from bitwright.report.of_simulation import _histogram
+from bitwright.report.document import _histogram, in_order
 from bitwright.report.page import MAX_BYTES, page
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.support.reports import analysis, parts

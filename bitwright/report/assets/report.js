@@ -115,10 +115,11 @@ function tiles() {
   const tile = (name, value, ...more) => box.append(el('div', {class: 'tile'}, el('small', {}, name), el('b', {}, value), ...more.filter(Boolean).map(text => el('small', {}, text))));
   if (metric) {
     const d = metric.difference || {};
-    tile(metric.name, `${short(metric.float)} → ${short(metric.quantized)}`, isNumber(d.low) ? `difference ${short(d.estimate)}, ${percent(d.confidence)} interval ${short(d.low)} to ${short(d.high)}${d.n ? `, n = ${d.n}` : ''}` : '', d.text);
+    tile(`${metric.name}: float → quantized`, `${short(metric.float)} → ${short(metric.quantized)}`, isNumber(d.low) ? `difference ${short(d.estimate)}, ${percent(d.confidence)} interval ${short(d.low)} to ${short(d.high)}${d.n ? `, n = ${d.n}` : ''}` : '', d.text);
   }
-  if (doc.output && isNumber(doc.output.sqnr_db)) tile('Outputs, signal to quantization noise', db(doc.output.sqnr_db), isNumber(doc.output.kl) ? `KL divergence ${short(doc.output.kl)}` : '');
+  if (doc.output && isNumber(doc.output.sqnr_db)) tile(`Outputs${doc.output.name ? `, worst: ${doc.output.name}` : ''}`, db(doc.output.sqnr_db), doc.output.level, 'signal to quantization noise', isNumber(doc.output.kl) ? `KL divergence ${short(doc.output.kl)}` : '');
   if (model.bytes_float && model.bytes_quantized) tile('Parameters', `${bytes(model.bytes_float)} → ${bytes(model.bytes_quantized)}`, `${count(model.parameters)} numbers, ${(model.bytes_float / model.bytes_quantized).toFixed(2)} times smaller`);
+  if (doc.size) tile('File', `${bytes(doc.size.float)} → ${bytes(doc.size.quantized)}`, `${(doc.size.float / doc.size.quantized).toFixed(2)} times smaller`);
   const on = sites.filter(site => site.enabled).length;
   if (sites.length) tile('Quantizer sites', `${on} of ${sites.length}`, `${sites.length - on} in float`, widths());
   if (doc.data && doc.data.samples) tile('Measured on', `${doc.data.samples} samples`, doc.mode ? `mode ${doc.mode}` : '', isNumber(doc.data.passes) ? `work of ${short(doc.data.passes)} passes` : '');
@@ -191,8 +192,10 @@ function visible() {
   return [...new Set(layers.map(standIn))];
 }
 
-const W = 150, H = 34, GX = 26, GY = 26;
-let nodes = [], edges = [], places = new Map(), columns = 1;
+// Rows of all columns stand at the same heights, so that the gaps between rows, and the gutters beside columns, hold no box:
+// an edge to the next row runs in the gap, any other one in a lane of a gutter.
+const W = 150, H = 34, GX = 26, GY = 26, LANE = 7, LANES = 24;
+let nodes = [], edges = [], places = new Map(), columns = 1, extent = 0;
 function layOut() {
   const of = layers.map(standIn);
   nodes = [...new Set(of)];
@@ -221,15 +224,39 @@ function layOut() {
   // a long chain is cut into columns, so that all of it is seen at once
   const box = canvas.getBoundingClientRect(), aspect = Math.max(0.5, (box.width || 900) / (box.height || 500));
   const widest = Math.max(1, ...rows.map(row => row.length));
-  const perColumn = Math.max(12, Math.ceil(Math.sqrt(rows.length * widest * (W + GX) / (aspect * (H + GY)))));
+  const perColumn = Math.max(6, Math.ceil(Math.sqrt(rows.length * widest * (W + GX) / (aspect * (H + GY)))));
   columns = Math.ceil(rows.length / perColumn);
+  const columnOf = i => Math.floor(rank[i] / perColumn), rowOf = i => rank[i] % perColumn;
+  const gutters = Array.from({length: columns}, () => []);  // at the right of each column
+  for (const edge of edges) {
+    const [a, b] = edge, from = columnOf(a), to = columnOf(b);
+    edge.lane = null;
+    if (rowOf(b) === rowOf(a) + 1) continue;
+    edge.gutter = from < to ? to - 1 : to;
+    edge.span = [rowOf(a) + 1, rowOf(b)].sort((one, other) => one - other);
+    gutters[edge.gutter].push(edge);
+  }
+  const lanes = gutters.map(inside => {
+    const ends = [];
+    inside.sort((one, other) => one.span[0] - other.span[0] || one.span[1] - other.span[1]);
+    for (const edge of inside) {
+      let lane = ends.findIndex(end => end < edge.span[0]);
+      if (lane < 0) lane = ends.length;
+      ends[lane] = edge.span[1];
+      edge.lane = lane % LANES;
+    }
+    return Math.min(ends.length, LANES);
+  });
   let left = 0;
   places = new Map();
   for (let c = 0; c < columns; c++) {
     const part = rows.slice(c * perColumn, (c + 1) * perColumn), wide = Math.max(1, ...part.map(row => row.length)) * (W + GX);
-    part.forEach((row, r) => row.forEach(i => places.set(nodes[i], {x: left + wide / 2 + x[i] * (W + GX), y: r * (H + GY), column: c, rank: rank[i]})));
-    left += wide + GX * 1.5;
+    part.forEach((row, r) => row.forEach(i => places.set(nodes[i], {x: left + wide / 2 + x[i] * (W + GX), y: r * (H + GY)})));
+    left += wide;
+    for (const edge of gutters[c]) edge.x = left + edge.lane * LANE;
+    left += lanes[c] * LANE + GX / 2;
   }
+  extent = left - GX;
 }
 function badness(node) {
   if (node.leaf) return node.leaf[mode.key];
@@ -249,19 +276,24 @@ function fit() {
   const all = [...places.values()];
   if (!all.length) return;
   const box = canvas.getBoundingClientRect();
-  const x0 = Math.min(...all.map(p => p.x)) - W / 2 - 12, x1 = Math.max(...all.map(p => p.x)) + W / 2 + 12;
-  const y0 = Math.min(...all.map(p => p.y)) - 12, y1 = Math.max(...all.map(p => p.y)) + H + 12;
+  const x0 = Math.min(...all.map(p => p.x)) - W / 2 - 12, x1 = Math.max(extent, ...all.map(p => p.x + W / 2)) + 12;
+  const y0 = Math.min(...all.map(p => p.y)) - GY, y1 = Math.max(...all.map(p => p.y)) + H + GY;
   view.k = Math.min(1.4, box.width / (x1 - x0), box.height / (y1 - y0));
   view.x = (box.width - (x0 + x1) * view.k) / 2;
   view.y = (box.height - (y0 + y1) * view.k) / 2;
   redraw();
 }
-function path(a, b) {
-  pen.moveTo(a.x, a.y + H);
-  if (a.column !== b.column) { pen.bezierCurveTo(a.x, a.y + H + GY, b.x, b.y - GY, b.x, b.y); return; }
-  const reach = b.rank - a.rank, side = reach > 1 && Math.abs(a.x - b.x) < W ? (W / 2 + GX / 2) * (a.rank % 2 ? -1 : 1) : 0;
-  const bend = Math.min(GY * 1.5, (b.y - a.y) / 2);
-  pen.bezierCurveTo(a.x + side * 1.6, a.y + H + bend, b.x + side * 1.6, b.y - bend, b.x, b.y);
+function path(a, b, edge) {
+  const start = a.y + H;
+  pen.moveTo(a.x, start);
+  if (edge.lane === null && Math.abs(a.x - b.x) < 1) { pen.lineTo(b.x, b.y); return; }
+  if (edge.lane === null) { pen.bezierCurveTo(a.x, b.y, b.x, start, b.x, b.y); return; }
+  const up = b.y < start + 2 * GY;
+  if (up) pen.bezierCurveTo(a.x, start + GY, edge.x, start + GY, edge.x, start);
+  else pen.bezierCurveTo(a.x, start + GY, edge.x, start, edge.x, start + GY);
+  if (up) { pen.lineTo(edge.x, b.y); pen.bezierCurveTo(edge.x, b.y - GY, b.x, b.y - GY, b.x, b.y); return; }
+  pen.lineTo(edge.x, b.y - GY);
+  pen.bezierCurveTo(edge.x, b.y, b.x, b.y - GY, b.x, b.y);
 }
 function draw() {
   wanted = false;
@@ -275,20 +307,19 @@ function draw() {
   pen.setTransform(ratio * view.k, 0, 0, ratio * view.k, ratio * view.x, ratio * view.y);
   const ink = style('--ink'), line = style('--faint'), mark = style('--mark'), back = style('--back');
   const inside = p => p.x + W / 2 > -view.x / view.k && p.x - W / 2 < (box.width - view.x) / view.k && p.y + H > -view.y / view.k && p.y < (box.height - view.y) / view.k;
-  const top = -view.y / view.k, end = (box.height - view.y) / view.k, left = -view.x / view.k - 2 * W, right = (box.width - view.x) / view.k + 2 * W;
-  // an edge lies between its ends, or in a bow of two widths beside them
-  const crosses = (a, b) => Math.max(a.y, b.y) + H + 2 * GY > top && Math.min(a.y, b.y) - 2 * GY < end && Math.max(a.x, b.x) > left && Math.min(a.x, b.x) < right;
+  const top = -view.y / view.k, end = (box.height - view.y) / view.k, left = -view.x / view.k, right = (box.width - view.x) / view.k;
+  const crosses = (a, b, at) => Math.max(a.y, b.y) + H + GY > top && Math.min(a.y, b.y) - GY < end && Math.max(a.x, b.x, at) > left && Math.min(a.x, b.x, at) < right;
   pen.lineWidth = Math.max(1, 0.6 / view.k);
   for (const bold of [false, true]) {
     pen.beginPath();
-    for (const [a, b] of edges) {
-      const own = nodes[a] === chosen || nodes[b] === chosen;
+    for (const edge of edges) {
+      const [a, b] = edge, own = nodes[a] === chosen || nodes[b] === chosen;
       if (own !== bold) continue;
       const from = places.get(nodes[a]), to = places.get(nodes[b]);
-      if (crosses(from, to)) path(from, to);
+      if (crosses(from, to, edge.x ?? to.x)) path(from, to, edge);
     }
     pen.strokeStyle = bold ? mark : line;
-    pen.globalAlpha = bold ? 1 : 0.5;
+    pen.globalAlpha = bold ? 1 : 0.7;
     if (bold) pen.lineWidth *= 2.2;
     pen.stroke();
   }
@@ -536,7 +567,7 @@ function fillTable() {
 }
 function drawRows() {
   $('table').tHead.replaceChildren(el('tr', {}, ...COLUMNS.map(([key, title]) => el('th', {scope: 'col', 'aria-sort': sorted.key === key ? (sorted.up ? 'ascending' : 'descending') : 'none'},
-    el('button', {type: 'button', 'data-key': key, onclick: () => { sorted = {key, up: sorted.key === key ? !sorted.up : true}; fillTable(); $('table').querySelector(`[data-key="${key}"]`).focus(); }}, title + (sorted.key === key ? (sorted.up ? ' ▲' : ' ▼') : ''))))));
+    el('button', {type: 'button', 'data-key': key, title: meaning(key), onclick: () => { sorted = {key, up: sorted.key === key ? !sorted.up : true}; fillTable(); $('table').querySelector(`[data-key="${key}"]`).focus(); }}, title + (sorted.key === key ? (sorted.up ? ' ▲' : ' ▼') : ''))))));
   $('table').tBodies[0].replaceChildren(...listed.slice(0, shownRows).map(rowOf));
   $('more').hidden = listed.length <= shownRows;
   $('more').textContent = `Show more (${listed.length - shownRows} left)`;
@@ -582,8 +613,13 @@ function recipe() {
   const steps = doc.recipe && doc.recipe.outcomes;
   if (!steps || !steps.length) return;
   const signed = value => isNumber(value) ? el('span', {class: value < 0 ? 'bad' : 'good'}, (value > 0 ? '+' : '') + short(value)) : '';
-  section('recipe', 'Recipe', doc.recipe.judged ? el('p', {}, `Outputs compared with float ${doc.recipe.judged}.`) : null, plainTable(['step', 'metric', 'change', 'outputs before', 'outputs after', 'gain', 'kept', 'note'], steps.map(step => [
-    step.step, step.metric, signed(step.change), step.sqnr ? db(step.sqnr[0]) : '', step.sqnr ? db(step.sqnr[1]) : '', step.sqnr ? signed(+(step.sqnr[1] - step.sqnr[0]).toFixed(2)) : '', step.kept ? 'yes' : 'no', step.note])));
+  const columns = [
+    ['step', step => step.step], ['metric', step => step.metric], ['change', step => signed(step.change)],
+    ['outputs before', step => step.sqnr ? db(step.sqnr[0]) : ''], ['outputs after', step => step.sqnr ? db(step.sqnr[1]) : ''],
+    ['gain', step => step.sqnr ? signed(+(step.sqnr[1] - step.sqnr[0]).toFixed(2)) : ''], ['kept', step => step.kept ? 'yes' : 'no'], ['note', step => step.note],
+  ].filter(([, text]) => steps.some(step => ![null, undefined, ''].includes(text(step))));
+  section('recipe', 'Recipe', doc.recipe.judged ? el('p', {}, `Outputs compared with float ${doc.recipe.judged}.`) : null,
+    plainTable(columns.map(([name]) => name), steps.map(step => columns.map(([, text]) => text(step)))));
 }
 function remedies() {
   if (doc.remedies.length) section('remedies', 'Remedies tried', plainTable(['remedy', 'layers', 'before', 'after', 'metric before', 'metric after', 'kept'], doc.remedies.map(row => [row.remedy, (row.layers || []).join(', '), db(row.before_db), db(row.after_db), row.metric_before, row.metric_after, row.kept ? 'yes' : 'no'])));
@@ -635,8 +671,26 @@ function legend() {
   const low = mode.bad === 'low' ? scale.high : scale.low, high = mode.bad === 'low' ? scale.low : scale.high;
   $('legend').replaceChildren(mode.text(low) || '', el('i', {style: `background:linear-gradient(90deg,${[0, 0.25, 0.5, 0.75, 1].map(ramp).join(',')})`, 'aria-hidden': 'true'}), mode.text(high) || '', ' (grey: not measured, or in float)');
 }
+const READING = [
+  ['dB', 'Signal to quantization noise; more is better. 40 dB: the noise is 1 % of the signal, 30 dB: 3 %, 20 dB: 10 %; "exact": none.'],
+  ['cost at the outputs', 'The outputs against float if only the quantizers of this layer worked.'],
+  ['made', 'The error that the layer makes itself, on the inputs of the float model.'],
+  ['arrived', 'The error in its inputs, which earlier layers made.'],
+  ['after', 'The error of its output in the quantized model: arrived and made together.'],
+  ['lost here', 'What the layer loses: arrived less after.'],
+  ['LSB', 'Steps of the grid: the error made, in units of what one code is worth.'],
+];
+const MEANS = {cost_db: 'cost at the outputs', made_db: 'made', arrived_db: 'arrived', after_db: 'after', jump: 'lost here', made_lsb: 'LSB'};
+const meaning = key => (READING.find(([name]) => name === MEANS[key]) || [])[1];
+function reading() {
+  const shown = new Set(Object.entries(MEANS).filter(([key]) => any(key)).map(([, name]) => name));
+  if (shown.size) shown.add('dB');
+  const rows = READING.filter(([name]) => shown.has(name));
+  $('reading').replaceChildren(...rows.flatMap(([name, text]) => [el('dt', {}, name), el('dd', {}, text)]));
+}
 $('static').remove();
 tiles();
+reading();
 for (const note of doc.notes.slice(0, 12)) $('notes').append(el('p', {class: 'hint'}, note));
 if (doc.notes.length > 12) $('notes').append(lazily(`${doc.notes.length - 12} more notes`, () => el('div', {}, ...doc.notes.slice(12).map(note => el('p', {class: 'hint'}, note)))));
 if (layers.length) {
@@ -668,7 +722,7 @@ if (layers.length) {
   fit();
   fillTable();
   new ResizeObserver(() => redraw()).observe(canvas);
-  if (listed.length && any('cost_db')) chooseLayer(listed[0]);
+  if (listed.length) choose(standIn(listed[0]));
   fit();
 }
 coverage(); recipe(); remedies(); pareto(); verification(); health(); filesOf();
