@@ -146,6 +146,45 @@ def test_a_thousand_operators(tmp_path):
     assert seen["said"] == "1000 of 1000 layers"
 
 
+WHERE_EDGES_RUN = """
+  const pen = CanvasRenderingContext2D.prototype, boxes = [], points = [];
+  let at = [0, 0];
+  const along = to => { points.push(to); at = to; };
+  for (const name of ['roundRect', 'rect', 'moveTo', 'lineTo', 'bezierCurveTo']) {
+    const before = pen[name];
+    pen[name] = function (...n) {
+      if (name === 'roundRect' || name === 'rect') boxes.push(n.slice(0, 4));
+      else if (name === 'moveTo') at = n;
+      else if (name === 'lineTo') for (let i = 1, from = at; i <= 20; i++) along(from.map((v, k) => v + (n[k] - v) * i / 20));
+      else for (let i = 1, from = at; i <= 40; i++) {
+        const t = i / 40, u = 1 - t;
+        along([0, 1].map(k => u ** 3 * from[k] + 3 * u * u * t * n[k] + 3 * u * t * t * n[2 + k] + t ** 3 * n[4 + k]));
+      }
+      return before.apply(this, n);
+    };
+  }
+  $('#unfold').click();
+  await pause(200);
+  const crossed = points.filter(([x, y]) => boxes.some(([left, top, wide, high]) =>
+    x > left + 1 && x < left + wide - 1 && y > top + 1 && y < top + high - 1)).length;
+  return {boxes: boxes.length, points: points.length, crossed,
+          reading: $('#reading').textContent, panel: $('#panel h3').textContent};
+"""
+
+
+def test_no_edge_passes_a_box_and_a_legend_says_what_the_numbers_mean(tmp_path):
+    found = analysis(60)
+    names = [layer["name"] for layer in found["layers"]]
+    for i, layer in enumerate(found["layers"]):  # short and long skips, into other columns too
+        layer["inputs"] = [names[j] for j in {i - 1, i - 2 - i % 3, i - 9 - i % 20} if j >= 0]
+    seen = visit(write_report(found, tmp_path / "edges.html"), WHERE_EDGES_RUN)
+    assert seen["errors"] == [] and seen["boxes"] >= 60 and seen["points"] > 3000
+    assert seen["crossed"] == 0
+    for words in ("dB", "40 dB: the noise is 1 %", "made", "arrived", "after", "lost here", "cost at the outputs"):
+        assert words in seen["reading"], words
+    assert seen["panel"] == names[0]
+
+
 def test_names_are_text_and_never_markup(tmp_path):
     wicked = "</script><img src=http://example.invalid/x onerror=document.title='out'>"
     found = analysis(3)

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import bitwright
 from bitwright.cli import app
 from bitwright.core.numerics.statistics import measure
 from bitwright.errors import CalibrationError, ConfigError, ExportError
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.report import diff_runs, read_run, report_document, simulation_document, write_report
-from bitwright.report.document import _histogram, in_order
+from bitwright.report.document import _histogram, in_order, level
 from bitwright.report.page import MAX_BYTES, page
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.support.reports import analysis, parts
@@ -290,3 +291,28 @@ def test_command_line(tmp_path):
     assert (tmp_path / "r.html").stat().st_size > 40_000
     run = CliRunner().invoke(app, ["report", str(tmp_path / "missing")])
     assert run.exit_code == 2
+
+
+def test_an_export_of_quantize_shows_its_metric_its_error_and_both_sizes(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval(), torch.randn(16, 8)
+    result = bitwright.quantize(model, [x], recipe=["fold"], metric=lambda m: 0.75, path=tmp_path, progress=False)
+    found = read_run(tmp_path)
+    assert found["metric"]["float"] == found["metric"]["quantized"] == 0.75
+    worst = result.quality.worst
+    assert found["output"]["name"] == worst.name and abs(found["output"]["sqnr_db"] - worst.sqnr) < 0.05
+    assert found["output"]["level"] == level(worst.sqnr)
+    paths = {"float": result.exported.float_model, "quantized": result.exported.qdq}
+    assert found["size"] == {which: path.stat().st_size for which, path in paths.items()}
+    bare = result.sim.export(tmp_path / "again", "model", x)
+    found = read_run(bare.manifest.parent)
+    assert found["metric"] is None and found["output"] is None, "the simulation may have changed since"
+
+
+@pytest.mark.parametrize(
+    "sqnr, words",
+    [(np.inf, "excellent (40 dB or more)"), (40, "excellent (40 dB or more)"), (39.9, "good (30 dB or more)"),
+     (25, "fair (20 dB or more)"), (19.9, "poor (below 20 dB)"), (-np.inf, "poor (below 20 dB)")],
+)  # fmt: skip
+def test_an_error_of_the_outputs_in_a_word(sqnr, words):
+    assert level(sqnr) == words
