@@ -1,4 +1,4 @@
-"""Ctrl-C for a whole program: the first asks it to stop, the second ends it at once."""
+"""Handle Ctrl-C for a whole program: the first press asks it to stop, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _AGAIN = 0.05  # seconds between two looks whether an import has ended
 
 
 class Interrupts:
-    """What has arrived so far.
+    """The interrupts received so far.
 
     Attributes:
-        seen: Ctrl-C was pressed. The KeyboardInterrupt may be lost: Python drops what is raised in a finalizer, and some C
-            extensions turn it into errors of their own.
+        seen: Ctrl-C was pressed. The KeyboardInterrupt itself may be lost: Python drops exceptions of finalizers, and some C
+            extensions replace it with errors of their own.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Interrupts:
 
 @contextmanager
 def watched() -> Iterator[Interrupts]:
-    """Watch for Ctrl-C inside the block; for the main thread of a program, not for a library.
+    """Handle Ctrl-C inside the block; for the main thread of a program, not for a library.
 
-    Python acts on a signal only between two of its own instructions. While C code runs (a large product, a session), the
-    first Ctrl-C waits; the second is seen by a thread and ends the process with code 130. That is safe for files: they
-    appear whole or not at all. An import that began inside the block ends first: C++ extensions abort the process where they
-    meet a KeyboardInterrupt while they are loaded. Where Ctrl-C is ignored or handled elsewhere, nothing is watched.
+    Python handles a signal only between two of its own instructions. While C code runs (a large product, a session), the first
+    Ctrl-C waits; the second is noticed by a thread and ends the process with code 130. Files stay intact, as they are written
+    atomically. An import that began inside the block is completed first: C++ extensions abort the process when a
+    KeyboardInterrupt reaches them while they are loaded. Where Ctrl-C is ignored or handled elsewhere, nothing changes.
     """
     found = Interrupts()
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -77,7 +77,7 @@ def watched() -> Iterator[Interrupts]:
 
 
 def _imports(frame: FrameType | None) -> int:
-    """How many of the calls that led to ``frame`` are imports."""
+    """Number of imports among the calls that led to ``frame``."""
     count = 0
     while frame is not None:
         count += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
@@ -86,7 +86,7 @@ def _imports(frame: FrameType | None) -> int:
 
 
 def _watch(signals: socket.socket) -> None:
-    """Count Ctrl-C; every signal arrives as a byte, from the C level, whatever Python is doing."""
+    """Count presses of Ctrl-C: the C level writes a byte for every signal, whatever Python is doing."""
     pressed = 0
     while received := signals.recv(64):
         before, pressed = pressed, pressed + received.count(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Public names that load when they are first used (PEP 562), listed once: in the package's stub."""
+"""Public names that are imported at first use (PEP 562), listed in the stub of their package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# A package that may be missing -> the extra that brings it.
+# optional package -> the extra that provides it
 _EXTRAS = {
     **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes", "psutil"), "onnx"),
     "torch": "torch",
@@ -17,7 +17,7 @@ _EXTRAS = {
 
 
 def how_to_install(error: ModuleNotFoundError) -> str | None:
-    """The command that installs the extra which has a module that is not there; ``None`` where none has it."""
+    """The command that installs the extra which provides a missing module; ``None`` where no extra does."""
     extra = _EXTRAS.get((error.name or "").partition(".")[0])
     return None if extra is None else f"pip install 'bitwright[{extra}]'"
 
@@ -25,7 +25,7 @@ def how_to_install(error: ModuleNotFoundError) -> str | None:
 def published(package: str, file: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of a package whose public names ``__init__.pyi`` imports.
 
-    Type checkers read the same stub, so that a name stands in one place.
+    Type checkers read the same stub, so that each name is listed once.
 
     Args:
         package: ``__name__`` of the package.

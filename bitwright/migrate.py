@@ -1,4 +1,4 @@
-"""Moving a script from AIMET: its imports rewritten, what has no counterpart and what behaves differently listed."""
+"""Port a script from AIMET: rewrite its imports, and list names without a counterpart and differences in behaviour."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ KEYWORDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Something in a script that the reader should know.
+    """A name in a script that has no counterpart or behaves differently.
 
     Attributes:
-        line: where it stands.
-        cell: of a notebook, counted from 1, in which that line is; ``None`` in a script.
-        name: of what.
-        missing: it has no counterpart; else it behaves differently.
-        note: what to do, or what is different.
+        line: line number.
+        cell: number of the notebook cell, counted from 1; ``None`` in a script.
+        name: the name, as AIMET has it.
+        missing: True where it has no counterpart, False where it behaves differently.
+        note: the difference, or what to do.
     """
 
     line: int
@@ -77,7 +77,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """Line, and cell where there are several."""
+        """The line, with the cell in a notebook."""
         return f"{self.line}" if self.cell is None else f"cell {self.cell}:{self.line}"
 
 
@@ -87,8 +87,8 @@ class Migrated:
 
     Attributes:
         source: the new text.
-        changed: how many import statements were rewritten.
-        findings: by line.
+        changed: number of rewritten import statements.
+        findings: sorted by line.
     """
 
     source: str
@@ -97,12 +97,12 @@ class Migrated:
 
     @property
     def missing(self) -> tuple[Finding, ...]:
-        """What has no counterpart."""
+        """The findings without a counterpart."""
         return tuple(finding for finding in self.findings if finding.missing)
 
 
 def migrate(source: str, name: str = "script") -> Migrated:
-    """Rewrite the imports of AIMET in a script and look at the names that it uses.
+    """Rewrite the AIMET imports of a script and check the names that it uses.
 
     Args:
         source: text of a Python script.
@@ -129,12 +129,12 @@ def migrate(source: str, name: str = "script") -> Migrated:
 
 
 def migrate_file(content: bytes, name: str = "script") -> tuple[bytes, Migrated]:
-    """:func:`migrate` for the bytes of a file: a script in the encoding that it declares, or a notebook (``.ipynb``).
+    """Apply :func:`migrate` to the bytes of a file: a script in its declared encoding, or a notebook (``.ipynb``).
 
-    Line ends, the byte order mark and the encoding stay as they are; of a notebook, outputs and other cells do.
+    Line ends, byte order mark and encoding are kept, and in a notebook the outputs and other cells.
 
     Returns:
-        The new bytes; what was found. Its ``source`` is that of all cells, one after the other.
+        The new bytes, and the findings. For a notebook, ``source`` joins all cells.
 
     Raises:
         ConfigError: it is not Python, no notebook, or not in the encoding that it declares.
@@ -155,7 +155,7 @@ def migrate_file(content: bytes, name: str = "script") -> tuple[bytes, Migrated]
 
 
 def _is_another_language(source: str) -> bool:
-    """Whether a cell begins with a magic such as ``%%bash``."""
+    """True where a cell begins with a magic for another language, such as ``%%bash``."""
     magic = next(iter(source.lstrip().partition("\n")[0].split()), "")
     return magic.startswith("%%") and magic not in _PYTHON_CELLS
 
@@ -207,7 +207,7 @@ def _parsed(source: str, name: str) -> ast.Module:
             raise ConfigError(
                 f"{name}, line {error.lineno}",
                 f"it is not Python: {error.msg}",
-                "give a script that Python 3 can run (2to3 rewrites those of Python 2)",
+                "give a script that Python 3 can run (2to3 converts Python 2)",
             ) from error
 
 
@@ -252,7 +252,7 @@ def _statement(node: ast.Import | ast.ImportFrom, text: str) -> str:
 
 
 def _look_up(name: str) -> str | None:
-    """Why ``name`` (dotted, as AIMET has it) is not there; ``None`` if it is."""
+    """The reason why ``name`` (dotted, as AIMET has it) does not exist here; ``None`` if it does."""
     known = absence(name)
     try:
         found, rest = _longest_module(f"bitwright.{name}")
@@ -273,7 +273,7 @@ def _look_up(name: str) -> str | None:
 
 
 def _longest_module(name: str) -> tuple[Any, list[str]]:
-    """The module that most of a dotted name is of, if there is one, and the names after it.
+    """Split a dotted name into the longest importable module and the names after it.
 
     Raises:
         ModuleNotFoundError: a package that is needed is not installed.
@@ -326,7 +326,7 @@ def _names_of(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _attributes(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> Iterator[Finding]:
-    """What is read from imported modules and is not there: ``aimet_torch.quantsim.this``."""
+    """Attributes of imported modules that do not exist here: ``aimet_torch.quantsim.this``."""
     bound = dict(chain.from_iterable(map(_bound_by, statements)))
     for attribute in (node for node in ast.walk(tree) if isinstance(node, ast.Attribute)):
         root, path = _chain(attribute)
@@ -338,7 +338,7 @@ def _attributes(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom])
 
 
 def _bound_by(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Name -> what of AIMET it is bound to."""
+    """Pairs of a bound name and the AIMET name it stands for."""
     for alias in node.names:
         if isinstance(node, ast.ImportFrom):
             yield alias.asname or alias.name, f"{node.module}.{alias.name}"
@@ -365,11 +365,11 @@ def _is_module(name: str) -> bool:
 
 
 def _texts(tree: ast.Module) -> Iterator[Finding]:
-    """Texts that are dotted names of AIMET's modules: ``importlib.import_module("aimet_torch.quantsim")``."""
+    """Strings that are dotted names of AIMET modules: ``importlib.import_module("aimet_torch.quantsim")``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _top(node.value) in PACKAGES:
             if re.fullmatch(r"[\w.]+", node.value):
-                note = f"a text, which is left as it is: if a module is imported by it, write 'bitwright.{node.value}'"
+                note = f"a string, which is not changed: if a module is imported by it, write 'bitwright.{node.value}'"
                 yield Finding(node.lineno, node.value, False, note)
 
 
@@ -414,9 +414,9 @@ _SIMULATIONS = ("QuantizationSimModel", "load_checkpoint", "from_onnx_qdq")
 
 
 def _origins(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> dict[str, str]:
-    """Name, or dotted path of an attribute, -> AIMET's name that it stands for or was made by, or :data:`OTHER`.
+    """Map names and dotted paths to the AIMET name that they stand for or were created by, or to :data:`OTHER`.
 
-    Names that may be something else too, such as parameters of functions, are left out.
+    Ambiguous names, such as parameters of functions, are left out.
     """
     unknown = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     found: dict[str, str] = {}
@@ -432,14 +432,14 @@ def _origins(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) ->
 
 
 def _assigned_calls(tree: ast.Module) -> Iterator[tuple[list[str], ast.Call]]:
-    """Names, and the call that gives them their value."""
+    """Pairs of assigned names and the call that they are assigned from."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             yield [_path(target) for target in node.targets], node.value
 
 
 def _defined(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> Iterator[tuple[str, str]]:
-    """Names that imports and classes of the script define, with their origins."""
+    """Pairs of a name that an import or a class defines and its origin."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from _bound(node, node in statements)
@@ -457,7 +457,7 @@ def _bound(node: ast.Import | ast.ImportFrom, ours: bool) -> Iterator[tuple[str,
 
 
 def _made_by(call: ast.Call, origins: dict[str, str]) -> str | None:
-    """What a call of a known name returns: a simulation, something else, or ``None`` where the name is not known."""
+    """Origin of the result of a call: a simulation class, :data:`OTHER`, or ``None`` where the callee is unknown."""
     path = _path(call.func)
     base = origins.get(path.partition(".")[0])
     if base in (None, OTHER):
@@ -466,7 +466,7 @@ def _made_by(call: ast.Call, origins: dict[str, str]) -> str | None:
 
 
 def _origin(node: ast.Attribute, origins: dict[str, str]) -> str | None:
-    """Origin of what an attribute is read from, by the longest known part of its path."""
+    """Origin of the object that an attribute is read from, by the longest known prefix of its path."""
     path = _path(node.value)
     while path:
         if path in origins:
@@ -476,7 +476,7 @@ def _origin(node: ast.Attribute, origins: dict[str, str]) -> str | None:
 
 
 def _path(node: ast.expr) -> str:
-    """``a.b.c`` of names and attributes; empty for anything else."""
+    """The dotted path ``a.b.c`` of names and attributes; empty for other expressions."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.insert(0, node.attr)

@@ -1,4 +1,4 @@
-"""Showing progress over many items, and building many objects without the collector in the way."""
+"""Progress bars, and a pause of garbage collection while many objects are built."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No cyclic garbage collection inside the block.
+    """Pause cyclic garbage collection inside the block.
 
-    Building a graph allocates many small objects that all stay, and each pass of the collector walks them all
-    again: on a network of 1,000 blocks that is half of the 1.6 s that creating a simulation would take.
+    Building a graph allocates many small objects that all stay alive, and each pass of the collector walks all of them: on a
+    network of 1,000 blocks, half of the 1.6 s that creating a simulation would take.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -30,7 +30,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook that can show a bar.
+    """True in the kernel of a notebook that can show a progress bar.
 
     >>> in_notebook()
     False
@@ -41,9 +41,9 @@ def in_notebook() -> bool:
 
 
 def progress(items: Iterable[T], title: str, enabled: bool = True, delay: float = 2.0) -> Iterator[T]:
-    """``items`` with a progress bar once they take longer than ``delay`` seconds: on stderr of a terminal, or in a notebook.
+    """Yield ``items``, with a progress bar once they take longer than ``delay`` seconds: in a terminal (stderr) or a notebook.
 
-    In a notebook the bar needs ``ipywidgets``; without them there is none.
+    In a notebook the bar needs ``ipywidgets``.
     """
     if not enabled or not (sys.stderr.isatty() or in_notebook()):
         yield from items

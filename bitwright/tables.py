@@ -1,4 +1,4 @@
-"""Tables for terminals, notebooks and programs: plain text, HTML without styles or scripts, plain data."""
+"""Reports as text for terminals, as HTML for notebooks, and as plain data for programs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MOST_ROWS = 1000  # a notebook keeps its outputs in its file
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table in the one style that reports and commands print: columns two spaces apart, a line below the heads.
+    """A table in the style of all reports and commands: columns two spaces apart, a line below the heads.
 
-    Its text is aligned here and not by rich, which takes 200 times as long: two seconds for 2,000 rows. In a terminal rich prints
-    it in the same style, and folds cells that do not fit.
+    ``str`` aligns the text itself, because rich takes 200 times as long (two seconds for 2,000 rows). In a terminal rich prints
+    the table in the same style and folds cells that do not fit.
 
     Attributes:
         head: titles of the columns.
         rows: cells, as many as ``head`` has.
         title: a line above.
         right: columns of numbers, aligned at the right.
-        widest: where a cell is longer than this, its own row alone is wider.
+        widest: a cell that is longer than this widens its own row only.
     """
 
     head: Sequence[str]
@@ -100,7 +100,7 @@ def html_table(
 
 
 def html_text(text: str) -> str:
-    """Lines of a report for ``_repr_html_``, escaped and as they stand.
+    """Preformatted, escaped text for ``_repr_html_``.
 
     >>> html_text("a < b")
     '<pre>a &lt; b</pre>'
@@ -109,10 +109,10 @@ def html_text(text: str) -> str:
 
 
 class Tabular:
-    """What every report has: plain data, JSON, a pandas table, and a notebook's view.
+    """Base class of reports: plain data, JSON, a pandas table, and a view for notebooks.
 
-    A report names the attribute that holds its rows in :attr:`_rows`; properties that belong into its data beside its
-    fields stand in :attr:`_also`. One that holds long lists of measured numbers writes :attr:`_digits` significant digits.
+    A subclass names the attribute that holds its rows in :attr:`_rows`, and properties that its data contain beside its fields
+    in :attr:`_also`. :attr:`_digits` limits the significant digits of its numbers.
     """
 
     _rows: ClassVar[str] = ""
@@ -120,7 +120,7 @@ class Tabular:
     _digits: ClassVar[int | None] = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON has it: mappings, lists, texts and numbers; numbers that are not finite are texts."""
+        """The report as mappings, lists, strings and numbers; non-finite numbers are strings."""
         found: dict[str, Any] = plain(self, self._digits)
         return found
 
@@ -161,11 +161,11 @@ def data_frame(records: list[dict[str, Any]]) -> Any:
 
 
 def plain(tree: Any, digits: int | None = None) -> Any:
-    """``tree`` as JSON has it, without recursion; what has no counterpart there is its text.
+    """Convert ``tree`` to what JSON can hold, without recursion; objects of other types become strings.
 
-    Mappings get texts as keys; data classes become mappings of the fields that their ``repr`` shows, and of what they
-    name in ``_also``, and texts where their class says ``_as_text``; arrays become lists; numbers that are not
-    finite become texts, the others have ``digits`` significant digits, if that is given.
+    Keys become strings; dataclasses become mappings of the fields that their ``repr`` shows and of the properties in
+    ``_also``, or strings where their class sets ``_as_text``; arrays become lists; non-finite numbers become strings, and other
+    floats are rounded to ``digits`` significant digits if given.
 
     >>> plain({"a": (1, float("inf")), 2: {"c"}})
     {'a': [1, 'inf'], '2': ['c']}
@@ -190,7 +190,7 @@ def plain(tree: Any, digits: int | None = None) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """One level of :func:`plain`: a mapping, a list, or what stands for ``value``."""
+    """Convert one level of :func:`plain`: a mapping, a list, or a scalar."""
     if isinstance(value, Enum):
         value = value.value
     if value is None or isinstance(value, str | bool | int):

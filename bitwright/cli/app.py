@@ -1,4 +1,4 @@
-"""The application that commands register with, how they print, and what becomes of errors and of Ctrl-C."""
+"""The application: registration of commands, their output, and the handling of errors and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _level: ContextVar[int] = ContextVar("level", default=_NORMAL)  # of the command
 
 
 class _Commands(typer.core.TyperGroup):
-    """The group of all commands; user errors end here, without a traceback unless ``--debug`` asks for it."""
+    """The group of all commands; prints user errors without a traceback, unless ``--debug`` is given."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for; Ctrl-C ends it with exit code 130, whatever it was turned into."""
+        """Run a command; Ctrl-C ends it with exit code 130, even where a library replaced the KeyboardInterrupt."""
         try:
             result = self._answered(ctx)
         except KeyboardInterrupt as stop:
@@ -69,7 +69,7 @@ def _stop(error: BaseException) -> NoReturn:
 
 
 def _explained(error: Exception) -> BitwrightError:
-    """The error that is printed for what a user can repair: input, files, memory, a package that is missing."""
+    """The error to print for problems that a user can solve: input, files, memory, a missing package."""
     if isinstance(error, ModuleNotFoundError):
         remedy = how_to_install(error)
         if remedy is None:
@@ -81,7 +81,7 @@ def _explained(error: Exception) -> BitwrightError:
         name = error.filename if isinstance(error.filename, (str, bytes)) else "a file"
         return file_error(os.fsdecode(name), error)
     if isinstance(error, MemoryError):
-        problem = f"there is not enough of it{f': {error}' if str(error) else ''}"
+        problem = f"there is not enough memory{f': {error}' if str(error) else ''}"
         return ConfigError("memory", problem, "use smaller batches, fewer samples (--limit), or a larger machine")
     assert isinstance(error, BitwrightError)
     return error
@@ -97,7 +97,7 @@ def _fail(error: BitwrightError) -> NoReturn:
 
 
 def _keep_libraries_off_stdout() -> None:
-    """Send what compiled libraries print to stderr for the rest of this process: stdout holds answers only.
+    """Send the prints of compiled libraries to stderr for the rest of this process; stdout holds results only.
 
     The solver in SciPy 1.17 (HiGHS 1.12) prints a line whenever it repairs a solution, whatever its options say.
     """
@@ -213,7 +213,7 @@ def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable
 
 
 def _place(parameter: inspect.Parameter) -> tuple[int, bool]:
-    """Where ``--help`` has an option: by group, ``--data`` at the top of its own."""
+    """Sort key of an option in ``--help``: by group, with ``--data`` first in its group."""
     group = next(
         (getattr(info, "rich_help_panel", None) for info in getattr(parameter.annotation, "__metadata__", ())), None
     )
@@ -255,17 +255,17 @@ def _logged(level: int) -> Iterator[None]:
 
 
 def is_quiet() -> bool:
-    """Whether ``-q`` was given."""
+    """True where ``-q`` was given."""
     return _level.get() == _QUIET
 
 
 def is_verbose() -> bool:
-    """Whether ``-v`` was given."""
+    """True where ``-v`` was given."""
     return _level.get() == _VERBOSE
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where a command prints: as wide as the terminal, or wide enough for whole names in a pipe or a file."""
+    """A console as wide as the terminal, or wide enough for whole names in a pipe or a file."""
     probe = Console(stderr=stderr)
     return probe if probe.is_terminal else Console(stderr=stderr, width=max(probe.width, _PIPE_WIDTH))
 

@@ -1,4 +1,4 @@
-"""Commands that say what goes wrong in a model, and why: ``analyze``, ``doctor``, ``drift`` and ``saturation``."""
+"""Commands that find errors in a model and their causes: ``analyze``, ``doctor``, ``drift`` and ``saturation``."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _check_torch(model: str, data: str | None, limit: int) -> HealthReport:
 
 
 def _called(text: str, function: Any) -> Any:
-    """What the user's function returns; where it fails, the error names it."""
+    """Call a function of the user's; an error names it."""
     try:
         return function()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Options that several commands share, each declared once, and how their texts are read."""
+"""Options that several commands share, each declared once, the names that they take, and their parsing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...], Callable[[], Rows]]] = {
 
 
 def spec_text(spec: QuantSpec | None) -> str:
-    """What a preset does with weights or activations."""
+    """The spec of a preset for weights or activations, in words."""
     return "float" if spec is None else spec.describe()
 
 
@@ -217,7 +217,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Metric:
-    """What a model is judged by, beside its error."""
+    """The metric of a command, beside the error of the outputs."""
 
     metric: Annotated[
         str | None,
@@ -300,7 +300,7 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 def like(name: str, glob: str) -> bool:
-    """Whether ``name`` matches; brackets are part of site names and not special."""
+    """True where ``name`` matches; brackets are literal, as they are part of site names."""
     import fnmatch
 
     return fnmatch.fnmatchcase(name, glob.replace("[", "[[]"))

@@ -1,4 +1,4 @@
-"""Commands that make quantized models: ``quantize`` and ``auto``."""
+"""Commands that create quantized models: ``quantize`` and ``auto``."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def quantize_model(
 
 @contextmanager
 def _tells_what_is_kept(folder: Path, manifest: Path) -> Iterator[None]:
-    """Note on an exception what lies in ``folder`` now: an export appears whole, and its manifest last."""
+    """Add a note to exceptions that says which export is in ``folder``: the manifest is the last file that is replaced."""
 
     def content() -> bytes | None:
         return manifest.read_bytes() if manifest.is_file() else None
@@ -297,7 +297,7 @@ def _tells_what_is_kept(folder: Path, manifest: Path) -> Iterator[None]:
 
 
 def _verified(exported: Any, target: str) -> str:
-    """What verifying the files says in one line, where it takes a few seconds at most; nothing fails, as they are written."""
+    """Verify files of at most 64 MiB and give the result in one line; errors are part of it, as the files are complete."""
     from bitwright.compare.verify import verify_folder
     from bitwright.errors import BitwrightError
     from bitwright.export.targets import find_target
@@ -315,7 +315,7 @@ def _verified(exported: Any, target: str) -> str:
 
 
 def _gathered(notes: Iterable[str]) -> Iterator[str]:
-    """The notes, each text once where many places have it; the manifest has all of them."""
+    """Group notes with the same text; the manifest lists each of them."""
     places: dict[str, list[str]] = {}
     for note in notes:
         place, _, text = note.partition(": ")
@@ -328,7 +328,7 @@ def _gathered(notes: Iterable[str]) -> Iterator[str]:
 
 
 def _done(result: Any, notes: Iterable[str]) -> Iterator[str]:
-    """Everything that a conversion has to tell, for -v."""
+    """The details of a conversion, for -v."""
     counts = ", ".join(f"{n} {status}" for status, n in result.sim.coverage().counts.items())
     yield from (f"note: {note}" for note in _gathered((*notes, *result.exported.notes)))
     yield f"{len(list(result.folds))} batch norms folded; values: {counts}"

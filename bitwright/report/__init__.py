@@ -1,7 +1,7 @@
-"""Reports in one HTML file, and what differs between two runs.
+"""Reports as a single HTML file, and comparison of two runs.
 
 A report is written from a *document*: a plain dictionary (:mod:`bitwright.report.document`) made of the dictionaries of
-analyses, recipes, verifications and coverage. Nothing here computes a quantization error; that is ``bitwright.analysis``.
+analyses, recipes, verifications and coverage. Quantization errors are measured elsewhere, in ``bitwright.analysis``.
 """
 
 from bitwright.report.diff import RunDiff, diff_runs

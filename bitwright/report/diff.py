@@ -1,4 +1,4 @@
-"""What differs between two runs: encodings, layers, metrics."""
+"""Compare two runs of a model: encodings, layers, metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MEASURES = {
 
 @dataclass(frozen=True)
 class SiteChange:
-    """One site whose quantization differs; ``before`` and ``after`` are formats or ranges in words."""
+    """A site that the two runs quantize differently; ``before`` and ``after`` describe format and range."""
 
     name: str
     kind: Kind
@@ -38,7 +38,7 @@ class SiteChange:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """One layer, in dB of signal to noise; ``change`` is positive where the second run is better."""
+    """A layer whose error (SQNR in dB) differs; ``change`` is positive where the second run is better."""
 
     name: str
     op: str
@@ -49,13 +49,13 @@ class LayerChange:
 
     @property
     def change(self) -> float:
-        """dB won."""
+        """Improvement in dB."""
         return self.after - self.before
 
 
 @dataclass(frozen=True)
 class NumberChange:
-    """A number of the whole model; ``None`` where a run does not know it."""
+    """A figure of the whole model in both runs; ``None`` where a run does not have it."""
 
     name: str
     before: float | None
@@ -64,15 +64,15 @@ class NumberChange:
 
 @dataclass(frozen=True)
 class RunDiff(Tabular):
-    """What differs between two runs.
+    """The differences between two runs.
 
     Attributes:
-        first, second: what they are called.
+        first, second: names of the runs.
         numbers: metrics, output error and sizes.
-        sites: those whose encoding differs, in the order of the first run.
+        sites: the sites whose encodings differ, in the order of the first run.
         same: how many sites have equal encodings.
-        layers: those that differ by half a dB or more, the largest difference first.
-        measure: what layers are compared by; empty where a run was not analysed.
+        layers: the layers that differ by at least half a dB, the largest difference first.
+        measure: the error by which layers are compared; empty where a run was not analysed.
     """
 
     _rows = "sites"
@@ -92,7 +92,7 @@ class RunDiff(Tabular):
         return not self.sites
 
     def _tables(self) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
-        """Title, head and rows of each part that holds something."""
+        """Title, head and rows of each table."""
         numbers = [(n.name, _short(n.before), _short(n.after)) for n in self.numbers]
         yield "Numbers", ("what", self.first, self.second), numbers
         sites = [(s.name, s.kind, s.before, s.after) for s in self.sites]
@@ -150,10 +150,10 @@ def diff_runs(first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[
 
     Args:
         first, second: documents.
-        names: what they are called; by default their titles.
+        names: of the runs; their titles by default.
 
     Raises:
-        ConfigError: they have no site in common, so that they are of different models.
+        ConfigError: they have no site in common, as runs of different models.
     """
     mine, other = ({site["name"]: site for site in run["sites"]} for run in (first, second))
     if mine and other and not mine.keys() & other.keys():
@@ -209,7 +209,7 @@ def _described(site: Any) -> str:
 
 
 def _layers(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, tuple[LayerChange, ...]]:
-    """The layers that moved by the first measure that both analyses have of some layer; and what the measure is called."""
+    """The name of the first measure that both runs have for some layer, and the layers that differ by it."""
     others = {layer["name"]: layer for layer in second["layers"]}
     both = [(layer, others[layer["name"]]) for layer in first["layers"] if layer["name"] in others]
     for key, words in _MEASURES.items():

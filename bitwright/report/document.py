@@ -1,4 +1,4 @@
-"""The document of a report: one dictionary of plain data, made of a simulation, an export, or the parts of an analysis."""
+"""Build the document of a report, a dictionary of plain data, from a simulation, an export, or the parts of an analysis."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def report_document(
     files: Sequence[Mapping[str, Any]] = (),
     notes: Iterable[str] = (),
 ) -> Document:
-    """What a report shows, from the parts that there are.
+    """Combine the given parts into the document of a report.
 
     Args:
         analysis: what ``Analysis.to_dict()`` returns, or an object that has it; or a document, to which parts are added.
@@ -170,7 +170,7 @@ def joined(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any
 
 
 def in_order(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``layers`` so that inputs come first, otherwise as they stand; a loop is entered at its first layer."""
+    """Sort ``layers`` so that inputs come first, keeping the given order otherwise; a loop starts at its first layer."""
     at = {layer["name"]: i for i, layer in enumerate(layers)}
     waits = [{at[name] for name in layer.get("inputs", ()) if name in at} - {i} for i, layer in enumerate(layers)]
     readers: list[list[int]] = [[] for _ in layers]
@@ -192,7 +192,7 @@ def in_order(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _place(
     stack: list[int], readers: Sequence[Sequence[int]], left: list[int], placed: list[bool], found: list[int]
 ) -> None:
-    """Place what is on the stack, and then what has waited for it alone."""
+    """Place the layers on the stack, then those whose last missing input they are."""
     while stack:
         here = stack.pop()
         if placed[here]:
@@ -206,7 +206,7 @@ def _place(
 
 
 def level(sqnr: float) -> str:
-    """An SQNR of outputs in a word, with its bound.
+    """Rate the SQNR of outputs in a word, with its bound.
 
     >>> level(34.5)
     'good (30 dB or more)'
@@ -232,14 +232,14 @@ def simulation_document(
     notes: Iterable[str] = (),
     **options: Any,
 ) -> Document:
-    """The document of a calibrated simulation of either front end.
+    """Build the document of a calibrated simulation of either front end.
 
     Args:
         sim: a ``QuantizationSimModel``.
-        data: batches on which errors are measured; by default the example input alone, which the report says.
-        analysis: made before, instead of ``data``.
+        data: batches on which errors are measured; by default the example input alone, with a note that says so.
+        analysis: an existing analysis, instead of ``data``.
         verification: a report of ``sim.verify()``; ``True`` makes one.
-        health: a report of ``check_model``; by default what calibration saw.
+        health: a report of ``check_model``; ``sim.health()`` by default.
         recipe, pareto, measured, title, notes: see :func:`bitwright.report.report_document`.
         options: of :func:`bitwright.analyze`, such as ``metric``.
 
@@ -261,7 +261,7 @@ def simulation_document(
     if analysis is None:
         if data is None:
             data = [sim.example()]
-            told.append("errors are those on the example input alone; give data to have them of your own")
+            told.append("errors are measured on the example input alone; pass data to measure them on yours")
         from bitwright import analyze  # by its public name: it writes reports itself
 
         analysis = analyze(sim, data, **options)
@@ -280,9 +280,9 @@ def simulation_document(
 
 
 def network_of(graph: Graph, sites: Iterable[Site]) -> dict[str, Any]:
-    """Operators and sites as the columns of an analysis, in execution order.
+    """Operators and sites with the columns of an analysis, in execution order.
 
-    Layers have ``multiplications`` and ``elements`` (of the recorded run) beside.
+    Layers also have ``multiplications`` and ``elements`` of the recorded run.
     """
     rows = [_site_row(site, graph) for site in sites]
     held: dict[str, list[str]] = {}
@@ -323,7 +323,7 @@ def _site_row(site: Site, graph: Graph) -> dict[str, Any]:
 
 
 def grid_of(encoding: Encoding) -> dict[str, Any]:
-    """The columns of a site that its encoding gives; ``digest`` tells encodings apart, channel by channel."""
+    """The columns of a site that follow from its encoding; ``digest`` differs where any channel does."""
     steps = encoding.format.steps if isinstance(encoding.format, IntFormat) else None
     low, high = float(encoding.min.min()), float(encoding.max.max())
     digest = hashlib.sha256(repr((encoding.format, encoding.granularity)).encode())
@@ -333,7 +333,7 @@ def grid_of(encoding: Encoding) -> dict[str, Any]:
 
 
 def seen_values(statistics: Any) -> dict[str, Any]:
-    """Bounds, histogram and bounds of channels out of the statistics that calibration kept, as columns of a site."""
+    """The columns of a site that follow from calibration statistics: bounds, histogram, bounds of channels."""
     if isinstance(statistics, Histogram) and not statistics.exponent.shape:
         return {**seen_values(statistics.bounds), "histogram": _histogram(statistics)}
     if not isinstance(statistics, MinMax) or not statistics.count.sum():
@@ -345,7 +345,7 @@ def seen_values(statistics: Any) -> dict[str, Any]:
 
 
 def _histogram(statistics: Histogram) -> dict[str, Any] | None:
-    """The bins that hold something, joined to at most 64."""
+    """The bins from the first to the last that is not empty, merged into at most 64."""
     filled = np.flatnonzero(statistics.counts)
     if not filled.size:
         return None
@@ -362,12 +362,12 @@ def _histogram(statistics: Histogram) -> dict[str, Any] | None:
 
 
 def read_run(path: AnyPath, prefix: str | None = None, *, verify: bool = False) -> Document:
-    """The document of an export folder, or of a JSON file of an analysis or a report.
+    """Read the document of an export folder, or of the JSON file of an analysis or a report.
 
     Args:
-        path: of the folder or file.
+        path: the folder or file.
         prefix: stem of the export's files; needed when the folder holds several.
-        verify: run the exported model against its samples too (a folder only).
+        verify: also compare the exported model with its samples (folders only).
 
     Raises:
         ExportError: there is neither, or see :func:`folder_document`.
@@ -390,14 +390,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def folder_document(folder: AnyPath, prefix: str | None = None, *, verify: bool = False) -> Document:
-    """The document of an export: its encodings, its graph, what stayed in float, its files.
+    """Build the document of an export from its encodings, graph, float tensors and files.
 
-    ``<prefix>_analysis.json`` in the folder, if there is one, brings the errors.
+    The errors come from ``<prefix>_analysis.json`` where the folder has one.
 
     Args:
         folder: what ``sim.export`` wrote into.
         prefix: stem of the files; needed when the folder holds several exports.
-        verify: run the exported model against its samples too.
+        verify: also compare the exported model with its samples.
 
     Raises:
         ExportError: no export there, or several; a file is missing or damaged.
@@ -467,7 +467,7 @@ def _site(name: str, site: SavedSite, graph: Any) -> dict[str, Any]:
 
 
 def _operator(role: str, tensor: str, graph: Any) -> Any:
-    """The operator that a tensor of a site belongs to: its maker for an output, else its first reader."""
+    """The operator that a tensor of a site belongs to: its producer for an output, otherwise its first consumer."""
     if graph is None or tensor not in graph.values:
         return None
     if role == "output":

@@ -1,7 +1,7 @@
-"""HTML: the page of a document, with everything in one file, and small pages with one chart each.
+"""Write HTML: the page of a document in a single file, and small pages with one chart each.
 
-The page asks nothing of a network: its style and its program are inlined, and a content security policy forbids
-requests. Where scripts are off, what matters most stands there as text.
+The page needs no network: style and script are inlined, and a content security policy forbids requests. Without scripts, it
+shows the result and the worst layers as text.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _DETAIL: tuple[tuple[int, int | None], ...] = (
 
 
 def write_report(document: Mapping[str, Any], path: str | os.PathLike[str], **parts: Any) -> Path:
-    """Write a report as one HTML file, whole or not at all.
+    """Write a report as a single HTML file, atomically.
 
     Args:
         document: of :func:`bitwright.report.report_document`, or what ``Analysis.to_dict()`` returns.
-        path: of the file.
-        parts: more of a report, as for :func:`bitwright.report.report_document`.
+        path: the file to write.
+        parts: further parts of the report, as for :func:`bitwright.report.report_document`.
 
     Returns:
         The path.
@@ -71,7 +71,7 @@ def simulation_report(sim: Any, path: str | os.PathLike[str], data: Any = None, 
 
 
 def page(document: Document) -> str:
-    """The HTML text of a document, below 4.5 MB for any number of sites that fits there without histograms."""
+    """The HTML text of a document; details of the least important sites are dropped to keep it below 4.5 MB."""
     assets = {name: asset(f"report.{name}") for name in ("html", "css", "js")}
     fixed = {"title": escape(document["title"]), "style": assets["css"], "script": assets["js"]}
     fixed["summary"] = _static(document)
@@ -85,12 +85,12 @@ def page(document: Document) -> str:
 
 
 def asset(name: str) -> str:
-    """The text of a file that is put into pages."""
+    """The text of an asset of the page."""
     return (files("bitwright.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    """``template`` with ``<!--name-->`` and ``/*name*/`` replaced; what is put in is not looked at again."""
+    """Replace ``<!--name-->`` and ``/*name*/`` in ``template``; inserted text is not searched for further marks."""
     parts = [template]
     for name, value in values.items():
         for mark in (f"<!--{name}-->", f"/*{name}*/"):
@@ -99,7 +99,7 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
 
 
 class _Value(str):
-    """What was put in."""
+    """Inserted text, in which no marks are replaced."""
 
 
 def _split(part: str, mark: str, value: str) -> list[str]:
@@ -110,7 +110,7 @@ def _split(part: str, mark: str, value: str) -> list[str]:
 
 
 def _packed(document: Mapping[str, Any]) -> str:
-    """JSON, deflated, as base64."""
+    """Encode as JSON, deflate, and base64."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return base64.b64encode(zlib.compress(text.encode("utf-8", "backslashreplace"), 6)).decode()
 
@@ -119,12 +119,12 @@ def _packed(document: Mapping[str, Any]) -> str:
 
 
 def compact(document: Mapping[str, Any], channels: int, histograms: int | None) -> dict[str, Any]:
-    """``document`` as the page reads it: numbers of five digits, links between layers as positions.
+    """Prepare ``document`` for the page: numbers of five digits, links between layers as positions.
 
     Args:
         document: of :func:`bitwright.report.report_document`.
-        channels: bounds of so many channels per site are kept; of more, neighbours are joined.
-        histograms: of so many sites, those that cost most; ``None`` keeps all.
+        channels: most ranges of channels per site; neighbouring channels are merged to reach it.
+        histograms: number of sites whose histograms are kept, the most costly ones; ``None`` keeps all.
     """
     at = {layer["name"]: i for i, layer in enumerate(document["layers"])}
     ranked = sorted(range(len(document["sites"])), key=lambda i: -_cost(document["sites"][i]))
@@ -137,7 +137,7 @@ def compact(document: Mapping[str, Any], channels: int, histograms: int | None) 
     kept["sites"] = [_site(site, channels if i in drawn else 0, i in drawn) for i, site in enumerate(document["sites"])]
     left_out = len(document["sites"]) - len(drawn)
     if left_out:
-        note = f"histograms of the {left_out} sites that cost least are left out, to keep the file small"
+        note = f"histograms of the {left_out} least costly sites are left out, to keep the file small"
         kept["notes"] = [*document["notes"], note]
     return _short(plain(kept))
 
@@ -158,7 +158,7 @@ def _site(site: Mapping[str, Any], channels: int, histogram: bool) -> dict[str, 
 
 
 def _joined(bounds: Mapping[str, list[float]], most: int) -> dict[str, Any]:
-    """Bounds of at most ``most`` runs of neighbouring channels."""
+    """Merge the bounds of neighbouring channels into at most ``most`` runs."""
     low, high = bounds["low"], bounds["high"]
     step = -(-len(low) // most)
     cuts = range(0, len(low), step)
@@ -171,7 +171,7 @@ def _joined(bounds: Mapping[str, list[float]], most: int) -> dict[str, Any]:
 
 
 def _short(tree: Any) -> Any:
-    """``tree``, changed in place: floats of five significant digits."""
+    """Round the floats of ``tree`` to five significant digits, in place."""
     stack = [tree]
     while stack:
         here = stack.pop()
@@ -192,7 +192,7 @@ def _rounded(value: float) -> float | int:
 
 
 def _static(document: Document) -> str:
-    """The verdict and the worst layers as text and a table."""
+    """The result as text and the worst layers as a table."""
     ranked = sorted((layer for layer in document["layers"] if layer.get("noise")), key=lambda row: -row["noise"])
     rows = [
         (layer["name"], layer.get("op", ""), *(_db(layer.get(key)) for key in ("made_db", "arrived_db", "after_db")))
@@ -235,7 +235,7 @@ _MOST = 4000  # marks of one chart; the table has every row that tables show
 
 
 def chart_page(title: str, charts: Iterable[str]) -> str:
-    """One HTML page without network, scripts or fonts."""
+    """An HTML page that needs no network, scripts or fonts."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -246,7 +246,7 @@ def chart_page(title: str, charts: Iterable[str]) -> str:
 
 
 def scores_chart(scores: Mapping[str, float], head: str = "score", title: str = "") -> str:
-    """A bar per name from the lowest score, and a table.
+    """A bar chart of scores by name, and a table.
 
     >>> "<rect" in scores_chart({"conv1": 0.5, "fc": 0.9})
     True
@@ -266,7 +266,7 @@ def scores_chart(scores: Mapping[str, float], head: str = "score", title: str = 
 
 
 def ranges_chart(ranges: Mapping[str, tuple[float, float]], title: str = "") -> str:
-    """A line from the lowest to the highest value of each name, and a table."""
+    """A chart of the range of each name, and a table."""
     finite = [float(v) for pair in ranges.values() for v in pair if math.isfinite(v)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     wide = _WIDE / max(len(ranges), 1)
@@ -285,12 +285,12 @@ def ranges_chart(ranges: Mapping[str, tuple[float, float]], title: str = "") -> 
 def points_chart(
     points: Mapping[str, tuple[float, float]], across: str, up: str, *, joined: bool = False, title: str = ""
 ) -> str:
-    """A dot per name over two axes, and a table.
+    """A scatter plot of named points, and a table.
 
     Args:
         points: name -> (across, up).
-        across, up: what the axes are.
-        joined: draw a line from dot to dot, from left to right.
+        across, up: titles of the axes.
+        joined: connect the points from left to right.
 
     >>> "<circle" in points_chart({"w8a8": (0.5, 0.9), "w4a8": (0.3, 0.8)}, "cost", "accuracy")
     True
@@ -317,13 +317,13 @@ def points_chart(
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest, never equal."""
+    """Ends of an axis, never equal."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
 def histogram_chart(edges: Sequence[float], counts: Sequence[float]) -> str:
-    """Bars of a histogram over the axis of the values."""
+    """A histogram as bars."""
     low, high, most = edges[0], edges[-1], max(max(counts, default=1), 1)
     across = (high - low) or 1.0
     bars = [
@@ -358,7 +358,7 @@ def _svg(marks: Iterable[str], low: str, high: str, left: str = "", right: str =
 
 
 def write_page(path: AnyPath, title: str, *charts: str) -> Path:
-    """Write a page of charts, whole or not at all; folders are made.
+    """Write a page of charts atomically; folders are created.
 
     Raises:
         ExportError: it cannot be written.
@@ -371,7 +371,7 @@ def write_page(path: AnyPath, title: str, *charts: str) -> Path:
 
 
 def write_data(path: AnyPath, data: Any) -> Path:
-    """Write plain data as JSON, whole or not at all; folders are made.
+    """Write plain data as JSON, atomically; folders are created.
 
     Raises:
         ExportError: it cannot be written.

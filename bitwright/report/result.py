@@ -1,4 +1,4 @@
-"""What a result of ``quantize`` prints: how near it is to float, size, speed, files, and what was done, in a few lines."""
+"""Summary of a result of ``quantize`` in a few lines: error against float, metric, size, speed, files, steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bitwright.tables import Tabular
 
 
 class Reported(Tabular):
-    """A result with a simulation, a report and a rating; its rows are the steps of the recipe.
+    """Base class of the result of ``quantize``: what it prints, and its HTML report. Its rows are the steps of the recipe.
 
     Attributes:
         sim, exported, report, metrics, quality, repair, stem, poor_below, tried, asked: see
@@ -38,13 +38,13 @@ class Reported(Tabular):
 
     @property
     def poor(self) -> bool:
-        """Whether the worst part of the outputs is below ``poor_below``."""
+        """True where the worst part of the outputs is below ``poor_below``."""
         worst = self.quality.worst
         return worst is not None and worst.sqnr < self.poor_below
 
     @property
     def headline(self) -> str:
-        """One line: what is wrong, if anything is, and the worst part of the outputs, in dB and in a word."""
+        """One line: anything that went wrong, then the error of the worst part of the outputs, in dB and in a word."""
         worst, parts = self.quality.worst, len(self.quality.parts)
         if worst is None:
             figure = "the outputs hold no numbers to compare with float"
@@ -58,7 +58,7 @@ class Reported(Tabular):
         return "; ".join([*wrong, figure])
 
     def _meaning(self, sqnr: float) -> str:
-        """What an SQNR says: a word where the headline has none yet, and the noise as a share of the output."""
+        """Rate an SQNR in a word, unless the headline already says POOR, and give the noise as a share of the output."""
         if math.isinf(sqnr):
             return ""
         word = "" if self.poor else f", {level(sqnr)}"
@@ -66,7 +66,7 @@ class Reported(Tabular):
 
     @property
     def advice(self) -> str:
-        """What to try where the result is poor; empty otherwise."""
+        """Suggestions for a poor result; empty otherwise."""
         if not self.poor:
             return ""
         bits = _counted(self.sim, lambda site: site.role in ("input", "output"))[2]
@@ -79,7 +79,7 @@ class Reported(Tabular):
 
     @property
     def quantized(self) -> str:
-        """One line: of the quantizers that were asked for, how many work, and with how many bits."""
+        """One line: how many of the requested quantizers are active, and with how many bits."""
         kinds = {
             "weights": _counted(self.sim, lambda site: site.role == "weight"),
             "activations": _counted(self.sim, lambda site: site.role in ("input", "output")),
@@ -95,7 +95,7 @@ class Reported(Tabular):
         return f"quantized: {', '.join(shown)}{alone}"
 
     def report_html(self, path: str | os.PathLike[str], data: Any = None, **options: Any) -> Path:
-        """Write one HTML file that shows the simulation, what each step of the recipe brought, and the metric.
+        """Write an HTML file that shows the simulation, the effect of each step of the recipe, and the metric.
 
         Args:
             path: of the file.
@@ -115,7 +115,7 @@ class Reported(Tabular):
         """The lines below the headline: metric, size, speed, verification, files, and what was done.
 
         Args:
-            verified: what a verification of the files says, where one was run.
+            verified: result of a verification of the files, where one was run.
         """
         if self.advice:
             yield self.advice
@@ -131,7 +131,7 @@ class Reported(Tabular):
         yield self._steps
 
     def _files(self, verified: str | None) -> Iterator[str]:
-        """What was written, and what is known of it."""
+        """Size, speed, verification and names of the files."""
         done = self.exported
         sizes = [
             sum(path.stat().st_size for path in done.files if path.name in (file.name, f"{file.name}.data"))
@@ -156,7 +156,7 @@ class Reported(Tabular):
 
     @property
     def _steps(self) -> str:
-        """One line: the steps that are in effect, those that changed nothing, and those that are not in effect."""
+        """One line: steps that are in effect, steps that changed nothing, and steps that are not in effect."""
         kinds: dict[str, list[str]] = {"done": [], "no change": [], "undone or left out": []}
         for outcome in self.report:
             name, bracket, _ = outcome.step.partition("(")
@@ -174,7 +174,7 @@ def _bytes(count: int) -> str:
 
 
 def _counted(sim: Any, which: Any) -> tuple[int, int, dict[int, int]]:
-    """Of the quantizers of some sites: how many work, how many there are, and how many by bits."""
+    """Count the quantizers of the sites that ``which`` accepts: active ones, all, and active ones by bits."""
     found: dict[int, Site] = {
         id(s.quantizer): s for s in sim.quantizers.values() if which(s) and not s.quantizer.derived
     }
