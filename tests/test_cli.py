@@ -847,8 +847,6 @@ def test_a_folder_of_something_else_is_refused_and_both_remedies_work(saved: Pat
         "deadline not a number",
     ],
 )
-def test_what_auto_cannot_answer_is_refused(
-    options: tuple[str, ...], problem: str, saved: Path, tmp_path: Path
-) -> None:
+def test_what_auto_cannot_answer_is_refused(options, problem, saved, tmp_path):
     found = auto(saved, tmp_path, *options)
     assert found.exit_code == 2 and problem in " ".join(found.output.split())

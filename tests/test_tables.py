@@ -254,9 +254,7 @@ class Terminal(io.StringIO):
     [(True, True, 0.0, True), (True, True, 60.0, False), (True, False, 0.0, False), (False, True, 0.0, False)],
     ids=["long", "short", "switched off", "no terminal"],
 )
-def test_when_a_bar_is_shown(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, enabled: bool, delay: float, shown: bool
-) -> None:
+def test_when_a_bar_is_shown(monkeypatch, terminal, enabled, delay, shown):
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     assert list(progress([1, 2, 3], "calibrating", enabled, delay)) == [1, 2, 3]

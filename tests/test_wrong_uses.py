@@ -92,9 +92,7 @@ def test_numpy_batches_for_a_module_are_named_in_one_sentence(wrap) -> None:
 def test_an_unknown_attribute_of_a_quantizer_is_refused() -> None:
     site = QuantizationSimModel(net(), X).quantizers["0.weight"]
     for target in (site, site.quantizer):
-        with pytest.raises(
-            UnknownAttributeError, match=r"quantizer 0\.weight: 'enabledd' .*did you mean 'enabled'.*Remedy"
-        ):
+        with pytest.raises(UnknownAttributeError, match=r"0\.weight: 'enabledd' .*did you mean 'enabled'.*Remedy"):
             target.enabledd = False  # type: ignore[union-attr]
         with pytest.raises(AttributeError, match="bits are part of the spec"):
             target.bitz = 4  # type: ignore[union-attr]

@@ -199,9 +199,7 @@ def test_error_of_an_unknown_module_has_its_classes():
 
     from bitwright.aimet_torch.nn import QuantizationMixin, UnknownModuleError
 
-    with pytest.raises(
-        RuntimeError, match=r"Sequential: .*Remedy: write one under @QuantizationMixin.implements"
-    ) as caught:
+    with pytest.raises(RuntimeError, match=r"Sequential: .*Remedy: write one under") as caught:
         QuantizationMixin.from_module(nn.Sequential(nn.Linear(1, 1)))
     assert isinstance(caught.value, UnknownModuleError)
     assert (caught.value.module_cls, caught.value.mixin_cls) == (nn.Sequential, QuantizationMixin)

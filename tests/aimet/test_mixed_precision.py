@@ -118,9 +118,7 @@ def test_the_pareto_list_of_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("front", ["torch", "onnx"])
-def test_sensitivities_are_estimated_on_what_the_callback_runs(
-    front: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sensitivities_are_estimated_on_what_the_callback_runs(front, tmp_path, monkeypatch):
     from bitwright.aimet_onnx import mixed_precision as of_onnx
     from bitwright.aimet_torch import mixed_precision as of_torch
 
@@ -193,9 +191,7 @@ def test_auto_quant(tmp_path: Path) -> None:
     assert found == pytest.approx(right("onnx")(best.session))
 
 
-def test_auto_quant_returns_the_nearest_model_where_none_keeps_the_accuracy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_quant_returns_the_nearest_model_where_none_keeps_the_accuracy(tmp_path, monkeypatch):
     from bitwright.aimet_common.auto_quant import AutoQuant
     from bitwright.aimet_torch.adaround.adaround_weight import AdaroundParameters
     from bitwright.precision.trials import Trial

@@ -334,9 +334,7 @@ def accuracy(scores: Tensor, labels: Tensor) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("preset", "bits"), [("w8a8", 8), ("w4a8", 4)])
-def test_the_default_recipe_keeps_what_the_experts_have_learned(
-    preset: str, bits: int, trained: tuple[Classifier, Tensor, Tensor, Tensor], tmp_path: Path
-) -> None:
+def test_the_default_recipe_keeps_what_the_experts_have_learned(preset, bits, trained, tmp_path):
     model, data, x, labels = trained
     with torch.no_grad():
         in_float = accuracy(model(x), labels)

@@ -93,9 +93,7 @@ def decibels(norm: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[flo
 
 
 @pytest.mark.parametrize("name", RMS)
-def test_rms_norms_with_padding_lose_what_the_single_call_loses(
-    name: str, batches: list[tuple[Tensor, Tensor]]
-) -> None:
+def test_rms_norms_with_padding_lose_what_the_single_call_loses(name, batches):
     one, _ = decibels(nn.RMSNorm(CHANNELS, eps=1e-6), batches)
     written, sim = decibels(Written(RMS[name]), batches)
     assert one > 30
@@ -107,9 +105,7 @@ def test_rms_norms_with_padding_lose_what_the_single_call_loses(
 
 
 @pytest.mark.parametrize("name", LAYER)
-def test_layer_norms_with_padding_lose_what_the_single_call_loses(
-    name: str, batches: list[tuple[Tensor, Tensor]]
-) -> None:
+def test_layer_norms_with_padding_lose_what_the_single_call_loses(name, batches):
     one, _ = decibels(nn.LayerNorm(CHANNELS), batches)
     written, sim = decibels(Written(LAYER[name]), batches)
     assert one > 30
@@ -117,9 +113,7 @@ def test_layer_norms_with_padding_lose_what_the_single_call_loses(
     assert not [site for site in sim.quantizers if site.startswith("norm.")]
 
 
-def test_the_file_of_a_written_norm_agrees_with_its_simulation(
-    tmp_path: Path, batches: list[tuple[Tensor, Tensor]]
-) -> None:
+def test_the_file_of_a_written_norm_agrees_with_its_simulation(tmp_path, batches):
     _, sim = decibels(Written(RMS["rsqrt"]), batches)
     sim.export(tmp_path, "net", batches[0])
     assert sim.verify(batches[0]).ok

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,9 +146,7 @@ def test_a_web_server_that_runs_forwards_beside_its_loop(sim: QuantizationSimMod
     assert all(torch.equal(y.detach(), expected[i % 8]) for i, y in enumerate(asyncio.run(serve())))
 
 
-def test_float_and_simulated_forwards_and_captures_at_the_same_time(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_float_and_simulated_forwards_and_captures_at_the_same_time(sim, batches):
     with torch.no_grad():
         simulated = [sim.model(x) for x in batches]
         with sim.in_float():
@@ -184,9 +181,7 @@ def test_an_error_in_one_thread_leaves_the_others_alone(sim: QuantizationSimMode
         assert set(pool.map(run, range(40))) == {"conv", True}
 
 
-def test_the_block_of_one_thread_does_not_catch_the_calls_of_another(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_the_block_of_one_thread_does_not_catch_the_calls_of_another(sim, batches):
     with sim.active(), ThreadPoolExecutor(1) as pool:
         assert not pool.submit(lambda: sim._interceptor.running).result()
         assert torch.equal(pool.submit(torch.relu, torch.tensor([-1.0, 2.0])).result(), torch.tensor([0.0, 2.0]))
@@ -238,9 +233,7 @@ def test_calibration_is_refused_while_another_thread_runs_the_model(paused: Quan
     assert torch.equal(paused.model(x).detach(), expected)
 
 
-def test_a_callback_that_calibrates_from_several_threads_is_refused(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_a_callback_that_calibrates_from_several_threads_is_refused(sim, batches):
     def callback(model: nn.Module) -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(model, batches))
@@ -294,9 +287,7 @@ def test_uncalibrated_is_said_in_every_thread(batches: list[Tensor]) -> None:
             assert isinstance(future.exception(), CalibrationError)
 
 
-def test_a_task_that_awaits_inside_a_block_is_told_apart_from_others_of_its_thread(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_a_task_that_awaits_inside_a_block_is_told_apart_from_others_of_its_thread(sim, batches):
     """What another task computes meanwhile is its own; a simulation that it runs then is refused, and works elsewhere."""
     sims = [sim, copy.deepcopy(sim)]
     x = batches[0]
@@ -381,9 +372,7 @@ def test_concurrent_captures_agree(onnx_sim: OnnxSim, arrays: list[Any]) -> None
             assert all(np.array_equal(found[n][0], expected[n][0]) for n in names)
 
 
-def test_calibration_of_an_onnx_model_refuses_a_second_thread_by_name(
-    onnx_sim: OnnxSim, arrays: list[Any], tmp_path: Path
-) -> None:
+def test_calibration_of_an_onnx_model_refuses_a_second_thread_by_name(onnx_sim, arrays, tmp_path):
     inside, go_on, session = threading.Event(), threading.Event(), onnx_sim.session
     expected, fresh = onnx_sim.run(arrays[0])[0], OnnxSim(_model(), threads=1)
     fresh.load_encodings(onnx_sim.save_encodings(tmp_path / "before"))
@@ -413,9 +402,7 @@ def test_calibration_of_an_onnx_model_refuses_a_second_thread_by_name(
     onnx_sim.run(arrays[0])
 
 
-def test_a_callback_that_calibrates_an_onnx_model_from_several_threads_is_refused(
-    onnx_sim: OnnxSim, arrays: list[Any]
-) -> None:
+def test_a_callback_that_calibrates_an_onnx_model_from_several_threads_is_refused(onnx_sim, arrays):
     def callback(session: Any) -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda x: session.run(None, {"x": x}), arrays))

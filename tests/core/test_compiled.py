@@ -112,9 +112,7 @@ def test_arrays_that_cannot_be_written_are_read(kind: Any) -> None:
 
 @pytest.mark.parametrize("axis", [-1, -2, -3], ids=["features", "rows", "images"])
 @pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
-def test_constant_channels_are_those_of_the_array_functions(
-    axis: int, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_constant_channels_are_those_of_the_array_functions(axis, make, monkeypatch):
     batches = [np.random.default_rng(seed).standard_normal((2, 9, 18, 20)).astype(np.float32) for seed in range(3)]
     for number, x in enumerate(batches):
         channels = np.moveaxis(x, axis, 0)
@@ -387,9 +385,7 @@ def grids_of(x: np.ndarray[Any, Any], symmetry: Symmetry, fmt: IntFormat, gamma:
 @pytest.mark.parametrize("case", ["normal", "relu", "outlier", "tiny", "huge"])
 @pytest.mark.parametrize(("symmetry", "fmt"), SEARCHED_GRIDS, ids=["int8", "uint4", "uint16"])
 @pytest.mark.parametrize("gamma", [1.0, 3.0])
-def test_errors_at_edges_are_those_of_array_functions(
-    case: str, symmetry: Symmetry, fmt: IntFormat, gamma: float
-) -> None:
+def test_errors_at_edges_are_those_of_array_functions(case, symmetry, fmt, gamma):
     grids, compiled = grids_of(searched_data(case), symmetry, fmt, gamma), loops()
     expected = range_search._edge_errors(grids, EDGES)
     if compiled is not None:
@@ -401,9 +397,7 @@ def test_errors_at_edges_are_those_of_array_functions(
 @pytest.mark.skipif(loops() is None, reason="the extra `fast` is not installed")
 @pytest.mark.parametrize("method", ["sqnr", "mse"])
 @pytest.mark.parametrize(("symmetry", "fmt"), SEARCHED_GRIDS, ids=["int8", "uint4", "uint16"])
-def test_a_search_asks_the_loops_and_finds_the_same(
-    method: str, symmetry: Symmetry, fmt: IntFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_asks_the_loops_and_finds_the_same(method, symmetry, fmt, monkeypatch):
     stats = statistics.measure("histogram", searched_data("outlier"))
     assert isinstance(stats, statistics.Histogram)
     spec = QuantSpec(fmt, symmetry=symmetry, method=RangeMethod(method))

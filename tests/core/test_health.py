@@ -86,9 +86,7 @@ def test_a_bad_parameter_is_refused_with_its_index():
     bad = np.zeros((2, 3), np.float32)
     bad[1, 2] = -INF
     check_parameters({"fine": np.ones(3, np.float32)})
-    with pytest.raises(
-        CalibrationError, match=r"fc\.weight: the parameter holds .* the first -inf at index \[1, 2\]\."
-    ):
+    with pytest.raises(CalibrationError, match=r"fc\.weight: the parameter .* the first -inf at index \[1, 2\]\."):
         check_parameters({"fine": np.ones(3, np.float32), "fc.weight": bad})
     with pytest.raises(CalibrationError, match=r"so do 2 more: b, c"):
         check_parameters({"a": bad, "b": bad, "c": bad})

@@ -134,9 +134,7 @@ def test_files_of_other_tools(tmp_path: Path) -> None:
         ("gone", None, ExportError, "there is no such file or folder"),
     ],
 )
-def test_what_cannot_be_shown_is_an_error(
-    tmp_path: Path, name: str, content: bytes | None, error: type[Exception], message: str
-) -> None:
+def test_what_cannot_be_shown_is_an_error(tmp_path, name, content, error, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):
@@ -282,9 +280,7 @@ def test_modules_are_written_at_an_opset_or_name_the_operator(tmp_path):
     written = onnx.load(exported.qdq)
     assert "Erf" in {node.op_type for node in written.graph.node}, "Gelu came with opset 20"
     np.testing.assert_allclose(run(written, {"x": x.numpy()})[0], sim.model(x).detach().numpy(), atol=0.05)
-    with pytest.raises(
-        ExportError, match=r"\(LayerNormalization\): it cannot be written at opset 16: .* came with opset 17"
-    ):
+    with pytest.raises(ExportError, match=r"\(LayerNormalization\): .* opset 16: .* came with opset 17"):
         sim.export(tmp_path, "net", x, opset=16)
     assert onnx.load(exported.qdq).opset_import[0].version == 17, "an export that is refused leaves the earlier one"
 

@@ -208,9 +208,7 @@ def test_in_half_precision_it_is_an_identity_too(dtype):
         ("input", (2, 8), None),
     ],
 )
-def test_the_bias_of_a_product_is_a_stored_vector_that_is_added(
-    kind: str, shape: tuple[int, ...], bias: str | None
-) -> None:
+def test_the_bias_of_a_product_is_a_stored_vector_that_is_added(kind, shape, bias):
     b = Build()
     product = b.op("MatMul", b.input(shape=(2, 4)), b.param("w", (4, 8)), name="product", shape=(2, 8))
     other = b.param("b", shape) if kind == "param" else b.input("b", shape)

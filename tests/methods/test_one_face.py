@@ -199,9 +199,7 @@ def test_forward_fn_is_refused_for_an_onnx_model() -> None:
         ({}, CalibrationError, "check_model: no data was given, and a module does not say what it takes"),
     ],
 )
-def test_check_model_refuses_for_a_module_what_only_onnx_models_have(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_check_model_refuses_for_a_module_what_only_onnx_models_have(options, error, message):
     data = {} if error is CalibrationError else {"data": [torch.zeros(1, 3, 8, 8)]}
     with pytest.raises(error, match=message):
         bitwright.torch.check_model(network(), **data, **options)

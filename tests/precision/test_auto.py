@@ -437,9 +437,7 @@ def test_bytes_of_activations_are_a_cost_too(tmp_path: Path) -> None:
 MIXED = Trial("mixed", "w8a16", mixed=("w8a8", "w8a16", "w4a8", "w4a16"))
 
 
-def test_the_deadline_ends_a_search_for_mixed_precision_with_its_best_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_deadline_ends_a_search_for_mixed_precision_with_its_best_point(tmp_path, monkeypatch):
     """It counts in this call, and runs again where a later one has time left."""
 
     def run(**options: Any) -> AutoResult:
@@ -460,9 +458,7 @@ def test_the_deadline_ends_a_search_for_mixed_precision_with_its_best_point(
     assert [row.name for row in run().trials] == ["mixed", "mixed-2"]  # which nothing cut short
 
 
-def test_a_deadline_without_time_for_one_point_is_no_failure_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deadline_without_time_for_one_point_is_no_failure_for_good(tmp_path, monkeypatch):
     monkeypatch.setattr(trials, "_left", lambda job: 0.0)
     first = search("onnx", tmp_path, trials=(FIRST, MIXED), deadline=1e6)
     assert "one evaluation of the metric takes" in first.trials[1].failed and first.best is not None
@@ -501,9 +497,7 @@ def test_ctrl_c_within_a_search_for_mixed_precision_ends_the_whole_one(tmp_path:
 # -- what is shown
 
 
-def test_the_table_grows_on_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_grows_on_a_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
     search("onnx", tmp_path, progress=True)
@@ -591,9 +585,7 @@ def test_an_error_of_any_kind_is_a_row_of_the_table(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["local", "ray"])
-def test_a_trial_that_always_loses_its_worker_is_a_failed_one(
-    executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_that_always_loses_its_worker_is_a_failed_one(executor, tmp_path, monkeypatch):
     let_workers_start(executor, monkeypatch)
     (marker := tmp_path / "lost").mkdir()
     dies = Dies("onnx", marker, os.getpid(), 1000)

@@ -332,10 +332,7 @@ def test_a_quantizer_that_two_requests_share(front: str) -> None:
 
 def test_what_the_target_has_no_kernel_for() -> None:
     sim = quantized("torch", config_file=config(Conv=[INT, WIDE]))
-    with pytest.raises(
-        BitwrightError,
-        match="no kernel of Conv for 8-bit activations and 4-bit weights.*activations int8, weights int8",
-    ):
+    with pytest.raises(BitwrightError, match="no kernel of Conv for 8-bit activations and 4-bit .*weights int8"):
         set_precisions(sim, [PrecisionRequest("stem", "int8", "int4")])
     report = set_precisions(sim, [PrecisionRequest("stem", "int8", "int4")], strict=False)
     assert bits(sim, "stem") == ({8}, {8}) and "it has activations int8, weights int8" in report.compromises[0]

@@ -323,9 +323,7 @@ def test_budgets_that_no_choice_fits_together() -> None:
             search({cost: 2.0})
         least[cost] = float(re.findall(r"least possible is ([\d.e+]+)", str(told.value))[0])
         assert search({cost: least[cost]}).met
-    with pytest.raises(
-        BitwrightError, match="fits activation_bytes of .* within weight_bytes of .*least possible is"
-    ) as both:
+    with pytest.raises(BitwrightError, match="fits activation_bytes of .* within weight_bytes.*least possible") as both:
         search(least)
     least["activation_bytes"] = float(re.findall(r"least possible is ([\d.e+]+)", str(both.value))[0])
     assert search(least).met

@@ -39,9 +39,7 @@ from tests.support.zoo import ZOO, Call
     ],
     ids=["above", "below", "both", "hardtanh", "hardtanh above", "relu6"],
 )
-def test_ends_of_a_clamp(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], ends: tuple[Any, Any]
-) -> None:
+def test_ends_of_a_clamp(function, args, kwargs, ends):
     row = FUNCTIONS[function]
     assert row.attrs is not None
     attrs = row.attrs(row.bind((torch.zeros(3), *args), kwargs))

@@ -258,9 +258,7 @@ def test_a_module_called_on_its_own_computes_what_it_does_within_the_forward(sim
 
 
 @torch.no_grad()
-def test_a_method_is_simulated_and_what_is_not_is_said_once(
-    sim: QuantizationSimModel, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_method_is_simulated_and_what_is_not_is_said_once(sim, caplog):
     with caplog.at_level(logging.WARNING, "bitwright"):
         first = sim.model.encode(SOURCE)
         assert torch.equal(sim.model.encode(SOURCE), first)

@@ -321,9 +321,7 @@ def test_data_that_is_no_list_of_batches() -> None:
         check_model(Net(_division), [])
     empty = torch.zeros(0, 8)
     for data in ([torch.ones(4, 8), empty], lambda model: [model(torch.ones(4, 8)), model(empty)]):
-        with pytest.raises(
-            CalibrationError, match="it holds no sample: input 0 is 0x8. Remedy: leave empty batches out"
-        ):
+        with pytest.raises(CalibrationError, match="it holds no sample: input 0 is 0x8. Remedy: leave empty batches"):
             check_model(Net(_division), data)
 
 
@@ -379,9 +377,7 @@ def _encodings(sim: QuantizationSimModel) -> dict[str, Any]:
 
 def test_error_is_the_default_and_names_the_input() -> None:
     sim = _simulation()
-    with pytest.raises(
-        CalibrationError, match=r"batch 1, x: the input is not finite of sample 2: it holds 1 NaN and 0 Inf"
-    ):
+    with pytest.raises(CalibrationError, match=r"batch 1, x: the input is not finite of sample 2: it holds 1 NaN and"):
         sim.compute_encodings(_spoilt())
     assert not sim.calibrated
 

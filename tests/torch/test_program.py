@@ -117,9 +117,7 @@ FOUND: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("find", FOUND.values(), ids=FOUND)
-def test_a_size_that_the_model_read_holds_where_quantizers_would_find_other_rows(
-    find: Callable[[Tensor, Tensor], Tensor],
-) -> None:
+def test_a_size_that_the_model_read_holds_where_quantizers_would_find_other_rows(find):
     torch.manual_seed(0)
     model, batches = Rows(find).eval(), [torch.randn(3, 12, 8) for _ in range(3)]
     sim = QuantizationSimModel(model, batches[0], default_param_bw=2, default_output_bw=4)

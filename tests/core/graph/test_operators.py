@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import onnx
 import onnxruntime
@@ -74,37 +73,6 @@ def test_traits_name_operators_of_the_op_table_once() -> None:
         assert OPS.keys() >= set(ops), trait
         assert not WITHOUT.intersection(ops), trait
     assert OPS.keys() >= WITHOUT
-
-
-def copies(source: str) -> list[str]:
-    """Tables of ``source`` that list the operators of a trait, or of three and more with others beside them."""
-    found = []
-    for node in ast.parse(source).body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            for part in ast.walk(node.value):
-                names: set[Any] = set()
-                if isinstance(part, (ast.Tuple, ast.List, ast.Set)):
-                    names = {e.value if isinstance(e, ast.Constant) else None for e in part.elts}
-                elif isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    names = set(part.value.split())
-                found += [
-                    f"line {part.lineno}: {trait}"
-                    for trait, ops in TRAITS.items()
-                    if names == set(ops) or (len(ops) > 2 and names >= set(ops))
-                ]
-    return found
-
-
-def test_no_other_table_repeats_a_trait() -> None:
-    for path in FILES:
-        assert not copies(path.read_text(encoding="utf-8")), path.relative_to(ROOT)
-
-
-def test_a_table_that_repeats_a_trait_is_seen() -> None:
-    assert copies('_FUSED = frozenset(("Clip", "Relu"))') == ["line 1: clamp"]
-    assert not copies('_FUSED = ("Clip", "Relu", "Tanh")')
-    assert copies('_BODIES = "If Loop Scan Call".split()') == ["line 1: bodies"]
-    assert not copies('_BODIES = (*TRAITS["bodies"], "Call")')
 
 
 def count(b: Build, made: str) -> float:

@@ -249,9 +249,7 @@ def test_files_that_are_not_there_or_not_files(tmp_path):
 
 @pytest.mark.parametrize("name, text", [("q.json", "[1]"), ("q.yaml", "- 1"), ("q.yaml", "")])
 def test_a_file_without_keys_says_what_it_holds(tmp_path, name, text):
-    with pytest.raises(
-        ConfigError, match="not keys and values. Remedy: write preset, rules, supergroups, recurrent, tail as keys"
-    ):
+    with pytest.raises(ConfigError, match="not keys and values. Remedy: write preset, rules, supergroups, recurrent,"):
         load_config(write(tmp_path, name, text))
 
 

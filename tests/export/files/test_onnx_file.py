@@ -140,9 +140,7 @@ def test_equal_exports_give_equal_manifests(exported: Path) -> None:
     assert texts[0] == texts[1], "the manifest itself is not among its files, and no time is written"
 
 
-def test_files_of_a_staging_folder_are_named_relative_to_it(
-    exported: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_files_of_a_staging_folder_are_named_relative_to_it(exported, tmp_path_factory):
     other = tmp_path_factory.mktemp("other") / "manifest.json"
     written = write_manifest(other, folder=exported, files=["net.onnx"])
     assert [f.name for f in written.files] == ["net.onnx"]

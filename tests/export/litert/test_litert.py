@@ -39,9 +39,7 @@ NOISE = {
         ("stories260k", "torch"),
     ],
 )  # fmt: skip
-def test_reference_kernels_differ_by_their_roundings_alone(
-    shared_data: Path, tmp_path: Path, name: str, front_end: str
-) -> None:
+def test_reference_kernels_differ_by_their_roundings_alone(shared_data, tmp_path, name, front_end):
     task = TASKS[name]()
     simulation, _ = quantized(name, front_end, task, tmp_path, target="litert")
     report = verify_folder(tmp_path, runtime="litert")

@@ -109,9 +109,7 @@ CONSTANT_CASES = [
 @pytest.mark.parametrize("activation", ["unsigned", "as_is"])
 @pytest.mark.parametrize("shape", [(4, 6, 2, 3), (5, 9)], ids=["conv", "linear"])
 @pytest.mark.parametrize(("fmt", "granularity"), CONSTANT_CASES, ids=str)
-def test_constant_is_bit_identical(
-    fmt: str, granularity: PerTensor | PerChannel | PerBlock, shape: tuple[int, ...], activation: str
-) -> None:
+def test_constant_is_bit_identical(fmt, granularity, shape, activation):
     g = Graph()
     x, w = g.input("x", *shape), g.param("w", normal(*shape))
     symmetry = "symmetric" if fmt.endswith("n") or not fmt.startswith("u") else "asymmetric"
@@ -533,9 +531,7 @@ MISREADERS: dict[str, Callable[[Graph, ir.Value, ir.Value], ir.Value]] = {
 )
 @pytest.mark.parametrize("where", ["weight", "input", "output"])
 @pytest.mark.parametrize("name", MISREADERS)
-def test_no_integer_kernel_takes_several_scales_for_one(
-    name: str, where: str, granularity: PerChannel | PerBlock, activation: str
-) -> None:
+def test_no_integer_kernel_takes_several_scales_for_one(name, where, granularity, activation):
     fmt, symmetry = ("uint8", "asymmetric") if activation == "unsigned" else ("int8", "symmetric")
     g = Graph()
     spread = np.linspace(0.1, 3, 4, dtype=np.float32)

@@ -404,9 +404,7 @@ def test_missing_file_folder_and_wrong_type(tmp_path):
         load_model(tmp_path / "nowhere.onnx")
     with pytest.raises(ModelError, match="the model file is a folder"):
         load_model(tmp_path)
-    with pytest.raises(
-        ModelError, match="^model: a dict is not a model. Remedy: pass a path, an onnx.ModelProto or an "
-    ):
+    with pytest.raises(ModelError, match="^model: a dict is not a model. Remedy: pass a path, an onnx.ModelProto or"):
         load_model({})
 
 
@@ -597,9 +595,7 @@ def test_a_group_norm_of_unknown_width_is_refused():
     n = Net()
     x = n.input("x", (1, "c", 4, 4))
     y = n("GroupNormalization", x, n.weights(2), n.weights(2), num_groups=2, name="norm", out="y")
-    with pytest.raises(
-        ModelError, match="the GroupNormalization 'norm' cannot be converted to opset 21: how many channels"
-    ):
+    with pytest.raises(ModelError, match="the GroupNormalization 'norm' cannot be converted to opset 21: how many"):
         modernize(load_model(n.model(y, opset=18)))
 
 
@@ -725,9 +721,7 @@ def test_a_file_for_another_cpu_is_refused(tmp_path, monkeypatch):
     n = Net(3)
     written = optimized(n.model(residual(n)), tmp_path)
     monkeypatch.setattr("bitwright.onnx.model.rewrites.block_length", lambda: block_length.__wrapped__() * 3)
-    with pytest.raises(
-        ModelError, match=r"weight of shape \[\d+, 3, 3, 3\] is in blocks of another length.*another CPU"
-    ):
+    with pytest.raises(ModelError, match=r"weight of shape \[\d+, 3, 3, 3\] is in blocks of another.*another CPU"):
         load_model(written)
     other = block_length() * 2 if block_length() == 8 else 8
     n = Net(3)

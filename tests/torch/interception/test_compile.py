@@ -204,9 +204,7 @@ class Recurrent(nn.Module):
     ],
     ids=["gru-lstm", "gru-aot", "two-layers", "two-ways"],
 )
-def test_recurrent_layers_are_compiled_with_the_numbers_of_eager(
-    net: Callable[[], nn.Module], backend: str, grad: bool
-) -> None:
+def test_recurrent_layers_are_compiled_with_the_numbers_of_eager(net, backend, grad):
     sim, x = simulated(net, (2, 2, 2))
     run = torch.compile(sim.model, backend=backend, fullgraph=True)
     with torch._dynamo.config.patch(allow_rnn=True):

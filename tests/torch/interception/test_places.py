@@ -204,9 +204,7 @@ class Scaled(nn.Module):
         return x
 
 
-def test_a_convolution_repeated_on_one_line_is_named_before_it_costs_three_bits(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_convolution_repeated_on_one_line_is_named_before_it_costs_three_bits(caplog):
     """Each call makes less of its input, ten times less after four; calls over time are not accused."""
     torch.manual_seed(0)
     conv = nn.Conv2d(16, 16, 1, bias=False)

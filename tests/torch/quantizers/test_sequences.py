@@ -45,9 +45,7 @@ def simulated(model: nn.Module, x: Tensor = X) -> QuantizationSimModel:
 @pytest.mark.parametrize("scheme", ["minmax", "percentile"])
 @pytest.mark.parametrize("on", ["*", "*.gate"], ids=["default", "gates"])
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "both"])
-def test_statistics_are_those_of_single_steps(
-    scheme: str, on: str, bidirectional: bool, in_steps: Callable[[], None]
-) -> None:
+def test_statistics_are_those_of_single_steps(scheme, on, bidirectional, in_steps):
     def statistics() -> list[object]:
         sim = QuantizationSimModel(lstm(bidirectional=bidirectional), X, quant_scheme=scheme)
         for site in sim.quantizers["*.gate"]:  # by themselves they have a fixed range, which needs no data
@@ -64,9 +62,7 @@ def test_statistics_are_those_of_single_steps(
 
 @pytest.mark.parametrize("scheme", ["minmax", "percentile"])
 @pytest.mark.parametrize("hidden", [10, 16, 24, 32, 33])
-def test_results_are_those_of_single_steps_while_it_is_observed(
-    scheme: str, hidden: int, in_steps: Callable[[], None]
-) -> None:
+def test_results_are_those_of_single_steps_while_it_is_observed(scheme, hidden, in_steps):
     x = torch.randn(30, 8, 6, generator=torch.Generator().manual_seed(2))
 
     def results() -> list[Tensor]:
@@ -203,9 +199,7 @@ def test_only_what_is_asked_for_has_a_gradient() -> None:
 @pytest.mark.parametrize("sites", ["*", "*.cell", "*.pre", "*.gate"])
 @pytest.mark.parametrize("bits", [3, 8, 16])
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "both"])
-def test_ranges_that_train_get_the_gradients_of_single_steps(
-    sites: str, bits: int, bidirectional: bool, in_steps: Callable[[], None]
-) -> None:
+def test_ranges_that_train_get_the_gradients_of_single_steps(sites, bits, bidirectional, in_steps):
     def gradients() -> dict[str, Tensor]:
         sim = QuantizationSimModel(lstm(bidirectional=bidirectional), X)
         for name, site in sim.quantizers.items():
@@ -310,9 +304,7 @@ def results(model: nn.Module, x: object, bits: int, learned: bool = False) -> li
 @pytest.mark.parametrize("bits", [8, 4, 16])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_equal_to_the_gates_one_by_one(
-    kind: str, packed: bool, bits: int, learned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_to_the_gates_one_by_one(kind, packed, bits, learned, monkeypatch):
     monkeypatch.setattr(stacked_steps, "_LEAST", 0)  # compiled steps, where they are at hand, of small states too
     x, seen = PACKED if packed else GATES_X, []
     stacked, sequence = StepFunctions.stacked, StepFunctions.sequence
@@ -384,9 +376,7 @@ def test_a_cell_prepares_nothing_for_many_steps(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow_variants("packed-8")
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_compiled_steps_of_an_lstm_are_those_of_array_functions(
-    packed: bool, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_steps_of_an_lstm_are_those_of_array_functions(packed, bits, monkeypatch):
     monkeypatch.setattr(stacked_steps, "_LEAST", 0)
     x = PACKED if packed else GATES_X
     fast = results(build("lstm", num_layers=2), x, bits)

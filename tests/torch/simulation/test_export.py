@@ -103,9 +103,7 @@ def test_the_files_and_what_they_hold(sim: QuantizationSimModel, data: list[Tens
     assert "net.onnx" in json.dumps(manifest) and "bitwright" in json.dumps(manifest)
 
 
-def test_files_tell_nothing_of_the_machine_they_were_written_on(
-    sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path
-) -> None:
+def test_files_tell_nothing_of_the_machine_they_were_written_on(sim, data, tmp_path):
     exported = sim.export(tmp_path / "out", "net", data[0])
     here = (str(Path(__file__).parent), str(tmp_path), "stack_trace", "pkg.torch")
     for path in (tmp_path / "out").iterdir():
@@ -114,9 +112,7 @@ def test_files_tell_nothing_of_the_machine_they_were_written_on(
     assert [p.read_bytes() for p in exported.files] == [p.read_bytes() for p in again.files]
 
 
-def test_float_graph_and_encodings_speak_of_the_same_tensors(
-    sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path
-) -> None:
+def test_float_graph_and_encodings_speak_of_the_same_tensors(sim, data, tmp_path):
     exported = sim.export(tmp_path, "net", data[0])
     model = onnx.load(exported.float_model)
     onnx.checker.check_model(model)
@@ -133,9 +129,7 @@ def test_float_graph_and_encodings_speak_of_the_same_tensors(
 
 @pytest.mark.slow_variants("integer-kernels")
 @pytest.mark.parametrize("simulate", [True, False], ids=["float-kernels", "integer-kernels"])
-def test_the_exported_network_computes_what_the_simulation_does(
-    sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path, simulate: bool
-) -> None:
+def test_the_exported_network_computes_what_the_simulation_does(sim, data, tmp_path, simulate):
     exported = sim.export(tmp_path, "net", data[0])
     got = run(exported.qdq, {"image": data[1].numpy()}, simulate)
     with torch.no_grad():
@@ -146,9 +140,7 @@ def test_the_exported_network_computes_what_the_simulation_does(
 
 @pytest.mark.slow_variants("0.6.1", "1.0.0")
 @pytest.mark.parametrize("version", ["0.6.1", "1.0.0", "2.0.0"])
-def test_exported_encodings_in_a_fresh_simulation_give_the_same_bits(
-    sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path, version: str
-) -> None:
+def test_exported_encodings_in_a_fresh_simulation_give_the_same_bits(sim, data, tmp_path, version):
     exported = sim.export(tmp_path, "net", data[0], encoding_version=version)
     fresh = QuantizationSimModel(copy.deepcopy(sim).remove(), data[0])
     fresh.load_encodings(exported.encodings)
@@ -168,18 +160,14 @@ def test_options(sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path) 
         sim.export(tmp_path, "net", data[0], dynamic_shapes={"img": {0: torch.export.Dim.AUTO}})
 
 
-def test_exporting_leaves_the_simulation_as_it_was(
-    sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path
-) -> None:
+def test_exporting_leaves_the_simulation_as_it_was(sim, data, tmp_path):
     before = sim.model(data[0])["logits"]
     sim.export(tmp_path, "net", data[0])
     assert torch.equal(sim.model(data[0])["logits"], before)
     assert sim.model(data[0])["logits"].requires_grad
 
 
-def test_one_simulated_forward_gives_samples_and_outputs(
-    sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path
-) -> None:
+def test_one_simulated_forward_gives_samples_and_outputs(sim, data, tmp_path):
     runs: list[bool] = []
     sim.model.fc.register_forward_hook(lambda *given: runs.append(type(given[-1]) is Tensor))
     sim.export(tmp_path, "net", data[0])
@@ -288,9 +276,7 @@ def test_one_line(data: list[Tensor], tmp_path: Path) -> None:
         quantize(model, [])
 
 
-def test_a_folder_that_cannot_be_written_keeps_what_it_had(
-    sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_keeps_what_it_had(sim, data, tmp_path):
     target = tmp_path / "file"
     target.write_text("mine")
     with pytest.raises(ExportError, match="file"):

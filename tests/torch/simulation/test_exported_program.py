@@ -335,9 +335,7 @@ def test_a_path_that_activations_decide_on_is_refused_with_its_line() -> None:
 
     ids = torch.tensor([[1, 2, 3]])
     sim = simulated(Halting(), (ids,))
-    with pytest.raises(
-        ExportError, match=r"test_exported_program\.py:\d+, in forward: a number that Python reads there"
-    ):
+    with pytest.raises(ExportError, match=r"test_exported_program\.py:\d+, in forward: a number that Python reads"):
         sim.verify(ids)
 
 

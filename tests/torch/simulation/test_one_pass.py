@@ -75,9 +75,7 @@ def run(sim: QuantizationSimModel, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels-last"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", TAILS)
-def test_values_and_gradients_are_those_of_separate_calls(
-    name: str, threads: int, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_gradients_are_those_of_separate_calls(name, threads, layout, monkeypatch):
     torch.manual_seed(0)
     model = Body(TAILS[name]).to(memory_format=layout)
     x = torch.randn(2, 3, 60, 60).to(memory_format=layout)
@@ -97,9 +95,7 @@ def test_values_and_gradients_are_those_of_separate_calls(
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels-last"])
 @pytest.mark.parametrize("offsets", [False, True], ids=["scales", "offsets"])
 @pytest.mark.parametrize("name", TAILS)
-def test_ranges_that_train_have_the_values_and_gradients_of_separate_calls(
-    name: str, offsets: bool, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranges_that_train_have_the_values_and_gradients_of_separate_calls(name, offsets, layout, monkeypatch):
     torch.manual_seed(0)
     model = Body(TAILS[name]).to(memory_format=layout)
     x = torch.randn(2, 3, 40, 40).to(memory_format=layout)

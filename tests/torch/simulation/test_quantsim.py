@@ -67,9 +67,7 @@ def sim(model: Net, batches: list[Tensor]) -> QuantizationSimModel:
 # -- what it computes
 
 
-def test_the_simulation_is_the_reference_arithmetic_at_every_site(
-    sim: QuantizationSimModel, model: Net, batches: list[Tensor]
-) -> None:
+def test_the_simulation_is_the_reference_arithmetic_at_every_site(sim, model, batches):
     q = {name: site.encoding for name, site in sim.quantizers.items()}
 
     def fq(x: Tensor, name: str) -> Tensor:
@@ -155,9 +153,7 @@ def test_weights_changed_through_data_are_seen(sim: QuantizationSimModel, batche
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
-def test_elements_exchanged_through_data_are_seen(
-    model: Net, batches: list[Tensor], layout: torch.memory_format
-) -> None:
+def test_elements_exchanged_through_data_are_seen(model, batches, layout):
     """The sum and almost every element stay what they were, and so do address and version."""
     sim = QuantizationSimModel(model.to(memory_format=layout), batches[0])
     sim.compute_encodings(batches)
@@ -173,9 +169,7 @@ def test_elements_exchanged_through_data_are_seen(
         assert torch.equal(sim.model(batches[0]), copy.deepcopy(sim).model(batches[0]))
 
 
-def test_a_training_step_gives_back_what_an_evaluation_kept_of_the_weights(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_a_training_step_gives_back_what_an_evaluation_kept_of_the_weights(sim, batches):
     """A copy of every weight and its values on the grid: as much again as model and gradients."""
     weight, quantizer = sim.model.conv.weight, sim.quantizers["conv.weight"].quantizer
     with torch.no_grad():
@@ -258,9 +252,7 @@ def test_half_precision_after_calibration(sim: QuantizationSimModel, batches: li
 # -- quantizers as a mapping
 
 
-def test_quantizers_can_be_read_changed_and_switched_off(
-    sim: QuantizationSimModel, model: Net, batches: list[Tensor]
-) -> None:
+def test_quantizers_can_be_read_changed_and_switched_off(sim, model, batches):
     site = sim.quantizers["fc.weight"]
     site.spec = QuantSpec(IntFormat(4), PerBlock(4))
     assert site.spec.granularity == PerBlock(4, 1, 0) and site.encoding.scale.shape == (4, 2)
@@ -379,9 +371,7 @@ def test_a_call_first_seen_after_calibration_runs_in_float_and_is_listed_once(ca
     assert not torch.equal(both.model(-x), model(-x))
 
 
-def test_other_methods_get_an_error_with_the_remedy_and_work_inside_active(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_other_methods_get_an_error_with_the_remedy_and_work_inside_active(sim, batches):
     conv = sim.model.conv(batches[0])
     assert torch.equal(conv, sim.capture(["conv.output[0]"], batches[0])["conv.output[0]"][0])
     with sim.active():
@@ -418,9 +408,7 @@ def test_in_place_simulation_can_be_taken_off(model: Net, batches: list[Tensor])
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "copy"])
-def test_a_simulated_model_is_not_simulated_again(
-    sim: QuantizationSimModel, model: Net, batches: list[Tensor], in_place: bool
-) -> None:
+def test_a_simulated_model_is_not_simulated_again(sim, model, batches, in_place):
     for given, where in ((sim.model, "Net: "), (nn.Sequential(sim.model), "0: "), (sim.model.conv, "Conv2d: ")):
         with pytest.raises(ModelError, match=f"^{where}it is simulated already") as caught:
             QuantizationSimModel(given, batches[0], in_place=in_place)
@@ -431,9 +419,7 @@ def test_a_simulated_model_is_not_simulated_again(
     assert sim.calibrated and not torch.equal(sim.model(batches[0]), model(batches[0]))
 
 
-def test_a_copy_of_a_simulation_has_its_own_weights_and_one_of_a_site_has_none(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_a_copy_of_a_simulation_has_its_own_weights_and_one_of_a_site_has_none(sim, batches):
     sim.compute_encodings(batches)
     twin = copy.deepcopy(sim)
     with torch.no_grad():
@@ -457,9 +443,7 @@ def test_copy_of_the_model_alone_has_quantizers_of_its_own(sim: QuantizationSimM
     assert torch.equal(twin(batches[0]), quantized) and not torch.equal(sim.model(batches[0]), quantized)
 
 
-def test_partial_encodings_leave_other_sites_as_they_are(
-    sim: QuantizationSimModel, model: Net, batches: list[Tensor], tmp_path: Path
-) -> None:
+def test_partial_encodings_leave_other_sites_as_they_are(sim, model, batches, tmp_path):
     sim.compute_encodings(batches)
     path = sim.save_encodings(tmp_path / "all.json", "1.0.0")
     document = json.loads(path.read_text())
@@ -498,26 +482,19 @@ def test_unknown_names(model: Net, batches: list[Tensor]) -> None:
         QuantizationSimModel(model, batches[0], preset="w8a9")
     with pytest.raises(ConfigError, match=r"'double' is neither int nor float"):
         QuantizationSimModel(model, batches[0], default_data_type="double")
-    with pytest.raises(
-        ConfigError, match=r"'model\.onnx' is a str\. Remedy: give a torch\.nn\.Module \(bitwright\.onnx takes"
-    ):
+    with pytest.raises(ConfigError, match=r"'model\.onnx' is a str\. Remedy: give a torch\.nn\.Module"):
         QuantizationSimModel("model.onnx", batches[0])  # type: ignore[arg-type]
 
 
 def test_example_of_wrong_shape_or_kind(model: Net, batches: list[Tensor]) -> None:
-    with pytest.raises(
-        ModelError, match=r"Net, in conv: the model fails on the example input \(x: \(1, 7, 4, 4\) float32 on cpu\)"
-    ):
+    with pytest.raises(ModelError, match=r"Net, in conv: the model fails .* \(x: \(1, 7, 4, 4\) float32 on cpu\)"):
         QuantizationSimModel(model, torch.randn(1, 7, 4, 4))
     with pytest.raises(ModelError, match=r"the model fails on the example input.*Remedy: pass dummy_input"):
         QuantizationSimModel(model, (batches[0], batches[0]))
 
 
 def test_example_on_a_device_it_cannot_leave(model: Net) -> None:
-    with pytest.raises(
-        ModelError,
-        match=r"input: its tensors are on meta and cannot be moved to the model's device, cpu.*create the input on cpu",
-    ):
+    with pytest.raises(ModelError, match=r"input: its tensors are on meta .*cpu.*create the input on cpu"):
         QuantizationSimModel(model, torch.empty(1, 3, 6, 6, device="meta"))
 
 
@@ -531,14 +508,12 @@ def test_no_data(model: Net, batches: list[Tensor]) -> None:
         sim.compute_encodings(batches[0])
     empty = batches[0][:0]
     for data in ([batches[0], empty], lambda m: [m(batches[0]), m(empty)]):
-        with pytest.raises(
-            CalibrationError, match=r"batch 1: it holds no sample: input 0 is 0x.*leave empty batches out"
-        ):
+        with pytest.raises(CalibrationError, match=r"batch 1: it holds no sample: input 0 is 0x.*leave empty batches"):
             sim.compute_encodings(data)
     with pytest.raises(CalibrationError, match="batch 0: it holds no sample"):
         quantize(model, [empty], progress=False)
     with pytest.raises(
-        CalibrationError, match=r"batch 1, in conv: the model fails on it.*batches as the model's forward takes them"
+        CalibrationError, match=r"batch 1, in conv: the model fails .* as the model's forward takes them"
     ):
         sim.compute_encodings([batches[0], torch.randn(1, 2, 3, 3)])
     with pytest.raises(CalibrationError, match=r"leave labels out"):
@@ -623,9 +598,7 @@ def test_weights_that_no_batch_reached_are_calibrated_from_their_values() -> Non
     assert torch.equal(sim.model(-x), alone.model(-x))
 
 
-def test_quantize_leaves_unreached_branches_in_float_or_refuses_them_before_any_work(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_quantize_leaves_unreached_branches_in_float_or_refuses_them_before_any_work(caplog):
     class Branch(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -655,9 +628,7 @@ def test_quantize_leaves_unreached_branches_in_float_or_refuses_them_before_any_
         quantize(Branch(), Loader(), recipe=["fold", "gptq"], progress=False, allow_unreached=False)
 
 
-def test_values_that_are_not_finite_are_left_out_and_named(
-    model: Net, batches: list[Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_that_are_not_finite_are_left_out_and_named(model, batches, caplog):
     spoilt = batches[0].clone()
     spoilt[0, 0, 0, 0], spoilt[0, 0, 0, 1] = float("nan"), float("inf")
     sim = QuantizationSimModel(model, batches[0])
@@ -669,9 +640,7 @@ def test_values_that_are_not_finite_are_left_out_and_named(
         sim.compute_encodings([torch.full_like(spoilt, float("nan"))], non_finite="clamp")
 
 
-def test_ctrl_c_keeps_the_statistics_and_resumes(
-    model: Net, batches: list[Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ctrl_c_keeps_the_statistics_and_resumes(model, batches, caplog):
     def interrupted():  # type: ignore[no-untyped-def]
         yield batches[0]
         raise KeyboardInterrupt
@@ -691,9 +660,7 @@ def test_ctrl_c_keeps_the_statistics_and_resumes(
 
 
 @pytest.mark.parametrize("version", ["0.6.1", "1.0.0", "2.0.0"])
-def test_encodings_come_back_bit_for_bit(
-    sim: QuantizationSimModel, model: Net, batches: list[Tensor], tmp_path: Path, version: str
-) -> None:
+def test_encodings_come_back_bit_for_bit(sim, model, batches, tmp_path, version):
     sim.save_encodings(tmp_path / "net.encodings", version)
     fresh = QuantizationSimModel(model, batches[0])
     fresh.load_encodings(tmp_path / "net.encodings")
@@ -703,9 +670,7 @@ def test_encodings_come_back_bit_for_bit(
     assert torch.equal(fresh.model(batches[1]), sim.model(batches[1]))
 
 
-def test_saving_encodings_warns_only_where_an_encoding_is_lost(
-    sim: QuantizationSimModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_saving_encodings_warns_only_where_an_encoding_is_lost(sim, tmp_path, caplog):
     sim.save_encodings(tmp_path / "net.encodings")
     assert not caplog.records
     sim.quantizers["fc.weight"].spec = QuantSpec(parse_format("float8_e4m3"), PerChannel())
@@ -717,18 +682,14 @@ def test_saving_encodings_warns_only_where_an_encoding_is_lost(
 def test_encodings_of_another_model_say_what_is_missing_and_extra(sim: QuantizationSimModel, tmp_path: Path) -> None:
     sim.save_encodings(tmp_path / "net.encodings")
     other = QuantizationSimModel(nn.Sequential(nn.Linear(3, 3)), torch.randn(1, 3))
-    with pytest.raises(
-        EncodingsError, match=r"names of the model are missing.*0\.weight.*not in the model.*conv\.weight"
-    ):
+    with pytest.raises(EncodingsError, match=r"names .* are missing.*0\.weight.*not in the model.*conv\.weight"):
         other.load_encodings(tmp_path / "net.encodings")
     (tmp_path / "broken.encodings").write_text("{")
     with pytest.raises(EncodingsError, match=r"JSON"):
         sim.load_encodings(tmp_path / "broken.encodings")
 
 
-def test_frozen_parameters_survive_calibration(
-    sim: QuantizationSimModel, model: Net, batches: list[Tensor], tmp_path: Path
-) -> None:
+def test_frozen_parameters_survive_calibration(sim, model, batches, tmp_path):
     sim.quantizers["conv.weight"].encoding = affine.encode(
         np.full(8, -1.0), np.full(8, 1.0), sim.quantizers["conv.weight"].spec, PerChannel(0)
     )
@@ -739,9 +700,7 @@ def test_frozen_parameters_survive_calibration(
     assert fresh.quantizers["conv.weight"].encoding == sim.quantizers["conv.weight"].encoding
 
 
-def test_checkpoints_hold_everything_without_pickle(
-    sim: QuantizationSimModel, model: Net, batches: list[Tensor], tmp_path: Path
-) -> None:
+def test_checkpoints_hold_everything_without_pickle(sim, model, batches, tmp_path):
     sim.quantizers["fc.output[0]"].enabled = False
     with torch.no_grad():
         sim.model.conv.weight.mul_(0.99)
@@ -853,9 +812,7 @@ def test_encodings_of_a_model_whose_mask_was_left_in_float_are_read_back(tmp_pat
     assert torch.equal(fresh.model(*batch), sim.model(*batch))
 
 
-def test_encodings_are_read_where_the_user_had_switched_a_site_off(
-    model: Net, batches: list[Tensor], tmp_path: Path
-) -> None:
+def test_encodings_are_read_where_the_user_had_switched_a_site_off(model, batches, tmp_path):
     sim, other = (QuantizationSimModel(model, batches[0]) for _ in range(2))
     sim.compute_encodings(batches, progress=False)
     path = sim.save_encodings(tmp_path / "model.encodings")

@@ -138,9 +138,7 @@ def test_what_cannot_be_learned_is_refused():
     with pytest.raises(ConfigError, match="no range can be learned: conv1.bias: its grid follows"):
         sim.learn_ranges("conv1.bias")
     torch.manual_seed(0)
-    with pytest.raises(
-        CalibrationError, match=r"learn_ranges: the simulation is not calibrated.*call sim.compute_encodings"
-    ):
+    with pytest.raises(CalibrationError, match=r"learn_ranges: .* is not calibrated.*call sim.compute_encodings"):
         QuantizationSimModel(Net(), X).learn_ranges()
     wide = make(preset="fp8")
     with pytest.raises(ConfigError, match="is not an integer grid of up to 16 bits"):
@@ -492,9 +490,7 @@ def test_the_guard_names_the_range_that_a_step_moved_off_its_tensor():
     before = [p.detach().clone() for p in sim.range_parameters()]
     encoding = sim.quantizers["0.weight"].encoding
     guard = TrainingGuard(torch.optim.Adam(sim.range_parameters(), lr=100.0), sim=sim)
-    with pytest.raises(
-        ModelError, match=r"0.weight: its learned scale is e\^100.0 times .* lower the learning rate of sim.range"
-    ):
+    with pytest.raises(ModelError, match=r"0.weight: its learned scale is e\^100.0 times .* lower the learning rate"):
         guard.step(sim.model(ROWS).square().mean())
     assert all(torch.equal(p, q) for p, q in zip(sim.range_parameters(), before, strict=True))
     assert sim.quantizers["0.weight"].encoding == encoding and bool(sim.model(ROWS).isfinite().all())

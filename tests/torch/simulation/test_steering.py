@@ -381,9 +381,7 @@ def simulated(name: str) -> QuantizationSimModel:
 @pytest.mark.quick_variants("scaled-learned")
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("name", MODELS)
-def test_they_are_integers_in_simulation_and_file_and_trained_ones_verify(
-    name: str, learned: bool, tmp_path: Path
-) -> None:
+def test_they_are_integers_in_simulation_and_file_and_trained_ones_verify(name, learned, tmp_path):
     sim = simulated(name)
     sim.compute_encodings([X], progress=False)
     if learned:

@@ -116,9 +116,7 @@ def optimizer_of(sim: QuantizationSimModel, learned: bool) -> torch.optim.Optimi
 @pytest.mark.slow_variants("lstm-learned", "gru-learned")
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_training_step_reads_no_number(
-    name: str, learned: bool, elsewhere: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_step_reads_no_number(name, learned, elsewhere, monkeypatch):
     sim, x = simulated(name, learned)
     sim.model.train()
     elsewhere()
