@@ -30,14 +30,16 @@ from bitwright.compare.reasons import OTHER_CONSTANT, Evidence, Saturated, expla
 from bitwright.compare.recurrent_steps import after_pools, side_by_side
 from bitwright.compare.runtime import EXACT_SUMS, MODES, Mode, refusals, run_in, run_model
 from bitwright.core.simulation.float_model import sqnr
-from bitwright.errors import ExportError, close_matches
+from bitwright.errors import ExportError, close_matches, first_few
+from bitwright.export.artefacts import Samples, WrongKernels
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.onnx_file import checked_on_failure, load
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import with_tables
 from bitwright.export.qdq.markers import copy_model
 from bitwright.export.runtime_faults import Edit, Otherwise, computed_otherwise
-from bitwright.export.samples import find_export, read_samples
+from bitwright.export.samples import find_export, plain, read_samples
+from bitwright.export.targets import find_target
 from bitwright.runtimes.adapters import check_not_empty, find_runtime, named_arrays
 from bitwright.tables import Table, Tabular, html_table
 
@@ -46,6 +48,7 @@ T = TypeVar("T")
 Verdict = Literal["agrees", "within", "fails"]
 
 _MOST_OPS = 8
+_FAR, _NEARER = 20.0, 10.0  # dB from the simulation: a wrong output, and how much nearer float kernels bring it then
 _SAME_OUTPUT = 60.0  # dB, of a model without anything quantized
 _VERDICTS: dict[Verdict, str] = {"agrees": "", "within": "within ", "fails": "FAILS "}
 
@@ -563,6 +566,52 @@ def level(expected: Array, found: Array | None) -> float:
         same = np.array_equal(expected.astype(np.str_), found.astype(np.str_))
         return math.inf if same else -math.inf
     return sqnr(expected, found)
+
+
+def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> WrongKernels | None:
+    """Kernels of ONNX Runtime that bring the outputs of a file far away from its simulation, where float kernels do not.
+
+    A file that is right is run once. Sums that saturate on a CPU without VNNI are no fault of the file and count as exact.
+
+    Args:
+        model: as ``to_qdq`` wrote it.
+        samples: file with what the simulation computed.
+        kept: what lies in it.
+        target: of the model; those of other runtimes are not run.
+
+    Returns:
+        ``None`` where nothing is wrong, or where the runtime does not run the file at all, which ``verify`` says.
+    """
+    if find_target(target).runtime != "onnxruntime":
+        return None
+    loaded, levels = load(model), dict[Mode, dict[str, float]]()
+    inputs = {name: plain(array) for name, array in kept.inputs.items()}
+    outputs = {name: plain(array) for name, array in kept.outputs.items()}
+    expected = {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
+    mode: Mode
+    for mode in ("integer", "float"):
+        try:
+            found = named_arrays(run_in("onnxruntime", loaded, inputs, mode, entries=EXACT_SUMS))
+        except _refusals():
+            return None
+        levels[mode] = {name: level(array, found.get(name)) for name, array in expected.items()}
+        if min(levels["integer"].values(), default=math.inf) >= _FAR:
+            return None
+    away = [name for name, one in levels["integer"].items() if one < min(_FAR, levels["float"][name] - _NEARER)]
+    if not away:
+        return None
+    made = {
+        row.site: f"{row.kernel} of ONNX Runtime gives {row.as_integer.equal:.1%} of its codes as simulated"
+        for row in verify_layers(model, *read_samples(samples)[:2]).rows
+        if row.as_float.ok and not (row.as_integer.ok or row.as_integer.within)
+    }
+    name, where = away[0], f" at {first_few(list(made))}" if made else ""
+    one, other = (f"{levels[mode][name]:.1f} dB" for mode in ("integer", "float"))
+    text = (
+        f"integer kernels of ONNX Runtime bring the output {name} to {one} from the simulation{where}, float kernels to "
+        f"{other}: leave the place in float with a rule, and show the file to the maintainers of ONNX Runtime"
+    )
+    return WrongKernels(text, made)
 
 
 def verify_folder(

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,6 +144,23 @@ class Samples:
         return sites + sum(a.nbytes for a in self.inputs.values())
 
 
+@dataclass(frozen=True)
+class WrongKernels:
+    """Kernels of a runtime that bring a file away from its simulation.
+
+    Attributes:
+        text: what was found, and what a user can do.
+        sites: what they make -> why it is wrong.
+    """
+
+    text: str
+    sites: Mapping[str, str]
+
+
+#: of a model file, the samples file beside it, the same samples, and a target
+Check = Callable[[Path, Path, Samples, str], WrongKernels | None]
+
+
 def check_encoding_version(version: str) -> None:
     """Refuse a version of encodings files that does not exist.
 
@@ -262,6 +280,7 @@ def write_artefacts(
     notes: Sequence[str] = (),
     data: Sequence[Array],
     samples: Callable[[QdqResult, int | None], Samples] | None,
+    check: Check | None = None,
 ) -> Exported:
     """Write all files of an export into the folder ``path``; they replace those of an earlier export of this stem at once.
 
@@ -282,10 +301,82 @@ def write_artefacts(
         data: the example input, for the manifest's fingerprint.
         samples: gives what the simulation computes on the first so many samples of the example, or on all of them; fewer
             are kept, with a note, where all would pass 64 MiB and the model's batch axis is free.
+        check: looks for kernels of the target that bring the file away from the samples, before it appears. What they make is
+            written in float where that helps, and in any case a note says what was found.
 
     Raises:
         ConfigError: see :func:`check_destination`.
         ExportError, EncodingsError: see :func:`bitwright.export.qdq.write.to_qdq`; the folder cannot be written.
+    """
+    write = partial(
+        _write,
+        sim,
+        path,
+        prefix,
+        marked,
+        encoding_version=encoding_version,
+        bias=bias,
+        activation=activation,
+        recurrent=recurrent,
+        weight_only=weight_only,
+        target=target,
+        every_tensor=every_tensor,
+        opset=opset,
+        ir_version=ir_version,
+        data=data,
+        samples=samples,
+    )
+    try:
+        return write(encodings, notes=notes, check=check)
+    except _WrongKernelsError as error:
+        found = error.found
+    told = [f"{site}: in float in this file, because {why}" for site, why in found.sites.items()]
+    fewer = {site: encoding for site, encoding in encodings.items() if site not in found.sites}
+    if len(fewer) < len(encodings):
+        try:
+            exported = write(fewer, notes=[*notes, *told], check=check)
+        except (_WrongKernelsError, ExportError):  # not what brings the outputs away
+            pass
+        else:
+            logger.warning("%s", found.text)
+            return exported
+    logger.warning("%s", found.text)
+    return write(encodings, notes=[*notes, found.text], check=None)
+
+
+class _WrongKernelsError(Exception):
+    """What a check found ends the writing of files, which appear together or not at all."""
+
+    def __init__(self, found: WrongKernels) -> None:
+        self.found = found
+        super().__init__(found.text)
+
+
+def _write(
+    sim: Simulation,
+    path: str | Path,
+    prefix: str,
+    marked: ir.Model,
+    encodings: Mapping[str, Encoding],
+    *,
+    encoding_version: str,
+    bias: BiasForm,
+    activation: ActivationForm,
+    recurrent: RecurrentForm | None,
+    weight_only: ProductForm,
+    target: str,
+    every_tensor: bool,
+    opset: int | None,
+    ir_version: int | None,
+    notes: Sequence[str],
+    data: Sequence[Array],
+    samples: Callable[[QdqResult, int | None], Samples] | None,
+    check: Check | None,
+) -> Exported:
+    """See :func:`write_artefacts`.
+
+    Raises:
+        _WrongKernelsError: the check found something; no file has changed.
     """
     check_destination(path, prefix)
     check_versions(opset, ir_version)
@@ -332,6 +423,9 @@ def write_artefacts(
             if form == "native":
                 sites = _outside_steps(sim, sites)
             write_samples(staging / names["samples"], sites, inputs, kept.outputs)
+            found = None if check is None else check(staging / names["qdq"], staging / names["samples"], kept, target)
+            if found is not None:
+                raise _WrongKernelsError(found)
         if "tflite" in names:
             # a file whose batch has to be fixed takes that of the samples
             feeds = _named_inputs(result.model, data) if inputs is None else inputs

@@ -33,6 +33,7 @@ def prepared(sim: bo.QuantizationSimModel, samples: bool) -> Any:
         result = deployment.to_qdq(sim.marked, sim._encodings())
         kept = options["samples"](result, None)
         options["samples"] = lambda _, rows: kept
+        options["check"] = None
     return lambda folder: deployment.write_artefacts(args[0], folder, *args[2:], **options)
 
 

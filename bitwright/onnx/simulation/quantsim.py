@@ -41,7 +41,7 @@ from bitwright.compare.drift import drift_models
 from bitwright.compare.report import DriftReport
 from bitwright.compare.runtime import refusals
 from bitwright.compare.saturation import SaturationReport, saturation
-from bitwright.compare.verify import VerifyReport, verify_layers
+from bitwright.compare.verify import VerifyReport, verify_layers, wrong_kernels
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.diagnosis import Repair
 from bitwright.core.health.report import LIMITS, HealthReport, check_parameters
@@ -687,6 +687,7 @@ def export(
         target=target,
         data=[plain(array) for array in example.values()],
         samples=of_rows if samples else None,
+        check=wrong_kernels,
         **options,
     )
     return measured(exported, target) if measure_speed else exported

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from bitwright.compare.benchmark import measured
-from bitwright.compare.verify import VerifyReport, verify_layers
+from bitwright.compare.verify import VerifyReport, verify_layers, wrong_kernels
 from bitwright.core.graph.operators import op_row
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.encoding import Encoding
@@ -217,6 +217,7 @@ def export_sim(
         notes=notes,
         data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
         samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result, names)) if samples else None,
+        check=wrong_kernels,
     )
     return measured(exported, target) if measure_speed else exported
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx
@@ -766,3 +767,22 @@ def test_values_of_a_channels_last_model_keep_their_layout(size, returned, tmp_p
     assert all(min(end.as_float, end.as_integer) > 40 for end in report.outputs)
     again = OnnxSim(tmp_path / "model.onnx", data[0]) if returned else sim
     np.testing.assert_allclose(again.run(data[0])[0], sim.run(data[0])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_kernel_that_answers_wrong_is_left_out_of_the_file(tmp_path, caplog):
+    """As if no one knew that QLinearSoftmax over one entry answers 0."""
+    n = Net(3)
+    x = n.input("x", (4, 3, 8, 8))
+    h = n("Relu", n.conv(x, name="c1", strides=[8, 8], pads=[1, 1, 1, 1]), name="r1")
+    weights = n("Softmax", n("Flatten", n.conv(h, 4, 1, k=1, name="key"), axis=2, name="flat"), axis=-1, name="share")
+    wide = n("Mul", n("Flatten", h, name="flat1"), weights, name="weigh")
+    y = n("MatMul", wide, n.weights(4, 5), name="fc")
+    data = {"x": np.random.default_rng(0).standard_normal((4, 3, 8, 8)).astype(np.float32)}
+    made = QuantizationSimModel(n.model(y), data, threads=1)
+    made.compute_encodings([data], progress=False)
+    with patch("bitwright.export.qdq.write.fill_softmax", lambda builder, nodes: None):
+        exported = made.export(tmp_path, "m")
+    (wanted,), (found,) = made.run(data), run(onnx.load(exported.qdq), data, optimize=True)
+    assert sqnr(wanted, found) > 20
+    assert any("share.output[0]: in float in this file, because QLinearSoftmax" in note for note in exported.notes)
+    assert "integer kernels of ONNX Runtime bring the output" in caplog.text

@@ -6,6 +6,7 @@ import copy
 import json
 import stat
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import onnx
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.compare.verify import verify_folder, verify_layers
+from bitwright.compare.verify import VerifyReport, verify_folder, verify_layers
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError
 from bitwright.export.encodings.read import read_encodings
 from bitwright.export.samples import read_samples
@@ -575,3 +576,37 @@ def test_names_that_cannot_be(tmp_path: Path, inputs: list[str], outputs: list[s
     with pytest.raises(ExportError, match=message):
         sim.export(tmp_path, "net", batch, input_names=inputs, output_names=outputs)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_kernel_of_the_runtime_gets_wrong_is_written_in_float(tmp_path, caplog):
+    """As if no one knew of QLinearSoftmax over one entry yet."""
+    torch.manual_seed(0)
+    model, x = OnePosition().eval(), torch.randn(4, 8, 1, 1)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x], progress=False)
+    with patch("bitwright.export.qdq.write.fill_softmax", lambda builder, nodes: None):
+        exported = sim.export(tmp_path, "m", x)
+    (got,), wanted = integer_session(tmp_path / "m.onnx").run(None, {"x": x.numpy()}), sim.model(x).detach().numpy()
+    assert np.square(got - wanted).sum() < 1e-2 * np.square(wanted).sum()
+    assert verify_folder(tmp_path).ok
+    (note,) = [note for note in exported.notes if "in float in this file" in note]
+    assert "softmax" in note and "because QLinearSoftmax of ONNX Runtime gives 0.0% of its codes as simulated" in note
+    assert "integer kernels of ONNX Runtime bring the output" in caplog.text
+    assert sim.quantizers[note.partition(":")[0]].enabled, "the simulation is as it was"
+
+
+def test_what_no_place_explains_is_said(tmp_path, caplog):
+    """An output that integer kernels bring away though each place by itself is right."""
+    torch.manual_seed(0)
+    model, x = OnePosition().eval(), torch.randn(4, 8, 1, 1)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x], progress=False)
+    with (
+        patch("bitwright.export.qdq.write.fill_softmax", lambda builder, nodes: None),
+        patch("bitwright.compare.verify.verify_layers", lambda *args: VerifyReport(())),
+    ):
+        exported = sim.export(tmp_path, "m", x)
+    assert [
+        n for n in exported.notes if "dB from the simulation, float kernels to" in n and "leave the place in float" in n
+    ]
+    assert (tmp_path / "m.onnx").is_file() and "bring the output" in caplog.text
