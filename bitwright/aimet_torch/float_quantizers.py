@@ -77,13 +77,6 @@ class FloatEncoding(EncodingBase):
         """Bits of the format."""
         return self.format.bits
 
-    def to(self, *args: Any, **kwargs: Any) -> FloatEncoding:
-        """The encoding with its scale moved as :meth:`torch.Tensor.to` moves it."""
-        return FloatEncoding(
-            self.mantissa_bits, self.exponent_bits, self.finite, self.unsigned_zero,
-            self.scale.to(*args, **kwargs), self.block_size,
-        )  # fmt: skip
-
     def quantize(self, input: torch.Tensor) -> torch.Tensor:
         """``input / scale`` rounded to the format."""
         view, broadcast = functional.blocked_shapes(input.shape, self.scale.shape, self.block_size)
@@ -221,10 +214,6 @@ class FloatQuantizeDequantize(QuantizerBase):
         )  # fmt: skip
         made.maxval.copy_(encodings.maxval)
         return made
-
-    def get_legacy_encodings(self) -> list[dict[str, Any]]:
-        """The encoding as files of version 0.6.1 have it."""
-        return [{"bitwidth": self.bitwidth, "dtype": "float"}]
 
     def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
         """Take records of version 0.6.1, which are of 16 bits.

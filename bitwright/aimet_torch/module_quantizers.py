@@ -27,11 +27,11 @@ from bitwright.aimet_torch.quantizers import (
     AffineEncoding,
     AffineQuantizerBase,
     DequantizedTensor,
+    Described,
     GroupedBlockEncoding,
     GroupedBlockQuantizeDequantize,
     QuantizeDequantize,
     QuantizerBase,
-    qnn_dict,
     with_encoding,
 )
 from bitwright.core.numerics.affine import power_of_two_scale
@@ -64,7 +64,7 @@ class Snapshot(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class SiteQuantizer(SiteView):
+class SiteQuantizer(Described, SiteView):
     """The quantizer of one place of a simulation."""
 
     # -- range
@@ -73,10 +73,13 @@ class SiteQuantizer(SiteView):
         found = broadcastable(values, self._granularity, self._value_shape)
         return found.to(dtype or torch.float32).as_subclass(Snapshot)
 
+    def _of_encoding(self, name: str, dtype: torch.dtype | None) -> torch.Tensor | None:
+        encoding = self._site.encoding
+        return None if encoding is None else self._shown(getattr(encoding, name), dtype)
+
     def get_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Input units per step; ``None`` without a range."""
-        encoding = self._site.encoding
-        return None if encoding is None else self._shown(encoding.scale, dtype)
+        return self._of_encoding("scale", dtype)
 
     def get_offset(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Minus the zero point; ``None`` without a range."""
@@ -85,13 +88,11 @@ class SiteQuantizer(SiteView):
 
     def get_min(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Lowest representable value; ``None`` without a range."""
-        encoding = self._site.encoding
-        return None if encoding is None else self._shown(encoding.min, dtype)
+        return self._of_encoding("min", dtype)
 
     def get_max(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Highest representable value; ``None`` without a range."""
-        encoding = self._site.encoding
-        return None if encoding is None else self._shown(encoding.max, dtype)
+        return self._of_encoding("max", dtype)
 
     @property
     def min(self) -> torch.Tensor | None:
@@ -146,8 +147,6 @@ class SiteQuantizer(SiteView):
         fmt = self._format
         return AffineEncoding(scale, plain, fmt.qmin, fmt.qmax, self.symmetric, self.block_size)
 
-    get_encoding = get_encodings
-
     @property
     def encoding(self) -> Any:
         """:meth:`get_encodings` under its older name."""
@@ -159,23 +158,6 @@ class SiteQuantizer(SiteView):
             self.assign(FloatQuantizeDequantize.from_encodings(encodings))
         else:
             self.assign(QuantizeDequantize.from_encodings(encodings))
-
-    def get_legacy_encodings(self) -> list[dict[str, Any]] | None:
-        """The encoding as files of version 0.6.1 have it; ``None`` without a range."""
-        encodings = self.get_encodings()
-        if encodings is None:
-            return None
-        if isinstance(encodings, FloatEncoding):
-            return [{"bitwidth": encodings.bitwidth, "dtype": "float"}]
-        found: list[dict[str, Any]] = qnn_dict(encodings, "0.6.1")
-        return found
-
-    def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
-        """Take width, symmetry and range of records of version 0.6.1."""
-        self.bitwidth = encodings[0]["bitwidth"]
-        self.symmetric = str(encodings[0]["is_symmetric"]).lower() == "true"
-        lo, hi = (torch.tensor([e[end] for e in encodings]) for end in ("min", "max"))
-        self.set_range(lo, hi)
 
     def assign(self, quantizer: Any) -> None:
         """Become what ``quantizer`` (a building block, or the view of another place) is: grid, range and whether it is fixed.

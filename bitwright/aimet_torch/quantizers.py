@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
 from bitwright.aimet_common.sites import steps_format
 from bitwright.core.numerics.affine import encode
-from bitwright.core.numerics.formats import Format
 from bitwright.core.numerics.granularity import PerChannel
 from bitwright.core.numerics.ranges import choose_range, find_range_method, needs
 from bitwright.core.numerics.spec import QuantSpec, RangeMethod
@@ -80,9 +79,11 @@ class EncodingBase(abc.ABC):
             return "blockwise"
         return "pertensor" if self.scale.numel() == 1 else "perchannel"
 
-    @abc.abstractmethod
-    def to(self, *args: Any, **kwargs: Any) -> EncodingBase:
-        """The encoding with its tensors on another device."""
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The encoding with its tensors moved as :meth:`torch.Tensor.to` moves them."""
+        made = copy.copy(self)
+        vars(made).update({k: v.to(*args, **kwargs) for k, v in vars(self).items() if isinstance(v, torch.Tensor)})
+        return made
 
     @abc.abstractmethod
     def quantize(self, input: torch.Tensor) -> torch.Tensor:
@@ -101,7 +102,48 @@ class EncodingBase(abc.ABC):
         return self.dequantize(self.quantize(input)).to(input.dtype)
 
 
-class QuantizerBase(abc.ABC, nn.Module):
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def of_place(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of a quantizer that the quantizer of a place answers, once this one stands for it."""
+
+    @functools.wraps(method)
+    def answered(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.bound is None:
+            return method(self, *args, **kwargs)
+        found: R = getattr(self.bound, method.__name__)(*args, **kwargs)
+        return found
+
+    return answered
+
+
+class Described:
+    """What quantizers of either kind, building blocks and views of places, say by their encodings."""
+
+    shape: Any
+    get_encodings: Any
+    set_range: Any
+
+    def get_encoding(self) -> Any:
+        """:meth:`get_encodings` under its older name."""
+        return self.get_encodings()
+
+    def get_legacy_encodings(self) -> list[dict[str, Any]] | None:
+        """The encoding as files of version 0.6.1 have it; ``None`` without a range."""
+        encodings = self.get_encodings()
+        return None if encodings is None else encodings.to_qnn_encoding_dict("0.6.1")
+
+    def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
+        """Take width, symmetry and range of records of version 0.6.1."""
+        self.bitwidth = encodings[0]["bitwidth"]
+        self.symmetric = str(encodings[0]["is_symmetric"]).lower() == "true"
+        lo, hi = (torch.tensor([e[end] for e in encodings]).reshape(self.shape) for end in ("min", "max"))
+        self.set_range(lo, hi)
+
+
+class QuantizerBase(Described, abc.ABC, nn.Module):
     """A module that quantizes its input.
 
     A quantizer that was put in a place of a simulation (``module.output_quantizers[0] = q``) shows and changes the quantizer
@@ -135,10 +177,6 @@ class QuantizerBase(abc.ABC, nn.Module):
     def get_encodings(self) -> Any:
         """The encoding; ``None`` until there is a range."""
 
-    def get_encoding(self) -> Any:
-        """:meth:`get_encodings` under its older name."""
-        return self.get_encodings()
-
     def set_encodings(self, encodings: EncodingBase) -> None:
         """Take grid and range of an encoding."""
         raise NotImplementedError(f"{type(self).__name__}.set_encodings")
@@ -147,14 +185,6 @@ class QuantizerBase(abc.ABC, nn.Module):
     @abc.abstractmethod
     def from_encodings(cls, encodings: EncodingBase) -> Any:
         """A quantizer with the grid and range of an encoding; ``None`` for encodings of another kind."""
-
-    @abc.abstractmethod
-    def get_legacy_encodings(self) -> list[dict[str, Any]] | None:
-        """The encoding as files of version 0.6.1 have it; ``None`` without a range."""
-
-    @abc.abstractmethod
-    def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
-        """Take records of version 0.6.1."""
 
     @contextmanager
     def compute_encodings(self) -> Iterator[None]:
@@ -195,20 +225,10 @@ class QuantizerBase(abc.ABC, nn.Module):
         """Whether :meth:`compute_encodings` may change the parameter called ``name``, or all of them."""
         return self._overwrite[name] if name is not None else all(self._overwrite.values())
 
-    def _refuse_uninitialized(self) -> None:
-        if not self.is_initialized():
-            raise CalibrationError(
-                type(self).__name__,
-                "the quantizer has no range yet",
-                "run data through it inside `with quantizer.compute_encodings():`, or call set_range(min, max)",
-            )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerBase:
         """A copy that stands on its own, with the range of the place it stood for."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        import copy
-
         state = {key: value for key, value in self.__dict__.items() if key not in ("_bound", "_observing")}
         made.__dict__.update(copy.deepcopy(state, memo))
         made.__dict__.update(_bound=copy.deepcopy(self.bound, memo), _observing=0)
@@ -294,7 +314,8 @@ class QuantizedTensorBase(torch.Tensor):
 
     def quantized_repr(self) -> torch.Tensor:
         """The codes in an integer dtype that holds them."""
-        raise NotImplementedError(f"{type(self).__name__}.quantized_repr")
+        codes = self.quantize()
+        return codes._plain().detach().to(codes._required().dtype)
 
     def new_empty(self, size: Any, *, dtype: torch.dtype | None = None, device: Any = None,  # type: ignore[override]
                   requires_grad: bool = False, layout: torch.layout = torch.strided, pin_memory: bool = False,
@@ -355,11 +376,6 @@ class QuantizedTensor(QuantizedTensorBase):
         encoding = self._required()
         return with_encoding(DequantizedTensor, encoding.dequantize(self._plain()), encoding)
 
-    def quantized_repr(self) -> torch.Tensor:
-        """The codes in an integer dtype that holds them."""
-        encoding = self._required()
-        return self._plain().detach().to(encoding.dtype)
-
 
 class DequantizedTensor(QuantizedTensorBase):
     """Values that lie on a grid."""
@@ -372,10 +388,6 @@ class DequantizedTensor(QuantizedTensorBase):
     def dequantize(self) -> DequantizedTensor:
         """The tensor itself."""
         return self
-
-    def quantized_repr(self) -> torch.Tensor:
-        """The codes in an integer dtype that holds them."""
-        return self.quantize().quantized_repr()
 
 
 # ------------------------------------------------------------------------------------ ranges from statistics
@@ -397,14 +409,15 @@ class EncodingAnalyzer:
         self.shape, self.block_size, self.method = tuple(shape), block_size, method
         self._seen: Any = None
 
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return functional.block_rows(tensor, self.shape, self.block_size)
+    def _with(self, seen: Statistics | None, tensor: torch.Tensor) -> Statistics:
+        """Statistics with the values of one more tensor, one row per range."""
+        known = start(needs(self.method), (math.prod(self.shape),)) if seen is None else seen
+        rows = functional.block_rows(tensor, self.shape, self.block_size).detach()
+        return update(known, rows, PerChannel(0))  # type: ignore[type-var]
 
     def update_stats(self, input_tensor: torch.Tensor) -> None:
         """Add the values of a tensor."""
-        if self._seen is None:
-            self._seen = start_rows(self.method, math.prod(self.shape))
-        self._seen = update_rows(self._seen, self._rows(input_tensor))
+        self._seen = self._with(self._seen, input_tensor)
 
     def reset_stats(self) -> None:
         """Forget all values."""
@@ -425,8 +438,7 @@ class EncodingAnalyzer:
         self, input_tensor: torch.Tensor, num_steps: float, is_symmetric: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`compute_encodings` of one tensor alone; the statistics stay as they are."""
-        seen = start_rows(self.method, math.prod(self.shape))
-        return self._range(update_rows(seen, self._rows(input_tensor)), num_steps, is_symmetric, like=input_tensor)
+        return self._range(self._with(None, input_tensor), num_steps, is_symmetric, like=input_tensor)
 
     def _range(
         self, seen: Any, num_steps: float, symmetric: bool, like: torch.Tensor | None = None
@@ -438,7 +450,9 @@ class EncodingAnalyzer:
                 f"no integer grid has {num_steps} intervals",
                 "use 2 ** bitwidth - 1, or one less for a grid that is symmetric about zero",
             )
-        lo, hi = range_of_rows(seen, self.method, fmt, symmetric=symmetric)
+        spec = QuantSpec(fmt, PerChannel(0), "symmetric" if symmetric else "asymmetric", self.method)
+        found = encode(*choose_range(seen, spec), spec, PerChannel(0))
+        lo, hi = found.min, found.max
         device = None if like is None else like.device
         low, high = (torch.as_tensor(end, dtype=torch.float32, device=device).reshape(self.shape) for end in (lo, hi))
         return low, high
@@ -519,38 +533,43 @@ def derived_grid(num_steps: int, signed: bool) -> tuple[int, int]:
 _FORMS = ("qmin, qmax", "bitwidth, signed=False", "*, num_steps, signed=False")
 
 
-def _grid(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int, Any]:
-    """``qmin``, ``qmax`` and the block size of the three forms of call."""
-    given = dict(kwargs)
-    positional = list(args)
-    block_size = given.pop("block_size", None)
+def split_grid(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], *, signed: bool = True
+) -> tuple[int, int, dict[str, Any]]:
+    """``qmin``, ``qmax`` and the other arguments of ``(qmin, qmax, *names)`` or ``(bitwidth, signed, *names)``.
+
+    Args:
+        args, kwargs: of the call.
+        names: of the other arguments, in their order.
+        signed: whether ``signed`` follows the width by position; else the grid is signed where ``symmetric`` is given.
+
+    Raises:
+        TypeError: none of the forms, or unknown arguments.
+        ConfigError: (a ValueError) a ``zero_point_shift``: codes between the integers are not supported.
+    """
+    given, positional = dict(kwargs), list(args)
+    by_ends = "qmin" in given or "qmax" in given
+    by_ends |= len(positional) > 1 and isinstance(positional[1], (int, float)) and not isinstance(positional[1], bool)
+    heads = (
+        [] if "num_steps" in given else ["qmin", "qmax"] if by_ends else ["bitwidth", *(["signed"] if signed else [])]
+    )
+    for name in (*heads, *names):
+        if positional and name not in given and not (name == "signed" and not isinstance(positional[0], bool)):
+            given[name] = positional.pop(0)
     shift = given.pop("zero_point_shift", None)
-    grid = _ends(positional, given)
-    if given or len(positional) > 2:
-        wrong = sorted(given) or positional[2:]
-        raise TypeError(f"unknown arguments {wrong}; the grid is one of: {'; '.join(_FORMS)}")
-    block_size, shift = (*positional, *(block_size, shift)[len(positional) :])
-    refuse_shift(shift)
-    return *grid, block_size
-
-
-def _ends(positional: list[Any], given: dict[str, Any]) -> tuple[int, int]:
-    """``qmin`` and ``qmax``; the arguments that say them are taken out of both."""
-    if "num_steps" in given:
-        return derived_grid(int(given.pop("num_steps")), bool(given.pop("signed", False)))
-    if "bitwidth" in given or (_starts_with_bitwidth(positional) and "qmax" not in given):
-        bits = given.pop("bitwidth") if "bitwidth" in given else positional.pop(0)
-        named = not positional or not isinstance(positional[0], bool)
-        signed = given.pop("signed", False) if named else positional.pop(0)
-        return derived_grid((1 << int(bits)) - 1, bool(signed))
-    ends = [positional.pop(0) if positional else given.pop(name, None) for name in ("qmin", "qmax")]
-    if None in ends:
+    below = bool(given.pop("signed", given.get("symmetric", False)))
+    if by_ends and "qmin" in given and "qmax" in given:
+        ends = int(given.pop("qmin")), int(given.pop("qmax"))
+    elif "num_steps" in given or "bitwidth" in given:
+        steps = given.pop("num_steps") if "num_steps" in given else (1 << int(given.pop("bitwidth"))) - 1
+        ends = derived_grid(int(steps), below)
+    else:
         raise TypeError(f"give the grid as one of: {'; '.join(_FORMS)}")
-    return int(ends[0]), int(ends[1])
-
-
-def _starts_with_bitwidth(positional: list[Any]) -> bool:
-    return len(positional) == 1 or (len(positional) > 1 and isinstance(positional[1], bool))
+    wrong = sorted(given.keys() - set(names)) or positional
+    if wrong:
+        raise TypeError(f"unknown arguments {wrong}; the grid is one of: {'; '.join(_FORMS)}")
+    refuse_shift(shift)
+    return *ends, given
 
 
 def refuse_shift(shift: float | None) -> None:
@@ -580,8 +599,8 @@ def quantize(
         TypeError: no grid, or unknown arguments.
         GranularityError: (a ValueError) scale or blocks do not fit the tensor.
     """
-    qmin, qmax, block_size = _grid(args, kwargs)
-    codes = functional.quantize(tensor, scale, -offset, qmin, qmax, block_size)
+    qmin, qmax, rest = split_grid(args, kwargs, ("block_size", "zero_point_shift"))
+    codes = functional.quantize(tensor, scale, -offset, qmin, qmax, rest.get("block_size"))
     return codes if codes.dtype == torch.float64 else codes.to(scale.dtype)
 
 
@@ -601,8 +620,8 @@ def quantize_dequantize(
     tensor: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """``tensor`` on the grid; arguments as for :func:`quantize`."""
-    qmin, qmax, block_size = _grid(args, kwargs)
-    return functional.quantize_dequantize(tensor, scale, -offset, qmin, qmax, block_size)
+    qmin, qmax, rest = split_grid(args, kwargs, ("block_size", "zero_point_shift"))
+    return functional.quantize_dequantize(tensor, scale, -offset, qmin, qmax, rest.get("block_size"))
 
 
 def get_backend() -> str:
@@ -629,36 +648,6 @@ def _nothing() -> Iterator[None]:
 # ------------------------------------------------------------------------------------ affine encodings
 
 
-def split_grid(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
-) -> tuple[int, int, dict[str, Any]]:
-    """``qmin``, ``qmax`` and the other arguments of ``(qmin, qmax, *names)`` or ``(bitwidth, *names)``.
-
-    Raises:
-        TypeError: neither form.
-    """
-    given = dict(kwargs)
-    positional = list(args)
-    by_ends = (
-        "qmin" in given
-        or "qmax" in given
-        or (len(positional) > 1 and not isinstance(positional[1], bool) and isinstance(positional[1], int))
-    )
-    heads = ["qmin", "qmax"] if by_ends else ["bitwidth", *(["signed"] if names[0] == "symmetry" else [])]
-    for name in [*heads, *names]:
-        if positional and name not in given:
-            given[name] = positional.pop(0)
-    if positional:
-        raise TypeError(f"too many arguments: {positional}")
-    if by_ends:
-        return int(given.pop("qmin")), int(given.pop("qmax")), given
-    if "bitwidth" not in given:
-        raise TypeError("give the grid as (qmin, qmax) or as (bitwidth)")
-    signed = given.pop("signed", None)
-    signed = bool(given.get("symmetric", False)) if signed is None else bool(signed)
-    return *derived_grid((1 << int(given.pop("bitwidth"))) - 1, signed), given
-
-
 class AffineEncoding(EncodingBase):
     """``AffineEncoding(scale, offset, qmin, qmax, symmetry=False, block_size=None)``, or ``bitwidth, signed=False`` for the grid.
 
@@ -671,11 +660,8 @@ class AffineEncoding(EncodingBase):
     def __init__(self, scale: torch.Tensor, offset: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("producer", None)
         self.qmin, self.qmax, rest = split_grid(args, kwargs, ("symmetry", "block_size", "zero_point_shift"))
-        refuse_shift(rest.pop("zero_point_shift", None))
         self.scale, self.offset = scale, offset
-        self._symmetry, self.block_size = bool(rest.pop("symmetry", False)), rest.pop("block_size", None)
-        if rest:
-            raise TypeError(f"unknown arguments {sorted(rest)}")
+        self._symmetry, self.block_size = bool(rest.get("symmetry", False)), rest.get("block_size")
 
     @property
     def mapping(self) -> str:
@@ -725,13 +711,6 @@ class AffineEncoding(EncodingBase):
             if info.min <= self.qmin and self.qmax <= info.max:
                 return dtype
         return torch.int64
-
-    def to(self, *args: Any, **kwargs: Any) -> AffineEncoding:
-        """The encoding with its tensors moved as :meth:`torch.Tensor.to` moves them."""
-        return AffineEncoding(
-            self.scale.to(*args, **kwargs), self.offset.to(*args, **kwargs), self.qmin, self.qmax,
-            self.symmetry, self.block_size,
-        )  # fmt: skip
 
     def quantize(self, input: torch.Tensor) -> torch.Tensor:
         """Codes of ``input``."""
@@ -833,16 +812,12 @@ class AffineQuantizerBase(QuantizerBase):
     def __init__(self, shape: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         names = ("symmetric", "encoding_analyzer", "block_size", "zero_point_shift")
-        self.qmin, self.qmax, rest = split_grid(args, kwargs, names)
-        refuse_shift(rest.pop("zero_point_shift", None))
+        self.qmin, self.qmax, rest = split_grid(args, kwargs, names, signed=False)
         if "symmetric" not in rest:
             raise TypeError(f"{type(self).__name__} needs to be told whether it is symmetric")
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self._symmetric = bool(rest.pop("symmetric"))
-        analyzer: EncodingAnalyzer | None = rest.pop("encoding_analyzer", None)
-        self.block_size = rest.pop("block_size", None)
-        if rest:
-            raise TypeError(f"unknown arguments {sorted(rest)}")
+        self._symmetric, self.block_size = bool(rest["symmetric"]), rest.get("block_size")
+        analyzer: EncodingAnalyzer | None = rest.get("encoding_analyzer")
         self.encoding_analyzer = analyzer or MinMaxEncodingAnalyzer(self.shape, self.block_size)
         self._overwrite = {"min": True, "max": True}
         self.register_parameter("min", None)
@@ -885,80 +860,73 @@ class AffineQuantizerBase(QuantizerBase):
 
     # -- the range
 
+    @of_place
     def is_initialized(self) -> bool:
         """Whether there is a range."""
-        if self.bound is not None:
-            return bool(self.bound.is_initialized())
         return self.min is not None and self.max is not None
 
+    @of_place
     def get_min(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Lowest representable value; ``None`` without a range."""
-        return self._end("min", dtype)
+        return self._end(self.qmin, dtype)
 
+    @of_place
     def get_max(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Highest representable value; ``None`` without a range."""
-        return self._end("max", dtype)
+        return self._end(self.qmax, dtype)
 
-    def _end(self, name: str, dtype: torch.dtype | None) -> torch.Tensor | None:
-        if self.bound is not None:
-            end: torch.Tensor | None = getattr(self.bound, f"get_{name}")(dtype)
-            return end
+    def _end(self, code: int, dtype: torch.dtype | None) -> torch.Tensor | None:
         scale, offset = self.get_scale(dtype), self.get_offset(dtype)
-        if scale is None or offset is None:
-            return None
-        return scale * ((self.qmin if name == "min" else self.qmax) + offset)
+        return None if scale is None or offset is None else scale * (code + offset)
 
     def _grid(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self._refuse_uninitialized()
+        """Scale and zero point."""
+        if not self.is_initialized():
+            raise CalibrationError(
+                type(self).__name__,
+                "the quantizer has no range yet",
+                "run data through it inside `with quantizer.compute_encodings():`, or call set_range(min, max)",
+            )
         return functional.grid_of_range(self.min, self.max, self.qmin, self.qmax, symmetric=self._symmetric)
 
+    @of_place
     def get_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Input units per step; ``None`` without a range."""
-        if self.bound is not None:
-            scale: torch.Tensor | None = self.bound.get_scale(dtype)
-            return scale
         return self._grid()[0].to(dtype or self.min.dtype) if self.is_initialized() else None
 
+    @of_place
     def get_offset(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Minus the zero point; ``None`` without a range."""
-        if self.bound is not None:
-            offset: torch.Tensor | None = self.bound.get_offset(dtype)
-            return offset
         return (-self._grid()[1]).to(dtype or self.min.dtype) if self.is_initialized() else None
 
+    @of_place
     @torch.no_grad()
     def set_range(self, min: torch.Tensor | float | None, max: torch.Tensor | float | None) -> None:
         """Put the ends of the grid at ``min`` and ``max``; ``None`` forgets the range."""
-        if self.bound is not None:
-            self.bound.set_range(min, max)
-            return
         for name, end in (("min", min), ("max", max)):
-            if end is None:
-                setattr(self, name, None)
-                continue
-            value = torch.as_tensor(end, dtype=torch.float32).detach().expand(self.shape).clone()
+            value = (
+                None if end is None else torch.as_tensor(end, dtype=torch.float32).detach().expand(self.shape).clone()
+            )
             own = getattr(self, name)
-            if own is None:
-                setattr(self, name, nn.Parameter(value))
+            if value is None or own is None:
+                setattr(self, name, None if value is None else nn.Parameter(value))
             else:
                 own.copy_(value)
 
+    @of_place
     def get_encodings(self) -> AffineEncoding | None:
         """The encoding; ``None`` without a range."""
-        if self.bound is not None:
-            bound: AffineEncoding | None = self.bound.get_encodings()
-            return bound
         if not self.is_initialized():
             return None
-        scale, offset = self.get_scale(), self.get_offset()
-        assert scale is not None and offset is not None
-        return AffineEncoding(scale, offset, self.qmin, self.qmax, self.symmetric, self.block_size)
+        scale, zero_point = self._grid()
+        return self._encoding(scale, zero_point)
 
+    def _encoding(self, scale: torch.Tensor, zero_point: torch.Tensor) -> AffineEncoding:
+        return AffineEncoding(scale, -zero_point, self.qmin, self.qmax, self._symmetric, self.block_size)
+
+    @of_place
     def set_encodings(self, encodings: Any) -> None:
         """Take grid and range of an encoding."""
-        if self.bound is not None:
-            self.bound.set_encodings(encodings)
-            return
         self.qmin, self.qmax, self._symmetric = encodings.qmin, encodings.qmax, encodings.symmetry
         self.block_size, self.shape = encodings.block_size, tuple(encodings.scale.shape)
         self.min = self.max = None
@@ -975,18 +943,6 @@ class AffineQuantizerBase(QuantizerBase):
         )  # fmt: skip
         made.set_range(encodings.min, encodings.max)
         return made
-
-    def get_legacy_encodings(self) -> list[dict[str, Any]] | None:
-        """The encoding as files of version 0.6.1 have it; ``None`` without a range."""
-        encodings = self.get_encodings()
-        return None if encodings is None else qnn_dict(encodings, "0.6.1")
-
-    def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
-        """Take width, symmetry and range of records of version 0.6.1."""
-        self.bitwidth = encodings[0]["bitwidth"]
-        self.symmetric = str(encodings[0]["is_symmetric"]).lower() == "true"
-        lo, hi = (torch.tensor([e[end] for e in encodings]).reshape(self.shape) for end in ("min", "max"))
-        self.set_range(lo, hi)
 
     # -- calibration
 
@@ -1043,8 +999,10 @@ class Quantize(AffineQuantizerBase):
         Raises:
             CalibrationError: (a RuntimeError) there is no range yet.
         """
-        scale, zero_point = self._observed_grid(check_input(input, self))
-        encoding = AffineEncoding(scale, -zero_point, self.qmin, self.qmax, self._symmetric, self.block_size)
+        check_input(input, self)
+        if self.bound is not None and not self.observing:
+            return self.bound(input).quantize()
+        encoding = self._encoding(*self._observed_grid(input))
         return with_encoding(QuantizedTensor, encoding.quantize(_plain(input)), encoding)
 
 
@@ -1059,9 +1017,8 @@ class QuantizeDequantize(AffineQuantizerBase):
         """
         check_input(input, self)
         if self.bound is not None and not self.observing:
-            return with_encoding(DequantizedTensor, self.bound(_plain(input)), self.bound.get_encodings())
-        scale, zero_point = self._observed_grid(input)
-        encoding = AffineEncoding(scale, -zero_point, self.qmin, self.qmax, self._symmetric, self.block_size)
+            return self.bound(_plain(input))
+        encoding = self._encoding(*self._observed_grid(input))
         return with_encoding(DequantizedTensor, encoding.quantize_dequantize(_plain(input)), encoding)
 
 
@@ -1100,63 +1057,30 @@ class GroupedBlockQuantizeDequantize(QuantizeDequantize):
         self.decompressed_bw = decompressed_bw
         self.block_grouping = tuple(block_grouping) if block_grouping is not None else (1,) * len(self.shape)
 
+    @of_place
     def get_per_channel_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """The scale that those of the blocks are multiples of; ``None`` without a range."""
-        if self.bound is not None:
-            bound: torch.Tensor | None = self.bound.get_per_channel_scale(dtype)
-            return bound
-        if not self.is_initialized():
-            return None
-        return functional.grouped_scale(super()._grid()[0], self.block_grouping, self._multiples)[1].to(
-            dtype or self.min.dtype
-        )
+        return self._grouped(super()._grid()[0])[1].to(dtype or self.min.dtype) if self.is_initialized() else None
 
-    @property
-    def _multiples(self) -> int:
-        return int(2 ** (self.decompressed_bw - self.bitwidth))
+    def _grouped(self, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of blocks as multiples of those of channels, and these."""
+        return functional.grouped_scale(scale, self.block_grouping, 2 ** (self.decompressed_bw - self.bitwidth))
 
     def _grid(self) -> tuple[torch.Tensor, torch.Tensor]:
         scale, zero_point = super()._grid()
-        return functional.grouped_scale(scale, self.block_grouping, self._multiples)[0], zero_point
+        return self._grouped(scale)[0], zero_point
 
     def _observed_grid(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale, zero_point = super()._observed_grid(input)
-        return functional.grouped_scale(scale, self.block_grouping, self._multiples)[0], zero_point
+        return self._grouped(scale)[0], zero_point
 
-    def get_encodings(self) -> GroupedBlockEncoding | None:
-        """The encoding; ``None`` without a range."""
-        if self.bound is not None:
-            bound: GroupedBlockEncoding | None = self.bound.get_encodings()
-            return bound
-        if not self.is_initialized():
-            return None
-        scale, zero_point = self._grid()
+    def _encoding(self, scale: torch.Tensor, zero_point: torch.Tensor) -> GroupedBlockEncoding:
         return GroupedBlockEncoding(
             scale, -zero_point, self.qmin, self.qmax, self.symmetric, self.block_size,
             block_grouping=self.block_grouping, decompressed_bw=self.decompressed_bw,
-            per_channel_scale=self.get_per_channel_scale(),
+            per_channel_scale=self._grouped(scale)[1],
         )  # fmt: skip
 
 
 def _plain(input: torch.Tensor) -> torch.Tensor:
     return input.as_subclass(torch.Tensor)
-
-
-def start_rows(method: RangeMethod, groups: int) -> Statistics:
-    """Empty statistics of ``groups`` rows, of the kind that ``method`` reads."""
-    return start(needs(method), (groups,))
-
-
-def update_rows(seen: Statistics, rows: torch.Tensor) -> Statistics:
-    """``seen`` with the values of a matrix, one group per row."""
-    return update(seen, rows.detach(), PerChannel(0))  # type: ignore[type-var]
-
-
-def range_of_rows(
-    seen: Statistics, method: RangeMethod, fmt: Format, *, symmetric: bool
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Lowest and highest value per group of the grid that ``method`` finds."""
-    spec = QuantSpec(fmt, PerChannel(0), "symmetric" if symmetric else "asymmetric", method)
-    lo, hi = choose_range(seen, spec)  # type: ignore[arg-type]
-    encoding = encode(lo, hi, spec, PerChannel(0))
-    return encoding.min, encoding.max

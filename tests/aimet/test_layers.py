@@ -94,6 +94,59 @@ def test_assigned_quantizer_stands_for_the_place_also_in_copies(sim):
     assert sim.model.relu1.output_quantizers[0].bitwidth == 4
 
 
+def test_codes_of_a_quantizer_that_stands_for_a_place_are_those_of_the_place(sim):
+    quantizer = Q.affine.Quantize((), 8, False)
+    sim.model.relu1.output_quantizers[0] = quantizer
+    sim.compute_encodings(lambda model: model(batch()))
+    place, x = sim.model.relu1.output_quantizers[0], torch.rand(3, 5)
+    codes = quantizer(x)
+    assert codes.quantized_repr().dtype == torch.uint8 and torch.equal(codes.dequantize(), place(x))
+    assert torch.equal(quantizer.get_scale(), place.get_scale()) and quantizer.get_max() == place.get_max()
+
+
+def test_encodings_keep_their_kind_and_all_their_tensors_when_they_are_moved():
+    quantizer = Q.affine.GroupedBlockQuantizeDequantize((4, 2), 4, True, 8, block_size=(1, 8), block_grouping=(1, -1))
+    with quantizer.compute_encodings():
+        quantizer(torch.randn(4, 16))
+    moved = quantizer.get_encodings().to(torch.float64)
+    assert moved.per_channel_scale.dtype == moved.scale.dtype == moved.offset.dtype == torch.float64
+    assert torch.equal(moved.per_block_int_scale, quantizer.get_encodings().per_block_int_scale.double())
+    assert type(quantizer(torch.randn(4, 16)).encoding) is type(moved)
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, ends",
+    [
+        ((-8, 7), {}, (-8, 7)),
+        ((4, True), {}, (-8, 7)),
+        ((4,), {}, (0, 15)),
+        ((4,), {"signed": True}, (-8, 7)),
+        ((), {"num_steps": 14, "signed": True}, (-7, 7)),
+        ((), {"qmin": -8, "qmax": 7}, (-8, 7)),
+        ((), {"bitwidth": 4}, (0, 15)),
+    ],
+)
+def test_a_grid_is_given_to_functions_and_encodings_in_the_same_forms(args, kwargs, ends):
+    x, scale, offset = torch.linspace(-4, 4, 64), torch.tensor(0.25), torch.tensor(0.0)
+    codes = Q.affine.quantize(x, scale, offset, *args, **kwargs)
+    assert (codes.min(), codes.max()) == ends
+    encoding = Q.affine.AffineEncoding(scale, offset, *args, **kwargs)
+    assert (encoding.qmin, encoding.qmax) == ends and torch.equal(encoding.quantize(x), codes)
+    blocks = Q.affine.quantize(
+        x.reshape(4, 16), torch.full((4, 2), 0.25), torch.zeros(4, 2), *args, block_size=(1, 8), **kwargs
+    )
+    assert torch.equal(blocks.flatten(), codes)
+    with pytest.raises(TypeError, match="unknown arguments.*the grid is one of"):
+        Q.affine.quantize(x, scale, offset, *args, bits=3, **kwargs)
+
+
+def test_a_grid_that_is_not_given_names_the_forms():
+    with pytest.raises(TypeError, match="give the grid as one of: qmin, qmax; bitwidth"):
+        Q.affine.quantize(torch.ones(2), torch.tensor(1.0), torch.tensor(0.0))
+    with pytest.raises(ConfigError, match="zero_point_shift: 0.5: codes between the integers"):
+        Q.affine.QuantizeDequantize((), 0, 15, False, zero_point_shift=0.5)
+
+
 def test_module_with_quantizers_of_its_own_is_refused_in_a_simulation():
     layer = QuantizedLinear(4, 4)
     QuantizationSimModel(nn.Sequential(layer), torch.randn(1, 4))  # without quantizers it is a plain layer
