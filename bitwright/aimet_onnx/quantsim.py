@@ -32,6 +32,7 @@ from bitwright.core.numerics.formats import FloatFormat
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 from bitwright.errors import ConfigError, EncodingsError, GranularityError
+from bitwright.runtimes.onnxruntime import CPU, new_session
 
 __all__ = [
     "QuantScheme",
@@ -558,12 +559,8 @@ def _cuda(device: int) -> list[Any] | None:
 
 
 def _float_session(sim: QuantizationSimModel) -> Any:
-    import onnxruntime
-
     if sim._in_float is None:
-        providers: Any = sim.providers or ["CPUExecutionProvider"]
-        source = sim._source.SerializeToString()
-        sim._in_float = onnxruntime.InferenceSession(source, providers=providers)
+        sim._in_float = new_session(sim._source.SerializeToString(), providers=sim.providers or CPU)
     return sim._in_float
 
 

@@ -12,6 +12,7 @@ import onnx
 from bitwright.aimet_common.absent import absent_names
 from bitwright.onnx.model.data import input_specs, random_feeds
 from bitwright.onnx.model.load import load_model
+from bitwright.runtimes.onnxruntime import new_session
 
 __all__ = ["OrtInferenceSession", "build_session", "make_dummy_input", "make_psnr_eval_fn"]
 
@@ -48,9 +49,7 @@ def build_session(
     model: Any, providers: Sequence[Any], user_onnx_libs: list[str] | None = None, path: str | None = None
 ) -> Any:
     """A session of ONNX Runtime."""
-    import onnxruntime
-
-    return onnxruntime.InferenceSession(proto_of(model).SerializeToString(), providers=list(providers))
+    return new_session(proto_of(model).SerializeToString(), providers=providers)
 
 
 OrtInferenceSession = build_session

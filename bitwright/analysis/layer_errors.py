@@ -3,7 +3,7 @@
 Each step runs four times: in float and quantized, on what the float steps before it made and on what the quantized ones
 made. Steps without quantizers run twice. Values live as long as a later step reads them, so memory is that of two runs.
 
-What the values at a quantizer site are like, and how they lie on its grid.
+On the way it collects statistics of the values at every quantizer site, and of how they lie on its grid.
 """
 
 from __future__ import annotations

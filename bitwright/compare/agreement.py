@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.compare.cut import OUTPUT_FORMAT
 from bitwright.core.numerics.formats import FloatFormat, parse_format
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ExportError
 
 Array = NDArray[Any]
 
+OUTPUT_FORMAT = "float32"  # of graph outputs that end in no quantizer
+OUTPUT_STEP = 1e-3  # what counts as one step there, relative to the largest value
 LEAST_EQUAL, MOST_LSB = 0.999, 1.0
 # A value of a 16-bit grid lies up to 65,535 steps from zero and is rounded to float32, by up to 2 ** -24 of itself or 0.004
 # steps; two such values are compared, or one and what it was rounded from, which a division by the scale rounded as well.
@@ -111,8 +114,24 @@ def spread(scale: Array, axis: int | None, like: Array) -> Array:
     return np.repeat(scale, like.shape[axis] // scale.shape[axis], axis)
 
 
+def output_step(array: Array) -> Array:
+    """What counts as one step of a tensor on no grid: a thousandth of its largest value."""
+    peak = float(np.abs(array).max(initial=0.0)) if array.dtype.kind == "f" else 0.0
+    return np.array(OUTPUT_STEP * peak if np.isfinite(peak) and peak else OUTPUT_STEP)
+
+
 def _spacing(one: Array, other: Array, fmt: FloatFormat, unit: Array) -> Array:
     """Distance of neighbouring numbers of a float format, scaled by ``unit``, at the larger of two values."""
     size = np.maximum(np.maximum(np.abs(one), np.abs(other)) / unit, 2.0**fmt.min_exponent)
     exponent = np.frexp(np.where(np.isfinite(size), size, 1.0))[1] - 1
     return unit * np.exp2(exponent - fmt.mantissa_bits)
+
+
+def level(expected: Array, found: Array | None) -> float:
+    """Signal-to-noise ratio in dB; of strings only whether they are equal."""
+    if found is None or expected.shape != found.shape:  # a sequence or a map of another length
+        return -math.inf
+    if expected.dtype.kind in "OSU":
+        same = np.array_equal(expected.astype(np.str_), found.astype(np.str_))
+        return math.inf if same else -math.inf
+    return sqnr(expected, found)

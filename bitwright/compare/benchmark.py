@@ -1,4 +1,4 @@
-"""What can be asked of an export once it lies in a folder: how fast it is beside its float model."""
+"""How fast the quantized file of an export is beside its float file, on the inputs of its samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,9 @@ def benchmark_export(
             float_file = Path(room, float_file.name)
             float_file.write_bytes(to_tflite(load(path / f"{stem}_float.onnx"), feeds).content)
         return benchmark(
-            path / f"{stem}{suffix}",
-            float_file if float_file.is_file() else None,
-            feeds,
-            runtime=runtime,
-            threads=threads,
-            seconds=seconds,
-            rounds=rounds,
-        )
+            path / f"{stem}{suffix}", float_file if float_file.is_file() else None, feeds,
+            runtime=runtime, threads=threads, seconds=seconds, rounds=rounds,
+        )  # fmt: skip
 
 
 def sample_inputs(folder: Path, stem: str) -> dict[str, Array]:
@@ -165,18 +160,14 @@ def brief_speed(exported: Exported, target: str = DEFAULT_TARGET, *, slowest: fl
     try:
         sessions = {name: open_file(runtime, path) for name, path in files.items()}
         steps = {name: (lambda s=session: s.run(feeds)) for name, session in sessions.items()}
-        if slowest < math.inf and _once(steps.values()) > slowest:
+        start = time.perf_counter()
+        if slowest < math.inf:
+            for step in steps.values():
+                step()
+        if time.perf_counter() - start > slowest:
             return None
         times = interleaved(steps, seconds=_BRIEF)
     except ExportError as error:
         problem = f"the export in {exported.qdq.parent} is complete, but {error.problem}"
         raise ExportError(error.site, problem, error.remedy) from error
     return ratio(times["float"], times["quantized"])
-
-
-def _once(steps: Iterable[Callable[[], object]]) -> float:
-    """Seconds that each of ``steps`` takes once, together."""
-    start = time.perf_counter()
-    for step in steps:
-        step()
-    return time.perf_counter() - start

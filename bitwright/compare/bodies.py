@@ -1,4 +1,4 @@
-"""Verification inside bodies: the branch that was taken and every iteration of a loop, put into the main graph.
+"""Verification inside If, Loop and Scan: what ran of their bodies is put into the main graph, and recurrent steps side by side.
 
 :mod:`bitwright.compare.cut` takes a main graph apart at its quantizers. So an If is replaced by the branch that the
 simulation took, a Loop or Scan by one copy of its body per iteration of the simulation; each quantizer in a copy is a run of
@@ -15,23 +15,27 @@ fed, or ONNX Runtime would quantize them by itself, as it does in a main graph.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.compare.cut import BORDER, array_of, graphs_in
+from bitwright.compare.runtime import run_model
 from bitwright.core.graph.operators import TRAITS
 from bitwright.export.files.onnx_file import is_tensor
-from bitwright.export.qdq.forms import METADATA, Builder, before, read_metadata
+from bitwright.export.qdq.forms import METADATA, Builder, before, damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import STATES, copy_model, move_uses
 from bitwright.export.qdq.trace import RANDOM
+from bitwright.runtimes.onnxruntime import refusals
 
 Array = NDArray[Any]
 Values = Mapping[str, Array | Sequence[Array]]
+Run = tuple[str, int]  # a site, and which of its runs
 
 
 def runs_of(given: Array | Sequence[Array] | None) -> Sequence[Array]:
@@ -39,7 +43,6 @@ def runs_of(given: Array | Sequence[Array] | None) -> Sequence[Array]:
     return [given] if isinstance(given, np.ndarray) else list(given or ())
 
 
-BORDER = "bitwright.border"  # in the metadata of nodes that only stand for the way into a body, or out of it
 NOT_TAKEN = "its branch was not taken"
 NO_ITERATION = "its loop had no iteration"
 _FLOATS = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16))  # that Max takes
@@ -52,22 +55,32 @@ class Opened:
 
     Attributes:
         model: the model, a copy where something changed.
-        values: the simulation's values, one array per run of a site.
+        values: the simulation's values, one array per run of a site, in the shapes that this model has.
         idle: site that did not run -> why.
         feeds: graph inputs that were added -> what to feed them.
+        settled: graph outputs that are states of recurrent layers, which are compared where a step makes them.
     """
 
     model: ir.Model
     values: dict[str, Array | Sequence[Array]]
     idle: dict[str, str] = field(default_factory=dict)
     feeds: dict[str, Array] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
+
+    def feed(self, builder: Builder, base: str, array: Array, dtype: ir.DataType) -> ir.Value:
+        """A new graph input that is fed ``array``."""
+        name = builder.names.value(base)
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(array.shape))
+        builder.graph.inputs.append(value)
+        self.feeds[name] = np.ascontiguousarray(array, dtype.numpy())
+        return value
 
 
 def open_bodies(model: ir.Model, values: Values) -> Opened:
     """Put what ran of every If, Loop and Scan into the main graph.
 
     A body without sites stays as it is, and so does one whose values do not tell what ran, a loop of more than 50,000
-    copied nodes, one over optional values, and a Scan that is a recurrent layer (:mod:`bitwright.compare.recurrent_steps`).
+    copied nodes, one over optional values, and a Scan that is a recurrent layer (:func:`side_by_side`).
 
     Args:
         model: as ``to_qdq`` wrote it; left as it is.
@@ -132,8 +145,7 @@ class _Opener:
         return self._branch(node) if node.op_type == "If" else self._loop(node)
 
     def _given(self, site: str, run: int) -> Array | None:
-        several = self.found.values.get(site, ())
-        several = [several] if isinstance(several, np.ndarray) else several
+        several = runs_of(self.found.values.get(site))
         return np.asarray(several[run]) if run < len(several) else None
 
     # -- branches
@@ -145,7 +157,7 @@ class _Opener:
             return []
         for key, graph in graphs.items():
             if key != taken:
-                self.found.idle.update(dict.fromkeys((site for site, _ in _places(graph)), NOT_TAKEN))
+                self.found.idle.update(dict.fromkeys((site for site, _ in places_in(graph)), NOT_TAKEN))
         self._fence(graphs[taken], node)
         part = self._copy(graphs[taken], node, {}, {})
         self._replace(node, part.outputs)
@@ -153,17 +165,17 @@ class _Opener:
 
     def _ran(self, graph: ir.Graph) -> bool | None:
         """Whether a branch was taken; ``None`` where no site in it tells. A loop without iterations keeps its axes."""
-        given = [array for place in _places(graph) if (array := self._given(*place)) is not None]
+        given = [array for place in places_in(graph) if (array := self._given(*place)) is not None]
         return any(array.shape != (0,) for array in given) if given else None
 
     # -- loops
 
     def _loop(self, node: ir.Node) -> list[ir.Node]:
         body = node.attributes["body"].as_graph()
-        given = {place: array for place in _places(body) if (array := self._given(*place)) is not None}
+        given = {place: array for place in places_in(body) if (array := self._given(*place)) is not None}
         lengths = {len(array) for array in given.values() if array.ndim}
-        several = (v.type for v in (*node.outputs, *body.outputs))
-        if len(lengths) != 1 or any(isinstance(t, ir.OptionalType) for t in several):
+        kinds = (v.type for v in (*node.outputs, *body.outputs))
+        if len(lengths) != 1 or any(isinstance(t, ir.OptionalType) for t in kinds):
             return []
         (count,) = lengths
         if count == 0:
@@ -178,7 +190,7 @@ class _Opener:
         return [inner for part in copies for inner in part.nodes]
 
     def _unroll(
-        self, node: ir.Node, body: ir.Graph, shape: _Shape, given: Mapping[tuple[str, int], Array], count: int
+        self, node: ir.Node, body: ir.Graph, shape: _Shape, given: Mapping[Run, Array], count: int
     ) -> list[_Copy]:
         states = [self._entering(node, value) for value in shape.states]
         going = self.builder.initializer("going", np.array(True))
@@ -196,12 +208,11 @@ class _Opener:
             states = [v if v is old else self._border(node, v) for v, old in zip(made, states, strict=True)]
         return copies
 
-    def _shares(self, given: Mapping[tuple[str, int], Array], at: int, *, first: bool) -> dict[tuple[str, int], int]:
+    def _shares(self, given: Mapping[Run, Array], at: int, *, first: bool) -> dict[Run, int]:
         """The run that each site has in one iteration; the values of that run are those of iteration ``at``."""
         runs = {}
         for (site, run), array in given.items():
-            several = self.found.values[site]
-            kept = [several] if isinstance(several, np.ndarray) else list(several)
+            kept = [*runs_of(self.found.values[site])]
             if first:
                 kept[run] = array[at]
             else:
@@ -247,37 +258,27 @@ class _Opener:
     def _fence(self, body: ir.Graph, node: ir.Node) -> None:
         """Let a body read what it takes from the main graph across a border; constants it reads as they are, or fed."""
         known: dict[ir.Value, ir.Value] = {}
-        for reader, i, value in list(self._taken(body)):
-            parameter = i > 0 and reader.op_type in TRAITS["bias_port"] and _is_float_constant(value)
-            if value.is_initializer() and not parameter:
+        reads = [(reader, i, value) for reader in body.all_nodes() for i, value in enumerate(reader.inputs)]
+        for reader, i, value in reads:
+            if value is None or value.graph is not self.builder.graph:
                 continue
-            if value not in known:
-                known[value] = self._fed(value) if parameter else self._border(node, value)
-            reader.replace_input_with(i, known[value])
-
-    def _taken(self, body: ir.Graph) -> Iterator[tuple[ir.Node, int, ir.Value]]:
-        """Who reads what of the main graph, and where."""
-        for reader in body.all_nodes():
-            for i, value in enumerate(reader.inputs):
-                if value is not None and value.graph is self.builder.graph:
-                    yield reader, i, value
+            parameter = i > 0 and reader.op_type in TRAITS["bias_port"] and _is_float_constant(value)
+            if not value.is_initializer() or parameter:
+                known[value] = known.get(value) or (self._fed(value) if parameter else self._border(node, value))
+                reader.replace_input_with(i, known[value])
 
     def _entering(self, node: ir.Node, value: ir.Value) -> ir.Value:
         return self._fed(value) if _is_float_constant(value) else self._border(node, value)
 
     def _fed(self, value: ir.Value) -> ir.Value:
         """An input of the model that is fed the constant ``value``."""
-        assert value.const_value is not None
-        name = self.builder.names.value(f"{value.name}_fed")
-        made = ir.Value(name=name, type=value.type, shape=value.shape)
-        self.builder.graph.inputs.append(made)
-        self.found.feeds[name] = np.ascontiguousarray(value.const_value.numpy())
-        return made
+        assert value.const_value is not None and value.dtype is not None
+        return self.found.feed(self.builder, f"{value.name}_fed", value.const_value.numpy(), value.dtype)
 
     # -- copies
 
     def _copy(
-        self, body: ir.Graph, anchor: ir.Node, inputs: dict[ir.Value, ir.Value], runs: Mapping[tuple[str, int], int]
+        self, body: ir.Graph, anchor: ir.Node, inputs: dict[ir.Value, ir.Value], runs: Mapping[Run, int]
     ) -> _Copy:
         """Put a copy of ``body`` before ``anchor``; ``inputs`` stand for its inputs, ``runs`` are those of its places."""
         clone = body.clone(allow_outer_scope_values=True)
@@ -298,7 +299,7 @@ class _Opener:
 
     def _rename(self, clone: ir.Graph, names: dict[str, str]) -> None:
         """Give everything in ``clone`` but its inputs a name of its own, noted in ``names``."""
-        values = [v for graph in _nested(clone) for v in graph.inputs]
+        values = [v for graph in clone.subgraphs() for v in graph.inputs]
         for node in clone.all_nodes():
             node.name = self.builder.names.node(str(node.name))
             values += [v for v in node.outputs if v.name]
@@ -389,8 +390,7 @@ def _share_constant(one: _Copy, other: _Copy) -> _Copy:
     left = []
     for first, node in zip(one.nodes, other.nodes, strict=True):
         fixed = node.op_type == "Constant" or (node.inputs and not varying.intersection(node.inputs))
-        nested = any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
-        if not fixed or nested or node.op_type in RANDOM:
+        if not fixed or graphs_in(node) or node.op_type in RANDOM:
             varying.update(node.outputs)
             left.append(node)
             continue
@@ -401,7 +401,7 @@ def _share_constant(one: _Copy, other: _Copy) -> _Copy:
     return _Copy(other.inputs, left, [shared.get(v, v) for v in other.outputs])
 
 
-def _renumber(node: ir.Node, names: Mapping[str, str], runs: Mapping[tuple[str, int], int]) -> None:
+def _renumber(node: ir.Node, names: Mapping[str, str], runs: Mapping[Run, int]) -> None:
     """Let a copied quantizer be a run of its own."""
     facts = read_metadata(node)
     if facts is not None:
@@ -410,8 +410,8 @@ def _renumber(node: ir.Node, names: Mapping[str, str], runs: Mapping[tuple[str, 
         node.metadata_props[METADATA] = json.dumps(facts)
 
 
-def _places(graph: ir.Graph) -> list[tuple[str, int]]:
-    """(site, run) of every activation quantizer in a body, and in bodies within."""
+def places_in(graph: ir.Graph) -> list[Run]:
+    """Every activation quantizer in a body, and in bodies within."""
     noted = (read_metadata(node) for node in graph.all_nodes())
     return [
         (str(site), int(run))
@@ -421,7 +421,231 @@ def _places(graph: ir.Graph) -> list[tuple[str, int]]:
     ]
 
 
-def _nested(graph: ir.Graph) -> list[ir.Graph]:
-    """The bodies within a body."""
-    attributes = (a for node in graph.all_nodes() for a in node.attributes.values())
-    return [a.as_graph() for a in attributes if a.type == ir.AttributeType.GRAPH]
+# ----------------------------------------------------------------------------------------------- recurrent layers
+
+
+def side_by_side(opened: Opened, graph_inputs: Mapping[str, Array]) -> Opened:
+    """Lay out every recurrent layer of the main graph whose states the simulation gave values for.
+
+    What a step computes does not depend on how often the loop ran before, only on the states it is handed. So the body of
+    a Scan that :mod:`bitwright.export.recurrent` wrote is put into the main graph once, for ``length * batch`` rows at a
+    time: its slices are the scanned tensors with the two axes joined, its states those of the simulation one step earlier.
+    A layer whose sequences have lengths that are computed inside the model stays as it is.
+
+    Args:
+        opened: its model is left as it is. Values of inner sites are of all steps in the order of time: ``[length, batch,
+            hidden]``, perhaps with an axis of directions.
+        graph_inputs: name -> value.
+    """
+    if not any(STATES in node.metadata_props for node in opened.model.graph):
+        return opened
+    found = replace(opened, model=copy_model(opened.model), values=dict(opened.values), feeds=dict(opened.feeds))
+    builder = Builder(found.model)
+    for node in [n for n in found.model.graph if STATES in n.metadata_props]:
+        layer = _layer_of(node, opened.values, graph_inputs)
+        if layer is not None:
+            _lay_out(layer, builder, found)
+    return found
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A Scan and what the simulation says about it.
+
+    Attributes:
+        states: of every state what each step made, ``[length, batch, width]``.
+        lengths: of the sequences, ``[batch]``; ``None`` where all have that of the input.
+        places: (site, run) of every quantizer in the body.
+    """
+
+    scan: ir.Node
+    body: ir.Graph
+    states: tuple[Array, ...]
+    lengths: Array | None
+    places: tuple[Run, ...]
+
+    @property
+    def reverse(self) -> bool:
+        directions = self.scan.attributes.get_ints("scan_input_directions", ())
+        return bool(directions and directions[0])
+
+    @property
+    def ends(self) -> Array:
+        """Number of steps of every sequence, ``[batch]``."""
+        length, batch, _ = self.states[0].shape
+        return np.full(batch, length) if self.lengths is None else self.lengths
+
+    def sequence(self) -> Array:
+        """The hidden states as the layer returns them: zero beyond the end of a sequence."""
+        steps = np.arange(len(self.states[0]))[:, None, None]
+        return np.where(steps < self.ends[:, None], self.states[0], np.float32(0))
+
+    def last(self, index: int) -> Array:
+        """A state after the last step, ``[batch, width]``."""
+        state = self.states[index]
+        rows = np.arange(state.shape[1])
+        return state[0] if self.reverse else state[np.maximum(self.ends, 1) - 1, rows]
+
+    def before_steps(self, index: int) -> tuple[Array, Array]:
+        """A state before each step, ``[length, batch, width]``, and where it is the initial one, ``[length, batch, 1]``."""
+        state, ends = self.states[index], self.ends
+        length, batch, _ = state.shape
+        steps, rows = np.arange(length)[:, None], np.arange(batch)[None]
+        source = steps + 1 if self.reverse else np.minimum(steps, ends) - 1  # an ended sequence keeps its state
+        first = source >= ends if self.reverse else source < 0
+        return state[np.clip(source, 0, length - 1), rows], first[..., None]
+
+
+def _layer_of(scan: ir.Node, values: Values, graph_inputs: Mapping[str, Array]) -> _Layer | None:
+    """The layer, or ``None`` where a state has no values (it passes no site, or they were not given), or lengths are unknown."""
+    try:
+        noted = json.loads(scan.metadata_props[STATES])
+        name, sites = noted["lengths"], list(noted["sites"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged_metadata(scan) from error
+    stored = None if name is None or scan.graph is None else array_of(scan.graph.initializers.get(name))
+    lengths = graph_inputs.get(name) if stored is None else stored
+    if lengths is None and name is not None:
+        return None
+    body = scan.attributes["body"].as_graph()
+    places = tuple(places_in(body))
+    runs = dict(places)
+    states = []
+    for site in sites:
+        several = runs_of(values.get(site or ""))
+        if site not in runs or runs[site] >= len(several):
+            return None
+        given = several[runs[site]]
+        states.append(given.reshape(given.shape[0], given.shape[-2], given.shape[-1]))  # without an axis of directions
+    return _Layer(scan, body, tuple(states), lengths, places)
+
+
+def _lay_out(layer: _Layer, builder: Builder, found: Opened) -> None:
+    """Put the body of one layer in the place of its Scan."""
+    scan, body, count = layer.scan, layer.body, len(layer.states)
+    length, batch, _ = layer.states[0].shape
+    assert scan.graph is not None
+
+    entering = [_before_steps(layer, builder, found, i) for i in range(count)]
+    rows = [_reshaped(builder, scan, v, (length * batch, -1)) for v in scan.inputs[count:] if v is not None]
+    for value, outer in zip(list(body.inputs), [*entering, *rows], strict=True):
+        move_uses(value, outer)
+    body.outputs.clear()
+    for value in list(body.initializers.values()):
+        body.initializers.pop(str(value.name))
+        builder.graph.register_initializer(value)
+    nodes = list(body)
+    body.remove(nodes)
+    scan.graph.insert_before(scan, nodes)
+    results = [layer.last(i)[None] for i in range(count)] + [layer.sequence()[:, None]]
+    for value, array in zip(scan.outputs, results, strict=False):
+        if not value.uses() and not value.is_graph_output():
+            continue
+        dtype = value.dtype or ir.DataType.FLOAT
+        fed = found.feed(builder, f"{value.name}_simulated", array, dtype)
+        made = builder.emit(before(scan), "Identity", [fed], f"{value.name}_fed", dtype)
+        move_uses(value, made)
+        if value.is_graph_output():
+            found.settled.add(str(value.name))
+        builder.outputs.replace(value, made)
+    scan.graph.remove(scan, safe=True)
+    for site, run in layer.places:
+        several = [*runs_of(found.values.get(site))]
+        if run < len(several):
+            several[run] = several[run].reshape(1, length * batch, -1)
+            found.values[site] = several
+
+
+def _before_steps(layer: _Layer, builder: Builder, found: Opened, index: int) -> ir.Value:
+    """A state before each step, ``[1, length * batch, width]``: the initial one, then those of the simulation."""
+    initial = layer.scan.inputs[index]
+    assert initial is not None
+    dtype, name = initial.dtype or ir.DataType.FLOAT, str(initial.name)
+    states, first = layer.before_steps(index)
+    is_first = found.feed(builder, f"{name}_first", first, ir.DataType.BOOL)
+    given = found.feed(builder, f"{name}_steps", states, dtype)
+    joined = builder.emit(before(layer.scan), "Where", [is_first, initial, given], f"{name}_all_steps", dtype)
+    joined.shape = ir.Shape(states.shape)
+    return _reshaped(builder, layer.scan, joined, (1, -1, states.shape[-1]))
+
+
+def _reshaped(builder: Builder, scan: ir.Node, value: ir.Value, shape: tuple[int, ...]) -> ir.Value:
+    target = builder.initializer(f"{value.name}_rows_shape", np.asarray(shape, np.int64))
+    dtype = value.dtype or ir.DataType.FLOAT
+    made = builder.emit(before(scan), "Reshape", [value, target], f"{value.name}_rows", dtype)
+    made.shape = None
+    return made
+
+
+# ---------------------------------------------------------------------------------- sites that are rounded after pools
+
+
+def after_pools(model: ir.Model, values: Values) -> dict[str, Array | Sequence[Array]]:
+    """``values``, of the shapes that the tensors of ``model`` have.
+
+    The file rounds some sites after the pools that read them (:mod:`bitwright.export.qdq.rewrites`). The largest of quantized
+    numbers is one of them, so that pools of the simulation's values give what the file has there.
+
+    Args:
+        model: as ``to_qdq`` wrote it.
+        values: site -> the simulation's values, one array per run. Those of other sites, and those that the pools do not take
+            because they have another number of axes, stay as they are.
+
+    Raises:
+        ExportError: what the export wrote on an operator is damaged.
+    """
+    found = dict(values)
+    for (site, run), pools in pooled_places(model).items():
+        several = list(runs_of(found.get(site)))
+        if run < len(several):
+            several[run] = _pooled(pools, several[run], model.opset_imports[""])
+            found[site] = several
+    return found
+
+
+def pooled_places(model: ir.Model) -> dict[Run, tuple[ir.Node, ...]]:
+    """(site, run) of every quantizer that stands after pools of what the site is -> these pools, in execution order.
+
+    Raises:
+        ExportError: what the export wrote on an operator is damaged.
+    """
+    noted = [(node, read_metadata(node)) for node in model.graph]
+    found: dict[Run, tuple[ir.Node, ...]] = {}
+    for node, facts in noted:
+        if facts is not None and facts["pooled"]:
+            pools = _pools_before(node, str(facts["entry"]), facts["pooled"])
+            found.update(((site, run), pools) for site, run in facts["places"])
+    return found
+
+
+def _pools_before(node: ir.Node, entry: str, count: int) -> tuple[ir.Node, ...]:
+    """The last ``count`` operators that lead to ``entry``, of the quantizer that ``node`` ends."""
+    value: ir.Value | None = node.outputs[0]
+    found: list[ir.Node] = []
+    reached = False
+    while value is not None and len(found) < count:
+        reached = reached or value.name == entry
+        maker = value.producer()
+        if maker is not None and reached:
+            found.insert(0, maker)
+        value = maker.inputs[0] if maker is not None and maker.inputs else None
+    if len(found) < count:
+        raise damaged_metadata(node)
+    return tuple(found)
+
+
+def _pooled(pools: Sequence[ir.Node], array: Array, opset: int) -> Array:
+    """What ``pools`` make of ``array``, one after the other."""
+    given = ir.Value(name="x", type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape))
+    nodes: list[ir.Node] = []
+    for pool in pools:
+        read = nodes[-1].outputs[0] if nodes else given
+        nodes.append(ir.Node("", pool.op_type, [read], list(pool.attributes.values()), num_outputs=1))
+        nodes[-1].outputs[0].name, nodes[-1].outputs[0].type = f"y{len(nodes)}", given.type
+    made = nodes[-1].outputs[0]
+    graph = ir.Graph([given], [made], nodes=nodes, opset_imports={"": opset}, name="pools")
+    model = ir.Model(graph, ir_version=10)
+    try:
+        return run_model(model, {"x": np.ascontiguousarray(array)}, "float")[str(made.name)]
+    except refusals():
+        return array  # another number of axes: the comparison of shapes says so

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.bodies import BORDER
+from bitwright.compare.agreement import OUTPUT_FORMAT, OUTPUT_STEP, output_step, spread
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.integer_sums import largest_sum
@@ -27,11 +27,10 @@ from bitwright.export.qdq.markers import Names, copy_model, move_uses
 Array = NDArray[Any]
 Values = Mapping[str, Array | Sequence[Array]]
 
-OUTPUT_FORMAT = "float32"  # of graph outputs that end in no quantizer
-OUTPUT_STEP = 1e-3  # what counts as one step there, relative to the largest value
 #: epsilon of the types that round results so far that a step of eight bits is about as small
 _HALF: Mapping[ir.DataType | None, float] = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7}
 _PLACES_AT_ONCE = 100
+BORDER = "bitwright.border"  # in the metadata of nodes that only stand for the way into a body, or out of it
 # what turns floats into codes, or stands for its limits: no integer kernel
 _FLOAT_MAKERS = frozenset(("QuantizeLinear", "Cast", "Clip", "Mul", "Min"))
 #: integer kernels of ONNX Runtime whose results are floats
@@ -92,62 +91,71 @@ class Piece:
                 self.float_params.add(name)
 
 
+def array_of(value: ir.Value | None) -> Array | None:
+    """What a constant holds; ``None`` for other values."""
+    return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
+    """Every value of the main graph."""
+    graph = model.graph
+    found = {str(value.name): value for value in (*graph.inputs, *graph.initializers.values())}
+    for node in graph:
+        found.update((str(value.name), value) for value in node.outputs if value.name)
+    return found
+
+
+def constant_at(node: ir.Node, port: int) -> Array | None:
+    """The constant that an operator reads at a port, if there is one."""
+    return array_of(node.inputs[port]) if len(node.inputs) > port else None
+
+
+def dequantizer(value: ir.Value | None) -> ir.Node | None:
+    """The DequantizeLinear that makes ``value``, if one does."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == "DequantizeLinear" else None
+
+
+def zero_points(node: ir.Node) -> Array:
+    """The codes that stand for zero in the constant that a DequantizeLinear reads, so that they broadcast against it."""
+    codes, zero = constant_at(node, 0), constant_at(node, 2)
+    return np.zeros(()) if codes is None or zero is None else spread(zero, node.attributes.get_int("axis", 1), codes)
+
+
 def _off_grid(value: ir.Value | None) -> float:
     """Half a step of an int32 bias that no site of the simulation stands for; 0 of other values."""
-    node = None if value is None else value.producer()
-    if node is None or node.op_type != "DequantizeLinear" or read_metadata(node) is not None:
+    node = dequantizer(value)
+    if node is None or read_metadata(node) is not None:
         return 0.0
-    codes, scale = node.inputs[:2]
-    if codes is None or scale is None or codes.dtype != ir.DataType.INT32 or scale.const_value is None:
+    codes, scale = node.inputs[0], constant_at(node, 1)
+    if codes is None or scale is None or codes.dtype != ir.DataType.INT32:
         return 0.0
-    return float(np.abs(scale.const_value.numpy()).max(initial=0.0)) / 2
+    return float(np.abs(scale).max(initial=0.0)) / 2
 
 
 def _accumulated(node: ir.Node) -> int:
     """The bound of :func:`~bitwright.core.numerics.integer_sums.largest_sum` for ``node``; 0 where no int32 sum is made."""
-    if node.op_type not in _AXES or len(node.inputs) < 2:
-        return 0
-    weight, furthest = _centred_codes(node.inputs[1]), _furthest(node.inputs[0])
-    if weight is None or not furthest or weight.ndim < 2:
+    stored = dequantizer(node.inputs[1]) if node.op_type in _AXES and len(node.inputs) > 1 else None
+    codes = None if stored is None else constant_at(stored, 0)
+    furthest = _furthest(node.inputs[0]) if codes is not None else 0
+    if stored is None or codes is None or not furthest or codes.ndim < 2:
         return 0
     axis = 0 if node.op_type == "Gemm" and node.attributes.get_int("transB", False) else _AXES[node.op_type]
     groups = node.attributes.get_int("group", 1) if node.op_type == "ConvTranspose" else 1
-    return largest_sum(weight, axis, groups, furthest=furthest)
-
-
-def _centred_codes(value: ir.Value | None) -> Array | None:
-    """The codes that a DequantizeLinear reads from an initializer, minus their zero point; ``None`` for other values."""
-    node = None if value is None else value.producer()
-    if node is None or node.op_type != "DequantizeLinear":
-        return None
-    codes = _constant(node.inputs[0])
-    if codes is None:
-        return None
-    zero = _constant(node.inputs[2]) if len(node.inputs) > 2 else None
-    whole = codes.astype(np.int64)
-    if zero is None or not zero.astype(np.int64).any():
-        return whole
-    if zero.size > 1:  # by channel: the furthest of all keeps the bound a bound
-        return np.abs(whole) + np.abs(zero.astype(np.int64)).max()
-    return whole - zero.astype(np.int64).reshape(())
+    centred = codes.astype(np.int64) - zero_points(stored).astype(np.int64)
+    return largest_sum(centred, axis, groups, furthest=furthest)
 
 
 def _furthest(value: ir.Value | None) -> int:
     """Largest absolute code minus zero point of an activation on an integer grid; 0 for other values."""
-    node = None if value is None else value.producer()
-    if node is None or node.op_type != "DequantizeLinear" or len(node.inputs) < 3:
+    node = dequantizer(value)
+    zero = None if node is None else constant_at(node, 2)
+    kind = None if node is None or zero is None or node.inputs[2] is None else node.inputs[2].dtype
+    if zero is None or kind is None or "INT" not in kind.name or kind.bitwidth > _WIDE:
         return 0
-    zero, kind = _constant(node.inputs[2]), None if node.inputs[2] is None else node.inputs[2].dtype
-    name = "" if kind is None else kind.name
-    if zero is None or "INT" not in name or kind is None or kind.bitwidth > _WIDE:
-        return 0
-    fmt = IntFormat(int(kind.bitwidth), signed=not name.startswith("U"))
+    fmt = IntFormat(int(kind.bitwidth), signed=not kind.name.startswith("U"))
     whole = zero.astype(np.int64)
     return int(max((fmt.qmax - whole).max(), (whole - fmt.qmin).max()))
-
-
-def _constant(value: ir.Value | None) -> Array | None:
-    return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
 @dataclass(eq=False)
@@ -169,7 +177,6 @@ class Place:
     expected: Array
     scale: Array | None
     piece: Piece = field(default_factory=Piece)
-    feed: str = ""
 
     @property
     def codes(self) -> str:
@@ -202,52 +209,36 @@ def _makers(node: ir.Node, cuts: Container[ir.Value], static: Container[ir.Node]
 
 
 class Cut:
-    """A model taken apart at every activation quantizer that the simulation has a value for.
+    """A model taken apart at places.
 
     Args:
-        model: as ``to_qdq`` wrote it; it is left as it is.
-        values: site or tensor name -> the simulation's value, or a list of them.
-        outputs: graph output -> what the simulation returned.
+        model: it is changed.
+        places: tensors of its main graph, each with the value that its readers are fed.
+        unchecked: site -> why it is not among the places.
 
     Attributes:
-        places: the tensors that are to be compared.
-        unchecked: site -> why it is not.
+        places, unchecked: as given.
     """
 
-    def __init__(self, model: ir.Model, values: Values, outputs: Mapping[str, Array]) -> None:
-        self._model, self._values = copy_model(model), values
-        self.places: list[Place] = []
-        self.unchecked: dict[str, str] = {}
-        self._runs: dict[str, int] = {}  # site -> how often it occurs
-        self._find()
-        self._find_outputs(outputs)
-        self._open()
-
-    @classmethod
-    def at(cls, model: ir.Model, places: Sequence[Place]) -> Cut:
-        """A cut of ``model``, which is changed by it, at ``places`` that were found in it otherwise."""
-        made = cls.__new__(cls)
-        made._model, made.places, made.unchecked = model, list(places), {}
-        made._open()
-        return made
-
-    def _open(self) -> None:
+    def __init__(self, model: ir.Model, places: Sequence[Place], unchecked: Mapping[str, str] | None = None) -> None:
+        self._model, self.places, self.unchecked = model, list(places), dict(unchecked or {})
         self._find_pieces()
         self._fed = self._apply()
-        self._index = {node: i for i, node in enumerate(self._model.graph)}
+        self._index = {node: i for i, node in enumerate(model.graph)}
 
-    def parts(self) -> Iterator[tuple[ir.Model, list[Place], dict[str, Array]]]:
-        """``(model, places it computes, what to feed beside the graph's inputs)``, until all places were handed out."""
+    def groups(self) -> Iterator[list[Place]]:
+        """All places, in groups that one model computes; those of one piece stay together."""
         by_piece: dict[Piece, list[Place]] = {}
         for place in self.places:
             by_piece.setdefault(place.piece, []).append(place)
         group: list[Place] = []
-        for i, places in enumerate(by_piece.values()):
+        for places in by_piece.values():
             group += places
-            if len(group) >= _PLACES_AT_ONCE or i == len(by_piece) - 1:
-                model, feeds = self.part(group)
-                yield model, group, feeds
+            if len(group) >= _PLACES_AT_ONCE:
+                yield group
                 group = []
+        if group:
+            yield group
 
     def part(self, places: Sequence[Place]) -> tuple[ir.Model, dict[str, Array]]:
         """A model that computes ``places`` from the values fed at those in front of them; what to feed it."""
@@ -259,90 +250,12 @@ class Cut:
 
     def _part(self, results: list[ir.Value]) -> tuple[ir.Model, dict[str, Array]]:
         """What makes ``results``, and what to feed it beside the graph's inputs."""
-        index = self._index
-        nodes: set[ir.Node] = set()
-        ends: dict[ir.Value, None] = {}
-        stack = list(results)
-        while stack:
-            value = stack.pop()
-            node = value.producer()
-            if node is None:
-                ends[value] = None
-            elif node not in nodes and node in index:
-                nodes.add(node)
-                stack.extend(_reads(node))
-        graph = self._model.graph
-        view = ir.GraphView(
-            [value for value in ends if value.is_graph_input() and value.graph is graph],
-            results,
-            nodes=sorted(nodes, key=index.__getitem__),
-            initializers=[v for v in ends if v.is_initializer() and v.graph is graph and not v.is_graph_input()],
-            opset_imports=dict(graph.opset_imports),
-            name=graph.name,
-        )
-        model = ir.Model(view.clone(), ir_version=self._model.ir_version)
-        model.opset_imports.update(graph.opset_imports)
-        needed = {str(value.name) for value in ends}
-        return model, {name: self._feed(name) for name in needed & self._fed.keys()}
-
-    def _feed(self, name: str) -> Array:
-        place = self._fed[name]
-        return np.ascontiguousarray(place.expected, (place.entry.dtype or ir.DataType.FLOAT).numpy())
-
-    def _find(self) -> None:
-        named = {str(v.name): v for v in self._model.graph.inputs}
-        noted = [(node, read_metadata(node)) for node in self._model.graph.all_nodes()]
-        for site, run in (place for _, facts in noted if facts for place in facts["places"]):
-            self._runs[site] = max(self._runs.get(site, 0), run + 1)
-        for node, facts in noted:
-            named.update((str(v.name), v) for v in node.outputs)
-            if facts is not None and facts["role"] == "activation":
-                self._note_place(node, facts, named)
-
-    def _note_place(self, node: ir.Node, facts: dict[str, Any], named: Mapping[str, ir.Value]) -> None:
-        """Note what ``node`` ends, which was given, or why it is not checked."""
-        expected, why = self._expected(node, facts)
-        if expected is None:
-            self.unchecked.update({site: why for site, _ in facts["places"]})
-            return
-        entry = named.get(facts["entry"])
-        if entry is None:
-            raise damaged_metadata(node)
-        scale = self._model.graph.initializers.get(facts["scale"] or "")
-        array = None if scale is None or scale.const_value is None else scale.const_value.numpy()
-        chain = quantizer_chain(node, entry)
-        self.places.append(Place(facts, chain, entry, node.outputs[0], expected, array))
-
-    def _expected(self, node: ir.Node, facts: dict[str, Any]) -> tuple[Array | None, str]:
-        """The simulation's value after ``node``, or why there is none to compare."""
-        if node.graph is not self._model.graph:
-            return None, "it lies inside the body of If, Loop or Scan"
-        if node.outputs[0].dtype == ir.DataType.BFLOAT16:
-            return None, "ONNX Runtime takes no bfloat16 from numpy"
-        for name, run in (*facts["places"], (str(node.outputs[0].name), 0)):
-            given, total = self._values.get(name), self._runs.get(name, 1)
-            if given is None:
-                continue
-            several = [given] if isinstance(given, np.ndarray) else given
-            if len(several) < total:
-                return None, f"it runs {total} times in the file, and {len(several)} arrays were given"
-            return np.asarray(several[run]), ""
-        return None, "the simulation gave no value for it"
-
-    def _find_outputs(self, outputs: Mapping[str, Array]) -> None:
-        """Float outputs that end in no quantizer are places too: the only ones of a weight-only model."""
-        quantized = {place.result for place in self.places}
-        for value in self._model.graph.outputs:
-            name, node = str(value.name), value.producer()
-            expected = outputs.get(name)
-            plain = node is not None and read_metadata(node) is None and value not in quantized
-            if expected is None or not plain or not np.issubdtype(expected.dtype, np.floating):
-                continue
-            peak = float(np.abs(expected).max(initial=0.0))
-            facts = {"places": [[name, 0]], "format": OUTPUT_FORMAT, "axis": None}
-            step = np.array(OUTPUT_STEP * peak if np.isfinite(peak) and peak else OUTPUT_STEP)
-            quantized.add(value)
-            self.places.append(Place(facts, [], value, value, expected, step))
+        model = part_of(self._model, results, self._index)
+        feeds = {}
+        for name in self._fed.keys() & {str(value.name) for value in model.graph.inputs}:
+            place = self._fed[name]
+            feeds[name] = np.ascontiguousarray(place.expected, (place.entry.dtype or ir.DataType.FLOAT).numpy())
+        return model, feeds
 
     def _find_pieces(self) -> None:
         """Join operators that no cut lies between."""
@@ -404,30 +317,124 @@ class Cut:
         return fed
 
 
+def cut_by_sites(model: ir.Model, values: Values, outputs: Mapping[str, Array]) -> Cut:
+    """A copy of ``model``, taken apart at every activation quantizer that the simulation has a value for.
+
+    Float outputs that end in no quantizer are places too: the only ones of a weight-only model.
+
+    Args:
+        model: as ``to_qdq`` wrote it; it is left as it is.
+        values: site or tensor name -> the simulation's value, or a list of them.
+        outputs: graph output -> what the simulation returned.
+    """
+    copy = copy_model(model)
+    named = values_by_name(copy)
+    noted = [(node, facts) for node in copy.graph.all_nodes() if (facts := read_metadata(node)) is not None]
+    every = [(site, run) for _, facts in noted for site, run in facts["places"]]
+    runs = {site: run + 1 for site, run in sorted(every)}  # site -> how often it occurs
+    places: list[Place] = []
+    unchecked: dict[str, str] = {}
+    for node, facts in filter(lambda one: one[1]["role"] == "activation", noted):
+        expected, entry = _expected(copy, node, facts["places"], values, runs), named.get(facts["entry"])
+        if isinstance(expected, str):
+            unchecked.update(dict.fromkeys((site for site, _ in facts["places"]), expected))
+        elif entry is None:
+            raise damaged_metadata(node)
+        else:
+            scale = array_of(copy.graph.initializers.get(facts["scale"] or ""))
+            places.append(Place(facts, quantizer_chain(node, entry), entry, node.outputs[0], expected, scale))
+    places += _output_places(copy.graph, outputs, {place.result for place in places})
+    return Cut(copy, places, unchecked)
+
+
+def _output_places(graph: ir.Graph, outputs: Mapping[str, Array], quantized: Container[ir.Value]) -> Iterator[Place]:
+    for value in dict.fromkeys(graph.outputs):
+        maker, given = value.producer(), outputs.get(str(value.name))
+        if maker is None or given is None or read_metadata(maker) is not None or value in quantized:
+            continue
+        if np.issubdtype(given.dtype, np.floating):
+            facts = {"places": [[str(value.name), 0]], "format": OUTPUT_FORMAT, "axis": None}
+            yield Place(facts, [], value, value, given, output_step(given))
+
+
+def _expected(
+    model: ir.Model, node: ir.Node, sites: Iterable[tuple[str, int]], values: Values, runs: Mapping[str, int]
+) -> Array | str:
+    """The simulation's value after ``node``, or why there is none to compare."""
+    if node.graph is not model.graph:
+        return "it lies inside the body of If, Loop or Scan"
+    if node.outputs[0].dtype == ir.DataType.BFLOAT16:
+        return "ONNX Runtime takes no bfloat16 from numpy"
+    for name, run in (*sites, (str(node.outputs[0].name), 0)):
+        given, total = values.get(name), runs.get(name, 1)
+        if given is None:
+            continue
+        several = [given] if isinstance(given, np.ndarray) else given
+        if len(several) < total:
+            return f"it runs {total} times in the file, and {len(several)} arrays were given"
+        return np.asarray(several[run])
+    return "the simulation gave no value for it"
+
+
+def part_of(model: ir.Model, results: Sequence[ir.Value], index: Mapping[ir.Node, int] | None = None) -> ir.Model:
+    """A model of the operators of the main graph that lead to ``results``, which are its outputs.
+
+    Args:
+        model: left as it is.
+        results: values of its main graph.
+        index: operator -> its place in the main graph, where that is known.
+    """
+    graph = model.graph
+    index = {node: i for i, node in enumerate(graph)} if index is None else index
+    nodes: set[ir.Node] = set()
+    ends: dict[ir.Value, None] = {}
+    stack = list(results)
+    while stack:
+        value = stack.pop()
+        node = value.producer()
+        if node is None:
+            ends[value] = None
+        elif node not in nodes and node in index:
+            nodes.add(node)
+            stack.extend(_reads(node))
+    view = ir.GraphView(
+        [value for value in ends if value.is_graph_input() and value.graph is graph],
+        results,
+        nodes=sorted(nodes, key=index.__getitem__),
+        initializers=[v for v in ends if v.is_initializer() and v.graph is graph and not v.is_graph_input()],
+        opset_imports=dict(graph.opset_imports),
+        name=graph.name,
+    )
+    made = ir.Model(view.clone(), ir_version=model.ir_version)
+    made.opset_imports.update(graph.opset_imports)
+    return made
+
+
+def graphs_in(node: ir.Node) -> list[ir.Graph]:
+    """The bodies of an If, Loop or Scan; none of other operators."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found.extend(attribute.as_graphs())
+    return found
+
+
 def _reads(node: ir.Node) -> Iterator[ir.Value]:
     """What a node reads, and what the graphs nested in it read; their own values among it do no harm."""
     yield from (value for value in node.inputs if value is not None)
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            nested = [attribute.as_graph()]
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            nested = list(attribute.as_graphs())
-        else:
-            continue
-        for graph in nested:
-            yield from graph.outputs
-            for inner in graph.all_nodes():
-                yield from (value for value in inner.inputs if value is not None)
+    for graph in graphs_in(node):
+        yield from graph.outputs
+        for inner in graph.all_nodes():
+            yield from (value for value in inner.inputs if value is not None)
 
 
 def reads_constants(node: ir.Node, static: set[ir.Node]) -> bool:
     """Whether ``node`` is a Constant, or reads initializers and what ``static`` nodes make of them, only."""
-    for value in node.inputs:
-        if value is not None and (
-            value.is_graph_input() or not (value.producer() is None or value.producer() in static)
-        ):
-            return False
-    return bool(node.inputs) or node.op_type == "Constant"
+    given = [value for value in node.inputs if value is not None]
+    fixed = all(not v.is_graph_input() and (v.producer() is None or v.producer() in static) for v in given)
+    return fixed and (bool(node.inputs) or node.op_type == "Constant")
 
 
 def _root(parent: dict[ir.Node, ir.Node], node: ir.Node) -> ir.Node:

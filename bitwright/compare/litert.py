@@ -4,32 +4,27 @@ The file itself is cut: after every tensor of a site its readers read a new inpu
 output. All operators, weights, scales and options are those of the file. What comes out is compared twice: with the
 runtime's reference kernels, which compute as the format's specification says, and with those that it takes by default.
 
-What LiteRT's reference kernels compute, in integers: the codes that an operator of a file makes of the codes that it reads.
-
-The simulation rounds float sums once; these kernels rescale integer sums in fixed point, with two roundings. Whether codes
-that differ from the simulation's are due to that alone is told by computing them so.
-
-Source: ``tensorflow/lite/kernels/internal/reference`` and ``.../reference/integer_ops``.
+The simulation rounds float sums once; LiteRT's kernels rescale integer sums in fixed point, with two roundings.
+:func:`specified` computes what a reference kernel makes of the codes that it reads, which tells whether a difference is due
+to these roundings alone. Source: ``tensorflow/lite/kernels/internal/reference`` and ``.../reference/integer_ops``.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.agreement import SLACK, Agreement, compare
-from bitwright.compare.bodies import runs_of
-from bitwright.compare.cut import Cut
-from bitwright.compare.runtime import refusals, run_model
-from bitwright.compare.verify import OutputRow, Row, VerifyReport, level
+from bitwright.compare.agreement import Agreement, compare, level
+from bitwright.compare.cut import Cut, Place, cut_by_sites
+from bitwright.compare.reasons import Evidence, measured
+from bitwright.compare.report import OutputRow, Row, VerifyReport
+from bitwright.compare.runtime import run_model
 from bitwright.errors import ExportError
 from bitwright.export.litert.convert import METADATA, to_tflite
 from bitwright.export.litert.flat import (
@@ -44,6 +39,7 @@ from bitwright.export.litert.flat import (
 )
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.runtimes.adapters import LitertSession, find_runtime, session_of
+from bitwright.runtimes.onnxruntime import refusals
 
 Array = NDArray[Any]
 _ADD_SHIFT = {np.dtype(np.int8): 20, np.dtype(np.int16): 15}  # bits that sums are computed finer by
@@ -146,25 +142,25 @@ def _quantize(call: Call) -> Array:
     return _times(call, source.centred, np.float64(source.step) / np.float64(call.output.step))
 
 
-def _product_factor(call: Call) -> Any:
-    """Per output channel, in double precision."""
+def _product(call: Call, sums: Array, rescale: Callable[..., Array] | None = None) -> Array:
+    """Sums of products with a weight, and the bias, on the grid of the output; a factor per output channel."""
     data, weight = call.read(0), call.read(1)
-    return np.float64(data.step) * weight.scale.astype(np.float64) / np.float64(call.output.step)
-
-
-def _with_bias(call: Call, sums: Array) -> Array:
     bias = call.inputs[2] if len(call.inputs) > 2 else None
-    return sums if bias is None else sums + bias.values.astype(np.int64)
+    sums = sums if bias is None else sums + bias.values.astype(np.int64)
+    factor = np.float64(data.step) * weight.scale.astype(np.float64) / np.float64(call.output.step)
+    return _scaled(call, sums, factor) if rescale is None else _times(call, sums, factor, rescale)
 
 
 def _fully_connected(call: Call) -> Array:
     data, weight = call.read(0), call.read(1)
-    rows = data.centred.reshape(-1, weight.values.shape[1])
-    sums = _with_bias(call, _exact_product(rows, weight.centred.T))
-    if weight.scale.size == 1:  # the kernel multiplies the scales in single precision
-        factor = np.float64(data.step * np.float32(weight.scale[0])) / np.float64(call.output.step)
-        return _scaled(call, sums, factor).reshape(call.output.values.shape)
-    return _times(call, sums, _product_factor(call), rescaled_once).reshape(call.output.values.shape)
+    sums = _exact_product(data.centred.reshape(-1, weight.values.shape[1]), weight.centred.T)
+    if weight.scale.size > 1:
+        return _product(call, sums, rescaled_once).reshape(call.output.values.shape)
+    bias = call.inputs[2] if len(call.inputs) > 2 else None
+    sums = sums if bias is None else sums + bias.values.astype(np.int64)
+    # the kernel multiplies the scales in single precision
+    factor = np.float64(data.step * np.float32(weight.scale[0])) / np.float64(call.output.step)
+    return _scaled(call, sums, factor).reshape(call.output.values.shape)
 
 
 def _exact_product(a: Array, b: Array) -> Array:
@@ -205,14 +201,14 @@ def _conv(call: Call) -> Array:
         _exact_product(rows.reshape(*rows.shape[:3], -1), filters.reshape(len(filters), -1).T)
         for rows, filters in parts
     ]
-    return _scaled(call, _with_bias(call, np.concatenate(sums, -1)), _product_factor(call))
+    return _product(call, np.concatenate(sums, -1))
 
 
 def _depthwise(call: Call) -> Array:
     windows, weight = _windows(call), call.read(1)
     windows = np.repeat(windows, call.options.depthMultiplier, -1)
     sums = np.einsum("nhwijc,ijc->nhwc", windows, weight.centred[0])
-    return _scaled(call, _with_bias(call, sums), _product_factor(call))
+    return _product(call, sums)
 
 
 def _mul(call: Call) -> Array:
@@ -382,7 +378,7 @@ class FlatFile:
         self.graph = self.model.subgraphs[0]
         names = {v: k for k, v in vars(known.BuiltinOperator).items() if not k.startswith("_")}
         self.kinds = [names[code.builtinCode] for code in self.model.operatorCodes]
-        self._makers = {int(out): i for i, op in enumerate(self.graph.operators) for out in op.outputs}
+        self.makers = {int(out): i for i, op in enumerate(self.graph.operators) for out in op.outputs}
 
     def _site(self, found: Mapping[str, Any]) -> _Site:
         tensor = self.model.subgraphs[0].tensors[found["tensor"]]
@@ -407,13 +403,9 @@ class FlatFile:
         kinds = self.kernels(site)
         return f"{kinds[-1]} {np.dtype(site.dtype).name}" if kinds and kinds[-1] != "QUANTIZE" else "float"
 
-    def maker_of(self, site: _Site) -> int | None:
-        """Place of the operator that writes the tensor of ``site``; ``None`` of an input of the file."""
-        return self._makers.get(site.tensor)
-
     def indices(self, site: _Site) -> list[int]:
         """Places of these operators in the file."""
-        ends, makers = {one.tensor for one in self.sites if one is not site}, self._makers
+        ends, makers = {one.tensor for one in self.sites if one is not site}, self.makers
         found: set[int] = set()
         stack = [site.tensor]
         while stack:
@@ -427,26 +419,16 @@ class FlatFile:
 
     def bound(self, site: _Site) -> float:
         """How far the arithmetic of the kernels before ``site`` may bring a value, in steps of its grid: the most over them."""
-        ops = [self.graph.operators[i] for i in self.indices(site)]
-        wide = np.dtype(site.dtype).itemsize > 1
-        return max(
-            (
-                arithmetic_error(
-                    self.kinds[op.opcodeIndex],
-                    [self._scales(i) for i in op.inputs],
-                    self._scales(op.outputs[0]),
-                    op.builtinOptions,
-                    wide,
-                )
-                for op in ops
-            ),
-            default=0.0,
-        )
 
-    def _scales(self, tensor: int) -> Array:
-        """The scales of a tensor; none of floats, and of an input that is left out."""
-        grid = self.graph.tensors[int(tensor)].quantization if tensor >= 0 else None
-        return np.asarray([] if grid is None or grid.scale is None else grid.scale, np.float64)
+        def scales(tensor: int) -> Array:  # none of floats, and of an input that is left out
+            grid = self.graph.tensors[int(tensor)].quantization if tensor >= 0 else None
+            return np.asarray([] if grid is None or grid.scale is None else grid.scale, np.float64)
+
+        wide, errors = np.dtype(site.dtype).itemsize > 1, [0.0]
+        for op in (self.graph.operators[i] for i in self.indices(site)):
+            kind, inputs = self.kinds[op.opcodeIndex], [scales(i) for i in op.inputs]
+            errors.append(arithmetic_error(kind, inputs, scales(op.outputs[0]), op.builtinOptions, wide))
+        return max(errors)
 
     def cut(self, sites: Sequence[_Site]) -> bytes:
         """The file with an input after each of ``sites``, called ``site:<i>``, and the sites as outputs ``made:<i>``."""
@@ -495,75 +477,70 @@ def verify_litert(
     Raises:
         ExportError: the file is damaged, or the runtime refuses it.
     """
-    file = FlatFile(content)
-    found = [(site, given) for site in file.sites if (given := _given(site, values)) is not None]
-    sites = [site for site, _ in found]
-    feeds = {**graph_inputs, **{f"site:{i}": site.codes(given) for i, (site, given) in enumerate(found)}}
-    cut = file.cut(sites)
-    session = _opened(cut, True, keeps=True)
-    made = [_fed(session, feeds), _fed(_opened(cut, False), feeds)]
-    specified = _Specified(FlatFile(cut), session)
+    file, cut = FlatFile(content), cut_by_sites(model, values, {})
+    known = {(site, run): place for place in cut.places for site, run in place.facts["places"]}
+    found = [(site, known[site.places[0]]) for site in file.sites if site.places[0] in known]
+    feeds = {**graph_inputs, **{f"site:{i}": site.codes(place.expected) for i, (site, place) in enumerate(found)}}
+    flat = file.cut([site for site, _ in found])
+    session, by_reference = _ran(flat, True, feeds)
+    made = (by_reference, _ran(flat, False, feeds)[1])
+    specified = _Specified(FlatFile(flat), session)
     rows: list[Row] = []
-    exact = _Exact(model, values, graph_inputs)
-    for i, (site, given) in enumerate(found):
+    for i, (site, place) in enumerate(found):
         codes = [site.values(one[f"made:{i}"]) for one in made]
-        rows += _rows(file, site, given, codes, exact, specified)
-    known = {place for site in sites for place in site.places}
-    unchecked = {
-        name: "the simulation gave no value for it"
-        for site in file.sites
-        for name, run in site.places
-        if (name, run) not in known
-    }
-    return VerifyReport(tuple(rows), tuple(_ends(content, graph_inputs, outputs)), unchecked, {}, {}, "litert")
+        ends = [compare(place.expected, one, place.facts, place.scale) for one in codes]
+        if not all(a.ok for a in ends):
+            ends = _measured(file, site, place, ends, codes, _before_rounding(cut, place, graph_inputs))
+        rows += _rows(file, site, place, ends, specified)
+    ran = [_ran(content, reference, graph_inputs)[1] for reference in (True, False)]
+    whole = tuple(OutputRow(name, *(level(array, one.get(name)) for one in ran)) for name, array in outputs.items())
+    return VerifyReport(tuple(rows), whole, cut.unchecked, {}, {}, "litert")
 
 
-def _given(site: _Site, values: Values) -> Array | None:
-    for name, run in site.places:
-        given = values.get(name)
-        several = runs_of(given)
-        if run < len(several):
-            return np.asarray(several[run])
-    return None
+def _rows(file: FlatFile, site: _Site, place: Place, ends: Sequence[Agreement], specified: _Specified) -> Iterator[Row]:
+    ops, share, once = file.kernels(site), specified.share(file.indices(site)), None
+    if ends[0].equal < 1 and (codes_once := specified.rounded_once(site)) is not None:
+        once = compare(place.expected, site.values(codes_once), place.facts, place.scale).equal
+    why = _why(ops, ends, share, once)
+    facts = (site.name, site.format, tuple(ops), file.kernel_of(site), ends[0], ends[1], why, share, once)
+    yield from (Row(name, run, *facts) for name, run in site.places)
 
 
-def _opened(content: bytes, reference: bool, *, keeps: bool = False) -> LitertSession:
-    with _refused():
-        return session_of(content, reference=reference, keeps=keeps)
+def _measured(
+    file: FlatFile, site: _Site, place: Place, ends: Sequence[Agreement], codes: Sequence[Array], before: Array | None
+) -> list[Agreement]:
+    """Agreements that fail, with the distance of their codes from the value before rounding."""
+    bound = file.bound(site)
+    known = [Evidence.of(place, {"float": end}, {}) for end in ends]
+    return [
+        end if end.ok else measured(evidence, "float", place, code, place.expected, before, bound)
+        for end, evidence, code in zip(ends, known, codes, strict=True)
+    ]
 
 
-def _fed(session: LitertSession, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    with _refused():
-        return session.run(feeds)
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
+def _before_rounding(cut: Cut, place: Place, graph_inputs: Mapping[str, Array]) -> Array | None:
+    """What float kernels make in front of the quantizer of ``place``; ``None`` at an input, or where it is refused."""
+    if not place.chain or place.entry.producer() is None:
+        return None
+    model, feeds = cut.before([place])
     try:
-        yield
+        return run_model(model, {**graph_inputs, **feeds}, "float")[str(place.entry.name)]
+    except refusals():
+        return None
+
+
+def _ran(content: bytes, reference: bool, feeds: Mapping[str, Array]) -> tuple[LitertSession, dict[str, Array]]:
+    """A session that keeps its tensors, and its outputs.
+
+    Raises:
+        ExportError: the runtime refuses the file.
+    """
+    try:
+        session = session_of(content, reference=reference, keeps=reference)
+        return session, session.run(feeds)
     except (RuntimeError, ValueError) as error:
         problem = f"LiteRT refuses the file: {' '.join(str(error).split())[:400]}"
         raise ExportError("the LiteRT file", problem, find_runtime("litert").remedy) from error
-
-
-def _rows(
-    file: FlatFile, site: _Site, given: Array, codes: Sequence[Array], exact: _Exact, specified: _Specified
-) -> Iterator[Row]:
-    facts = {"places": site.places, "format": site.format, "axis": None}
-    agreements = [compare(given, one, facts, np.asarray(site.scale)) for one in codes]
-    ops, share, once = file.kernels(site), specified.share(file.indices(site)), None
-    if agreements[0].equal < 1 and (codes_once := specified.rounded_once(site)) is not None:
-        once = compare(given, site.values(codes_once), facts, np.asarray(site.scale)).equal
-    if not all(a.ok for a in agreements):
-        allowed = file.bound(site)
-        agreements = [
-            a if a.ok else replace(a, off=exact.off(site, given, one), allowed=allowed)
-            for a, one in zip(agreements, codes, strict=True)
-        ]
-    kernel = file.kernel_of(site)
-    why = _why(ops, agreements, share, once)
-    for name, run in site.places:
-        yield Row(name, run, site.name, site.format, tuple(ops), kernel, agreements[0], agreements[1], why, share, once)
 
 
 def _why(ops: Sequence[str], found: Sequence[Agreement], specified: float | None, once: float | None) -> str | None:
@@ -600,9 +577,17 @@ class _Specified:
 
         Operators that only move codes, or compute in float, are left out.
         """
-        known = [self._of(i) for i in operators if self._makes_codes(i)]
-        found = [share for share in known if share is not None]
-        return min(found) if known and len(found) == len(known) else None
+        shares: list[float] = []
+        for index in filter(self._makes_codes, operators):
+            if index not in self._found:
+                kind, call = self._call(index)
+                codes = specified(kind, call)
+                self._found[index] = None if codes is None else float((codes == call.output.values).mean())
+            share = self._found[index]
+            if share is None:
+                return None
+            shares.append(share)
+        return min(shares, default=None)
 
     def _makes_codes(self, index: int) -> bool:
         op = self._file.graph.operators[index]
@@ -612,64 +597,19 @@ class _Specified:
 
     def rounded_once(self, site: _Site) -> Array | None:
         """The codes of ``site``, if the operator that makes them rounded once; ``None`` where that cannot be told."""
-        index = self._file.maker_of(site)
-        if index is None or not self._makes_codes(index):
-            return None
-        return specified(*self._call(index, once=True))
-
-    def _of(self, index: int) -> float | None:
-        if index not in self._found:
-            kind, call = self._call(index)
-            codes = specified(kind, call)
-            self._found[index] = None if codes is None else float((codes == call.output.values).mean())
-        return self._found[index]
+        index = self._file.makers.get(site.tensor)
+        return specified(*self._call(index, once=True)) if index is not None and self._makes_codes(index) else None
 
     def _call(self, index: int, once: bool = False) -> tuple[str, Call]:
+        def tensor(index: int) -> Tensor:
+            grid = self._file.graph.tensors[index].quantization
+            scale = [] if grid is None or grid.scale is None else grid.scale
+            zero = int(grid.zeroPoint[0]) if len(scale) else 0
+            return Tensor(self._session.interpreter.get_tensor(index), np.asarray(scale, np.float32), zero)
+
         op = self._file.graph.operators[index]
-        inputs = tuple(None if i < 0 else self._tensor(int(i)) for i in op.inputs)
-        output = self._tensor(int(op.outputs[0]))
-        return self._file.kinds[op.opcodeIndex], Call(inputs, output, op.builtinOptions, once)
-
-    def _tensor(self, index: int) -> Tensor:
-        grid = self._file.graph.tensors[index].quantization
-        scale = [] if grid is None or grid.scale is None else grid.scale
-        zero = int(grid.zeroPoint[0]) if len(scale) else 0
-        return Tensor(self._session.interpreter.get_tensor(index), np.asarray(scale, np.float32), zero)
-
-
-class _Exact:
-    """Values before rounding, from the QDQ model with float kernels, computed for what is asked."""
-
-    def __init__(self, model: ir.Model, values: Values, graph_inputs: Mapping[str, Array]) -> None:
-        self._cut = Cut(model, values, {})
-        self._places = {
-            (site, run): place for place in self._cut.places for site, run in place.facts["places"] if place.chain
-        }
-        self._inputs = graph_inputs
-
-    def off(self, site: _Site, given: Array, found: Array) -> float:
-        """How far the codes that differ lie from the value that both were rounded from, beyond half a step; in steps."""
-        place = next((self._places[p] for p in site.places if p in self._places), None)
-        if place is None or place.entry.producer() is None:
-            return math.inf
-        model, feeds = self._cut.before([place])
-        try:
-            value = run_model(model, {**self._inputs, **feeds}, "float")[str(place.entry.name)]
-        except refusals():
-            return math.inf
-        step = float(site.scale)
-        differ = given != found
-        # a value beyond the grid was limited to its end
-        outside = np.abs(value - given) > (0.5 + SLACK) * step
-        value = np.where(outside, given, value)[differ].astype(np.float64)
-        return float(np.max(np.abs(value - found[differ]) / step - 0.5, initial=-math.inf))
-
-
-def _ends(content: bytes, graph_inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Iterator[OutputRow]:
-    made = [_fed(_opened(content, reference), graph_inputs) for reference in (True, False)]
-    for name, expected in outputs.items():
-        levels = [level(expected, one.get(name)) for one in made]
-        yield OutputRow(name, levels[0], levels[1])
+        inputs = tuple(None if i < 0 else tensor(int(i)) for i in op.inputs)
+        return self._file.kinds[op.opcodeIndex], Call(inputs, tensor(int(op.outputs[0])), op.builtinOptions, once)
 
 
 # ------------------------------------------------------------------------------------------ parts of a model

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.compare.agreement import Agreement, compare
-from bitwright.compare.cut import Place
+from bitwright.compare.cut import Cut, Place
 from bitwright.compare.parameters import Key, Parameter, give, parameters
 from bitwright.compare.points import Pair, Point, cut_at, match, observed, on_grids, points_of, read_alike, steps_of
 from bitwright.compare.runtime import run_model
@@ -143,7 +143,7 @@ class Lockstep:
     @cached_property
     def places(self) -> dict[Pair, Place]:
         """Every tensor in ``b``, with the operators that lead to it."""
-        return self._cut_b[1]
+        return self.cut_b[1]
 
     @property
     def own_b(self) -> dict[Pair, Array]:
@@ -151,7 +151,8 @@ class Lockstep:
         return self._own_b[0]
 
     @cached_property
-    def _cut_b(self) -> tuple[Any, dict[Pair, Place]]:
+    def cut_b(self) -> tuple[Cut, dict[Pair, Place]]:
+        """The model of ``b`` taken apart, fed what ``a`` has."""
         cut, places = cut_at(copy_model(self.b.model), {pair.b: self.free_a[pair] for pair in self.pairs})
         return cut, {pair: places[pair.b] for pair in self.pairs}
 
@@ -199,11 +200,11 @@ class Lockstep:
         source = source or (self.fed if side is self.a else self.free_a)
         cut, places = cut_at(model, {point: source[pair] for pair, point in mine.items()})
         names = {pair: places[mine[pair]] for pair in (self.pairs if pairs is None else pairs)}
-        parts = cut.parts() if pairs is None else [_one(cut, list(names.values()))]
+        groups = cut.groups() if pairs is None else [list(names.values())]
         execute = side.run if run is None else run
         found: dict[str, Array] = {}
         types: dict[str, str] = {}
-        for part, _, more in parts:
+        for part, more in map(cut.part, groups):
             found.update(execute(part, {**feeds, **more}, types) or {})
         values = {pair: found[str(p.result.name)] for pair, p in names.items() if str(p.result.name) in found}
         return values, {pair: p.kernel(types) for pair, p in names.items()}
@@ -224,11 +225,6 @@ class Lockstep:
         point, side = (pair.b, self.b) if pair.b.quantized or not pair.a.quantized else (pair.a, self.a)
         scale = steps_of(point, one, side.model)
         return compare(one, other, {**point.facts, "places": [[pair.name, 0]]}, scale)
-
-
-def _one(cut: Any, places: list[Place]) -> tuple[ir.Model, list[Place], dict[str, Array]]:
-    model, feeds = cut.part(places)
-    return model, places, feeds
 
 
 def _given(side: Side, point: Point) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.compare.agreement import spread
-from bitwright.compare.cut import reads_constants
+from bitwright.compare.cut import QDQ, array_of, constant_at, dequantizer, part_of, reads_constants, zero_points
 from bitwright.compare.runtime import run_model
 from bitwright.core.graph.operators import TRAITS
 from bitwright.export.qdq.forms import Builder
@@ -55,23 +55,30 @@ def parameters(model: ir.Model) -> dict[Key, Parameter]:
     for node in model.graph:
         if reads_constants(node, static):
             static.add(node)
-        elif node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
-            read += _constants_of(node, static)
-    values = _evaluated(model, [value for _, _, value in read], static)
-    found = {}
+        elif node.op_type not in QDQ:
+            read += [(node, port, value) for port, value in _constants_of(node, static)]
+    values, found = _evaluated(model, dict.fromkeys(value for _, _, value in read)), {}
     for node, port, value in read:
         array = values.get(value)
-        if array is not None and array.dtype.kind == "f" and array.size:
-            step = _step(value, array)
+        if array is not None and array.size:
             key, role = (str(node.outputs[0].name), port), role_of(node, port)
-            found[key] = Parameter(str(value.name), node.op_type, role, array, step)
+            found[key] = Parameter(str(value.name), node.op_type, role, array, _step(value, array))
     return found
 
 
-def _constants_of(node: ir.Node, static: set[ir.Node]) -> Iterator[tuple[ir.Node, int, ir.Value]]:
+def _constants_of(node: ir.Node, static: set[ir.Node]) -> Iterator[tuple[int, ir.Value]]:
     for port, value in enumerate(node.inputs):
         if value is not None and (value.is_initializer() or value.producer() in static):
-            yield node, port, value
+            yield port, value
+
+
+def _evaluated(model: ir.Model, values: Iterable[ir.Value]) -> dict[ir.Value, Array]:
+    """Floats: initializers as they are, and what operators make of constants, computed in one run."""
+    held = {value: array_of(value) for value in values}
+    wanted = [v for v, array in held.items() if array is None and (v.dtype is None or v.dtype in _FLOATS)]
+    made = run_model(part_of(model, wanted), {}, "float") if wanted else {}
+    found = {value: made.get(str(value.name)) if array is None else array for value, array in held.items()}
+    return {value: array for value, array in found.items() if array is not None and array.dtype.kind == "f"}
 
 
 def role_of(node: ir.Node, port: int) -> str:
@@ -83,36 +90,18 @@ def role_of(node: ir.Node, port: int) -> str:
     return "bias" if node.op_type == "Add" else "constant"
 
 
-def _evaluated(model: ir.Model, values: list[ir.Value], static: set[ir.Node]) -> dict[ir.Value, Array]:
-    """Initializers as they are, and what ``static`` operators make, computed in one run."""
-    found = {v: np.asarray(v.const_value.numpy()) for v in values if v.const_value is not None}
-    made = [v for v in dict.fromkeys(values) if v not in found and (v.dtype is None or v.dtype in _FLOATS)]
-    if not made:
-        return found
-    nodes = [node for node in model.graph if node in static]
-    needed = {v for node in nodes for v in node.inputs if v is not None and v.is_initializer()}
-    view = ir.GraphView([], made, nodes=nodes, initializers=sorted(needed, key=lambda v: str(v.name)),
-                        opset_imports=dict(model.graph.opset_imports), name="constants")  # fmt: skip
-    part = ir.Model(view.clone(), ir_version=model.ir_version)
-    results = run_model(part, {}, "float")
-    return {**found, **{value: results[str(value.name)] for value in made}}
-
-
 def _step(value: ir.Value, array: Array) -> Array | None:
     """One step of the grid that ``value`` was stored on."""
     maker = value.producer()
     while maker is not None and maker.op_type in ("Reshape", "Transpose", "Cast", "Identity"):
         source = maker.inputs[0]
         maker = None if source is None else source.producer()
-    if maker is None or maker.op_type not in ("DequantizeLinear", "Mul") or len(maker.inputs) < 2:
-        return None
-    given = maker.inputs[1]
-    scale = None if given is None or given.const_value is None else given.const_value.numpy()
-    if scale is None:
+    scale = constant_at(maker, 1) if maker is not None and maker.op_type in ("DequantizeLinear", "Mul") else None
+    if maker is None or scale is None:
         return None
     if maker.op_type == "Mul" or maker is not value.producer():
         return np.asarray(scale.max())
-    return np.asarray(spread(scale, maker.attributes.get_int("axis", 1), array))
+    return spread(scale, maker.attributes.get_int("axis", 1), array)
 
 
 def give(model: ir.Model, values: Mapping[Key, Array]) -> None:
@@ -137,13 +126,11 @@ def clear(model: ir.Model, zeros: Mapping[Key, Array]) -> None:
     builder, stored = Builder(model), set[Key]()
     by_output = {str(node.outputs[0].name): node for node in model.graph if node.outputs}
     for name, port in zeros:
-        value = by_output[name].inputs[port] if name in by_output else None
-        maker = None if value is None else value.producer()
-        codes = maker.inputs[0] if maker is not None and maker.op_type == "DequantizeLinear" else None
-        if maker is not None and codes is not None and codes.const_value is not None:
-            cleared = np.broadcast_to(_zero_point(maker), codes.const_value.shape.numpy())
-            held = cleared.astype(codes.const_value.numpy().dtype)
-            maker.replace_input_with(0, builder.initializer(f"{codes.name}_cleared", held))
+        maker = dequantizer(by_output[name].inputs[port]) if name in by_output else None
+        codes = None if maker is None else constant_at(maker, 0)
+        if maker is not None and codes is not None:
+            cleared = np.broadcast_to(zero_points(maker), codes.shape).astype(codes.dtype)
+            maker.replace_input_with(0, builder.initializer(f"{name}_{port}_cleared", cleared))
             stored.add((name, port))
     give(model, {key: array for key, array in zeros.items() if key not in stored})
 
@@ -154,11 +141,17 @@ def narrow(model: ir.Model, outputs: set[str], bits: int) -> bool:
     Returns:
         Whether any of them has integer codes.
     """
-    changed = False
-    for node in model.graph:
-        if outputs.intersection(str(v.name) for v in node.outputs) and node.op_type in TRAITS["layer"]:
-            for maker in [*_dequantized(node)]:
-                changed = _coarser(model, maker, 2.0**bits) or changed
+    builder, factor, changed = Builder(model), 2.0**bits, False
+    layers = [node for node in model.graph if node.op_type in TRAITS["layer"]]
+    made = [layer for layer in layers if not outputs.isdisjoint(str(v.name) for v in layer.outputs)]
+    for maker in (maker for layer in made for maker in _dequantized(layer)):
+        codes, scale, zero = constant_at(maker, 0), constant_at(maker, 1), zero_points(maker)
+        if codes is not None and scale is not None:
+            less = (np.rint((codes.astype(np.float64) - zero) / factor) + zero).astype(codes.dtype)
+            maker.replace_input_with(0, builder.initializer("coarser_q", less))
+            more = (scale * np.float32(factor)).astype(np.float32)
+            maker.replace_input_with(1, builder.initializer("coarser_scale", more))
+            changed = True
     return changed
 
 
@@ -167,28 +160,4 @@ def _dequantized(layer: ir.Node) -> Iterator[ir.Node]:
     values = [*layer.inputs[1:]]
     for reader, port in layer.outputs[0].uses() if layer.op_type == "MatMul" else ():
         values += [reader.inputs[1 - port]] if reader.op_type == "Add" else []
-    makers = (value.producer() for value in values if value is not None)
-    yield from (maker for maker in makers if maker is not None and maker.op_type == "DequantizeLinear")
-
-
-def _coarser(model: ir.Model, node: ir.Node, factor: float) -> bool:
-    """Let a DequantizeLinear of a constant hold codes divided by ``factor``, rounded; whether it is one."""
-    codes, scale = (value.const_value if value is not None else None for value in node.inputs[:2])
-    if codes is None or scale is None:
-        return False
-    whole, zero = codes.numpy().astype(np.float64), _zero_point(node)
-    less = (np.rint((whole - zero) / factor) + zero).astype(codes.numpy().dtype)
-    builder = Builder(model)
-    node.replace_input_with(0, builder.initializer("coarser_q", less))
-    more = (scale.numpy() * np.float32(factor)).astype(np.float32)
-    node.replace_input_with(1, builder.initializer("coarser_scale", more))
-    return True
-
-
-def _zero_point(node: ir.Node) -> Array:
-    """The codes that stand for zero in what a DequantizeLinear reads, so that they broadcast against it."""
-    codes, given = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
-    if codes is None or codes.const_value is None or given is None or given.const_value is None:
-        return np.zeros(())
-    axis = node.attributes.get_int("axis", 1)
-    return np.asarray(spread(given.const_value.numpy(), axis, codes.const_value.numpy()))
+    yield from filter(None, map(dequantizer, values))

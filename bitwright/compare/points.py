@@ -14,7 +14,18 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.cut import OUTPUT_FORMAT, OUTPUT_STEP, Cut, Place, copied_chain, quantizer_chain, reads_constants
+from bitwright.compare.agreement import OUTPUT_FORMAT, output_step
+from bitwright.compare.cut import (
+    Cut,
+    Place,
+    array_of,
+    copied_chain,
+    dequantizer,
+    part_of,
+    quantizer_chain,
+    reads_constants,
+    values_by_name,
+)
 from bitwright.core.graph.operators import TRAITS
 from bitwright.export.qdq.forms import after, before, read_metadata
 from bitwright.export.qdq.markers import Names, copy_model
@@ -81,15 +92,6 @@ def run_name(site: str, run: int, *, pooled: bool = False) -> str:
     return f"{site}{f', run {run + 1}' if run else ''}{', pooled' if pooled else ''}"
 
 
-def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
-    """Every value of the main graph."""
-    graph = model.graph
-    found = {str(value.name): value for value in (*graph.inputs, *graph.initializers.values())}
-    for node in graph:
-        found.update((str(value.name), value) for value in node.outputs if value.name)
-    return found
-
-
 def points_of(model: ir.Model) -> list[Point]:
     """Every point of the main graph, in execution order; bodies of If, Loop and Scan are part of their operator."""
     named, static, inside = values_by_name(model), set[ir.Node](), set[ir.Node]()
@@ -122,9 +124,8 @@ def _plain(value: ir.Value) -> Point:
 
 def _is_code(value: ir.Value | None) -> bool:
     """Whether a DequantizeLinear of an activation makes ``value``."""
-    maker = None if value is None else value.producer()
-    codes = maker.inputs[0] if maker is not None and maker.op_type == "DequantizeLinear" else None
-    return codes is not None and codes.producer() is not None
+    maker = dequantizer(value)
+    return maker is not None and maker.inputs[0] is not None and maker.inputs[0].producer() is not None
 
 
 def _ends_in_codes(node: ir.Node) -> bool:
@@ -273,26 +274,20 @@ def cut_at(model: ir.Model, values: Mapping[Point, Array]) -> tuple[Cut, dict[Po
                     node.replace_input_with(port, result)
             chain = [maker]
         places[point] = Place(point.facts, chain, entry, result, array, steps_of(point, array, model))
-    return Cut.at(model, list(places.values())), places
+    return Cut(model, list(places.values())), places
 
 
 def steps_of(point: Point, array: Array, model: ir.Model) -> Array:
     """One step of the grid at ``point``; of a plain tensor a thousandth of its largest value."""
-    scale = model.graph.initializers.get(point.scale or "")
-    if scale is not None and scale.const_value is not None:
-        return np.asarray(scale.const_value.numpy())
-    peak = float(np.abs(array).max(initial=0.0)) if array.dtype.kind == "f" else 0.0
-    return np.array(OUTPUT_STEP * peak if np.isfinite(peak) and peak else OUTPUT_STEP)
+    scale = array_of(model.graph.initializers.get(point.scale or ""))
+    return output_step(array) if scale is None else np.asarray(scale)
 
 
 def on_grids(model: ir.Model, values: Mapping[Point, Array]) -> tuple[ir.Model, dict[str, Array], dict[Point, str]]:
     """A model of the quantizers of the points alone; what to feed it; what it calls their results."""
     copy = copy_model(model)
     named, names = values_by_name(copy), Names(copy)
-    graph, feeds, results = copy.graph, dict[str, Array](), dict[Point, str]()
-    outputs: list[ir.Value] = []
-    nodes: list[ir.Node] = []
-    inputs: list[ir.Value] = []
+    feeds, results = dict[str, Array](), dict[Point, ir.Value]()
     for point, array in values.items():
         if not point.quantized:
             continue
@@ -300,14 +295,11 @@ def on_grids(model: ir.Model, values: Mapping[Point, Array]) -> tuple[ir.Model, 
         assert last is not None
         dtype = entry.dtype or ir.DataType.FLOAT
         given = ir.Value(name=names.value("given"), type=ir.TensorType(dtype), shape=ir.Shape(array.shape))
-        nodes += copied_chain(quantizer_chain(last, entry), entry, given, names)
-        result = nodes[-1].outputs[0]
-        result.dtype = result.dtype or ir.DataType.FLOAT
-        inputs.append(given)
-        outputs.append(result)
+        copy.graph.inputs.append(given)
+        chain = copied_chain(quantizer_chain(last, entry), entry, given, names)
+        copy.graph.extend(chain)
+        results[point] = chain[-1].outputs[0]
+        results[point].dtype = results[point].dtype or ir.DataType.FLOAT
         feeds[str(given.name)] = np.ascontiguousarray(array, dtype.numpy())
-        results[point] = str(result.name)
-    read = {v for node in nodes for v in node.inputs if v is not None and v.is_initializer()}
-    view = ir.GraphView(inputs, outputs, nodes=nodes, initializers=sorted(read, key=lambda v: str(v.name)),
-                        opset_imports=dict(graph.opset_imports), name="grids")  # fmt: skip
-    return ir.Model(view.clone(), ir_version=copy.ir_version), feeds, results
+    part = part_of(copy, list(results.values()))
+    return part, feeds, {point: str(value.name) for point, value in results.items()}

@@ -4,22 +4,22 @@ A reason that is bounded does not excuse whatever it could explain. The value be
 two codes of one value may differ only where it lies on the border between them, give or take what the kernel's arithmetic
 is known to be off by. A wrong weight, bias or scale moves values away from the borders, so it is never excused.
 
-Where a default session of ONNX Runtime saturates on this CPU, by a comparison with a session of exact sums.
+Sums that a default session of ONNX Runtime saturates on this CPU are found by a comparison with a session of exact sums.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.agreement import MOST_LSB, SLACK, Agreement, compare
-from bitwright.compare.cut import OUTPUT_FORMAT, Cut
+from bitwright.compare.agreement import MOST_LSB, OUTPUT_FORMAT, SLACK, Agreement, compare, in_float64, step_of
+from bitwright.compare.cut import Cut, Place
 from bitwright.compare.runtime import EXACT_SUMS, Mode, offers_exact_sums, run_model
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.formats import FloatFormat, parse_format
@@ -75,6 +75,21 @@ class Evidence:
     accumulated: int = 0
     halves: float = 0.0
     bias: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        place: Place,
+        found: Mapping[Mode, Agreement],
+        kernels: Mapping[str, str],
+        failures: Mapping[Mode, str] | None = None,
+    ) -> Evidence:
+        """What is known about ``place``; ``kernels`` are those of the tensors that the default mode made."""
+        piece = place.piece
+        runtime = frozenset(map(kernels.get, piece.made))
+        bounds = (piece.accumulated, piece.rounding, piece.bias)
+        ops, params, fmt = frozenset(piece.ops), frozenset(piece.float_params), str(place.facts["format"])
+        return cls(ops, place.kernel(kernels), runtime, fmt, params, found, failures or {}, *bounds)
 
     @property
     def wide(self) -> bool:
@@ -199,15 +214,13 @@ def reason_of(evidence: Evidence, mode: Mode) -> Reason:
 
 def explain(evidence: Evidence) -> str | None:
     """Why codes differ, by mode; ``None`` where none does."""
-    lines = [f"{mode}: {_text(evidence, mode)}" for mode in _REASONS if evidence.differs(mode)]
+    lines = []
+    for mode in (mode for mode in _REASONS if evidence.differs(mode)):
+        reason, found = reason_of(evidence, mode), evidence.found[mode]
+        is_beyond = not found.ok and found.off is not None and not found.within
+        text = reason.beyond(evidence) if is_beyond and reason.beyond is not None else reason.text
+        lines.append(f"{mode}: {text}")
     return "; ".join(lines) or None
-
-
-def _text(evidence: Evidence, mode: Mode) -> str:
-    """Of the reason, or of what is beyond it where codes were measured to be."""
-    reason, found = reason_of(evidence, mode), evidence.found[mode]
-    is_beyond = not found.ok and found.off is not None and not found.within
-    return reason.beyond(evidence) if is_beyond and reason.beyond is not None else reason.text
 
 
 def measure(
@@ -244,28 +257,46 @@ def measure(
     step = np.broadcast_to(step, one.shape)[differ]
     bias = evidence.bias / step  # of the simulation alone: the value before rounding is the file's
     one, other, value = (a[differ] / step for a in (one, other, value))
-    if not value.size or not np.isfinite(value).all() or not _on_one_grid(evidence, one - other):
+    apart = np.abs(one - other - np.rint(one - other)) > 2 * SLACK  # codes of a grid with another scale
+    # of a float format neighbours of a power of two have different distances
+    on_one_grid = isinstance(parse_format(evidence.format), FloatFormat) or not apart.any()
+    if not value.size or not np.isfinite(value).all() or not on_one_grid:
         return math.inf, 0.0
     peak = float(np.abs(value).max())
     rounding = max(min(_MOST, max(_LEAST, _ULPS * peak, precision * peak)), evidence.halves * peak)
-    table = np.abs(value) * _table_error(scale) if mode == "integer" and evidence.by_table else 0.0
+    # QLinearSoftmax multiplies by 1 / scale, rounded down to an integer
+    lost = 1.0 - math.floor(np.float32(1.0 / scale)) * scale if mode == "integer" and evidence.by_table else 0.0
     off = np.stack([np.abs(value - one), np.abs(value - other)]) - 0.5
-    allowed = np.stack([rounding + bias, rounding + error + table * np.ones_like(value)])
+    allowed = np.stack([rounding + bias, rounding + error + lost * np.abs(value)])
     at = np.unravel_index(int(np.argmax(np.nan_to_num(off - allowed, nan=np.inf))), off.shape)
     return float(off[at]), float(allowed[at])
 
 
-def _on_one_grid(evidence: Evidence, steps: Array) -> bool:
-    """Whether codes differ by whole steps; those of a grid with another scale do not."""
-    if isinstance(parse_format(evidence.format), FloatFormat):
-        return True  # neighbours of a power of two have different distances
-    return bool((np.abs(steps - np.rint(steps)) <= 2 * SLACK).all())
+def measured(
+    evidence: Evidence, mode: Mode, place: Place, code: Array, rounded: Array, before: Array | None, error: float = 0.0
+) -> Agreement:
+    """The agreement of a place in ``mode``, with what :func:`measure` says where the value before rounding is known.
 
-
-def _table_error(scale: float) -> float:
-    """Relative error of QLinearSoftmax: it multiplies by 1 / scale, rounded down to an integer."""
-    inverse = 1.0 / scale
-    return 1.0 - math.floor(np.float32(inverse)) / inverse
+    Args:
+        evidence, mode: see there.
+        place: with the simulation's codes.
+        code: what was made there.
+        rounded: codes of the value before rounding; they stand for it where it lies outside the grid.
+        before: the value before rounding, as float kernels make it.
+        error: see there.
+    """
+    if before is None or before.shape != rounded.shape:
+        return evidence.found[mode]
+    step = step_of(place.expected, code, place.facts, place.scale)
+    expected, code, rounded = in_float64(step, place.expected, code, rounded)
+    # beyond half a step from its own code a value lies outside the grid; on the border float32 may add SLACK, and half
+    # precision more: a fused kernel does not round in between
+    beyond = evidence.halves * float(np.abs(before).max(initial=0.0))
+    outside = np.abs(before - rounded) > (0.5 + SLACK) * step + beyond
+    value = np.where(outside, rounded, before).astype(np.promote_types(before.dtype, np.float32))
+    scale = 1.0 if place.scale is None else float(np.max(place.scale))
+    off, allowed = measure(evidence, mode, expected, code, value, step, scale, error=error)
+    return replace(evidence.found[mode], off=off, allowed=allowed)
 
 
 _MOST_NAMED = 5
@@ -305,7 +336,8 @@ def saturated_places(model: ir.Model, cut: Cut, feeds: Mapping[str, Array]) -> S
     if not sums_saturate():
         return None
     found: dict[str, Agreement] = {}
-    for part, places, more in cut.parts():
+    for places in cut.groups():
+        part, more = cut.part(places)
         given = {**feeds, **more}
         exact = run_model(part, given, "integer", entries=EXACT_SUMS)
         default = run_model(part, given, "integer")

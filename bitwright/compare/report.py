@@ -1,14 +1,17 @@
-"""What a comparison of two executions found."""
+"""What comparisons of two executions found: the reports of ``verify`` and of ``drift``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from bitwright.compare.agreement import Agreement
-from bitwright.tables import Tabular, html_table, text_table
+from bitwright.compare.reasons import Saturated
+from bitwright.compare.runtime import Mode
+from bitwright.export.runtime_faults import Otherwise
+from bitwright.tables import Table, Tabular, html_table, text_table
 
 CauseName = Literal[
     "rounding", "weight", "bias", "constant", "grid", "clip", "saturation", "overflow", "4-bit fusion", "fusion", "kernel",
@@ -17,6 +20,170 @@ CauseName = Literal[
 #: both executions compute the same there, to within the rounding of their arithmetic
 HARMLESS = frozenset(("rounding", "kernel"))
 _HEAD = ("tensor", "operators", "kernel", "own: equal", "LSB", "from the input on: equal", "LSB", "SQNR")
+Verdict = Literal["agrees", "within", "fails"]
+_SAME_OUTPUT = 60.0  # dB, of a model without anything quantized
+_VERDICTS: dict[Verdict, str] = {"agrees": "", "within": "within ", "fails": "FAILS "}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantized place.
+
+    Attributes:
+        site: name in the simulation.
+        run: which run of the place it is, from 0; above 0 only in loops.
+        tensor: name in the file.
+        format: ``uint8``, ``int16``, ...
+        ops: operator types between the upstream quantizers and this one, in execution order.
+        kernel: what the runtime's default mode ran last for it (``QLinearConv``), or ``float``; ``constant``.
+        as_float, as_integer: agreement with float kernels and with integer kernels.
+        reason: why codes differ, where they do.
+        specified: share of codes of the reference kernels that are those of the format's specification, computed in integers;
+            ``None`` where that is not told, as in other runtimes than LiteRT.
+        rounded_once: share of codes that would be the simulation's if the reference kernel rounded once, a half to even:
+            what is left of a difference without its roundings. ``None`` where there is none, or it is not told.
+    """
+
+    site: str
+    run: int
+    tensor: str
+    format: str
+    ops: tuple[str, ...]
+    kernel: str
+    as_float: Agreement
+    as_integer: Agreement
+    reason: str | None = None
+    specified: float | None = None
+    rounded_once: float | None = None
+
+    _also = ("ok", "verdict")
+
+    @property
+    def ok(self) -> bool:
+        """Whether both modes agree with the simulation, or within what their kernels may do."""
+        return self.verdict != "fails"
+
+    @property
+    def verdict(self) -> Verdict:
+        """``"agrees"``; ``"within"`` what the arithmetic of the kernel named in ``reason`` may do; or ``"fails"``.
+
+        Within means that every code that differs was rounded from a value on the border between the two codes, as
+        measured, up to the error that such a kernel is known to make. It takes nothing else: a place whose values are
+        anywhere off fails.
+        """
+        both = (self.as_float, self.as_integer)
+        if all(a.ok for a in both):
+            return "agrees"
+        return "within" if all(a.ok or a.within for a in both) else "fails"
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """One graph output, end to end: signal-to-noise ratio against the simulation in dB, ``inf`` if equal."""
+
+    name: str
+    as_float: float
+    as_integer: float
+
+
+@dataclass(frozen=True)
+class VerifyReport(Tabular):
+    """What :func:`bitwright.compare.verify.verify_layers` found.
+
+    Attributes:
+        rows: one per quantized place, in execution order.
+        outputs: graph outputs that the simulation's values were given for.
+        unchecked: site -> why it could not be compared.
+        failures: mode -> why the runtime refused the model in it.
+        idle: site that did not run on this input -> why: a branch was not taken, a loop had no iteration.
+        runtime: whose kernels the mode ``integer`` is of.
+        saturated: where a session of ONNX Runtime with default settings does not have the sums of ``as_integer`` on this
+            CPU, which are exact; ``None`` if nowhere.
+        otherwise: an output that another runtime makes otherwise of the whole file than of its operators; ``None`` if none.
+    """
+
+    _rows = "rows"
+    _also = ("ok",)
+
+    rows: tuple[Row, ...]
+    outputs: tuple[OutputRow, ...] = ()
+    unchecked: dict[str, str] = field(default_factory=dict)
+    failures: dict[Mode, str] = field(default_factory=dict)
+    idle: dict[str, str] = field(default_factory=dict)
+    runtime: str = "onnxruntime"
+    saturated: Saturated | None = None
+    otherwise: Otherwise | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Every place that ran was compared and agrees in both modes, or within what the kernel may do.
+
+        Where nothing is quantized, not even an output is of floats, all outputs are equal to 60 dB. Integer sums of ONNX Runtime
+        are exact: what a CPU without VNNI makes of them by default is in ``saturated`` and does not count.
+        """
+        compared = all(r.ok for r in self.rows) if self.rows else self._outputs_agree
+        return compared and not self.unchecked and not self.failures and self.otherwise is None
+
+    @property
+    def _outputs_agree(self) -> bool:
+        levels = [level for end in self.outputs for level in (end.as_float, end.as_integer)]
+        return bool(levels) and min(levels) >= _SAME_OUTPUT
+
+    def to_text(self) -> str:
+        """The report as a table, with the reasons as numbered notes below it."""
+        reasons = dict.fromkeys(row.reason for row in self.rows if row.reason is not None)
+        notes = {reason: number for number, reason in enumerate(reasons, 1)}
+        where = "" if self.runtime == "onnxruntime" else f" in {self.runtime}"
+        rows = []
+        for row in self.rows:
+            name = f"{row.site} (run {row.run})" if row.run else row.site
+            note = _VERDICTS[row.verdict] + ("" if row.reason is None else str(notes[row.reason]))
+            rows.append((name, *self._cells(row), note))
+        title = f"Simulation against the exported file{where}, layer by layer"
+        numbered = [f"{number:>2}  {reason}" for reason, number in notes.items()]
+        table = Table(("site", *self._columns(), "note"), rows, title, right=(3, 4, 5, 6))
+        return "\n".join([str(table), *numbered, *self._lines(), ""])
+
+    @property
+    def _modes(self) -> tuple[str, str]:
+        """What the two comparisons are called in this runtime."""
+        return ("reference", "default") if self.runtime == "litert" else ("float", "integer")
+
+    __str__ = to_text
+
+    def _repr_html_(self) -> str:
+        head = ("site", "run", *self._columns(), "verdict", "reason")
+        rows = [(row.site, row.run, *self._cells(row), row.verdict, row.reason or "") for row in self.rows]
+        return html_table(head, rows, "Simulation against the exported file, layer by layer", self._lines())
+
+    def _columns(self) -> tuple[str, ...]:
+        first, second = self._modes
+        return "operators", "kernel", f"equal ({first})", "LSB", f"equal ({second})", "LSB"
+
+    @staticmethod
+    def _cells(row: Row) -> tuple[str, ...]:
+        numbers = [text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}")]
+        return " ".join(row.ops), row.kernel, *numbers
+
+    def _lines(self) -> Iterator[str]:
+        first, second = self._modes
+        for end in self.outputs:
+            levels = f"{end.as_float:.1f} dB ({first} kernels), {end.as_integer:.1f} dB ({second} kernels)"
+            yield f"output {end.name}: {levels}"
+        for site, why in self.unchecked.items():
+            yield f"not compared: {site}: {why}"
+        for site, why in self.idle.items():
+            yield f"did not run: {site}: {why}"
+        for mode, why in self.failures.items():
+            yield f"does not run with {mode} kernels: {why}"
+        if self.saturated is not None:
+            yield str(self.saturated)
+        if self.otherwise is not None:
+            yield str(self.otherwise)
+        good = sum(row.verdict == "agrees" for row in self.rows)
+        within = sum(row.verdict == "within" for row in self.rows)
+        more = f", {within} within what their kernel may do" if within else ""
+        yield f"{good} of {len(self.rows)} places agree{more}: {'ok' if self.ok else 'NOT ok'}"
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.cut import MOVES
+from bitwright.compare.cut import MOVES, array_of
 from bitwright.errors import ExportError
 from bitwright.export.files.atomic import temporary_room
 from bitwright.export.files.onnx_file import load
 from bitwright.runtimes.adapters import open_file
+from bitwright.runtimes.onnxruntime import FLOAT_KERNELS, new_session, run_named, session_options
 
 Array = NDArray[Any]
 Mode = Literal["float", "integer"]
@@ -23,7 +24,7 @@ MODES: tuple[Mode, ...] = ("float", "integer")
 
 # part of the integer kernel in front of them, or none
 _AFTER = ("QuantizeLinear", "DequantizeLinear", "Relu", "Clip")
-_ENTRIES: dict[Mode, dict[str, str]] = {"float": {"session.disable_quant_qdq": "1"}, "integer": {}}
+_ENTRIES: dict[Mode, dict[str, str]] = {"float": FLOAT_KERNELS, "integer": {}}
 #: of a session whose integer sums are exact on any CPU. On x86 without VNNI it makes int8 weights uint8 when the file loads;
 #: kernels of two unsigned factors add their products in 32 bits. Other CPUs ignore it. ONNX Runtime 1.31 refuses models of which
 #: two products share a weight or its zero point (it adds the uint8 copy twice), or that have int8 weights with a scale per
@@ -58,11 +59,7 @@ def run_model(
     entries = entries or {}
     if entries.keys() >= EXACT_SUMS.keys() and not _takes_exact_sums(model):
         model = _separated(model)
-    session = _session(model, mode, types, entries, optimized)
-    names = {given.name for given in session.get_inputs()}
-    wanted = [out.name for out in session.get_outputs()]
-    found = session.run(wanted, {name: array for name, array in feeds.items() if name in names})
-    return dict(zip(wanted, found, strict=True))
+    return run_named(_session(model, mode, types, entries, optimized), feeds)
 
 
 def run_in(
@@ -187,18 +184,13 @@ def _become_unsigned(graph: ir.Graph, node: ir.Node) -> None:
     for i, value in ((0, codes), (2, zero)):
         shape = scale if value is None else value  # no zero point is one of 0 per scale
         assert shape is not None and shape.const_value is not None
-        held = np.zeros(shape.const_value.shape.numpy(), np.int8) if value is None else _array(value)
+        held = np.zeros(shape.const_value.shape.numpy(), np.int8) if value is None else np.asarray(array_of(value))
         name = f"{node.outputs[0].name}/unsigned/{i}"
         tensor = ir.tensor((held.astype(np.int16) + 128).astype(np.uint8), name=name)
         own = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(held.shape), const_value=tensor)
         graph.register_initializer(own)
         node.resize_inputs(max(len(node.inputs), i + 1))
         node.replace_input_with(i, own)
-
-
-def _array(value: ir.Value) -> Array:
-    assert value.const_value is not None
-    return value.const_value.numpy()
 
 
 def _own(graph: ir.Graph, value: ir.Value | None, reader: str) -> ir.Value | None:
@@ -210,46 +202,15 @@ def _own(graph: ir.Graph, value: ir.Value | None, reader: str) -> ir.Value | Non
 
 
 def _session(
-    model: ir.Model, mode: Mode, types: dict[str, str] | None, entries: Mapping[str, str], optimized_graph: bool
+    model: ir.Model, mode: Mode, types: dict[str, str] | None, entries: Mapping[str, str], optimized: bool
 ) -> Any:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    if not optimized_graph:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # refusals arrive as exceptions; the log would only repeat them
-    for key, value in {**_ENTRIES[mode], **entries}.items():
-        options.add_session_config_entry(key, value)
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
-        optimized = Path(folder, "optimized.onnx")
-        if types is not None:
-            options.optimized_model_filepath = str(optimized)
-            # Weights go to a second file: only names and types are wanted, and one file may not exceed 2 GiB.
-            for key, text in (("file_name", "weights.bin"), ("min_size_in_bytes", "1024")):
-                options.add_session_config_entry(f"session.optimized_model_external_initializers_{key}", text)
-        source = _source(model, Path(folder, "model.onnx"))
-        session = inference_session(model, source, options, ["CPUExecutionProvider"])
-        if types is not None:
-            types.update(_types(load(optimized)))
+        kept = None if types is None else Path(folder, "optimized.onnx")
+        options = session_options(entries={**_ENTRIES[mode], **entries}, optimized=optimized, kept=kept)
+        session = new_session(_source(model, Path(folder, "model.onnx")), options, model=model)
+        if types is not None and kept is not None:
+            types.update(_types(load(kept)))
     return session
-
-
-def inference_session(model: ir.Model, source: bytes | str, options: Any, providers: list[Any]) -> Any:
-    """A session of ``source``, the serialized form of ``model``.
-
-    Where the condition of an If is constant, ONNX Runtime's constant folding puts the branch in its place, forgets for the
-    rest of the pass that the branch reads values from outside, and takes out what makes them once another reader (a Shape)
-    is folded. It then refuses its own graph; such a model is opened again without constant folding.
-    """
-    import onnxruntime as ort
-
-    try:
-        return ort.InferenceSession(source, options, providers=providers)
-    except refusals():
-        if all(node.op_type != "If" for node in model.graph.all_nodes()):
-            raise
-        return ort.InferenceSession(source, options, providers=providers, disabled_optimizers=["ConstantFolding"])
 
 
 def _source(model: ir.Model, path: Path) -> bytes | str:
@@ -270,11 +231,3 @@ def _types(optimized: ir.Model) -> dict[str, str]:
         kind = node.op_type if kind in ("QuantizeLinear", "DequantizeLinear") else kind
         types.update((str(value.name), kind) for value in node.outputs)
     return types
-
-
-def refusals() -> tuple[type[Exception], ...]:
-    """The exceptions ONNX Runtime raises when it cannot load or run a model; they share no base class."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
-
-    kinds = (getattr(state, name) for name in dir(state))
-    return (*(k for k in kinds if isinstance(k, type) and issubclass(k, Exception)), RuntimeError)

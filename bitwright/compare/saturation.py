@@ -6,9 +6,8 @@
 - **bias**: int32 codes at the end of their range;
 - **scale**: the product of input and weight scale is too small for a float.
 
-A static bound of pairs or of the accumulator says what no data can do; the counts say what the data did.
-
-Sums of products as integer kernels compute them: an exported operator as a matrix product of codes.
+Each operator is computed as a matrix product of codes, in exact integers. A static bound of pairs or of the accumulator says
+what no data can exceed; the counts say what the data did.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.points import values_by_name
+from bitwright.compare.cut import constant_at, dequantizer, values_by_name
 from bitwright.compare.runtime import run_model
 from bitwright.core.numerics.integer_sums import INT16_MAX, INT16_MIN, INT32_MAX, largest_pair, saturated
 from bitwright.errors import ExportError, some_of
@@ -62,6 +61,11 @@ class IntegerProduct:
     output_scale: float | None
 
     @property
+    def zero(self) -> int:
+        """The code of zero in its input, as kernels shift it."""
+        return self.input_zero + (_SIGNED if self.signed else 0)
+
+    @property
     def groups(self) -> int:
         """Of a convolution; 1 otherwise."""
         return int(self.node.attributes.get_int("group", 1) or 1) if self.node.op_type == "Conv" else 1
@@ -87,14 +91,14 @@ class IntegerProduct:
         number of channels stands a zero.
         """
         if self.node.op_type != "Conv" or self.weight.shape[1] % 2 == 0 or self.weight[0, 0].size == 1:
-            return (_as_is,)
+            return (np.asarray,)
         channels = self.weight.shape[1]
 
         def apart(array: Array) -> Array:
             split = array.reshape(*array.shape[:-1], -1, channels)
             return np.pad(split, ((0, 0),) * (split.ndim - 1) + ((0, 1),)).reshape(*array.shape[:-1], -1)
 
-        return _as_is, apart
+        return np.asarray, apart
 
     def rows(self, codes: Array, most: int, rng: np.random.Generator) -> list[Array]:
         """What the weight of every group is multiplied with: at most so many rows, chosen by chance, ``[N, K]``."""
@@ -102,12 +106,7 @@ class IntegerProduct:
         if self.node.op_type != "Conv":
             flat = given.reshape(-1, given.shape[-1])
             return [flat if len(flat) <= most else flat[rng.choice(len(flat), most, replace=False)]]
-        zero = self.input_zero + (_SIGNED if self.signed else 0)
-        return _windows(self.node, given, self.weight.shape, self.groups, zero, most, rng)
-
-
-def _as_is(array: Array) -> Array:
-    return array
+        return _windows(self.node, given, self.weight.shape, self.groups, self.zero, most, rng)
 
 
 def _windows(
@@ -148,7 +147,7 @@ def integer_products(model: ir.Model) -> Iterator[IntegerProduct]:
     """Every operator of the main graph whose input and weight are 8-bit codes, in execution order."""
     for node in model.graph:
         if node.op_type in ("Conv", "Gemm", "MatMul") and not node.domain and len(node.inputs) > 1:
-            given, weight = (_dequantizer(value) for value in node.inputs[:2])
+            given, weight = (dequantizer(value) for value in node.inputs[:2])
             product = _product(node, given, weight) if given is not None and weight is not None else None
             if product is not None:
                 yield product
@@ -156,51 +155,30 @@ def integer_products(model: ir.Model) -> Iterator[IntegerProduct]:
 
 def reads_int8_weight(node: ir.Node) -> bool:
     """Whether the second operand of ``node`` is dequantized from a stored int8 constant."""
-    weight = _dequantizer(node.inputs[1]) if len(node.inputs) > 1 else None
-    codes = None if weight is None else _constant(weight, 0)
+    weight = dequantizer(node.inputs[1]) if len(node.inputs) > 1 else None
+    codes = None if weight is None else constant_at(weight, 0)
     return codes is not None and codes.dtype == np.int8
 
 
 def _product(node: ir.Node, given: ir.Node, weight: ir.Node) -> IntegerProduct | None:
     """The product of what two operators dequantize; ``None`` where that is not an input by a stored weight of 8 bits each."""
-    codes, scale, zero = (_constant(weight, port) for port in range(3))
-    if codes is None or scale is None or codes.dtype != np.int8 or codes.ndim < 2:
+    codes, scale, zero = (constant_at(weight, port) for port in range(3))
+    if codes is None or scale is None or codes.dtype != np.int8 or codes.ndim < 2 or (zero is not None and zero.any()):
         return None
-    source, step, border = given.inputs[0], _constant(given, 1), _constant(given, 2)
+    source, step, border = given.inputs[0], constant_at(given, 1), constant_at(given, 2)
     if source is None or source.producer() is None or step is None or step.size != 1:
         return None
-    signed = _is_signed(source, border)
-    if signed is None or (zero is not None and zero.any()):
+    kinds = (source.dtype, None if border is None else ir.DataType.from_numpy(border.dtype))
+    kind = next((kind for kind in kinds if kind in (ir.DataType.UINT8, ir.DataType.INT8)), None)
+    if kind is None:
         return None
-    bias = _dequantizer(node.inputs[2]) if len(node.inputs) > 2 else None
+    bias = dequantizer(node.inputs[2]) if len(node.inputs) > 2 else None
+    facts = read_metadata(weight)
     return IntegerProduct(
-        node, _site_of(weight), str(source.name), signed, float(step.reshape(())),
-        0 if border is None else int(border.reshape(())), codes, scale, None if bias is None else _constant(bias, 0),
-        _scale_after(node),
+        node, str(weight.outputs[0].name if facts is None else facts["places"][0][0]), str(source.name),
+        kind == ir.DataType.INT8, float(step.reshape(())), 0 if border is None else int(border.reshape(())), codes, scale,
+        None if bias is None else constant_at(bias, 0), _scale_after(node),
     )  # fmt: skip
-
-
-def _is_signed(codes: ir.Value, zero_point: NDArray[Any] | None) -> bool | None:
-    """Of 8-bit codes, by their type or that of the zero point; ``None``: they have not 8 bits."""
-    kinds = {ir.DataType.UINT8: False, ir.DataType.INT8: True}
-    if codes.dtype in kinds:
-        return kinds[codes.dtype]
-    return None if zero_point is None else kinds.get(ir.DataType.from_numpy(zero_point.dtype))
-
-
-def _dequantizer(value: ir.Value | None) -> ir.Node | None:
-    maker = None if value is None else value.producer()
-    return maker if maker is not None and maker.op_type == "DequantizeLinear" else None
-
-
-def _constant(node: ir.Node, port: int) -> Array | None:
-    value = node.inputs[port] if len(node.inputs) > port else None
-    return None if value is None or value.const_value is None else value.const_value.numpy()
-
-
-def _site_of(node: ir.Node) -> str:
-    facts = read_metadata(node)
-    return str(node.outputs[0].name) if facts is None else str(facts["places"][0][0])
 
 
 def _scale_after(node: ir.Node) -> float | None:
@@ -211,7 +189,7 @@ def _scale_after(node: ir.Node) -> float | None:
         if len(readers) != 1:
             return None
         if readers[0].op_type == "QuantizeLinear":
-            scale = _constant(readers[0], 1)
+            scale = constant_at(readers[0], 1)
             return None if scale is None or scale.size != 1 else float(scale.reshape(()))
         if readers[0].op_type not in ("Relu", "Clip", "Add"):
             return None
@@ -337,19 +315,16 @@ def _cells(layer: LayerSums) -> tuple[str, ...]:
 def _left_out(model: ir.Model, known: Container[ir.Node]) -> Iterator[str]:
     """A note on the products that were not taken apart."""
     layers = [node for node in model.graph.all_nodes() if node.op_type in ("Conv", "Gemm", "MatMul")]
-    left = [_named(node) for node in layers if node not in known and node.graph is model.graph]
+    left = [node for node in layers if node not in known and node.graph is model.graph]
+    inside = [node for node in layers if node.graph is not model.graph and reads_int8_weight(node)]
+    named = [[node.name or str(node.outputs[0].name) for node in nodes] for nodes in (left, inside)]
     if left:
-        yield f"not counted, as not of 8-bit codes or without a stored weight: {some_of(left)}"
-    inside = [_named(node) for node in layers if node.graph is not model.graph and reads_int8_weight(node)]
+        yield f"not counted, as not of 8-bit codes or without a stored weight: {some_of(named[0])}"
     if inside:
         yield (
-            f"not counted, as in a body of If, Loop or Scan: {some_of(inside)}; pairs can saturate there on CPUs without VNNI: "
-            "files for target='ort_cpu' have uint8 weights there, with which none does"
+            f"not counted, as in a body of If, Loop or Scan: {some_of(named[1])}; pairs can saturate there on CPUs without "
+            "VNNI: files for target='ort_cpu' have uint8 weights there, with which none does"
         )
-
-
-def _named(node: ir.Node) -> str:
-    return node.name or str(node.outputs[0].name)
 
 
 def saturation(model: ir.Model, batches: Iterable[Feeds], *, rows: int = _ROWS) -> SaturationReport:
@@ -364,7 +339,13 @@ def saturation(model: ir.Model, batches: Iterable[Feeds], *, rows: int = _ROWS) 
         ExportError: there is no batch, or the model does not run on one.
     """
     products = list(integer_products(model))
-    observed = _returning_codes(model, products)
+    observed = copy_model(model)  # returns the codes that the products read, too
+    named = values_by_name(observed)
+    for product in products:
+        value = named[product.codes]
+        value.dtype = ir.DataType.INT8 if product.signed else ir.DataType.UINT8
+        if not value.is_graph_output():
+            observed.graph.outputs.append(value)
     counts = [_Count(product) for product in products]
     rng, ran = np.random.default_rng(0), 0
     for feeds in batches:
@@ -378,60 +359,43 @@ def saturation(model: ir.Model, batches: Iterable[Feeds], *, rows: int = _ROWS) 
     return SaturationReport(tuple(count.layer() for count in counts), notes)
 
 
-def _returning_codes(model: ir.Model, products: Sequence[IntegerProduct]) -> ir.Model:
-    """A copy that also returns the codes that the products read."""
-    copy = copy_model(model)
-    named = values_by_name(copy)
-    for product in products:
-        value = named[product.codes]
-        value.dtype = ir.DataType.INT8 if product.signed else ir.DataType.UINT8
-        if not value.is_graph_output():
-            copy.graph.outputs.append(value)
-    return copy
-
-
+@dataclass
 class _Count:
-    """Sums of one layer over batches."""
+    """Sums of one layer over batches: outputs seen and those in which a pair saturated, the largest sum and loss."""
 
-    def __init__(self, product: IntegerProduct) -> None:
-        self.product = product
-        self.weights, self.orders = product.matrices(), product.orders()
-        self.seen = self.touched = self.largest = 0
-        self.lost = self.peak = 0
+    product: IntegerProduct
+    seen: int = 0
+    touched: int = 0
+    largest: int = 0
+    lost: int = 0
 
     def add(self, codes: Array, rows: int, rng: np.random.Generator) -> None:
         """Take in what the layer reads in one batch."""
-        product = self.product
-        zero = product.input_zero + (128 if product.signed else 0)
-        biases = self._biases()
-        for given, weight, bias in zip(product.rows(codes, rows, rng), self.weights, biases, strict=True):
-            exact = (given - zero) @ weight + bias
+        product, weights = self.product, self.product.matrices()
+        biases = [np.zeros(1, np.int64)] * len(weights)
+        if product.bias is not None:
+            flat = product.bias.astype(np.int64).reshape(-1)
+            biases = np.split(flat, len(weights)) if flat.size >= len(weights) else [flat] * len(weights)
+        for given, weight, bias in zip(product.rows(codes, rows, rng), weights, biases, strict=True):
+            exact = (given - product.zero) @ weight + bias
             self.largest = max(self.largest, int(np.abs(exact).max(initial=0)))
-            self.peak = self.largest
             self.seen += exact.size
             if product.pairs:
-                losses = [saturated(order(given), order(weight.T).T)[0] for order in self.orders]
+                losses = [saturated(order(given), order(weight.T).T)[0] for order in product.orders()]
                 self.touched += max(int((lost != 0).sum()) for lost in losses)
                 self.lost = max(self.lost, *(int(np.abs(lost).max(initial=0)) for lost in losses))
 
-    def _biases(self) -> list[Array]:
-        bias, count = self.product.bias, len(self.weights)
-        if bias is None:
-            return [np.zeros(1, np.int64)] * count
-        return np.split(bias.reshape(-1).astype(np.int64), count) if bias.size >= count else [bias] * count
-
     def layer(self) -> LayerSums:
         """What was found."""
-        product = self.product
-        zero = product.input_zero + (128 if product.signed else 0)
-        furthest = max(255 - zero, zero)
-        bounds = [[largest_pair(order(w.T).T) for w in self.weights] for order in self.orders]
-        shares = [float(np.mean([((b > INT16_MAX) | (b < INT16_MIN)).mean() for b in groups])) for groups in bounds]
+        product, weights, shares = self.product, self.product.matrices(), [0.0]
+        for order in product.orders() if product.pairs else ():
+            bounds = [largest_pair(order(weight.T).T) for weight in weights]
+            shares.append(float(np.mean([((b > INT16_MAX) | (b < INT16_MIN)).mean() for b in bounds])))
         bias = 0 if product.bias is None else int(np.abs(product.bias.astype(np.int64)).max(initial=0))
         step = product.input_scale * float(product.weight_scale.max())
-        off = self.lost * step / product.output_scale if product.output_scale else self.lost / max(self.peak, 1)
+        off = self.lost * step / product.output_scale if product.output_scale else self.lost / max(self.largest, 1)
+        bound = max(int(np.abs(w).sum(0).max(initial=0)) for w in weights) * max(255 - product.zero, product.zero)
         return LayerSums(
-            product.site, product.node.op_type, max(shares) if product.pairs else 0.0, self.touched / max(self.seen, 1), off,
-            self.largest, max(int(np.abs(w).sum(0).max(initial=0)) for w in self.weights) * furthest, bias,
+            product.site, product.node.op_type, max(shares), self.touched / max(self.seen, 1), off, self.largest, bound, bias,
             product.input_scale * float(product.weight_scale.min()), self.seen,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.compare.bodies import after_pools, pooled_places
 from bitwright.compare.litert import run_converted
 from bitwright.compare.points import run_name
-from bitwright.compare.recurrent_steps import after_pools, pooled_places
-from bitwright.compare.runtime import refusals, run_in, run_model
+from bitwright.compare.runtime import run_in, run_model
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import Samples
 from bitwright.export.files.manifest import read_manifest
@@ -23,15 +23,14 @@ from bitwright.export.files.onnx_file import load
 from bitwright.export.qdq.lookups import restore_lookups, with_tables
 from bitwright.export.samples import find_export, read_samples
 from bitwright.runtimes.adapters import RUNTIMES, check_not_empty, explained, find_runtime, named_arrays, refusals_of
+from bitwright.runtimes.onnxruntime import refusals
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
 
-#: executions that are not runtime, in order: what stands further left is nearer to what was trained
+#: executions that are no runtime, in order: what stands further left is nearer to what was trained
 _FIRST = ("float", "simulation", "file")
-_RUNTIMES = tuple(RUNTIMES)
 _FLAT = RUNTIMES["litert"]  # runs conversions of ONNX models, and of parts of them
-_REMEDY = "write PATH, PATH@HOW or HOW: float, simulation, file, {}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Side:
     @property
     def in_runtime(self) -> bool:
         """Whether kernels of a runtime's choice compute it."""
-        return self.how in _RUNTIMES
+        return self.how in RUNTIMES
 
     @property
     def rank(self) -> int:
@@ -108,7 +107,7 @@ def open_sides(
     parts = [_split(os.fspath(text)) for text in (one, other)]
     known = [path for path, _ in parts if path]
     if not known:
-        raise ConfigError(f"{one} {other}", "neither names a folder or a file", _REMEDY.format(", ".join(_RUNTIMES)))
+        raise ConfigError(f"{one} {other}", "neither names a folder or a file", _how_to_name())
     first, second = (_open(path or known[0], how, prefix) for path, how in parts)
     if (first.how, first.path) == (second.how, second.path):
         problem = f"both are {first.label}, which does not differ from itself"
@@ -138,21 +137,30 @@ def sides_in_memory(
         raise ConfigError("drift", problem, "compare it with another execution")
     values = {name: [array] for name, array in {**samples.outputs, **samples.inputs}.items()}
     file_model = with_tables(file_model)
-    sides = []
+    sides, known = [], _words()
     for word in words:
-        if word not in (*_FIRST, *_RUNTIMES):
-            problem = f"{word!r} is not an execution{close_matches(word, (*_FIRST, *_RUNTIMES))}"
-            raise ConfigError("drift", problem, f"use one of {', '.join((*_FIRST, *_RUNTIMES))}")
-        if word in _RUNTIMES:
+        if word not in known:
+            problem = f"{word!r} is not an execution{close_matches(word, known)}"
+            raise ConfigError("drift", problem, f"use one of {', '.join(known)}")
+        if word in RUNTIMES:
             find_runtime(word)
         kept = {**values, **_by_run(samples.sites, file_model)} if word == "simulation" else {}
         sides.append(Side(word, word, Path("model.onnx"), float_model if word == "float" else file_model, kept))
     return sides
 
 
+def _words() -> tuple[str, ...]:
+    """The executions that a side can name."""
+    return (*_FIRST, *RUNTIMES)
+
+
+def _how_to_name() -> str:
+    return f"write PATH, PATH@HOW or HOW: {', '.join(_words())}"
+
+
 def _split(text: str) -> tuple[str, str]:
     """Path and word; either may be empty."""
-    words = (*_FIRST, *_RUNTIMES)
+    words = _words()
     if Path(text).exists():
         return text, ""
     if text in words:
@@ -160,18 +168,18 @@ def _split(text: str) -> tuple[str, str]:
     path, at, how = text.rpartition("@")
     if not at and Path(text).suffix != ".onnx" and Path(text).name == text:
         problem = f"it is neither a file or folder nor an execution{close_matches(text, words)}"
-        raise ConfigError(text, problem, _REMEDY.format(", ".join(_RUNTIMES)))
+        raise ConfigError(text, problem, _how_to_name())
     if not at:
         return text, ""
     if how not in words:
         problem = f"{how!r} is not an execution{close_matches(how, words)}"
-        raise ConfigError(text, problem, _REMEDY.format(", ".join(_RUNTIMES)))
+        raise ConfigError(text, problem, _how_to_name())
     return path, how
 
 
 def _open(text: str, how: str, prefix: str | None) -> Side:
     path = Path(text)
-    if how in _RUNTIMES:
+    if how in RUNTIMES:
         find_runtime(how)
     if not path.exists():
         raise ExportError(text, "there is no such file or folder", "check the path")
@@ -225,7 +233,11 @@ def samples_of(folder: Path, stem: str, model: ir.Model) -> dict[str, Sequence[A
     Raises:
         ExportError: it keeps none.
     """
-    sites, inputs, outputs = _samples(folder, stem)
+    file = folder / f"{stem}_samples.npz"
+    if not file.is_file():
+        problem = "the export has no samples, which hold what the simulation computed"
+        raise ExportError(str(file), problem, "export the model again with samples=True, or compare with @file")
+    sites, inputs, outputs = read_samples(file)
     return {**{name: [array] for name, array in {**outputs, **inputs}.items()}, **_by_run(sites, model)}
 
 
@@ -244,14 +256,6 @@ def sample_inputs(side: Side) -> dict[str, Array] | None:
     stem = side.path.stem.removesuffix("_float") if side.how == "float" else side.path.stem
     file = side.path.parent / f"{stem}_samples.npz"
     return read_samples(file)[1] if file.is_file() else None
-
-
-def _samples(folder: Path, stem: str) -> tuple[dict[str, list[Array]], dict[str, Array], dict[str, Array]]:
-    file = folder / f"{stem}_samples.npz"
-    if not file.is_file():
-        problem = "the export has no samples, which hold what the simulation computed"
-        raise ExportError(str(file), problem, "export the model again with samples=True, or compare with @file")
-    return read_samples(file)
 
 
 def read_model(path: Path) -> ir.Model:
@@ -286,7 +290,7 @@ def check_feeds(side: Side, feeds: Feeds) -> dict[str, Array]:
         ExportError: an input has no value, or one of another type or shape: the data is of another model. There is no sample,
             or NaN where the input is quantized.
     """
-    inputs = {str(v.name): v.shape for v in side.model.graph.inputs if not v.is_initializer()}
+    inputs = {str(v.name): v for v in side.model.graph.inputs if not v.is_initializer()}
     missing = next((name for name in inputs if name not in feeds), None)
     if missing is not None:
         raise ExportError(
@@ -296,31 +300,20 @@ def check_feeds(side: Side, feeds: Feeds) -> dict[str, Array]:
         )
     arrays = {name: np.asarray(feeds[name]) for name in inputs}
     check_not_empty(side.label, arrays)
-    for name, shape in inputs.items():
-        if shape is not None and not _fits(arrays[name].shape, shape):
-            shown, given = _as_text(shape), _as_text(arrays[name].shape)
-            problem = f"its input {name!r} is {shown}, and the data has {given}"
-            raise ExportError(side.label, problem, "give the data of this model")
-    _refuse_nan(side, arrays)
+    for name, value in inputs.items():
+        _check_array(side, value, arrays[name])
     return arrays
 
 
-def _refuse_nan(side: Side, arrays: Mapping[str, Array]) -> None:
-    """NaN has no code, and every runtime makes another one of it."""
-    for value in side.model.graph.inputs:
-        array = arrays.get(str(value.name))
-        quantized = any(use.node.op_type == "QuantizeLinear" for use in value.uses())
-        if quantized and array is not None and np.issubdtype(array.dtype, np.floating) and np.isnan(array).any():
-            problem = (
-                f"its input {value.name!r} is quantized, and the data holds {int(np.isnan(array).sum())} NaN there"
-            )
-            raise ExportError(side.label, problem, "leave these samples out, or repair what makes them")
-
-
-def _as_text(axes: Iterable[object]) -> str:
-    return "x".join(str(n) if isinstance(n, int) else "?" for n in axes)
-
-
-def _fits(shape: tuple[int, ...], axes: ir.Shape) -> bool:
-    same = (n == m or not isinstance(n, int) for n, m in zip(axes, shape, strict=False))
-    return len(axes) == len(shape) and all(same)
+def _check_array(side: Side, value: ir.Value, array: Array) -> None:
+    axes = array.shape if value.shape is None else [n if isinstance(n, int) else "?" for n in value.shape]
+    fits = (n in ("?", m) for n, m in zip(axes, array.shape, strict=False))
+    if len(axes) != array.ndim or not all(fits):
+        shown, given = ("x".join(map(str, shape)) for shape in (axes, array.shape))
+        problem = f"its input {value.name!r} is {shown}, and the data has {given}"
+        raise ExportError(side.label, problem, "give the data of this model")
+    # NaN has no code, and every runtime makes another one of it
+    quantized = any(use.node.op_type == "QuantizeLinear" for use in value.uses())
+    if quantized and np.issubdtype(array.dtype, np.floating) and np.isnan(array).any():
+        problem = f"its input {value.name!r} is quantized, and the data holds {int(np.isnan(array).sum())} NaN there"
+        raise ExportError(side.label, problem, "leave these samples out, or repair what makes them")

@@ -1,6 +1,4 @@
-"""Verification of an export from the files in its folder.
-
-Does the exported file compute what the simulation computed? Layer by layer, in ONNX Runtime.
+"""Does an exported file compute what its simulation computed? Layer by layer, in a runtime.
 
 Deep networks cannot be compared end to end: one value that lands on the other side of a rounding boundary
 (float sums depend on their order) spreads through all layers after it. So every activation quantizer is
@@ -15,25 +13,27 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.agreement import SLACK, Agreement, compare, in_float64, spread, step_of
-from bitwright.compare.bodies import open_bodies, runs_of
-from bitwright.compare.cut import Cut, Place
-from bitwright.compare.reasons import OTHER_CONSTANT, Evidence, Saturated, explain, measure, reason_of, saturated_places
-from bitwright.compare.recurrent_steps import after_pools, side_by_side
-from bitwright.compare.runtime import EXACT_SUMS, MODES, Mode, refusals, run_in, run_model
-from bitwright.core.simulation.float_model import sqnr
+from bitwright.compare.agreement import Agreement, compare, level, spread
+from bitwright.compare.bodies import after_pools, open_bodies, runs_of, side_by_side
+from bitwright.compare.cut import Cut, Place, array_of, constant_at, cut_by_sites, zero_points
+from bitwright.compare.litert import verify_litert
+from bitwright.compare.reasons import OTHER_CONSTANT, Evidence, explain, measured, reason_of, saturated_places
+from bitwright.compare.report import OutputRow, Row, VerifyReport
+from bitwright.compare.runtime import EXACT_SUMS, MODES, Mode, run_in, run_model
 from bitwright.errors import ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.onnx_file import checked_on_failure, load
+from bitwright.export.litert.convert import to_tflite
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import with_tables
 from bitwright.export.qdq.markers import copy_model
@@ -41,191 +41,13 @@ from bitwright.export.runtime_faults import Edit, Otherwise, computed_otherwise
 from bitwright.export.samples import find_export, plain, read_samples
 from bitwright.export.targets import find_target
 from bitwright.runtimes.adapters import check_not_empty, find_runtime, named_arrays
-from bitwright.tables import Table, Tabular, html_table
+from bitwright.runtimes.onnxruntime import refusals
 
 Array = NDArray[Any]
 T = TypeVar("T")
-Verdict = Literal["agrees", "within", "fails"]
 
 _MOST_OPS = 8
 _FAR, _NEARER = 20.0, 10.0  # dB from the simulation: a wrong output, and how much nearer float kernels bring it then
-_SAME_OUTPUT = 60.0  # dB, of a model without anything quantized
-_VERDICTS: dict[Verdict, str] = {"agrees": "", "within": "within ", "fails": "FAILS "}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One quantized place.
-
-    Attributes:
-        site: name in the simulation.
-        run: which run of the place it is, from 0; above 0 only in loops.
-        tensor: name in the file.
-        format: ``uint8``, ``int16``, ...
-        ops: operator types between the upstream quantizers and this one, in execution order.
-        kernel: what the runtime's default mode ran last for it (``QLinearConv``), or ``float``; ``constant``.
-        as_float, as_integer: agreement with float kernels and with integer kernels.
-        reason: why codes differ, where they do.
-        specified: share of codes of the reference kernels that are those of the format's specification, computed in integers;
-            ``None`` where that is not told, as in other runtimes than LiteRT.
-        rounded_once: share of codes that would be the simulation's if the reference kernel rounded once, a half to even:
-            what is left of a difference without its roundings. ``None`` where there is none, or it is not told.
-    """
-
-    site: str
-    run: int
-    tensor: str
-    format: str
-    ops: tuple[str, ...]
-    kernel: str
-    as_float: Agreement
-    as_integer: Agreement
-    reason: str | None = None
-    specified: float | None = None
-    rounded_once: float | None = None
-
-    _also = ("ok", "verdict")
-
-    @property
-    def ok(self) -> bool:
-        """Whether both modes agree with the simulation, or within what their kernels may do."""
-        return self.verdict != "fails"
-
-    @property
-    def verdict(self) -> Verdict:
-        """``"agrees"``; ``"within"`` what the arithmetic of the kernel named in ``reason`` may do; or ``"fails"``.
-
-        Within means that every code that differs was rounded from a value on the border between the two codes, as
-        measured, up to the error that such a kernel is known to make. It takes nothing else: a place whose values are
-        anywhere off fails.
-        """
-        both = (self.as_float, self.as_integer)
-        if all(a.ok for a in both):
-            return "agrees"
-        return "within" if all(a.ok or a.within for a in both) else "fails"
-
-
-@dataclass(frozen=True)
-class OutputRow:
-    """One graph output, end to end: signal-to-noise ratio against the simulation in dB, ``inf`` if equal."""
-
-    name: str
-    as_float: float
-    as_integer: float
-
-
-@dataclass(frozen=True)
-class VerifyReport(Tabular):
-    """What :func:`verify_layers` found.
-
-    Attributes:
-        rows: one per quantized place, in execution order.
-        outputs: graph outputs that the simulation's values were given for.
-        unchecked: site -> why it could not be compared.
-        failures: mode -> why the runtime refused the model in it.
-        idle: site that did not run on this input -> why: a branch was not taken, a loop had no iteration.
-        runtime: whose kernels the mode ``integer`` is of.
-        saturated: where a session of ONNX Runtime with default settings does not have the sums of ``as_integer`` on this
-            CPU, which are exact; ``None`` if nowhere.
-        otherwise: an output that another runtime makes otherwise of the whole file than of its operators; ``None`` if none.
-    """
-
-    _rows = "rows"
-    _also = ("ok",)
-
-    rows: tuple[Row, ...]
-    outputs: tuple[OutputRow, ...] = ()
-    unchecked: dict[str, str] = field(default_factory=dict)
-    failures: dict[Mode, str] = field(default_factory=dict)
-    idle: dict[str, str] = field(default_factory=dict)
-    runtime: str = "onnxruntime"
-    saturated: Saturated | None = None
-    otherwise: Otherwise | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Every place that ran was compared and agrees in both modes, or within what the kernel may do.
-
-        Where nothing is quantized, not even an output is of floats, all outputs are equal to 60 dB. Integer sums of ONNX Runtime
-        are exact: what a CPU without VNNI makes of them by default is in ``saturated`` and does not count.
-        """
-        compared = all(r.ok for r in self.rows) if self.rows else self._outputs_agree
-        return compared and not self.unchecked and not self.failures and self.otherwise is None
-
-    @property
-    def _outputs_agree(self) -> bool:
-        levels = [level for end in self.outputs for level in (end.as_float, end.as_integer)]
-        return bool(levels) and min(levels) >= _SAME_OUTPUT
-
-    def to_text(self) -> str:
-        """The report as a table, with the reasons as numbered notes below it."""
-        notes = self._notes()
-        where = "" if self.runtime == "onnxruntime" else f" in {self.runtime}"
-        first, second = self._modes
-        head = ("site", "operators", "kernel", f"equal ({first})", "LSB", f"equal ({second})", "LSB", "note")
-        rows = []
-        for row in self.rows:
-            name = f"{row.site} (run {row.run})" if row.run else row.site
-            numbers = [text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}")]
-            note = _VERDICTS[row.verdict] + ("" if row.reason is None else str(notes[row.reason]))
-            rows.append((name, " ".join(row.ops), row.kernel, *numbers, note))
-        title = f"Simulation against the exported file{where}, layer by layer"
-        reasons = [f"{number:>2}  {reason}" for reason, number in notes.items()]
-        return "\n".join([str(Table(head, rows, title, right=(3, 4, 5, 6))), *reasons, *self._lines(), ""])
-
-    @property
-    def _modes(self) -> tuple[str, str]:
-        """What the two comparisons are called in this runtime."""
-        return ("reference", "default") if self.runtime == "litert" else ("float", "integer")
-
-    def _notes(self) -> dict[str, int]:
-        """Every reason once, numbered from 1 in the order of the rows."""
-        reasons = dict.fromkeys(row.reason for row in self.rows if row.reason is not None)
-        return {reason: number for number, reason in enumerate(reasons, 1)}
-
-    __str__ = to_text
-
-    def _repr_html_(self) -> str:
-        first, second = self._modes
-        head = (
-            "site",
-            "run",
-            "operators",
-            "kernel",
-            f"equal ({first})",
-            "LSB",
-            f"equal ({second})",
-            "LSB",
-            "verdict",
-            "reason",
-        )
-        rows = [
-            (row.site, row.run, " ".join(row.ops), row.kernel)
-            + tuple(text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}"))
-            + (row.verdict, row.reason or "")
-            for row in self.rows
-        ]
-        return html_table(head, rows, "Simulation against the exported file, layer by layer", self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        first, second = self._modes
-        for end in self.outputs:
-            levels = f"{end.as_float:.1f} dB ({first} kernels), {end.as_integer:.1f} dB ({second} kernels)"
-            yield f"output {end.name}: {levels}"
-        for site, why in self.unchecked.items():
-            yield f"not compared: {site}: {why}"
-        for site, why in self.idle.items():
-            yield f"did not run: {site}: {why}"
-        for mode, why in self.failures.items():
-            yield f"does not run with {mode} kernels: {why}"
-        if self.saturated is not None:
-            yield str(self.saturated)
-        if self.otherwise is not None:
-            yield str(self.otherwise)
-        good = sum(row.verdict == "agrees" for row in self.rows)
-        within = sum(row.verdict == "within" for row in self.rows)
-        more = f", {within} within what their kernel may do" if within else ""
-        yield f"{good} of {len(self.rows)} places agree{more}: {'ok' if self.ok else 'NOT ok'}"
 
 
 def verify_layers(
@@ -267,20 +89,15 @@ def verify_layers(
         _check_inputs(loaded, graph_inputs)
         values = after_pools(loaded, values)
         if find_runtime(runtime).suffix == ".tflite":
-            from bitwright.compare.litert import verify_litert
-            from bitwright.export.litert.convert import to_tflite
-
             content = to_tflite(loaded, graph_inputs).content if flat is None else flat
             return verify_litert(content, loaded, values, graph_inputs, expected)
-        opened = open_bodies(loaded, values)
-        laid_out = side_by_side(opened.model, opened.values, graph_inputs)
-        open_outputs = _without(expected, laid_out.settled)
-        cut = Cut(laid_out.model, laid_out.values, open_outputs)
+        opened = side_by_side(open_bodies(loaded, values), graph_inputs)
+        cut = cut_by_sites(opened.model, opened.values, _without(expected, opened.settled))
         failures: dict[Mode, str] = {}
         found: dict[Place, list[Row]] = {}
-        given = {**graph_inputs, **opened.feeds, **laid_out.feeds}
-        for part, places, feeds in cut.parts():
-            found |= _compare_part(cut, part, places, {**given, **feeds}, failures, runtime)
+        given = {**graph_inputs, **opened.feeds}
+        for places in cut.groups():
+            found |= _compare_group(cut, places, given, failures, runtime)
         rows = [row for place in cut.places for row in found[place]]
         rows += [row for node in with_tables(loaded).graph.all_nodes() for row in _constant_rows(node, values)]
         ends = _compare_outputs(loaded, expected, graph_inputs, failures, runtime)
@@ -310,7 +127,7 @@ def _as_a_whole(
         edit(copied)
         try:
             found = named_arrays(run_in(runtime, copied, feeds, "integer"))
-        except _refusals():  # a model that states lengths of its own
+        except _refused():  # a model that states lengths of its own
             found = {}
         return lambda name: level(outputs[name], found.get(name))
 
@@ -322,19 +139,15 @@ def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
     if not isinstance(model, ir.Model):
         if not Path(model).is_file():
             raise ExportError(site, "there is no such file", "export the simulation first, or check the path")
-        model = _read(model, site)
+        try:
+            model = load(Path(model))
+        except Exception as error:  # protobuf's own errors are not importable through onnx
+            problem = f"it cannot be read as an ONNX model: {error}"
+            raise ExportError(site, problem, "export the simulation again, or check the path") from error
     if METADATA not in model.metadata_props and not any(map(read_metadata, model.graph.all_nodes())):
         problem = "no node carries the notes of to_qdq, so its quantizers cannot be told from others"
         raise ExportError(site, problem, "verify a model as to_qdq wrote it")
     return model
-
-
-def _read(path: str | os.PathLike[str], site: str) -> ir.Model:
-    try:
-        return load(Path(path))
-    except Exception as error:  # protobuf's own errors are not importable through onnx
-        problem = f"it cannot be read as an ONNX model: {error}"
-        raise ExportError(site, problem, "export the simulation again, or check the path") from error
 
 
 def _check_inputs(model: ir.Model, graph_inputs: Mapping[str, Array]) -> None:
@@ -346,130 +159,65 @@ def _check_inputs(model: ir.Model, graph_inputs: Mapping[str, Array]) -> None:
             raise ExportError(name, f"no value was given for this graph input{near}", "add it to graph_inputs")
 
 
-# ------------------------------------------------------------------------------------------------ comparisons
-
-
-def _compare_part(
-    cut: Cut, part: ir.Model, places: list[Place], feeds: Mapping[str, Array], failures: dict[Mode, str], runtime: str
-) -> dict[Place, list[Row]]:
-    """The rows of the places that one part computes; adds to ``failures`` what the runtime refuses."""
-    results: dict[Mode, dict[str, Array]] = {}
-    refused: dict[Mode, str] = {}
-    kernels: dict[str, str] = {}
-    for mode in MODES:
-        try:
-            types = kernels if mode == "integer" else None
-            results[mode] = run_in(runtime, part, feeds, mode, types, entries=EXACT_SUMS)
-        except _refusals() as error:
-            refused[mode] = str(error).strip().splitlines()[0]
-    for mode, text in refused.items():
-        failures.setdefault(mode, text)
-    runtimes = {place.piece: frozenset(map(kernels.get, place.piece.made)) for place in places}
-    compared = [_Compared.of(place, results, refused, kernels, runtimes[place.piece]) for place in places]
-    doubtful = [one for one in compared if one.is_doubtful]
-    exact = _before_rounding(cut, [one.place for one in doubtful], feeds)
-    measured = {one.place: one.measured(exact, results) for one in doubtful}
-    return {one.place: measured.get(one.place, one).rows() for one in compared}
-
-
-def _refusals() -> tuple[type[Exception], ...]:
+def _refused() -> tuple[type[Exception], ...]:
     return (ExportError, *refusals())
 
 
-def _before_rounding(cut: Cut, places: list[Place], feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """What float kernels make in front of the quantizers of ``places``, by name; empty where the runtime refuses that."""
-    if not places:
-        return {}
-    model, more = cut.before(places)
-    try:
-        return run_model(model, {**feeds, **more}, "float")
-    except refusals():
-        return {}  # the places then count as they are, by equal codes
+# ------------------------------------------------------------------------------------------------ comparisons
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """A place after the comparison of its codes."""
+def _compare_group(
+    cut: Cut, places: list[Place], given: Mapping[str, Array], failures: dict[Mode, str], runtime: str
+) -> dict[Place, list[Row]]:
+    """The rows of places that one part of the model computes; adds to ``failures`` what the runtime refuses."""
+    results: dict[Mode, dict[str, Array]] = {}
+    refused: dict[Mode, str] = {}
+    kernels: dict[str, str] = {}
+    part, feeds = cut.part(places)
+    for mode in MODES:
+        try:
+            types = kernels if mode == "integer" else None
+            results[mode] = run_in(runtime, part, {**given, **feeds}, mode, types, entries=EXACT_SUMS)
+        except _refused() as error:
+            refused[mode] = str(error).strip().splitlines()[0]
+            failures.setdefault(mode, refused[mode])
+    known = {place: Evidence.of(place, _agreements(place, results), kernels, refused) for place in places}
+    doubtful = {place: modes for place, evidence in known.items() if (modes := _unsettled(place, evidence, results))}
+    before: dict[str, Array] = {}
+    if doubtful:
+        part, feeds = cut.before([*doubtful])
+        with suppress(*refusals()):  # refused, the places count as they are, by equal codes
+            before = run_model(part, {**given, **feeds}, "float")
+    for place, modes in doubtful.items():
+        evidence, name = known[place], str(place.result.name)
+        rounded, value = results["float"][name], before.get(str(place.entry.name))
+        better = {mode: measured(evidence, mode, place, results[mode][name], rounded, value) for mode in modes}
+        known[place] = replace(evidence, found={**evidence.found, **better})
+    return {place: _rows(place, evidence) for place, evidence in known.items()}
 
-    place: Place
-    evidence: Evidence
 
-    @staticmethod
-    def of(
-        place: Place,
-        results: Mapping[Mode, Mapping[str, Array]],
-        failures: Mapping[Mode, str],
-        kernels: Mapping[str, str],
-        runtime: frozenset[str | None],
-    ) -> _Compared:
-        """Compare a place in both modes; a mode that the runtime refused agrees in nothing."""
-        name, facts, expected = str(place.result.name), place.facts, place.expected
-        found = {
-            mode: compare(expected, results[mode][name], facts, place.scale)
-            if mode in results
-            else Agreement(0.0, math.inf, expected.size)
-            for mode in MODES
-        }
-        params, fmt = frozenset(place.piece.float_params), str(facts["format"])
-        return _Compared(
-            place,
-            Evidence(
-                frozenset(place.piece.ops),
-                place.kernel(kernels),
-                runtime,
-                fmt,
-                params,
-                found,
-                failures,
-                place.piece.accumulated,
-                place.piece.rounding,
-                place.piece.bias,
-            ),
-        )
+def _agreements(place: Place, results: Mapping[Mode, Mapping[str, Array]]) -> dict[Mode, Agreement]:
+    """By mode; one that the runtime refused agrees in nothing."""
+    found: dict[Mode, Agreement] = dict.fromkeys(MODES, Agreement(0.0, math.inf, place.expected.size))
+    for mode, made in results.items():
+        found[mode] = compare(place.expected, made[str(place.result.name)], place.facts, place.scale)
+    return found
 
-    @property
-    def _unsettled(self) -> list[Mode]:
-        """Modes whose codes differ in too many places, for a reason that is bounded."""
-        found = self.evidence.found
-        return [m for m in MODES if not found[m].ok and reason_of(self.evidence, m).bounded]
 
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the value before rounding decides."""
-        return bool(self.place.chain and self._unsettled) and self.place.entry.producer() is not None
+def _unsettled(place: Place, evidence: Evidence, results: Container[Mode]) -> list[Mode]:
+    """Modes in which too many codes differ, for a reason that is bounded: the value before rounding decides."""
+    if not place.chain or place.entry.producer() is None or "float" not in results:
+        return []
+    return [m for m in MODES if not evidence.found[m].ok and reason_of(evidence, m).bounded]
 
-    def measured(self, exact: Mapping[str, Array], results: Mapping[Mode, Mapping[str, Array]]) -> _Compared:
-        """With the distance of its codes from what they were rounded from."""
-        place, name = self.place, str(self.place.result.name)
-        before, rounded = exact.get(str(place.entry.name)), results["float"][name]
-        if before is None or before.shape != rounded.shape:
-            return self
-        found = dict(self.evidence.found)
-        for mode in self._unsettled:
-            code = results[mode][name]
-            step = step_of(place.expected, code, place.facts, place.scale)
-            expected, code, rounded = in_float64(step, place.expected, code, results["float"][name])
-            # beyond half a step from its own code a value lies outside the grid; on the border float32 may add SLACK, and half
-            # precision more: a fused kernel does not round in between
-            beyond = self.evidence.halves * float(np.abs(before).max(initial=0.0))
-            outside = np.abs(before - rounded) > (0.5 + SLACK) * step + beyond
-            value = np.where(outside, rounded, before).astype(np.promote_types(before.dtype, np.float32))
-            scale = 1.0 if place.scale is None else float(np.max(place.scale))
-            off, allowed = measure(self.evidence, mode, expected, code, value, step, scale)
-            found[mode] = replace(found[mode], off=off, allowed=allowed)
-        return replace(self, evidence=replace(self.evidence, found=found))
 
-    def rows(self) -> list[Row]:
-        """One row per site."""
-        place, evidence = self.place, self.evidence
-        ops = tuple(place.piece.ops[-_MOST_OPS:])
-        ops = ops if len(place.piece.ops) <= _MOST_OPS else ("...", *ops)
-        ends, why = (evidence.found["float"], evidence.found["integer"]), explain(evidence)
-        name = str(place.result.name)
-        return [
-            Row(site, run, name, evidence.format, ops, evidence.kernel, *ends, why)
-            for site, run in place.facts["places"]
-        ]
+def _rows(place: Place, evidence: Evidence) -> list[Row]:
+    """One row per site."""
+    ops = tuple(place.piece.ops[-_MOST_OPS:])
+    ops = ops if len(place.piece.ops) <= _MOST_OPS else ("...", *ops)
+    facts = (str(place.result.name), evidence.format, ops, evidence.kernel)
+    ends = (evidence.found["float"], evidence.found["integer"], explain(evidence))
+    return [Row(site, run, *facts, *ends) for site, run in place.facts["places"]]
 
 
 def _without(held: Mapping[str, T], names: Container[str]) -> dict[str, T]:
@@ -481,7 +229,6 @@ def _constant_rows(node: ir.Node, values: Mapping[str, Array | Sequence[Array]])
     facts = read_metadata(node)
     if facts is None or facts["role"] == "activation":
         return
-    name = str(node.outputs[0].name)
     for site, run in facts["places"]:
         several = runs_of(values.get(site))
         if run >= len(several):
@@ -489,7 +236,7 @@ def _constant_rows(node: ir.Node, values: Mapping[str, Array | Sequence[Array]])
         found, scale, axis = _as_in_model(*_stored_value(node), facts["axis"], facts["perm"])
         agreement = compare(np.asarray(several[run]), found, {**facts, "axis": axis}, scale)
         why = None if agreement.equal == 1 else OTHER_CONSTANT
-        yield Row(site, run, name, facts["format"], (), "constant", agreement, agreement, why)
+        yield Row(site, run, str(node.outputs[0].name), facts["format"], (), "constant", agreement, agreement, why)
 
 
 def _as_in_model(
@@ -505,32 +252,24 @@ def _as_in_model(
 
 def _stored_value(node: ir.Node) -> tuple[Array, Array | None]:
     """The float value that ``node`` makes of initializers, and the scale it uses."""
-    tensors = [_initializer(v) for v in node.inputs]
     parts = folded_parts(node)
     if parts is not None:
-        codes, zero, factor = map(_initializer, parts)
+        codes, zero, factor = map(array_of, parts)
         assert codes is not None and factor is not None
         return (codes.astype(np.float32) - (0.0 if zero is None else zero)).astype(np.float32) * factor, factor
+    held = constant_at(node, 0)
     if node.op_type != "DequantizeLinear":
         maker = node.inputs[0].producer() if node.inputs[0] is not None else None
         if maker is not None:
             value, scale = _stored_value(maker)
             dtype = node.outputs[0].dtype
             return (value.astype(dtype.numpy()) if dtype else value), scale
-        assert tensors[0] is not None
-        return np.asarray(tensors[0], np.float32), None
-    codes, scale = tensors[0], tensors[1]
-    assert codes is not None and scale is not None
-    axis = node.attributes.get_int("axis", 1)
-    steps = spread(scale, axis, codes).astype(np.float32)
-    centered = codes.astype(np.float32)
-    if len(tensors) > 2 and tensors[2] is not None:
-        centered = centered - spread(tensors[2].astype(np.int64), axis, codes).astype(np.float32)
-    return centered * steps, scale
-
-
-def _initializer(value: ir.Value | None) -> Array | None:
-    return None if value is None or value.const_value is None else value.const_value.numpy()
+        assert held is not None
+        return np.asarray(held, np.float32), None
+    scale = constant_at(node, 1)
+    assert held is not None and scale is not None
+    steps = spread(scale, node.attributes.get_int("axis", 1), held).astype(np.float32)
+    return (held.astype(np.float32) - zero_points(node).astype(np.float32)) * steps, scale
 
 
 def _compare_outputs(
@@ -545,7 +284,7 @@ def _compare_outputs(
     for mode in MODES:
         try:
             results[mode] = named_arrays(run_in(runtime, model, graph_inputs, mode, entries=EXACT_SUMS))
-        except _refusals() as error:
+        except _refused() as error:
             failures.setdefault(mode, str(error).strip().splitlines()[0])
     rows = []
     for name, array in expected.items():
@@ -556,16 +295,6 @@ def _compare_outputs(
         decibel = {m: level(array, results[m].get(name)) if m in results else -math.inf for m in MODES}
         rows.append(OutputRow(name, decibel["float"], decibel["integer"]))
     return tuple(rows)
-
-
-def level(expected: Array, found: Array | None) -> float:
-    """Signal-to-noise ratio in dB; of strings only whether they are equal."""
-    if found is None or expected.shape != found.shape:  # a sequence or a map of another length
-        return -math.inf
-    if expected.dtype.kind in "OSU":
-        same = np.array_equal(expected.astype(np.str_), found.astype(np.str_))
-        return math.inf if same else -math.inf
-    return sqnr(expected, found)
 
 
 def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> WrongKernels | None:
@@ -592,7 +321,7 @@ def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> Wro
     for mode in ("integer", "float"):
         try:
             found = named_arrays(run_in("onnxruntime", loaded, inputs, mode, entries=EXACT_SUMS))
-        except _refusals():
+        except _refused():
             return None
         levels[mode] = {name: level(array, found.get(name)) for name, array in expected.items()}
         if min(levels["integer"].values(), default=math.inf) >= _FAR:

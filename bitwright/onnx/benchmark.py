@@ -33,9 +33,9 @@ from bitwright.export.targets import DEFAULT_TARGET
 from bitwright.onnx.model.data import input_specs, random_array
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
-from bitwright.runtimes.adapters import Session, find_runtime, open_file
+from bitwright.runtimes.adapters import find_runtime, open_file
 from bitwright.runtimes.benchmark import BenchmarkReport, benchmark
-from bitwright.runtimes.profile import HAS_INTEGER_KERNEL
+from bitwright.runtimes.onnxruntime import HAS_INTEGER_KERNEL
 from bitwright.runtimes.timing import Ratio, interleaved, ratio
 
 logger = logging.getLogger("bitwright")
@@ -67,14 +67,22 @@ def benchmark_path(
         ModelError: the file is not an ONNX model that can be read.
     """
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
+        row = find_runtime(runtime)
         if path.suffix == ".tflite":
-            path, prefix = _folder_of(path, runtime), path.stem
+            if row.suffix != path.suffix:
+                raise ExportError(str(path), f"{row.name} reads {row.suffix} files", "add runtime='litert'")
+            if not path.with_name(f"{path.stem}_manifest.json").is_file():
+                problem = "no export lies beside it, whose float model and samples it would be measured with"
+                raise ExportError(str(path), problem, "name the folder of an export with target='litert'")
+            path, prefix = path.parent, path.stem
         if path.is_dir():
             report = benchmark_export(path, prefix, runtime=runtime, threads=threads, seconds=seconds)
             stem = find_export(path, prefix)
             file, plain, feeds = path / f"{stem}.onnx", path / f"{stem}_float.onnx", sample_inputs(path, stem)
         else:
-            _refuse_flat(path, runtime)
+            if row.suffix != ".onnx":
+                problem = f"{row.name} reads {row.suffix} files, and this one is not converted here"
+                raise ExportError(str(path), problem, f"name the folder of an export with target={row.name!r}")
             file, plain = path, Path(folder, "float.onnx")
             save_model(strip_sites(QuantizationSimModel(path).marked).model, plain)
             rng = np.random.default_rng(0)
@@ -83,24 +91,6 @@ def benchmark_path(
         if not suggest:
             return report
         return replace(report, suggestions=tuple(suggestions(file, plain, feeds, runtime=runtime, seconds=seconds)))
-
-
-def _folder_of(file: Path, runtime: str) -> Path:
-    """The folder of the export that wrote a LiteRT file, where ``runtime`` runs such files."""
-    row = find_runtime(runtime)
-    if row.suffix != file.suffix:
-        raise ExportError(str(file), f"{row.name} reads {row.suffix} files", "add runtime='litert'")
-    if not file.with_name(f"{file.stem}_manifest.json").is_file():
-        problem = "no export lies beside it, whose float model and samples it would be measured with"
-        raise ExportError(str(file), problem, "name the folder of an export with target='litert'")
-    return file.parent
-
-
-def _refuse_flat(file: Path, runtime: str) -> None:
-    row = find_runtime(runtime)
-    if row.suffix != ".onnx":
-        problem = f"{row.name} reads {row.suffix} files, and this one is not converted here"
-        raise ExportError(str(file), problem, f"name the folder of an export with target={row.name!r}")
 
 
 @dataclass(frozen=True)
@@ -139,115 +129,82 @@ def suggestions(
     """
     sim = QuantizationSimModel(file)
     base, now = open_file(runtime, plain), open_file(runtime, file)
-    wanted, found = base.run(feeds), now.run(feeds)
-    before = _level(wanted, found)
+    wanted = base.run(feeds)
+
+    def worst(found: Mapping[str, Array]) -> float:
+        """The lowest signal-to-noise ratio over the float outputs, in dB."""
+        floats = {name: array for name, array in wanted.items() if np.issubdtype(array.dtype, np.floating)}
+        levels = [sqnr(a, found[name]) for name, a in floats.items() if name in found and a.shape == found[name].shape]
+        return min(levels, default=float("nan"))
+
+    before = worst(now.run(feeds))
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
         for number, (change, write) in enumerate(_changes(sim)):
             changed = Path(folder, f"{number}.onnx")
             try:
                 save_model(write(), changed)
                 session = open_file(runtime, changed)
-                level = _level(wanted, session.run(feeds))
+                level = worst(session.run(feeds))
             except BitwrightError as error:  # a form that this model or this runtime has not: no suggestion
                 logger.info("%s: %s", change, error)
                 continue
             steps = {"float": base, "now": now, "changed": session}
-            times = interleaved({name: partial(_run, one, feeds) for name, one in steps.items()}, seconds=seconds)
+            times = interleaved({name: partial(one.run, feeds) for name, one in steps.items()}, seconds=seconds)
             speed, against = (ratio(times[name], times["changed"]) for name in ("float", "now"))
             yield Suggestion(change, speed, against, level, before)
-
-
-def _run(session: Session, feeds: Feeds) -> object:
-    return session.run(feeds)
-
-
-def _level(wanted: Mapping[str, Array], found: Mapping[str, Array]) -> float:
-    """The lowest signal-to-noise ratio over the float outputs, in dB."""
-    levels = [
-        sqnr(array, found[name])
-        for name, array in wanted.items()
-        if name in found and np.issubdtype(array.dtype, np.floating) and array.shape == found[name].shape
-    ]
-    return min(levels, default=float("nan"))
 
 
 def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.Model]]]:
     """What can be tried on this model: how it is asked for, and what writes the file."""
     encodings = {s.name: s.encoding for s in sim.quantizers.values() if s.enabled and s.encoding is not None}
-    layers = _as_it_is(sim)
+    layers = write_recurrent(sim.marked, "native")  # recurrent layers as the operators that the file has
 
     def write(left_out: Collection[str] = (), other: Mapping[str, Encoding] | None = None, **options: Any) -> ir.Model:
         given = {**encodings, **(other or {})}
         kept = {name: encoding for name, encoding in given.items() if name not in left_out}
         return to_qdq(layers, kept, **{"target": DEFAULT_TARGET, **options}).model
 
-    for change, options in _options(sim, encodings):
-        yield change, partial(write, **options)
-
-
-def _options(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What can be tried, in words and as options of what writes the file."""
-    yield "signed activations: activation='as_is'", {"activation": "as_is"}
-    yield from ((text, {"other": grids}) for text, grids in _other_grids(sim, encodings))
+    yield "signed activations: activation='as_is'", partial(write, activation="as_is")
+    even, narrow = _other_grids(sim, encodings)
     islands = _islands(sim)
-    if islands:
-        text = f"islands in float: sim.quantizers[...].enabled = False for {some_of(islands)}"
-        yield text, {"left_out": islands}
-    ends = [site.name for site in sim.quantizers.values() if site.name in encodings and _is_end(sim, site)]
-    if ends:
-        yield "outputs of the model in float: Rule(..., output=None) for the last layers", {"left_out": ends}
-    notes = to_qdq(_as_it_is(sim), encodings).notes
-    if any(note.kind == "float product" for note in notes):
-        yield "weights of float products fused: weight_only='fused'", {"weight_only": "fused"}
-
-
-def _as_it_is(sim: QuantizationSimModel) -> ir.Model:
-    """The marked graph, with its recurrent layers as the operators that the file has: a Scan there is one here, too."""
-    return write_recurrent(sim.marked, "native")
+    ends = [name for name in encodings if _is_end(sim, sim.quantizers[name])]
+    products = [note.site for note in to_qdq(layers, encodings).notes if note.kind == "float product"]
+    tried: list[tuple[str, Collection[str], dict[str, Any]]] = [
+        ("symmetric weights: Rule(..., weight={'symmetry': 'symmetric'}) for {}", even, {"other": even}),
+        ("8 bits: {'widen': {'allowance': 0}}, or Rule(..., output='uint8') for {}", narrow, {"other": narrow}),
+        ("islands in float: sim.quantizers[...].enabled = False for {}", islands, {"left_out": islands}),
+        ("outputs of the model in float: Rule(..., output=None) for the last layers", ends, {"left_out": ends}),
+        ("weights of float products fused: weight_only='fused'", products, {"weight_only": "fused"}),
+    ]
+    for text, names, options in tried:
+        if names:
+            yield text.replace("{}", some_of(list(names))), partial(write, **options)
 
 
 def _other_grids(
     sim: QuantizationSimModel, encodings: Mapping[str, Encoding]
-) -> Iterator[tuple[str, dict[str, Encoding]]]:
-    """Grids that integer kernels take, or take faster, and how they are asked for."""
-    even, narrow = _symmetric_weights(sim, encodings), _narrow_activations(sim, encodings)
-    if even:
-        yield (f"symmetric weights: Rule(..., weight={{'symmetry': 'symmetric'}}) for {some_of(list(even))}", even)
-    if narrow:
-        yield (
-            f"8 bits: {{'widen': {{'allowance': 0}}}}, or Rule(..., output='uint8') for {some_of(list(narrow))}",
-            narrow,
-        )
+) -> tuple[dict[str, Encoding], dict[str, Encoding]]:
+    """Grids of the same ranges that integer kernels take, or take faster.
 
+    Returns:
+        Of weights whose zero point is not in the middle, symmetric ones; of activations of more than 8 bits, those of 8 bits.
+    """
 
-def _symmetric_weights(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
-    """Weights whose zero point is not in the middle, on symmetric grids of the same range."""
-    weights = (site.name for site in sim.quantizers.values() if site.role == "weight" and site.name in encodings)
-    uneven = {name: encodings[name] for name in weights if encodings[name].zero_point.any()}
-    return {
-        name: _regridded(encoding, IntFormat(encoding.format.bits), "symmetric")
-        for name, encoding in uneven.items()
-        if isinstance(encoding.format, IntFormat)
-    }
+    def regridded(encoding: Encoding, fmt: IntFormat, symmetry: Symmetry) -> Encoding:
+        given = encoding.format
+        assert isinstance(given, IntFormat)
+        lo, hi = ((end - encoding.zero_point) * encoding.scale.astype(np.float64) for end in (given.qmin, given.qmax))
+        return encode(lo, hi, QuantSpec(fmt, encoding.granularity, symmetry), encoding.granularity)
 
-
-def _narrow_activations(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
-    """Activations of more than 8 bits, on grids of 8 bits with the same range: what integer kernels take."""
-    sites = [s for s in sim.quantizers.values() if s.role in ("input", "output") and s.name in encodings]
-    wide = {s.name: encodings[s.name] for s in sites}
-    return {
-        name: _regridded(encoding, IntFormat(8, signed=encoding.format.signed), "asymmetric")
-        for name, encoding in wide.items()
-        if isinstance(encoding.format, IntFormat) and encoding.format.bits > 8
-    }
-
-
-def _regridded(encoding: Encoding, fmt: IntFormat, symmetry: Symmetry) -> Encoding:
-    """Another grid for the range of ``encoding``."""
-    given = encoding.format
-    assert isinstance(given, IntFormat)
-    lo, hi = ((end - encoding.zero_point) * encoding.scale.astype(np.float64) for end in (given.qmin, given.qmax))
-    return encode(lo, hi, QuantSpec(fmt, encoding.granularity, symmetry), encoding.granularity)
+    even: dict[str, Encoding] = {}
+    narrow: dict[str, Encoding] = {}
+    for name, encoding in encodings.items():
+        fmt, role = encoding.format, sim.quantizers[name].role
+        if isinstance(fmt, IntFormat) and role == "weight" and encoding.zero_point.any():
+            even[name] = regridded(encoding, IntFormat(fmt.bits), "symmetric")
+        if isinstance(fmt, IntFormat) and role in ("input", "output") and fmt.bits > 8:
+            narrow[name] = regridded(encoding, IntFormat(8, signed=fmt.signed), "asymmetric")
+    return even, narrow
 
 
 def _is_end(sim: QuantizationSimModel, site: Site) -> bool:

@@ -35,7 +35,6 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.runtime import refusals
 from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.core.graph.recurrence import CELLS, Context, step, variant_of
 from bitwright.core.health.diagnosis import diagnose, remedy
@@ -64,6 +63,7 @@ from bitwright.onnx.model.session import Providers, check_providers, first_line,
 from bitwright.progress import collector_paused
 from bitwright.progress import progress as shown
 from bitwright.runtimes.adapters import arrays_of
+from bitwright.runtimes.onnxruntime import refusals
 
 Array = NDArray[Any]
 

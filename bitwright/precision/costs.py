@@ -47,7 +47,7 @@ from bitwright.precision.candidates import (
 )
 from bitwright.precision.library import Library
 from bitwright.recipes.judge import values_on_grids
-from bitwright.runtimes.timing import LayerTimes, layer_times
+from bitwright.runtimes.onnxruntime import LayerTimes, layer_times
 
 logger = logging.getLogger("bitwright")
 

@@ -1,10 +1,6 @@
-"""One row per runtime: how a file is opened in it, which extra brings it, and what it says when it refuses a file.
+"""The runtimes: one row each, with a function that opens a file, the extra that installs it, and remedies for what it refuses.
 
-Inputs that no run can say anything about.
-
-What ONNX Runtime returns for an output: an array, or a sequence, a map, an optional value that hold some.
-
-LiteRT (TensorFlow Lite) on the CPU: its interpreter, with reference kernels or those that it takes by default.
+A new runtime is a row of :data:`RUNTIMES`. ``verify``, ``drift`` and ``benchmark`` find it there.
 """
 
 from __future__ import annotations
@@ -22,6 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.errors import BitwrightError, ConfigError, ExportError, close_matches
+from bitwright.runtimes.onnxruntime import FLOAT_KERNELS, new_session, run_named, session_options
+
+Array = NDArray[Any]
 
 
 def check_not_empty(site: str, feeds: Mapping[str, Any]) -> None:
@@ -87,9 +86,6 @@ def named_arrays(outputs: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         else:
             found |= {f"{name}[{i}]": array for i, array in enumerate(arrays_of(output))}
     return found
-
-
-Array = NDArray[Any]
 
 
 @dataclass
@@ -223,22 +219,8 @@ _DAMAGED = (
 
 
 def _open_ort(path: Path, threads: int, reference: bool) -> Session:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 4  # refusals arrive as exceptions
-    if reference:
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    names = {given.name for given in session.get_inputs()}
-    wanted = [out.name for out in session.get_outputs()]
-
-    def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
-        found = session.run(wanted, {name: array for name, array in feeds.items() if name in names})
-        return dict(zip(wanted, found, strict=True))
-
-    return Session(run)
+    session = new_session(path, session_options(threads=threads, entries=FLOAT_KERNELS if reference else None))
+    return Session(lambda feeds: run_named(session, feeds))
 
 
 # ----------------------------------------------------------------------------------------------------- OpenVINO

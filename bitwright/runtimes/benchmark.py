@@ -10,8 +10,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from bitwright.errors import ConfigError, ExportError
 from bitwright.runtimes.adapters import check_not_empty, find_runtime, open_file
-from bitwright.runtimes.profile import Ran, profile
+from bitwright.runtimes.onnxruntime import Ran, profile
 from bitwright.runtimes.timing import MOST_SPREAD, Ratio, Timing, interleaved, ratio
 from bitwright.tables import Tabular, text_table
 
@@ -152,18 +154,15 @@ def benchmark(
     """
     find_runtime(runtime)
     check_not_empty("benchmark", feeds)
-    files = (
-        {"quantized": Path(quantized)}
-        if float_file is None
-        else {"float": Path(float_file), "quantized": Path(quantized)}
-    )
+    files = {} if float_file is None else {"float": Path(float_file)}
+    files["quantized"] = Path(quantized)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     counts = tuple(dict.fromkeys(threads or (1, cores)))
     _check_threads(counts, cores)
     times: dict[int, dict[str, Timing]] = {}
     for count in counts:
         opened = {name: open_file(runtime, path, threads=count) for name, path in files.items()}
-        steps = {name: _step(session, feeds) for name, session in opened.items()}
+        steps = {name: partial(session.run, feeds) for name, session in opened.items()}
         times[count] = interleaved(steps, seconds=seconds, rounds=rounds)
     speed = {n: ratio(t["float"], t["quantized"]) for n, t in times.items() if "float" in t}
     costs = tuple(file_cost(name, path, feeds, runtime) for name, path in files.items())
@@ -178,10 +177,6 @@ def _check_threads(counts: Sequence[int], cores: int) -> None:
                 f"{count!r} is not a number of threads for this process, which has {cores} core{'s' * (cores > 1)}"
             )
             raise ConfigError("threads", problem, f"use 1 to {cores}, or 0 for all")
-
-
-def _step(session: Any, feeds: Feeds) -> Any:
-    return lambda: session.run(feeds)
 
 
 def _notes(times: Mapping[int, Mapping[str, Timing]], speed: Mapping[int, Ratio], ran: Sequence[Ran]) -> Iterator[str]:
@@ -231,8 +226,6 @@ def file_cost(name: str, path: Path, feeds: Feeds, runtime: str) -> FileCost:
     Raises:
         ExportError: the process failed.
     """
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "feeds.npz")
         np.savez(archive, **dict(feeds))  # type: ignore[arg-type]
@@ -246,10 +239,6 @@ def file_cost(name: str, path: Path, feeds: Feeds, runtime: str) -> FileCost:
         last = (run.stderr.strip().splitlines() or ["it ended without a message"])[-1]
         raise ExportError(str(path), f"a fresh process could not run it: {last}", "run it in this process first")
     found = json.loads(run.stdout.splitlines()[-1])
-    return FileCost(name, sum(p.stat().st_size for p in _parts(path)), found["load"], found["memory"])
-
-
-def _parts(path: Path) -> list[Path]:
-    """The file, and the file of its external tensors."""
-    beside = path.with_name(f"{path.name}.data")
-    return [path, *([beside] if beside.is_file() else [])]
+    parts = (path, path.with_name(f"{path.name}.data"))  # and the file of its external tensors
+    size = sum(part.stat().st_size for part in parts if part.is_file())
+    return FileCost(name, size, found["load"], found["memory"])

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from bitwright.compare import bodies
-from bitwright.compare.bodies import NO_ITERATION, NOT_TAKEN, open_bodies
+from bitwright.compare.bodies import NO_ITERATION, NOT_TAKEN, after_pools, open_bodies, pooled_places
 from bitwright.compare.drift import drift
-from bitwright.compare.recurrent_steps import after_pools, pooled_places
-from bitwright.compare.verify import VerifyReport, verify_folder, verify_layers
+from bitwright.compare.report import VerifyReport
+from bitwright.compare.verify import verify_folder, verify_layers
 from bitwright.core.numerics.granularity import PerChannel
 from bitwright.errors import ExportError
 from bitwright.export.artefacts import Samples

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.reference
 import onnx_ir as ir
 import pytest
 import torch
@@ -26,6 +28,7 @@ from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.manifest import read_origin
 from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.runtimes.adapters import RUNTIMES, Runtime, Session
 from bitwright.torch import QuantizationSimModel, quantize
 from tests.support.without_vnni import lacks_vnni, run_without_vnni
 
@@ -63,6 +66,25 @@ def test_layers_in_openvino(folder: Path) -> None:
     assert report["runtime"] == "openvino" and "Convolution u8" in kernels
     sim = OnnxSim(folder / "net.onnx")
     assert sim.verify(runtime="openvino").ok and "in openvino" in str(sim.verify(runtime="openvino"))
+
+
+def test_a_row_is_all_that_a_runtime_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference implementation of ONNX, which computes every operator and quantizer as it stands."""
+
+    def opened(path: Path, threads: int, reference: bool) -> Session:
+        evaluator = onnx.reference.ReferenceEvaluator(str(path))
+
+        def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            found = evaluator.run(None, {name: feeds[name] for name in evaluator.input_names})
+            return dict(zip(evaluator.output_names, found, strict=True))
+
+        return Session(run)
+
+    monkeypatch.setitem(RUNTIMES, "reference", Runtime("reference", "onnx", "onnx", ".onnx", "report it", opened))
+    report = verify_folder(folder, runtime="reference")
+    assert report.ok and {row.kernel for row in report.rows if row.ops} == {"float"}
+    found = drift(f"{folder}@simulation", f"{folder}@reference")
+    assert found.ok and found.b.endswith("@reference") and len(found.rows) == 4
 
 
 @pytest.mark.slow_variants("w4", "w8")

@@ -15,8 +15,9 @@ import pytest
 
 from bitwright.compare.agreement import Agreement, compare
 from bitwright.compare.reasons import FLOAT_REASONS, INTEGER_REASONS, UNEXPLAINED, Evidence, explain, measure
+from bitwright.compare.report import Row, VerifyReport
 from bitwright.compare.runtime import MODES
-from bitwright.compare.verify import Row, VerifyReport, verify_layers
+from bitwright.compare.verify import verify_layers
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.integer_sums import derive_bias_encoding, fake_quantize_bias

@@ -18,7 +18,7 @@ from bitwright.errors import BitwrightError
 from bitwright.precision.candidates import as_candidates
 from bitwright.precision.choice import Choice, Correction, Interactions, Knapsack, undominated
 from bitwright.precision.costs import TIMES_FORMAT, Cost, Pair
-from bitwright.runtimes.timing import _attributed
+from bitwright.runtimes.onnxruntime import _attributed
 from tests.precision.nets import batches, model, simulation
 
 GROUPS, CANDIDATES = 5, 3

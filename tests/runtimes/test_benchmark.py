@@ -24,7 +24,7 @@ from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx.benchmark import suggestions
 from bitwright.runtimes.adapters import RUNTIMES, Session, find_runtime, open_file, refusals_of
 from bitwright.runtimes.benchmark import BenchmarkReport, FileCost, _notes
-from bitwright.runtimes.profile import Ran, profile
+from bitwright.runtimes.onnxruntime import Ran, profile
 from bitwright.runtimes.timing import Timing, interleaved, ratio
 from bitwright.torch import QuantizationSimModel, quantize
 

@@ -26,6 +26,7 @@ from bitwright.export.qdq.forms import Pair
 from bitwright.export.qdq.markers import bypass, is_site, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.stored import transpose_encoding
 from bitwright.export.qdq.writing import Weight, Writing
+from bitwright.runtimes.onnxruntime import new_session, session_options
 
 _IR_VERSION = 10
 _NUMPY_FLOATS = (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
@@ -83,13 +84,8 @@ def _evaluate(
     model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.TensorProtocol]
 ) -> dict[ir.Value, ir.TensorProtocol]:
     """What pure operators on constants give, wherever in the model they stand: also in branches that never run."""
-    import onnxruntime as ort
-
     part = ir.Model(_part(model, wanted, known), ir_version=_IR_VERSION)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(ir.to_proto(part).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = new_session(ir.to_proto(part).SerializeToString(), session_options(optimized=False))
     return {value: ir.Tensor(array) for value, array in zip(wanted, session.run(None, {}), strict=True)}
 
 

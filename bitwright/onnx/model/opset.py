@@ -18,7 +18,6 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.runtime import refusals
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ModelError, close_matches, first_few
 from bitwright.export.files.onnx_file import from_proto
@@ -29,6 +28,7 @@ from bitwright.onnx.model.rewrites import TAKEN_IN, part_training_norms, rewrite
 from bitwright.onnx.model.session import first_line, open_session
 from bitwright.onnx.model.view import OnnxView
 from bitwright.runtimes.adapters import arrays_of
+from bitwright.runtimes.onnxruntime import refusals
 
 logger = logging.getLogger("bitwright")
 

@@ -37,7 +37,6 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.runtime import refusals
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ModelError, first_few
@@ -54,6 +53,7 @@ from bitwright.export.recurrent import (
 )
 from bitwright.onnx.model.data import input_specs, random_feeds
 from bitwright.onnx.model.session import open_session, save_optimized
+from bitwright.runtimes.onnxruntime import refusals
 
 _STANDARD = ("", "ai.onnx")
 _DIRECTIONS = ("forward", "reverse")

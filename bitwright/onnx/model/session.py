@@ -16,10 +16,10 @@ import onnx_ir as ir
 import psutil
 from numpy.typing import NDArray
 
-from bitwright.compare.runtime import inference_session, refusals
 from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
 from bitwright.export.files.atomic import no_room, temporary_room
 from bitwright.export.files.onnx_file import write_elements
+from bitwright.runtimes.onnxruntime import CPU, FLOAT_KERNELS, new_session, refusals, session_options
 
 Order = Literal["fast", "frugal", "written"]
 Providers = Sequence[str | tuple[str, dict[str, Any]]]
@@ -28,7 +28,6 @@ Providers = Sequence[str | tuple[str, dict[str, Any]]]
 #: bytes of weights up to which a model is held whole and handed over as one message, which takes three copies of it and
 #: more time than a file beyond this size
 IN_MEMORY = 1 << 22
-_CPU = ("CPUExecutionProvider",)
 _WEIGHTS_IN = "session.model_external_initializers_file_folder_path"
 _PAGE = 4096  # bytes; what lies at a multiple of it can be mapped into memory
 _LARGE = 1024  # bytes of a tensor that is kept out of messages and optimised files
@@ -74,7 +73,7 @@ def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
     def opened(folder: str | None) -> Any:
         if folder is not None:
             options.add_session_config_entry(_WEIGHTS_IN, os.path.abspath(folder))
-        return inference_session(model, ir.to_proto(model).SerializeToString(), options, providers)
+        return new_session(ir.to_proto(model).SerializeToString(), options, providers, model=model)
 
     folder = weights_folder(model)
     if folder is not None or fits_a_message(model):
@@ -99,18 +98,11 @@ def save_optimized(model: ir.Model, path: Path) -> None:
         ExportError: the folder of ``path`` has no room for it.
         ModelError: the runtime refuses the model.
     """
-    options = _options(threads=1)
-    options.optimized_model_filepath = str(path)
-    entries = {
-        "session.disable_prepacking": "1",  # nothing will run here
-        "session.optimized_model_external_initializers_file_name": f"{path.name}.data",
-        "session.optimized_model_external_initializers_min_size_in_bytes": str(_LARGE),
-    }
-    for key, value in entries.items():
-        options.add_session_config_entry(key, value)
+    entries = {**FLOAT_KERNELS, "session.disable_prepacking": "1"}  # nothing will run here
+    options = session_options(entries=entries, kept=path)
     try:
         with _explained(model.graph.name or "model"):
-            _open(model, options, list(_CPU))
+            _open(model, options, list(CPU))
     except ModelError as error:
         _check_room(path.parent, weight_bytes(model))
         raise error
@@ -143,7 +135,7 @@ def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_mem_pattern = False  # its plan is another block of memory beside that of the first run
     with _explained(path.name):
-        return ort.InferenceSession(str(path), options, providers=list(_CPU))
+        return new_session(path, options)
 
 
 def threads_of(asked: int) -> int:
@@ -153,13 +145,8 @@ def threads_of(asked: int) -> int:
 
 
 def _options(threads: int, arena: bool = True) -> Any:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads_of(threads)
+    options = session_options(threads=threads_of(threads), entries=FLOAT_KERNELS)
     options.enable_cpu_mem_arena = arena
-    options.log_severity_level = 4  # refusals arrive as exceptions; the log would only repeat them
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
     return options
 
 
@@ -187,7 +174,7 @@ def check_providers(providers: Providers | None) -> list[Any]:
     import onnxruntime as ort
 
     known = ort.get_available_providers()
-    chosen = list(_CPU if providers is None else providers)
+    chosen = list(CPU if providers is None else providers)
     for provider in chosen:
         name = provider if isinstance(provider, str) else provider[0]
         if name not in known:

@@ -49,7 +49,6 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.runtime import refusals
 from bitwright.core.graph.constant_channels import ChannelWatch
 from bitwright.core.numerics import statistics
 from bitwright.core.simulation.calibration import BatchGate, refuse_empty
@@ -69,6 +68,7 @@ from bitwright.onnx.model.session import (
     weight_bytes,
 )
 from bitwright.onnx.simulation.marked_model import Simulation
+from bitwright.runtimes.onnxruntime import refusals
 
 _BLOCKED = "com.microsoft.nchwc"  # operators on channels in blocks
 # what leaves the number of channels of all its inputs as it is

@@ -38,10 +38,9 @@ from numpy.typing import NDArray
 
 from bitwright.compare.benchmark import benchmark_sim, measured
 from bitwright.compare.drift import drift_models
-from bitwright.compare.report import DriftReport
-from bitwright.compare.runtime import refusals
+from bitwright.compare.report import DriftReport, VerifyReport
 from bitwright.compare.saturation import SaturationReport, saturation
-from bitwright.compare.verify import VerifyReport, verify_layers, wrong_kernels
+from bitwright.compare.verify import verify_layers, wrong_kernels
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.diagnosis import Repair
 from bitwright.core.health.report import LIMITS, HealthReport, check_parameters
@@ -121,6 +120,7 @@ from bitwright.onnx.simulation.marked_model import (
 from bitwright.progress import collector_paused, progress
 from bitwright.runtimes.adapters import named_arrays
 from bitwright.runtimes.benchmark import BenchmarkReport
+from bitwright.runtimes.onnxruntime import refusals
 from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from bitwright.compare.benchmark import measured
-from bitwright.compare.verify import VerifyReport, verify_layers, wrong_kernels
+from bitwright.compare.report import VerifyReport
+from bitwright.compare.verify import verify_layers, wrong_kernels
 from bitwright.core.graph.operators import op_row
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.encoding import Encoding

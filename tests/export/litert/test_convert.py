@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from bitwright.cli import app
 from bitwright.compare.litert import FlatFile
-from bitwright.compare.verify import VerifyReport, verify_folder, verify_layers
+from bitwright.compare.report import VerifyReport
+from bitwright.compare.verify import verify_folder, verify_layers
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.litert.flat import (
