@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.compare.verify import VerifyReport, verify_folder, verify_layers
+from bitwright.compare.report import VerifyReport
+from bitwright.compare.verify import verify_folder, verify_layers
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError
 from bitwright.export.encodings.read import read_encodings
 from bitwright.export.samples import read_samples
