@@ -9,6 +9,7 @@ import io
 import json
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -303,3 +304,10 @@ def test_a_notebook_that_has_widgets_shows_a_bar(monkeypatch: pytest.MonkeyPatch
     assert list(progress([1, 2], "calibrating", delay=0.0)) == [1, 2]
     # rich draws with the widgets of a real kernel; here it finds neither kernel nor terminal, and ends a line
     assert bool(sys.stderr.getvalue()) == (running and widgets)  # type: ignore[attr-defined]
+
+
+def test_all_tables_have_one_style():
+    """Text tables are aligned, and tables of rich are made, in one module."""
+    root = Path(bitwright.__file__).parent
+    files = [path for path in root.rglob("*.py") if path.name != "tables.py"]
+    assert [path for path in files if "rich.table" in path.read_text()] == []

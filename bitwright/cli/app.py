@@ -23,7 +23,11 @@ from bitwright.interrupt import INTERRUPTED, Interrupts, watched
 from bitwright.lazy import how_to_install
 
 NO, USER_ERROR = 1, 2
-DATA, METHODS, EXPORT, OUTPUT = GROUPS = ("Data", "Methods", "Export", "Output")  # of options in --help
+#: groups of options in --help, in their order, and what declares an option of each
+GROUPS = ("Data", "Methods", "Export", "Output")
+data_option, methods_option, export_option, output_option = (
+    functools.partial(typer.Option, rich_help_panel=group) for group in GROUPS
+)
 
 _PIPE_WIDTH = 200  # columns where there is no terminal whose width could be asked
 _QUIET, _NORMAL, _VERBOSE = -1, 0, 1
@@ -221,12 +225,8 @@ def _place(parameter: inspect.Parameter) -> tuple[int, bool]:
 
 
 def _verbosity(
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log every step, with times.", rich_help_panel=OUTPUT)
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only the result line.", rich_help_panel=OUTPUT)
-    ] = False,
+    verbose: Annotated[bool, output_option("--verbose", "-v", help="Log every step, with times.")] = False,
+    quiet: Annotated[bool, output_option("--quiet", "-q", help="Print only the result line.")] = False,
 ) -> int:
     if verbose and quiet:
         raise ConfigError("--quiet", "it is given together with --verbose", "leave one of them out")

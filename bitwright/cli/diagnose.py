@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitwright.cli.app import DATA, METHODS, NO, OUTPUT, command, details, print_report
+from bitwright.cli.app import NO, command, data_option, details, methods_option, output_option, print_report
 from bitwright.cli.options import (
     Config,
     Data,
@@ -35,43 +35,28 @@ def analyze_model(
     data: Data,
     reading: Reading,
     judged: Metric,
-    mode: Annotated[str, typer.Option(help="fast, exact or auto.", rich_help_panel=METHODS)] = "auto",
+    mode: Annotated[str, methods_option(help="fast, exact or auto.")] = "auto",
     deadline: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="End after so long with what is measured.", rich_help_panel=METHODS),
+        float | None, methods_option(metavar="SECONDS", help="End after so long with what is measured.")
     ] = None,
     group: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Sites that are measured together, as in 'block3*'; may be given several times.",
-            rich_help_panel=METHODS,
-        ),
+        methods_option(help="Sites that are measured together, as in 'block3*'; may be given several times."),
     ] = None,
     remedies: Annotated[
         int,
-        typer.Option(
+        methods_option(
             min=0,
             metavar="N",
             help="Try the remedies of the N worst layers and measure them; --deadline starts anew for them.",
-            rich_help_panel=METHODS,
         ),
     ] = 0,
     preset: Preset = "w8a8",
     config: Config = None,
     scheme: Scheme = None,
-    fold: Annotated[bool, typer.Option(help="Fold batch norms first.", rich_help_panel=METHODS)] = True,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the report here: report.html or report.json.", show_default=False, rich_help_panel=OUTPUT
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder that keeps measurements, to resume from.", show_default=False, rich_help_panel=OUTPUT
-        ),
-    ] = None,
+    fold: Annotated[bool, methods_option(help="Fold batch norms first.")] = True,
+    out: Annotated[Path | None, output_option(help="Write the report here: report.html or report.json.")] = None,
+    resume: Annotated[Path | None, output_option(help="Folder that keeps measurements, to resume from.")] = None,
 ) -> None:
     """Find the layers that cost a quantized model its accuracy, and why.
 
@@ -128,16 +113,10 @@ def doctor(
     reading: Reading,
     data: OptionalData = None,
     policy: Annotated[
-        str,
-        typer.Option(
-            help="With skip or clamp, non-finite data are no fault, as calibration goes on.", rich_help_panel=DATA
-        ),
+        str, data_option(help="With skip or clamp, non-finite data are no fault, as calibration goes on.")
     ] = "error",
     json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", metavar="FILE", help="Write the report here, as JSON; - prints it.", rich_help_panel=OUTPUT
-        ),
+        Path | None, output_option("--json", metavar="FILE", help="Write the report here, as JSON; - prints it.")
     ] = None,
 ) -> None:
     """Find the operator that makes NaN or Inf, and say why.

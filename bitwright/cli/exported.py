@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bitwright.cli.app import NO, OUTPUT, answer, command, details, print_report
+from bitwright.cli.app import NO, answer, command, details, output_option, print_report
 from bitwright.cli.options import (
     Config,
     Export,
@@ -172,10 +172,8 @@ def report(
     verify: Annotated[
         bool, typer.Option(help="Also compare the exported model with its simulation, as verify does.")
     ] = False,
-    title: Annotated[str, typer.Option(help="Heading; the model's name by default.", rich_help_panel=OUTPUT)] = "",
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The HTML file.", rich_help_panel=OUTPUT)] = Path(
-        "report.html"
-    ),
+    title: Annotated[str, output_option(help="Heading; the model's name by default.")] = "",
+    out: Annotated[Path, output_option(metavar="FILE", help="The HTML file.")] = Path("report.html"),
 ) -> None:
     """Write one HTML file that shows a quantized model; it needs no network.
 
@@ -202,12 +200,8 @@ def report(
 def diff(
     first: Run,
     second: Run,
-    most: Annotated[
-        int, typer.Option("--rows", min=1, help="Print at most so many rows per table.", rich_help_panel=OUTPUT)
-    ] = 20,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the differences here.", rich_help_panel=OUTPUT)
-    ] = None,
+    most: Annotated[int, output_option("--rows", min=1, help="Print at most so many rows per table.")] = 20,
+    html: Annotated[Path | None, output_option(metavar="FILE", help="Also write the differences here.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compare two runs of a model: encodings, layers, metrics, sizes.

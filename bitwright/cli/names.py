@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from bitwright.cli.app import NO, OUTPUT, answer, command, details, is_quiet
+from bitwright.cli.app import NO, answer, command, details, is_quiet, output_option
 from bitwright.cli.options import NAMES, Preset, names_of, spec_text
 from bitwright.errors import ConfigError, close_matches
 
@@ -130,8 +130,7 @@ def _rule_cells(rule: Rule) -> tuple[str, ...]:
 def migrate(
     script: Annotated[Path, typer.Argument(help="A Python script or notebook that uses AIMET.", show_default=False)],
     output: Annotated[
-        Path | None,
-        typer.Option(help="Where the new script goes; <script>_bitwright.py by default.", rich_help_panel=OUTPUT),
+        Path | None, output_option(help="Where the new script goes; <script>_bitwright.py by default.")
     ] = None,
 ) -> None:
     """Rewrite the imports of an AIMET script, and list what has no counterpart and what behaves differently.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitwright.cli.app import DATA, EXPORT, METHODS, OUTPUT
+from bitwright.cli.app import data_option, export_option, methods_option, output_option
 from bitwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,54 +117,32 @@ Prefix = Annotated[
     str | None, typer.Option(help="Common start of the file names; needed when the folder holds several exports.")
 ]
 Match = Annotated[str, typer.Option(metavar="GLOB", help="Only names like this; * and ? are wildcards.")]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Also write the report here, as JSON.", rich_help_panel=OUTPUT),
-]
-Preset = Annotated[
-    str, typer.Option(help="See `bitwright list presets`.", rich_help_panel=METHODS, autocompletion=named("presets"))
-]
+JsonFile = Annotated[Path | None, output_option("--json", metavar="FILE", help="Also write the report here, as JSON.")]
+Preset = Annotated[str, methods_option(help="See `bitwright list presets`.", autocompletion=named("presets"))]
 Config = Annotated[
     str | None,
-    typer.Option(
-        help="Rules: a file, or a name of `bitwright list configs`.",
-        rich_help_panel=METHODS,
-        autocompletion=named("configs"),
-        show_default=False,
-    ),
+    methods_option(help="Rules: a file, or a name of `bitwright list configs`.", autocompletion=named("configs")),
 ]
 Scheme = Annotated[
-    str | None,
-    typer.Option(
-        help="Range method: see `bitwright list methods`.",
-        rich_help_panel=METHODS,
-        autocompletion=named("ranges"),
-        show_default=False,
-    ),
+    str | None, methods_option(help="Range method: see `bitwright list methods`.", autocompletion=named("ranges"))
 ]
 Target = Annotated[
     str,
-    typer.Option(
-        help="Runtime that the files are for: see `bitwright list targets`.",
-        rich_help_panel=EXPORT,
-        autocompletion=named("targets"),
+    export_option(
+        help="Runtime that the files are for: see `bitwright list targets`.", autocompletion=named("targets")
     ),
 ]
 Runtime = Annotated[str, typer.Option(help="onnxruntime, openvino or litert.", autocompletion=named("runtimes"))]
 Data = Annotated[
     str,
-    typer.Option(
-        help="A .npz or .npy file, a folder of files or pictures, or module:function; see `bitwright quantize --help`.",
-        show_default=False,
-        rich_help_panel=DATA,
+    data_option(
+        help="A .npz or .npy file, a folder of files or pictures, or module:function; see `bitwright quantize --help`."
     ),
 ]
 OptionalData = Annotated[
     str | None,
-    typer.Option(
-        help="A .npz or .npy file, a folder of files or pictures, or module:function; see `bitwright quantize --help`.",
-        show_default=False,
-        rich_help_panel=DATA,
+    data_option(
+        help="A .npz or .npy file, a folder of files or pictures, or module:function; see `bitwright quantize --help`."
     ),
 ]
 
@@ -173,23 +151,13 @@ OptionalData = Annotated[
 class Reading:
     """How ``--data`` is read: the same samples in every command."""
 
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Samples per run, where the model leaves it open.", rich_help_panel=DATA)
-    ] = 1
-    limit: Annotated[int, typer.Option(min=1, help="Read so many samples at most.", rich_help_panel=DATA)] = 256
-    layout: Annotated[str, typer.Option(help="Axes of pictures: NCHW or NHWC.", rich_help_panel=DATA)] = "NCHW"
-    colours: Annotated[str, typer.Option(help="Colours of pictures: RGB, BGR or L (grey).", rich_help_panel=DATA)] = (
-        "RGB"
-    )
-    scale: Annotated[
-        float, typer.Option(help="Factor of pixels, which are 0 to 255; applied first.", rich_help_panel=DATA)
-    ] = 1 / 255
-    mean: Annotated[
-        str, typer.Option(help="Subtracted from pixels next: one number, or one per colour.", rich_help_panel=DATA)
-    ] = "0"
-    std: Annotated[
-        str, typer.Option(help="Divides pixels last: one number, or one per colour.", rich_help_panel=DATA)
-    ] = "1"
+    batch_size: Annotated[int, data_option(min=1, help="Samples per run, where the model leaves it open.")] = 1
+    limit: Annotated[int, data_option(min=1, help="Read so many samples at most.")] = 256
+    layout: Annotated[str, data_option(help="Axes of pictures: NCHW or NHWC.")] = "NCHW"
+    colours: Annotated[str, data_option(help="Colours of pictures: RGB, BGR or L (grey).")] = "RGB"
+    scale: Annotated[float, data_option(help="Factor of pixels, which are 0 to 255; applied first.")] = 1 / 255
+    mean: Annotated[str, data_option(help="Subtracted from pixels next: one number, or one per colour.")] = "0"
+    std: Annotated[str, data_option(help="Divides pixels last: one number, or one per colour.")] = "1"
 
     def batches(self, data: str, specs: Sequence[InputSpec]) -> Iterator[Any]:
         """The first ``limit`` samples of ``data``, as feeds for ``specs``.
@@ -221,20 +189,13 @@ class Metric:
 
     metric: Annotated[
         str | None,
-        typer.Option(
+        data_option(
             help="accuracy (with --labels), agreement, kl, or module:function that scores an InferenceSession.",
-            rich_help_panel=DATA,
             autocompletion=lambda incomplete: [n for n in ("accuracy", "agreement", "kl") if n.startswith(incomplete)],
-            show_default=False,
         ),
     ] = None
-    labels: Annotated[
-        Path | None,
-        typer.Option(help="Right answers: a .npy file, one per sample.", show_default=False, rich_help_panel=DATA),
-    ] = None
-    lower_is_better: Annotated[
-        bool, typer.Option("--lower-is-better", help="For metrics such as a perplexity.", rich_help_panel=DATA)
-    ] = False
+    labels: Annotated[Path | None, data_option(help="Right answers: a .npy file, one per sample.")] = None
+    lower_is_better: Annotated[bool, data_option("--lower-is-better", help="For metrics such as a perplexity.")] = False
 
     def named(self) -> Any:
         """``None``, a name, or the function that ``module:function`` names."""

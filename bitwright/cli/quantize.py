@@ -13,7 +13,18 @@ from typing import Annotated, Any
 
 import typer
 
-from bitwright.cli.app import DATA, EXPORT, METHODS, NO, OUTPUT, answer, command, details, is_quiet, is_verbose
+from bitwright.cli.app import (
+    NO,
+    answer,
+    command,
+    data_option,
+    details,
+    export_option,
+    is_quiet,
+    is_verbose,
+    methods_option,
+    output_option,
+)
 from bitwright.cli.options import (
     Config,
     Data,
@@ -44,140 +55,88 @@ def _steps_and(incomplete: str) -> list[str]:
 @command("quantize")
 def quantize_model(
     model: OnnxFile,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the files; created if missing.", show_default=False, rich_help_panel=OUTPUT)
-    ],
+    out: Annotated[Path, output_option(help="Folder for the files; created if missing.")],
     reading: Reading,
     judged: Metric,
     data: OptionalData = None,
     held_out: Annotated[
         str | None,
-        typer.Option(
-            help="Data to score the result with, in the forms of --data; nothing is fitted to them. Take other recordings, "
-            "other days. Without it, the last fifth of --data where no recipe is given.",
-            show_default=False,
-            rich_help_panel=DATA,
+        data_option(
+            help="Data to score the result with, in the forms of --data; nothing is fitted to them. Take other "
+            "recordings, other days. Without it, the last fifth of --data where no recipe is given."
         ),
     ] = None,
     non_finite: Annotated[
-        str,
-        typer.Option(
-            help="A batch that gives NaN or Inf: error, skip it, or clamp to what is finite.", rich_help_panel=DATA
-        ),
+        str, data_option(help="A batch that gives NaN or Inf: error, skip it, or clamp to what is finite.")
     ] = "error",
     allow_unreached: Annotated[
-        bool, typer.Option(help="Leave what no batch reached in float, instead of refusing it.", rich_help_panel=DATA)
+        bool, data_option(help="Leave what no batch reached in float, instead of refusing it.")
     ] = True,
     preset: Preset = "w8a8",
     config: Config = None,
     scheme: Scheme = None,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            help="Methods in their order, as in fold,equalize,adaround, or a YAML file (see `bitwright list methods`). "
+        methods_option(
+            help="Methods in their order, as in fold,equalize,adaround, or a YAML file: see `bitwright list methods`. "
             "Without it, what suits the preset; `fold` alone is the fastest.",
-            rich_help_panel=METHODS,
-            show_default=False,
             autocompletion=_steps_and,
         ),
     ] = None,
     effort: Annotated[
-        str,
-        typer.Option(
-            help="Without a recipe: quick, default or thorough.",
-            rich_help_panel=METHODS,
-            autocompletion=named("efforts"),
-        ),
+        str, methods_option(help="Without a recipe: quick, default or thorough.", autocompletion=named("efforts"))
     ] = "default",
-    undo_harm: Annotated[
-        bool, typer.Option("--undo-harm", help="Undo steps that make the metric worse.", rich_help_panel=METHODS)
-    ] = False,
+    undo_harm: Annotated[bool, methods_option("--undo-harm", help="Undo steps that make the metric worse.")] = False,
     repair: Annotated[
-        str | None,
-        typer.Option(
-            help="saturation: 7-bit weights for the layers that saturate on CPUs without VNNI.",
-            show_default=False,
-            rich_help_panel=METHODS,
-        ),
+        str | None, methods_option(help="saturation: 7-bit weights for the layers that saturate on CPUs without VNNI.")
     ] = None,
     fallback: Annotated[
-        bool,
-        typer.Option(
-            help="Take 16-bit activations where 8 bits are poor and 16 are not, and say so.", rich_help_panel=METHODS
-        ),
+        bool, methods_option(help="Take 16-bit activations where 8 bits are poor and 16 are not, and say so.")
     ] = True,
     allow_float: Annotated[
-        bool,
-        typer.Option("--allow-float", help="Accept a model of which no layer is quantized.", rich_help_panel=METHODS),
+        bool, methods_option("--allow-float", help="Accept a model of which no layer is quantized.")
     ] = False,
     memory_budget: Annotated[
         int | None,
-        typer.Option(
+        methods_option(
             min=1,
             metavar="MIB",
             help="Memory for activations while calibrating; a quarter of the free memory by default.",
-            rich_help_panel=METHODS,
         ),
     ] = None,
     target: Target = "ort_cpu",
     file_format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            help="onnx or tflite; tflite is short for --target litert.",
-            show_default=False,
-            rich_help_panel=EXPORT,
-        ),
+        str | None, export_option("--format", help="onnx or tflite; tflite is short for --target litert.")
     ] = None,
     opset: Annotated[
-        int | None,
-        typer.Option(
-            help="Of the written files, for compilers that read older ones; 21 by default.", rich_help_panel=EXPORT
-        ),
+        int | None, export_option(help="Of the written files, for compilers that read older ones; 21 by default.")
     ] = None,
-    ir_version: Annotated[
-        int | None,
-        typer.Option(
-            help="Of the written files; that of the opset by default.", show_default=False, rich_help_panel=EXPORT
-        ),
-    ] = None,
+    ir_version: Annotated[int | None, export_option(help="Of the written files; that of the opset by default.")] = None,
     weight_only: Annotated[
         str,
-        typer.Option(
+        export_option(
             help="Products of float activations with quantized weights: exact, or fused by ONNX Runtime, which is "
-            "faster and quantizes the activations by itself.",
-            rich_help_panel=EXPORT,
+            "faster and quantizes the activations by itself."
         ),
     ] = "exact",
     samples: Annotated[
         bool,
-        typer.Option(
-            help="Write <prefix>_samples.npz, which `verify`, `drift` and `benchmark` read. It holds a batch of your data.",
-            rich_help_panel=EXPORT,
+        export_option(
+            help="Write <prefix>_samples.npz, which `verify`, `drift` and `benchmark` read; it holds a batch of data."
         ),
     ] = True,
     verify: Annotated[
-        bool,
-        typer.Option(
-            help="Compare the written file with the simulation, where the files have 64 MiB at most.",
-            rich_help_panel=EXPORT,
-        ),
+        bool, export_option(help="Compare the written file with the simulation, where the files have 64 MiB at most.")
     ] = True,
     prefix: Annotated[
-        str | None,
-        typer.Option(
-            help="Common start of the file names; the model's name by default.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
+        str | None, output_option(help="Common start of the file names; the model's name by default.")
     ] = None,
     fail_below: Annotated[
         float,
-        typer.Option(
+        output_option(
             metavar="DB",
             help="Exit code 1 where the worst output is below so many dB of float; the files are written all the same. "
             "-inf for never.",
-            rich_help_panel=OUTPUT,
         ),
     ] = 20.0,
 ) -> None:
@@ -341,47 +300,25 @@ def _done(result: Any, notes: Iterable[str]) -> Iterator[str]:
 def auto_command(
     model: OnnxFile,
     data: Data,
-    out: Annotated[
-        Path,
-        typer.Option(
-            help="Folder of the trials; a search that is there is resumed.", show_default=False, rich_help_panel=OUTPUT
-        ),
-    ],
+    out: Annotated[Path, output_option(help="Folder of the trials; a search that is there is resumed.")],
     reading: Reading,
     judged: Metric,
     allowed_drop: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the metric: 0.01 in its units, or 1% of its float value (the default).", rich_help_panel=METHODS
-        ),
+        str | None, methods_option(help="Of the metric: 0.01 in its units, or 1% of its float value (the default).")
     ] = None,
     min_sqnr: Annotated[
-        float | None,
-        typer.Option(
-            metavar="DB", help="Least SQNR of the outputs; without a metric 20 by default.", rich_help_panel=METHODS
-        ),
+        float | None, methods_option(metavar="DB", help="Least SQNR of the outputs; without a metric 20 by default.")
     ] = None,
-    deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="No trial begins after so long.", rich_help_panel=METHODS)
-    ] = None,
+    deadline: Annotated[float | None, methods_option(metavar="SECONDS", help="No trial begins after so long.")] = None,
     cost: Annotated[
-        str,
-        typer.Option(
-            help="What to minimise: bit_ops, weight_bytes, activation_bytes, or ms (with --times).",
-            rich_help_panel=METHODS,
-        ),
+        str, methods_option(help="What to minimise: bit_ops, weight_bytes, activation_bytes, or ms (with --times).")
     ] = "bit_ops",
     times: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="JSON", help="Milliseconds per layer or operator type and preset.", rich_help_panel=METHODS
-        ),
+        Path | None, methods_option(metavar="JSON", help="Milliseconds per layer or operator type and preset.")
     ] = None,
     config: Config = None,
-    workers: Annotated[
-        int, typer.Option(min=1, help="Trials at a time, each in a process.", rich_help_panel=METHODS)
-    ] = 1,
-    executor: Annotated[str, typer.Option(help="local or ray.", rich_help_panel=METHODS)] = "local",
+    workers: Annotated[int, methods_option(min=1, help="Trials at a time, each in a process.")] = 1,
+    executor: Annotated[str, methods_option(help="local or ray.")] = "local",
     target: Target = "ort_cpu",
     json_file: JsonFile = None,
 ) -> None:

@@ -36,7 +36,7 @@ from bitwright.precision.trials import (
     simulate,
     waves,
 )
-from bitwright.tables import Tabular, text_table
+from bitwright.tables import Table, Tabular, text_table
 
 row_logger = logging.getLogger("bitwright.trials")
 
@@ -149,18 +149,11 @@ class _Log:
 def _on_terminal(cost: str) -> Iterator[Show]:
     from rich.console import Console
     from rich.live import Live
-    from rich.table import Table
-    from rich.text import Text
 
     with Live(console=Console(stderr=True), auto_refresh=False) as live:
 
         def show(rows: Sequence[TrialRow]) -> None:
-            table = Table(title="trials", title_justify="left")
-            for name in head(cost):
-                table.add_column(name)
-            for row in rows:
-                table.add_row(*map(Text, cells(row, cost)))
-            live.update(table, refresh=True)
+            live.update(Table(head(cost), [cells(row, cost) for row in rows], "trials").__rich__(), refresh=True)
 
         yield show
 
