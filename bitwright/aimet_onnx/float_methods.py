@@ -20,8 +20,8 @@ from bitwright.aimet_common import sites
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_onnx.utils import proto_of
 from bitwright.errors import ConfigError, ModelError
-from bitwright.methods.functions import equalize_opened
 from bitwright.methods.scaling import equalize as equalization
+from bitwright.methods.scaling.equalize import equalize_opened
 from bitwright.onnx.opened import OnnxOpened
 from bitwright.progress import progress as bar
 

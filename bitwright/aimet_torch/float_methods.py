@@ -23,9 +23,8 @@ from bitwright.aimet_torch.utils import Unlabelled
 from bitwright.core.simulation.float_model import SetParam
 from bitwright.errors import ModelError
 from bitwright.methods import bias_correction as bias_correct
-from bitwright.methods.functions import equalize_opened
 from bitwright.methods.scaling import equalize as equalization
-from bitwright.methods.scaling.equalize import EqualizeReport
+from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.progress import progress as bar
 from bitwright.torch.calls.inputs import walk_modules
 from bitwright.torch.opened import TorchOpened

@@ -31,8 +31,8 @@ from bitwright.core.numerics.granularity import PerChannel, PerTensor
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import BitwrightError, ConfigError
-from bitwright.methods.front_end import front_end_of
-from bitwright.methods.functions import equalize_model, smooth_model
+from bitwright.methods.scaling.equalize import equalize_model
+from bitwright.methods.scaling.smooth import smooth_model
 
 if TYPE_CHECKING:
     from bitwright.analysis.layer_errors import LayerErrors, SiteValues
@@ -480,7 +480,7 @@ class Adjustment:
                 if isinstance(after, str):
                     notes.append(f"{name} was not tried: {after}")
                     continue
-                before = before or self._measured(front_end_of(self.subject.sim).float_model(self.subject.sim))
+                before = before or self._measured(self.subject.sim._float_copy())
             except BitwrightError as error:
                 notes.append(f"{name} was not tried: {error.site}: {error.problem}")
                 continue
@@ -492,7 +492,7 @@ class Adjustment:
         sim = self.subject.sim
         if sim.repairs:
             return "repairs of the simulation are not part of its float model"
-        model = front_end_of(sim).float_model(sim)
+        model = sim._float_copy()
         providers = getattr(sim, "providers", None)
         report = METHODS[name](model, self.batches, sim.example(), providers)
         if not report.changed:
@@ -502,7 +502,7 @@ class Adjustment:
 
     def _measured(self, model: Any) -> Measured:
         """The figures of a model, simulated as the subject is and calibrated on the data."""
-        sim = front_end_of(self.subject.sim).simulated_as(self.subject.sim, model)
+        sim = self.subject.sim._again(model)
         sim.compute_encodings(self.batches, progress=False)
         new = open_subject(sim)
 

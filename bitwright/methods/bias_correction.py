@@ -16,21 +16,21 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 
-from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.graph import Op
 from bitwright.core.graph.operators import TRAITS
-from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.simulation.calibration import with_samples
 from bitwright.core.simulation.float_model import AddBias, FloatModel
-from bitwright.core.simulation.simulation import Simulation
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments
+from bitwright.methods.front_end import Correctable, front_end_of
 from bitwright.methods.layers import Array, Bar, Layer, Layers, Refused, no_bar
+from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
@@ -198,59 +198,6 @@ def missing_biases(view: FloatModel) -> list[AddBias]:
     layers = Layers(view.graph()).of.values()
     zeros = (AddBias(x.op, np.zeros(x.axes.outputs)) for x in layers if x.kind == "layer" and not x.bias)
     return [edit for edit in zeros if view.can_edit(edit) is None]
-
-
-class Correctable(ABC):
-    """A simulation as bias correction sees it: float and quantized in one.
-
-    Args:
-        sim: calibrated.
-        reference: of the float model whose means are the goal; the simulation itself in float by default.
-    """
-
-    def __init__(self, sim: Simulation, reference: Simulation | None = None) -> None:
-        self.sim, self.reference = sim, reference or sim
-        self.graph: Graph = sim.graph
-
-    @abstractmethod
-    def errors(self, layers: Sequence[Layer], batch: object) -> dict[str, tuple[Array, float]]:
-        """Run one batch in float, then quantized with each layer's output shifted to its float mean.
-
-        Returns:
-            Layer -> the shift taken off its output, float64, shape [outputs], and how many values it is the mean of; without
-            layers that the batch did not reach.
-        """
-
-    def why_not_measured(self, layer: Layer) -> str | None:
-        """Why :meth:`errors` cannot tell the shift of a layer; ``None`` where it can."""
-        return None
-
-    @abstractmethod
-    def param(self, name: str) -> Array:
-        """The value of a parameter, float32; a copy."""
-
-    @abstractmethod
-    def set_param(self, name: str, value: Array) -> None:
-        """Replace it; the grid of a bias follows."""
-
-    def weight(self, layer: Layer) -> tuple[Array, Array]:
-        """The weight of a layer, in float and as the simulation computes with it."""
-        W = self.param(layer.weight)
-        for site in self.sim.quantizers.values():
-            if site.op == layer.op and site.role == "weight":
-                live = site.enabled and site.encoding is not None
-                return W, np.asarray(fake_quantize(W, site.encoding)) if live else W
-        return W, W
-
-    def bias(self, layer: Layer) -> Array:
-        """The float bias of a layer that has one."""
-        assert layer.bias is not None
-        return self.param(layer.bias)
-
-    def set_bias(self, layer: Layer, value: Array) -> None:
-        """Replace it; its grid follows."""
-        assert layer.bias is not None
-        self.set_param(layer.bias, value)
 
 
 @dataclass
@@ -451,3 +398,65 @@ def samples_in(batch: object) -> int:
         batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
     shape: tuple[int, ...] = tuple(getattr(batch, "shape", ()))
     return int(shape[0]) if len(shape) else 1
+
+
+@checks_arguments
+def apply_bias_correction(
+    sim: Any,
+    data: Iterable[Any],
+    *,
+    num_samples: int | None = None,
+    moments: Mapping[str, tuple[Array, Array]] | None = None,
+    layers_to_ignore: Iterable[str] = (),
+    reference: Any = None,
+    progress: bool = True,
+) -> BiasReport:
+    """Take the mean error of every layer's output out of its bias, layer after layer; the last step of a recipe.
+
+    Args:
+        sim: of either front end, calibrated; its biases are changed in place.
+        data: batches as ``compute_encodings`` takes them; 256 samples are enough.
+        num_samples: use so many; all with ``None``.
+        moments: layer -> mean and standard deviation of its output (from batch norms): layers whose input's mean follows
+            from them are corrected analytically, without data, before the others.
+        layers_to_ignore: names of layers to leave alone.
+        reference: the float model that ``sim`` was made from; needed where a method has changed the weights of ``sim``
+            since (AdaRound, GPTQ) or biases were corrected before. By default ``sim`` in float is the goal.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        What was corrected by how much, and what was left, with the reason; a layer without a bias is left.
+
+    Raises:
+        CalibrationError: ``sim`` is not calibrated, no batch came, or a mean is NaN or infinite.
+        ConfigError: a name in ``layers_to_ignore`` is not a layer.
+    """
+    return correct(
+        front_end_of(sim).correctable(sim, reference),
+        first_samples(data, num_samples),
+        moments or {},
+        layers_to_ignore,
+        partial(progress_bar, enabled=progress),
+    )
+
+
+@checks_arguments
+def add_biases(model: Any, dummy_input: Any = None, *, providers: Any = None) -> tuple[str, ...]:
+    """Give every layer without a bias one of zeros, in place, so that bias correction can treat it.
+
+    Args:
+        model: of either front end.
+        dummy_input: the example input; an ONNX model does without.
+        providers: of ONNX Runtime, for an ONNX model; the CPU by default.
+
+    Returns:
+        Names of the layers.
+
+    Raises:
+        ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
+    """
+    opened = front_end_of(model).open_model(model, None, dummy_input, "add_biases", providers)
+    edits = missing_biases(opened.view)
+    opened.view.edit(edits)
+    opened.give_back()
+    return tuple(edit.op for edit in edits)

@@ -1,4 +1,4 @@
-"""The protocol between methods and front ends, and which front end a model belongs to."""
+"""What methods ask of the front end that a model belongs to: models opened for a change, models on their way to a simulation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from bitwright.core.health.diagnosis import Repair
+import numpy as np
+
+from bitwright.core.graph.graph import Graph
 from bitwright.core.health.report import HealthReport
-from bitwright.core.simulation.float_model import Array
+from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.simulation.simulation import Simulation
 from bitwright.errors import ModelError
-from bitwright.methods.bias_correction import Correctable
-from bitwright.methods.folding.batch_norm_fold import FoldReport
-from bitwright.methods.layers import Reversible
+from bitwright.methods.folding.batch_norm_search import FoldReport
+from bitwright.methods.layers import Array, Layer, Reversible
 
 
 class Opened(ABC):
@@ -45,22 +47,57 @@ class Opened(ABC):
         """Write the model as it stands into what the caller gave."""
 
 
-class Repairable(ABC):
-    """A simulation whose operators' results can be repaired.
+class Correctable(ABC):
+    """A simulation as bias correction sees it: float and quantized in one.
 
-    Attributes:
-        ops: names of its operators.
+    Args:
+        sim: calibrated.
+        reference: of the float model whose means are the goal; the simulation itself in float by default.
     """
 
-    ops: set[str]
+    def __init__(self, sim: Simulation, reference: Simulation | None = None) -> None:
+        self.sim, self.reference = sim, reference or sim
+        self.graph: Graph = sim.graph
 
-    def obstacle(self, op: str) -> str | None:
-        """Why the result of an operator cannot be repaired; ``None`` when it can, as by default."""
+    @abstractmethod
+    def errors(self, layers: Sequence[Layer], batch: object) -> dict[str, tuple[Array, float]]:
+        """Run one batch in float, then quantized with each layer's output shifted to its float mean.
+
+        Returns:
+            Layer -> the shift taken off its output, float64, shape [outputs], and how many values it is the mean of; without
+            layers that the batch did not reach.
+        """
+
+    def why_not_measured(self, layer: Layer) -> str | None:
+        """Why :meth:`errors` cannot tell the shift of a layer; ``None`` where it can."""
         return None
 
     @abstractmethod
-    def put_in_force(self, repairs: Sequence[Repair]) -> None:
-        """Apply exactly these repairs, none of them ``float``, and no other."""
+    def param(self, name: str) -> Array:
+        """The value of a parameter, float32; a copy."""
+
+    @abstractmethod
+    def set_param(self, name: str, value: Array) -> None:
+        """Replace it; the grid of a bias follows."""
+
+    def weight(self, layer: Layer) -> tuple[Array, Array]:
+        """The weight of a layer, in float and as the simulation computes with it."""
+        W = self.param(layer.weight)
+        for site in self.sim.quantizers.values():
+            if site.op == layer.op and site.role == "weight":
+                live = site.enabled and site.encoding is not None
+                return W, np.asarray(fake_quantize(W, site.encoding)) if live else W
+        return W, W
+
+    def bias(self, layer: Layer) -> Array:
+        """The float bias of a layer that has one."""
+        assert layer.bias is not None
+        return self.param(layer.bias)
+
+    def set_bias(self, layer: Layer, value: Array) -> None:
+        """Replace it; its grid follows."""
+        assert layer.bias is not None
+        self.set_param(layer.bias, value)
 
 
 class FrontEnd(ABC):
@@ -94,14 +131,6 @@ class FrontEnd(ABC):
         """Fold batch norms for good."""
 
     @abstractmethod
-    def float_model(self, sim: Any) -> Any:
-        """The float model of a simulation, as a copy that may be changed."""
-
-    @abstractmethod
-    def simulated_as(self, sim: Any, model: Any) -> Any:
-        """A simulation of ``model`` under the rules of ``sim`` and with what its sites are asked for; not calibrated."""
-
-    @abstractmethod
     def correctable(self, sim: Any, reference: Any = None) -> Correctable:
         """A simulation as bias correction sees it; ``reference`` is the float model that is its goal."""
 
@@ -121,21 +150,6 @@ class FrontEnd(ABC):
             ConfigError: a batch holds what cannot be sent.
             CalibrationError: another process ended, or did not come.
         """
-
-    @abstractmethod
-    def repairable(self, sim: Any) -> Repairable:
-        """A simulation whose operators' results can be repaired."""
-
-    @abstractmethod
-    def saturation_count(self, sim: Any, batches: Sequence[Any], options: dict[str, Any]) -> Callable[[], Any]:
-        """What counts saturated sums of the file of a simulation, as its encodings are then; the model is recorded once.
-
-        Raises: as the simulation's ``saturation``.
-        """
-
-    @abstractmethod
-    def simulated_outputs(self, sim: Any, batch: Any) -> Sequence[Array]:
-        """Every floating-point output of a simulation, as float64."""
 
 
 class Pipeline(ABC):

@@ -15,7 +15,6 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, close_matches
 from bitwright.export.targets import SlowStem, find_target
-from bitwright.methods.front_end import front_end_of
 from bitwright.tables import Tabular
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def repair_saturation(sim: Any, batches: Iterable[Any], rate: Callable[[], float
         options: of the export that change the file.
     """
     few = list(islice(batches, _BATCHES))
-    count = front_end_of(sim).saturation_count(sim, few, options)
+    count = sim._saturation_count(few, **options)
     before, found = rate(), count()
     left, narrowed = found, dict[str, None]()
     for _ in range(_ROUNDS):

@@ -13,7 +13,7 @@ from bitwright.core.health.report import HealthReport
 from bitwright.core.simulation.calibration import with_samples
 from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
-from bitwright.methods.front_end import front_end_of, health_check_of
+from bitwright.methods.front_end import health_check_of
 from bitwright.methods.progressive import Progression, quantize_progressively
 from bitwright.progress import progress as shown
 
@@ -88,10 +88,10 @@ def stabilize(sim: Any, report: HealthReport | None = None, repairs: Iterable[Re
         ConfigError: a repair names no operator of the simulation, or one without results in a type that is repaired (float8
             is not), or neither a report nor repairs were given.
     """
-    repairable = front_end_of(sim).repairable(sim)
-    chosen, refused = choose(report, repairs, repairable.ops, lambda op: repairable.obstacle(op) is None)
+    obstacles = sim._repairable()
+    chosen, refused = choose(report, repairs, obstacles.keys(), lambda op: obstacles[op] is None)
     for repair in chosen:
-        obstacle = None if repair.kind == "float" else repairable.obstacle(repair.op)
+        obstacle = None if repair.kind == "float" else obstacles[repair.op]
         if obstacle is not None:
             raise ConfigError(f"Repair({repair.op!r})", obstacle, "repair the operator that makes the tensor")
     before: tuple[Repair, ...] = sim.repairs
@@ -103,7 +103,7 @@ def stabilize(sim: Any, report: HealthReport | None = None, repairs: Iterable[Re
         with all_or_nothing(sim):
             for name in disabled:
                 sim.quantizers[name].enabled = enabled
-            repairable.put_in_force(tuple(repairs))
+            sim._put_in_force(repairs)
 
     put(False, tuple(latest.values()))
     return Stabilized(sim, chosen, refused, lambda: put(True, before))
@@ -139,13 +139,13 @@ def progressive(
         raise CalibrationError(
             "progressive", "the simulation has no encodings yet", "call sim.compute_encodings(batches) first"
         )
-    batches, front_end = list(with_samples(data)), front_end_of(sim)
+    batches = list(with_samples(data))
     if not batches:
         raise CalibrationError("progressive", "the data held no batch", "pass a list with at least one batch")
 
     def outputs() -> list[NDArray[Any]]:
-        found = [front_end.simulated_outputs(sim, batch) for batch in batches]
-        return [np.concatenate([y.ravel() for y in ys]) for ys in zip(*found, strict=True)]
+        found = [[y for y in sim._outputs(batch) if _is_float(y)] for batch in batches]
+        return [np.concatenate([np.asarray(y, np.float64).ravel() for y in ys]) for ys in zip(*found, strict=True)]
 
     return quantize_progressively(
         sim.quantizers,
@@ -155,3 +155,7 @@ def progressive(
         keep_going=keep_going,
         track=lambda items: shown(items, "quantizing group by group", progress),
     )
+
+
+def _is_float(output: NDArray[Any]) -> bool:
+    return output.dtype.kind == "f" or output.dtype.name == "bfloat16"  # of which numpy has no kind

@@ -19,19 +19,16 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bitwright.compare.saturation import SaturationReport
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
-from bitwright.core.health.diagnosis import Repair
 from bitwright.core.simulation.float_model import AddBias, Array, Edit, sqnr
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.onnx_file import restore_types
-from bitwright.export.qdq.markers import Names, move_uses, strip_sites
-from bitwright.methods.bias_correction import Correctable
+from bitwright.export.qdq.markers import Names, move_uses
 from bitwright.methods.folding import batch_norm_fold as algorithm
 from bitwright.methods.folding.batch_norm_fold import FoldReport
-from bitwright.methods.front_end import FrontEnd, Opened, Pipeline, Repairable
+from bitwright.methods.front_end import Correctable, FrontEnd, Opened, Pipeline
 from bitwright.methods.layers import Layer
 from bitwright.onnx.existing_quantizers import has_quantizers
 from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
@@ -41,8 +38,8 @@ from bitwright.onnx.model.opset import modernize
 from bitwright.onnx.model.session import Providers, open_session, run_session
 from bitwright.onnx.model.view import OnnxView, Undo, measure_shapes, run_measured, tensor_names
 from bitwright.onnx.simulation.marked_model import simulation_model
-from bitwright.onnx.simulation.quantsim import REPAIRED, QuantizationSimModel, float_results, nodes_of, put_in_force
-from bitwright.progress import progress as bar
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from bitwright.progress import progress as progress_bar
 from bitwright.recipes.recipe import metric_of
 from bitwright.runtimes.adapters import arrays_of, one_array
 
@@ -66,7 +63,7 @@ def fold_batch_norms(
     view = _FoldingView(loaded, providers, shapes)
     opened(view)
     check = None if changed is None else partial(changed, view)
-    report = algorithm.fold_all_batch_norms(view, check, bar=partial(bar, enabled=progress))
+    report = algorithm.fold_batch_norms(view, check, bar=partial(progress_bar, enabled=progress))
     report.keep()
     view.tidy()
     return report
@@ -367,24 +364,6 @@ class OnnxOpened(Opened):
         give_back(self.loaded, self._given)
 
 
-class OnnxRepairable(Repairable):
-    """A simulation of this front end."""
-
-    def __init__(self, sim: QuantizationSimModel) -> None:
-        self._sim, self._nodes = sim, nodes_of(sim)
-        self.ops = {op.name for op in sim.graph.ops}
-
-    def obstacle(self, op: str) -> str | None:
-        """Nothing reads the results, or they are in another type."""
-        if float_results(self._nodes.get(op)):
-            return None
-        return f"the operator has no result in {', '.join(REPAIRED.values())} that anything reads"
-
-    def put_in_force(self, repairs: Sequence[Repair]) -> None:
-        """As nodes after the operators."""
-        put_in_force(self._sim, tuple(repairs))
-
-
 class OnnxFrontEnd(FrontEnd):
     """Models and simulations of this front end."""
 
@@ -409,20 +388,6 @@ class OnnxFrontEnd(FrontEnd):
         give_back(loaded, model)
         return report
 
-    def float_model(self, sim: QuantizationSimModel) -> ir.Model:
-        """As the base class says; the arrays of weights are shared until they change."""
-        return strip_sites(sim.marked).model
-
-    def simulated_as(self, sim: QuantizationSimModel, model: Source) -> QuantizationSimModel:
-        """As the base class says."""
-        rules: Any = sim.rules
-        found = QuantizationSimModel(
-            model, sim.example(), config_file=rules, providers=sim.providers,
-            memory_budget=sim.memory_budget, threads=sim.threads,
-        )  # fmt: skip
-        found.quantizers.ask_as(sim.quantizers)
-        return found
-
     def correctable(self, sim: QuantizationSimModel, reference: Source | None = None) -> OnnxCorrectable:
         """As the base class says."""
         if reference is None:
@@ -446,27 +411,8 @@ class OnnxFrontEnd(FrontEnd):
             raise ConfigError("forward_fn", "it is given for an ONNX model, which is called in one way", "leave it out")
         return OnnxSimulation(sim)
 
-    def repairable(self, sim: QuantizationSimModel) -> OnnxRepairable:
-        """The results of its operators."""
-        return OnnxRepairable(sim)
-
-    def saturation_count(
-        self, sim: QuantizationSimModel, batches: Sequence[Any], options: dict[str, Any]
-    ) -> Callable[[], SaturationReport]:
-        """As the base class says."""
-        return lambda: sim.saturation(batches, **options)
-
-    def simulated_outputs(self, sim: QuantizationSimModel, batch: Any) -> list[Array]:
-        """As the base class says."""
-        return [np.asarray(y, np.float64) for y in sim.run(batch) if _is_float(y)]
-
 
 FRONT_END = OnnxFrontEnd()
-
-
-def _is_float(output: Any) -> bool:
-    """Whether an output is a floating-point tensor; sequences are lists, numpy has no kind of its own for bfloat16."""
-    return isinstance(output, np.ndarray) and (output.dtype.kind == "f" or output.dtype.name == "bfloat16")
 
 
 def _folded(

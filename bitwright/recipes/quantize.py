@@ -27,17 +27,14 @@ from bitwright.export.files.manifest import origin_of, scores_of
 from bitwright.export.opsets import check_versions, has_sixteen_bits
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
-from bitwright.methods import functions as bias
-from bitwright.methods import functions as channels
-from bitwright.methods import functions as rounding
 from bitwright.methods.activation_ranges import keep_histograms
 from bitwright.methods.attention import has_attention
-from bitwright.methods.bias_correction import BiasReport
-from bitwright.methods.folding.batch_norm_fold import FoldReport
+from bitwright.methods.bias_correction import BiasReport, apply_bias_correction
+from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_all_batch_norms
 from bitwright.methods.front_end import Opened, Pipeline, front_end_of, pipeline_of
-from bitwright.methods.functions import fold_all_batch_norms
 from bitwright.methods.layer_inputs import between_layers, layer_inputs
 from bitwright.methods.options import Options, keyword_options
+from bitwright.methods.rounding.apply import apply_reconstruction, require_torch
 from bitwright.methods.runtime_repairs import (
     SaturationRepair,
     StemReport,
@@ -45,7 +42,7 @@ from bitwright.methods.runtime_repairs import (
     leave_stem_in_float,
     repair_saturation,
 )
-from bitwright.methods.scaling.equalize import EqualizeReport
+from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.recipes.default_recipe import RecipeLike, as_recipe, find_effort
 from bitwright.recipes.judge import Judge, Rating, in_float
 from bitwright.recipes.recipe import (
@@ -542,7 +539,7 @@ class _Methods:
         opened = self._opened(work, "equalize")
         if only_without_attention and has_attention(opened.view.graph()):
             return EqualizeReport(left_alone="left alone, as the model has an attention")
-        return channels.equalize_opened(
+        return equalize_opened(
             opened,
             {**self.folds.moments, **folds.moments},
             self.progress,
@@ -620,7 +617,7 @@ class _Methods:
     def correct_biases(
         self, sim: Any, *, num_samples: int | None = None, layers_to_ignore: Iterable[str] = ()
     ) -> BiasReport:
-        return bias.apply_bias_correction(
+        return apply_bias_correction(
             sim,
             self.chosen,
             num_samples=num_samples,
@@ -639,7 +636,7 @@ class _Methods:
             "calibrate": self.calibrate,
             **{"weight" if name == "preset" else name: rule for name, rule in self.rules.items()},
         }
-        choose = partial(rounding.apply_reconstruction, data=self.chosen, progress=self.progress)
+        choose = partial(apply_reconstruction, data=self.chosen, progress=self.progress)
         return {
             **declared_actions(given, self._opened),
             "fold": action(self.fold),
@@ -652,7 +649,7 @@ class _Methods:
 
 def _method_options(name: str) -> Options:
     """Of a method that chooses weights; it is written on torch."""
-    rounding.require_torch(name)
+    require_torch(name)
     from bitwright.methods.rounding.table import method_options
 
     return method_options(name)
@@ -660,7 +657,7 @@ def _method_options(name: str) -> Options:
 
 def _widen_options() -> Options:
     """Of ``widen``; derivatives are taken on torch."""
-    rounding.require_torch("widen")
+    require_torch("widen")
     from bitwright.recipes.widen import widen
 
     return keyword_options(widen, bound=("times",))

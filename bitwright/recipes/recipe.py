@@ -237,7 +237,7 @@ KINDS: dict[str, Kind] = {
     "fold_norms": Kind(
         "float",
         "weights of layer and RMS norms into the layers after them",
-        run="bitwright.methods.functions.fold_norms",
+        run="bitwright.methods.folding.norm_fold.fold_norms",
     ),
     "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",), gain=0.0),
     "smooth": Kind(
@@ -245,19 +245,19 @@ KINDS: dict[str, Kind] = {
         "move activation outliers into weights",
         ("fold_norms", "rotate"),
         gain=0.0,
-        run="bitwright.methods.functions.smooth_model",
+        run="bitwright.methods.scaling.smooth.smooth_model",
     ),
     "rotate": Kind(
         "float",
         "spread outliers by Hadamard rotations",
         ("fold_norms",),
-        run="bitwright.methods.functions.rotate_model",
+        run="bitwright.methods.scaling.rotate.rotate_model",
     ),
     "awq": Kind(
         "float",
         "scale channels so that rounded weights change outputs least",
         ("fold_norms", "equalize", "smooth", "rotate"),
-        run="bitwright.methods.functions.awq_model",
+        run="bitwright.methods.scaling.awq.awq_model",
     ),
     "layer_inputs": Kind(
         "simulation",

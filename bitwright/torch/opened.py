@@ -7,7 +7,6 @@ A module on its way through :func:`bitwright.quantize`.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,16 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.compare.saturation import SaturationReport
-from bitwright.core.health.diagnosis import Repair
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError, ModelError
-from bitwright.methods.bias_correction import Correctable
 from bitwright.methods.folding import batch_norm_fold
 from bitwright.methods.folding.batch_norm_fold import FoldReport
-from bitwright.methods.front_end import FrontEnd, Opened, Pipeline, Repairable
+from bitwright.methods.front_end import Correctable, FrontEnd, Opened, Pipeline
 from bitwright.methods.layers import Array, Layer, Reversible
-from bitwright.progress import progress as bar
+from bitwright.progress import progress as progress_bar
 from bitwright.recipes.recipe import metric_of
 from bitwright.torch.calls.functions import Function
 from bitwright.torch.calls.inputs import (
@@ -206,7 +202,9 @@ class TorchOpened(Opened):
                 "the model is in training mode: folding uses the running statistics of its batch norms, so the folded model "
                 "computes what this one computes after model.eval(); call model.eval() first"
             )
-        report = batch_norm_fold.fold_all_batch_norms(self.view, changed, only=only, bar=partial(bar, enabled=progress))
+        report = batch_norm_fold.fold_batch_norms(
+            self.view, changed, only=only, bar=partial(progress_bar, enabled=progress)
+        )
         report.keep()
         return report
 
@@ -216,18 +214,6 @@ class TorchOpened(Opened):
     def give_back(self) -> None:
         """Let the view read the module anew."""
         self.view.refresh()
-
-
-class TorchRepairable(Repairable):
-    """A simulation of this front end; what is not a floating-point tensor passes a repair unchanged."""
-
-    def __init__(self, sim: QuantizationSimModel) -> None:
-        self._simulator = sim._simulator
-        self.ops = {plan.op for plan in self._simulator.plans.values()}
-
-    def put_in_force(self, repairs: Sequence[Repair]) -> None:
-        """At the calls of the operators."""
-        self._simulator.repairs = {repair.op: repair for repair in repairs}
 
 
 class TorchFrontEnd(FrontEnd):
@@ -251,19 +237,6 @@ class TorchFrontEnd(FrontEnd):
         """As the base class says."""
         return self.open_model(model, shapes, dummy_input, function, providers).fold_last(progress)
 
-    def float_model(self, sim: QuantizationSimModel) -> nn.Module:
-        """As the base class says."""
-        return copy.deepcopy(sim).remove()
-
-    def simulated_as(self, sim: QuantizationSimModel, model: nn.Module) -> QuantizationSimModel:
-        """As the base class says; ``model`` is simulated in place."""
-        rules: Any = sim.rules
-        found = QuantizationSimModel(
-            model, sim.examples[0], in_place=True, config_file=rules, examples=sim.examples[1:]
-        )
-        found.quantizers.ask_as(sim.quantizers)
-        return found
-
     def correctable(self, sim: QuantizationSimModel, reference: nn.Module | None = None) -> TorchCorrectable:
         """As the base class says."""
         if reference is None:
@@ -277,25 +250,6 @@ class TorchFrontEnd(FrontEnd):
     def steppable(self, sim: QuantizationSimModel, forward_fn: Forward | None) -> TorchSimulation:
         """As the base class says."""
         return TorchSimulation(sim, forward_fn)
-
-    def repairable(self, sim: QuantizationSimModel) -> TorchRepairable:
-        """The results of its operators."""
-        return TorchRepairable(sim)
-
-    def saturation_count(
-        self, sim: QuantizationSimModel, batches: Sequence[Any], options: dict[str, Any]
-    ) -> Callable[[], SaturationReport]:
-        """As the base class says."""
-        from bitwright.torch.simulation.export import saturation_count
-
-        return saturation_count(sim, batches, **options)
-
-    def simulated_outputs(self, sim: QuantizationSimModel, batch: Any) -> list[Array]:
-        """As the base class says."""
-        args, kwargs = as_call(to_device(batch, model_device(sim.model)))
-        with torch.no_grad(), evaluation(sim.model):
-            outputs = flatten_tensors(sim.model(*args, **kwargs))
-        return [t.double().cpu().numpy() for _, t in outputs if t.is_floating_point()]
 
 
 FRONT_END = TorchFrontEnd()

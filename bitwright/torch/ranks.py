@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +29,9 @@ from torch import nn
 from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
 from bitwright.core.numerics.statistics import Histogram, MinMax, from_arrays, kind_of, merge, start, to_arrays
 from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.core.simulation.simulation import Simulation
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
-
-if TYPE_CHECKING:
-    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+from bitwright.torch.simulation.simulate import Simulator
 
 _MOST_AXES = 8
 _OPERATIONS = (
@@ -287,7 +286,7 @@ class Ranks:
 
 
 @contextmanager
-def merged(sim: QuantizationSimModel, ranks: Ranks | None) -> Iterator[None]:
+def merged(sim: Simulation, simulator: Simulator, ranks: Ranks | None) -> Iterator[None]:
     """Put together what the ranks saw before a block that makes encodings of it, and see that these are equal after it.
 
     Raises:
@@ -297,7 +296,6 @@ def merged(sim: QuantizationSimModel, ranks: Ranks | None) -> Iterator[None]:
         yield
         return
     ranks.meet()
-    simulator = sim._simulator
     quantizers = [q for q in sim.quantizers.unique() if q.role in ("input", "output") and not q.frozen]
     ranks.require_equal(
         {q.name: repr((q.spec, q.enabled)).encode() for q in quantizers},

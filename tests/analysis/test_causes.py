@@ -424,15 +424,12 @@ def test_what_is_measured_is_what_the_method_brings():
 @pytest.mark.parametrize("front_end", ["torch", "onnx"])
 def test_what_sites_are_asked_for_is_asked_for_again(front_end):
     """A simulation beside the user's has its widths, and what was switched off stays off."""
-    from bitwright.methods.front_end import front_end_of
-
     sim, data = simulation("smooth", front_end)
     weight = next(n for n, s in sim.quantizers.items() if s.role == "weight")
     output = [n for n, s in sim.quantizers.items() if s.role == "output"][-1]
     sim.quantizers[weight].spec = dataclasses.replace(sim.quantizers[weight].spec, format=IntFormat(4))
     sim.quantizers[output].enabled = False
-    front = front_end_of(sim)
-    other = front.simulated_as(sim, front.float_model(sim))
+    other = sim._again(sim._float_copy())
     other.compute_encodings(data, progress=False)
     assert other.quantizers[weight].encoding.format.bits == 4 and not other.quantizers[output].enabled
     sim.compute_encodings(data, progress=False)

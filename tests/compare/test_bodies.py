@@ -24,7 +24,7 @@ from bitwright.export.artefacts import Samples
 from bitwright.export.qdq.forms import METADATA, read_metadata
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.methods.runtime_repairs import leave_stem_in_float
-from bitwright.onnx.simulation.quantsim import QuantizationSimModel, sample
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.export.marked import Array, Graph, simulate
 from tests.onnx import flow
@@ -127,7 +127,7 @@ def prepared(build: Callable[[], onnx.ModelProto], **given: Any) -> tuple[Quanti
 
 def exported(sim: QuantizationSimModel, feeds: Feeds) -> tuple[QdqResult, Samples]:
     result = to_qdq(sim.marked, sim._encodings(), bias="int32")
-    return result, sample(sim, result, feeds)
+    return result, sim._sample(result, feeds)
 
 
 def verified(result: QdqResult, samples: Samples) -> VerifyReport:

@@ -14,7 +14,7 @@ from onnx import helper
 from torch import nn
 
 from bitwright.errors import ModelError
-from bitwright.methods.folding.batch_norm_fold import fold_all_batch_norms as fold_view
+from bitwright.methods.folding.batch_norm_fold import fold_batch_norms as fold_view
 from bitwright.onnx import fold_all_batch_norms, load_model
 from bitwright.torch import fold_all_batch_norms as fold_model
 from bitwright.torch.calls.inputs import flatten_tensors, map_tensors

@@ -64,6 +64,10 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, Call, Call]] = {
 }  # fmt: skip
 
 
+# modules that show a progress bar
+BARS = ("methods.folding.norm_fold", *(f"methods.scaling.{name}" for name in ("equalize", "smooth", "awq", "rotate")))
+
+
 @pytest.fixture(scope="module")
 def as_onnx() -> dict[Any, onnx.ModelProto]:
     models = {small: small(), folded: folded(), Decoder: Decoder()}
@@ -76,8 +80,8 @@ def interruptions(
     """Interrupt ``call`` at one item after the other until it gets through; the titles of its bars."""
     for at in range(200):
         bar = Interrupted(at)
-        for part in ("methods.functions", f"{front_end}.opened"):
-            monkeypatch.setattr(f"bitwright.{part}.bar", bar)
+        for part in (*BARS, f"{front_end}.opened"):
+            monkeypatch.setattr(f"bitwright.{part}.progress_bar", bar)
         try:
             call()
         except KeyboardInterrupt:
@@ -138,7 +142,7 @@ def test_a_simulation_whose_biases_were_being_corrected_is_as_it_was(monkeypatch
     other.compute_encodings([x.numpy() for x in batches], progress=False)
     before, theirs = sim.model(X), other.run(X.numpy())[0]
     for at in range(3):
-        monkeypatch.setattr("bitwright.methods.functions.bar", Interrupted(at))
+        monkeypatch.setattr("bitwright.methods.bias_correction.progress_bar", Interrupted(at))
         with pytest.raises(KeyboardInterrupt):
             bt.apply_bias_correction(sim, batches)
         with pytest.raises(KeyboardInterrupt):

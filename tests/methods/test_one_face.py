@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -219,8 +218,7 @@ def test_stabilize_changes_everything_or_nothing(front_end: str, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        adapters = importlib.import_module(f"bitwright.{front_end}.opened")
-        patch.setattr(getattr(adapters, f"{front_end.title()}Repairable"), "put_in_force", interrupted)
+        patch.setattr(package.QuantizationSimModel, "_put_in_force", interrupted)
         with pytest.raises(KeyboardInterrupt):
             package.stabilize(sim, repairs=repairs)
     assert {name: site.enabled for name, site in sim.quantizers.items()} == enabled

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import bitwright.onnx as bo
 from bitwright.cli import app
 from bitwright.compare.verify import verify_folder
-from bitwright.export.encodings.of_simulation import load_encodings
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.samples import find_export, read_samples
 from bitwright.onnx.simulation import quantsim as deployment
@@ -68,7 +67,7 @@ def main(work: Path) -> None:
         elif reader == 1:
             assert CliRunner().invoke(app, ["show", str(folder)]).exit_code == 0
         else:
-            load_encodings(reader_sim, folder / "net.encodings")
+            reader_sim.load_encodings(folder / "net.encodings")
         read_manifest(folder / "net_manifest.json", check=True)
         found = content(folder)
         return next(name for name, files in whole.items() if files == found)

@@ -12,7 +12,6 @@ import pytest
 from bitwright.errors import CalibrationError
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.model.session import open_session
-from bitwright.onnx.simulation.quantsim import watched_model
 from tests.onnx.flow import loop
 from tests.onnx.nets import Net
 from tests.support.cost import steps
@@ -65,7 +64,7 @@ def seen(sim: QuantizationSimModel) -> dict[str, tuple[dict[int, float], int]]:
 
 def expected(sim: QuantizationSimModel, data: list[Any]) -> dict[str, tuple[dict[int, float], int]]:
     """The same, from the tensors themselves."""
-    simulation = watched_model(sim)
+    simulation = sim._watched_model()
     values = {site: str(places[0][0].name) for site, places in simulation.taps.items()}
     graph = simulation.model.graph
     made = {str(value.name): value for node in graph for value in node.outputs}

@@ -21,7 +21,6 @@ from bitwright.onnx.model import load, session
 from bitwright.onnx.model.session import weight_bytes
 from bitwright.onnx.program import OnnxSimulation
 from bitwright.onnx.simulation import marked_model as simulate
-from bitwright.onnx.simulation.quantsim import name_nan
 from bitwright.recipes.widen import widen
 from tests.onnx.nets import Net, feeds_for
 
@@ -159,7 +158,7 @@ def test_files_of_large_models_go_with_the_simulation(small_memory, tmp_path, mo
     "use",
     [
         lambda sim: widen(OnnxSimulation(sim), DATA),
-        lambda sim: name_nan(sim, DATA[0]),
+        lambda sim: sim._name_nan(DATA[0]),
         lambda sim: analyze(sim, DATA),
         lambda sim: QuantizationSimModel(sim.simulation().model, DATA[0]).compute_encodings(DATA, progress=False),
         lambda sim: session.open_session(sim.simulation().model).run(None, DATA[0]),

@@ -24,7 +24,6 @@ from bitwright.export.recurrent import expand_recurrent
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.view import OnnxView
-from bitwright.onnx.simulation.quantsim import sample
 from tests.support import data
 from tests.support.recurrent_nets import GATES, Variant, feeds, layer_model, native_outputs, run_model
 
@@ -447,7 +446,7 @@ def test_verify_names_the_tensor_inside_a_step_that_differs():
     v = Variant("LSTM", length=7, batch=4, hidden=8)
     sim = simulated(v)
     result = to_qdq(expand_recurrent(sim.marked), sim._encodings())
-    samples = sample(sim, result, feeds(v, 9))
+    samples = sim._sample(result, feeds(v, 9))
     (facts,) = [
         facts for node in result.model.graph.all_nodes()
         if (facts := read_metadata(node)) and facts["places"] == [["rnn.cell", 0]]

@@ -1,23 +1,30 @@
-"""``Simulation``: what the simulations of both front ends share; changes that happen whole or not at all; locking.
+"""``Simulation``, the base class of both front ends' simulations; changes of one that happen whole or not at all; its threads.
 
-:class:`Occupancy` lets any number of threads run a simulation, or one thread change it.
+Any number of threads may run a simulation, or one thread may change what all of them read (:class:`Occupancy`).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.diagnosis import Repair
-from bitwright.core.placement.plan import Plan
+from bitwright.core.numerics.spec import NonFinite, check_policy
+from bitwright.core.placement.place import place
+from bitwright.core.placement.plan import Coverage, Plan
 from bitwright.core.placement.rules import Rules
-from bitwright.core.simulation.calibration import CalibrationLog
+from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration, warn_of_unlike_joins
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import SiteMap
-from bitwright.errors import BusyError
+from bitwright.errors import BusyError, CalibrationError, checks_methods
+from bitwright.tables import Tabular
+
+logger = logging.getLogger("bitwright")
 
 
 class Occupancy:
@@ -137,43 +144,260 @@ class Lock:
         self._lock.release()
 
 
-class Simulation(Protocol):
-    """A simulation of either front end, as its sites, its files and whoever changes it see it."""
+class Observer(Protocol):
+    """What watches the runs of a calibration: how many there were, and what decides which of them count."""
+
+    runs: int
+    gate: BatchGate | None
+
+
+@checks_methods
+class Simulation(Tabular, ABC):
+    """What the simulations of both front ends have.
+
+    Attributes:
+        graph: the data flow that the quantizers were placed on.
+        quantizers: every site by name.
+        rules: what was asked for.
+        plan: where the rules put quantizers, and why not elsewhere; which values lie on their grids.
+        origin: how the simulation was made, as far as its maker says: preset, recipe, data.
+        calibration_log: what became of the batches of the last calibration.
+        output_values: output of an exported model -> the graph's value after it, where the two have different names.
+    """
+
+    _also = ("calibrated", "quantizers")
+
+    graph: Graph
+    quantizers: SiteMap
+    rules: Rules
+    plan: Plan
+    origin: dict[str, str]
+    calibration_log: CalibrationLog | None
+    output_values: Mapping[str, str]
+    _observer: Observer | None  # of the calibration under way
+    _observed_object = ("model", "sim.model")  # what a calibration watches, and what a user calls for it
+
+    def _set_up(self, rules: Rules) -> None:
+        """The attributes that every simulation begins with."""
+        self.rules, self.origin, self.calibration_log, self._observer = rules, {}, None, None
+
+    def _plan(self) -> Plan:
+        """Where the rules put quantizers in the graph; rules that apply to nothing are told."""
+        plan = place(self.graph, self.rules)
+        for line in plan.unused:
+            logger.warning(line)
+        return plan
+
+    # -- what each front end says of itself
 
     @property
-    def graph(self) -> Graph:
-        """The data flow it was placed on."""
+    @abstractmethod
+    def calibrated(self) -> bool:
+        """Whether the simulation can run."""
 
     @property
-    def quantizers(self) -> SiteMap:
-        """Every site by name."""
+    @abstractmethod
+    def repairs(self) -> tuple[Repair, ...]:
+        """What :func:`~bitwright.torch.stabilize` put into effect, in order: it keeps operators from handing on NaN and Inf."""
 
     @property
-    def rules(self) -> Rules:
-        """What was asked for."""
+    @abstractmethod
+    def _occupancy(self) -> Occupancy:
+        """The threads that run or change it."""
 
-    @property
-    def plan(self) -> Plan:
-        """Where the rules put quantizers, and why not elsewhere; which values lie on their grids."""
-
-    @property
-    def repairs(self) -> Sequence[Repair]:
-        """What keeps the model's operators from handing on NaN and Inf."""
-
-    @property
-    def origin(self) -> Mapping[str, str]:
-        """How the simulation was made, as far as whoever made it says: preset, recipe, data."""
-
-    @property
-    def calibration_log(self) -> CalibrationLog | None:
-        """What became of the batches of the last calibration."""
-
-    @property
-    def output_values(self) -> Mapping[str, str]:
-        """Output of an exported model -> the graph's value after it, where the two have different names."""
-
+    @abstractmethod
     def remember(self, *, parameters: bool = False) -> Undo:
         """Keep its state; the function returned brings it back."""
+
+    @abstractmethod
+    def example(self) -> Any:
+        """The example input."""
+
+    @abstractmethod
+    def _values_of(self, site: str) -> Any:
+        """The weight or constant at a site, if it has one."""
+
+    @abstractmethod
+    def _set_calibrated(self) -> None:
+        """From now on the encodings of the sites are in effect."""
+
+    @abstractmethod
+    def _refresh_biases(self) -> None:
+        """Let the grids of biases follow those of inputs and weights."""
+
+    def _merging(self, ranks: Any) -> AbstractContextManager[None]:
+        """Put together what several processes observed, before a block that makes encodings of it."""
+        return nullcontext()
+
+    @abstractmethod
+    def _begin(self, resume: bool, ranks: Any) -> Observer:
+        """Make ready to observe; encodings and statistics of before are dropped unless ``resume``."""
+
+    @abstractmethod
+    def _gate(self, observer: Observer, policy: NonFinite) -> BatchGate:
+        """What decides which of the observed batches count."""
+
+    @abstractmethod
+    def _observed(self, observer: Observer) -> AbstractContextManager[Any]:
+        """What a calibration hands out, while its runs are observed."""
+
+    @abstractmethod
+    def _find_encodings(self, observer: Observer) -> None:
+        """Make encodings of what was observed."""
+
+    def _changing(self, what: str) -> AbstractContextManager[None]:
+        """No other thread runs or changes the simulation inside the block; ``what`` is done there, for messages."""
+        return self._occupancy.exclusive(what)
+
+    def _unseen(self) -> Mapping[str, str]:
+        """What ran without having been recorded -> why it is in float."""
+        return {}
+
+    # -- what methods ask of a simulation
+
+    @abstractmethod
+    def _outputs(self, batch: Any) -> Sequence[Any]:
+        """What the simulated model returns, as arrays."""
+
+    @property
+    @abstractmethod
+    def _metric_target(self) -> Any:
+        """What a metric is given: the simulated module, or the session."""
+
+    @abstractmethod
+    def _float_copy(self) -> Any:
+        """The float model, as a copy that may be changed."""
+
+    @abstractmethod
+    def _again(self, model: Any) -> Any:
+        """A simulation of ``model`` under the same rules and with what the sites are asked for; not calibrated."""
+
+    @abstractmethod
+    def _saturation_count(self, batches: Sequence[Any], **options: Any) -> Callable[[], Any]:
+        """What counts saturated sums of the file, with the encodings of the time of the call; the model is recorded once."""
+
+    @abstractmethod
+    def _repairable(self) -> dict[str, str | None]:
+        """Operator -> why its result cannot be repaired; ``None`` where it can."""
+
+    @abstractmethod
+    def _put_in_force(self, repairs: Sequence[Repair]) -> None:
+        """Apply exactly these repairs, none of them ``float``, and no other."""
+
+    # -- calibration
+
+    @contextmanager
+    def _calibration(
+        self, resume: bool, allow_unreached: bool, non_finite: NonFinite, ranks: Any = None
+    ) -> Iterator[Any]:
+        """Observe every run in a block; at its end the encodings are found. An exception brings the earlier state back.
+
+        Args:
+            resume, allow_unreached, non_finite: as for ``compute_encodings``.
+            ranks: the processes that calibrate together; ``None`` for this one alone.
+        """
+        policy = check_policy(non_finite)
+        interrupt: KeyboardInterrupt | None = None
+        together = nullcontext() if ranks is None else ranks.together()
+        with together, self._occupancy.exclusive("calibration"):
+            if self._observer is not None:
+                raise nested_calibration()
+            with all_or_nothing(self):
+                observer = self._begin(resume, ranks)
+                gate = observer.gate = self._gate(observer, policy)
+                self._observer = observer
+                try:
+                    with self._observed(observer) as observed:
+                        yield observed
+                    gate.finish()
+                except KeyboardInterrupt as stopped:
+                    if not observer.runs:
+                        raise
+                    interrupt = stopped
+                finally:
+                    gate.abandon()
+                    self.calibration_log, self._observer, observer.gate = gate.log, None, None
+                with self._merging(ranks):
+                    self._finish(observer, interrupt is not None, allow_unreached)
+        if interrupt is not None:
+            raise interrupt
+
+    def _finish(self, observer: Observer, interrupted: bool, allow_unreached: bool) -> None:
+        """Put the encodings of what was observed into effect."""
+        if not observer.runs:
+            what, call = self._observed_object
+            raise CalibrationError(
+                "calibrating", f"the {what} did not run in the block", f"call {call} inside the block"
+            )
+        self._find_encodings(observer)
+        self._set_calibrated()
+        self._refresh_biases()
+        self.quantizers.settle_unreached(allow=allow_unreached or interrupted, quiet=interrupted)
+        if not interrupted:
+            warn_of_unlike_joins(self.graph, self.quantizers, self.plan.shared)
+            return
+        logger.warning(
+            "calibration interrupted after %d runs; the statistics so far are in effect, "
+            "compute_encodings(rest, resume=True) adds to them",
+            observer.runs,
+        )
+
+    def _quantized_parameters(self) -> dict[str, Any]:
+        """Parameter name -> the parameter, of every enabled weight and bias."""
+        found = {}
+        for site in self.quantizers.values():
+            param = self.graph.values[site.value].param
+            if param is not None and site.enabled and site.role in ("weight", "bias"):
+                value = self._values_of(site.name)
+                if value is not None:
+                    found[param] = value
+        return found
+
+    # -- what it shows
+
+    def coverage(self) -> Coverage:
+        """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
+        return Coverage.of(self.plan, self.graph, self.quantizers.changes(self.plan), self._unseen())
+
+    def records(self) -> list[dict[str, Any]]:
+        """One mapping per quantizer site."""
+        return self.quantizers.rows
+
+    def _repr_html_(self) -> str:
+        return self.quantizers._repr_html_(repr(self))
+
+
+def fed(data: Any, args: Any, target: Any, arrays: tuple[type, ...]) -> Iterable[Any]:
+    """The batches of what ``compute_encodings`` was given; a callback is called here, with ``target``, and leaves none.
+
+    Args:
+        data: batches, or a callback.
+        args: second argument of the callback.
+        target: what the callback runs.
+        arrays: types of single batches.
+
+    Raises:
+        CalibrationError: it is neither.
+    """
+    if callable(data) and not isinstance(data, arrays):
+        data(target) if args is None else data(target, args)
+        return ()
+    if isinstance(data, (*arrays, Mapping)) or not isinstance(data, Iterable):
+        raise CalibrationError(
+            "compute_encodings",
+            f"data is a {type(data).__name__}, not a list of batches",
+            "write sim.compute_encodings([batch]) for a single batch",
+        )
+    return data
+
+
+def nothing_ran(data: Any, callback: str, uses: str) -> CalibrationError:
+    """The error of a calibration in which nothing ran; ``callback`` is what it never ran, ``uses`` what it should call."""
+    return CalibrationError(
+        "compute_encodings",
+        f"the callback never ran {callback}" if callable(data) else "the data held no batch, so the model never ran",
+        f"pass a non-empty list or DataLoader (a generator can be used only once), or a callback that calls {uses}",
+    )
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Encodings of a simulation: saved under site names, loaded under site names or the names of an exported model.
+"""Encodings files of a simulation: written under site names, read under site names or the names of an exported model.
 
-``<prefix>_sites.json``, written by every export, holds the sites without loss (:func:`read_sites`).
+``<prefix>_sites.json`` of an export keeps everything about the sites, and says which tensors of the exported model are theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bitwright.core.numerics.serialize import encoding_from_json, spec_from_json
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.simulation.simulation import Simulation, all_or_nothing
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import EncodingsError
+from bitwright.errors import EncodingsError, checks_methods
 from bitwright.export.encodings.read import read_encodings
 from bitwright.export.encodings.records import GATED, NamedEncoding, from_onnx_order, gate_order
 from bitwright.export.encodings.write import names_error, write_encodings
@@ -137,62 +137,72 @@ def site_records(sim: Simulation) -> list[NamedEncoding]:
     ]
 
 
-def save_encodings(sim: Simulation, path: str | Path, version: str = "2.0.0") -> Path:
-    """Write the encodings of ``sim`` under site names; what the version cannot express is logged."""
-    disabled = [site.name for site in sim.quantizers.values() if not site.enabled]
-    summary = version != "2.0.0"  # which has no place for one; every record of it says these things itself
-    written = write_encodings(
-        path,
-        site_records(sim),
-        version,
-        quantizer_args=quantizer_args(sim) if summary else {},
-        excluded_layers=disabled if summary else (),
-    )
-    for lost in written.not_expressed:
-        logger.warning("%s: %s", lost.name, lost.reason)
-    return Path(written.path)
+@checks_methods
+class SimulationFiles(Simulation):
+    """A simulation with its encodings files."""
 
+    def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
+        """Write every encoding under its site's name; see :mod:`bitwright.export.encodings.write`.
 
-def load_encodings(
-    sim: Simulation, source: str | Path | dict[str, Any], strict: bool = True, partial: bool = False
-) -> tuple[str, ...]:
-    """Give every site of ``sim`` the encoding the file has for it; sites without one are switched off.
+        What the version cannot express is logged.
+        """
+        disabled = [site.name for site in self.quantizers.values() if not site.enabled]
+        summary = version != "2.0.0"  # which has no place for one; every record of it says these things itself
+        written = write_encodings(
+            path,
+            site_records(self),
+            version,
+            quantizer_args=quantizer_args(self) if summary else {},
+            excluded_layers=disabled if summary else (),
+        )
+        for lost in written.not_expressed:
+            logger.warning("%s: %s", lost.name, lost.reason)
+        return Path(written.path)
 
-    With ``partial`` they are left as they are instead, and missing ones are not error.
+    def load_encodings(
+        self, path: str | Path | dict[str, Any], strict: bool = True, *, partial: bool = False
+    ) -> tuple[str, ...]:
+        """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``.
 
-    A record belongs to the site of its name, or, in a file written for an exported model, to the sites that read the
-    tensor of its name (``x`` for the input ``x``). The ``<prefix>_sites.json`` that an export writes beside
-    ``<prefix>.encodings`` is read too: it knows the tensors whose names only the exported model has.
+        With ``partial``, sites without one stay as they are.
 
-    Raises (and leaves the simulation as it was):
-        EncodingsError: the file is malformed; or, when ``strict``, it names what the model does not have, or has nothing
-            for a site of it (which are missing, which are extra).
+        A record belongs to the site of its name, or, in a file written for an exported model, to the sites that read the
+        tensor of its name (``x`` for the input ``x``). The ``<prefix>_sites.json`` that an export writes beside
+        ``<prefix>.encodings`` is read too: it knows the tensors whose names only the exported model has.
 
-    Returns:
-        The sites that got an encoding.
-    """
-    found = _matched(sim, source, strict, params_only=False, partial=partial)
-    with all_or_nothing(sim):
-        for site in sim.quantizers.values():
-            if site.name in found:
-                _take(site, found[site.name])
-        for site in () if partial else sim.quantizers.values():
-            if not site.quantizer.derived and site.encoding is None:
-                site.enabled = False
-    return tuple(name for name in sim.quantizers if name in found)
+        Raises (and leaves the simulation as it was):
+            EncodingsError: the file is malformed; or, when ``strict``, it names what the model does not have, or has nothing
+                for a site of it (which are missing, which are extra).
+            BusyError: another thread uses the simulation.
 
+        Returns:
+            The sites that got an encoding.
+        """
+        with self._changing("load_encodings"):
+            found = _matched(self, path, strict, params_only=False, partial=partial)
+            with all_or_nothing(self):
+                for site in self.quantizers.values():
+                    if site.name in found:
+                        _take(site, found[site.name])
+                for site in () if partial else self.quantizers.values():
+                    if not site.quantizer.derived and site.encoding is None:
+                        site.enabled = False
+            self._set_calibrated()
+        return tuple(name for name in self.quantizers if name in found)
 
-def set_and_freeze_param_encodings(sim: Simulation, source: str | Path | dict[str, Any]) -> None:
-    """Take the parameter encodings of the file and protect them from calibration.
+    def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
+        """Take the parameter encodings of a file and keep them through calibration.
 
-    Raises (and leaves the simulation as it was):
-        EncodingsError: the file is malformed or names parameters the model does not have.
-    """
-    found = _matched(sim, source, strict=False, params_only=True)
-    with all_or_nothing(sim):
-        for name, record in found.items():
-            _take(sim.quantizers[name], record)
-            sim.quantizers[name].frozen = True
+        Raises (and leaves the simulation as it was):
+            EncodingsError: the file is malformed or names parameters the model does not have.
+            BusyError: another thread uses the simulation.
+        """
+        with self._changing("set_and_freeze_param_encodings"):
+            found = _matched(self, path, strict=False, params_only=True)
+            with all_or_nothing(self):
+                for name, record in found.items():
+                    _take(self.quantizers[name], record)
+                    self.quantizers[name].frozen = True
 
 
 def _matched(

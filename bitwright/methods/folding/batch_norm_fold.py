@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import overload
+from typing import Any
 
 import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.float_model import AddBias, Bypass, Edit, FloatModel, SetParam, Undo
+from bitwright.errors import checks_arguments
 from bitwright.methods.folding.batch_norm_search import (
     Chain,
     Fold,
+    FoldReport,
     Refusal,
     filled,
     find_folds,
@@ -30,21 +32,20 @@ from bitwright.methods.folding.batch_norm_search import (
     moved,
     operand,
 )
+from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import (
     Array,
     Bar,
-    Reversible,
     batch_norm_moments,
     bn_affine,
     channel_axes,
     fold_backward,
     fold_forward,
     forward_obstacle,
-    moments_of_layers,
     no_bar,
     unit_variance,
 )
-from bitwright.tables import Tabular
+from bitwright.progress import collector_paused
 
 __all__ = [
     "MAX_CHECKS",
@@ -73,80 +74,7 @@ MAX_CHECKS = 100
 _LARGEST = {"float16": float(np.finfo(np.float16).max)}
 
 
-class FoldReport(Tabular, Reversible, Sequence[tuple[str, str]]):
-    """What was folded and what was not; as a sequence, the folded ``(layer, batch norm)`` pairs.
-
-    Attributes:
-        folded: the folds that were carried out.
-        refused: the batch norms that stay, with the reasons.
-        max_error: largest relative difference measured on a folded layer, 0 when nothing was folded.
-        moments: layer -> mean and standard deviation of its output per channel, as the batch norm folded into it
-            said (beta and \\|gamma\\|); what high-bias absorption and analytic bias correction start from.
-    """
-
-    _rows = "folded"
-    _also = ("folded", "refused", "max_error")
-
-    def __init__(
-        self,
-        folded: Iterable[Fold] = (),
-        refused: Iterable[Refusal] = (),
-        max_error: float = 0.0,
-        undos: Iterable[Undo] = (),
-        norms: Mapping[str, tuple[Array, Array]] | None = None,
-    ) -> None:
-        self.folded, self.refused, self.max_error = tuple(folded), tuple(refused), max_error
-        self._undos = list(undos)
-        self._pairs = tuple(pair for fold in self.folded for pair in fold.pairs)
-        backward = [fold for fold in self.folded if fold.direction == "backward"]
-        moments = moments_of_layers(norms or {}, (pair for fold in backward for pair in fold.pairs))
-        for fold in backward:
-            for layer in fold.between.keys() & moments.keys():
-                mean, deviation = moments[layer]
-                moments[layer] = fold.of_layer(layer, mean), fold.of_layer(layer, deviation)
-        self.moments = moments
-
-    @property
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Every folded ``(layer, batch norm)``."""
-        return self._pairs
-
-    @property
-    def skipped(self) -> tuple[tuple[str, str], ...]:
-        """``(batch norm, reason)`` of each one that stays."""
-        return tuple((refusal.bn, refusal.reason) for refusal in self.refused)
-
-    @property
-    def changed(self) -> bool:
-        """Whether a batch norm was folded."""
-        return bool(self.folded)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[str, str]: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[tuple[str, str], ...]: ...
-    def __getitem__(self, index: int | slice) -> tuple[str, str] | tuple[tuple[str, str], ...]:
-        return self._pairs[index]
-
-    def __str__(self) -> str:
-        count = len({bn for _, bn in self._pairs})
-        lines = [
-            f"{count} batch norm{'s' * (count != 1)} folded, {len(self.refused)} kept; "
-            f"largest relative difference {self.max_error:.1e}"
-        ]
-        lines += [f"  folded  {fold}" for fold in self.folded]
-        lines += [f"  kept    {refusal}" for refusal in self.refused]
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        counts = f"{len(self.folded)} folds, {len(self.refused)} refused"
-        return f"FoldReport({counts}, max_error={self.max_error:.1e})"
-
-
-def fold_all_batch_norms(
+def fold_batch_norms(
     view: FloatModel,
     check: Callable[[], str | None] | None = None,
     *,
@@ -454,3 +382,38 @@ def relative_difference(reference: Array, other: Array, axis: int = 1) -> float:
     difference = np.abs(reference - other).max(axis=axes, initial=0.0)
     floor = max(1e-3 * float(size.max(initial=0.0)), float(np.finfo(np.float32).tiny))
     return float((difference / np.maximum(size, floor)).max(initial=0.0))
+
+
+@checks_arguments
+def fold_all_batch_norms(
+    model: Any, input_shapes: Any = None, dummy_input: Any = None, *, providers: Any = None, progress: bool = True
+) -> FoldReport:
+    """Fold every batch norm that can be folded into the convolution or linear layer beside it, in place.
+
+    Each fold is checked numerically on random input; then the model's outputs on the example input are compared with
+    those before, and folds that changed them are found and undone. What was not folded is listed with the reason in
+    ``report.refused`` and in the log.
+
+    Args:
+        model: changed in place. In a module weights and biases are rewritten, and folded batch norms become
+            ``nn.Identity``. Of an ONNX model functions are inlined and constants become initializers (see
+            :mod:`bitwright.onnx.model.load`); layers are Conv, ConvTranspose, Gemm, and MatMul of a 2-D input with or
+            without an Add after it; inputs and outputs keep names and order.
+        input_shapes: shape of the input of a module, or a list of shapes for several; random inputs are made of them. An
+            ONNX model knows its shapes: the second argument is its example input.
+        dummy_input: one input instead. Of a module a tensor, a tuple of positional arguments, or a dict of keyword
+            arguments; of an ONNX model its feeds, without which its outputs before and after are not compared.
+        providers: of ONNX Runtime, for an ONNX model; the CPU by default.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        A report; iterating it gives the folded ``(layer, batch norm)`` name pairs.
+
+    Raises:
+        ModelError: a module without ``input_shapes`` and ``dummy_input``, a path, or a model that cannot be read or run
+            on the input.
+
+    Reference: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
+    """
+    with collector_paused():
+        return front_end_of(model).fold(model, input_shapes, dummy_input, "fold_all_batch_norms", providers, progress)

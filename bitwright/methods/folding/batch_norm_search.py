@@ -16,16 +16,17 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
-from bitwright.core.simulation.float_model import AddBias, Bypass, FloatModel
+from bitwright.core.simulation.float_model import AddBias, Bypass, FloatModel, Undo
 from bitwright.errors import ModelError
-from bitwright.methods.layers import bn_affine, channel_axes, forward_obstacle
+from bitwright.methods.layers import Reversible, bn_affine, channel_axes, forward_obstacle, moments_of_layers
+from bitwright.tables import Tabular
 
 Array = NDArray[Any]
 
@@ -803,3 +804,76 @@ def _why_no_place(graph: Graph, norms: _Norms, component: _Component, blocked: s
     if all(len(chain) == 1 and is_one(norms.affine[chain[0]][0]) for chain in component.chains):
         return f"it only adds a shift, and {blocked}"
     return None
+
+
+class FoldReport(Tabular, Reversible, Sequence[tuple[str, str]]):
+    """What was folded and what was not; as a sequence, the folded ``(layer, batch norm)`` pairs.
+
+    Attributes:
+        folded: the folds that were carried out.
+        refused: the batch norms that stay, with the reasons.
+        max_error: largest relative difference measured on a folded layer, 0 when nothing was folded.
+        moments: layer -> mean and standard deviation of its output per channel, as the batch norm folded into it
+            said (beta and \\|gamma\\|); what high-bias absorption and analytic bias correction start from.
+    """
+
+    _rows = "folded"
+    _also = ("folded", "refused", "max_error")
+
+    def __init__(
+        self,
+        folded: Iterable[Fold] = (),
+        refused: Iterable[Refusal] = (),
+        max_error: float = 0.0,
+        undos: Iterable[Undo] = (),
+        norms: Mapping[str, tuple[Array, Array]] | None = None,
+    ) -> None:
+        self.folded, self.refused, self.max_error = tuple(folded), tuple(refused), max_error
+        self._undos = list(undos)
+        self._pairs = tuple(pair for fold in self.folded for pair in fold.pairs)
+        backward = [fold for fold in self.folded if fold.direction == "backward"]
+        moments = moments_of_layers(norms or {}, (pair for fold in backward for pair in fold.pairs))
+        for fold in backward:
+            for layer in fold.between.keys() & moments.keys():
+                mean, deviation = moments[layer]
+                moments[layer] = fold.of_layer(layer, mean), fold.of_layer(layer, deviation)
+        self.moments = moments
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Every folded ``(layer, batch norm)``."""
+        return self._pairs
+
+    @property
+    def skipped(self) -> tuple[tuple[str, str], ...]:
+        """``(batch norm, reason)`` of each one that stays."""
+        return tuple((refusal.bn, refusal.reason) for refusal in self.refused)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a batch norm was folded."""
+        return bool(self.folded)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, str]: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[tuple[str, str], ...]: ...
+    def __getitem__(self, index: int | slice) -> tuple[str, str] | tuple[tuple[str, str], ...]:
+        return self._pairs[index]
+
+    def __str__(self) -> str:
+        count = len({bn for _, bn in self._pairs})
+        lines = [
+            f"{count} batch norm{'s' * (count != 1)} folded, {len(self.refused)} kept; "
+            f"largest relative difference {self.max_error:.1e}"
+        ]
+        lines += [f"  folded  {fold}" for fold in self.folded]
+        lines += [f"  kept    {refusal}" for refusal in self.refused]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.folded)} folds, {len(self.refused)} refused"
+        return f"FoldReport({counts}, max_error={self.max_error:.1e})"

@@ -12,10 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from bitwright.core.simulation.float_model import AddBias, Edit, FloatModel, SetParam, Undo, Untie
+from bitwright.errors import checks_arguments
+from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import (
     MOVES,
     Array,
@@ -32,6 +36,7 @@ from bitwright.methods.layers import (
     no_bar,
     sift,
 )
+from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
@@ -85,7 +90,9 @@ class NormReport(Tabular, Reversible):
         return "\n".join(lines)
 
 
-def fold_norms(view: FloatModel, check: Check | None = None, *, untie: bool = True, bar: Bar = no_bar) -> NormReport:
+def fold_norm_weights(
+    view: FloatModel, check: Check | None = None, *, untie: bool = True, bar: Bar = no_bar
+) -> NormReport:
     """Fold the weight and bias of every norm that only linear layers read.
 
     Args:
@@ -184,3 +191,30 @@ def _edits(view: FloatModel, groups: Sequence[Group]) -> list[Edit]:
             elif np.any(shift):
                 edits.append(AddBias(layer.op, shift))
     return edits
+
+
+@checks_arguments
+def fold_norms(
+    model: Any,
+    input_shapes: Any = None,
+    dummy_input: Any = None,
+    *,
+    untie: bool = True,
+    providers: Any = None,
+    progress: bool = True,
+) -> NormReport:
+    """Fold the weights of layer and RMS norms into the linear layers after them, in place.
+
+    Args:
+        model: changed in place; its function stays.
+        input_shapes, dummy_input, providers: as for :func:`equalize_model`.
+        untie: give an output layer that shares its weight with the embedding a copy of its own.
+        progress: show a progress bar on a terminal.
+
+    Raises:
+        ModelError: as for :func:`equalize_model`.
+    """
+    opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "fold_norms", providers)
+    report = fold_norm_weights(opened.view, opened.changed, untie=untie, bar=partial(progress_bar, enabled=progress))
+    opened.finish(report)
+    return report

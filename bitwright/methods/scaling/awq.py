@@ -12,8 +12,9 @@ query heads. The search of weight ranges that the paper's code adds is :mod:`bit
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from bitwright.core.placement.config import make_rules
 from bitwright.core.placement.place import place
 from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.float_model import FloatModel, Undo
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, checks_arguments
+from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import (
     Array,
     Bar,
@@ -44,6 +46,7 @@ from bitwright.methods.layers import (
 )
 from bitwright.methods.scaling.rotate import rotatable_heads
 from bitwright.methods.scaling.smooth import linear_groups, observe, refuse_no_data
+from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
@@ -440,3 +443,57 @@ def _reader(view: FloatModel, layer: Layer, inputs: Inputs, spec: QuantSpec, gro
 
     matrix = np.asarray(W.T if turned else W, np.float64)
     return Reader(matrix, inputs, quantized, lambda scales: group.spread(scales, repeat))
+
+
+@checks_arguments
+def awq_model(
+    model: Any,
+    data: Iterable[Any],
+    dummy_input: Any = None,
+    *,
+    weight: str | Preset | QuantSpec = "w4a16",
+    config_file: str | Path | dict[str, Any] | None = None,
+    quant_scheme: str | RangeMethod | None = None,
+    alphas: int = 20,
+    memory_budget: int = MEMORY_BUDGET,
+    providers: Any = None,
+    progress: bool = True,
+) -> AwqReport:
+    """Scale channels so that the weights which read large activations lose less in rounding (AWQ), in place.
+
+    For weights of 4 bits and less. Treated are norms and linear layers in front of linear layers, gates (SwiGLU) included,
+    and the values of attention. Per group the exponent of the scales is searched that makes the outputs of the layers,
+    with their weights quantized, differ least from the float ones. The function of the model stays.
+
+    Args:
+        model: changed in place.
+        data: batches (feeds) of real data, as ``compute_encodings`` takes them; 128 samples are enough.
+        dummy_input: the example input; the first batch by default.
+        weight: what the weights will be quantized to: a preset, its name, or the spec of the weights alone.
+        config_file, quant_scheme: rules and range method of the simulation, as for :class:`QuantizationSimModel`.
+        alphas: steps of the search from 0 to 1.
+        memory_budget: bytes kept of what the layers read; 1 GiB by default.
+        providers: as for :func:`equalize_model`.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The report; of a module ``report.undo()`` gives it back as it was. The change of an ONNX model is final.
+
+    Raises:
+        ConfigError: ``alphas`` is below 1, ``memory_budget`` too small, or an unknown preset.
+        CalibrationError: no batch, or an activation that is NaN or infinite.
+
+    Reference: Lin et al. 2023, arXiv:2306.00978.
+    """
+    batches = list(data)
+    if not batches:
+        refuse_no_data("awq")
+    rules = weight_rules(weight, config_file, quant_scheme)
+    example = batches[0] if dummy_input is None else dummy_input
+    opened = front_end_of(model).open_model(model, None, example, "awq_model", providers)
+    report = awq(
+        opened.view, batches, rules, opened.changed, alphas=alphas, memory_budget=memory_budget,
+        bar=partial(progress_bar, enabled=progress),
+    )  # fmt: skip
+    opened.finish(report)
+    return report

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,10 @@ import numpy as np
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import AddBias, Clamp, Edit, FloatModel, SetParam, Undo
+from bitwright.errors import checks_arguments
 from bitwright.methods.bias_correction import Moments
+from bitwright.methods.folding.batch_norm_search import FoldReport
+from bitwright.methods.front_end import Opened, front_end_of
 from bitwright.methods.layers import (
     Array,
     Bar,
@@ -47,6 +51,7 @@ from bitwright.methods.scaling.channel_noise import (
     quietest_factors,
     within_bounds,
 )
+from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
@@ -489,3 +494,72 @@ def _is_behind_relu(graph: Graph, group: Group) -> bool:
 def _blocks(graph: Graph, layer: Layer, shift: Array) -> bool:
     kernel = graph.values[str(graph.op(layer.op).inputs[1])].shape[2:]
     return forward_obstacle(layer.type, layer.attrs, kernel, shift) is not None
+
+
+@checks_arguments
+def equalize_model(
+    model: Any,
+    input_shapes: Any = None,
+    dummy_input: Any = None,
+    *,
+    data: Iterable[Any] | None = None,
+    folds: FoldReport | Mapping[str, tuple[Array, Array]] | None = None,
+    absorb_bias: bool = False,
+    keep_bounds: bool = False,
+    providers: Any = None,
+    progress: bool = True,
+) -> EqualizeReport:
+    """Fold batch norms, then balance the channel ranges of neighbouring layers, in place.
+
+    The function of the model stays: its outputs on the example input are compared, and a group of layers that changes
+    them is found and left alone. A ReLU6 between equalized layers becomes a clamp with a bound per channel. What was not
+    equalized is in ``report.refused`` and in the log, with the reason.
+
+    Args:
+        model: changed in place: a ``torch.nn.Module``, an ``onnx.ModelProto``, an ``onnx_ir.Model`` or a ``Loaded`` one. Of an
+            ONNX model functions are inlined, and constants become initializers.
+        input_shapes: shape of the input of a module, or a list of shapes for several; random inputs are made of them. An
+            ONNX model knows its shapes: the second argument is its example input.
+        dummy_input: one input instead. Of a module a tensor, a tuple of positional arguments, or a dict of keyword
+            arguments; of an ONNX model its feeds, random values by default.
+        data: batches of real data, about 256 samples. Where no batch norm tells what the values of a layer are they are
+            measured on it; without it the factors of these layers look at weights only.
+        folds: what :func:`fold_all_batch_norms` returned, where the batch norms of this model are folded already; or layer ->
+            mean and standard deviation of its output.
+        absorb_bias: also move high biases into the next layer, where batch norm or data tell how high they are. This
+            changes the function a little (one activation in 740).
+        keep_bounds: let a ReLU6 cut all channels at 6, as integer kernels do without an operator of its own; needs ``data``.
+            Channels then only grow, at most to half of the bound where they came less near to it on ``data``, so that values
+            twice as large as any that was seen are cut as well.
+        providers: of ONNX Runtime, for an ONNX model; the CPU by default.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The report; of a module ``report.undo()`` gives the folded model back. The change of an ONNX model is final.
+
+    Raises:
+        ModelError: a module without ``input_shapes`` and ``dummy_input``, a path, or a model that cannot be read or run
+            on the input.
+        CalibrationError: ``data`` holds no batch, or gives NaN or infinite values.
+        ConfigError: ``keep_bounds`` without ``data``.
+
+    Where batch norms or data tell what a layer's values are, the factors are those of the least rounding noise, of weights
+    and activations, at one scale per tensor; elsewhere they give both weights the same ranges.
+
+    Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.1.
+    """
+    opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "equalize_model", providers)
+    known = folds.moments if isinstance(folds, FoldReport) else folds or {}
+    moments = {**known, **opened.fold(progress).moments}
+    return equalize_opened(opened, moments, progress, data=data, absorb_bias=absorb_bias, keep_bounds=keep_bounds)
+
+
+def equalize_opened(
+    opened: Opened, moments: Mapping[str, tuple[Array, Array]] | None, progress: bool, **options: Any
+) -> EqualizeReport:
+    """:func:`equalize` of a model that is open, with its ``options``."""
+    report = equalize(
+        opened.view, opened.changed, statistics=moments, bar=partial(progress_bar, enabled=progress), **options
+    )
+    opened.finish(report)
+    return report

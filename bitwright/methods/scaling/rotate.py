@@ -14,15 +14,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from bitwright.core.graph.graph import Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import Edit, FloatModel, SetParam, Undo
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, checks_arguments
 from bitwright.methods.attention import Attention, find_attention
-from bitwright.methods.folding.norm_fold import NormReport, fold_norms
+from bitwright.methods.folding.norm_fold import NormReport, fold_norm_weights
+from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import (
     Array,
     Bar,
@@ -37,6 +40,7 @@ from bitwright.methods.layers import (
     sift,
     sole_reader,
 )
+from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
@@ -415,7 +419,7 @@ def rotate(
         The report; ``report.undo()`` gives the model back as it was. Where no stream can be rotated the norms are
         left as they were, and the heads too.
     """
-    norms = fold_norms(view, check, bar=bar) if streams else NormReport()
+    norms = fold_norm_weights(view, check, bar=bar) if streams else NormReport()
     undos: list[Undo] = []
     try:
         layers = Layers(view.graph(), view)
@@ -489,3 +493,61 @@ def _rotate_heads(view: FloatModel, found: Sequence[Attention], seed: int) -> Un
             edits.append(SetParam(value.bias, np.asarray(view.param(value.bias), np.float64) @ inner))
         edits.append(SetParam(output.weight, turned_inputs(output, view.param(output.weight), outer)))
     return view.edit(edits)
+
+
+@checks_arguments
+def rotate_model(
+    model: Any,
+    input_shapes: Any = None,
+    dummy_input: Any = None,
+    *,
+    seed: int = 0,
+    streams: bool = True,
+    heads: bool = True,
+    providers: Any = None,
+    progress: bool = True,
+) -> RotateReport:
+    """Spread outliers of a transformer over all channels by Hadamard rotations merged into its weights, in place.
+
+    Norms are folded first. The residual stream is rotated where only RMS norms and linear layers read it, embedding and
+    output layer included (which are untied), and the values of attention per head. Why something was not rotated is in
+    ``report.refused`` and in the log.
+
+    Args:
+        model: changed in place; its function stays.
+        input_shapes, dummy_input, providers: as for :func:`equalize_model`.
+        seed: of the signs.
+        streams: rotate residual streams.
+        heads: rotate the values of attention heads.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The report; of a module ``report.undo()`` gives it back as it was. The change of an ONNX model is final.
+
+    Raises:
+        ModelError: as for :func:`equalize_model`.
+
+    Reference: Ashkboos et al. 2024, arXiv:2404.00456.
+    """
+    opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "rotate_model", providers)
+    report = rotate(
+        opened.view,
+        opened.changed,
+        seed=seed,
+        streams=streams,
+        heads=heads,
+        bar=partial(progress_bar, enabled=progress),
+    )
+    opened.finish(report)
+    return report
+
+
+@checks_arguments
+def apply_spinquant(
+    model: Any, dummy_input: Any = None, *, enable_r1: bool = True, enable_r2: bool = False, **options: Any
+) -> RotateReport:
+    """:func:`rotate_model` with SpinQuant's names: of residual streams (R1) and of attention heads' values (R2).
+
+    The rotations are Hadamard matrices; they are not learned. Reference: Liu et al. 2024, arXiv:2405.16406.
+    """
+    return rotate_model(model, None, dummy_input, streams=enable_r1, heads=enable_r2, **options)

@@ -12,14 +12,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 
 from bitwright.core.simulation.float_model import Edit, FloatModel, SetParam, Undo
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.methods.attention import Attention, find_attention
 from bitwright.methods.bias_correction import samples_in
+from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import (
     Array,
     Bar,
@@ -34,6 +36,7 @@ from bitwright.methods.layers import (
     rescaling,
     sift,
 )
+from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
@@ -344,3 +347,45 @@ def _check_finite(value: str, rows: Array) -> None:
             f"channel {int(np.argmin(good))} is NaN or infinite on this data",
             "look for the first such value in the float model, and leave out the samples that cause it",
         )
+
+
+@checks_arguments
+def smooth_model(
+    model: Any,
+    data: Iterable[Any],
+    dummy_input: Any = None,
+    *,
+    alpha: float = 0.5,
+    providers: Any = None,
+    progress: bool = True,
+) -> SmoothReport:
+    """Move outliers of activations into the weights that read them (SmoothQuant), in place.
+
+    Treated are norms and linear layers in front of linear layers, gates (SwiGLU) included, and the keys of attention
+    against its queries. The function of the model stays; what changes it is found and left alone.
+
+    Args:
+        model: changed in place.
+        data: batches (feeds) of real data, as ``compute_encodings`` takes them; 128 samples are enough.
+        dummy_input: the example input; the first batch by default.
+        alpha: 0 to 1; how much of the difficulty goes to the weights.
+        providers: as for :func:`equalize_model`.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The report; of a module ``report.undo()`` gives it back as it was. The change of an ONNX model is final.
+
+    Raises:
+        ConfigError: ``alpha`` is not between 0 and 1.
+        CalibrationError: no batch, or an activation that is NaN or infinite.
+
+    Reference: Xiao et al. 2023, arXiv:2211.10438.
+    """
+    batches = list(data)
+    if not batches:
+        refuse_no_data()
+    example = batches[0] if dummy_input is None else dummy_input
+    opened = front_end_of(model).open_model(model, None, example, "smooth_model", providers)
+    report = smooth(opened.view, batches, opened.changed, alpha=alpha, bar=partial(progress_bar, enabled=progress))
+    opened.finish(report)
+    return report

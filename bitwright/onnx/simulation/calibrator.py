@@ -67,7 +67,7 @@ from bitwright.onnx.model.session import (
     save_optimized,
     weight_bytes,
 )
-from bitwright.onnx.simulation.marked_model import Simulation
+from bitwright.onnx.simulation.marked_model import MarkedSimulation
 from bitwright.runtimes.onnxruntime import refusals
 
 _BLOCKED = "com.microsoft.nchwc"  # operators on channels in blocks
@@ -445,7 +445,7 @@ class Calibrator:
         channels: site -> what it shows of its channels.
     """
 
-    simulation: Simulation
+    simulation: MarkedSimulation
     quantizers: Mapping[str, Quantizer]
     budget: int
     providers: Providers | None = None
@@ -683,7 +683,7 @@ class Calibrator:
 
 
 def _find_taps(
-    simulation: Simulation,
+    simulation: MarkedSimulation,
     quantizers: Mapping[str, Quantizer],
     channels: Mapping[str, ChannelWatch],
     instrument: Instrument,
@@ -706,7 +706,7 @@ def _find_taps(
 
 
 def _entered(
-    simulation: Simulation, quantizers: Mapping[str, Quantizer]
+    simulation: MarkedSimulation, quantizers: Mapping[str, Quantizer]
 ) -> list[tuple[str, Quantizer, ir.Value, ir.Graph]]:
     """Every watched site, its quantizer, and a tensor that enters it with the graph in which it stands."""
     watched = {site: quantizer for site, quantizer in quantizers.items() if _is_watched(quantizer)}

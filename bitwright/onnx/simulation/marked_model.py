@@ -115,7 +115,7 @@ def file_for(model: ir.Model, kept: WeightFile | None) -> WeightFile | None:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class MarkedSimulation:
     """A model that computes with quantized constants and, where they have encodings, quantized activations.
 
     Attributes:
@@ -234,7 +234,7 @@ def marked_constants(marked: ir.Model) -> dict[str, NDArray[Any]]:
 
 def simulation_model(
     marked: ir.Model, encodings: Mapping[str, Encoding], biases: Container[str] = (), file: WeightFile | None = None
-) -> Simulation:
+) -> MarkedSimulation:
     """The model that computes what the quantized model will compute.
 
     Constants become their fake-quantized float values, and their originals are dropped. Activations pass
@@ -251,7 +251,7 @@ def simulation_model(
     """
     copy = copy_model(expand_recurrent(marked))
     builder, constants = Builder(copy), find_constants(copy)
-    simulation = Simulation(copy)
+    simulation = MarkedSimulation(copy)
     file = file_for(marked, file)
     folded: dict[tuple[ir.Value, Encoding], ir.Value] = {}
     for node in site_nodes(copy):
@@ -287,7 +287,7 @@ def _write_site(node: ir.Node, source: ir.Value, encoding: Encoding | None, site
     return source if node.graph is None else result  # it stays where the name of an output needs a node
 
 
-def _kept_in_file(simulation: Simulation, file: WeightFile) -> Simulation:
+def _kept_in_file(simulation: MarkedSimulation, file: WeightFile) -> MarkedSimulation:
     """The large weights that no site quantizes go into the file of the others, for a session reads from one folder."""
     for value, tensor in weights(simulation.model):
         there = isinstance(tensor, ir.ExternalTensor) and tensor.base_dir == file.folder.name

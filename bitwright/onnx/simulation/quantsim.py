@@ -1,24 +1,17 @@
 """``QuantizationSimModel``: an ONNX model that computes what its quantized self will compute.
 
-Where a simulation computes what is not finite, and repairs in its graph: the nodes of each, after the value that it repairs.
+Repairs of values that are not finite are nodes after the operator that makes them:
 
 ==========  ==========================================================================
 replace     IsNaN, Where; then Greater, Where and Less, Where for the two infinities
 clamp       IsNaN, Where; then Clip, which by itself keeps NaN or loses it, by runtime
 ==========  ==========================================================================
 
-The parameters of an ONNX simulation, and snapshots of its state.
-
-Calibration of an ONNX simulation: weights from their values, activations from the runs of a session.
-
-A session for trials: grids and weights are inputs, so that other bits or scales need no new session.
-
-Every activation quantizer is a Clip at the ends of its grid and a pair of QuantizeLinear and DequantizeLinear with 16-bit
-codes, which holds every integer grid of up to 16 bits; ends, scale and zero point are inputs of the model. Weights are inputs
-too, so that the runtime cannot pack them for its fastest kernels: a run takes longer than a run of ``sim.session``, and the
-difference is less than opening one.
-
-What an ONNX simulation hands out: files for deployment, and values at its sites.
+:class:`TrialSession` is a session for searches, whose grids and weights are inputs, so that other bits or scales need no new
+session. Every activation quantizer in it is a Clip at the ends of its grid and a pair of QuantizeLinear and DequantizeLinear
+with 16-bit codes, which holds every integer grid of up to 16 bits; ends, scale and zero point are inputs of the model. Weights
+are inputs too, so that the runtime cannot pack them for its fastest kernels: a run takes longer than a run of ``sim.session``,
+and the difference is less than opening one.
 """
 
 from __future__ import annotations
@@ -41,22 +34,19 @@ from bitwright.compare.drift import drift_models
 from bitwright.compare.report import DriftReport, VerifyReport
 from bitwright.compare.saturation import SaturationReport, saturation
 from bitwright.compare.verify import verify_layers, wrong_kernels
-from bitwright.core.graph.graph import Graph
 from bitwright.core.health.diagnosis import Repair
 from bitwright.core.health.report import LIMITS, HealthReport, check_parameters
 from bitwright.core.health.site_health import HealthTable
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
-from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod, check_policy
+from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod
 from bitwright.core.placement.config import bit_widths, make_rules
-from bitwright.core.placement.place import place
-from bitwright.core.placement.plan import Coverage, Plan
 from bitwright.core.placement.rules import Rules
-from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration, warn_of_unlike_joins
+from bitwright.core.simulation.calibration import BatchGate
 from bitwright.core.simulation.float_model import Undo
-from bitwright.core.simulation.simulation import Lock, Occupancy, all_or_nothing
-from bitwright.core.simulation.sites import Site, derived_biases, place_quantizers, required_encodings
+from bitwright.core.simulation.simulation import Lock, Observer, Occupancy, fed, nothing_ran
+from bitwright.core.simulation.sites import derived_biases, place_quantizers, required_encodings
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, checks_methods
 from bitwright.export.artefacts import (
     Exported,
@@ -66,7 +56,7 @@ from bitwright.export.artefacts import (
     recurrent_form,
     write_artefacts,
 )
-from bitwright.export.encodings.of_simulation import load_encodings, save_encodings, set_and_freeze_param_encodings
+from bitwright.export.encodings.of_simulation import SimulationFiles
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.files.onnx_file import checked_on_failure, is_tensor, let_go
 from bitwright.export.qdq.forms import Builder, after, before, write_activation
@@ -109,7 +99,7 @@ from bitwright.onnx.model.session import (
 )
 from bitwright.onnx.simulation.calibrator import Calibrator
 from bitwright.onnx.simulation.marked_model import (
-    Simulation,
+    MarkedSimulation,
     WeightFile,
     file_for,
     folded_constant,
@@ -117,11 +107,11 @@ from bitwright.onnx.simulation.marked_model import (
     marked_constants,
     simulation_model,
 )
-from bitwright.progress import collector_paused, progress
-from bitwright.runtimes.adapters import named_arrays
+from bitwright.progress import collector_paused
+from bitwright.progress import progress as bar
+from bitwright.runtimes.adapters import named_arrays, one_array
 from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.runtimes.onnxruntime import refusals
-from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -142,12 +132,7 @@ class RepairedValue:
     result: ir.Value
 
 
-def nodes_of(sim: QuantizationSimModel) -> dict[str, ir.Node]:
-    """Operator -> its node in the marked model."""
-    return {str(node.name): node for node in sim.marked.graph.all_nodes() if not is_site(node)}
-
-
-def float_results(node: ir.Node | None) -> list[ir.Value]:
+def _float_results(node: ir.Node | None) -> list[ir.Value]:
     """The floating-point tensors that a node writes and something reads."""
     read = [v for v in (() if node is None else node.outputs) if v.uses() or v.is_graph_output()]
     return [v for v in read if is_tensor(v) and _dtype(v) in REPAIRED]
@@ -156,50 +141,6 @@ def float_results(node: ir.Node | None) -> list[ir.Value]:
 def _dtype(value: ir.Value) -> ir.DataType:
     """The type of a tensor; float32 after an operator that type inference does not know, as for quantizers."""
     return value.dtype or _D.FLOAT
-
-
-def put_in_force(sim: QuantizationSimModel, repairs: tuple[Repair, ...]) -> None:
-    """Let exactly these repairs be in effect."""
-    _take_out(sim)
-    builder, nodes = Builder(sim.marked), nodes_of(sim)
-    for repair in repairs:
-        sim.repaired += [_put_in(builder, value, repair) for value in float_results(nodes[repair.op])]
-    sim.repairs = repairs
-    sim.forget_simulations()
-
-
-def diagnosed(sim: QuantizationSimModel, model: ir.Model, feeds: Any) -> HealthReport:
-    """Where ``model``, which was made from the marked one, computes what is not finite."""
-    from bitwright.onnx.nan_doctor import Doctor
-
-    doctor = Doctor(model, "model", sim.providers, sim.threads)
-    doctor.check(feeds)
-    return doctor.report()
-
-
-def holds_nan(output: Any) -> bool:
-    """Whether what a model returned is a floating-point tensor with NaN."""
-    return isinstance(output, np.ndarray) and output.dtype.kind == "f" and bool(np.isnan(output).any())
-
-
-def name_nan(sim: QuantizationSimModel, feeds: Feeds) -> None:
-    """Tell which operator makes NaN in the simulation of a feed that float computes without."""
-    plain, quantized = (
-        diagnosed(sim, simulation_model(sim.marked, encodings).model, feeds) for encodings in ({}, sim._encodings())
-    )
-    if plain.ok and not plain.bad_inputs:
-        logger.warning("%s", sim.quantizers.describe_nan(quantized, sim.graph))
-
-
-def _take_out(sim: QuantizationSimModel) -> None:
-    outputs = Outputs(sim.marked)
-    for repaired in reversed(sim.repaired):
-        raw, result, name = repaired.raw, repaired.result, repaired.result.name
-        move_uses(result, raw)
-        outputs.replace(result, raw)
-        remove_unread(result)
-        raw.name = name
-    sim.repaired, sim.repairs = [], ()
 
 
 def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> RepairedValue:
@@ -239,64 +180,6 @@ def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> RepairedValue:
 Array = NDArray[Any]
 
 
-def set_parameter(sim: QuantizationSimModel, name: str, value: Array) -> None:
-    """See :meth:`QuantizationSimModel.set_parameter`; the caller holds the lock."""
-    holder = sim.marked.graph.initializers[name]
-    tensor = holder.const_value
-    assert tensor is not None, name
-    if tuple(value.shape) != tuple(tensor.shape.numpy()):
-        raise ModelError(
-            name,
-            f"the new value has shape {value.shape}, the parameter {tuple(tensor.shape.numpy())}",
-            "keep the shape",
-        )
-    array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
-    holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
-    for site in sim._sites_of.get(name, ()):
-        sim.constants[site] = np.asarray(array, np.float32) if array.dtype.kind == "V" else array
-        if site in sim._biases:
-            sim._biases[site].replace(sim.constants[site])
-    sim.forget_simulations()
-
-
-def remember(sim: QuantizationSimModel, parameters: bool) -> Undo:
-    """See :meth:`QuantizationSimModel.remember`."""
-    quantizers, calibrated, log = sim.quantizers.remember(), sim.calibrated, sim.calibration_log
-    repairs = sim.repairs
-    initializers = sim.marked.graph.initializers if parameters else {}
-    tensors = {name: value.const_value for name, value in initializers.items()}
-    constants = dict(sim.constants) if parameters else {}
-
-    def restore() -> None:
-        if sim.repairs is not repairs:
-            put_in_force(sim, repairs)
-        for name, tensor in tensors.items():
-            holder = sim.marked.graph.initializers.get(name)  # gone where a chosen weight took its place
-            if tensor is not None and holder is not None and holder.const_value is not tensor:
-                sim.set_parameter(name, tensor.numpy())
-        _restore_computed(sim, constants)
-        quantizers()
-        sim.calibrated, sim.calibration_log = calibrated, log
-
-    return restore
-
-
-def _restore_computed(sim: QuantizationSimModel, constants: Mapping[str, Array]) -> None:
-    """Give weights that nodes computed, and that a method has replaced since, the values they had."""
-    changed = {
-        site: array
-        for site, array in constants.items()
-        if sim.constants[site] is not array and sim.graph.values[sim.plan.sites[site].value].param is None
-    }
-    for marker in [node for node in sim.marked.graph if is_site(node)] if changed else ():
-        array = changed.get(site_of(marker))
-        chosen = marker.inputs[0]
-        if array is not None and chosen is not None and chosen.is_initializer():
-            chosen.const_value = ir.Tensor(array, name=chosen.name)
-            sim.constants[site_of(marker)] = array
-    sim.forget_simulations()
-
-
 class CalibrationSession:
     """What a calibration callback is given: runs like an ``onnxruntime.InferenceSession``, and is watched."""
 
@@ -332,169 +215,6 @@ class CalibrationSession:
         return list(self.calibrator.specs)
 
 
-@contextmanager
-def calibrating(
-    sim: QuantizationSimModel, resume: bool, allow_unreached: bool, non_finite: NonFinite
-) -> Iterator[CalibrationSession]:
-    """See :meth:`QuantizationSimModel.calibrating`."""
-    policy = check_policy(non_finite)
-    interrupt: KeyboardInterrupt | None = None
-    with sim._occupancy.exclusive("calibration"):
-        if sim._calibrating:
-            raise nested_calibration()
-        with all_or_nothing(sim):
-            calibrator, gate = _begin(sim, resume, policy)
-            session = CalibrationSession(calibrator, sim.output_names, sim._occupancy)
-            sim._calibrating = True
-            try:
-                yield session
-                gate.finish()
-            except KeyboardInterrupt as stopped:
-                if not calibrator.runs:
-                    raise
-                interrupt = stopped
-            finally:
-                gate.abandon()
-                sim.calibration_log = gate.log
-                sim._calibrating, session.ended = False, True
-            _finish(sim, calibrator, interrupt is not None, allow_unreached)
-    if interrupt is not None:
-        raise interrupt
-
-
-def _begin(sim: QuantizationSimModel, resume: bool, policy: NonFinite) -> tuple[Calibrator, BatchGate]:
-    sim._close_large()  # the session to come is another one
-    parameters = _quantized_parameters(sim)
-    check_parameters(parameters)
-    for array in parameters.values():
-        let_go(array)
-    sim.quantizers.reconsider()
-    if not resume:
-        sim.quantizers.forget()
-    sim.calibrated, sim._told_of_nan = False, False
-    calibrator = make_calibrator(sim)
-    gate = calibrator.gate = _gate(sim, calibrator, policy)
-    return calibrator, gate
-
-
-def _finish(sim: QuantizationSimModel, calibrator: Calibrator, interrupted: bool, allow_unreached: bool) -> None:
-    """Put the encodings of what was seen into effect."""
-    if not calibrator.runs:
-        raise CalibrationError(
-            "calibrating", "the session did not run in the block", "call session.run inside the block"
-        )
-    calibrator.finish()
-    sim.quantizers.freeze_activations()
-    sim.calibrated = True
-    sim._refresh_biases()
-    sim.quantizers.settle_unreached(allow=allow_unreached or interrupted, quiet=interrupted)
-    if not interrupted:
-        warn_of_unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
-    if interrupted:
-        logger.warning(
-            "calibration interrupted after %d batches; the statistics so far are in effect, "
-            "compute_encodings(rest, resume=True) adds to them",
-            calibrator.runs,
-        )
-
-
-def _gate(sim: QuantizationSimModel, calibrator: Calibrator, policy: NonFinite) -> BatchGate:
-    def blame(batch: Any) -> HealthReport:
-        return diagnosed(sim, watched_model(sim).model, batch)
-
-    watched = {id(q): q for q in calibrator.quantizers.values() if q.enabled}
-    return BatchGate(watched.values(), policy, blame, calibrator.channels.values())
-
-
-def _quantized_parameters(sim: QuantizationSimModel) -> dict[str, Array]:
-    """Parameter name -> its elements, of every enabled weight and bias that is a constant."""
-    found = {}
-    for site in sim.quantizers.values():
-        param, array = sim.graph.values[site.value].param, sim.constants.get(site.name)
-        if param is not None and array is not None and site.enabled and site.role in ("weight", "bias"):
-            found[param] = array
-    return found
-
-
-def make_calibrator(sim: QuantizationSimModel) -> Calibrator:
-    """Weights calibrated and quantized, activations watched."""
-    for site in sim.quantizers.values():
-        if site.name in sim.constants and site.enabled:
-            _observe_constant(site, sim.constants[site.name])
-    simulation = watched_model(sim)
-    watched = {name: site.quantizer for name, site in sim.quantizers.items() if name in simulation.taps}
-    channels = {name: sim.quantizers[name].channels for name in watched}
-    return Calibrator(simulation, watched, sim.memory_budget, sim.providers, sim.threads, channels=channels)
-
-
-def _observe_constant(site: Site, array: Array) -> None:
-    quantizer = site.quantizer
-    if quantizer.derived or quantizer.frozen:
-        return
-    if site.role != "input":
-        quantizer.observe_once(array)
-        let_go(array)
-    elif quantizer.statistics is None:  # a constant that starts a state, on the grid of that state
-        quantizer.observe(array)
-
-
-def watched_model(sim: QuantizationSimModel) -> Simulation:
-    """What calibration runs: weights quantized, activations in float except the frozen ones."""
-    encodings = {
-        site.name: site.encoding
-        for site in sim.quantizers.values()
-        if site.enabled
-        and site.encoding is not None
-        and not site.quantizer.derived
-        and (site.name in sim.constants or site.frozen)
-    }
-    return simulation_model(sim.marked, encodings, file=sim._weight_file())
-
-
-def feed(sim: QuantizationSimModel, session: CalibrationSession, data: Any, args: Any, show: bool) -> None:
-    """Run a calibration on what :meth:`QuantizationSimModel.compute_encodings` was given.
-
-    Raises:
-        CalibrationError: it is not data, or none came.
-    """
-    calibrator = session.calibrator
-    if data is None:
-        _calibrate_on_example(sim, calibrator)
-    elif callable(data):
-        data(session) if args is None else data(session, args)
-    elif isinstance(data, (Mapping, np.ndarray)) or not isinstance(data, Iterable):
-        raise CalibrationError(
-            "compute_encodings",
-            f"data is a {type(data).__name__}, not a list of batches",
-            "write sim.compute_encodings([batch]) for a single batch",
-        )
-    else:
-        for batch in progress(data, "calibrating", show):
-            calibrator.run(batch)
-    if not calibrator.runs:
-        raise CalibrationError(
-            "compute_encodings",
-            "the callback never ran its session" if callable(data) else "the data held no batch",
-            "pass a non-empty list (a generator can be used only once), or a callback that calls session.run",
-        )
-
-
-def _calibrate_on_example(sim: QuantizationSimModel, calibrator: Calibrator) -> None:
-    made_up = sim._dummy is None and any(spec.is_open for spec in sim.specs)
-    try:
-        calibrator.run(sim.example())
-    except CalibrationError as error:
-        if not made_up:
-            raise
-        shapes = ", ".join(f"{name} {'x'.join(map(str, a.shape))}" for name, a in sim.example().items())
-        raise CalibrationError(
-            "the example input",
-            f"the model leaves lengths of axes open, and fails on random values of shape {shapes}: {error.problem}",
-            "pass dummy_input=..., one feed of the shapes that the model is made for, or data",
-        ) from error
-
-
-D = ir.DataType
 _KEPT = 4  # sessions, of different sets of quantizers that work
 _WIDEST = 16
 
@@ -576,7 +296,7 @@ class _Inputs:
                 bypass(node, builder.outputs)
             elif (encoding := encodings.get(site)) is None:
                 bypass(node, builder.outputs)
-            elif _is_input(encoding) and source.dtype in (None, D.FLOAT):
+            elif _is_input(encoding) and source.dtype in (None, _D.FLOAT):
                 self._write(builder, node, source, site)
             else:
                 write_activation(builder, node, encoding, unsigned(encoding), site)
@@ -594,15 +314,15 @@ class _Inputs:
 
     def _write(self, builder: Builder, node: ir.Node, source: ir.Value, site: str) -> None:
         if site not in self._grids:
-            kinds = {"low": D.FLOAT, "high": D.FLOAT, "scale": D.FLOAT, "zero_point": D.UINT16}
+            kinds = {"low": _D.FLOAT, "high": _D.FLOAT, "scale": _D.FLOAT, "zero_point": _D.UINT16}
             self._grids[site] = [
                 self._input(builder, f"{source.name}_trial_{kind}", dtype) for kind, dtype in kinds.items()
             ]
         low, high, *pair = self._grids[site]
         place, base = before(node), str(source.name)
-        inside = builder.emit(place, "Clip", [source, low, high], f"{base}_trial_clip", D.FLOAT)
-        codes = builder.emit(place, "QuantizeLinear", [inside, *pair], f"{base}_trial_q", D.UINT16)
-        value = builder.emit(place, "DequantizeLinear", [codes, *pair], f"{base}_trial_dq", D.FLOAT)
+        inside = builder.emit(place, "Clip", [source, low, high], f"{base}_trial_clip", _D.FLOAT)
+        codes = builder.emit(place, "QuantizeLinear", [inside, *pair], f"{base}_trial_q", _D.UINT16)
+        value = builder.emit(place, "DequantizeLinear", [codes, *pair], f"{base}_trial_dq", _D.FLOAT)
         builder.take_over(node, value)
 
     def outdated(self, sim: QuantizationSimModel) -> bool:
@@ -649,111 +369,7 @@ def _grid(encoding: Encoding) -> list[Array]:
     return [*floats, np.asarray(shown.zero_point, np.uint16)]
 
 
-_ACTIVATIONS = ("input", "output")
-
-
-def export(
-    sim: QuantizationSimModel,
-    path: str | Path,
-    filename_prefix: str,
-    target: str,
-    format: FileFormat | None,
-    *,
-    encoding_version: str,
-    samples: bool,
-    measure_speed: bool,
-    bias: Any,
-    **options: Any,
-) -> Exported:
-    """See :meth:`QuantizationSimModel.export`."""
-    check_destination(path, filename_prefix)
-    check_encoding_version(encoding_version)
-    target = target_for(target, format).name
-    encodings = sim._encodings()
-    example = sim.example()
-    sim._close_large()  # what is written takes memory too
-
-    def of_rows(result: QdqResult, rows: int | None) -> Samples:
-        return sample(sim, result, {n: x[:rows] if x.ndim else x for n, x in example.items()})
-
-    exported = write_artefacts(
-        sim,
-        path,
-        filename_prefix,
-        sim.marked,
-        encodings,
-        encoding_version=encoding_version,
-        bias=bias_form(sim, bias),
-        target=target,
-        data=[plain(array) for array in example.values()],
-        samples=of_rows if samples else None,
-        check=wrong_kernels,
-        **options,
-    )
-    return measured(exported, target) if measure_speed else exported
-
-
-def as_qdq(
-    sim: QuantizationSimModel, target: str | Target, bias: Any, recurrent: RecurrentForm | None, **options: Any
-) -> QdqResult:
-    """The file that an export for ``target`` would write."""
-    marked = write_recurrent(sim.marked, recurrent_form(sim, recurrent, target))
-    form = bias_form(sim, bias)
-    return to_qdq(marked, sim._encodings(), bias=form, target=target, **options)
-
-
-def sampled(
-    sim: QuantizationSimModel,
-    feeds: Any,
-    target: str | Target,
-    bias: Any,
-    recurrent: RecurrentForm | None,
-    **options: Any,
-) -> tuple[QdqResult, Samples]:
-    """The file that an export would write, and what the simulation computes on ``feeds``, by default the example."""
-    checked = sim.example() if feeds is None else as_feeds(feeds, sim.specs)
-    result = as_qdq(sim, target, bias, recurrent, **options)
-    return result, sample(sim, result, checked)
-
-
-def sample(sim: QuantizationSimModel, result: QdqResult, feeds: Feeds) -> Samples:
-    """What the simulation computes on ``feeds``, at the sites that a file has."""
-    names = [
-        s.name for s in sim.quantizers.values() if s.role in _ACTIVATIONS and s.name in result.tensors and s.enabled
-    ]
-    outputs = named_arrays(dict(zip(sim.output_names, sim.run(feeds), strict=True)))
-    sim._close_large()  # the next session is another one
-    return Samples(sim.capture(names, feeds), feeds, outputs)
-
-
-def capture(sim: QuantizationSimModel, names: Sequence[str], feeds: Feeds) -> dict[str, list[Array]]:
-    """See :meth:`QuantizationSimModel.capture`."""
-    try:
-        return _captured(sim, names, feeds, bodies=True)
-    except refusals() as error:
-        if all(graph is sim.marked.graph for graph in sim.marked.graphs()):
-            raise
-        logger.warning("what bodies make cannot be brought out of them: %s", first_line(error))
-        return _captured(sim, names, feeds, bodies=False)
-
-
-def _captured(sim: QuantizationSimModel, names: Sequence[str], feeds: Feeds, *, bodies: bool) -> dict[str, list[Array]]:
-    """Values at sites; of those in bodies, other than the steps of recurrent layers, only where ``bodies`` says so."""
-    simulation = sim.simulation()
-    places = list(_places(simulation, names, bodies))
-    shown = show(Builder(simulation.model), [value for _, value in places])
-    fetch = list(dict.fromkeys(str(value.name) for value in shown.values()))
-    values = {}
-    if fetch:
-        session = open_session(simulation.model, sim.providers, threads=sim.threads)
-        values = dict(zip(fetch, run_session(session, feeds, "the simulation", fetch), strict=True))
-    found: dict[str, list[Array]] = {}
-    for name, value in places:
-        found.setdefault(name, []).append(values[str(shown[value].name)])
-    return found
-
-
-def _places(simulation: Simulation, names: Sequence[str], bodies: bool) -> Iterator[tuple[str, ir.Value]]:
+def _places(simulation: MarkedSimulation, names: Sequence[str], bodies: bool) -> Iterator[tuple[str, ir.Value]]:
     """Site -> a value of the main graph that shows it, for every place of every site."""
     instrument, graph = Instrument(simulation.model), simulation.model.graph
     for name, value in ((site, value) for site in names for value in simulation.results.get(site, ())):
@@ -771,7 +387,7 @@ _INSTEAD = "work on another QuantizationSimModel of the same model, which load_e
 
 
 @checks_methods
-class QuantizationSimModel(Tabular):
+class QuantizationSimModel(SimulationFiles):
     """A copy of an ONNX model that computes with quantized weights and activations, in ONNX Runtime.
 
     The model is read, not changed; ``sim.session`` is an ordinary ``InferenceSession`` with the model's own inputs
@@ -800,7 +416,9 @@ class QuantizationSimModel(Tabular):
         ConfigError: unknown scheme or provider, or a configuration that cannot be read.
     """
 
-    _also = ("calibrated", "quantizers")
+    _observed_object = ("session", "session.run")
+    calibrated = False
+    repairs: tuple[Repair, ...] = ()
 
     @bit_widths("default_param_bw", "default_activation_bw")
     @checks_arguments
@@ -820,27 +438,16 @@ class QuantizationSimModel(Tabular):
         threads: int = 0,
     ) -> None:
         check_providers(providers)
-        self._occupancy, self._lock = Occupancy(_INSTEAD), Lock()
-        self.rules: Rules = make_rules(
-            quant_scheme,
-            preset,
-            config_file,
-            param_bw=default_param_bw,
-            output_bw=default_activation_bw,
-            data_type=default_data_type,
-            names=("default_param_bw", "default_activation_bw"),
-        )
+        self._threads, self._lock = Occupancy(_INSTEAD), Lock()
+        names = ("default_param_bw", "default_activation_bw")
+        bits = {"param_bw": default_param_bw, "output_bw": default_activation_bw}
+        self._set_up(make_rules(quant_scheme, preset, config_file, **bits, data_type=default_data_type, names=names))
         self.providers, self.threads = providers, threads
         self.memory_budget = free_memory() // 4 if memory_budget is None else int(memory_budget)
-        self.calibrated = False
-        self.calibration_log: CalibrationLog | None = None
-        self.origin: dict[str, str] = {}  # what the file is to tell of how this simulation was made
         self._told_of_nan = False
-        self._calibrating = False
-        self.repairs: tuple[Repair, ...] = ()  # what stabilize put into effect
-        self.repaired: list[Any] = []  # where in the marked model they stand
+        self._repaired: list[RepairedValue] = []  # where in the marked model the repairs stand
         self._weights: WeightFile | None = None
-        self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
+        self.output_values = {}  # an exported model's outputs are called as the graph's are
         site = str(model) if isinstance(model, (str, os.PathLike)) else "model"
         with collector_paused(), checked_on_failure(model, site):
             self._place(model, dummy_input)
@@ -857,13 +464,11 @@ class QuantizationSimModel(Tabular):
         self.output_names = [str(value.name) for value in loaded.model.graph.outputs]
         self._dummy = None if dummy_input is None else as_feeds(dummy_input, self.specs, "dummy_input")
         view = build_graph(loaded.model)
-        self.graph: Graph = view.graph
-        self.plan: Plan = place(self.graph, self.rules)
+        self.graph = view.graph
+        self.plan = self._plan()
         adopted = adopt(self.plan, self.graph, given) if given else None
         if adopted is not None:
             self.plan = adopted.plan
-        for line in self.plan.unused:
-            logger.warning(line)
         self.marked = mark_sites(loaded.model, self.plan.sites.values(), view.node)
         self.constants = marked_constants(self.marked)
         self.quantizers = place_quantizers(self.plan, self.graph, self.constants.get)
@@ -881,7 +486,22 @@ class QuantizationSimModel(Tabular):
             ModelError: the shape differs.
         """
         with self._occupancy.exclusive("set_parameter"), self._lock:
-            set_parameter(self, name, value)
+            holder = self.marked.graph.initializers[name]
+            tensor = holder.const_value
+            assert tensor is not None, name
+            if tuple(value.shape) != tuple(tensor.shape.numpy()):
+                raise ModelError(
+                    name,
+                    f"the new value has shape {value.shape}, the parameter {tuple(tensor.shape.numpy())}",
+                    "keep the shape",
+                )
+            array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
+            holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
+            for site in self._sites_of.get(name, ()):
+                self.constants[site] = np.asarray(array, np.float32) if array.dtype.kind == "V" else array
+                if site in self._biases:
+                    self._biases[site].replace(self.constants[site])
+            self.forget_simulations()
 
     @cached_property
     def _sites_of(self) -> dict[str, list[str]]:
@@ -930,7 +550,27 @@ class QuantizationSimModel(Tabular):
             BusyError: another thread changes the simulation.
         """
         with self.calibrating(resume=resume, allow_unreached=allow_unreached, non_finite=non_finite) as session:
-            feed(self, session, data, args, progress)
+            calibrator = session.calibrator
+            for batch in bar(fed([] if data is None else data, args, session, (np.ndarray,)), "calibrating", progress):
+                calibrator.run(batch)
+            if data is None:
+                self._calibrate_on_example(calibrator)
+            if not calibrator.runs:
+                raise nothing_ran(data, "its session", "session.run")
+
+    def _calibrate_on_example(self, calibrator: Calibrator) -> None:
+        made_up = self._dummy is None and any(spec.is_open for spec in self.specs)
+        try:
+            calibrator.run(self.example())
+        except CalibrationError as error:
+            if not made_up:
+                raise
+            shapes = ", ".join(f"{name} {'x'.join(map(str, a.shape))}" for name, a in self.example().items())
+            raise CalibrationError(
+                "the example input",
+                f"the model leaves lengths of axes open, and fails on random values of shape {shapes}: {error.problem}",
+                "pass dummy_input=..., one feed of the shapes that the model is made for, or data",
+            ) from error
 
     def calibrating(
         self, *, resume: bool = False, allow_unreached: bool = False, non_finite: NonFinite = "error"
@@ -955,7 +595,150 @@ class QuantizationSimModel(Tabular):
             ...     for feeds in loader:
             ...         session.run(None, feeds)
         """
-        return calibrating(self, resume, allow_unreached, non_finite)
+        return self._calibration(resume, allow_unreached, non_finite)
+
+    def _begin(self, resume: bool, ranks: Any) -> Calibrator:
+        self._close_large()  # the session to come is another one
+        parameters = self._quantized_parameters()
+        check_parameters(parameters)
+        for array in parameters.values():
+            let_go(array)
+        self.quantizers.reconsider()
+        if not resume:
+            self.quantizers.forget()
+        self.calibrated, self._told_of_nan = False, False
+        return self._calibrator()
+
+    def _calibrator(self) -> Calibrator:
+        """Weights calibrated and quantized, activations watched."""
+        for site in self.quantizers.values():
+            quantizer, array = site.quantizer, self.constants.get(site.name)
+            if array is None or not site.enabled or quantizer.derived or quantizer.frozen:
+                continue
+            if site.role != "input":
+                quantizer.observe_once(array)
+                let_go(array)
+            elif quantizer.statistics is None:  # a constant that starts a state, on the grid of that state
+                quantizer.observe(array)
+        simulation = self._watched_model()
+        watched = {name: site.quantizer for name, site in self.quantizers.items() if name in simulation.taps}
+        channels = {name: self.quantizers[name].channels for name in watched}
+        return Calibrator(simulation, watched, self.memory_budget, self.providers, self.threads, channels=channels)
+
+    def _watched_model(self) -> MarkedSimulation:
+        """What calibration runs: weights quantized, activations in float except the frozen ones."""
+        encodings = {
+            site.name: site.encoding
+            for site in self.quantizers.values()
+            if site.enabled
+            and site.encoding is not None
+            and not site.quantizer.derived
+            and (site.name in self.constants or site.frozen)
+        }
+        return simulation_model(self.marked, encodings, file=self._weight_file())
+
+    def _gate(self, observer: Observer, policy: NonFinite) -> BatchGate:
+        assert isinstance(observer, Calibrator)
+
+        def blame(batch: Any) -> HealthReport:
+            return self._diagnosed(self._watched_model().model, batch)
+
+        watched = {id(q): q for q in observer.quantizers.values() if q.enabled}
+        return BatchGate(watched.values(), policy, blame, observer.channels.values())
+
+    @contextmanager
+    def _observed(self, observer: Observer) -> Iterator[CalibrationSession]:
+        assert isinstance(observer, Calibrator)
+        session = CalibrationSession(observer, self.output_names, self._occupancy)
+        try:
+            yield session
+        finally:
+            session.ended = True
+
+    def _find_encodings(self, observer: Observer) -> None:
+        assert isinstance(observer, Calibrator)
+        observer.finish()
+        self.quantizers.freeze_activations()
+
+    def _set_calibrated(self) -> None:
+        self.calibrated = True
+
+    def _diagnosed(self, model: ir.Model, feeds: Any) -> HealthReport:
+        """Where ``model``, which was made from the marked one, computes what is not finite."""
+        from bitwright.onnx.nan_doctor import Doctor
+
+        doctor = Doctor(model, "model", self.providers, self.threads)
+        doctor.check(feeds)
+        return doctor.report()
+
+    def _name_nan(self, feeds: Feeds) -> None:
+        """Tell which operator makes NaN in the simulation of a feed that float computes without."""
+        plain, quantized = (
+            self._diagnosed(simulation_model(self.marked, encodings).model, feeds)
+            for encodings in ({}, self._encodings())
+        )
+        if plain.ok and not plain.bad_inputs:
+            logger.warning("%s", self.quantizers.describe_nan(quantized, self.graph))
+
+    # -- what methods ask of it
+
+    @property
+    def _occupancy(self) -> Occupancy:
+        return self._threads
+
+    def _values_of(self, site: str) -> Array | None:
+        return self.constants.get(site)
+
+    @property
+    def _metric_target(self) -> Any:
+        return self.session
+
+    def _outputs(self, batch: Any) -> list[Array]:
+        """Of a sequence or a map all floats in a row."""
+        return [one_array(y) for y in self.run(batch)]
+
+    def _float_copy(self) -> ir.Model:
+        """The arrays of weights are shared until they change."""
+        return strip_sites(self.marked).model
+
+    def _again(self, model: Source) -> QuantizationSimModel:
+        options: dict[str, Any] = {
+            "providers": self.providers,
+            "memory_budget": self.memory_budget,
+            "threads": self.threads,
+        }
+        found = QuantizationSimModel(model, self.example(), config_file=self.rules, **options)
+        found.quantizers.ask_as(self.quantizers)
+        return found
+
+    def _saturation_count(self, batches: Sequence[Any], **options: Any) -> Callable[[], SaturationReport]:
+        return lambda: self.saturation(batches, **options)
+
+    def _nodes(self) -> dict[str, ir.Node]:
+        """Operator -> its node in the marked model."""
+        return {str(node.name): node for node in self.marked.graph.all_nodes() if not is_site(node)}
+
+    def _repairable(self) -> dict[str, str | None]:
+        """An operator cannot be repaired if nothing reads its results, or they are in another type."""
+        reason = f"the operator has no result in {', '.join(REPAIRED.values())} that anything reads"
+        nodes = self._nodes()
+        return {op.name: None if _float_results(nodes.get(op.name)) else reason for op in self.graph.ops}
+
+    def _put_in_force(self, repairs: Sequence[Repair]) -> None:
+        """As nodes after the operators."""
+        outputs = Outputs(self.marked)
+        for repaired in reversed(self._repaired):
+            raw, result, name = repaired.raw, repaired.result, repaired.result.name
+            move_uses(result, raw)
+            outputs.replace(result, raw)
+            remove_unread(result)
+            raw.name = name
+        self._repaired, self.repairs = [], ()
+        builder, nodes = Builder(self.marked), self._nodes()
+        for repair in repairs:
+            self._repaired += [_put_in(builder, value, repair) for value in _float_results(nodes[repair.op])]
+        self.repairs = tuple(repairs)
+        self.forget_simulations()
 
     def example(self) -> Feeds:
         """The example input: ``dummy_input``, or random values where none was given."""
@@ -984,7 +767,39 @@ class QuantizationSimModel(Tabular):
         Returns:
             A function that brings the state back, as often as it is called.
         """
-        return remember(self, parameters)
+        quantizers, calibrated, log = self.quantizers.remember(), self.calibrated, self.calibration_log
+        repairs = self.repairs
+        initializers = self.marked.graph.initializers if parameters else {}
+        tensors = {name: value.const_value for name, value in initializers.items()}
+        constants = dict(self.constants) if parameters else {}
+
+        def restore() -> None:
+            if self.repairs is not repairs:
+                self._put_in_force(repairs)
+            for name, tensor in tensors.items():
+                holder = self.marked.graph.initializers.get(name)  # gone where a chosen weight took its place
+                if tensor is not None and holder is not None and holder.const_value is not tensor:
+                    self.set_parameter(name, tensor.numpy())
+            self._restore_computed(constants)
+            quantizers()
+            self.calibrated, self.calibration_log = calibrated, log
+
+        return restore
+
+    def _restore_computed(self, constants: Mapping[str, Array]) -> None:
+        """Give weights that nodes computed, and that a method has replaced since, the values they had."""
+        changed = {
+            site: array
+            for site, array in constants.items()
+            if self.constants[site] is not array and self.graph.values[self.plan.sites[site].value].param is None
+        }
+        for marker in [node for node in self.marked.graph if is_site(node)] if changed else ():
+            array = changed.get(site_of(marker))
+            chosen = marker.inputs[0]
+            if array is not None and chosen is not None and chosen.is_initializer():
+                chosen.const_value = ir.Tensor(array, name=chosen.name)
+                self.constants[site_of(marker)] = array
+        self.forget_simulations()
 
     # -- use
 
@@ -1033,7 +848,7 @@ class QuantizationSimModel(Tabular):
         self._refresh_biases()
         return required_encodings(self.quantizers)
 
-    def simulation(self) -> Simulation:
+    def simulation(self) -> MarkedSimulation:
         """The simulation as a model of its own: standard ONNX, its quantizers and what enters them."""
         with self._lock:  # weights of a large model are mapped, and let go of once they are read
             return simulation_model(self.marked, self._encodings(), self._biases, self._weight_file())
@@ -1054,9 +869,11 @@ class QuantizationSimModel(Tabular):
         """
         checked = as_feeds(feeds, self.specs)
         found: list[Array] = run_session(self.session, checked, "the simulation", self.output_names)
-        if not self._told_of_nan and any(map(holds_nan, found)):
+        if not self._told_of_nan and any(
+            isinstance(y, np.ndarray) and y.dtype.kind == "f" and bool(np.isnan(y).any()) for y in found
+        ):
             self._told_of_nan = True
-            name_nan(self, checked)
+            self._name_nan(checked)
         return found
 
     def capture(self, names: Sequence[str], feeds: Any) -> dict[str, list[Array]]:
@@ -1066,17 +883,51 @@ class QuantizationSimModel(Tabular):
         of another Loop or Scan all iterations along a first axis; those of a branch that was not taken are empty. Where
         bodies make tensors of another shape in every iteration, sites in bodies have none.
         """
-        return capture(self, names, as_feeds(feeds, self.specs))
+        checked = as_feeds(feeds, self.specs)
+        try:
+            return self._captured(names, checked, bodies=True)
+        except refusals() as error:
+            if all(graph is self.marked.graph for graph in self.marked.graphs()):
+                raise
+            logger.warning("what bodies make cannot be brought out of them: %s", first_line(error))
+            return self._captured(names, checked, bodies=False)
+
+    def _captured(self, names: Sequence[str], feeds: Feeds, *, bodies: bool) -> dict[str, list[Array]]:
+        """Values at sites; of those in bodies, other than the steps of recurrent layers, only where ``bodies`` says so."""
+        simulation = self.simulation()
+        places = list(_places(simulation, names, bodies))
+        shown = show(Builder(simulation.model), [value for _, value in places])
+        fetch = list(dict.fromkeys(str(value.name) for value in shown.values()))
+        values = {}
+        if fetch:
+            session = open_session(simulation.model, self.providers, threads=self.threads)
+            values = dict(zip(fetch, run_session(session, feeds, "the simulation", fetch), strict=True))
+        found: dict[str, list[Array]] = {}
+        for name, value in places:
+            found.setdefault(name, []).append(values[str(shown[value].name)])
+        return found
+
+    def _sample(self, result: QdqResult, feeds: Feeds) -> Samples:
+        """What the simulation computes on ``feeds``, at the sites that a file has."""
+        names = [
+            site.name
+            for site in self.quantizers.values()
+            if site.role in ("input", "output") and site.name in result.tensors and site.enabled
+        ]
+        outputs = named_arrays(dict(zip(self.output_names, self.run(feeds), strict=True)))
+        self._close_large()  # the next session is another one
+        return Samples(self.capture(names, feeds), feeds, outputs)
+
+    def _as_qdq(self, target: str | Target, recurrent: RecurrentForm | None, bias: Any, **options: Any) -> QdqResult:
+        """The file that an export for ``target`` would write."""
+        marked = write_recurrent(self.marked, recurrent_form(self, recurrent, target))
+        return to_qdq(marked, self._encodings(), bias=bias_form(self, bias), target=target, **options)
 
     def report(self, path: str | Path, data: Any = None, **options: Any) -> Path:
         """Write one HTML file that shows the simulation and what it costs; see :func:`bitwright.report.simulation_report`."""
         from bitwright.report import simulation_report
 
         return simulation_report(self, path, data, **options)
-
-    def coverage(self) -> Coverage:
-        """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
-        return Coverage.of(self.plan, self.graph, self.quantizers.changes(self.plan), {})
 
     # -- files
 
@@ -1137,11 +988,24 @@ class QuantizationSimModel(Tabular):
                 or ``filename_prefix`` cannot begin the names of files.
             ExportError: a format cannot be written, or the folder cannot.
         """
-        return export(
-            self, path, filename_prefix, target, format, encoding_version=encoding_version, bias=bias,
-            activation=activation, recurrent=recurrent, weight_only=weight_only, every_tensor=every_tensor,
-            opset=opset, ir_version=ir_version, samples=samples, measure_speed=measure_speed,
+        check_destination(path, filename_prefix)
+        check_encoding_version(encoding_version)
+        target = target_for(target, format).name
+        encodings = self._encodings()
+        example = self.example()
+        self._close_large()  # what is written takes memory too
+
+        def of_rows(result: QdqResult, rows: int | None) -> Samples:
+            return self._sample(result, {n: x[:rows] if x.ndim else x for n, x in example.items()})
+
+        exported = write_artefacts(
+            self, path, filename_prefix, self.marked, encodings,
+            encoding_version=encoding_version, bias=bias_form(self, bias), activation=activation, recurrent=recurrent,
+            weight_only=weight_only, target=target, every_tensor=every_tensor, opset=opset, ir_version=ir_version,
+            data=[plain(array) for array in example.values()], samples=of_rows if samples else None,
+            check=wrong_kernels,
         )  # fmt: skip
+        return measured(exported, target) if measure_speed else exported
 
     def _close_large(self) -> None:
         """Let go of the sessions of a large model; they are opened again when they are needed."""
@@ -1173,7 +1037,9 @@ class QuantizationSimModel(Tabular):
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
         """
         row = target_in(target, runtime)
-        result, samples = sampled(self, feeds, row, bias, recurrent, activation=activation, weight_only=weight_only)  # fmt: skip
+        checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
+        result = self._as_qdq(row, recurrent, bias=bias, activation=activation, weight_only=weight_only)
+        samples = self._sample(result, checked)
         return verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime)  # fmt: skip
 
     def drift(
@@ -1203,7 +1069,9 @@ class QuantizationSimModel(Tabular):
             ConfigError: ``a`` or ``b`` is none of these, or both are the same.
         """
         row = target_in(target, a, b)
-        result, samples = sampled(self, feeds, row, bias, recurrent, activation=activation, weight_only=weight_only)  # fmt: skip
+        checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
+        result = self._as_qdq(row, recurrent, bias=bias, activation=activation, weight_only=weight_only)
+        samples = self._sample(result, checked)
         plain_model = strip_sites(restore_native(self.marked)).model
         return drift_models(a, b, plain_model, result.model, samples)
 
@@ -1227,7 +1095,7 @@ class QuantizationSimModel(Tabular):
             CalibrationError, ModelError, ExportError: as :meth:`export`; there is no batch.
         """
         feeds = [self.example()] if batches is None else [as_feeds(batch, self.specs) for batch in batches]
-        result = as_qdq(self, target, bias, recurrent, activation=activation, weight_only=weight_only)
+        result = self._as_qdq(target, recurrent, bias=bias, activation=activation, weight_only=weight_only)
         return saturation(result.model, feeds)
 
     def benchmark(
@@ -1251,37 +1119,9 @@ class QuantizationSimModel(Tabular):
         measured = {"runtime": runtime, "threads": threads, "seconds": seconds, "rounds": rounds}
         return benchmark_sim(lambda folder: self.export(folder, "model", **options), measured)
 
-    def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
-        """Write every encoding under its site's name; see :mod:`bitwright.export.encodings.write`."""
-        return save_encodings(self, path, version)
-
-    def load_encodings(
-        self, path: str | Path | dict[str, Any], strict: bool = True, *, partial: bool = False
-    ) -> tuple[str, ...]:
-        """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``.
-
-        With ``partial``, sites without one stay as they are. Returns the sites that got one.
-        """
-        with self._occupancy.exclusive("load_encodings"):
-            found = load_encodings(self, path, strict, partial)
-            self.calibrated = True
-            return found
-
-    def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
-        """Take the parameter encodings of a file and keep them through calibration."""
-        with self._occupancy.exclusive("set_and_freeze_param_encodings"):
-            set_and_freeze_param_encodings(self, path)
-
     def __repr__(self) -> str:
         state = "calibrated" if self.calibrated else "not calibrated"
         return f"QuantizationSimModel({len(self.graph)} operators, {self.quantizers!r}, {state})"
-
-    def records(self) -> list[dict[str, Any]]:
-        """One mapping per quantizer site."""
-        return self.quantizers.rows
-
-    def _repr_html_(self) -> str:
-        return self.quantizers._repr_html_(repr(self))
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

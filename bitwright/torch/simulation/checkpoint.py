@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -35,9 +35,7 @@ from bitwright.torch.simulation.ranges import (
     restore_learned,
     share_gradients,
 )
-
-if TYPE_CHECKING:
-    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+from bitwright.torch.simulation.simulated_module import SimulatedModule
 
 _TENSORS, _QUANTIZERS, _MANIFEST = "model.safetensors", "quantizers.json", "checkpoint.json"
 _VERSION = 2
@@ -45,7 +43,7 @@ _REMEDY = "pass a folder that save_checkpoint wrote, with all of its files"
 _OTHER = "load another checkpoint"
 
 
-def save_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> Path:
+def save_checkpoint(sim: SimulatedModule, folder: str | Path) -> Path:
     """Write ``model.safetensors``, ``quantizers.json`` and ``checkpoint.json`` into ``folder``, which is made if need be.
 
     An earlier checkpoint there is replaced at once: whatever stops this call, :func:`load_checkpoint` finds the earlier one
@@ -71,7 +69,7 @@ def save_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> Path:
     return Path(folder)
 
 
-def _state(sim: QuantizationSimModel) -> dict[str, Any]:
+def _state(sim: SimulatedModule) -> dict[str, Any]:
     """What a checkpoint keeps of a simulation beside the model's tensors, as plain JSON."""
     if sim._simulator.stage not in ("simulate", "uncalibrated"):
         raise ModelError(
@@ -105,12 +103,12 @@ def _learned(site: Site) -> dict[str, Any]:
     return {"learned": {"base": encoding_to_json(learned.base), "parameters": learned_to_json(learned)}}
 
 
-def state_dict(sim: QuantizationSimModel) -> dict[str, Any]:
+def state_dict(sim: SimulatedModule) -> dict[str, Any]:
     """The simulation as tensors and plain values, for ``torch.save``: ``model`` is ``sim.model.state_dict()``."""
     return {"model": sim.model.state_dict(), "simulation": {"version": _VERSION, **_state(sim)}}
 
 
-def load_state_dict(sim: QuantizationSimModel, state: Mapping[str, Any]) -> None:
+def load_state_dict(sim: SimulatedModule, state: Mapping[str, Any]) -> None:
     """Take what :func:`state_dict` returned for a simulation of the same model under the same rules, or nothing of it.
 
     Raises:
@@ -137,7 +135,7 @@ def load_state_dict(sim: QuantizationSimModel, state: Mapping[str, Any]) -> None
         _put(sim, loaded, settings)
 
 
-def load_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> None:
+def load_checkpoint(sim: SimulatedModule, folder: str | Path) -> None:
     """Read a checkpoint into ``sim``, which must simulate the same model under the same rules.
 
     Everything is read and checked before anything changes; a call that fails or is interrupted leaves weights, quantizers
@@ -164,7 +162,7 @@ def load_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> None:
         _put(sim, loaded, settings)
 
 
-def _put(sim: QuantizationSimModel, loaded: _Checkpoint, settings: Mapping[str, _Setting]) -> None:
+def _put(sim: SimulatedModule, loaded: _Checkpoint, settings: Mapping[str, _Setting]) -> None:
     """Give the simulation all that a checkpoint keeps of it beside the tensors."""
     for name, setting in settings.items():
         setting.put(sim.quantizers[name])
@@ -179,7 +177,7 @@ def _put(sim: QuantizationSimModel, loaded: _Checkpoint, settings: Mapping[str, 
     sim.calibration_log = None
 
 
-def _remedy(sim: QuantizationSimModel, saved: Iterable[str]) -> str:
+def _remedy(sim: SimulatedModule, saved: Iterable[str]) -> str:
     """What to do where the names ``saved`` of tensors are not those of the model; often one of the two is folded."""
     here, there = (
         {name for name in names if name.endswith(".running_mean")}
@@ -199,7 +197,7 @@ def _check_names(where: Path, expected: Iterable[str], found: Iterable[str], rem
         raise EncodingsError(mismatch.site, mismatch.problem, remedy)
 
 
-def _settings(sim: QuantizationSimModel, where: Path, loaded: _Checkpoint, remedy: str) -> dict[str, _Setting]:
+def _settings(sim: SimulatedModule, where: Path, loaded: _Checkpoint, remedy: str) -> dict[str, _Setting]:
     """What a checkpoint says of every quantizer, checked against the simulation."""
     _check_names(where, sim.quantizers, loaded.quantizers, remedy)
     settings = {name: _setting(where, sim.quantizers[name], saved) for name, saved in loaded.quantizers.items()}
@@ -359,7 +357,7 @@ def _shape_problem(spec: QuantSpec, encoding: Encoding | None, shape: tuple[int,
     )
 
 
-def _check_groups(where: Path, sim: QuantizationSimModel, settings: Mapping[str, _Setting]) -> None:
+def _check_groups(where: Path, sim: SimulatedModule, settings: Mapping[str, _Setting]) -> None:
     """Refuse two settings for one quantizer that several sites share."""
     known: dict[int, str] = {}
     for name, setting in settings.items():

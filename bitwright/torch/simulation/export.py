@@ -58,11 +58,11 @@ from bitwright.torch.interception.intercept import forward_signature
 from bitwright.torch.interception.record import Slot, named_inputs, output_names
 from bitwright.torch.simulation.exported_program import captured, to_onnx
 from bitwright.torch.simulation.ranges import refuse_corrections
+from bitwright.torch.simulation.simulated_module import SimulatedModule
 
 if TYPE_CHECKING:
     from bitwright.compare.report import DriftReport
     from bitwright.compare.saturation import SaturationReport
-    from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 
 def forget_origins(model: ir.Model) -> None:
@@ -123,7 +123,7 @@ _SHAPES = ("dynamic_batch", "dynamic_shapes")
 
 
 def export_sim(
-    sim: QuantizationSimModel,
+    sim: SimulatedModule,
     path: str | Path,
     filename_prefix: str,
     dummy_input: Any,
@@ -223,7 +223,7 @@ def export_sim(
     return measured(exported, target) if measure_speed else exported
 
 
-def _check(sim: QuantizationSimModel, version: str) -> None:
+def _check(sim: SimulatedModule, version: str) -> None:
     check_encoding_version(version)
     if not sim.calibrated:
         raise CalibrationError(
@@ -234,7 +234,7 @@ def _check(sim: QuantizationSimModel, version: str) -> None:
     _check_exportable(sim)
 
 
-def _check_exportable(sim: QuantizationSimModel) -> None:
+def _check_exportable(sim: SimulatedModule) -> None:
     refuse_corrections(sim, "export")
     for name, tensor in named_state(sim.model):
         if tensor.dtype in (torch.bfloat16, torch.float64) and _computes(sim, name, tensor.dtype):
@@ -255,7 +255,7 @@ def _check_exportable(sim: QuantizationSimModel) -> None:
         )
 
 
-def _computes(sim: QuantizationSimModel, name: str, dtype: torch.dtype) -> bool:
+def _computes(sim: SimulatedModule, name: str, dtype: torch.dtype) -> bool:
     """Whether an operator other than a cast reads the tensor ``name``, or what is made of it in the same type.
 
     ONNX Runtime casts every type, and adds and multiplies float64, but has no convolutions in it.
@@ -266,7 +266,7 @@ def _computes(sim: QuantizationSimModel, name: str, dtype: torch.dtype) -> bool:
     return bool(readers - {"Cast"})
 
 
-def _refuse_bfloat16_results(sim: QuantizationSimModel) -> None:
+def _refuse_bfloat16_results(sim: SimulatedModule) -> None:
     """Refuse what autocast computes; what has parameters in bfloat16 in the record was converted since."""
     values = sim.graph.values
     for op in sim.graph.ops:
@@ -282,7 +282,7 @@ def _refuse_bfloat16_results(sim: QuantizationSimModel) -> None:
                 )
 
 
-def site_encodings(sim: QuantizationSimModel) -> dict[str, Encoding]:
+def site_encodings(sim: SimulatedModule) -> dict[str, Encoding]:
     """Site -> encoding of every enabled, calibrated site, those of recurrent weights for ONNX's order of gates."""
     sim._simulator.refresh_biases()
     found = {}
@@ -315,7 +315,7 @@ class _Flat(nn.Module):
 
 
 def marked_onnx(
-    sim: QuantizationSimModel,
+    sim: SimulatedModule,
     dummy_input: Any,
     *,
     dynamic_batch: bool = False,
@@ -369,7 +369,7 @@ def marked_onnx(
     return rename_values(model, _readable(sim, model) | _gate_names(sim, model))
 
 
-def _check_runs(sim: QuantizationSimModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_runs(sim: SimulatedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse an example that the model itself cannot take, which the exporter fails on as well.
 
     Raises:
@@ -386,7 +386,7 @@ def _check_runs(sim: QuantizationSimModel, args: tuple[Any, ...], kwargs: dict[s
         ) from error
 
 
-def _free_batch(sim: QuantizationSimModel, dummy_input: Any) -> tuple[ir.Model, list[str]]:
+def _free_batch(sim: SimulatedModule, dummy_input: Any) -> tuple[ir.Model, list[str]]:
     """The model with a free batch axis where it allows one; otherwise with the example's, and why.
 
     An example of one sample is doubled for it, because ``torch.export`` takes an axis of length 1 for a fixed one.
@@ -430,7 +430,7 @@ def _replace_dims(model: ir.Model, new: Callable[[str | None], int | str | None]
         value.shape = ir.Shape([new(d.value) if isinstance(d, ir.SymbolicDim) else d for d in value.shape])
 
 
-def own_copy(sim: QuantizationSimModel, batch: Any) -> Any:
+def own_copy(sim: SimulatedModule, batch: Any) -> Any:
     """``batch`` on the model's device in memory of its own: a model may write into its input."""
     return map_tensors(to_device(batch, model_device(sim.model)), lambda t: t.detach().clone())
 
@@ -480,13 +480,13 @@ def _shapes(inputs: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], 
     return {"tensors": tuple(by_id.get(id(t)) for t in tensors)}
 
 
-def _readable(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
+def _readable(sim: SimulatedModule, model: ir.Model) -> dict[str, str]:
     """A tensor is called after the output site that marks it: ``layer1.0.conv1.output[0]``."""
     marked = set(site_names(model))
     return {site.name: site.name for site in sim.quantizers.values() if site.role == "output" and site.name in marked}
 
 
-def _gate_names(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
+def _gate_names(sim: SimulatedModule, model: ir.Model) -> dict[str, str]:
     """The weights of recurrent layers, put into ONNX's order of gates, are called as in ONNX: ``lstm.l0.forward.W``."""
     marked = set(site_names(model))
     return {
@@ -510,7 +510,7 @@ def _computed_sites(model: ir.Model) -> set[str]:
 
 
 def values_of(
-    sim: QuantizationSimModel, batch: Any, result: QdqResult
+    sim: SimulatedModule, batch: Any, result: QdqResult
 ) -> tuple[dict[str, Sequence[np.ndarray[Any, Any]]], Arrays]:
     """The simulation's values at every site that the file has a quantizer for, one per run of its place, and its outputs.
 
@@ -545,7 +545,7 @@ def _in_file(kept: Spooled, count: int) -> Sequence[np.ndarray[Any, Any]]:
     return distinct[-count:] if len(distinct) >= count else kept[-count:]
 
 
-def _graph_inputs(sim: QuantizationSimModel, batch: Any) -> Arrays:
+def _graph_inputs(sim: SimulatedModule, batch: Any) -> Arrays:
     args, kwargs = as_call(batch)
     named = named_inputs(forward_signature(sim.model), args, kwargs)
     return {name: t.detach().cpu().numpy() for name, t in named}
@@ -556,7 +556,7 @@ def _first(batch: Any, rows: int | None) -> Any:
     return batch if rows is None else map_tensors(batch, lambda tensor: tensor[:rows])
 
 
-def _samples(sim: QuantizationSimModel, batch: Any, result: QdqResult, names: Mapping[str, str]) -> Samples:
+def _samples(sim: SimulatedModule, batch: Any, result: QdqResult, names: Mapping[str, str]) -> Samples:
     """See :class:`Samples`; ``names`` are those of inputs and outputs that were given other ones."""
     sites, made = values_of(sim, batch, result)
     inputs, outputs = (
@@ -565,7 +565,7 @@ def _samples(sim: QuantizationSimModel, batch: Any, result: QdqResult, names: Ma
     return Samples(sites, inputs, outputs)
 
 
-def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyReport:
+def verify_sim(sim: SimulatedModule, batch: Any, **options: Any) -> VerifyReport:
     """Export in memory and compare with ONNX Runtime layer by layer, each layer fed the simulation's own input.
 
     Args:
@@ -591,7 +591,7 @@ def _check_options(method: str, options: Mapping[str, Any], known: tuple[str, ..
             raise ConfigError(method, problem, f"use {listed(known)}; see help(sim.export)")
 
 
-def drift_sim(sim: QuantizationSimModel, a: str, b: str, batch: Any, **options: Any) -> DriftReport:
+def drift_sim(sim: SimulatedModule, a: str, b: str, batch: Any, **options: Any) -> DriftReport:
     """Export in memory and compare two executions of it; see :func:`bitwright.compare.drift.drift`.
 
     Args:
@@ -610,9 +610,7 @@ def drift_sim(sim: QuantizationSimModel, a: str, b: str, batch: Any, **options: 
     return drift_models(a, b, plain, result.model, kept)
 
 
-def saturation_count(
-    sim: QuantizationSimModel, batches: Sequence[Any], **options: Any
-) -> Callable[[], SaturationReport]:
+def saturation_count(sim: SimulatedModule, batches: Sequence[Any], **options: Any) -> Callable[[], SaturationReport]:
     """What takes the sums of integer products apart, for the encodings of the moment of its call; the model is traced once.
 
     Args:
@@ -637,14 +635,14 @@ def saturation_count(
     return count
 
 
-def _in_memory(sim: QuantizationSimModel, batch: Any, options: dict[str, Any]) -> tuple[QdqResult, ir.Model, Samples]:
+def _in_memory(sim: SimulatedModule, batch: Any, options: dict[str, Any]) -> tuple[QdqResult, ir.Model, Samples]:
     """The file that an export would write, the float model, and what the simulation computes on ``batch``."""
     forms = {key: options.pop(key) for key in _FORMS if key in options}
     result, marked = _as_qdq(sim, marked_onnx(sim, batch, **options), forms)
     return result, strip_sites(restore_native(marked)).model, _samples(sim, batch, result, {})
 
 
-def _as_qdq(sim: QuantizationSimModel, marked: ir.Model, options: Mapping[str, Any]) -> tuple[QdqResult, ir.Model]:
+def _as_qdq(sim: SimulatedModule, marked: ir.Model, options: Mapping[str, Any]) -> tuple[QdqResult, ir.Model]:
     """The file that an export would write of ``marked``, under the options that change its forms; and ``marked``."""
     _check(sim, "1.0.0")
     forms = {"target": DEFAULT_TARGET, **options}

@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 import onnxscript
@@ -62,9 +62,7 @@ from bitwright.torch.calls.functions import FUNCTIONS, Function
 from bitwright.torch.calls.inputs import map_tensors, named_state, tensors_in
 from bitwright.torch.interception.intercept import Frame, Handler, Key, scripted_code
 from bitwright.torch.simulation.simulate import CallPlan
-
-if TYPE_CHECKING:
-    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+from bitwright.torch.simulation.simulated_module import SimulatedModule
 
 _EXPORTER, _PROGRAM = "torch.onnx._internal.exporter", "torch.export.exported_program"
 _PATCH = "torch.fx.experimental._config:patch"  # of settings, for a while
@@ -390,7 +388,7 @@ def _fits(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def captured(
-    sim: QuantizationSimModel, flat: nn.Module, call: tuple[Any, Any], tensors: tuple[torch.Tensor, ...], shapes: Any
+    sim: SimulatedModule, flat: nn.Module, call: tuple[Any, Any], tensors: tuple[torch.Tensor, ...], shapes: Any
 ) -> tuple[ExportedProgram, list[str]]:
     """The program of ``sim.model`` with a mark at every site, and notes on it.
 
@@ -485,7 +483,7 @@ def _shapes_of(output: Any) -> tuple[Any, ...]:
     return tuple(tuple(n if type(n) is int else None for n in t.shape) for t in tensors_in(output))
 
 
-def _recorded_run(sim: QuantizationSimModel, args: Any, kwargs: Any) -> Passed:
+def _recorded_run(sim: SimulatedModule, args: Any, kwargs: Any) -> Passed:
     """The calls of a forward that is not traced."""
     passed: Passed = []
     given, named = map_tensors((args, kwargs), lambda t: t.clone())

@@ -1,8 +1,6 @@
 """``QuantizationSimModel``: a PyTorch model that computes what its quantized self will compute.
 
-The copy of a user's model that a simulation works on: compiled parts unwrapped, lazy layers made.
-
-Calibration of a torch simulation: runs of the model are observed, and the encodings of what was seen take effect.
+It works on a copy of the user's model, which is made here: compiled parts unwrapped, lazy layers materialized.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +17,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.core.graph.graph import Graph
+from bitwright.compare.saturation import SaturationReport
 from bitwright.core.graph.operators import op_row
-from bitwright.core.health.diagnosis import Repair
 from bitwright.core.health.report import HealthReport, check_parameters
-from bitwright.core.health.site_health import HealthTable
-from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod, check_policy
+from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod
 from bitwright.core.placement.config import bit_widths, make_rules
-from bitwright.core.placement.place import place
-from bitwright.core.placement.plan import Coverage, Plan
 from bitwright.core.placement.rules import Rules
-from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration, warn_of_unlike_joins
-from bitwright.core.simulation.float_model import Undo
-from bitwright.core.simulation.simulation import all_or_nothing
+from bitwright.core.simulation.calibration import BatchGate
+from bitwright.core.simulation.simulation import Observer, fed, nothing_ran
 from bitwright.core.simulation.sites import derived_biases, place_quantizers
 from bitwright.errors import BitwrightError, CalibrationError, ModelError, checks_arguments
-from bitwright.progress import collector_paused, progress
-from bitwright.tables import Tabular
+from bitwright.progress import collector_paused
+from bitwright.progress import progress as bar
 from bitwright.torch.calls.functions import function_of
 from bitwright.torch.calls.inputs import (
     ARRAYS,
@@ -44,7 +37,6 @@ from bitwright.torch.calls.inputs import (
     evaluation,
     holds_arrays,
     model_device,
-    named_state,
     tensors_in,
     to_device,
     trainable_tensors,
@@ -56,6 +48,9 @@ from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.ranks import Ranks, calibrating_ranks, merged
 from bitwright.torch.simulation import ranges
 from bitwright.torch.simulation.simulate import CallPlan, Simulator, call_plans
+from bitwright.torch.simulation.simulated_module import SimulatedModule
+
+logger = logging.getLogger("bitwright")
 
 _CONTAINERS = (dict, OrderedDict, list, set)
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -242,144 +237,7 @@ def require_module(model: object) -> None:
         )
 
 
-logger = logging.getLogger("bitwright")
-
-
-@contextmanager
-def calibrating(
-    sim: QuantizationSimModel, resume: bool, allow_unreached: bool, non_finite: NonFinite, distributed: bool
-) -> Iterator[nn.Module]:
-    """Observe every run of ``sim.model`` in a block; see :meth:`QuantizationSimModel.calibrating`."""
-    policy = check_policy(non_finite)
-    interrupt: KeyboardInterrupt | None = None
-    ranks = calibrating_ranks(distributed)
-    with nullcontext() if ranks is None else ranks.together(), sim._interceptor.occupancy.exclusive("calibration"):
-        if sim._simulator.gate is not None:
-            raise nested_calibration()
-        with all_or_nothing(sim):
-            gate = _begin(sim, resume, policy, ranks)
-            try:
-                with sim._interceptor.handled_by(sim._simulator), torch.no_grad(), evaluation(sim.model):
-                    yield sim.model
-                gate.finish()
-            except KeyboardInterrupt as stopped:
-                if not sim._simulator.runs:
-                    raise
-                interrupt = stopped
-            finally:
-                gate.abandon()
-                sim.calibration_log, sim._simulator.gate = gate.log, None
-            with merged(sim, ranks):
-                _finish(sim, interrupt is not None, allow_unreached)
-    if interrupt is not None:
-        raise interrupt
-
-
-def _begin(sim: QuantizationSimModel, resume: bool, policy: NonFinite, ranks: Ranks | None) -> BatchGate:
-    check_parameters(sim._quantized_parameters())
-    sim.quantizers.reconsider()
-    if not resume:
-        sim.quantizers.forget()
-    elif ranks is not None and ranks.number and sim._merged:
-        sim.quantizers.forget_statistics()  # every rank has those of all, and the first adds them
-    sim._merged = ranks is not None
-    sim._simulator.stage = "observe"
-    sim._simulator.runs = 0
-    gate = sim._simulator.gate = _gate(sim, policy)
-    return gate
-
-
-def _finish(sim: QuantizationSimModel, interrupted: bool, allow_unreached: bool) -> None:
-    """Put the encodings of what was seen into effect."""
-    if not sim._simulator.runs:
-        raise CalibrationError("calibrating", "the model did not run in the block", "call sim.model inside the block")
-    _freeze(sim, allow_unreached or interrupted, quiet=interrupted)
-    if interrupted:
-        logger.warning(
-            "calibration interrupted after %d runs; the statistics so far are in effect, "
-            "compute_encodings(rest, resume=True) adds to them",
-            sim._simulator.runs,
-        )
-
-
-def _gate(sim: QuantizationSimModel, policy: NonFinite) -> BatchGate:
-    def blame(batch: Any) -> HealthReport | None:
-        from bitwright.torch.nan_doctor import diagnose_batch
-
-        if batch is None:
-            return None
-        args, kwargs = batch
-        return diagnose_batch(sim._interceptor, args, kwargs, sim._simulator.mended_at)
-
-    watched = [q for q in sim.quantizers.unique() if q.enabled and q.role in ("input", "output")]
-    watches = [s.channels for s in sim.quantizers.values() if s.channels.place is not None]
-    return BatchGate(watched, policy, blame, watches)
-
-
-def feed(sim: QuantizationSimModel, data: Any, args: Any, show: bool) -> None:
-    """Run the batches of ``data``, or hand ``sim.model`` to the callback; see :meth:`QuantizationSimModel.compute_encodings`."""
-    if data is None:
-        data = sim.examples
-    if callable(data) and not isinstance(data, (torch.Tensor, np.ndarray)):
-        data(sim.model) if args is None else data(sim.model, args)
-        return
-    if isinstance(data, (torch.Tensor, dict)) or not isinstance(data, Iterable):
-        raise CalibrationError(
-            "compute_encodings",
-            f"data is a {type(data).__name__}, not a list of batches",
-            "write sim.compute_encodings([batch]) for a single batch",
-        )
-    device = model_device(sim.model)
-    for i, batch in enumerate(progress(data, "calibrating", show)):
-        _run_batch(sim, i, to_device(batch, device))
-
-
-def _run_batch(sim: QuantizationSimModel, index: int, batch: Any) -> None:
-    args, kwargs = as_call(batch)
-    try:
-        sim.model(*args, **kwargs)
-    except BitwrightError:
-        raise
-    except Exception as error:
-        if holds_arrays(args, kwargs):
-            raise CalibrationError(f"batch {index}", *ARRAYS) from error
-        where = sim._interceptor.failed_in
-        hint = ""
-        if isinstance(batch, (tuple, list)) and len(batch) > 1:
-            hint = "; a tuple or list is taken as positional arguments, so leave labels out: (x for x, _ in loader)"
-        raise CalibrationError(
-            f"batch {index}{f', in {where}' if where else ''}",
-            f"the model fails on it: {type(error).__name__}: {error}",
-            f"give batches as the model's forward takes them{hint}",
-        ) from error
-
-
-def _freeze(sim: QuantizationSimModel, allow_unreached: bool, quiet: bool = False) -> None:
-    sim.quantizers.freeze_activations()
-    _calibrate_unreached_weights(sim)
-    sim._simulator.stage = "simulate"
-    sim._simulator.refresh_biases()
-    sim.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
-    sim._simulator.warn_of_ranges()
-    if not quiet:
-        warn_of_unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
-
-
-def _calibrate_unreached_weights(sim: QuantizationSimModel) -> None:
-    """Weights that no batch reached need none: their ranges follow from their values."""
-    computed: dict[str, torch.Tensor] | None = None  # what the model makes of its parameters
-    for site in sim.quantizers.unreached():
-        if site.role != "weight":
-            continue
-        param = sim.graph.values[site.value].param
-        if param is None and computed is None:
-            computed = sim._recorded_constants()
-        found = (computed or {}).get(site.value) if param is None else sim._interceptor.named_tensor(param)
-        if found is not None:
-            site.quantizer.observe_once(found.detach())
-
-
-class QuantizationSimModel(Tabular):
+class QuantizationSimModel(SimulatedModule):
     """A copy of ``model`` whose forward computes with quantized weights and activations.
 
     The model is run once on ``dummy_input`` to learn which operator reads what; nothing is traced, rewritten or wrapped.
@@ -405,8 +263,6 @@ class QuantizationSimModel(Tabular):
         ConfigError: unknown scheme, or a configuration that cannot be read.
     """
 
-    _also = ("calibrated", "quantizers")
-
     @bit_widths("default_output_bw", "default_param_bw")
     @checks_arguments
     def __init__(
@@ -425,23 +281,13 @@ class QuantizationSimModel(Tabular):
     ) -> None:
         require_module(model)
         refuse_simulated(model)
-        self.rules: Rules = make_rules(
-            quant_scheme,
-            preset,
-            config_file,
-            param_bw=default_param_bw,
-            output_bw=default_output_bw,
-            data_type=default_data_type,
-        )
+        bits: dict[str, Any] = {"param_bw": default_param_bw, "output_bw": default_output_bw}
+        self._set_up(make_rules(quant_scheme, preset, config_file, **bits, data_type=default_data_type))
         self.examples = [dummy_input, *examples]
-        self.calibration_log: CalibrationLog | None = None
-        self.origin: dict[str, str] = {}  # what the file is to tell of how this simulation was made
         self._merged = False  # whether the statistics are those of several ranks
         self._shared = ranges.shared_gradients(self)
         self._simulator = Simulator({})
         self._simulator.blame, self._simulator.prepare_grids = self._name_nan, self._prepare_grids
-        self.graph: Graph
-        self.plan: Plan
         with collector_paused(), trainable_tensors():
             self.model = adopt(model, dummy_input, in_place=in_place)
             self._interceptor = Interceptor(self.model, self._simulator)
@@ -473,9 +319,7 @@ class QuantizationSimModel(Tabular):
         device = model_device(self.model)
         recorder = record(self.model, [to_device(e, device) for e in self.examples], self._interceptor)
         self.graph = recorder.graph()
-        self.plan = place(self.graph, self.rules)
-        for line in self.plan.unused:
-            logger.warning(line)
+        self.plan = self._plan()
         self.quantizers = place_quantizers(self.plan, self.graph, self._values_of, Quantizer)
         plans = call_plans(self.graph, self.quantizers)
         calls = {key: plans.get(call.name, CallPlan(call.name)) for key, call in recorder.calls.items()}
@@ -549,16 +393,31 @@ class QuantizationSimModel(Tabular):
         with self.calibrating(
             resume=resume, allow_unreached=allow_unreached, non_finite=non_finite, distributed=distributed
         ):
-            feed(self, data, args, progress)
+            batches = fed(self.examples if data is None else data, args, self.model, (torch.Tensor, np.ndarray))
+            device = model_device(self.model)
+            for i, batch in enumerate(bar(batches, "calibrating", progress)):
+                self._run_batch(i, to_device(batch, device))
             if not self._simulator.runs and calibrating_ranks(distributed) is None:
-                raise CalibrationError(
-                    "compute_encodings",
-                    "the data held no batch, so the model never ran"
-                    if not callable(data)
-                    else "the callback never ran the model",
-                    "pass a non-empty list or DataLoader (a generator can be used only once), or a callback that calls "
-                    "its model",
-                )
+                raise nothing_ran(data, "the model", "its model")
+
+    def _run_batch(self, index: int, batch: Any) -> None:
+        args, kwargs = as_call(batch)
+        try:
+            self.model(*args, **kwargs)
+        except BitwrightError:
+            raise
+        except Exception as error:
+            if holds_arrays(args, kwargs):
+                raise CalibrationError(f"batch {index}", *ARRAYS) from error
+            where = self._interceptor.failed_in
+            hint = ""
+            if isinstance(batch, (tuple, list)) and len(batch) > 1:
+                hint = "; a tuple or list is taken as positional arguments, so leave labels out: (x for x, _ in loader)"
+            raise CalibrationError(
+                f"batch {index}{f', in {where}' if where else ''}",
+                f"the model fails on it: {type(error).__name__}: {error}",
+                f"give batches as the model's forward takes them{hint}",
+            ) from error
 
     @checks_arguments
     def calibrating(
@@ -590,83 +449,57 @@ class QuantizationSimModel(Tabular):
             ...     for images, _ in loader:
             ...         model(images)
         """
-        return calibrating(self, resume, allow_unreached, non_finite, distributed)
+        return self._calibration(resume, allow_unreached, non_finite, calibrating_ranks(distributed))
 
-    def _name_nan(self, args: Any, kwargs: Any) -> None:
-        """Tell which operator makes NaN in the simulation of a batch that float computes without."""
-        from bitwright.torch.nan_doctor import diagnose_batch
+    def _merging(self, ranks: Ranks | None) -> AbstractContextManager[None]:
+        return merged(self, self._simulator, ranks)
 
-        try:
-            float_report = diagnose_batch(self._interceptor, args, kwargs, self._simulator.mended_at)
-            if not float_report.ok or float_report.bad_inputs:
-                return  # the model does so itself
-            report = diagnose_batch(self._interceptor, args, kwargs, self._simulator.simulated_at)
-        except Exception as error:  # a model that cannot be run twice on one input
-            report = HealthReport(f"running it again ended in {type(error).__name__}: {error}")
-        logger.warning("%s", self.quantizers.describe_nan(report, self.graph))
+    def _begin(self, resume: bool, ranks: Ranks | None) -> Simulator:
+        check_parameters(self._quantized_parameters())
+        self.quantizers.reconsider()
+        if not resume:
+            self.quantizers.forget()
+        elif ranks is not None and ranks.number and self._merged:
+            self.quantizers.forget_statistics()  # every rank has those of all, and the first adds them
+        self._merged = ranks is not None
+        self._simulator.stage, self._simulator.runs = "observe", 0
+        return self._simulator
 
-    def _prepare_grids(self) -> None:
-        """Make the grid of every quantizer for the shape that was recorded."""
-        device = model_device(self.model) or torch.device("cpu")
-        for site in self.quantizers.values():
-            assert isinstance(site.quantizer, Quantizer)
-            site.quantizer.prepare(self.graph.values[site.value].shape, device)
+    def _gate(self, observer: Observer, policy: NonFinite) -> BatchGate:
+        def blame(batch: Any) -> HealthReport | None:
+            from bitwright.torch.nan_doctor import diagnose_batch
 
-    def _quantized_parameters(self) -> dict[str, torch.Tensor]:
-        """Parameter name -> the parameter, of every enabled weight and bias."""
-        found = {}
-        for site in self.quantizers.values():
+            if batch is None:
+                return None
+            args, kwargs = batch
+            return diagnose_batch(self._interceptor, args, kwargs, self._simulator.mended_at)
+
+        watched = [q for q in self.quantizers.unique() if q.enabled and q.role in ("input", "output")]
+        watches = [s.channels for s in self.quantizers.values() if s.channels.place is not None]
+        return BatchGate(watched, policy, blame, watches)
+
+    @contextmanager
+    def _observed(self, observer: Observer) -> Iterator[nn.Module]:
+        with self._interceptor.handled_by(self._simulator), torch.no_grad(), evaluation(self.model):
+            yield self.model
+
+    def _find_encodings(self, observer: Observer) -> None:
+        self.quantizers.freeze_activations()
+        # weights that no batch reached: their ranges follow from their values, or from what the model makes of its parameters
+        computed: dict[str, torch.Tensor] | None = None
+        for site in self.quantizers.unreached():
             param = self.graph.values[site.value].param
-            if param is not None and site.enabled and site.role in ("weight", "bias"):
-                found[param] = self._interceptor.named_tensor(param)
-        return found
-
-    def _values_of(self, site: str) -> torch.Tensor | None:
-        """The weight or constant at a site; what the model computes of its parameters takes a run of the model."""
-        value = self.graph.values[self.plan.sites[site].value]
-        found = (
-            self._recorded_constants().get(value.name)
-            if value.param is None
-            else self._interceptor.named_tensor(value.param)
-        )
-        return None if found is None else found.detach()
-
-    def _recorded_constants(self) -> dict[str, torch.Tensor]:
-        """Tensors that the model computes from its parameters alone, by value name, for its present parameters."""
-        device = model_device(self.model)
-        recorder = record(self.model, [to_device(e, device) for e in self.examples], self._interceptor)
-        recorder.graph()
-        return recorder.constants()
-
-    # -- its state
-
-    @checks_arguments
-    def remember(self, *, parameters: bool = False) -> Undo:
-        """Keep the state of the simulation: every quantizer, the stage, the repairs, what calibration noted.
-
-        Args:
-            parameters: keep a copy of all parameters and buffers too.
-
-        Returns:
-            A function that brings the state back, as often as it is called.
-        """
-        quantizers, simulator, log = (self.quantizers.remember(), self._simulator.remember(), self.calibration_log)
-        tensors = {n: t.detach().clone() for n, t in named_state(self.model)} if parameters else {}
-
-        def restore() -> None:
-            with torch.no_grad():
-                for name, tensor in named_state(self.model) if tensors else ():
-                    tensor.copy_(tensors[name])
-            quantizers()
-            simulator()
-            self.calibration_log = log
-
-        return restore
+            if site.role == "weight":
+                if param is None and computed is None:
+                    computed = self._recorded_constants()
+                found = (computed or {}).get(site.value) if param is None else self._interceptor.named_tensor(param)
+                if found is not None:
+                    site.quantizer.observe_once(found.detach())
+        self._simulator.warn_of_ranges()
 
     # -- training
 
     @checks_arguments
-    @trainable_tensors()
     def learn_ranges(
         self,
         sites: str | Iterable[str] = "*",
@@ -676,7 +509,7 @@ class QuantizationSimModel(Tabular):
         distributed: bool = True,
     ) -> ranges.RangeReport:
         """Make ranges trainable (LSQ, LSQ+); see :func:`bitwright.torch.simulation.ranges.learn_ranges`."""
-        with self._interceptor.occupancy.exclusive("learn_ranges"):
+        with self._changing("learn_ranges"):
             return ranges.learn_ranges(self, sites, offsets=offsets, init=init, distributed=distributed)
 
     def range_parameters(self) -> list[nn.Parameter]:
@@ -693,68 +526,6 @@ class QuantizationSimModel(Tabular):
         """The same with their names, ``conv1.weight.log_scale``; nothing where no range trains."""
         return ranges.named_range_parameters(self)
 
-    # -- use
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Simulate whatever is called inside the block: other methods of the model, or parts of it."""
-        with self._interceptor.active():
-            self._handler.begin((), {})
-            yield
-
-    @contextmanager
-    def in_float(self) -> Iterator[None]:
-        """Let ``sim.model`` compute in float inside the block, in this thread (as ``torch.no_grad`` does)."""
-        with self._interceptor.handled_by(self._handler.variant("float")):
-            yield
-
-    @property
-    def _handler(self) -> Simulator:
-        """The simulator of the calling thread."""
-        own = self._interceptor.here.handler
-        return own if isinstance(own, Simulator) else self._simulator
-
-    @contextmanager
-    def _evaluation(self, what: str) -> Iterator[None]:
-        """No gradients, and every module in eval mode; where that changes modes, no other thread may run."""
-        training = any(module.training for _, module in walk_modules(self.model))
-        alone = self._interceptor.occupancy.exclusive(what) if training else nullcontext()
-        with alone, torch.no_grad(), evaluation(self.model):
-            yield
-
-    def health(self) -> HealthTable:
-        """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
-        found = self._quantized_parameters()
-        sites = {n: self.graph.values[s.value].param for n, s in self.quantizers.items()}
-        return self.quantizers.health({n: found[p] for n, p in sites.items() if p in found})
-
-    @property
-    def repairs(self) -> tuple[Repair, ...]:
-        """What :func:`~bitwright.torch.stabilize` put into effect, in order."""
-        return tuple(self._simulator.repairs.values())
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether the simulation can run."""
-        return self._simulator.stage == "simulate"
-
-    @checks_arguments
-    def capture(self, names: Sequence[str], batch: Any) -> dict[str, list[torch.Tensor]]:
-        """Values at sites or op outputs while ``sim.model`` runs ``batch``; one tensor per run of the place."""
-        return self._captured(names, batch)[0]
-
-    def _captured(self, names: Sequence[str], batch: Any, make: Callable[[], Any] = list) -> tuple[dict[str, Any], Any]:
-        """The same, in what ``make`` makes for each of the names, and what ``sim.model`` returned."""
-        taps = {name: make() for name in names}
-        args, kwargs = as_call(to_device(batch, model_device(self.model)))
-        with self._interceptor.handled_by(self._handler.variant(taps=taps)), self._evaluation("capture"):
-            output = self.model(*args, **kwargs)
-        return taps, output
-
-    def example(self) -> Any:
-        """The first of the inputs that the model was recorded on."""
-        return self.examples[0]
-
     @checks_arguments
     def report(self, path: str | Path, data: Any = None, **options: Any) -> Path:
         """Write one HTML file that shows the simulation and what it costs; see :func:`bitwright.report.simulation_report`."""
@@ -762,14 +533,26 @@ class QuantizationSimModel(Tabular):
 
         return simulation_report(self, path, data, **options)
 
-    def coverage(self) -> Coverage:
-        """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
-        return Coverage.of(self.plan, self.graph, self.quantizers.changes(self.plan), self._simulator.unseen)
+    # -- what methods ask of it
 
-    def remove(self) -> nn.Module:
-        """Take the simulation off again and return the model; useful with ``in_place``."""
-        self._interceptor.detach()
+    @property
+    def _metric_target(self) -> nn.Module:
         return self.model
+
+    def _float_copy(self) -> nn.Module:
+        return copy.deepcopy(self).remove()
+
+    def _again(self, model: nn.Module) -> QuantizationSimModel:
+        """In place."""
+        first, *others = self.examples
+        found = QuantizationSimModel(model, first, in_place=True, config_file=self.rules, examples=others)
+        found.quantizers.ask_as(self.quantizers)
+        return found
+
+    def _saturation_count(self, batches: Sequence[Any], **options: Any) -> Callable[[], SaturationReport]:
+        from bitwright.torch.simulation.export import saturation_count
+
+        return saturation_count(self, batches, **options)
 
     # -- files
 
@@ -822,9 +605,7 @@ class QuantizationSimModel(Tabular):
         Raises:
             CalibrationError, ExportError: as :meth:`export`; there is no batch.
         """
-        from bitwright.torch.simulation.export import saturation_count
-
-        return saturation_count(self, [self.examples[0]] if batches is None else list(batches), **options)()
+        return self._saturation_count([self.examples[0]] if batches is None else list(batches), **options)()
 
     @checks_arguments
     def benchmark(
@@ -856,37 +637,6 @@ class QuantizationSimModel(Tabular):
         return benchmark_sim(lambda folder: self.export(folder, "model", dummy_input, **options), measured)
 
     @checks_arguments
-    def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
-        """Write every encoding under its site's name; see :mod:`bitwright.export.encodings.write`."""
-        from bitwright.export.encodings.of_simulation import save_encodings
-
-        return save_encodings(self, path, version)
-
-    @checks_arguments
-    @trainable_tensors()
-    def load_encodings(
-        self, path: str | Path | dict[str, Any], strict: bool = True, *, partial: bool = False
-    ) -> tuple[str, ...]:
-        """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``.
-
-        With ``partial``, sites without one stay as they are. Returns the sites that got one.
-        """
-        from bitwright.export.encodings.of_simulation import load_encodings
-
-        with self._interceptor.occupancy.exclusive("load_encodings"):
-            found = load_encodings(self, path, strict, partial)
-            self._simulator.stage = "simulate"
-            return found
-
-    @checks_arguments
-    def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
-        """Take the parameter encodings of a file and keep them through calibration."""
-        from bitwright.export.encodings.of_simulation import set_and_freeze_param_encodings
-
-        with self._interceptor.occupancy.exclusive("set_and_freeze_param_encodings"):
-            set_and_freeze_param_encodings(self, path)
-
-    @checks_arguments
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Write parameters (safetensors) and quantizers (JSON); see :mod:`bitwright.torch.simulation.checkpoint`."""
         from bitwright.torch.simulation.checkpoint import save_checkpoint
@@ -894,12 +644,11 @@ class QuantizationSimModel(Tabular):
         return save_checkpoint(self, folder)
 
     @checks_arguments
-    @trainable_tensors()
     def load_checkpoint(self, folder: str | Path) -> None:
         """Read what :meth:`save_checkpoint` wrote into this simulation of the same model."""
         from bitwright.torch.simulation.checkpoint import load_checkpoint
 
-        with self._interceptor.occupancy.exclusive("load_checkpoint"):
+        with self._changing("load_checkpoint"):
             load_checkpoint(self, folder)
 
     def state_dict(self) -> dict[str, Any]:
@@ -909,20 +658,12 @@ class QuantizationSimModel(Tabular):
         return state_dict(self)
 
     @checks_arguments
-    @trainable_tensors()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` returned, all of it or nothing."""
         from bitwright.torch.simulation.checkpoint import load_state_dict
 
-        with self._interceptor.occupancy.exclusive("load_state_dict"):
+        with self._changing("load_state_dict"):
             load_state_dict(self, state)
 
     def __repr__(self) -> str:
         return f"QuantizationSimModel({type(self.model).__name__}, {self.quantizers!r}, stage={self._simulator.stage})"
-
-    def records(self) -> list[dict[str, Any]]:
-        """One mapping per quantizer site."""
-        return self.quantizers.rows
-
-    def _repr_html_(self) -> str:
-        return self.quantizers._repr_html_(repr(self))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from bitwright.torch.calls.inputs import model_device, walk_modules
 from bitwright.torch.quantizers.learned_range import LearnedRange, check_ranges, unlearnable
 from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.ranks import SharedGradients
-
-if TYPE_CHECKING:
-    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+from bitwright.torch.simulation.simulated_module import SimulatedModule
 
 logger = logging.getLogger("bitwright")
 
@@ -56,7 +54,7 @@ class RangeReport:
 
 
 def learn_ranges(
-    sim: QuantizationSimModel,
+    sim: SimulatedModule,
     sites: str | Iterable[str] = "*",
     *,
     offsets: bool = True,
@@ -136,15 +134,13 @@ def _tell_frozen(fixed: Mapping[str, str]) -> None:
     )
 
 
-def site_tensor(sim: QuantizationSimModel, site: Site) -> torch.Tensor | None:
+def site_tensor(sim: SimulatedModule, site: Site) -> torch.Tensor | None:
     """The parameter of the model that ``site`` quantizes, if it is one."""
     param = sim.graph.values[site.value].param
     return None if param is None else sim._interceptor.named_tensor(param)
 
 
-def bias_values(
-    sim: QuantizationSimModel, computed: Mapping[str, torch.Tensor]
-) -> Callable[[str], torch.Tensor | None]:
+def bias_values(sim: SimulatedModule, computed: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor | None]:
     """Site of a bias -> its values: a parameter, or what the model ``computed`` of parameters when it was recorded."""
 
     def find(name: str) -> torch.Tensor | None:
@@ -155,7 +151,7 @@ def bias_values(
     return find
 
 
-def _chosen(sim: QuantizationSimModel, names: list[str]) -> list[Site]:
+def _chosen(sim: SimulatedModule, names: list[str]) -> list[Site]:
     chosen: dict[str, Site] = {}
     for name in names:
         try:
@@ -196,7 +192,7 @@ def _why_left(site: Site) -> str | None:
     return _WIDE if wide and not learns else None
 
 
-def _start(sim: QuantizationSimModel, site: Site, offsets: bool, init: Init) -> None:
+def _start(sim: SimulatedModule, site: Site, offsets: bool, init: Init) -> None:
     quantizer = site.quantizer
     assert isinstance(quantizer, Quantizer)
     encoding = quantizer.required
@@ -238,7 +234,7 @@ def _initial(w: torch.Tensor, encoding: Encoding, init: Init) -> Encoding:
 # ------------------------------------------------------------------------------------------------ parameters
 
 
-def learned_ranges(sim: QuantizationSimModel) -> Iterator[tuple[str, LearnedRange]]:
+def learned_ranges(sim: SimulatedModule) -> Iterator[tuple[str, LearnedRange]]:
     """Every range that trains, once, under the name of its quantizer."""
     for quantizer in sim.quantizers.unique():
         learned = getattr(quantizer, "learned", None)
@@ -246,14 +242,14 @@ def learned_ranges(sim: QuantizationSimModel) -> Iterator[tuple[str, LearnedRang
             yield quantizer.name, learned
 
 
-def named_range_parameters(sim: QuantizationSimModel) -> Iterator[tuple[str, nn.Parameter]]:
+def named_range_parameters(sim: SimulatedModule) -> Iterator[tuple[str, nn.Parameter]]:
     """``(conv1.weight.log_scale, parameter)`` of every range that trains."""
     for name, learned in learned_ranges(sim):
         for kind, parameter in learned.parameters().items():
             yield f"{name}.{kind}", parameter
 
 
-def range_parameters(sim: QuantizationSimModel) -> list[nn.Parameter]:
+def range_parameters(sim: SimulatedModule) -> list[nn.Parameter]:
     """The parameters of every range that trains, for a group of the optimizer.
 
     Raises:
@@ -269,18 +265,18 @@ def range_parameters(sim: QuantizationSimModel) -> list[nn.Parameter]:
     return found
 
 
-def shared_gradients(sim: QuantizationSimModel) -> SharedGradients:
+def shared_gradients(sim: SimulatedModule) -> SharedGradients:
     """What averages the gradients of the ranges of ``sim`` over ranks."""
     return SharedGradients(partial(named_range_parameters, sim), partial(_contents, sim))
 
 
-def share_gradients(sim: QuantizationSimModel) -> None:
+def share_gradients(sim: SimulatedModule) -> None:
     """Let the gradients of all ranges that train be of one step and averaged over ranks, those of new parameters too."""
     for _, learned in learned_ranges(sim):
         learned.call_with_gradients(sim._shared.arrive, sim._shared.note)
 
 
-def _contents(sim: QuantizationSimModel) -> dict[str, bytes]:
+def _contents(sim: SimulatedModule) -> dict[str, bytes]:
     """All that a learned range is, by name."""
     return {
         name: b"".join(
@@ -293,7 +289,7 @@ def _contents(sim: QuantizationSimModel) -> dict[str, bytes]:
 # ------------------------------------------------------------------------------------------------ files
 
 
-def refuse_corrections(sim: QuantizationSimModel, function: str) -> None:
+def refuse_corrections(sim: SimulatedModule, function: str) -> None:
     """Refuse to write a simulation whose weights are corrected beside their grid: no file has a place for that.
 
     Raises:

@@ -354,7 +354,7 @@ def _folded(sim: QuantizationSimModel, progress: bool) -> algorithm.FoldReport:
                 tensor.copy_(value)
         with evaluation(sim.model):
             before = float_outputs(sim.model, examples[0])
-            report = algorithm.fold_all_batch_norms(
+            report = algorithm.fold_batch_norms(
                 view,
                 lambda: what_changed(lambda: float_outputs(sim.model, examples[0]), before),
                 only=wanted,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.simulation.float_model import AddBias, Bypass, SetParam
-from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_all_batch_norms
+from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_batch_norms
 from bitwright.methods.folding.batch_norm_search import Fold, filled, find_folds
 
 
@@ -390,7 +390,7 @@ def test_folding_keeps_the_function(name):
     build, pairs, expected = FOLDS[name]
     net = built(build, expected)
     before, params = net.run(), {k: v.copy() for k, v in net.params.items()}
-    report = fold_all_batch_norms(net)
+    report = fold_batch_norms(net)
     assert net.graphs == 1 and not report.refused and len(report) == len(report.pairs) == pairs, str(report)
     assert 0 < report.max_error < 1e-5
     assert any(fold.keeps_shift for fold in report.folded) == expected.get("keeps_shift", False)
@@ -409,7 +409,7 @@ def test_what_is_folded_no_longer_normalises(name):
     net = built(build, expected)
     folds, refusals = find_folds(net.graph(), net)
     assert not refusals
-    fold_all_batch_norms(net)
+    fold_batch_norms(net)
     kept = {fold.layers[0][1][-1] for fold in folds if fold.keeps_shift}
     x = np.random.default_rng(0).standard_normal(net.input.shape[:1] + (4,) + net.input.shape[2:])
     for bn in {bn for fold in folds for bn in fold.batch_norms}:
@@ -424,8 +424,8 @@ def test_folding_twice_finds_nothing_more():
     net = Net()
     net.closed, net.fixed = {"b"}, {"bn1", "bn2"}
     net.row(net.conv("a"), net.bn("bn1"), net.conv("b", bias=False), net.bn("bn2"))
-    assert len(fold_all_batch_norms(net)) == 2
-    again = fold_all_batch_norms(net)
+    assert len(fold_batch_norms(net)) == 2
+    again = fold_batch_norms(net)
     assert not again and [bn for bn, _ in again.skipped] == ["bn1", "bn2"]
     assert again.skipped[0][1] == "it is an exact identity already, and cannot be removed"
     assert "it only adds a shift, and b has no bias and cannot get one: it is a call" in again.skipped[1][1]
@@ -722,7 +722,7 @@ def test_refusals_name_the_reason_and_leave_the_model_alone(name):
     build, reasons, shape = REFUSALS[name]
     net = build(Net(shape))
     params = {k: v.copy() for k, v in net.params.items()}
-    report = fold_all_batch_norms(net)
+    report = fold_batch_norms(net)
     norms = [op for op, kind in net.types.items() if kind == "BatchNormalization"]
     assert not report and sorted(bn for bn, _ in report.skipped) == sorted(norms)
     text = "\n".join(reason for _, reason in report.skipped)
@@ -735,16 +735,16 @@ def test_refusals_name_the_reason_and_leave_the_model_alone(name):
 
 def test_a_refusal_names_the_layer_beside_the_norm():
     net = second_reader(Net())
-    (refusal,) = fold_all_batch_norms(net).refused
+    (refusal,) = fold_batch_norms(net).refused
     assert (refusal.op, refusal.bn) == (None, "bn")
     net = weight_tied_to_another_layer(Net())
-    assert fold_all_batch_norms(net).refused[0].op == "a"
+    assert fold_batch_norms(net).refused[0].op == "a"
 
 
 def test_what_is_wrong_with_one_norm_does_not_keep_the_others():
     net = Net()
     net.row(net.conv("a"), net.bn("p"), "relu_1", net.conv("b"), net.bn("q", real_epsilon=0.5), "relu_2")
-    report = fold_all_batch_norms(net)
+    report = fold_batch_norms(net)
     assert report.pairs == (("a", "p"),) and [bn for bn, _ in report.skipped] == ["q"]
 
 
@@ -754,7 +754,7 @@ def test_what_is_wrong_with_one_norm_does_not_keep_the_others():
 def test_the_report_reads_as_a_table_and_as_a_sequence():
     net = Net()
     net.row(net.bn("in"), net.conv("a"), net.bn("p"), net.bn("q"), "relu", net.bn("last"))
-    report = fold_all_batch_norms(net)
+    report = fold_batch_norms(net)
     assert (
         list(report) == [("a", "p"), ("a", "q"), ("a", "in")]
         and report[-1] == ("a", "in")
@@ -771,7 +771,7 @@ def test_the_report_reads_as_a_table_and_as_a_sequence():
 
 
 def test_an_empty_report_is_false_and_has_no_error():
-    report = fold_all_batch_norms(Net().row("relu"))
+    report = fold_batch_norms(Net().row("relu"))
     assert not report and report.max_error == 0.0 and isinstance(report, FoldReport)
     assert str(report) == "0 batch norms folded, 0 kept; largest relative difference 0.0e+00"
 
@@ -779,14 +779,14 @@ def test_an_empty_report_is_false_and_has_no_error():
 def test_moments_are_those_of_the_channels_of_the_layer():
     net = linear_then_picture_and_norm(Net((3, 5)))
     mean, deviation = net.params["bn.bias"].copy(), np.abs(net.params["bn.weight"])
-    moments = fold_all_batch_norms(net).moments["fc"]
+    moments = fold_batch_norms(net).moments["fc"]
     np.testing.assert_allclose(moments[0], np.repeat(mean, 9))
     np.testing.assert_allclose(moments[1], np.repeat(deviation, 9))
 
 
 def test_keep_makes_the_folds_final():
     net = conv_then_norm(Net())
-    report = fold_all_batch_norms(net)
+    report = fold_batch_norms(net)
     report.keep()
     folded = net.param("conv.weight")
     report.undo()
@@ -795,8 +795,8 @@ def test_keep_makes_the_folds_final():
 
 def test_folds_and_refusals_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="bitwright"):
-        fold_all_batch_norms(two_norms_in_a_row(Net()))
-        fold_all_batch_norms(second_reader(Net()))
+        fold_batch_norms(two_norms_in_a_row(Net()))
+        fold_batch_norms(second_reader(Net()))
     assert caplog.messages[0] == "batch norm folded: conv <- bn1 + bn2"
     assert caplog.messages[1].startswith("batch norm kept: bn: not into a layer before it: relu also reads")
 
@@ -823,7 +823,7 @@ def test_a_check_of_the_whole_model_takes_back_what_it_objects_to(bad):
         asked.append(net.bypassed & bad)
         return "somebody reads the epsilon of a batch norm" if asked[-1] else None
 
-    report = fold_all_batch_norms(net, check)
+    report = fold_batch_norms(net, check)
     assert {bn for bn, _ in report.skipped} == bad and len(report) == 8 - len(bad)
     assert set(dict(report.skipped).values()) <= {"with it folded, somebody reads the epsilon of a batch norm"}
     assert net.bypassed == {f"b{i}" for i in range(8)} - bad and len(asked) <= 1 + 2 * len(bad) * 3
@@ -833,7 +833,7 @@ def test_a_check_of_the_whole_model_takes_back_what_it_objects_to(bad):
 def test_a_check_that_always_objects_is_asked_a_bounded_number_of_times(monkeypatch):
     monkeypatch.setattr("bitwright.methods.folding.batch_norm_fold.MAX_CHECKS", 3)
     net, asked = _eight_blocks(), []
-    report = fold_all_batch_norms(net, lambda: asked.append(1) or "it differs")
+    report = fold_batch_norms(net, lambda: asked.append(1) or "it differs")
     assert not report and len(report.skipped) == 8 and not net.bypassed and 3 <= len(asked) <= 6
 
 
@@ -849,7 +849,7 @@ def test_an_error_in_the_middle_takes_everything_back():
 
     net.local = failing
     with pytest.raises(KeyboardInterrupt):
-        fold_all_batch_norms(net)
+        fold_batch_norms(net)
     assert not net.bypassed and net.params.keys() == params.keys()
     assert all(np.array_equal(net.params[k], v) for k, v in params.items())
 
@@ -934,7 +934,7 @@ def test_looking_for_folds_takes_a_linear_number_of_steps(build):
 @pytest.mark.slow
 def test_twenty_thousand_blocks():
     net = _blocks(20_000)
-    report = fold_all_batch_norms(net)
+    report = fold_batch_norms(net)
     assert len(report) == 20_000 and not report.refused and net.graphs == 1
 
 

@@ -25,7 +25,7 @@ from bitwright.onnx.model.instrument import Tap
 from bitwright.onnx.model.session import open_session
 from bitwright.onnx.simulation import calibrator as calibrate
 from bitwright.onnx.simulation.calibrator import Calibrator
-from bitwright.onnx.simulation.quantsim import QuantizationSimModel, make_calibrator, watched_model
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx.nets import Net, body, conv_chain, feeds_for, run
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
@@ -148,7 +148,7 @@ def test_shapes_may_change_from_batch_to_batch():
 
 def test_memory_is_bounded_by_runs_of_groups():
     sim = simulate(deep(), "percentile", memory_budget=1600)
-    calibrator = make_calibrator(sim)
+    calibrator = sim._calibrator()
     feeds = batches(1)[0]
     calibrator.run(feeds)
     sizes = calibrator._sizes.of(calibrator._fetched, feeds)
@@ -156,7 +156,7 @@ def test_memory_is_bounded_by_runs_of_groups():
     assert len(groups) > 1
     assert all(len(group) == 1 or sum(sizes[t] for t in group) <= 1600 for group in groups)
     assert (len(calibrator._sessions.kept) - 1) * calibrator._sessions.weights <= 1600
-    frugal = make_calibrator(simulate(deep(), "percentile", memory_budget=0))
+    frugal = simulate(deep(), "percentile", memory_budget=0)._calibrator()
     frugal.run(feeds)
     assert len(frugal._sessions.kept) == 1
 
@@ -191,7 +191,7 @@ class Held:
 
 def test_sessions_are_kept_in_a_quarter_of_the_budget(monkeypatch):
     budget, feeds = 20_000, batches(1, (12, 3, 8, 8))[0]
-    calibrator = make_calibrator(simulate(deep(), "percentile", memory_budget=budget))
+    calibrator = simulate(deep(), "percentile", memory_budget=budget)._calibrator()
     weights, opened = calibrator._sessions.weights, []
     sizes = calibrator._sizes.of(calibrator._fetched, feeds)
     groups = calibrator._sessions.groups(sizes)
@@ -218,7 +218,7 @@ def test_sessions_are_kept_in_a_quarter_of_the_budget(monkeypatch):
 
 @pytest.mark.parametrize("budget", [1600, 3200])
 def test_the_tensors_of_one_run_are_gone_before_the_next(monkeypatch, budget):
-    calibrator = make_calibrator(simulate(deep(), "percentile", memory_budget=budget))
+    calibrator = simulate(deep(), "percentile", memory_budget=budget)._calibrator()
     held, feeds = Held(calibrator, monkeypatch), batches(1)[0]
     outputs = sum(array.nbytes for array in calibrator.run(feeds))
     assert len(held.before) > 2 and held.before[0] == 0
@@ -230,7 +230,7 @@ def test_the_tensors_of_one_run_are_gone_before_the_next(monkeypatch, budget):
 
 
 def test_each_tensor_of_a_run_is_gone_once_it_is_counted(monkeypatch):
-    calibrator = make_calibrator(simulate(deep(), "percentile"))
+    calibrator = simulate(deep(), "percentile")._calibrator()
     held, left = Held(calibrator, monkeypatch), []
     observe = Tap.observe
 
@@ -245,7 +245,7 @@ def test_each_tensor_of_a_run_is_gone_once_it_is_counted(monkeypatch):
 
 
 def test_what_a_session_freed_goes_back_before_the_next_is_opened(monkeypatch):
-    calibrator = make_calibrator(simulate(deep(), "percentile", memory_budget=0))
+    calibrator = simulate(deep(), "percentile", memory_budget=0)._calibrator()
     steps: list[str] = []
     open_ = calibrator._open
 
@@ -261,7 +261,7 @@ def test_what_a_session_freed_goes_back_before_the_next_is_opened(monkeypatch):
 
 
 def test_inputs_that_are_not_finite_need_no_run_of_their_own():
-    calibrator = make_calibrator(simulate(small()))
+    calibrator = simulate(small())._calibrator()
     calibrator._reduced = [tap for tap in calibrator._reduced if tap.value.is_graph_input()]
     feeds = {"x": np.full((2, 3, 8, 8), np.nan, np.float32)}
     calibrator._in_order = calibrator._summed = [0]
@@ -273,7 +273,7 @@ def test_inputs_that_are_not_finite_need_no_run_of_their_own():
 
 
 def test_tensors_that_are_not_finite_are_fetched_together():
-    calibrator = make_calibrator(simulate(small()))
+    calibrator = simulate(small())._calibrator()
     calibrator.run({"x": np.full((2, 3, 8, 8), np.nan, np.float32)})
     assert len(calibrator._reduced) > 2 and len(calibrator._sessions.kept) == 2
     seen = [tap.quantizer.statistics for tap in calibrator._reduced]
@@ -526,7 +526,7 @@ def relu_statistics(data: Sequence[np.ndarray]) -> tuple[Any, Any, QuantizationS
     """What calibration keeps of the ReLU, what core makes of the tensors themselves, and the simulation."""
     sim = simulate(rectified())
     sim.compute_encodings([{"x": x} for x in data])
-    graph = watched_model(sim).model
+    graph = sim._watched_model().model
     graph.graph.outputs.extend(v for n in graph.graph for v in n.outputs if v.name == "r1.out")
     session = open_session(graph, threads=1)
     stats: Any = statistics.start("minmax")

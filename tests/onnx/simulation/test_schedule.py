@@ -22,7 +22,7 @@ from bitwright.core.numerics.statistics import Histogram, MinMax
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx.model.session import open_session, save_optimized
 from bitwright.onnx.simulation.calibrator import open_watching, reduce_early, watch_blocked
-from bitwright.onnx.simulation.quantsim import QuantizationSimModel, make_calibrator
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx.nets import Net
 from tests.support.cost import steps
 
@@ -162,7 +162,7 @@ def test_calibration_sees_every_element_once(scheme):
     data = [{"x": (random.standard_normal((2, 3, 20, 20)) * 2**i).astype(np.float32)} for i in range(3)]
     sim = QuantizationSimModel(model, data[0], scheme, threads=1)
     sim.compute_encodings(data)
-    calibrator = make_calibrator(sim)
+    calibrator = sim._calibrator()
     tensors = {str(tap.value.name): tap.quantizer for tap in calibrator.taps}
     watched = calibrator._instrument.model
     values = {str(v.name): v for node in watched.graph for v in node.outputs}

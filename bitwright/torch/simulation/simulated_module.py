@@ -1,0 +1,211 @@
+"""``SimulatedModule``: a module whose calls are intercepted, with its quantizers and its state.
+
+Calibration, training and files are those of :class:`~bitwright.torch.simulation.quantsim.QuantizationSimModel`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.core.health.diagnosis import Repair
+from bitwright.core.health.report import HealthReport
+from bitwright.core.health.site_health import HealthTable
+from bitwright.core.simulation.float_model import Undo
+from bitwright.core.simulation.simulation import Occupancy
+from bitwright.errors import checks_arguments
+from bitwright.export.encodings.of_simulation import SimulationFiles
+from bitwright.torch.calls.inputs import (
+    as_call,
+    evaluation,
+    model_device,
+    named_state,
+    outputs_of,
+    to_device,
+    trainable_tensors,
+    walk_modules,
+)
+from bitwright.torch.interception.intercept import Interceptor
+from bitwright.torch.interception.record import record
+from bitwright.torch.quantizers.quantizer import Quantizer
+from bitwright.torch.ranks import SharedGradients
+from bitwright.torch.simulation.simulate import Simulator
+
+logger = logging.getLogger("bitwright")
+
+
+class SimulatedModule(SimulationFiles):
+    """A module that computes as its quantizers and its stage say.
+
+    Attributes:
+        model: the module, of the user's own class.
+        examples: the inputs that it was recorded on.
+    """
+
+    model: nn.Module
+    examples: list[Any]
+    _interceptor: Interceptor
+    _simulator: Simulator
+    _shared: SharedGradients  # of ranges that train
+
+    @property
+    def _occupancy(self) -> Occupancy:
+        return self._interceptor.occupancy
+
+    @contextmanager
+    def _changing(self, what: str) -> Iterator[None]:
+        with trainable_tensors(), self._occupancy.exclusive(what):
+            yield
+
+    def _set_calibrated(self) -> None:
+        self._simulator.stage = "simulate"
+
+    def _refresh_biases(self) -> None:
+        self._simulator.refresh_biases()
+
+    def _unseen(self) -> Mapping[str, str]:
+        return self._simulator.unseen
+
+    def _repairable(self) -> dict[str, str | None]:
+        return dict.fromkeys(plan.op for plan in self._simulator.plans.values())
+
+    def _put_in_force(self, repairs: Sequence[Repair]) -> None:
+        """At the calls of the operators; what is not a floating-point tensor passes a repair unchanged."""
+        self._simulator.repairs = {repair.op: repair for repair in repairs}
+
+    def _outputs(self, batch: Any) -> list[Any]:
+        return outputs_of(self.model, batch)
+
+    def _name_nan(self, args: Any, kwargs: Any) -> None:
+        """Tell which operator makes NaN in the simulation of a batch that float computes without."""
+        from bitwright.torch.nan_doctor import diagnose_batch
+
+        try:
+            float_report = diagnose_batch(self._interceptor, args, kwargs, self._simulator.mended_at)
+            if not float_report.ok or float_report.bad_inputs:
+                return  # the model does so itself
+            report = diagnose_batch(self._interceptor, args, kwargs, self._simulator.simulated_at)
+        except Exception as error:  # a model that cannot be run twice on one input
+            report = HealthReport(f"running it again ended in {type(error).__name__}: {error}")
+        logger.warning("%s", self.quantizers.describe_nan(report, self.graph))
+
+    def _prepare_grids(self) -> None:
+        """Make the grid of every quantizer for the shape that was recorded."""
+        device = model_device(self.model) or torch.device("cpu")
+        for site in self.quantizers.values():
+            assert isinstance(site.quantizer, Quantizer)
+            site.quantizer.prepare(self.graph.values[site.value].shape, device)
+
+    def _values_of(self, site: str) -> torch.Tensor | None:
+        """The weight or constant at a site; what the model computes of its parameters takes a run of the model."""
+        value = self.graph.values[self.plan.sites[site].value]
+        found = (
+            self._recorded_constants().get(value.name)
+            if value.param is None
+            else self._interceptor.named_tensor(value.param)
+        )
+        return None if found is None else found.detach()
+
+    def _recorded_constants(self) -> dict[str, torch.Tensor]:
+        """Tensors that the model computes from its parameters alone, by value name, for its present parameters."""
+        device = model_device(self.model)
+        recorder = record(self.model, [to_device(e, device) for e in self.examples], self._interceptor)
+        recorder.graph()
+        return recorder.constants()
+
+    # -- its state
+
+    @checks_arguments
+    def remember(self, *, parameters: bool = False) -> Undo:
+        """Keep the state of the simulation: every quantizer, the stage, the repairs, what calibration noted.
+
+        Args:
+            parameters: keep a copy of all parameters and buffers too.
+
+        Returns:
+            A function that brings the state back, as often as it is called.
+        """
+        quantizers, simulator, log = (self.quantizers.remember(), self._simulator.remember(), self.calibration_log)
+        tensors = {n: t.detach().clone() for n, t in named_state(self.model)} if parameters else {}
+
+        def restore() -> None:
+            with torch.no_grad():
+                for name, tensor in named_state(self.model) if tensors else ():
+                    tensor.copy_(tensors[name])
+            quantizers()
+            simulator()
+            self.calibration_log = log
+
+        return restore
+
+    # -- use
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Simulate whatever is called inside the block: other methods of the model, or parts of it."""
+        with self._interceptor.active():
+            self._handler.begin((), {})
+            yield
+
+    @contextmanager
+    def in_float(self) -> Iterator[None]:
+        """Let ``sim.model`` compute in float inside the block, in this thread (as ``torch.no_grad`` does)."""
+        with self._interceptor.handled_by(self._handler.variant("float")):
+            yield
+
+    @property
+    def _handler(self) -> Simulator:
+        """The simulator of the calling thread."""
+        own = self._interceptor.here.handler
+        return own if isinstance(own, Simulator) else self._simulator
+
+    @contextmanager
+    def _evaluation(self, what: str) -> Iterator[None]:
+        """No gradients, and every module in eval mode; where that changes modes, no other thread may run."""
+        training = any(module.training for _, module in walk_modules(self.model))
+        alone = self._occupancy.exclusive(what) if training else nullcontext()
+        with alone, torch.no_grad(), evaluation(self.model):
+            yield
+
+    def health(self) -> HealthTable:
+        """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
+        found = self._quantized_parameters()
+        sites = {n: self.graph.values[s.value].param for n, s in self.quantizers.items()}
+        return self.quantizers.health({n: found[p] for n, p in sites.items() if p in found})
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        """What :func:`~bitwright.torch.stabilize` put into effect, in order."""
+        return tuple(self._simulator.repairs.values())
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the simulation can run."""
+        return self._simulator.stage == "simulate"
+
+    @checks_arguments
+    def capture(self, names: Sequence[str], batch: Any) -> dict[str, list[torch.Tensor]]:
+        """Values at sites or op outputs while ``sim.model`` runs ``batch``; one tensor per run of the place."""
+        return self._captured(names, batch)[0]
+
+    def _captured(self, names: Sequence[str], batch: Any, make: Callable[[], Any] = list) -> tuple[dict[str, Any], Any]:
+        """The same, in what ``make`` makes for each of the names, and what ``sim.model`` returned."""
+        taps = {name: make() for name in names}
+        args, kwargs = as_call(to_device(batch, model_device(self.model)))
+        with self._interceptor.handled_by(self._handler.variant(taps=taps)), self._evaluation("capture"):
+            output = self.model(*args, **kwargs)
+        return taps, output
+
+    def example(self) -> Any:
+        """The first of the inputs that the model was recorded on."""
+        return self.examples[0]
+
+    def remove(self) -> nn.Module:
+        """Take the simulation off again and return the model; useful with ``in_place``."""
+        self._interceptor.detach()
+        return self.model
