@@ -287,13 +287,13 @@ def recipe_rows(network: str, effort: str, rounds: int) -> list[list[str]]:
     """Every step of the recipe as float passes over its data, and the process's peak in it beyond the float model's."""
     import default_recipe as subject
 
-    from bitwright.recipes.recipe import ModelRunner
+    from bitwright.recipes.attempt import Attempt
 
     found = subject.case(network)
     batches, run = found.batches(0), subject.of_torch(found.model)
     whole: dict[str, list[float]] = defaultdict(list)
     peaks: dict[str, float] = {}
-    originals = {name: getattr(ModelRunner, name) for name in ("apply", "simulate", "sqnr", "keep")}
+    originals = {name: getattr(Attempt, name) for name in ("apply", "simulate", "sqnr", "keep")}
     for i in range(rounds + 1):
         measure.forget_peak()
         base = measure.seconds(lambda: [run(batch) for batch in batches])
@@ -309,7 +309,7 @@ def recipe_rows(network: str, effort: str, rounds: int) -> list[list[str]]:
             return call
 
         for name in originals:
-            setattr(ModelRunner, name, timed(name))
+            setattr(Attempt, name, timed(name))
         with clock.part("all else"):
             subject.run_of(effort, found, 0)
         if i:

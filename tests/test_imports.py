@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runtimes": ({"errors", "tables"}, NUMPY | ONNX | {"openvino", "ai_edge_litert"}),
     "export": ({"errors", "core", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
     "compare": ({"errors", "core", "export", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
-    # `front_end` and `functions` load the front end of the model that they are given
+    # `front_end` loads the front end of the model that it is given
     "methods": (BELOW - {"recipes"}, NUMPY),
     "recipes": (BELOW | {"report"}, NUMPY),
     "torch": (BELOW | {"report"}, NUMPY | ONNX | FILES_OUT | {"torch"}),

@@ -6,7 +6,6 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -100,14 +99,49 @@ class Correctable(ABC):
         self.set_param(layer.bias, value)
 
 
+class GivenModel(ABC):
+    """A model that :func:`bitwright.quantize` was given; the work is done on copies of it."""
+
+    @abstractmethod
+    def copy(self, first: Any) -> Any:
+        """What steps change in the place of the model; ``first`` is an example input."""
+
+    @abstractmethod
+    def copied(self, work: Any) -> Any:
+        """A copy of what the steps change."""
+
+    @abstractmethod
+    def outputs(self, batch: Any) -> Sequence[Any]:
+        """What the model returns, as arrays."""
+
+    @abstractmethod
+    def output_names(self) -> Sequence[str]:
+        """Of what :meth:`outputs` returned last, in its order."""
+
+    @abstractmethod
+    def metric_target(self) -> Any:
+        """What a metric is given: the module, or a session; asked for before the first :meth:`copy`."""
+
+    @abstractmethod
+    def reference(self, work: Any) -> Any:
+        """The float model that a simulation is about to be made of, as bias correction takes it."""
+
+    @abstractmethod
+    def simulation(self, work: Any, first: Any, rules: Mapping[str, Any]) -> Any:
+        """A simulation of it, which may keep it."""
+
+
 class FrontEnd(ABC):
-    """What opens models and simulations of a front end for methods; one object each.
+    """What opens models and simulations of a front end for methods; one object each."""
 
-    Attributes:
-        knows_shapes: whether models say what shape their inputs have.
-    """
+    @abstractmethod
+    def given(self, model: Any, providers: Any, memory_budget: int | None) -> GivenModel:
+        """A model for :func:`bitwright.quantize`.
 
-    knows_shapes: bool
+        Raises:
+            ModelError: it cannot be read.
+            ConfigError: an option that the front end does not have.
+        """
 
     @abstractmethod
     def open_model(self, model: Any, shapes: Any, dummy_input: Any, function: str, providers: Any) -> Opened:
@@ -152,50 +186,6 @@ class FrontEnd(ABC):
         """
 
 
-class Pipeline(ABC):
-    """A model of one front end on its way through :func:`quantize`."""
-
-    @abstractmethod
-    def work(self, first: Any) -> Any:
-        """What the steps change in the place of the model that was given; ``first`` is an example input."""
-
-    @abstractmethod
-    def copied(self, work: Any) -> Any:
-        """A copy of what the steps change."""
-
-    @abstractmethod
-    def float_outputs(self, batch: Any) -> Sequence[Any]:
-        """What the model as given returns."""
-
-    @abstractmethod
-    def output_names(self) -> Sequence[str]:
-        """Of what :meth:`float_outputs` returned last, in its order."""
-
-    @abstractmethod
-    def rate_float(self, metric: Callable[[Any], float]) -> float:
-        """The metric of the model as given."""
-
-    @abstractmethod
-    def rate(self, sim: Any, metric: Callable[[Any], float]) -> float:
-        """The metric of the simulated model."""
-
-    @abstractmethod
-    def reference(self, work: Any) -> Any:
-        """The float model that a simulation is about to be made of, as bias correction takes it."""
-
-    @abstractmethod
-    def simulation(self, work: Any, first: Any, rules: Mapping[str, Any]) -> Any:
-        """A simulation of it."""
-
-    @abstractmethod
-    def outputs(self, sim: Any, batch: Any) -> Sequence[Any]:
-        """What the simulated model returns."""
-
-    @abstractmethod
-    def export(self, sim: Any, path: str | Path, prefix: str, first: Any, **options: Any) -> Any:
-        """Write the files."""
-
-
 # Top-level module of a class of models -> the front end that reads it. Classes that users derive from these are found too.
 _FRONT_ENDS = {"torch": "torch", "onnx": "onnx", "onnx_ir": "onnx"}
 
@@ -218,18 +208,6 @@ def health_check_of(model: Any) -> Callable[..., HealthReport]:
     """
     module = importlib.import_module(f"bitwright.{_name_of(model)}.nan_doctor")
     return cast(Callable[..., HealthReport], module.check_health)
-
-
-def pipeline_of(model: Any, providers: Any, memory_budget: int | None) -> Pipeline:
-    """A model of either front end on its way through :func:`bitwright.quantize`.
-
-    Raises:
-        ModelError: it is of neither, or cannot be read.
-        ConfigError: an option that its front end does not have.
-    """
-    name = _name_of(model)
-    module = importlib.import_module(f"bitwright.{name}.opened")
-    return cast(Pipeline, getattr(module, f"{name.title()}Pipeline")(model, providers, memory_budget))
 
 
 def _name_of(model: Any) -> str:

@@ -1,18 +1,10 @@
-"""An ONNX model opened for a change: its view, what it computed before, and what differs since.
-
-An ONNX model as batch-norm folding sees it: products with their biases are layers.
-
-An ONNX simulation as bias correction sees it.
-
-An ONNX model on its way through :func:`bitwright.quantize`.
-"""
+"""What methods ask of ONNX models: opened for a change, given to ``quantize``, simulated with biases to be corrected."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +15,11 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import AddBias, Array, Edit, sqnr
 from bitwright.errors import ConfigError, ModelError
-from bitwright.export.artefacts import Exported
 from bitwright.export.files.onnx_file import restore_types
 from bitwright.export.qdq.markers import Names, move_uses
 from bitwright.methods.folding import batch_norm_fold as algorithm
 from bitwright.methods.folding.batch_norm_fold import FoldReport
-from bitwright.methods.front_end import Correctable, FrontEnd, Opened, Pipeline
+from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened
 from bitwright.methods.layers import Layer
 from bitwright.onnx.existing_quantizers import has_quantizers
 from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
@@ -40,7 +31,6 @@ from bitwright.onnx.model.view import OnnxView, Undo, measure_shapes, run_measur
 from bitwright.onnx.simulation.marked_model import simulation_model
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.progress import progress as progress_bar
-from bitwright.recipes.recipe import metric_of
 from bitwright.runtimes.adapters import arrays_of, one_array
 
 
@@ -364,10 +354,65 @@ class OnnxOpened(Opened):
         give_back(self.loaded, self._given)
 
 
+class OnnxGiven(GivenModel):
+    """A model of this front end.
+
+    Raises:
+        ModelError: the model cannot be read.
+    """
+
+    def __init__(self, model: Source, providers: Providers | None, memory_budget: int | None) -> None:
+        self._source, self._providers, self._budget = model, providers, memory_budget
+        self._loaded: Loaded | None = load_model(model)
+
+    def copy(self, first: Any) -> Loaded:
+        """The model as it was loaded, which no step before needs any more, at an opset that every step knows.
+
+        One with quantizers keeps its opset until the simulation has taken them out: converted, they are no longer found.
+        """
+        loaded, self._loaded = self._loaded, None
+        loaded = load_model(self._source) if loaded is None else loaded
+        return loaded if has_quantizers(loaded.model) else modernize(loaded, first)
+
+    def copied(self, work: Loaded) -> Loaded:
+        """With the same arrays of weights."""
+        return replace(work, model=work.model.clone())
+
+    @cached_property
+    def _float(self) -> tuple[Any, Any]:
+        """Session and inputs, opened with the first batch: steps change what was loaded."""
+        loaded = load_model(self._source)
+        return open_session(loaded.model, self._providers), input_specs(loaded.model)
+
+    def outputs(self, batch: Any) -> Sequence[Array]:
+        """Of a sequence or a map all floats in a row."""
+        session, specs = self._float
+        return [one_array(y) for y in run_session(session, as_feeds(batch, specs), "the float model")]
+
+    def output_names(self) -> Sequence[str]:
+        """As the base class says."""
+        return [output.name for output in self._float[0].get_outputs()]
+
+    def metric_target(self) -> Any:
+        """A session."""
+        assert self._loaded is not None
+        return open_session(self._loaded.model, self._providers)
+
+    def reference(self, work: Loaded) -> Any:
+        """The model itself: a simulation has its own, and methods of rounding leave this one."""
+        return work.model
+
+    def simulation(self, work: Loaded, first: Any, rules: Mapping[str, Any]) -> QuantizationSimModel:
+        """Of a copy."""
+        return QuantizationSimModel(work.model, first, **rules, providers=self._providers, memory_budget=self._budget)
+
+
 class OnnxFrontEnd(FrontEnd):
     """Models and simulations of this front end."""
 
-    knows_shapes = True
+    def given(self, model: Source, providers: Providers | None, memory_budget: int | None) -> OnnxGiven:
+        """As the base class says."""
+        return OnnxGiven(model, providers, memory_budget)
 
     def open_model(self, model: Model, shapes: Any, dummy_input: Any, function: str, providers: Any) -> OnnxOpened:
         """As the base class says; ``shapes`` may be the example input.
@@ -503,73 +548,3 @@ def _difference(old: Array, new: Array) -> str | None:
     if agreement < (_LEAST_IN_HALF if old.dtype == np.float16 else _LEAST_AGREEMENT):
         return f"agrees with the original to {agreement:.1f} dB only"
     return None
-
-
-class OnnxPipeline(Pipeline):
-    """A model of this front end.
-
-    Raises:
-        ModelError: the model cannot be read.
-    """
-
-    def __init__(self, model: Source, providers: Providers | None, memory_budget: int | None) -> None:
-        self._source, self._providers, self._budget = model, providers, memory_budget
-        self._loaded: Loaded | None = load_model(model)
-
-    def work(self, first: Any) -> Loaded:
-        """The model as it was loaded, which no step before needs any more, at an opset that every step knows.
-
-        One with quantizers keeps its opset until the simulation has taken them out: converted, they are no longer found.
-        """
-        loaded, self._loaded = self._loaded, None
-        loaded = load_model(self._source) if loaded is None else loaded
-        return loaded if has_quantizers(loaded.model) else modernize(loaded, first)
-
-    def copied(self, work: Loaded) -> Loaded:
-        """Another one, with the same arrays of weights."""
-        return replace(work, model=work.model.clone())
-
-    @cached_property
-    def _float(self) -> tuple[Any, Any]:
-        """Session and inputs of the model as given, opened with the first batch: steps change what was loaded."""
-        loaded = load_model(self._source)
-        return open_session(loaded.model, self._providers), input_specs(loaded.model)
-
-    def float_outputs(self, batch: Any) -> Sequence[Array]:
-        """Of the model as given."""
-        session, specs = self._float
-        return _arrays(run_session(session, as_feeds(batch, specs), "the float model"))
-
-    def output_names(self) -> Sequence[str]:
-        """Of the model as given."""
-        return [output.name for output in self._float[0].get_outputs()]
-
-    def rate_float(self, metric: Callable[[Any], float]) -> float:
-        """Of a session of the model as given."""
-        assert self._loaded is not None  # before the steps begin
-        return metric_of(metric, open_session(self._loaded.model, self._providers))
-
-    def rate(self, sim: QuantizationSimModel, metric: Callable[[Any], float]) -> float:
-        """Of the session of the simulation."""
-        return metric_of(metric, sim.session)
-
-    def reference(self, work: Loaded) -> Any:
-        """The model itself: a simulation has its own, and methods of rounding leave this one."""
-        return work.model
-
-    def simulation(self, work: Loaded, first: Any, rules: Mapping[str, Any]) -> QuantizationSimModel:
-        """Of a copy."""
-        return QuantizationSimModel(work.model, first, **rules, providers=self._providers, memory_budget=self._budget)
-
-    def outputs(self, sim: QuantizationSimModel, batch: Any) -> Sequence[Array]:
-        """Of the simulation."""
-        return _arrays(sim.run(batch))
-
-    def export(self, sim: QuantizationSimModel, path: str | Path, prefix: str, first: Any, **options: Any) -> Exported:
-        """Files."""
-        return sim.export(path, prefix, **options)
-
-
-def _arrays(outputs: Iterable[Any]) -> list[Array]:
-    """Outputs as a judge takes them, one array each: of a sequence or a map all floats in a row."""
-    return [one_array(y) for y in outputs]

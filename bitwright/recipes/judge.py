@@ -233,13 +233,6 @@ def mean_decibel(ratios: Sequence[float]) -> float:
 
 
 @contextmanager
-def weights_in_float(sites: SiteMap) -> Iterator[None]:
-    """Leave the weights of a simulation in float meanwhile, so that its outputs show what activations cost alone."""
-    with in_float(sites, lambda site: site.role == "weight"):
-        yield
-
-
-@contextmanager
 def in_float(sites: SiteMap, which: Callable[[Site], bool]) -> Iterator[None]:
     """Leave some quantizers of a simulation out meanwhile."""
     undo = sites.remember()

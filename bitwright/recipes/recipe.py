@@ -2,20 +2,17 @@
 
 A recipe is a list of steps. Steps of the phase ``float`` change the float model without changing its function; then the
 simulation is made and calibrated; steps of the phase ``simulation`` choose roundings, scales and biases in it. This
-module knows names, order and bookkeeping; a :class:`ModelRunner` carries the steps out.
-
-What a recipe did, step by step: the report, and the book it is written from.
+module knows names, order and bookkeeping, and reports what each step did; an :class:`~bitwright.recipes.attempt.Attempt`
+carries the steps out.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +22,7 @@ from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.config import read_file
 from bitwright.core.simulation.float_model import Undo
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, close_matches
-from bitwright.methods.options import Options, check_options, keyword_options
-from bitwright.recipes.judge import Judge, weights_in_float
+from bitwright.recipes.judge import Judge
 from bitwright.tables import Tabular, html_table, text_table
 
 logger = logging.getLogger("bitwright")
@@ -94,6 +90,12 @@ class RecipeReport(Tabular, Sequence[Outcome]):
         kept = [o.metric for o in self.outcomes if o.kept]
         return kept[-1] if kept else None
 
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Steps that changed nothing, with what they say; folding where there is no batch norm is none of them."""
+        said = (o for o in self.outcomes if not o.changed and o.kept)
+        return tuple(f"{o.step} ({o.note})" for o in said if not (o.step == "fold()" and " 0 kept" in o.note))
+
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         """Heads and rows; the columns of the metric are left out where no step was measured by one."""
         measured = any(o.metric is not None for o in self.outcomes)
@@ -151,44 +153,6 @@ def checked_metric(step: str, metric: float) -> float:
     return metric
 
 
-class Book:
-    """The outcomes so far, and the metric in effect."""
-
-    def __init__(self, lower_is_better: bool) -> None:
-        self.sign = -1.0 if lower_is_better else 1.0
-        self.outcomes: list[Outcome] = []
-
-    def _last(self) -> float | None:
-        # the float model is not a predecessor: its metric is the goal
-        kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
-        return kept[-1] if kept else None
-
-    def add(
-        self,
-        step: str,
-        metric: float | None,
-        note: str = "",
-        sqnr: tuple[float, float] | None = None,
-        changed: bool = True,
-    ) -> Outcome:
-        """Write down a step."""
-        metric = metric if metric is None else checked_metric(step, metric)
-        last = self._last()
-        change = None if metric is None or last is None else self.sign * (metric - last)
-        self.outcomes.append(Outcome(step, metric, change, note, sqnr=sqnr, changed=changed))
-        logger.info("%s: %s", step, note or "done")
-        return self.outcomes[-1]
-
-    def leave_out(self, step: str, why: BitwrightError) -> None:
-        """Write down an optional step that cannot be done."""
-        logger.warning("%s is left out: %s", step, why)
-        self.outcomes.append(Outcome(step, None, None, f"{_LEFT_OUT}{why}", kept=False))
-
-    def take_back(self, count: int = 1) -> None:
-        """The steps written last are no longer in effect."""
-        self.outcomes[-count:] = [replace(outcome, kept=False) for outcome in self.outcomes[-count:]]
-
-
 Phase = Literal["float", "simulation"]
 
 
@@ -199,10 +163,12 @@ class Kind:
     Attributes:
         phase: on what the step works.
         run: the function that carries it out, or ``"module.function"``, imported when a recipe has the step. It is called with
-            the float model or the simulation, with what its parameters ask for by name (:func:`declared_actions`), and with the
+            the float model or the simulation, with what its parameters ask for by name
+            (:meth:`~bitwright.recipes.attempt.Attempt.given`), and with the
             options of the step, its other keyword-only parameters. If its first parameter is ``view``, it works on a
             :class:`~bitwright.core.simulation.float_model.FloatModel` of either front end and returns a
-            :class:`~bitwright.methods.layers.Reversible`. ``None`` where the caller of the recipe brings the action.
+            :class:`~bitwright.methods.layers.Reversible`. ``None`` for a method of
+            :class:`~bitwright.recipes.attempt.Attempt` of that name, or a method of rounding.
         after: steps that must come earlier where a recipe has both: they would undo or miss what this one does.
         instead_of: steps that decide the same thing, so that a recipe has one of them at most.
         does: one phrase, for tables and ``--help``.
@@ -225,11 +191,11 @@ class Kind:
 
 _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
 _RANGES = ("layer_inputs", "activation_ranges", "widen")
-_ROUNDING = ("gptq", "adaround", "brecq", "qdrop", "flexround")
+ROUNDING = ("gptq", "adaround", "brecq", "qdrop", "flexround")
 
 
 def _rounding(does: str) -> Kind:
-    return Kind("simulation", does, (*_RANGES, "seq_mse"), _ROUNDING, gain=0.0)
+    return Kind("simulation", does, (*_RANGES, "seq_mse"), ROUNDING, gain=0.0)
 
 
 KINDS: dict[str, Kind] = {
@@ -285,7 +251,7 @@ KINDS: dict[str, Kind] = {
     "brecq": _rounding("learn each weight's rounding, block after block"),
     "qdrop": _rounding("as brecq, with activation quantizers dropped at random"),
     "flexround": _rounding("learn scales and roundings together"),
-    "bias_correction": Kind("simulation", "take the mean error out of every layer's output", _ROUNDING, gain=0.0),
+    "bias_correction": Kind("simulation", "take the mean error out of every layer's output", ROUNDING, gain=0.0),
 }
 
 
@@ -386,175 +352,48 @@ def integer_bits(spec: QuantSpec | None) -> int:
     return spec.format.bits if spec is not None and isinstance(spec.format, IntFormat) else 64
 
 
-@dataclass(frozen=True)
-class Action:
-    """How a front end carries out one step.
+class Runner(ABC):
+    """What steps are carried out on: the float model, then its simulation.
 
     Attributes:
-        run: (the model in the phase ``float``, the simulation in the other, then options) -> the report: its ``summary``
-            or first line is written down, and its ``changed`` says whether anything was done.
-        options: what it takes, with annotations; asked for when a recipe is checked.
-    """
-
-    run: Callable[..., Any]
-    options: Callable[[], Options]
-
-
-def action(function: Callable[..., Any], **bound: Any) -> Action:
-    """An action that calls ``function(target, **bound, **options)``; its options are the keyword-only parameters."""
-    return Action(
-        lambda target, **options: function(target, **bound, **options), lambda: keyword_options(function, bound)
-    )
-
-
-def declared_actions(given: Mapping[str, Any], opened: Callable[[Any, str], Any]) -> dict[str, Action]:
-    """Actions of the rows of :data:`KINDS` that name their function.
-
-    Args:
-        given: what functions are called with where they have a parameter of that name.
-        opened: (model, step) -> an :class:`~bitwright.methods.front_end.Opened`, for functions that work on a ``view``;
-            they may also ask for ``changed``, which says what the model computes differently since it was opened.
-    """
-
-    def declared(step: str, run: Callable[..., Any] | str) -> Action:
-        def made() -> Action:
-            function = _imported(run) if isinstance(run, str) else run
-            names = list(inspect.signature(function).parameters)
-            bound = {name: value for name, value in given.items() if name in names}
-            return _on_view(function, step, bound, opened) if names[0] == "view" else action(function, **bound)
-
-        return Action(lambda target, **options: made().run(target, **options), lambda: made().options())
-
-    return {name: declared(name, kind.run) for name, kind in KINDS.items() if kind.run is not None}
-
-
-def _on_view(
-    function: Callable[..., Any], step: str, bound: Mapping[str, Any], opened: Callable[[Any, str], Any]
-) -> Action:
-    def call(target: Any, **options: Any) -> Any:
-        model = opened(target, step)
-        asked = "changed" in inspect.signature(function).parameters
-        report = function(model.view, **({"changed": model.changed} if asked else {}), **bound, **options)
-        model.finish(report)
-        return report
-
-    return Action(call, lambda: keyword_options(function, {*bound, "changed"}))
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.rpartition(".")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return function
-
-
-def weight_actions(
-    choose: Callable[..., Any], calibrate: Callable[[Any], None], options: Callable[[str], Options]
-) -> dict[str, Action]:
-    """Actions of the steps that choose weights on the grid.
-
-    Args:
-        choose: ``choose(sim, method=name, **options)``.
-        calibrate: finds the ranges of the activations anew for the weights chosen; called where these have fewer than 8 bits.
-        options: of a method.
-    """
-
-    def one(name: str) -> Action:
-        def run(sim: Any, **given: Any) -> Any:
-            report = choose(sim, method=name, **given)
-            # of eight bits, nearest rounding has shown the same ranges
-            if any(integer_bits(s.spec) < 8 for s in sim.quantizers.values() if s.role == "weight"):
-                calibrate(sim)
-            return report
-
-        return Action(run, lambda: options(name))
-
-    return {name: one(name) for name in ("seq_mse", *_ROUNDING)}
-
-
-def _said(report: object) -> str:
-    return str(getattr(report, "summary", None) or str(report).partition("\n")[0])
-
-
-@dataclass(frozen=True)
-class FrontEnd:
-    """What a :class:`ModelRunner` asks of a front end.
-
-    Attributes:
-        copy: model -> an independent copy.
-        simulate: model, which it may keep -> calibrated simulation.
-        measure: simulation -> metric.
-        remember: simulation -> how to bring its present state back.
-        actions: by step.
-        outputs: (simulation, batch) -> its outputs, as a judge compares them.
-        trial: model, which it may keep -> simulation calibrated on the judge's batches alone, for a comparison.
-    """
-
-    copy: Callable[[Any], Any]
-    simulate: Callable[[Any], Any]
-    measure: Callable[[Any], float]
-    remember: Callable[[Any], Undo]
-    actions: Mapping[str, Action]
-    outputs: Callable[[Any, Any], Sequence[Any]] | None = None
-    trial: Callable[[Any, Judge], Any] | None = None
-
-
-class ModelRunner:
-    """A model that steps are carried out on, in either front end.
-
-    Attributes:
-        model: the float model as it stands; its own copy.
-        sim: the calibrated simulation, once there is one.
         judge: says what a step is worth; ``None`` keeps every step.
         changed: whether the last step did anything.
     """
 
-    def __init__(self, model: Any, front_end: FrontEnd, judge: Judge | None = None) -> None:
-        self.model, self._front, self.judge = model, front_end, judge
-        self.sim: Any = None
-        self.changed = False
+    judge: Judge | None
+    changed: bool
 
+    @abstractmethod
     def check(self, step: Step) -> None:
         """Refuse options the step's function does not have, and values it does not take, before any work is done.
 
         Raises:
             ConfigError: see :func:`bitwright.methods.options.check_options`.
         """
-        check_options(step.name, step.options, self._front.actions[step.name].options())
 
+    @abstractmethod
     def apply(self, step: Step) -> str:
         """Carry the step out; returns one line on what it did."""
-        target = self.model if KINDS[step.name].phase == "float" else self.sim
-        report = self._front.actions[step.name].run(target, **step.options)
-        self.changed = bool(getattr(report, "changed", True))
-        return _said(report)
 
+    @abstractmethod
     def simulate(self) -> None:
         """Make the calibrated simulation of the float model as it stands."""
-        self.sim = self._front.simulate(self.model)
 
+    @abstractmethod
     def measure(self) -> float:
-        """The metric of the simulation; in the phase ``float``, of one that is made for it and dropped."""
-        sim = self._front.simulate(self._front.copy(self.model)) if self.sim is None else self.sim
-        return float(self._front.measure(sim))
+        """The metric of the simulation; before there is one, of one that is made for it and dropped."""
 
+    @abstractmethod
     def sqnr(self, *, float_weights: bool = False) -> float:
         """What the judge says of the simulation, or of the one the float model would have now, in dB.
 
         Args:
             float_weights: let the simulation's weights be in float meanwhile.
         """
-        outputs, trial = self._front.outputs, self._front.trial
-        assert self.judge is not None and outputs is not None and trial is not None
-        sim = trial(self._front.copy(self.model), self.judge) if self.sim is None else self.sim
-        with weights_in_float(sim.quantizers) if float_weights else nullcontext():
-            return self.judge.sqnr(lambda batch: outputs(sim, batch))
 
+    @abstractmethod
     def keep(self) -> Undo:
         """Remember the state; the function returned brings it back."""
-        if self.sim is not None:
-            return self._front.remember(self.sim)
-        saved = self._front.copy(self.model)
-        return lambda: setattr(self, "model", saved)
 
 
 OnHarm = Literal["report", "undo"]
@@ -562,7 +401,7 @@ OnHarm = Literal["report", "undo"]
 
 def run_recipe(
     steps: Sequence[Step],
-    runner: ModelRunner,
+    runner: Runner,
     *,
     float_metric: float | None = None,
     on_harm: OnHarm = "report",
@@ -586,115 +425,100 @@ def run_recipe(
     """
     if on_harm not in ("report", "undo"):
         raise ConfigError("on_harm", f"{on_harm!r} is neither 'report' nor 'undo'", "use one of them")
-    impossible = _check(steps, runner)
-    book = Book(lower_is_better)
+    impossible = _impossible(steps, runner)
+    run = _Run(runner, float_metric is not None, on_harm, lower_is_better)
     if float_metric is not None:
-        book.add("float", float_metric)
-        book.add("no step", runner.measure())
-    run = _Run(runner, book, _Judging(runner), float_metric is not None, on_harm)
+        run.add("float", float_metric)
+        run.add("no step", runner.measure())
     simulated = False
     queue = deque(enumerate(steps))
     while queue:
         index, step = queue.popleft()
         if index in impossible:
-            book.leave_out(str(step), impossible[index])
+            run.leave_out(step, impossible[index])
             continue
         if KINDS[step.name].phase == "simulation" and not simulated:
             runner.simulate()
-            run.judging.begin()
+            run.before = None  # numbers of trials do not compare with those of the simulation
             simulated = True
-        later = [other for place, other in enumerate(steps) if place > index and place not in impossible]
-        if run.carry_out(step, later):
+        later = [other.name for place, other in enumerate(steps) if place > index and place not in impossible]
+        if run.carry_out(step, rounded_later=not set(ROUNDING).isdisjoint(later)):
             queue.appendleft((index, step))  # without the one before it
     if not simulated:
         runner.simulate()
-    return RecipeReport(tuple(book.outcomes), run.judging.where)
+    return RecipeReport(tuple(run.outcomes), run.where)
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What a step was worth: the judge's numbers before and after it, of what, and whether it stays."""
-
-    sqnr: tuple[float, float]
-    kept: bool
-    float_weights: bool
-    both: Undo | None = None  # undoes this step and the one that is judged with it
-
-    def said(self, note: str) -> str:
-        """What the step says of itself, with what the numbers stand for."""
-        more = "; with float weights" if self.float_weights else ""
-        return f"{note}{more}{'' if self.both is None else '; with the step before'}"
-
-
-class _Judging:
-    """Puts the steps that ask for it before the runner's judge, if it has one."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._before: float | None = None
-        self._float_weights = False
-        self.pending: Undo | None = None  # undoes a step that waits for the one it is judged with
-        self.where = ""
-
-    def begin(self) -> None:
-        """The simulation is made: numbers of trials do not compare with its own."""
-        self._before = None
-
-    def verdict(self, step: Step, undo: Undo, later: Sequence[Step]) -> _Verdict | None:
-        """Of the step just done; ``None`` where nothing is asked."""
-        runner, kind = self._runner, KINDS[step.name]
-        rounded_later = any(other.name in _ROUNDING for other in later)
-        if runner.judge is None or not runner.judge.possible or not (runner.changed or self.pending):
-            return None
-        if kind.gain is None:
-            self._before = None
-            return None
-        both, self.pending = self.pending, None
-        verdict = self._compared(both or undo, kind.gain, kind.apart and rounded_later, both)
-        if kind.joined and rounded_later and not verdict.kept:
-            self.pending = undo
-            return replace(verdict, kept=True)  # for now
-        return verdict
-
-    def give_up(self) -> bool:
-        """Undo the step that waits, if one does: what it waited for could not be done. Whether there was one."""
-        undo, self.pending = self.pending, None
-        if undo is not None:
-            undo()
-        return undo is not None
-
-    def _compared(self, undo: Undo, gain: float, apart: bool, both: Undo | None) -> _Verdict:
-        runner = self._runner
-        assert runner.judge is not None
-        self.where = runner.judge.where
-        if self._before is None or apart != self._float_weights:
-            again = runner.keep()
-            undo()
-            self._before, self._float_weights = runner.sqnr(float_weights=apart), apart
-            again()
-        before, after = self._before, runner.sqnr(float_weights=apart)
-        kept = after >= before + gain
-        self._before = after if kept else before
-        return _Verdict((before, after), kept, apart, both)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A recipe under way."""
-
-    runner: ModelRunner
-    book: Book
-    judging: _Judging
-    measured: bool  # with the metric, after each step
-    on_harm: OnHarm
-
-    def carry_out(self, step: Step, later: Sequence[Step]) -> bool:
-        """Do one step, and keep or undo it. Whether it is to be done again, without the one before it."""
-        undo = self.runner.keep()
+def _impossible(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:
+    """Refuse what the runner cannot do; of optional steps, say why by their place."""
+    found = {}
+    for index, step in enumerate(steps):
         try:
-            note = self.runner.apply(step)
-            verdict = self.judging.verdict(step, undo, later)
-            value = self.runner.measure() if self.measured else None
+            runner.check(step)
+        except BitwrightError as error:
+            if not step.optional:
+                raise
+            found[index] = error
+    return found
+
+
+class _Run:
+    """A recipe under way: its outcomes so far, and what the judge saw last.
+
+    Attributes:
+        before: the judge's number for the state that is in effect; ``None`` where it is not known.
+        where: on what the judge compared outputs.
+    """
+
+    def __init__(self, runner: Runner, measured: bool, on_harm: OnHarm, lower_is_better: bool) -> None:
+        self.runner, self.measured, self.on_harm = runner, measured, on_harm
+        self.sign = -1.0 if lower_is_better else 1.0
+        self.outcomes: list[Outcome] = []
+        self.where = ""
+        self.before: float | None = None
+        self._float_weights = False  # of `before`
+        self._pending: Undo | None = None  # undoes a step that waits for the one it is judged with
+
+    def add(
+        self,
+        step: str,
+        metric: float | None,
+        note: str = "",
+        sqnr: tuple[float, float] | None = None,
+        changed: bool = True,
+    ) -> Outcome:
+        """Write down a step."""
+        metric = metric if metric is None else checked_metric(step, metric)
+        # the float model is not a predecessor: its metric is the goal
+        kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
+        change = None if metric is None or not kept else self.sign * (metric - kept[-1])
+        self.outcomes.append(Outcome(step, metric, change, note, sqnr=sqnr, changed=changed))
+        logger.info("%s: %s", step, note or "done")
+        return self.outcomes[-1]
+
+    def leave_out(self, step: Step, why: BitwrightError) -> None:
+        """Write down an optional step that cannot be done."""
+        logger.warning("%s is left out: %s", step, why)
+        self.outcomes.append(Outcome(str(step), None, None, f"{_LEFT_OUT}{why}", kept=False))
+
+    def _give_up(self) -> None:
+        """Undo the step that waits, if one does: what it waited for could not be done."""
+        if self._pending is not None:
+            self._pending()
+            self._pending = None
+            self._take_back()
+
+    def _take_back(self, count: int = 1) -> None:
+        """The steps written last are no longer in effect."""
+        self.outcomes[-count:] = [replace(outcome, kept=False) for outcome in self.outcomes[-count:]]
+
+    def carry_out(self, step: Step, rounded_later: bool) -> bool:
+        """Do one step, and keep or undo it. Whether it is to be done again, without the one before it."""
+        runner, undo, both = self.runner, self.runner.keep(), self._pending
+        try:
+            note = runner.apply(step)
+            sqnr, kept, said = self._judged(step, undo, rounded_later)
+            value = runner.measure() if self.measured else None
         except KeyboardInterrupt as stop:
             stop.add_note(f"during the step {step} of the recipe")
             raise
@@ -702,38 +526,42 @@ class _Run:
             undo()
             if not step.optional:
                 raise
-            if self.judging.give_up():
-                self.book.take_back()
-            self.book.leave_out(str(step), error)
+            self._give_up()
+            self.leave_out(step, error)
             return False
-        said, found = (note, None) if verdict is None else (verdict.said(note), verdict.sqnr)
-        outcome = self.book.add(str(step), value, said, found, self.runner.changed)
-        if verdict is not None and not verdict.kept:
+        outcome = self.add(str(step), value, note + said, sqnr, runner.changed)
+        if not kept:
             logger.info("%s is undone: the outputs did not gain", step)
-            (verdict.both or undo)()
-            self.book.take_back(1 if verdict.both is None else 2)
-            return verdict.both is not None
+            (both or undo)()
+            self._take_back(1 if both is None else 2)
+            return both is not None
         if outcome.hurts:
-            self._hurt(step, outcome, undo)
+            undone = self.on_harm == "undo"
+            fate = "; it is undone" if undone else "; on_harm='undo' would undo it"
+            logger.warning("%s made the metric worse by %.4g%s", step, -(outcome.change or 0), fate)
+            if undone:
+                undo()
+                self._take_back()
         return False
 
-    def _hurt(self, step: Step, outcome: Outcome, undo: Undo) -> None:
-        """The step made the metric worse."""
-        fate = "; it is undone" if self.on_harm == "undo" else "; on_harm='undo' would undo it"
-        logger.warning("%s made the metric worse by %.4g%s", step, -(outcome.change or 0), fate)
-        if self.on_harm == "undo":
-            undo()
-            self.book.take_back()
-
-
-def _check(steps: Sequence[Step], runner: ModelRunner) -> dict[int, BitwrightError]:
-    """Refuse what the runner cannot do; of optional steps, say why by their place."""
-    impossible = {}
-    for index, step in enumerate(steps):
-        try:
-            runner.check(step)
-        except BitwrightError as error:
-            if not step.optional:
-                raise
-            impossible[index] = error
-    return impossible
+    def _judged(self, step: Step, undo: Undo, rounded_later: bool) -> tuple[tuple[float, float] | None, bool, str]:
+        """The judge's numbers before and after the step just done; whether the step stays; what the numbers stand for."""
+        runner, kind, both = self.runner, KINDS[step.name], self._pending
+        if runner.judge is None or not runner.judge.possible or not (runner.changed or both):
+            return None, True, ""
+        if kind.gain is None:
+            self.before = None
+            return None, True, ""
+        self.where = runner.judge.where
+        apart = kind.apart and rounded_later
+        if self.before is None or apart != self._float_weights:
+            again = runner.keep()
+            (both or undo)()
+            self.before, self._float_weights = runner.sqnr(float_weights=apart), apart
+            again()
+        before, after = self.before, runner.sqnr(float_weights=apart)
+        kept = after >= before + kind.gain
+        self.before = after if kept else before
+        self._pending = undo if kind.joined and rounded_later and not kept else None
+        said = ("; with float weights" if apart else "") + ("; with the step before" if both is not None else "")
+        return (before, after), kept or self._pending is not None, said

@@ -1,16 +1,10 @@
-"""A module opened for a change: its view, what it computed before, and what differs since.
-
-A torch simulation as bias correction sees it.
-
-A module on its way through :func:`bitwright.quantize`.
-"""
+"""What methods ask of PyTorch modules: opened for a change, given to ``quantize``, simulated with biases to be corrected."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +15,9 @@ from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError, ModelError
 from bitwright.methods.folding import batch_norm_fold
 from bitwright.methods.folding.batch_norm_fold import FoldReport
-from bitwright.methods.front_end import Correctable, FrontEnd, Opened, Pipeline
+from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened
 from bitwright.methods.layers import Array, Layer, Reversible
 from bitwright.progress import progress as progress_bar
-from bitwright.recipes.recipe import metric_of
 from bitwright.torch.calls.functions import Function
 from bitwright.torch.calls.inputs import (
     as_call,
@@ -33,7 +26,6 @@ from bitwright.torch.calls.inputs import (
     map_tensors,
     model_device,
     named_outputs_of,
-    outputs_of,
     refuse_providers,
     to_device,
     walk_modules,
@@ -46,7 +38,7 @@ from bitwright.torch.simulation.simulate import Simulator, Stage
 from bitwright.torch.view import TorchView
 
 if TYPE_CHECKING:
-    from bitwright.export.artefacts import Exported
+    pass
 
 Watch = Callable[[torch.Tensor], torch.Tensor]
 
@@ -216,10 +208,63 @@ class TorchOpened(Opened):
         self.view.refresh()
 
 
+class TorchGiven(GivenModel):
+    """A model of this front end.
+
+    Raises:
+        ModelError: ``model`` is not a module that can be simulated.
+        ConfigError: ``providers`` or a ``memory_budget`` are given, which only ONNX models have.
+    """
+
+    def __init__(self, model: nn.Module, providers: Any, memory_budget: int | None) -> None:
+        require_module(model)
+        refuse_providers(providers)
+        if memory_budget is not None:
+            raise ConfigError(
+                "memory_budget",
+                f"{memory_budget!r} is given for a PyTorch module, whose activations are seen one by one",
+                "leave it out",
+            )
+        self._model = model
+        self._names: list[str] = []
+
+    def copy(self, first: Any) -> nn.Module:
+        """Made as a simulation makes its own."""
+        return adopt(self._model, first, in_place=False)
+
+    def copied(self, work: nn.Module) -> nn.Module:
+        """As the base class says."""
+        return copied(work)
+
+    def outputs(self, batch: Any) -> Sequence[Any]:
+        """As the base class says."""
+        named = named_outputs_of(self._model, batch)
+        self._names = [name for name, _ in named]
+        return [array for _, array in named]
+
+    def output_names(self) -> Sequence[str]:
+        """Their paths in what the module returns: ``logits``, ``output[1]``."""
+        return self._names
+
+    def metric_target(self) -> nn.Module:
+        """The module itself."""
+        return self._model
+
+    def reference(self, work: nn.Module) -> nn.Module:
+        """A copy: the simulation is made in place, and methods of rounding write into it."""
+        return copied(work)
+
+    def simulation(self, work: nn.Module, first: Any, rules: Mapping[str, Any]) -> QuantizationSimModel:
+        """In place."""
+        return QuantizationSimModel(work, first, **rules, in_place=True)
+
+
 class TorchFrontEnd(FrontEnd):
     """Models and simulations of this front end."""
 
-    knows_shapes = False
+    def given(self, model: nn.Module, providers: Any, memory_budget: int | None) -> TorchGiven:
+        """As the base class says."""
+        return TorchGiven(model, providers, memory_budget)
 
     def open_model(self, model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any) -> TorchOpened:
         """As the base class says.
@@ -302,66 +347,3 @@ def what_changed(
         if agreement < _FLOORS.get(old.dtype, 60.0):
             return f"{name} agrees with the original to {agreement:.1f} dB only"
     return None
-
-
-class TorchPipeline(Pipeline):
-    """A model of this front end.
-
-    Raises:
-        ModelError: ``model`` is not a module that can be simulated.
-        ConfigError: ``providers`` or a ``memory_budget`` are given, which only ONNX models have.
-    """
-
-    def __init__(self, model: nn.Module, providers: Any, memory_budget: int | None) -> None:
-        require_module(model)
-        refuse_providers(providers)
-        if memory_budget is not None:
-            raise ConfigError(
-                "memory_budget",
-                f"{memory_budget!r} is given for a PyTorch module, whose activations are seen one by one",
-                "leave it out",
-            )
-        self._model = model
-        self._names: list[str] = []
-
-    def work(self, first: Any) -> nn.Module:
-        """A copy of the module, made as a simulation makes its own."""
-        return adopt(self._model, first, in_place=False)
-
-    def copied(self, work: nn.Module) -> nn.Module:
-        """Another one."""
-        return copied(work)
-
-    def float_outputs(self, batch: Any) -> Sequence[Any]:
-        """Of the module as given."""
-        named = named_outputs_of(self._model, batch)
-        self._names = [name for name, _ in named]
-        return [array for _, array in named]
-
-    def output_names(self) -> Sequence[str]:
-        """Their paths in what the module returns: ``logits``, ``output[1]``."""
-        return self._names
-
-    def rate_float(self, metric: Callable[[Any], float]) -> float:
-        """Of the module as given."""
-        return metric_of(metric, self._model)
-
-    def rate(self, sim: QuantizationSimModel, metric: Callable[[Any], float]) -> float:
-        """Of the simulated module."""
-        return metric_of(metric, sim.model)
-
-    def reference(self, work: nn.Module) -> nn.Module:
-        """A copy: the simulation is made in place, and methods of rounding write into it."""
-        return copied(work)
-
-    def simulation(self, work: nn.Module, first: Any, rules: Mapping[str, Any]) -> QuantizationSimModel:
-        """In place."""
-        return QuantizationSimModel(work, first, **rules, in_place=True)
-
-    def outputs(self, sim: QuantizationSimModel, batch: Any) -> Sequence[Any]:
-        """Of the simulated module."""
-        return outputs_of(sim.model, batch)
-
-    def export(self, sim: QuantizationSimModel, path: str | Path, prefix: str, first: Any, **options: Any) -> Exported:
-        """The batch axis is free unless the module forbids it."""
-        return sim.export(path, prefix, first, dynamic_batch="auto", **options)

@@ -16,19 +16,11 @@ from bitwright.core.numerics.spec import QuantSpec, find_preset
 from bitwright.core.numerics.statistics import Histogram, MinMax
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.methods.activation_ranges import activation_ranges, keep_histograms
+from bitwright.recipes import attempt
+from bitwright.recipes.attempt import Attempt, Job
 from bitwright.recipes.default_recipe import EFFORTS, as_recipe, default_recipe
 from bitwright.recipes.judge import Judge
-from bitwright.recipes.recipe import (
-    KINDS,
-    Action,
-    FrontEnd,
-    ModelRunner,
-    Step,
-    load_recipe,
-    parse_recipe,
-    run_recipe,
-    weight_actions,
-)
+from bitwright.recipes.recipe import KINDS, Step, load_recipe, parse_recipe, run_recipe
 from bitwright.torch import QuantizationSimModel
 
 
@@ -176,27 +168,37 @@ def add(target, amount=1):
     return f"{amount} more"
 
 
-def runner_of_dictionaries():
-    """A front end whose models and simulations are dictionaries; simulating halves the value."""
+class Simulated(dict):
+    """A simulation that is a dictionary."""
 
-    def remember(sim):
-        saved = dict(sim)
-        return lambda: sim.update(saved)
+    @property
+    def _metric_target(self):
+        return self
 
-    return ModelRunner(
-        {"value": 8},
-        FrontEnd(
-            dict,
-            lambda model: {"value": model["value"] / 2},
-            lambda sim: sim["value"],
-            remember,
-            {name: Action(add, lambda: {"amount": int}) for name in ("fold", "adaround")},
-        ),
-    )
+    def remember(self, *, parameters):
+        saved = dict(self)
+        return lambda: self.update(saved)
+
+
+class Dictionaries(Attempt):
+    """An attempt whose models and simulations are dictionaries; simulating halves the value."""
+
+    def __init__(self):
+        given = SimpleNamespace(copy=lambda first: {"value": 8}, copied=dict)
+        options = {"lower_is_better": False, "on_harm": "undo", "providers": None, "non_finite": "error"}
+        options |= {"allow_unreached": True, "allow_float": True, "progress": False}
+        metric = lambda sim: sim["value"]  # noqa: E731
+        super().__init__(Job(given, ["fold"], "default", None, None, "ort_cpu", metric, **options), "w8a8")
+
+    def _simulated(self, work):
+        return Simulated(value=work["value"] / 2)
+
+    def _function(self, name):
+        return add, {}, {"amount": int}
 
 
 def test_the_runner_measures_trials_until_there_is_a_simulation():
-    runner = runner_of_dictionaries()
+    runner = Dictionaries()
     steps = parse_recipe([{"fold": {"amount": 2}}, {"adaround": {"amount": -1}}])
     report = run_recipe(steps, runner, float_metric=8.0, on_harm="undo")
     assert [o.metric for o in report] == [8.0, 4.0, 5.0, 4.0]
@@ -204,14 +206,14 @@ def test_the_runner_measures_trials_until_there_is_a_simulation():
 
 
 def test_a_float_step_that_hurts_gives_the_model_back():
-    runner = runner_of_dictionaries()
+    runner = Dictionaries()
     run_recipe(parse_recipe([{"fold": {"amount": -2}}]), runner, float_metric=8.0, on_harm="undo")
     assert runner.model == {"value": 8} and runner.sim == {"value": 4.0}
 
 
 def test_the_runner_knows_the_options_of_its_steps():
     with pytest.raises(ConfigError, match="fold: there is no option 'amont'.*amount"):
-        run_recipe(parse_recipe([{"fold": {"amont": -2}}]), runner_of_dictionaries())
+        run_recipe(parse_recipe([{"fold": {"amont": -2}}]), Dictionaries())
 
 
 def test_an_optional_step_that_cannot_be_done_is_left_out_and_said():
@@ -327,12 +329,13 @@ def test_activations_are_judged_with_float_weights_where_these_are_rounded_later
 
 
 @pytest.mark.parametrize(("bits", "again"), [(4, 1), (8, 0)])
-def test_activations_are_calibrated_again_after_coarse_roundings_alone(bits, again):
+def test_activations_are_calibrated_again_after_coarse_roundings_alone(bits, again, monkeypatch):
     spec = QuantSpec(IntFormat(bits), symmetry="symmetric")
     sites = {"w": SimpleNamespace(role="weight", spec=spec), "x": SimpleNamespace(role="input", spec=None)}
     calls = []
-    actions = weight_actions(lambda sim, method: method, calls.append, lambda name: {})
-    assert actions["gptq"].run(SimpleNamespace(quantizers=sites)) == "gptq"
+    monkeypatch.setattr(attempt, "apply_reconstruction", lambda sim, data, method, *, progress: method)
+    runner = SimpleNamespace(job=SimpleNamespace(chosen=(), progress=False), calibrate=calls.append)
+    assert Attempt.choose_weights(runner, SimpleNamespace(quantizers=sites), method="gptq") == "gptq"
     assert len(calls) == again
 
 

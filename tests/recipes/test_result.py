@@ -15,7 +15,7 @@ from bitwright.core.numerics import affine
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 from bitwright.core.simulation.output_quality import PartQuality
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.recipes import quantize as pipeline
+from bitwright.recipes import attempt
 from bitwright.recipes.judge import Judge, Rating
 from bitwright.recipes.recipe import KINDS, Step
 from tests.onnx.nets import Net, body
@@ -116,7 +116,7 @@ def test_a_recipe_that_is_worse_than_the_plain_simulation_is_undone(front_end, m
     numbers = iter(range(10**6))
     monkeypatch.setattr(Judge, "sqnr", lambda self, outputs, **_: float(next(numbers)))
     steps = (Step("fold"), Step("activation_ranges"))
-    monkeypatch.setattr(pipeline, "as_recipe", lambda recipe, *_, **__: steps)
+    monkeypatch.setattr(attempt, "as_recipe", lambda recipe, *_, **__: steps)
     clip = replace(KINDS["activation_ranges"], run=clipping)
     monkeypatch.setitem(KINDS, "activation_ranges", clip)
     result = quantized(front_end, made(Plain), data(10))

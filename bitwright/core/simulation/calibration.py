@@ -79,6 +79,18 @@ class CalibrationLog(Tabular):
         return found
 
 
+class Observer:
+    """What watches the runs of a calibration.
+
+    Attributes:
+        runs: how many there were.
+        gate: decides about batches that are not finite.
+    """
+
+    runs: int = 0
+    gate: BatchGate | None = None
+
+
 class BatchGate:
     """Decides batch by batch what enters the statistics of the quantizers.
 

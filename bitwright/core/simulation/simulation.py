@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.diagnosis import Repair
@@ -18,7 +18,13 @@ from bitwright.core.numerics.spec import NonFinite, check_policy
 from bitwright.core.placement.place import place
 from bitwright.core.placement.plan import Coverage, Plan
 from bitwright.core.placement.rules import Rules
-from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration, warn_of_unlike_joins
+from bitwright.core.simulation.calibration import (
+    BatchGate,
+    CalibrationLog,
+    Observer,
+    nested_calibration,
+    warn_of_unlike_joins,
+)
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import BusyError, CalibrationError, checks_methods
@@ -144,13 +150,6 @@ class Lock:
         self._lock.release()
 
 
-class Observer(Protocol):
-    """What watches the runs of a calibration: how many there were, and what decides which of them count."""
-
-    runs: int
-    gate: BatchGate | None
-
-
 @checks_methods
 class Simulation(Tabular, ABC):
     """What the simulations of both front ends have.
@@ -263,6 +262,8 @@ class Simulation(Tabular, ABC):
     @abstractmethod
     def _metric_target(self) -> Any:
         """What a metric is given: the simulated module, or the session."""
+
+    _export_options: Mapping[str, Any] = {}  # of `export`, where a recipe has made the simulation
 
     @abstractmethod
     def _float_copy(self) -> Any:

@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.graph.constant_channels import ChannelWatch
 from bitwright.core.numerics import statistics
-from bitwright.core.simulation.calibration import BatchGate, refuse_empty
+from bitwright.core.simulation.calibration import BatchGate, Observer, refuse_empty
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs
@@ -433,7 +433,7 @@ class _Sizes:
 
 
 @dataclass(eq=False)
-class Calibrator:
+class Calibrator(Observer):
     """Runs batches and fills the statistics of quantizers.
 
     Args:

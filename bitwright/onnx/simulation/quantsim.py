@@ -43,9 +43,9 @@ from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod
 from bitwright.core.placement.config import bit_widths, make_rules
 from bitwright.core.placement.rules import Rules
-from bitwright.core.simulation.calibration import BatchGate
+from bitwright.core.simulation.calibration import BatchGate, Observer
 from bitwright.core.simulation.float_model import Undo
-from bitwright.core.simulation.simulation import Lock, Observer, Occupancy, fed, nothing_ran
+from bitwright.core.simulation.simulation import Lock, Occupancy, fed, nothing_ran
 from bitwright.core.simulation.sites import derived_biases, place_quantizers, required_encodings
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, checks_methods
 from bitwright.export.artefacts import (

@@ -23,8 +23,8 @@ from bitwright.core.health.report import HealthReport, check_parameters
 from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod
 from bitwright.core.placement.config import bit_widths, make_rules
 from bitwright.core.placement.rules import Rules
-from bitwright.core.simulation.calibration import BatchGate
-from bitwright.core.simulation.simulation import Observer, fed, nothing_ran
+from bitwright.core.simulation.calibration import BatchGate, Observer
+from bitwright.core.simulation.simulation import fed, nothing_ran
 from bitwright.core.simulation.sites import derived_biases, place_quantizers
 from bitwright.errors import BitwrightError, CalibrationError, ModelError, checks_arguments
 from bitwright.progress import collector_paused

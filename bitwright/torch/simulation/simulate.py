@@ -26,7 +26,7 @@ from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.health.diagnosis import Repair
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.numerics.statistics import MinMax
-from bitwright.core.simulation.calibration import BatchGate, refuse_empty
+from bitwright.core.simulation.calibration import Observer, refuse_empty
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.quantizer import DerivedBias
 from bitwright.core.simulation.simulation import Lock
@@ -178,7 +178,7 @@ _UNSEEN_MASK = f"{_UNSEEN}; it applies a mask, which takes no quantizer"
 Stage = Literal["uncalibrated", "observe", "simulate", "mark", "float"]
 
 
-class Simulator(Handler):
+class Simulator(Handler, Observer):
     """The handler of a :class:`QuantizationSimModel`.
 
     Threads share it in the stages ``simulate`` and ``float``: what is written meanwhile is written whole. A thread with
@@ -202,7 +202,6 @@ class Simulator(Handler):
         self.ranges: dict[str, tuple[float, float]] = {}
         self.named_unlike: set[str] = set()  # sites of which it was said that their calls are unlike
         self.runs = 0
-        self.gate: BatchGate | None = None  # while calibrating
         self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
         self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
         self.unlisted = (

@@ -47,6 +47,8 @@ class SimulatedModule(SimulationFiles):
         examples: the inputs that it was recorded on.
     """
 
+    _export_options = {"dynamic_batch": "auto"}  # noqa: RUF012
+
     model: nn.Module
     examples: list[Any]
     _interceptor: Interceptor

@@ -1,0 +1,370 @@
+"""A model on its way through a recipe, as :func:`bitwright.quantize` sends it: folded, simulated, calibrated, treated, rated."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from bitwright.core.graph.operators import op_row
+from bitwright.core.numerics.spec import NonFinite, Preset
+from bitwright.core.simulation.float_model import Undo
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import ModelError
+from bitwright.export.targets import find_target, rules_for
+from bitwright.methods.activation_ranges import keep_histograms
+from bitwright.methods.attention import has_attention
+from bitwright.methods.bias_correction import BiasReport, apply_bias_correction
+from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_all_batch_norms
+from bitwright.methods.front_end import GivenModel, front_end_of
+from bitwright.methods.layer_inputs import between_layers, layer_inputs
+from bitwright.methods.options import Options, check_options, keyword_options
+from bitwright.methods.rounding.apply import apply_reconstruction, require_torch
+from bitwright.methods.runtime_repairs import StemReport, leave_stem_in_float
+from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
+from bitwright.recipes.default_recipe import RecipeLike, as_recipe, find_effort
+from bitwright.recipes.judge import Judge, Rating, in_float
+from bitwright.recipes.recipe import (
+    KINDS,
+    ROUNDING,
+    OnHarm,
+    RecipeReport,
+    Runner,
+    Step,
+    integer_bits,
+    metric_of,
+    run_recipe,
+)
+
+logger = logging.getLogger("bitwright")
+_SHOWN = 3  # kinds of operators, or reasons, that an error names
+
+
+@dataclass
+class Job:
+    """What :func:`bitwright.quantize` was asked for, and the data: the same for every attempt.
+
+    Attributes:
+        given: the model.
+        recipe, effort, config_file, quant_scheme, target, metric, lower_is_better, on_harm: as for ``quantize``.
+        providers, non_finite, allow_unreached, allow_float, progress: the same.
+        first, batches: the example input, and the calibration data.
+        chosen: the part of it that calibration and methods see.
+        judge: who rates simulations by the rest.
+        float_metric: of the float model.
+    """
+
+    given: GivenModel
+    recipe: RecipeLike | None
+    effort: str
+    config_file: Any
+    quant_scheme: str | None
+    target: str
+    metric: Callable[[Any], float] | None
+    lower_is_better: bool
+    on_harm: OnHarm
+    providers: Any
+    non_finite: NonFinite
+    allow_unreached: bool
+    allow_float: bool
+    progress: bool
+    first: Any = None
+    batches: Iterable[Any] = ()
+    chosen: Iterable[Any] = ()
+    judge: Judge = field(default_factory=lambda: Judge([], lambda batch: []))
+    float_metric: float | None = None
+
+    def steps(self, preset: str | Preset) -> tuple[Step, ...]:
+        """The recipe for a preset."""
+        own = {"own_rules": self.config_file is not None, "own_scheme": self.quant_scheme is not None}
+        return as_recipe(self.recipe, preset, effort=self.effort, **own)
+
+    def reads_again(self, steps: Sequence[Step]) -> bool:
+        """Whether the data are needed more than once."""
+        return self.recipe is not None or any(step.name != "fold" for step in steps)
+
+    def divide(self, held_out: Iterable[Any] | None, steps: Sequence[Step]) -> None:
+        """Divide the data: what calibration and methods see, and what rates the result."""
+        self.chosen = self.batches
+        outputs, names, most = self.given.outputs, self.given.output_names, find_effort(self.effort).judged
+        if held_out is not None:
+            self.judge = Judge.given(held_out, outputs, most, names)
+        elif self.recipe is None and any(KINDS[step.name].gain is not None for step in steps):
+            self.judge, self.chosen = Judge.of(self.batches, outputs, most, names)
+        else:
+            whence = "on the first batch, which calibration saw: give held_out for a figure of other data"
+            self.judge = Judge([self.first], outputs, seen=True, names=names, whence=whence)
+
+
+class Attempt(Runner):
+    """A model under a preset, and the steps of its recipe: the runner of :func:`~bitwright.recipes.recipe.run_recipe`.
+
+    Attributes:
+        model: the float model as it stands; a copy.
+        sim: the calibrated simulation, once there is one.
+        judge: says what steps are worth; ``None`` where the recipe is the user's.
+        changed: whether the last step did anything.
+        report, rating: what became of the steps, and of the outputs.
+        metric: of the simulation, as far as it is known.
+        folds: what the last folding did.
+        stem: which first convolutions the last simulation leaves in float.
+        start: rating of the simulation before any step worked on it; ``None`` where the judge saw its data in calibration.
+    """
+
+    def __init__(self, job: Job, preset: str | Preset) -> None:
+        self.job, self.preset, self.steps = job, preset, job.steps(preset)
+        rules = rules_for(job.target, job.config_file, preset)
+        self._rules = {"preset": preset, "config_file": rules, "quant_scheme": job.quant_scheme}
+        self._asked = {step.name: step.options for step in self.steps}
+        # whose slow first convolutions are left in float: rules of the user's own say what is quantized
+        self._target = job.target if job.config_file is None else None
+        self._float_model: Any = None  # from before the simulation, for bias correction
+        self.model, self.sim = job.given.copy(job.first), None  # type: Any, Any
+        self.judge = None if job.recipe is not None else job.judge
+        self.changed = False
+        self.report, self.rating = RecipeReport(()), Rating()
+        self.folds, self.stem = FoldReport(), StemReport()
+        self.start: Rating | None = None
+        self.metric: float | None = None
+
+    def run(self) -> Attempt:
+        """Carry out the recipe, and rate the simulation that it leads to."""
+        job = self.job
+        self.report = run_recipe(
+            self.steps,
+            self,
+            float_metric=None if job.recipe is None else job.float_metric,
+            on_harm=job.on_harm,
+            lower_is_better=job.lower_is_better,
+        )
+        self.metric, self.rating = self.report.metric, self.rated(self.sim)
+        return self
+
+    def final_metric(self) -> float:
+        """The metric of the simulation as it stands."""
+        return self.measure() if self.metric is None else self.metric
+
+    # -- from the float model to a simulation
+
+    def simulate(self) -> None:
+        """Make the calibrated simulation of the float model as it stands."""
+        self.sim = self._simulated(self.model)
+
+    def _simulated(self, work: Any) -> Any:
+        if "bias_correction" in self._asked:
+            self._float_model = self.job.given.reference(work)
+        sim = self._placed(work)
+        if "activation_ranges" in self._asked:
+            placing = self._asked.get("layer_inputs")
+            keep_histograms(sim, () if placing is None else between_layers(sim, **placing))
+        self.calibrate(sim)
+        self.start = None if self.job.judge.seen else self.rated(sim)
+        return sim
+
+    def plain(self) -> Any:
+        """The simulation that no step but folding has worked on, ranges of everything seen."""
+        work = self.job.given.copy(self.job.first)
+        self.fold(work)
+        sim = self._placed(work)
+        self.calibrate(sim)
+        return sim
+
+    def _placed(self, work: Any) -> Any:
+        """A simulation that is not calibrated yet."""
+        sim = self.job.given.simulation(work, self.job.first, self._rules)
+        check_layers(sim, self.job.allow_float or self.job.config_file is not None)
+        if self._target is not None:
+            self.stem = leave_stem_in_float(sim, self._target)
+        return sim
+
+    def calibrate(self, sim: Any, batches: Iterable[Any] | None = None) -> None:
+        """Find the encodings on what methods see, and on all data where only these reach some sites."""
+        job = self.job
+        part = batches is None and job.chosen is not job.batches
+        options = {"progress": job.progress, "non_finite": job.non_finite}
+        if part:
+            sim.quantizers.say_nothing_of_unreached()  # what the other batches reach is not known yet
+        given = job.chosen if batches is None else batches
+        sim.compute_encodings(given, allow_unreached=job.allow_unreached and not part, **options)
+        if part:
+            sim.quantizers.say_nothing_of_unreached(False)
+            if sim.quantizers.unreached():
+                logger.info("calibration reads what judges too: some sites are reached by no other batch")
+                job.judge.whence += ", which calibration reads as well, as no other batch reaches some sites"
+                job.chosen = job.batches
+                sim.compute_encodings(job.batches, allow_unreached=job.allow_unreached, **options)
+            else:
+                sim.quantizers.settle_unreached(allow=job.allow_unreached)
+        sim.quantizers.require_reached()
+
+    def rated(self, sim: Any, without: Callable[[Site], bool] | None = None) -> Rating:
+        """The outputs of a simulation against those of the float model; with some quantizers left out."""
+        with in_float(sim.quantizers, without) if without else nullcontext():
+            return self.job.judge.rate(sim._outputs)
+
+    # -- what a recipe asks between steps
+
+    def measure(self) -> float:
+        """The metric of the simulation; before there is one, of one that is made for it and dropped."""
+        sim = self._simulated(self.job.given.copied(self.model)) if self.sim is None else self.sim
+        assert self.job.metric is not None
+        return metric_of(self.job.metric, sim._metric_target)
+
+    def sqnr(self, *, float_weights: bool = False) -> float:
+        """What the judge says of the simulation in dB; before there is one, of one calibrated on the judge's batches."""
+        judge, sim = self.job.judge, self.sim
+        if sim is None:
+            sim = self._placed(self.job.given.copied(self.model))
+            sim.quantizers.say_nothing_of_unreached()
+            self.calibrate(sim, judge.batches)
+            if "layer_inputs" in self._asked:
+                layer_inputs(sim, **self._asked["layer_inputs"])
+        with in_float(sim.quantizers, lambda site: site.role == "weight") if float_weights else nullcontext():
+            return judge.sqnr(sim._outputs)
+
+    def keep(self) -> Undo:
+        """Remember the state; the function returned brings it back."""
+        if self.sim is not None:
+            undo: Undo = self.sim.remember(parameters=True)
+            return undo
+        saved = self.job.given.copied(self.model)
+        return lambda: setattr(self, "model", saved)
+
+    # -- steps
+
+    def check(self, step: Step) -> None:
+        """Refuse options the step's function does not have, and values it does not take, before any work is done.
+
+        Raises:
+            ConfigError: see :func:`bitwright.methods.options.check_options`; or torch is missing.
+        """
+        _, _, options = self._function(step.name)
+        check_options(step.name, step.options, options)
+
+    def apply(self, step: Step) -> str:
+        """Carry the step out; returns one line on what it did."""
+        function, bound, _ = self._function(step.name)
+        parameters = inspect.signature(function).parameters
+        target = self.model if KINDS[step.name].phase == "float" else self.sim
+        if next(iter(parameters)) == "view":
+            opened = front_end_of(target).open_model(target, None, self.job.first, step.name, self.job.providers)
+            checks = {"changed": opened.changed} if "changed" in parameters else {}
+            report = function(opened.view, **checks, **bound, **step.options)
+            opened.finish(report)
+        else:
+            report = function(target, **bound, **step.options)
+        self.changed = bool(getattr(report, "changed", True))
+        return str(getattr(report, "summary", None) or str(report).partition("\n")[0])
+
+    def _function(self, name: str) -> tuple[Callable[..., Any], Mapping[str, Any], Options]:
+        """What carries a step out, what it is called with by name, and the options that are left to the recipe."""
+        run = KINDS[name].run
+        if name in ("seq_mse", *ROUNDING):  # written on torch
+            require_torch(name)
+            from bitwright.methods.rounding.table import method_options
+
+            return self.choose_weights, {"method": name}, method_options(name)
+        if name == "widen":  # derivatives are taken on torch
+            require_torch(name)
+            from bitwright.recipes.widen import widen
+
+            return self.widen, {}, keyword_options(widen, bound=("times",))
+        if run is None:
+            function = getattr(self, name)
+            return function, {}, keyword_options(function)
+        if isinstance(run, str):
+            module, _, attribute = run.rpartition(".")
+            run = getattr(importlib.import_module(module), attribute)
+        assert callable(run)
+        names = inspect.signature(run).parameters
+        bound = {parameter: value for parameter, value in self.given().items() if parameter in names}
+        return run, bound, keyword_options(run, {*bound, "changed"})
+
+    def given(self) -> dict[str, Any]:
+        """What a function that a row of ``KINDS`` names is called with, where it has a parameter of that name."""
+        return {
+            "data": self.job.chosen,
+            "dummy_input": self.job.first,
+            "providers": self.job.providers,
+            "progress": self.job.progress,
+            "calibrate": self.calibrate,
+            "weight": self._rules["preset"],
+            "config_file": self._rules["config_file"],
+            "quant_scheme": self._rules["quant_scheme"],
+        }
+
+    def fold(self, work: Any) -> FoldReport:
+        """Fold batch norms."""
+        job = self.job
+        self.folds = fold_all_batch_norms(work, None, job.first, providers=job.providers, progress=job.progress)
+        return self.folds
+
+    def equalize(
+        self, work: Any, *, absorb_bias: bool = False, keep_bounds: bool = False, only_without_attention: bool = False
+    ) -> EqualizeReport:
+        """Equalize with what batch norms said that this step or one before folded; with an attention not, if so asked."""
+        job, before = self.job, self.folds
+        own = fold_all_batch_norms(work, None, job.first, providers=job.providers, progress=job.progress)
+        opened = front_end_of(work).open_model(work, None, job.first, "equalize", job.providers)
+        if only_without_attention and has_attention(opened.view.graph()):
+            return EqualizeReport(left_alone="left alone, as the model has an attention")
+        moments, options = {**before.moments, **own.moments}, {"absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
+        return equalize_opened(opened, moments, job.progress, data=job.chosen, **options)
+
+    def widen(self, sim: Any, **options: Any) -> Any:
+        """16 bits, or float, as the target computes, where 8 bits cost the outputs most."""
+        from bitwright.recipes.widen import widen
+
+        row = None if self._target is None else find_target(self._target)
+        wide = {} if row is None else {"bits": row.wide_bits, "times": row.kernel_times}
+        return widen(front_end_of(sim).steppable(sim, None), self.job.chosen, **{**wide, **options})
+
+    def choose_weights(self, sim: Any, *, method: str, **options: Any) -> Any:
+        """Choose weights on the grid; activations are calibrated again where these have fewer than 8 bits."""
+        report = apply_reconstruction(sim, self.job.chosen, method, progress=self.job.progress, **options)
+        # of eight bits, nearest rounding has shown the same ranges
+        if any(integer_bits(site.spec) < 8 for site in sim.quantizers.values() if site.role == "weight"):
+            self.calibrate(sim)
+        return report
+
+    def bias_correction(
+        self, sim: Any, *, num_samples: int | None = None, layers_to_ignore: Iterable[str] = ()
+    ) -> BiasReport:
+        """Take the mean error out of every layer's output."""
+        return apply_bias_correction(
+            sim, self.job.chosen, num_samples=num_samples, layers_to_ignore=layers_to_ignore,
+            reference=self._float_model, progress=self.job.progress,
+        )  # fmt: skip
+
+
+def check_layers(sim: Any, allow_float: bool) -> None:
+    """Refuse a simulation in which nothing that multiplies with weights, or activations with each other, is quantized.
+
+    Raises:
+        ModelError: it is one; with what the model has instead, or why its layers are in float.
+    """
+    layers = {op.name for op in sim.graph.ops if op_row(op.type).kind == "compute"}
+    if any(site.enabled and (site.role == "weight" or site.op in layers) for site in sim.quantizers.values()):
+        return
+    if layers:
+        reasons = Counter(row.how for row in sim.coverage() if row.status == "float")
+        problem = f"no layer of the model is quantized; of its tensors, {_counted(reasons)}"
+    else:
+        kinds = Counter(op.type for op in sim.graph.ops)
+        problem = f"the model has no layer that could be quantized; its operators are {_counted(kinds)}"
+    if not allow_float:
+        raise ModelError(
+            "quantize", problem, "leave it in float; allow_float=True (--allow-float) goes on with it as it is"
+        )
+    logger.warning("%s: the files hold the float model", problem)
+
+
+def _counted(names: Counter[str]) -> str:
+    """The most frequent of ``names``, with their numbers."""
+    shown = ", ".join(f"{count} {name}" for name, count in names.most_common(_SHOWN))
+    return shown + (", ..." if len(names) > _SHOWN else "")
