@@ -1,10 +1,7 @@
-"""Sites for the encodings that a model brings with it: those of the rules where they fit, new ones elsewhere.
+"""Models that hold quantizers already: these come out of the graph and become encodings of sites.
 
-Grids of quantizers as a file holds them: scale, zero point, axis and blocks of a node, as an encoding.
-
-Models that hold quantizers already: these come out of the graph and become encodings.
-
-What integer tools write is read, of the standard and of the domain ``com.microsoft``:
+The sites are those of the rules where they fit, and new ones elsewhere. What integer tools write is read, of the standard and
+of the domain ``com.microsoft``:
 
 =============================================  ====================================================================
 found                                          becomes

@@ -1,10 +1,9 @@
 """An ONNX simulation as a :class:`bitwright.methods.rounding.program.SimulatedModel`.
 
-The nodes of a marked ONNX model as steps on torch tensors: of the main graph, and what a batch runs of the bodies in it.
-
-An If is the branch that a batch takes, a Loop or Scan one iteration of its body after the other, so that methods reach the
-layers inside as they reach layers that are called several times. Which branch and how many iterations is asked of the batch:
-of the values that lead there, nothing else is computed. Batches with the same answers have the same steps.
+Steps are the nodes of the marked model on torch tensors: of the main graph, and what a batch runs of the bodies in it. An If
+is the branch that a batch takes, a Loop or Scan one iteration of its body after the other, so that methods reach the layers
+inside as they reach layers that are called several times. Which branch and how many iterations is asked of the batch: of the
+values that lead there, nothing else is computed. Batches with the same answers have the same steps.
 """
 
 from __future__ import annotations

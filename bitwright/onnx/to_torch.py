@@ -3,7 +3,7 @@
 A row takes the attributes of a node and gives a function of its inputs (``None`` where one is left out) to its outputs.
 Operators without a row are run by ONNX Runtime, which has no gradients.
 
-RNN, GRU and LSTM nodes as functions of torch tensors: what gradients flow through; ONNX Runtime has none of them.
+RNN, GRU and LSTM nodes are functions of torch tensors too, through which gradients flow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """What a change is worth: the outputs of the simulation against those of the float model, on samples that it did not see.
 
 Metrics of small sets move by luck, one answer at a time; the noise in the outputs is measured on every number of them.
-
-Which values of a model lie on the grid of which quantizer.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A value that a layer multiplies gets 16 bits, or stays in float where the target has no kernel for 16. Others, which only
 elementwise operators and the caller read, stay in float, where such operators run anyway.
 
-What it costs to raise quantizers above eight bits: shares of a model's work that leave the kernels on 8-bit codes.
+The cost of raising a quantizer above eight bits is the share of the model's work that leaves the kernels on 8-bit codes.
 """
 
 from __future__ import annotations

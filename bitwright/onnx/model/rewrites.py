@@ -1,4 +1,6 @@
-"""Operators that ONNX Runtime's optimizer writes, in operators of the standard: a file that it saved is a model like any other.
+"""Rewrites of a model before it is converted: of the optimizer's operators, of old ones, of recurrent layers and loop states.
+
+Files that ONNX Runtime's optimizer saved become models like any other:
 
 ==========================================  ==========================================================================
 found                                       becomes
@@ -13,14 +15,10 @@ FusedMatMul                                 Transpose, MatMul, Mul
 How long a block is depends on the CPU for which the file was written, which it does not say: it is taken to be this one.
 The result is compared with the file in ONNX Runtime.
 
-What repeats, in the form the toolkit works on: one RNN, GRU or LSTM node is one layer in one direction, and a state of a
-Loop or Scan is something that its iterations change.
-
-Operators of old models that the standard no longer has, though ONNX Runtime still runs them, in operators that it has; and
-products with a bias that they ignore, without it.
-
-They are rewritten before the model is converted; the conversion is then checked against the original in ONNX Runtime, which
-knows what they meant.
+One RNN, GRU or LSTM node becomes one layer in one direction, and a state of a Loop or Scan something that its iterations
+change. Operators of old models that the standard no longer has, though ONNX Runtime still runs them, become operators that it
+has; products lose a bias that they ignore. The conversion is then checked against the original in ONNX Runtime, which knows
+what they meant.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 There is one marked model per simulation. What runs (calibration, simulation) and what is exported are both derived
 from it, by the same writer of quantizers (:mod:`bitwright.export.qdq.forms`), so that they cannot drift apart.
 
-Quantized weights of large models: in one file, each written once for all models that are made of a simulation.
-
-Calibration, the simulation, and the session that gives the samples of an export compute with the same quantized weights.
-In a file they take no memory of their own, and sessions map them from there.
+Quantized weights of large models are written once, into one file: calibration, the simulation and the session that gives the
+samples of an export compute with the same ones, and map them from there, so that they take no memory of their own.
 """
 
 from __future__ import annotations

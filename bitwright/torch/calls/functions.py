@@ -4,10 +4,9 @@ A row maps the arguments of a call to the ports of the canonical operator (``bit
 ``Tensor.add_``, ``Tensor.__radd__`` and ``+`` are the same operator; the tables below list names once and
 :data:`FUNCTIONS` finds every object after them.
 
-Operators that are called by their overload (``torch.ops.aten.linear.default``), as programs of ``torch.export`` do.
-
-After ``run_decompositions()`` these are core operators (``aten.convolution``, ``aten.native_layer_norm``): each is carried out
-as the function it stands for, so that it is one place with the operands and attributes of that function.
+Programs of ``torch.export`` call operators by their overload (``torch.ops.aten.linear.default``). After
+``run_decompositions()`` these are core operators (``aten.convolution``, ``aten.native_layer_norm``): each is carried out as
+the function it stands for, so that it is one place with the operands and attributes of that function.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Calling a model on whatever a user hands over as one input, and showing progress over many.
-
-Finding tensors in whatever a model takes and returns, and walking module trees, without recursion.
-"""
+"""Calls of a model on whatever a user hands over as an input; tensors in nested arguments, modules in a tree (no recursion)."""
 
 from __future__ import annotations
 

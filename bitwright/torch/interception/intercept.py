@@ -15,13 +15,9 @@ of parameters:
   addition per layer, ``h = tanh(self.ih(x) + self.hh(h))`` the same addition at every time step. Only in a loop that uses
   no parameters is it the line of code that counts (:mod:`bitwright.torch.interception.places`).
 
-What a thread runs of a model: the forwards it is in, the handler of its calls, the replica in the model's place.
-
-What ``torch.compile`` is told of an intercepted model, and what is refused because it would not show it.
-
-Functions compiled by ``torch.jit.script``: they run outside Python, so what they compute is not seen.
-
-What is added to a model in order to intercept its calls: a mode, one hook, and what stands in the place of each forward.
+A model gets a mode, one hook, and an object in the place of each forward. Every thread has its own :class:`Frame` stack, handler
+and replica. Functions of ``torch.jit.script`` run outside Python, so what they compute is not seen; what ``torch.compile`` would
+not show is refused.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
-"""One layer that a loop calls on one line: a chain in depth, whose calls have places of their own, or a loop over time.
+"""Which calls are one place: turns of loops over layers and over time, and calls that activation checkpointing repeats.
 
+A layer that a loop calls on one line is a chain in depth, whose calls have places of their own, or a loop over time.
 ``for _ in range(4): x = layer(x)`` is the same network as four layers that share their weights, each with a range of its
 own. ``for t in range(n): h = cell(x[:, t], h)`` is one layer at every step, for any number of steps. What tells them apart
 is what the calls read. A chain reads what its earlier call made, and otherwise the same as every other call; a loop over
 time reads another part of its input each time. A loop whose turns are all collected (``torch.stack(states)``), that runs a
 recurrent cell, or whose number of turns depends on the data is one over time too.
 
-Activation checkpointing: what the backward pass computes again is intercepted where the forward was.
-
+What activation checkpointing computes again in the backward pass is intercepted where the forward was.
 ``torch.utils.checkpoint`` runs a function without keeping its intermediate results and calls it again in the backward pass,
-where no forward of the model runs: the calls would find no place, and those outside of any module would not be seen at all.
-A region is recognised by the first call inside of it, and the function that torch keeps for the backward pass is given the
+where no forward of the model runs: the calls would find no place, and those outside of any module would not be seen at all. A
+region is recognised by the first call inside of it, and the function that torch keeps for the backward pass is given the
 frames as they stood then. Both variants keep it in an object that is made for each region, so nothing of torch is changed.
 
-Loops over time that use no parameters: their places are told apart by the line of code, not by counting.
-
-A place without parameters is the n-th of its kind since parameters were last used. In ``c = f[t] * c + (1 - f[t]) * z[t]``
-that would be another place at every step. While a model is recorded, the line of code of each such call is noted; lines
-that ran several times and fed themselves are a loop, and with them what ran between. Those are one place from then on.
+Loops over time that use no parameters are told apart by the line of code, not by counting. A place without parameters is the
+n-th of its kind since parameters were last used. In ``c = f[t] * c + (1 - f[t]) * z[t]`` that would be another place at every
+step. While a model is recorded, the line of code of each such call is noted; lines that ran several times and fed themselves
+are a loop, and with them what ran between. Those are one place from then on.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""An LSTM over a whole sequence in compiled loops: while its inner tensors are observed, and with a gradient.
+"""Recurrent layers, faster with the same numbers: steps with their gates side by side, and whole LSTMs in compiled loops.
 
-Sums, products and quantizers of a step are those of :mod:`bitwright.torch.quantizers.sequences`, bit for bit. What the
-gradient needs is kept in one tensor per kind for all steps, where autograd keeps every operation of every step; the gradient
-of the weights is one product over all of them.
+The compiled loops serve an LSTM while its inner tensors are observed, and with a gradient. What the gradient needs is kept in
+one tensor per kind for all steps, where autograd keeps every operation of every step; the gradient of the weights is one
+product over all of them.
 
-Steps of recurrent layers with their gates side by side: one operation on ``[B, gates * H]`` where there were several.
-
-The equations are those of :func:`bitwright.core.graph.recurrence.step`, for the variants that torch has, and give the same
-numbers bit for bit: sums and products are taken in the same order, and a quantizer with one scale per column rounds each
-column as the quantizer of its gate would.
+A step with its gates side by side is one operation on ``[B, gates * H]`` where there were several. The equations are those of
+:func:`bitwright.core.graph.recurrence.step`, for the variants that torch has, and give the same numbers bit for bit: sums and
+products are taken in the same order, and a quantizer with one scale per column rounds each column as the quantizer of its
+gate would.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a simulation to files: ONNX with QDQ, the float model with encodings, the sites, and a manifest.
 
-Names in a graph that torch's exporter wrote: parameters, inputs and outputs as the model has them, nothing of where it ran.
+Parameters, inputs and outputs have the model's names in the file, whatever torch's exporter called them.
 """
 
 from __future__ import annotations

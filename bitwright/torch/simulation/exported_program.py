@@ -1,36 +1,31 @@
 """The program that an export is made from: of ``torch.export``, or of a run that is recorded where that does not do.
 
 A forward can tell that it is captured (``torch.compiler.is_exporting()``, ``is_compiling()``), and take another path then:
-around a cache, with a mask that is left out where nothing is masked. Quantizers belong to calls by their place in the forward,
-so one call more or less puts them on other values. :func:`captured` compares the calls of both runs wherever a quantizer
-stands. Where they differ, or ``torch.export`` gives up, the program is that of a real run, recorded by ``make_fx``. It holds one
-path: it is refused where activations decide on that, and noted where inputs do.
+around a cache, with a mask that is left out where nothing is masked. Quantizers belong to calls by their place in the
+forward, so one call more or less puts them on other values. :func:`captured` compares the calls of both runs wherever a
+quantizer stands. Where they differ, or ``torch.export`` gives up, the program is that of a real run, recorded by ``make_fx``.
+It holds one path: it is refused where activations decide on that, and noted where inputs do.
 
-A captured program decomposed as for ONNX, without the part of it that costs the same whatever the program contains.
-
-Where torch's exporter makes ONNX of a small network, some three quarters of the time go to three things that do not depend on
-the network: to list what decomposes into what, to find the composite operators among it, and to replace the kernels of all of
-them while the program is retraced. The lists are kept here, and only those kernels are replaced that then do something else: for
-409 of 513 (torch 2.13) the replacement calls the decomposition that torch takes anyway. What retraces the program, and all
-passes after it, are the exporter's own, so the model is the same to the names of its nodes.
+**Decomposition.** Where torch's exporter makes ONNX of a small network, some three quarters of the time go to three things
+that do not depend on the network: to list what decomposes into what, to find the composite operators among it, and to replace
+the kernels of all of them while the program is retraced. The lists are kept here, and only those kernels are replaced that
+then do something else: for 409 of 513 (torch 2.13) the replacement calls the decomposition that torch takes anyway. What
+retraces the program, and all passes after it, are the exporter's own, so the model is the same to the names of its nodes.
 
 To leave the decomposition out where every operator has a translation was tried, and not kept. Retracing also makes others of
-composite operators (``reshape``, ``flatten``, ``chunk``, ``dropout``), counts the names of nodes anew where an axis is free, and
-in one network a constant folded only after it; few networks have none of these.
+composite operators (``reshape``, ``flatten``, ``chunk``, ``dropout``), counts the names of nodes anew where an axis is free,
+and in one network a constant folded only after it; few networks have none of these.
 
 Torch has no setting for it. :func:`knows_steps` tells whether the private functions that are called for it, and those whose
 place they take, are the ones that were read; elsewhere the exporter does all of it.
 
-ONNX for operators of torch that the exporter translates wrongly, or not at all.
-
-Each function in :data:`TRANSLATIONS` is a row for ``custom_translation_table`` of ``torch.onnx.export``; its arguments are those
-of the operator.
+**Translation.** Operators that the exporter translates wrongly, or not at all, have a function in :data:`TRANSLATIONS`: a row
+for ``custom_translation_table`` of ``torch.onnx.export``, with the arguments of the operator.
 
 ``torch.onnx.export`` finds out for every model what it can translate: it reads the signatures of some 500 functions from their
 source text, which takes longer than the export of a small network does, and has no setting for it. Where its implementation
 takes a registry of translations as an argument, :func:`to_onnx` gives it one that was made before; elsewhere it calls the
-public function. What the exporter does for every program alike before it translates is kept as well, see
-:mod:`bitwright.torch.simulation.exported_program`.
+public function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What happens at each intercepted call while a simulation calibrates, runs or is exported.
 
-Which quantizers stand at a call of the model, and a call with the quantizer of its result in one pass over memory.
-
-Markers of quantizer sites, as the ONNX exporter sees them.
+A :class:`CallPlan` says which quantizers belong to a call. A call and the quantizer of its result may be one pass over
+memory. For the ONNX exporter, quantizers are markers of their sites.
 """
 
 from __future__ import annotations
