@@ -214,10 +214,12 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)  # Python says which argument is missing, or one too many
         for name, kinds in wanted.items():
             if name in given and not any(fits(given[name]) for fits, _ in kinds):
-                raise _wrong_kind(called, name, given[name], kinds)
+                own = (
+                    f"{type(given['self']).__name__}.{function.__name__}" if "self" in given else function.__qualname__
+                )
+                raise _wrong_kind(own.removesuffix(".__init__"), name, given[name], kinds)
         return function(*args, **kwargs)
 
-    called = function.__qualname__.removesuffix(".__init__")
     checked.kinds = wanted  # type: ignore[attr-defined]
     return checked
 
