@@ -200,7 +200,7 @@ import onnx_ir as ir
 import bitwright.onnx as bo
 from onnx import helper
 from bitwright.errors import ExportError
-from bitwright.export.verify import runtime
+from bitwright.compare import runtime
 from bitwright.onnx.model.session import open_session
 w = onnx.numpy_helper.from_array(np.eye(1100, dtype=np.float32), "w")
 values = [helper.make_tensor_value_info(name, 1, [2, 1100]) for name in ("x", "y")]
