@@ -316,17 +316,18 @@ class Layers:
 
     Args:
         graph: where they are.
-        view: the model, which says what constants hold: by this, norms that multiply by ``1 + weight`` are found.
+        view: the model, which says what constants hold and how axes are exchanged: by this, norms that multiply by
+            ``1 + weight`` are found, and layers after a transposition.
 
     Attributes:
-        graph: it was read from.
+        graph, view: it was read from.
         of: op name -> layer.
         refused: op name -> reason, for operators that would be layers.
         shared: parameter -> why it is not one layer's own.
     """
 
     def __init__(self, graph: Graph, view: FloatModel | None = None) -> None:
-        self.graph, self._view = graph, view
+        self.graph, self.view = graph, view
         self._computed = Counter(
             source for v in graph.values.values() if graph.consumers(v.name) for source in v.sources
         )  # parameter -> constants computed from it that something reads
@@ -415,14 +416,14 @@ class Layers:
 
     def _plus_one(self, value: Value) -> str | None:
         """The parameter that a constant is plus one, where nothing else reads or uses it."""
-        if self._view is None or value.kind != "constant" or len(value.shape) != 1:
+        if self.view is None or value.kind != "constant" or len(value.shape) != 1:
             return None
         held = (self.graph.values.get(source) for source in value.sources)
         alike = [v for v in held if v is not None and v.shape == value.shape]
-        found = self._view.constant(value.name) if len(alike) == 1 else None
+        found = self.view.constant(value.name) if len(alike) == 1 else None
         if found is None or self._computed[alike[0].name] != 1 or self.graph.consumers(alike[0].name):
             return None
-        weight = self._view.param(name := alike[0].param or alike[0].name)
+        weight = self.view.param(name := alike[0].param or alike[0].name)
         return name if np.all(np.abs(found - weight - 1) <= 1e-5 * (1 + np.abs(weight))) else None
 
     def _norm_bias(self, op: Op, ports: list[int], channels: int) -> tuple[str | None, str, str | None]:
@@ -705,9 +706,19 @@ class _Walk:
             return self._tie_others(op, value)
         if op.type in _SELECTS and not port and not _keeps(op, self.axis[value], len(self.graph.values[value].shape)):
             return f"{op.name} ({op.type}) takes some of the channels of {value}, or takes them in another order"
+        if op.type == "Transpose" and self.layers.view is not None:
+            self._enter(op.outputs[0], self._turned(op, value))
+            return None
         if op.type not in {*TRAITS["homogeneous"], *_SELECTS} or (port != 0 and op.type not in _BOTH_PORTS):
             return f"{op.name} ({op.type}) reads {value}"
         return self._pass(op, value)
+
+    def _turned(self, op: Op, value: str) -> int:
+        """The axis of the channels after a transposition, as of batch and sequence: each axis gets another length."""
+        assert self.layers.view is not None
+        lengths = range(2, 2 + len(self.graph.values[value].shape))
+        made = self.layers.view.local(op.name)(np.zeros(tuple(lengths), np.float32))
+        return made.shape.index(lengths[self.axis[value]])
 
     def _tie_others(self, op: Op, value: str) -> str | None:
         """Follow what shares channels with ``value`` at ``op``; or what stands against it."""

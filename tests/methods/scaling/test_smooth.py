@@ -11,8 +11,10 @@ from torch import nn
 
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.methods.scaling.smooth import TIES, head_factors, smooth, smoothing_factors
+from bitwright.onnx import OnnxView, load_model
 from bitwright.torch import TorchView, fold_norms, smooth_model
 from tests.methods.transformer import Decoder, tokens
+from tests.onnx.nets import Net
 
 # ------------------------------------------------------------------------------------------------ arithmetic
 
@@ -117,6 +119,42 @@ class Tokens(nn.Module):
 
 def test_channels_are_followed_where_other_axes_are_joined():
     assert [str(group) for group in smooth_model(Tokens().eval(), [torch.randn(3, 5, 6)]).groups] == ["norm -> fc"]
+
+
+class Turned(nn.Module):
+    """Batch and sequence are exchanged in front of the layers, as attention with ``batch_first=True`` does it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc, self.out = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+        with torch.no_grad():
+            self.norm.weight[2] *= 50
+
+    def forward(self, x):
+        return self.out(self.fc(self.norm(x).transpose(0, 1)).permute(1, 0, 2))
+
+
+def test_channels_are_followed_where_other_axes_are_exchanged():
+    torch.manual_seed(0)
+    model, x = Turned().eval(), torch.randn(3, 5, 6)
+    with torch.no_grad():
+        before = model(x)
+        report = smooth_model(model, [x])
+        torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-4)
+    assert [str(group) for group in report.groups] == ["norm -> fc", "fc -> out"]
+
+
+def test_channels_of_an_onnx_model_are_followed_where_other_axes_are_exchanged():
+    n = Net()
+    x = n.input("x", (3, 5, 6))
+    h = n("LayerNormalization", x, n.weights(6, name="g"), n.weights(6, name="b"), name="norm")
+    h = n("MatMul", n("Transpose", h, perm=[1, 0, 2], name="turn"), n.weights(6, 8, name="w"), name="fc")
+    h = n("MatMul", n("Transpose", h, perm=[0, 2, 1], name="away"), n.weights(3, 4), name="other")
+    view = OnnxView(load_model(n.model(h)))
+    report = smooth(view, [{"x": np.random.default_rng(0).standard_normal((3, 5, 6)).astype(np.float32)}])
+    assert [str(group) for group in report.groups] == ["norm -> fc"]
+    reasons = {line.op: line.reason for line in report.refused}
+    assert reasons["fc"] == "other sums over another axis than that of the channels"
 
 
 def test_what_is_left_says_why():
