@@ -1,4 +1,4 @@
-"""AIMET's analyzer of either package: every layer's quantizers alone, and all but these, rated by the user's callback.
+"""AIMET's analyzer, for both packages: the evaluation of the user with one layer quantized, and with all but one.
 
 ``bitwright.analyze`` answers the same question from a few passes over the data; this keeps AIMET's calls and file names.
 """
@@ -142,7 +142,7 @@ class QuantAnalyzerBase:
             into = weights if site.is_stored or site.role == "bias" else activations
             into[called(site)] = _ranges_of(site)
         for title, found in (("weights", weights), ("activations", activations)):
-            pages = {_file(name): (name, pairs) for name, pairs in found.items() if isinstance(pairs, dict)}
+            pages = {file_name(name): (name, pairs) for name, pairs in found.items() if isinstance(pairs, dict)}
             whole = {name: pair for name, pair in found.items() if isinstance(pair, tuple)}
             write_data(folder / f"{title}.json", found)
             for page, (name, pairs) in {title: (title, whole), **pages}.items():
@@ -156,11 +156,11 @@ class QuantAnalyzerBase:
         for site in _calibrated(sim):
             if site.is_stored:
                 model = model or subject.steps()
-                _write_weight(folder / "weights_pdf" / _file(site.op), site, model.weight(site.name))
+                _write_weight(folder / "weights_pdf" / file_name(site.op), site, model.weight(site.name))
             elif site.role in ("input", "output"):
                 histogram = seen_values(site.quantizer.statistics).get("histogram")
                 if histogram is not None:
-                    name = f"{_file(site.op)}_{site.role}_{site.port}"
+                    name = f"{file_name(site.op)}_{site.role}_{site.port}"
                     chart = histogram_chart(histogram["edges"], histogram["counts"])
                     write_page(folder / "activations_pdf" / f"{name}.html", name, chart)
 
@@ -218,15 +218,10 @@ def _ranges_of(site: Site) -> tuple[float, float] | dict[str, tuple[float, float
     return pairs[0] if len(pairs) == 1 else {f"{called(site)}_{i}": pair for i, pair in enumerate(pairs)}
 
 
-def _file(name: str) -> str:
-    """A name that a file may have."""
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).strip("_") or "layer"
-
-
 def _write_weight(folder: Path, site: Site, weight: Any) -> None:
     """A page per channel of a weight with a grid per channel, else one."""
     values = np.asarray(weight.detach().cpu().float().numpy())
-    name = _file(site.name.removeprefix(site.op + "."))
+    name = file_name(site.name.removeprefix(site.op + "."))
     assert site.encoding is not None
     axis = getattr(site.encoding.granularity, "axis", None)
     rows = values.reshape(1, -1) if axis is None else np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
@@ -294,7 +289,7 @@ class RawFiles:
 
 
 def file_name(name: str) -> str:
-    """A name that a file may have: what is not a letter, digit, dot or line becomes a line."""
+    """A name that is valid for a file: other characters than letters, digits, ``.``, ``_`` and ``-`` become ``_``."""
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).strip("_") or "layer"
 
 

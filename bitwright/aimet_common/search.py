@@ -144,7 +144,7 @@ class AutoQuant:
         """Add a trial with AdaRound: iterations and regulariser of ``AdaroundParameters``, on the data of the search.
 
         Raises:
-            ConfigError: they are none.
+            ConfigError: they are not parameters of AdaRound.
         """
         names = {
             "reg_param": "default_reg_param",

@@ -62,7 +62,7 @@ __all__ = [
 
 
 def int_format(qmin: int, qmax: int) -> IntFormat | None:
-    """The integer format whose codes are ``qmin`` to ``qmax``; ``None`` where there is none."""
+    """The integer format whose codes are ``qmin`` to ``qmax``; ``None`` if no such format exists."""
     bits = int(qmax - qmin + 1).bit_length()
     for width in (bits - 1, bits):
         for signed, narrow in ((False, False), (True, False), (True, True)):

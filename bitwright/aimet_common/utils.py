@@ -97,5 +97,5 @@ def get_path_for_target_config(target_config: str) -> str:
     Raises:
         ConfigError: there is no such target.
     """
-    shipped_config(target_config)  # explains a name that is none
+    shipped_config(target_config)  # raises for an unknown name
     return str(_CONFIGS / f"{ALIASES.get(target_config, target_config)}.json")

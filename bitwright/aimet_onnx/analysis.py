@@ -46,7 +46,7 @@ __getattr__ = names_below(__name__)
 
 
 class QuantAnalyzer(QuantAnalyzerBase):
-    """The sensitivity of a model, layer by layer, rated by a function of the user's.
+    """The sensitivity of a model to the quantization of each layer, measured by an evaluation function.
 
     Args:
         model: ``ModelProto`` or ONNX Runtime's ``ONNXModel`` wrapper; left as it is.
@@ -157,7 +157,7 @@ class LayerOutputUtil:
 
     Args:
         model: as for :class:`LayerOutput`.
-        dir_path: folder, made if need be.
+        dir_path: folder, created if missing.
         device: AIMET's argument; sessions run on the CPU.
     """
 

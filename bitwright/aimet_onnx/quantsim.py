@@ -272,7 +272,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
     Args:
         model: ``ModelProto``, ONNX Runtime's ``ONNXModel`` wrapper, or a path.
         param_type, activation_type: number formats: ``int8``, ``int16``, ``float16``, ... or their names.
-        quant_scheme: a :class:`QuantScheme`, one of AIMET's names, or one of ours.
+        quant_scheme: a :class:`QuantScheme`, or the name of a range method (AIMET's or Bitwright's).
         config_file: path, name or dict of a configuration; ``None`` is AIMET's default, one scale per channel.
         dummy_input, providers: as there.
         user_onnx_libs: libraries of custom operators, which cannot be loaded here.

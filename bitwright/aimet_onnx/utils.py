@@ -41,7 +41,7 @@ def wrapped(model: onnx.ModelProto) -> Any:
 
 
 def make_dummy_input(model: Any, dynamic_size: int = 1) -> dict[str, Any]:
-    """Random values for the inputs of a model; axes it leaves open have lengths of ours."""
+    """Random values for the inputs of a model; Bitwright chooses the lengths of free axes."""
     return example_feeds(proto_of(model))
 
 

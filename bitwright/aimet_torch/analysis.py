@@ -43,7 +43,7 @@ __all__ = [
 
 
 class QuantAnalyzer(QuantAnalyzerBase):
-    """The sensitivity of a model, layer by layer, rated by a function of the user's.
+    """The sensitivity of a model to the quantization of each layer, measured by an evaluation function.
 
     Args:
         model: in float; left as it is.
@@ -52,7 +52,7 @@ class QuantAnalyzer(QuantAnalyzerBase):
         modules_to_ignore: modules of ``model`` that are left in float.
 
     Raises:
-        ConfigError: (a ValueError) a callback is not a function, or a module is none of ``model``'s.
+        ConfigError: (a ValueError) a callback is not a function, or a module does not belong to ``model``.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class LayerOutputUtil:
 
     Args:
         model: ``sim.model``, or a float model.
-        dir_path: folder, made if need be.
+        dir_path: folder, created if missing.
         naming_scheme: ``PYTORCH`` calls files after modules, ``ONNX`` after tensors of the exported model, which is made for it;
             modules without a tensor of their own are left out then. ``TORCHSCRIPT`` is refused.
         dummy_input: for ``ONNX``, by default the simulation's example.

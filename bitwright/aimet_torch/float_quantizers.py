@@ -26,7 +26,7 @@ __all__ = ["FloatEncoding", "FloatQuantizeDequantize", "QuantizeDequantize"]
 
 
 def float_format(exponent_bits: int, mantissa_bits: int, finite: bool = False) -> FloatFormat:
-    """Our format with these fields; one of our own formats where there is one with the same largest number.
+    """The format with these fields; a named format of Bitwright if one has the same largest number.
 
     >>> float_format(5, 10).name, float_format(4, 3, finite=True).max, float_format(4, 3).max
     ('float16', 448.0, 240.0)
@@ -190,7 +190,7 @@ class FloatQuantizeDequantize(QuantizerBase):
         )
 
     def set_encodings(self, encodings: Any) -> None:
-        """Take format and scale of an encoding.
+        """Set format and scale from an encoding.
 
         Raises:
             TypeError: it is not an encoding of a float format.
@@ -216,7 +216,7 @@ class FloatQuantizeDequantize(QuantizerBase):
         return made
 
     def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
-        """Take records of version 0.6.1, which are of 16 bits.
+        """Load records of version 0.6.1, which have 16 bits.
 
         Raises:
             FormatError: they are not.
@@ -237,7 +237,7 @@ class FloatQuantizeDequantize(QuantizerBase):
         analyzer.reset_stats()
 
     def _largest(self, analyzer: EncodingAnalyzer) -> torch.Tensor:
-        """Largest value of the grid whose scale the statistics ask for."""
+        """Largest value of the grid that covers the observed values."""
         lo, hi = analyzer.compute_encodings(255, False)
         largest = torch.maximum(-lo, hi).reshape(self.shape)
         return torch.where(largest > 0, largest, torch.full_like(largest, self._format.max))

@@ -46,7 +46,7 @@ from bitwright.torch.calls.inputs import walk_modules
 
 
 class Snapshot(torch.Tensor):
-    """A value read from a quantizer; changing it in place would change nothing, and is refused."""
+    """A value read from a quantizer. Changing it in place would not change the quantizer and raises an error."""
 
     @classmethod
     def __torch_function__(
@@ -160,7 +160,7 @@ class SiteQuantizer(Described, SiteView):
             self.assign(QuantizeDequantize.from_encodings(encodings))
 
     def assign(self, quantizer: Any) -> None:
-        """Become what ``quantizer`` (a building block, or the view of another place) is: grid, range and whether it is fixed.
+        """Copy grid, range and fixedness of ``quantizer``, a module of ``quantization`` or the quantizer of another place.
 
         Raises:
             TypeError: it is not a quantizer.
@@ -178,7 +178,7 @@ class SiteQuantizer(Described, SiteView):
         quantizer.bind(self)
 
     def check(self, quantizer: Any) -> None:
-        """Refuse what :meth:`assign` would refuse of a building block.
+        """Raise what :meth:`assign` would raise for this module of ``quantization``; change nothing.
 
         Raises:
             TypeError, GranularityError, ConfigError: see there.
@@ -219,7 +219,7 @@ class SiteQuantizer(Described, SiteView):
         )
 
     def _scale_format_for(self, quantizer: Any) -> Any:
-        """What the scales of a building block are stored as at this place.
+        """The format in which the scales of ``quantizer`` are stored at this place.
 
         Raises:
             ConfigError: LPBQ whose blocks are not those of one channel together.
@@ -251,7 +251,7 @@ class SiteQuantizer(Described, SiteView):
     # -- calibration and use
 
     def requires_grad_(self, requires_grad: bool = True) -> SiteQuantizer:
-        """Which ranges of a simulation train is the simulation's to say: ``sim.learn_ranges(sites)``."""
+        """Without effect, with a warning: ``sim.learn_ranges(sites)`` makes ranges of a simulation trainable."""
         if requires_grad:
             differs(
                 f"{self._site.name}.requires_grad_(True)",
@@ -261,7 +261,7 @@ class SiteQuantizer(Described, SiteView):
 
     @contextmanager
     def compute_encodings(self) -> Iterator[None]:
-        """Find the range from what is given to this quantizer inside the block."""
+        """Find the range of the tensors that this quantizer gets inside the block."""
         for site in self.sites:
             site.encoding, site.quantizer.statistics = None, None
         self.__dict__["observing"] = True
@@ -299,12 +299,12 @@ class GroupedSiteQuantizer(AffineSiteQuantizer):
 
     @property
     def decompressed_bw(self) -> int:
-        """Bits of code times multiple."""
+        """Bits of the product of code and integer block scale."""
         return self.bitwidth + (grouped_bits(self._spec.scale_format) or 0)
 
     @property
     def block_grouping(self) -> tuple[int, ...]:
-        """How many blocks share a channel's scale, axis by axis: ``-1``, all, on the axis of the blocks."""
+        """Blocks that share one scale, per axis: ``-1`` (all) on the axis of the blocks, 1 elsewhere."""
         axis = getattr(self._granularity, "axis", None) if self.block_size is not None else None
         return tuple(-1 if at == axis else 1 for at in range(len(self.shape)))
 
@@ -353,7 +353,7 @@ FloatQuantizeDequantize.register(FloatSiteQuantizer)
 
 
 def view_of(sites: tuple[Site, ...]) -> SiteQuantizer:
-    """The view of a place's sites, of the kind that its number format asks for."""
+    """The view of a place's sites, in the class of its number format."""
     spec = sites[0].quantizer.spec
     if isinstance(spec.format, FloatFormat):
         return FloatSiteQuantizer(sites)
@@ -361,7 +361,7 @@ def view_of(sites: tuple[Site, ...]) -> SiteQuantizer:
 
 
 def _array(value: Any) -> Any:
-    """The numbers of a tensor or of what is like one."""
+    """The values of a tensor, or of anything that converts to one, as float64."""
     tensor = torch.as_tensor(value, dtype=torch.float64).detach()
     return tensor.as_subclass(torch.Tensor).cpu().numpy()
 
@@ -389,14 +389,14 @@ METHODS = (
 
 
 class Slot:
-    """One place of a module: its sites, of which there may be none."""
+    """One place of a module, with the sites of the simulation that it consists of; it may have none."""
 
     def __init__(self, name: str, sites: Sequence[Site], why_none: str) -> None:
         self.name, self.sites, self.why_none = name, tuple(sites), why_none
         self._view: SiteQuantizer | None = None
 
     def get(self) -> SiteQuantizer | None:
-        """The quantizer in effect; ``None`` where there is none, or it is switched off."""
+        """The quantizer in effect; ``None`` if the place has none or it is switched off."""
         if not any(site.enabled and not site.quantizer.derived for site in self.sites):
             return None
         made = view_of(self.sites)
@@ -405,7 +405,7 @@ class Slot:
         return self._view
 
     def set(self, quantizer: Any) -> None:
-        """Switch the quantizer off (``None``), or make it what ``quantizer`` is.
+        """Switch the quantizer off (``None``), or copy ``quantizer``.
 
         Raises:
             ModelError: there is no quantizer here that could be changed.
@@ -472,7 +472,7 @@ class QuantizerDict(MutableMapping[str, Any]):
 
 
 class Record:
-    """What a module of a simulated model knows of its quantizers.
+    """The quantizers of a module of a simulated model.
 
     Attributes:
         sim: the simulation; a copy of the model has a copy of it.
@@ -494,7 +494,7 @@ class Record:
         self.params, self.inputs, self.outputs = params, inputs, outputs
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        """Name and place of everything at the module's edge."""
+        """Name and slot of all parameters, inputs and outputs of the module."""
         for name, slot in self.params._slots.items():
             yield f"param_quantizers.{name}", slot
         for kind, slots in (("input", self.inputs), ("output", self.outputs)):
@@ -503,7 +503,7 @@ class Record:
 
 
 def record_of(module: Any) -> Record | None:
-    """What a module knows of its quantizers; ``None`` outside a simulation of this layer."""
+    """The record of a module; ``None`` outside the simulations of this package."""
     found = vars(module).get(RECORD) if isinstance(module, nn.Module) else None
     return found if isinstance(found, Record) else None
 
@@ -514,7 +514,7 @@ def is_quantized(module: Any) -> bool:
 
 
 def attach(sim: Any) -> None:
-    """Give the modules of ``sim.model`` their quantizers; those without sub-modules show them."""
+    """Set a record on every module of ``sim.model``, and the lists of quantizers on those without sub-modules."""
     modules = dict(walk_modules(sim.model))
     by_module: dict[str, list[Any]] = {}
     below_module: dict[str, list[str]] = {}
@@ -592,14 +592,14 @@ def _slots(place: str, found: Sequence[Sequence[Site]], computes: bool) -> Quant
 
 
 def _entering(graph: Any, ops: Sequence[Any]) -> list[str]:
-    """The values that operators read and none of them makes."""
+    """The values that these operators read and do not compute themselves."""
     made = {value for op in ops for value in op.outputs}
     read = dict.fromkeys(value for op in ops for _, value in op.sources())
     return [value for value in read if value not in made and not graph.values[value].is_static]
 
 
 def _leaving(graph: Any, path: str, ops: Sequence[Any]) -> Iterator[str]:
-    """The values that operators of a module make and others read, or nothing reads."""
+    """The values that operators of a module compute for other operators, or for nobody."""
     for value in (value for op in ops for value in op.outputs):
         readers = {reader.module for reader, _ in graph.consumers(value)}
         if graph.is_output(value) or readers != {path}:
@@ -607,7 +607,7 @@ def _leaving(graph: Any, path: str, ops: Sequence[Any]) -> Iterator[str]:
 
 
 def check_attached(sim: Any) -> None:
-    """Refuse a model one of whose lists of quantizers was replaced as a whole, which would change nothing.
+    """Raise an error if a list of quantizers was replaced as a whole, which would have no effect.
 
     Raises:
         ModelError: with the module.
@@ -636,7 +636,7 @@ def below(modules: Any) -> list[Record]:
 
 
 def switched_off(sites: Iterable[Site]) -> Handle:
-    """Switch sites off now; the handle brings them back as they were."""
+    """Switch sites off; removing the handle restores them."""
     kept = [(site, site.enabled) for site in sites]
     for site, _ in kept:
         site.enabled = False
@@ -675,7 +675,7 @@ def original_model(model: nn.Module, qdq_weights: bool) -> nn.Module:
     """A float copy of a simulated model.
 
     Raises:
-        ModelError: the model is none of a simulation.
+        ModelError: the model does not belong to a simulation.
     """
     record = record_of(model)
     if record is None:
@@ -694,7 +694,7 @@ def original_model(model: nn.Module, qdq_weights: bool) -> nn.Module:
 
 
 def detach(model: nn.Module) -> None:
-    """Take this layer's attributes off the modules of a model."""
+    """Remove the attributes of this package from the modules of a model."""
     for _, module in walk_modules(model):
         for name in (RECORD, *PUBLIC, *METHODS):
             vars(module).pop(name, None)  # what the module's class has is not in vars
@@ -708,7 +708,7 @@ _NVFP4_BLOCK = 16
 
 
 def set_weight_quantizer_to_mxfp4_int8(module: nn.Module, params: Any, block_size: int = 32) -> None:
-    """Round a module's weight to MXFP4 and give it a symmetric int8 quantizer per channel, for what runs it that way.
+    """Round a module's weight to MXFP4 and give it a symmetric int8 quantizer per channel.
 
     Args:
         module: a Linear or convolution; others without a weight stay as they are.
@@ -801,7 +801,7 @@ def _switch(quantizers: Any, key: Any) -> Callable[[], None]:
 
 
 def export_encodings(quantizers: Any, encoding_version: str) -> dict[str, Any]:
-    """Encodings by place; ``None`` where there is none."""
+    """Encodings by place; ``None`` for a place without an encoding."""
     found = {name: None if q is None else q.get_encodings() for name, q, _ in places_of(quantizers)}
     return {name: None if one is None else one.to_qnn_encoding_dict(encoding_version) for name, one in found.items()}
 
@@ -814,7 +814,7 @@ def import_encodings(
     requires_grad: bool | None,
     allow_overwrite: bool,
 ) -> None:
-    """Take records of version 0.6.1, by place; a quantizer whose range is fixed keeps it.
+    """Load records of version 0.6.1, by place; quantizers with a fixed range keep it.
 
     Args:
         encodings: records (a list, or one) by the name of a parameter, or the index of an input or output as text.
@@ -870,7 +870,7 @@ def _records(name: str, given: Any) -> list[Any]:
 
 
 class QuantizedModule:
-    """What a module can be asked through its quantizers.
+    """Methods of modules with quantizers.
 
     Attributes:
         param_quantizers, input_quantizers, output_quantizers: the quantizers, ``None`` where there is none.
@@ -923,7 +923,7 @@ class QuantizedModule:
         requires_grad: bool | None,
         allow_overwrite: bool,
     ) -> None:
-        """Take encodings of the inputs by index (:func:`._module_encodings.import_encodings`)."""
+        """Take encodings of the inputs by index (:func:`import_encodings`)."""
         import_encodings(self.input_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
 
     def import_output_encodings(
@@ -934,7 +934,7 @@ class QuantizedModule:
         requires_grad: bool | None,
         allow_overwrite: bool,
     ) -> None:
-        """Take encodings of the outputs by index (:func:`._module_encodings.import_encodings`)."""
+        """Take encodings of the outputs by index (:func:`import_encodings`)."""
         import_encodings(self.output_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
 
     def import_param_encodings(
@@ -945,12 +945,12 @@ class QuantizedModule:
         requires_grad: bool | None,
         allow_overwrite: bool,
     ) -> None:
-        """Take encodings of the parameters by name (:func:`._module_encodings.import_encodings`)."""
+        """Take encodings of the parameters by name (:func:`import_encodings`)."""
         import_encodings(self.param_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
 
 
 def broadcastable(values: Any, granularity: Granularity, shape: tuple[int, ...]) -> torch.Tensor:
-    """Parameters of an encoding for a tensor of ``shape`` as AIMET shapes them: ``(8, 1, 1, 1)`` for 8 channels."""
+    """Parameters of an encoding in AIMET's shape, such as ``(8, 1, 1, 1)`` for 8 channels of a tensor of ``shape``."""
     values = np.asarray(values)
     if isinstance(granularity, PerChannel):
         values = values.reshape(granularity.broadcast_shape(shape))

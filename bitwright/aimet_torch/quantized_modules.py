@@ -77,7 +77,7 @@ class UnknownModuleError(ModelError):
 
 
 class _Kind(type):
-    """Modules of a simulation count as instances of the quantized classes too."""
+    """Metaclass that makes modules of a simulation instances of the quantized classes."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
@@ -89,7 +89,7 @@ class _Kind(type):
 
 
 class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
-    """What quantized modules add to the class they are made from.
+    """Base class of quantized modules.
 
     Attributes:
         param_quantizers, input_quantizers, output_quantizers: the quantizers, ``None`` where there is none.
@@ -105,7 +105,7 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
         self.__quant_init__()
 
     def __quant_init__(self) -> None:
-        """Make the lists of quantizers; a class with another number of inputs overrides it."""
+        """Create the lists of quantizers; override it for another number of inputs."""
         own: Any = self
         places: Any = {name: None for name, value in own._parameters.items() if value is not None}
         self.param_quantizers = nn.ModuleDict(places)
@@ -136,11 +136,11 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
 
     @classmethod
     def ignore(cls, module_cls: type[nn.Module]) -> None:
-        """Accepted: simulations need no quantized class of any module."""
+        """Without effect: simulations need no quantized classes."""
 
     @classmethod
     def ignore_unknown_modules(cls, ignore: bool = True) -> None:
-        """Accepted: simulations know no unknown modules."""
+        """Without effect: simulations quantize modules of every class."""
 
     @classmethod
     def from_module(cls, module: nn.Module) -> Any:
@@ -200,7 +200,7 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
 
     @contextmanager
     def _patch_quantized_parameters(self) -> Iterator[None]:
-        """The parameters have their quantized values inside the block."""
+        """Replace the parameters by their quantized values inside the block."""
         own: Any = self
         values = {
             name: quantizer(own._parameters[name])
@@ -224,7 +224,7 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
 
     @contextmanager
     def compute_encodings(self) -> Iterator[None]:
-        """Find the ranges of this module's quantizers from what passes inside the block."""
+        """Find the ranges of this module's quantizers from the tensors that pass inside the block."""
         with ExitStack() as stack:
             for quantizer in self._quantizers():
                 stack.enter_context(quantizer.compute_encodings())
@@ -262,7 +262,7 @@ def _quantized(quantizer: Any, value: Any) -> Any:
 
 
 def quantized_class(module_cls: type[nn.Module]) -> type:
-    """The quantized class of ``module_cls``; made once."""
+    """The quantized class of ``module_cls``, created on first use."""
     known = BaseQuantizationMixin.cls_to_qcls.get(module_cls)
     if known is None:
         made: Any = _Kind(
@@ -281,7 +281,7 @@ def quantized_class(module_cls: type[nn.Module]) -> type:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Refuse modules that quantize on their own inside a model to be simulated.
+    """Raise an error for a model to be simulated that contains quantized modules.
 
     Raises:
         ModelError: with the first one.
@@ -307,7 +307,7 @@ class _NothingRan(Exception):
 def calibrate(
     sim: Any, callback: Callable[[nn.Module], Any], compute: Callable[..., None], options: dict[str, Any]
 ) -> None:
-    """Calibrate by a callback; one that runs nothing finds the parameters' encodings alone, as in AIMET."""
+    """Calibrate by a callback. If it does not run the model, only encodings of parameters are found, as in AIMET."""
     ran: list[bool] = []
     handle = sim.model.register_forward_hook(lambda *_: ran.append(True))
 
@@ -325,7 +325,7 @@ def calibrate(
 
 
 def calibrate_parameters(sim: Any, compute: Callable[..., None]) -> None:
-    """Find the encodings of the parameters on the example input, with everything else switched off and kept."""
+    """Find the encodings of the parameters on the example input; all other quantizers keep theirs."""
     with _left_alone(site for site in sim.quantizers.values() if site.role in ("input", "output")):
         compute(None, progress=False)
 
@@ -371,7 +371,7 @@ def compute_encodings(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _others_kept(sim: Any, model: nn.Module) -> Iterator[None]:
-    """Quantizers of other places than those of ``model`` stay as they are inside the block."""
+    """Keep the encodings of all quantizers outside ``model`` inside the block."""
     records = list(below(model))
     own = {id(site.quantizer) for r in records for _, slot in r.slots() for site in slot.sites}
     own |= {id(site.quantizer) for r in records for site in r.inside}
@@ -387,7 +387,7 @@ def _others_kept(sim: Any, model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _observed(sim: Any) -> Iterator[None]:
-    """A calibration of what runs in the block; where nothing runs, of the parameters alone, as in AIMET."""
+    """Calibrate on the calls inside the block; without any, find encodings of parameters only, as in AIMET."""
     ran: list[bool] = []
     handle = sim.model.register_forward_hook(lambda *_: ran.append(True))
     try:
@@ -405,7 +405,7 @@ def _observed(sim: Any) -> Iterator[None]:
 
 
 class ModuleCalls(QuantizedModule):
-    """What one module of a simulated model can be asked; a copy of the model has its own."""
+    """The methods of one module of a simulated model; a copy of the model has its own."""
 
     def __init__(self, module: nn.Module, record: Record) -> None:
         self._module, self._record = module, record
@@ -456,7 +456,7 @@ class ModuleCalls(QuantizedModule):
 
 
 def attach_calls(sim: Any) -> None:
-    """Give the modules of ``sim.model`` that show quantizers the methods of quantized modules.
+    """Set the methods of quantized modules on the modules of ``sim.model`` that have quantizers.
 
     A name that a module's class or instance has already stays what it is.
     """
@@ -486,7 +486,7 @@ class CustomSiLU(nn.Module):
 
 
 class ChannelShuffle(nn.Module):
-    """Channels of groups, interleaved."""
+    """Channels interleaved across groups."""
 
     def __init__(self, groups: int) -> None:
         super().__init__()
@@ -540,7 +540,7 @@ class ScatterElements(nn.Module):
 
 
 class OneHot(nn.Module):
-    """Indices as vectors with one entry that is on."""
+    """One-hot vectors of indices."""
 
     def __init__(self, num_classes: int, off_value: Any, on_value: Any) -> None:
         super().__init__()

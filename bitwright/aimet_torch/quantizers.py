@@ -11,7 +11,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
@@ -107,7 +107,7 @@ R = TypeVar("R")
 
 
 def of_place(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of a quantizer that the quantizer of a place answers, once this one stands for it."""
+    """Decorator: forward the call to the quantizer of a simulation once this quantizer is bound to it."""
 
     @functools.wraps(method)
     def answered(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -120,7 +120,7 @@ def of_place(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[A
 
 
 class Described:
-    """What quantizers of either kind, building blocks and views of places, say by their encodings."""
+    """Methods that follow from the encodings, shared by these modules and the quantizers of simulations."""
 
     shape: Any
     get_encodings: Any
@@ -136,7 +136,7 @@ class Described:
         return None if encodings is None else encodings.to_qnn_encoding_dict("0.6.1")
 
     def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
-        """Take width, symmetry and range of records of version 0.6.1."""
+        """Set width, symmetry and range from records of version 0.6.1."""
         self.bitwidth = encodings[0]["bitwidth"]
         self.symmetric = str(encodings[0]["is_symmetric"]).lower() == "true"
         lo, hi = (torch.tensor([e[end] for e in encodings]).reshape(self.shape) for end in ("min", "max"))
@@ -160,11 +160,11 @@ class QuantizerBase(Described, abc.ABC, nn.Module):
 
     @property
     def bound(self) -> Any:
-        """The quantizer of a simulation that this one stands for; ``None`` if none."""
+        """The quantizer of a simulation that this one is bound to, or ``None``."""
         return self.__dict__["_bound"]
 
     def bind(self, view: Any) -> None:
-        """Stand for the quantizer of a simulation."""
+        """Bind this one to the quantizer of a simulation, which answers from now on."""
         self.__dict__["_bound"] = view
 
     # -- what a script asks
@@ -178,7 +178,7 @@ class QuantizerBase(Described, abc.ABC, nn.Module):
         """The encoding; ``None`` until there is a range."""
 
     def set_encodings(self, encodings: EncodingBase) -> None:
-        """Take grid and range of an encoding."""
+        """Set grid and range from an encoding."""
         raise NotImplementedError(f"{type(self).__name__}.set_encodings")
 
     @classmethod
@@ -188,7 +188,7 @@ class QuantizerBase(Described, abc.ABC, nn.Module):
 
     @contextmanager
     def compute_encodings(self) -> Iterator[None]:
-        """Find the range from what passes inside the block."""
+        """Find the range of the tensors that pass inside the block."""
         self._start()
         self.__dict__["_observing"] += 1
         try:
@@ -226,7 +226,7 @@ class QuantizerBase(Described, abc.ABC, nn.Module):
         return self._overwrite[name] if name is not None else all(self._overwrite.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerBase:
-        """A copy that stands on its own, with the range of the place it stood for."""
+        """An independent copy; if bound, with the range of the simulation's quantizer."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         state = {key: value for key, value in self.__dict__.items() if key not in ("_bound", "_observing")}
@@ -239,7 +239,7 @@ def check_input(input: Any, quantizer: object) -> torch.Tensor:
     """``input``, if it is a floating-point tensor.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not one.
     """
     if not isinstance(input, torch.Tensor) or not input.is_floating_point():
         kind = input.dtype if isinstance(input, torch.Tensor) else type(input).__name__
@@ -285,7 +285,7 @@ _MOVING = {
 
 
 class QuantizedTensorBase(torch.Tensor):
-    """A tensor with the encoding its elements have; whatever computes on it returns ordinary tensors."""
+    """A tensor that carries the encoding of its elements; computations on it return ordinary tensors."""
 
     encoding: Any = None
 
@@ -333,7 +333,7 @@ class QuantizedTensorBase(torch.Tensor):
         return super().clone(memory_format=memory_format)
 
     def detach(self) -> Any:
-        """The tensor without its history, with the same encoding, which has none either."""
+        """The tensor and its encoding, both detached from the graph."""
         encoding = copy.copy(self.encoding)
         if encoding is not None:
             fields = {key: v.detach() for key, v in vars(encoding).items() if isinstance(v, torch.Tensor)}
@@ -420,7 +420,7 @@ class EncodingAnalyzer:
         self._seen = self._with(self._seen, input_tensor)
 
     def reset_stats(self) -> None:
-        """Forget all values."""
+        """Discard all statistics."""
         self._seen = None
 
     def compute_encodings(self, num_steps: float, is_symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -466,7 +466,7 @@ class MinMaxEncodingAnalyzer(EncodingAnalyzer):
 
 
 class PercentileEncodingAnalyzer(EncodingAnalyzer):
-    """The range that holds ``percentile`` percent of the values; ``num_bins`` has no effect, our histograms grow."""
+    """The range of ``percentile`` percent of the values; ``num_bins`` has no effect, because histograms grow."""
 
     def __init__(
         self,
@@ -573,7 +573,7 @@ def split_grid(
 
 
 def refuse_shift(shift: float | None) -> None:
-    """Refuse grids whose codes lie between the integers.
+    """Raise an error for a zero-point shift, which puts codes between the integers.
 
     Raises:
         ConfigError: ``shift`` is neither ``None`` nor 0.
@@ -637,12 +637,7 @@ def set_backend(backend: str) -> Any:
     """
     if backend != "torch_builtins":
         raise ConfigError("set_backend", f"there is no backend {backend!r} here", "use 'torch_builtins'")
-    return _nothing()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+    return nullcontext()
 
 
 # ------------------------------------------------------------------------------------ affine encodings
@@ -670,7 +665,7 @@ class AffineEncoding(EncodingBase):
 
     @property
     def zero_point_shift(self) -> float:
-        """Always 0: codes between the integers are refused."""
+        """Always 0: shifts are not supported."""
         return 0.0
 
     @property
@@ -785,7 +780,7 @@ class GroupedBlockEncoding(AffineEncoding):
 
     @property
     def per_block_int_scale(self) -> torch.Tensor:
-        """How many times the channel's scale a block's scale is."""
+        """Scale of every block as a multiple of its channel's scale."""
         return torch.round(self.scale / self.per_channel_scale)
 
 
@@ -926,7 +921,7 @@ class AffineQuantizerBase(QuantizerBase):
 
     @of_place
     def set_encodings(self, encodings: Any) -> None:
-        """Take grid and range of an encoding."""
+        """Set grid and range from an encoding."""
         self.qmin, self.qmax, self._symmetric = encodings.qmin, encodings.qmax, encodings.symmetry
         self.block_size, self.shape = encodings.block_size, tuple(encodings.scale.shape)
         self.min = self.max = None
@@ -966,7 +961,7 @@ class AffineQuantizerBase(QuantizerBase):
         return functional.grid_of_range(lo, hi, self.qmin, self.qmax, symmetric=self._symmetric)
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
-        """What a state dict keeps beside the range."""
+        """State beside the range for the state dict."""
         return {
             "symmetric": torch.tensor(self._symmetric),
             "min_overwrite": torch.tensor(self._overwrite["min"]),
@@ -974,7 +969,7 @@ class AffineQuantizerBase(QuantizerBase):
         }
 
     def set_extra_state(self, state: Any) -> None:
-        """Take what :meth:`get_extra_state` gave."""
+        """Restore what :meth:`get_extra_state` returned."""
         self._symmetric = bool(state["symmetric"])
         self._overwrite = {"min": bool(state["min_overwrite"]), "max": bool(state["max_overwrite"])}
 

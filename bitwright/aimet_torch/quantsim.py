@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ __getattr__ = names_below(__name__)
 
 
 class _Current(threading.local):
-    """What a thread enabled; ``torch.compile`` compiles anew when it changes (a context variable it could not read)."""
+    """The setting of a thread. ``torch.compile`` recompiles when it changes; it cannot read a context variable."""
 
     gradient: PivotGradient | None = None
 
@@ -91,7 +91,7 @@ _CURRENT = _Current()
 
 
 def enable_pgs(eps: float = 0.05, multiplier: float = 3.0) -> None:
-    """Multiply the gradients of what lies within ``eps / 2`` steps of a threshold, in forwards of this thread from now on.
+    """Multiply the gradients of values within ``eps / 2`` steps of a rounding threshold, in later forward passes of this thread.
 
     Raises:
         ConfigError: (a ValueError) ``eps`` is not above 0 and at most 1, or ``multiplier`` is 1 or has no meaning.
@@ -102,7 +102,7 @@ def enable_pgs(eps: float = 0.05, multiplier: float = 3.0) -> None:
 
 
 def disable_pgs() -> None:
-    """Leave gradients as they are from now on."""
+    """Undo :func:`enable_pgs` for this thread."""
     _CURRENT.gradient = None
 
 
@@ -112,19 +112,19 @@ def is_pgs_enabled() -> bool:
 
 
 def get_pgs_eps() -> float:
-    """Width of the zone in steps; 0 where none is enabled."""
+    """Width of the zone in steps; 0 if disabled."""
     found = _CURRENT.gradient
     return 0.0 if found is None else found.eps
 
 
 def get_pgs_multiplier() -> float:
-    """Of the gradients; 1 where none is enabled."""
+    """Factor of the gradients; 1 if disabled."""
     found = _CURRENT.gradient
     return 1.0 if found is None else found.multiplier
 
 
 def pivoted(x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
-    """``x`` with the gradient that this thread enabled: what the quantizers of this layer's simulations call."""
+    """``x`` with the gradient that this thread enabled; called by the quantizers of these simulations."""
     found = _CURRENT.gradient
     return x if found is None else found(x, grid)
 
@@ -133,7 +133,7 @@ def pivoted(x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
 
 
 def versioned(source: str | Path | dict[str, Any]) -> str | Path | dict[str, Any]:
-    """``source``; encodings without a version (dicts, and files of older AdaRound) get the one their layout shows."""
+    """``source`` with a version: encodings without one (dicts, files of older AdaRound) get that of their layout."""
     if isinstance(source, dict):
         document = source
     else:
@@ -153,22 +153,6 @@ def versioned(source: str | Path | dict[str, Any]) -> str | Path | dict[str, Any
     return {"version": "1.0.0" if is_list else "0.6.1", **dict.fromkeys(sections, empty), **document}
 
 
-def _unserved(sim: front.QuantizationSimModel, found: tuple[str, ...]) -> list[str]:
-    """The places whose quantizers have none of the encodings, and do not follow from others."""
-    served = {id(sim.quantizers[name].quantizer) for name in found}
-    others = ((n, site.quantizer) for n, site in sim.quantizers.items() if id(site.quantizer) not in served)
-    return [name for name, quantizer in others if not quantizer.derived]
-
-
-def _refuse_switched_off(sites: list[str], source: str | Path | dict[str, Any]) -> None:
-    if sites:
-        raise EncodingsError(
-            str(source) if isinstance(source, (str, Path)) else "encodings",
-            f"it has encodings for quantizers that are switched off: {', '.join(sites[:5])}",
-            "switch them on before loading, or pass strict=False to leave them off",
-        )
-
-
 def load_encodings(
     sim: front.QuantizationSimModel,
     source: str | Path | dict[str, Any],
@@ -176,7 +160,7 @@ def load_encodings(
     partial: bool,
     allow_overwrite: bool | None,
 ) -> tuple[str, ...]:
-    """Load encodings; what is switched off stays so.
+    """Load encodings; quantizers that are switched off stay off.
 
     Raises:
         EncodingsError: (a ValueError) ``strict``, and the file has encodings for places that are switched off; or as
@@ -186,13 +170,19 @@ def load_encodings(
     off = [name for name, site in sim.quantizers.items() if not site.enabled]
     try:
         found = front.QuantizationSimModel.load_encodings(sim, versioned(source), strict, partial=True)
-        if strict:
-            _refuse_switched_off([name for name in off if name in found], source)
+        refused = [name for name in off if name in found] if strict else []
+        if refused:
+            raise EncodingsError(
+                str(source) if isinstance(source, (str, Path)) else "encodings",
+                f"it has encodings for quantizers that are switched off: {', '.join(refused[:5])}",
+                "switch them on before loading, or pass strict=False to leave them off",
+            )
     except BaseException:
         restore()
         raise
-    switched_off = off if partial else [*off, *_unserved(sim, found)]
-    for name in switched_off:
+    served = {id(sim.quantizers[name].quantizer) for name in found}
+    unserved = [n for n, site in sim.quantizers.items() if not (site.quantizer.derived or id(site.quantizer) in served)]
+    for name in off if partial else [*off, *unserved]:
         sim.quantizers[name].enabled = False
     if allow_overwrite is not None:
         for name in found:
@@ -246,7 +236,7 @@ def export_files(
 
 
 def onnx_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What our export makes of ``torch.onnx.export``'s keywords; what has no counterpart warns."""
+    """Options of Bitwright's export for keywords of ``torch.onnx.export``; a keyword without a counterpart warns."""
     found: dict[str, Any] = {}
     if arguments.get("dynamic_shapes"):
         found["dynamic_shapes"] = arguments["dynamic_shapes"]
@@ -261,7 +251,7 @@ def onnx_options(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tell_fixed_batch(made: Any, options: dict[str, Any]) -> None:
-    """Warn where the first axis was to vary and could not."""
+    """Warn if the first axis could not be made dynamic."""
     for note in made.notes if options.get("dynamic_batch") else ():
         if note.startswith("batch:"):
             differs("export(dynamic_axes=...)", note)
@@ -273,7 +263,7 @@ def _moved(source: Path, target: Path) -> Path:
 
 
 def _moved_model(source: Path, target: Path) -> Path:
-    """``source`` under another name; weights in a file of their own go with it."""
+    """Rename a model file, with its external data."""
     if not source.with_name(f"{source.name}.data").exists():
         return _moved(source, target)
     import onnx
@@ -379,7 +369,7 @@ NOT_GIVEN = _NotGiven()
 
 
 class Quantizers(SiteMap):
-    """Our mapping of sites, which is also AIMET's method: ``sim.quantizers()`` gives the quantizers in effect."""
+    """The mapping of sites, which can be called as AIMET's method: ``sim.quantizers()`` yields the quantizers in effect."""
 
     def __call__(self) -> Iterator[Any]:
         seen: set[int] = set()
@@ -394,10 +384,10 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     Args:
         model, dummy_input, default_output_bw, default_param_bw, in_place: as there.
-        quant_scheme: a :class:`QuantScheme`, one of AIMET's names, or one of ours.
+        quant_scheme: a :class:`QuantScheme`, or the name of a range method (AIMET's or Bitwright's).
         config_file: path, name or dict of a configuration; ``None`` is AIMET's default, one scale per channel.
         default_data_type: ``int`` or ``float``.
-        options: of ours; and ``rounding_mode`` of older scripts, which is ``"nearest"``.
+        options: as for :class:`bitwright.torch.QuantizationSimModel`; and ``rounding_mode="nearest"`` of older scripts.
 
     Raises:
         ConfigError: another rounding mode; and see there.
@@ -442,11 +432,11 @@ class QuantizationSimModel(front.QuantizationSimModel):
         self.show_quantizers()
 
     def get_supported_kernels(self) -> dict[str, list[dict[str, Any]]]:
-        """What the configuration says the target runs: ``defaults`` and operator types, with AIMET's entries."""
+        """Kernels of the target by operator type, and ``defaults``, from the configuration in AIMET's form."""
         return supported_kernels(self.rules)
 
     def show_quantizers(self) -> None:
-        """Put the quantizers of all sites on the modules they belong to."""
+        """Attach the quantizers of all sites to their modules."""
         self.quantizers = Quantizers(dict(self.quantizers), self._values_of)
         for site in self.quantizers.values():
             own: Any = site.quantizer
@@ -489,7 +479,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         self._learn_if_asked()
 
     def _learn_if_asked(self) -> None:
-        """The schemes ``training_range_learning_...`` train ranges from the calibrated ones on."""
+        """Make ranges trainable after calibration if the scheme is ``training_range_learning_...``."""
         if learns_ranges(self._scheme):
             self.learn_ranges(["*"])
 
@@ -516,12 +506,12 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     @staticmethod
     def prepare_sim_for_compute_encodings(sim: QuantizationSimModel) -> None:
-        """Nothing is to be prepared."""
+        """Without effect: simulations need no preparation."""
 
     # -- modules and quantizers
 
     def qmodules(self) -> Iterator[nn.Module]:
-        """The modules that show quantizers: those without sub-modules."""
+        """The modules with quantizers: those without sub-modules."""
         return (module for _, module in self.named_qmodules())
 
     def named_qmodules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -638,7 +628,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         requires_grad: bool | None = None,
         allow_overwrite: bool | None = True,
     ) -> None:
-        """Take the encodings of a file or dict.
+        """Load the encodings of a file or dict.
 
         Args:
             encodings: path or dict, of versions 0.6.1, 1.0.0, 2.0.0, or without a version.
@@ -657,11 +647,11 @@ class QuantizationSimModel(front.QuantizationSimModel):
     def load_and_freeze_encodings(
         self, encoding_path: str | Path | dict[str, Any], ignore_when_quantizer_disabled: bool = False
     ) -> None:
-        """Take the encodings of a file and keep them through calibration."""
+        """Load the encodings of a file and freeze them: calibration does not change them."""
         load_encodings(self, encoding_path, not ignore_when_quantizer_disabled, True, False)
 
     def set_and_freeze_param_encodings(self, encoding_path: str | Path | dict[str, Any]) -> None:
-        """Take the parameter encodings of a file and keep them through calibration."""
+        """Load the parameter encodings of a file and freeze them: calibration does not change them."""
         super().set_and_freeze_param_encodings(encoding_path)
 
     # -- weights
@@ -719,19 +709,11 @@ def compute_encodings_for_sims(
     """
     models = [sim.model for sim in sim_list]
     for sim in sim_list:
-        with _others_in_float(sim_list, sim):
+        with ExitStack() as others:
+            for other in sim_list:
+                if other is not sim:
+                    others.enter_context(other.in_float())
             sim.compute_encodings(lambda _: forward_pass_callback(models, forward_pass_callback_args))
-
-
-@contextmanager
-def _others_in_float(sims: Sequence[QuantizationSimModel], calibrated: QuantizationSimModel) -> Iterator[None]:
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-        for sim in sims:
-            if sim is not calibrated:
-                stack.enter_context(sim.in_float())
-        yield
 
 
 def save_checkpoint(quant_sim_model: QuantizationSimModel, file_path: str | Path) -> None:
@@ -740,7 +722,7 @@ def save_checkpoint(quant_sim_model: QuantizationSimModel, file_path: str | Path
 
 
 def load_checkpoint(file_path: str | Path) -> QuantizationSimModel:
-    """AIMET unpickles a whole model here, which runs code from the file; Bitwright does not.
+    """Always an error: AIMET unpickles a whole model here, which runs code from the file.
 
     Raises:
         ModelError: always, with the two lines that do the same.
@@ -767,7 +749,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _chosen(sim: Any, arg: Any) -> Iterator[tuple[str, Any]]:
-    """The modules of a simulation that ``arg`` means: types, modules, or a condition."""
+    """The modules of a simulation that ``arg`` selects: by type, as modules, or by a condition."""
     condition = _condition(arg)
     return ((name, module) for name, module in sim.named_qmodules() if condition(module))
 
@@ -883,7 +865,7 @@ def set_grouped_blockwise_quantization_for_weights(
 
 @dataclass
 class OnnxExportApiArgs:
-    """What ``sim.export(onnx_export_args=...)`` takes; the opset has no effect here."""
+    """Value of ``sim.export(onnx_export_args=...)``; the opset has no effect."""
 
     opset_version: int | None = None
     input_names: list[str] | None = None

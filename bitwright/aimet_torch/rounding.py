@@ -162,7 +162,7 @@ def _weights_at(
     """The weight sites of a module and of everything below it; ``names`` are paths of modules by identity.
 
     Raises:
-        ConfigError: the module is unknown, or there is none.
+        ConfigError: the module is unknown, or has no quantized weight.
     """
     path = names.get(id(module))
     stored = [site for site in sim.quantizers.values() if site.is_stored]
