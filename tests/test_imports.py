@@ -47,7 +47,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         NUMPY | ONNX | FILES_OUT | {"torch", "scipy", "ray"},
     ),
     # AIMET's names on the public API; nobody imports them
-    "aimet_common": ({"errors", "core", "analysis", "precision", "report"}, NUMPY),
+    "aimet_common": ({"errors", "core", "methods", "analysis", "precision", "report"}, NUMPY),
     "aimet_torch": (BELOW | {"analysis", "precision", "report", "torch", "aimet_common"}, NUMPY | {"torch", "onnx"}),
     "aimet_onnx": (BELOW | {"analysis", "precision", "onnx", "report", "aimet_common"}, NUMPY | ONNX),
     "migrate": ({"errors", "aimet_common"}, set()),

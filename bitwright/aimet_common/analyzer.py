@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from bitwright.analysis.layer_outputs import layer_values
 from bitwright.analysis.subject import Subject, open_subject
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError, ConfigError
+from bitwright.methods.switching import Costs, by_itself, by_operator, left_out
 from bitwright.report.document import seen_values
 from bitwright.report.page import histogram_chart, ranges_chart, scores_chart, write_data, write_page
 
@@ -50,11 +52,11 @@ def checked(evaluate: Evaluate, model: Any, where: str) -> float:
 def scores_of(subject: Subject, evaluate: Evaluate, groups: Mapping[str, Collection[str]], *, alone: bool) -> Scores:
     """Group -> what the evaluation says with only its sites quantized, or with all but these; the simulation stays as it is."""
     found = {}
+    switch = by_itself if alone else left_out
+    settings = {name: [partial(switch, subject.sites, frozenset(held))] for name, held in groups.items()}
     with subject.exclusive():
-        for name, members in groups.items():
-            held = frozenset(members)
-            with subject.only(lambda site, held=held: (site.name in held) == alone) as model:  # type: ignore[misc]
-                found[name] = checked(evaluate, model, name)
+        for name, scores in Costs().scores(settings, lambda name: checked(evaluate, subject.runnable(), name)):
+            found[name] = scores[0]
             logger.info("%s: %g %s", name, found[name], "alone" if alone else "all but this one")
     return found
 
@@ -121,7 +123,7 @@ class QuantAnalyzerBase:
 
     def _per_layer(self, sim: Any, results_dir: Any, filename: str | None, *, alone: bool) -> Scores:
         subject = open_subject(sim)
-        groups = _enabled_layers(subject)
+        groups = by_operator(subject.sites)
         scores = scores_of(subject, self._eval_callback, groups, alone=alone)
         title = f"per_layer_quant_{'enabled' if alone else 'disabled'}"
         if results_dir is not None:
@@ -187,15 +189,6 @@ class QuantAnalyzerBase:
         write_page(folder / "per_layer_mse_loss.html", "per_layer_mse_loss", scores_chart(found, "mean squared error"))
         write_data(folder / "per_layer_mse_loss.json", found)
         return found
-
-
-def _enabled_layers(subject: Subject) -> dict[str, tuple[str, ...]]:
-    """Layer -> its sites, of layers with a quantizer that works."""
-    found: dict[str, list[str]] = {}
-    for name, site in subject.sites.items():
-        if site.enabled:
-            found.setdefault(site.op, []).append(name)
-    return {op: tuple(names) for op, names in found.items()}
 
 
 def _calibrated(sim: Any) -> list[Site]:

@@ -1,7 +1,4 @@
-"""``bitwright.analyze``: sensitivity of every site and layer, where error is made, why, and what helps.
-
-Rows of sites, layers and groups from what was estimated, seen and measured.
-"""
+"""``bitwright.analyze``: sensitivity of every site and layer, where error is made, why, and what helps."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ from bitwright.analysis.causes import Trials, causes_of
 from bitwright.analysis.intervals import Better
 from bitwright.analysis.layer_errors import SiteValues, calibrated_bounds, grid_row
 from bitwright.analysis.result import Analysis, GroupRow, LayerRow, SiteRow, decibel
-from bitwright.analysis.sensitivity import Judged, Kept, judged, metric_name
+from bitwright.analysis.sensitivity import Judged, judged, metric_name
 from bitwright.analysis.subject import (
     Array,
-    Clock,
     Subject,
     fingerprint,
     first_rows,
@@ -33,6 +29,7 @@ from bitwright.core.graph.float_values import reciprocals
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, ModelError, checks_arguments, some_of
+from bitwright.methods.switching import Clock, Kept
 from bitwright.progress import progress as bar
 
 if TYPE_CHECKING:
@@ -306,7 +303,10 @@ class _Run:
         if self.ended:
             return
         labels = self.judge.labels[: len(few)]
-        self.found = Sensitivity(self.subject, self.judge, self.model, few, labels, self.clock, kept, self.show, budget)
+        self.found = Sensitivity(
+            subject=self.subject, judged=self.judge, model=self.model, batches=few, labels=labels, clock=self.clock, kept=kept,
+            show=self.show, budget=budget,
+        )  # fmt: skip
         known = self.found.load()
         if known:
             self.notes.append(f"{known} measurements of an earlier analysis were taken over")

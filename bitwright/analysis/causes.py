@@ -22,7 +22,7 @@ import numpy as np
 from bitwright.analysis.layer_errors import SiteValues, calibrated_bounds
 from bitwright.analysis.result import MOST_DB, Analysis, Cause, LayerRow, RemedyRow, SiteRow, decibel
 from bitwright.analysis.sensitivity import Judged
-from bitwright.analysis.subject import Clock, Subject, open_subject
+from bitwright.analysis.subject import Subject, open_subject
 from bitwright.core.graph.graph import Op
 from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics import affine
@@ -33,6 +33,7 @@ from bitwright.core.simulation.sites import Site
 from bitwright.errors import BitwrightError, ConfigError
 from bitwright.methods.scaling.equalize import equalize_model
 from bitwright.methods.scaling.smooth import smooth_model
+from bitwright.methods.switching import Clock
 
 if TYPE_CHECKING:
     from bitwright.analysis.layer_errors import LayerErrors, SiteValues

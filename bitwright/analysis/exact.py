@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bitwright.analysis.metric import OutputMetric
 from bitwright.analysis.subject import Active, QuantizedSteps
+from bitwright.core.simulation.output_quality import is_judged, noise_and_signal
 from bitwright.methods.rounding.driver import Store
 from bitwright.methods.rounding.program import Program, SimulatedModel, State, Step
 
@@ -45,14 +46,10 @@ class Measured:
     def add(self, wanted: Sequence[Array], found: Sequence[Array]) -> None:
         """One batch; what is not finite in float, or of another shape, is left out."""
         for i, (w, f) in enumerate(zip(wanted, found, strict=True)):
-            if w.dtype.kind != "f" or w.shape != f.shape:
-                continue
-            finite = np.isfinite(w)
-            whole = bool(finite.all())
-            reference = (w if whole else w[finite]).astype(np.float64)
-            error = reference - (f if whole else f[finite])
-            self.noise[i] = self.noise.get(i, 0.0) + float(np.square(error).sum())
-            self.signal[i] = self.signal.get(i, 0.0) + float(np.square(reference).sum())
+            if is_judged(w, f):
+                noise, signal = noise_and_signal(w, f)
+                self.noise[i] = self.noise.get(i, 0.0) + float(noise.sum())
+                self.signal[i] = self.signal.get(i, 0.0) + float(signal.sum())
 
     @property
     def ratio(self) -> float | None:

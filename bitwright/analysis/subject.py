@@ -1,10 +1,7 @@
-"""The simulation that is analysed, of whichever front end: what the analysis asks of it beside its steps.
+"""What an analysis works on, for either front end: the simulation, its steps, the data and its labels, and the targets.
 
-The data of an analysis: batches, how many samples they hold, their labels, and how long the analysis may take.
-
-Steps of a simulation with a chosen set of quantizers, and where in a program the sites are.
-
-What is measured together: the quantizer of a site, a layer, a block, all weights, all activations, a user's pattern.
+A target is what is measured together: the quantizer of a site, a layer, a block, all weights, all activations, or what a
+pattern of the user's matches.
 """
 
 from __future__ import annotations
@@ -12,8 +9,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import importlib.util
-import numbers
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -31,26 +26,25 @@ from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ModelError, close_matches
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.rounding.program import Program, SimulatedModel, Step, block_units, run_step
+from bitwright.methods.switching import by_operator, switched_off
 
 Array = NDArray[Any]
 
 
-def listed(data: Iterable[Any]) -> list[Any]:
+def listed(data: Iterable[Any], where: str = "analyze") -> list[Any]:
     """The batches; those of a generator are kept.
 
     Raises:
-        CalibrationError: it is one batch instead of several, or there is none.
+        CalibrationError: (of ``where``) it is one batch instead of several, or there is none.
     """
     if isinstance(data, Mapping) or hasattr(data, "shape") or not isinstance(data, Iterable):
         raise CalibrationError(
-            "analyze",
-            f"data is a {type(data).__name__}, not a list of batches",
-            "write bitwright.analyze(sim, [batch]) for a single batch",
+            where, f"data is a {type(data).__name__}, not a list of batches", "write [batch] for a single batch"
         )
     batches = list(with_samples(data))
     if not batches:
         raise CalibrationError(
-            "analyze",
+            where,
             "the data held no batch",
             "pass a non-empty list or DataLoader (a generator can be used only once); a few hundred samples are enough",
         )
@@ -112,32 +106,6 @@ def fingerprint(batches: Sequence[Any], more: Iterable[bytes]) -> str:
     return found.hexdigest()
 
 
-class Clock:
-    """How much of a time is left.
-
-    Args:
-        seconds: of the whole; ``None`` sets no limit.
-
-    Raises:
-        ConfigError: it is not a positive number.
-    """
-
-    def __init__(self, seconds: float | None) -> None:
-        if seconds is not None and (not isinstance(seconds, numbers.Real) or not seconds > 0):
-            raise ConfigError("deadline", f"{seconds!r} is not a time", "give seconds, for example deadline=60")
-        self.limit = seconds
-        self._start = time.monotonic()
-
-    @property
-    def over(self) -> bool:
-        """Whether the time is up."""
-        return self.limit is not None and time.monotonic() - self._start >= self.limit
-
-    def left_out(self, what: str) -> str:
-        """A note on ``what`` was not begun in time."""
-        return f"{what} was not tried: the deadline of {self.limit:g} s was over"
-
-
 Active = Callable[[str], bool]
 """Whether the quantizer at a site works."""
 
@@ -185,7 +153,7 @@ class QuantizedSteps:
         if not working:
             return run_step(replace(step, inside=None), state, constants, quantize)
         off = [self.sites[name] for name in inside if name not in working]
-        with _switched_off(off):
+        with switched_off(off):
             return run_step(step, state, constants, quantize)
 
     def places(self, program: Program) -> dict[str, list[int]]:
@@ -196,19 +164,6 @@ class QuantizedSteps:
             for name in dict.fromkeys((*outer, *self.inside(step))):
                 found.setdefault(name, []).append(i)
         return found
-
-
-@contextmanager
-def _switched_off(sites: Iterable[Site]) -> Iterator[None]:
-    quantizers: dict[int, Any] = {id(site.quantizer): site.quantizer for site in sites}
-    undos = [quantizer.remember() for quantizer in quantizers.values()]
-    try:
-        for quantizer in quantizers.values():
-            quantizer.leave_in_float("it is compared with float")
-        yield
-    finally:
-        for undo in undos:
-            undo()
 
 
 Groups = Mapping[str, str | Sequence[str]] | Sequence[str]
@@ -225,20 +180,13 @@ def kinds(sites: Mapping[str, Site]) -> dict[str, tuple[str, ...]]:
 
 def layers(sites: Mapping[str, Site]) -> dict[str, tuple[str, ...]]:
     """Operators with several enabled sites."""
-    found: dict[str, list[str]] = {}
-    for name, site in sites.items():
-        if site.enabled:
-            found.setdefault(site.op, []).append(name)
-    return {op: tuple(names) for op, names in found.items() if len(names) > 1}
+    return {op: names for op, names in by_operator(sites).items() if len(names) > 1}
 
 
 def blocks(graph: Graph, sites: Mapping[str, Site]) -> dict[str, tuple[str, ...]]:
     """Residual blocks, transformer layers and the like, as the graph shows them; those of a single layer are left out."""
     weighted = dict.fromkeys(s.op for s in sites.values() if s.role == "weight" and s.enabled)
-    by_op: dict[str, list[str]] = {}
-    for name, site in sites.items():
-        if site.enabled:
-            by_op.setdefault(site.op, []).append(name)
+    by_op = by_operator(sites)
     found = {}
     for unit in block_units(graph, list(weighted)):
         names = tuple(name for op in unit.ops for name in by_op.get(op, ()))
@@ -339,19 +287,6 @@ class Subject:
             )  # fmt: skip
         steps: SimulatedModel = front_end_of(self.sim).steppable(self.sim, None)
         return steps
-
-    @contextmanager
-    def only(self, active: Callable[[Site], bool]) -> Iterator[Any]:
-        """A block in which only quantizers with an ``active`` site work; yields what a user's metric is given."""
-        kept = {id(site.quantizer) for site in self.sites.values() if active(site)}
-        undo = self.sites.remember()
-        try:
-            for quantizer in self.sites.unique():
-                if id(quantizer) not in kept and quantizer.enabled:
-                    quantizer.leave_in_float("it is compared with float")
-            yield self.runnable()
-        finally:
-            undo()
 
     def size(self) -> dict[str, int]:
         """``parameters`` (elements), ``bytes_float``, and ``bytes_quantized`` with the bits of the sites as they stand."""

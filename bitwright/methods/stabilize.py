@@ -14,7 +14,7 @@ from bitwright.core.simulation.calibration import with_samples
 from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.methods.front_end import health_check_of
-from bitwright.methods.progressive import Progression, quantize_progressively
+from bitwright.methods.switching import Progression, quantize_progressively
 from bitwright.progress import progress as shown
 
 
@@ -121,7 +121,7 @@ def progressive(
 ) -> Progression:
     """Switch the sites of a calibrated simulation on, one operator after the other, until the outputs turn bad.
 
-    See :func:`bitwright.methods.progressive.quantize_progressively`. The model runs once per group and batch, and
+    See :func:`bitwright.methods.switching.quantize_progressively`. The model runs once per group and batch, and
     an ONNX model opens a session for every group: use few batches.
 
     Args:

@@ -1,28 +1,31 @@
-"""``bitwright.auto_quantize``: tries what there is, from cheap to dear, and has a best model on disk from the first minute.
+"""``bitwright.auto_quantize``: tries presets, recipes, range methods and mixed precision, and keeps the best model on disk.
 
-How the trials of an automatic search are shown: as lines of a table, which grows on a terminal, and as a page.
+Every finished trial is a folder (:mod:`bitwright.precision.trials`); the search reads these folders, so the same call goes on
+where an earlier one ended. Trials are shown as a table, which grows on a terminal, and as a page.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bitwright.analysis.subject import listed
 from bitwright.errors import ConfigError, checks_arguments, close_matches
-from bitwright.export.files.atomic import atomic_write, check_stem
+from bitwright.export.files.atomic import check_stem, write_json
 from bitwright.export.targets import DEFAULT_TARGET, find_target
+from bitwright.precision.choice import undominated
 from bitwright.precision.costs import COSTS, check_cost, check_rows, table_of_times, timed
-from bitwright.precision.search import INTERRUPTED, _batches, check_options
+from bitwright.precision.result import confirmed
+from bitwright.precision.search import INTERRUPTED, check_options
 from bitwright.precision.trials import (
     FIRST,
     Job,
@@ -107,12 +110,8 @@ def quality(row: TrialRow) -> float:
 
 def front(rows: Sequence[TrialRow], cost: str) -> list[TrialRow]:
     """The trials that no other one beats in both the cost and the quality, the cheapest first."""
-    found: list[TrialRow] = []
-    tried = [row for row in rows if not row.failed]
-    for row in sorted(tried, key=lambda r: (getattr(r, cost) or math.inf, quality(r), r.name)):
-        if not found or quality(row) < quality(found[-1]):
-            found.append(row)
-    return found
+    tried = sorted((row for row in rows if not row.failed), key=lambda row: row.name)
+    return undominated(tried, lambda row: getattr(row, cost) or math.inf, quality)
 
 
 Show = Callable[[Sequence[TrialRow]], None]
@@ -123,30 +122,19 @@ def growing_table(wanted: bool, cost: str) -> Iterator[Show]:
     """Show trials as they finish: a table that grows on a terminal, elsewhere a line per trial in the log."""
     if not wanted:
         yield lambda rows: None
-    elif not sys.stderr.isatty():
-        yield _Log(cost).show
-    else:
-        with _on_terminal(cost) as show:
-            yield show
+        return
+    if not sys.stderr.isatty():
+        told: set[str] = set()
 
+        def log(rows: Sequence[TrialRow]) -> None:
+            for row in rows:
+                if row.name not in told:
+                    told.add(row.name)
+                    line = zip(head(cost), cells(row, cost), strict=True)
+                    row_logger.info("%s", ", ".join(f"{name} {cell}".strip() for name, cell in line))
 
-class _Log:
-    """Lines of trials that were not told yet."""
-
-    def __init__(self, cost: str) -> None:
-        self._told: set[str] = set()
-        self._cost = cost
-
-    def show(self, rows: Sequence[TrialRow]) -> None:
-        for row in rows:
-            if row.name not in self._told:
-                self._told.add(row.name)
-                told = dict(zip(head(self._cost), cells(row, self._cost), strict=True))
-                row_logger.info("%s", ", ".join(f"{name} {cell}".strip() for name, cell in told.items()))
-
-
-@contextmanager
-def _on_terminal(cost: str) -> Iterator[Show]:
+        yield log
+        return
     from rich.console import Console
     from rich.live import Live
 
@@ -235,7 +223,7 @@ class AutoResult(Tabular):
                 f"there is no finished trial {name!r}{close_matches(str(name), known)}",
                 f"name one of {', '.join(known)}" if known else "let a trial finish first",
             )
-        return simulate(self._job, _trial(report["trial"]))
+        return simulate(self._job, Trial.of(report["trial"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the Pareto points of the trials."""
@@ -319,8 +307,13 @@ def auto_quantize(
         metric, allowed_drop, min_sqnr, deadline, confidence, lower_is_better=lower_is_better, labels=labels,
         evaluation_data=evaluation_data,
     )  # fmt: skip
-    given = None if trials is None else _checked(trials)
-    batches = _batches(data)
+    if trials is not None:
+        names = [check_stem(trial.name) for trial in trials]
+        if not names:
+            raise ConfigError("trials", "the list is empty", "leave it out, and the search chooses them")
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ConfigError("trials", f"{min(repeated)} stands there twice", "give each trial a name of its own")
+    batches = listed(data, "auto_quantize")
     options: dict[str, Any] = {
         "metric": metric, "lower_is_better": lower_is_better, "cost": cost, "times": times, "seed": seed,
         "confidence": confidence,
@@ -334,7 +327,7 @@ def auto_quantize(
     remove_partial(place)
     until = None if deadline is None else time.time() + deadline - (time.monotonic() - begin)
     job = Job(model, batches, options, place, until)
-    search = _Auto(job, begin, deadline, given)
+    search = _Auto(job, begin, deadline, trials)
     with growing_table(progress, cost) as show:
         search.run(run, workers, show)
     return search.result()
@@ -351,47 +344,44 @@ class _Auto:
         self._float: dict[str, Any] = {}
         self._ended = False
 
-    def _in_time(self, trials: Sequence[Trial]) -> Iterator[Trial]:
-        """Trials until the deadline; whoever asks for the next one has a worker for it."""
-        for trial in trials:
-            if self._late():
-                self._ended = True
-                return
-            yield trial
-
     def run(self, executor: Any, workers: int, show: Show) -> None:
-        """Carry out trials that are not finished yet, wave by wave."""
+        """Carry out trials that are not finished yet, wave by wave; each one that finished is noted and shown."""
         try:
             self._note_float()
             for first in self._waves():
                 self._wave([attempt for trial in first for attempt in self._attempts(trial)], executor, workers, show)
                 if self._ended:
-                    self.reason = self._why_ended()
+                    self.reason = "the deadline ended the search"
+                    seconds = next(iter(self.reports.values()))["seconds"]
+                    if len(self.reports) == 1 and self._deadline is not None and seconds > self._deadline:
+                        self.reason += f": {self._deadline:.3g} s are less than one trial takes ({seconds:.3g} s)"
                     return
         except KeyboardInterrupt:
             self.reason = "Ctrl-C ended the search; the same call goes on"
 
     def _wave(self, wave: Sequence[Trial], executor: Any, workers: int, show: Show) -> None:
-        """Carry out the trials of a wave that are not finished yet."""
+        """Carry out the trials of a wave that are not finished yet.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C ended a trial, which has the best point that it found.
+        """
         self.order += [trial.name for trial in wave]
         for trial in wave:
             self._read(trial)
         show(self.rows())
         left = [trial for trial in wave if trial.name not in self.reports]
-        for trial in executor(self._job, self._in_time(left), workers):
-            self._take(trial, show)
+        for trial in executor(self._job, itertools.takewhile(self._in_time, left), workers):
+            self._read(trial)
+            self._write_state()
+            show(self.rows())
+            if self.reports[trial.name].get("cut") == INTERRUPTED:
+                raise KeyboardInterrupt
 
-    def _take(self, trial: Trial, show: Show) -> None:
-        """Note a trial that finished.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C ended it, with the best point that it had.
-        """
-        self._read(trial)
-        self._write_state()
-        show(self.rows())
-        if self.reports[trial.name].get("cut") == INTERRUPTED:
-            raise KeyboardInterrupt
+    def _in_time(self, _: Trial) -> bool:
+        """Whether a trial may begin now; an executor asks when it has a worker for it. The first one always may."""
+        late = self._deadline is not None and time.monotonic() - self._begin > self._deadline
+        self._ended = bool(self.reports) and late
+        return not self._ended
 
     def _waves(self) -> Iterator[Sequence[Trial]]:
         if self._given is not None:
@@ -411,16 +401,6 @@ class _Auto:
             attempt = replace(trial, name=f"{trial.name}-{count}", why=why)
             yield attempt
 
-    def _why_ended(self) -> str:
-        told = "the deadline ended the search"
-        first = next(iter(self.reports.values()))["seconds"]
-        if len(self.reports) == 1 and self._deadline is not None and first > self._deadline:
-            return f"{told}: {self._deadline:.3g} s are less than one trial takes ({first:.3g} s)"
-        return told
-
-    def _late(self) -> bool:
-        return self._deadline is not None and bool(self.reports) and time.monotonic() - self._begin > self._deadline
-
     def _note_float(self) -> None:
         """The float model's numbers, read from disk where an earlier call measured them."""
         path = self._job.folder / "float.json"
@@ -430,21 +410,16 @@ class _Auto:
         begin = time.monotonic()
         metric = self._job.float_side.metric
         if metric is not None:
-            reference = metric.reference
             self._float = {
-                "metric": reference.mean, "better": metric.better, "allowed": metric.allowed,
+                "metric": metric.reference.mean, "better": metric.better, "allowed": metric.allowed,
                 "held_back": metric.held_back, "trusted": False,
             }  # fmt: skip
         if (times := self._job.options["times"]) is not None:
             sim, times = self._job.float_side.subject.sim, table_of_times(times)
             self._float["presets"] = timed(sim, times)
             check_rows(times, sim.graph)
-        self._keep_float()
+        write_json(path, self._float)
         logger.info("the float model was measured in %.1f s", time.monotonic() - begin)
-
-    def _keep_float(self) -> None:
-        with atomic_write(self._job.folder / "float.json") as temporary:
-            temporary.write_text(json.dumps(self._float))
 
     def _read(self, trial: Trial) -> None:
         found = read_trial(self._job.folder, trial.name, trial)
@@ -453,7 +428,7 @@ class _Auto:
         if found.get("suspicious") and not self._float["trusted"]:
             self._job.float_side.check_metric()
             self._float["trusted"] = True
-            self._keep_float()
+            write_json(self._job.folder / "float.json", self._float)
         self.reports[trial.name] = found
 
     # -- judging
@@ -462,17 +437,17 @@ class _Auto:
         """Finished trials in the order of the search, the best one marked."""
         names = [name for name in self.order if name in self.reports]
         best = self._best(names)
-        return [self._row(name, name == best) for name in names]
-
-    def _row(self, name: str, best: bool) -> TrialRow:
-        report = self.reports[name]
-        trial, costs = _trial(report["trial"]), report.get("costs", {})
-        return TrialRow(
-            name, trial.why, "mixed" if trial.mixed else trial.preset, costs.get("weight_bytes"), costs.get("bit_ops"),
-            costs.get("activation_bytes"), costs.get("ms"),
-            report.get("sqnr_db"), report.get("metric"), report.get("drop"), report.get("worst_drop"), self._good(name),
-            report.get("failed", ""), report["seconds"], best,
-        )  # fmt: skip
+        rows = []
+        for name in names:
+            report = self.reports[name]
+            trial, costs = Trial.of(report["trial"]), report.get("costs", {})
+            rows.append(TrialRow(
+                name, trial.why, "mixed" if trial.mixed else trial.preset,
+                costs.get("weight_bytes"), costs.get("bit_ops"), costs.get("activation_bytes"), costs.get("ms"),
+                report.get("sqnr_db"), report.get("metric"), report.get("drop"), report.get("worst_drop"), self._good(name),
+                report.get("failed", ""), report["seconds"], name == best,
+            ))  # fmt: skip
+        return rows
 
     def _good(self, name: str) -> bool:
         """By the samples that choose, or by the outputs."""
@@ -487,29 +462,20 @@ class _Auto:
         return bool(report["share"] == 1 and report["drop"] <= self._float["allowed"])
 
     def _best(self, names: Sequence[str]) -> str | None:
-        """The cheapest good trial that the samples held back bear out.
-
-        Trials are tested from the quietest outputs on, and the first that fails ends it. In an order that does not look at
-        these samples every test may take the whole doubt: an error needs the first bad trial of the order to pass (fixed
-        sequence; Maurer, Hothorn and Lehmacher 1995).
-        """
+        """The cheapest good trial whose drop on the samples held back is allowed with the confidence asked for."""
         cost = self._job.options["cost"]
         other = next(c for c in COSTS[:2] if c != cost)
-        good = sorted((n for n in names if self._good(n)), key=lambda n: (-self._quietness(n), n))
-        passed = list(itertools.takewhile(self._borne_out, good))
-        return min(
-            passed, key=lambda n: (self.reports[n]["costs"][cost], self.reports[n]["costs"][other], n), default=None
-        )
+        reports = self.reports
 
-    def _quietness(self, name: str) -> float:
-        found = self.reports[name]["sqnr_db"]
-        return math.inf if found is None else float(found)
+        def loudness(name: str) -> tuple[float, str]:
+            quiet = reports[name]["sqnr_db"]
+            return -math.inf if quiet is None else -quiet, name
 
-    def _borne_out(self, name: str) -> bool:
-        """Whether the drop on the samples held back is allowed with the confidence asked for."""
-        if not self._float.get("held_back"):
-            return True
-        return bool(self.reports[name]["sure_drop"] <= self._float["allowed"])
+        def passes(name: str) -> bool:
+            return not self._float.get("held_back") or bool(reports[name]["sure_drop"] <= self._float["allowed"])
+
+        passed = confirmed(filter(self._good, names), loudness, passes)
+        return min(passed, key=lambda n: (reports[n]["costs"][cost], reports[n]["costs"][other], n), default=None)
 
     def _write_state(self) -> None:
         """``best.json`` and ``report.html`` of the trials so far."""
@@ -518,8 +484,7 @@ class _Auto:
             "best": best and best.name, "folder": best and f"trials/{best.name}", "nearest": nearest and nearest.name,
             "reason": "" if best else reason,
         }  # fmt: skip
-        with atomic_write(self._job.folder / "best.json") as temporary:
-            temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        write_json(self._job.folder / "best.json", found)
         options = self._job.options
         write_trials(self._job.folder / "report.html", rows, options["cost"], options["metric"] is not None)
 
@@ -558,22 +523,3 @@ class _Auto:
             )
         how = f"a drop of {nearest.drop:.4g}" if nearest.drop is not None else f"{nearest.sqnr_db:.1f} dB"
         return f"no trial is good enough, so the float model is what remains; {nearest.name} comes closest, with {how}"
-
-
-def _checked(trials: Sequence[Trial]) -> list[Trial]:
-    """Trials of a user's own.
-
-    Raises:
-        ConfigError: there is none, two have one name, or a name cannot be that of a folder.
-    """
-    names = [check_stem(trial.name) for trial in trials]
-    if not names:
-        raise ConfigError("trials", "the list is empty", "leave it out, and the search chooses them")
-    if repeated := {name for name in names if names.count(name) > 1}:
-        raise ConfigError("trials", f"{min(repeated)} stands there twice", "give each trial a name of its own")
-    return list(trials)
-
-
-def _trial(given: Mapping[str, Any]) -> Trial:
-    recipe = given["recipe"]
-    return Trial(**{**given, "recipe": None if recipe is None else tuple(recipe), "mixed": tuple(given["mixed"])})

@@ -1,22 +1,18 @@
-"""The choice of a candidate per group, solved exactly: a multiple-choice knapsack as an integer program (HiGHS).
+"""The choice of a candidate per group, solved exactly, and the additive model of the noise that it is solved with.
 
-Noise and costs of the groups add up, and pairs of groups may add something together: a variable for each two of their
-candidates, whose sums are the variables of the groups. A front is found by solving for the least cost under a row of bounds on
-the noise.
+:class:`Knapsack`: noise and costs of the groups add up, and pairs of groups may add something together. This is a
+multiple-choice knapsack, solved as an integer program (HiGHS): a variable for each two candidates of a pair, whose sums are the
+variables of the groups. A front is found by solving for the least cost under a row of bounds on the noise.
 
-The additive model of the noise, corrected by what was measured.
+:class:`Correction`: errors of groups that were added up miss what they do to each other. After each measurement, factors per
+group and per candidate are fitted, in logarithms and with a penalty that keeps them near 1, so that the sum gives what was
+seen. One more factor, of all, is nearly free: rounding that makes up for the errors of earlier layers lowers the noise of every
+choice. What two groups do together is a term of its own, where it was found.
 
-Errors of groups that were added up miss what they do to each other. After each measurement, factors per group and per
-candidate are fitted, in logarithms and with a penalty that keeps them near 1, so that the sum gives what was seen. One more
-factor, of all, is nearly free: rounding that makes up for the errors of earlier layers lowers the noise of every choice.
-What two groups do together is a term of its own, where it was found (:mod:`bitwright.precision.choice`).
-
-Groups whose errors do more together than alone: looked for where a point is much louder than its parts.
-
-The noise of parts is estimated to first order, so that what two errors do only together (a product of both) is not in it. Where
-it matters, measurements find it: groups are lowered one after the other until the noise is there, by bisection; the last one
-that was needed is one of the two, and the same with it lowered from the start finds the other (as QuickXplain does for
-conflicts; Junker 2004).
+:class:`Interactions`: the noise of parts is estimated to first order, so that what two errors do only together (a product of
+both) is not in it. Where a point is much louder than its parts, measurements find it: groups are lowered one after the other
+until the noise is there, by bisection; the last one that was needed is one of the two, and the same with it lowered from the
+start finds the other (as QuickXplain does for conflicts; Junker 2004).
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +31,7 @@ from bitwright.precision.costs import Cost, Pair
 
 Floats = NDArray[np.float64]
 Choice = tuple[int, ...]
+P = TypeVar("P")
 _TIGHT = 1e-7  # relative; the solver's own tolerance is 1e-6 of a bound scaled to 1
 _NOTHING = 1e-9  # of the room of a row; below what the solver can tell from zero
 _OUT_OF_TIME = 1  # status of scipy's milp
@@ -184,7 +181,7 @@ class Knapsack:
             choice = self.cheapest(noise, float(most), cost, bounds)
             if choice is not None:
                 found[choice] = None
-        return undominated(list(found), noise, self.costs[cost])
+        return undominated(found, self.costs[cost].of, noise.of)[::-1]
 
 
 class _Pairs:
@@ -271,13 +268,13 @@ def _most(noise: Cost) -> float:
     return float(noise.table.max(2).sum()) + together + 1 if noise.table.size else math.inf
 
 
-def undominated(choices: Sequence[Choice], noise: Cost, cost: Cost) -> list[Choice]:
-    """Those that no other one is better than in both, the quietest first."""
-    kept: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (cost.of(c), noise.of(c))):
-        if not kept or noise.of(choice) < noise.of(kept[-1]):
-            kept.append(choice)
-    return kept[::-1]
+def undominated(points: Iterable[P], cost: Callable[[P], float], loss: Callable[[P], Any]) -> list[P]:
+    """The points that no other one beats in both the cost and the loss, the cheapest first."""
+    kept: list[P] = []
+    for point in sorted(points, key=lambda p: (cost(p), loss(p))):
+        if not kept or loss(point) < loss(kept[-1]):
+            kept.append(point)
+    return kept
 
 
 def _scipy() -> Any:

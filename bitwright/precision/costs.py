@@ -31,7 +31,7 @@ from bitwright.core.graph.operators import OPS
 from bitwright.core.numerics.spec import PRESETS, Preset
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, checks_arguments, close_matches, some_of
-from bitwright.export.files.atomic import atomic_write
+from bitwright.export.files.atomic import write_json
 from bitwright.export.files.manifest import fingerprint
 from bitwright.precision.candidates import (
     Candidate,
@@ -515,8 +515,7 @@ def measure_times(
         restore()
     times = {"format": TIMES_FORMAT, "version": 1, "of": mine, **_plain(found)}
     if path is not None:
-        with atomic_write(Path(path)) as temporary:
-            temporary.write_text(json.dumps(times, indent=1), encoding="utf-8")
+        write_json(path, times)
     return times
 
 

@@ -9,7 +9,6 @@ choice once more, each layer seeing the errors of those before it, as the defaul
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 Key = tuple[str, QuantSpec | None]
-_COARSER = 1000.0
 _GPTQ: Mapping[str, Any] = {"damping": 0.1, "rows_per_input": 64}  # as the default recipe has it
 _WORST = 1e6  # noise over signal of what is not finite
 
@@ -240,14 +238,6 @@ class Library:
         found = output_errors(_Rounded(self.steps, rounded), batches, samples=samples, seed=seed)
         self.restore()
         return found
-
-
-def ruin(subject: Subject) -> None:
-    """Make grids so coarse that the outputs are noise: what a metric has to notice."""
-    for site in {id(s.quantizer): s for s in subject.sites.values()}.values():
-        quantizer = site.quantizer
-        if quantizer.enabled and quantizer.encoding is not None and site.role in ("input", "output", "weight"):
-            quantizer.encoding = replace(quantizer.encoding, scale=quantizer.encoding.scale * np.float32(_COARSER))
 
 
 class _NoRange(Exception):

@@ -1,13 +1,14 @@
 """What a point is worth: noise in the outputs, and the user's metric, on as much data as the answer needs.
 
-One group at a time, measured: what a user's own search works on.
+:func:`analyze_groups` and :func:`lower_in_order` measure one group at a time, for searches of a user's own.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from bitwright.analysis.metric import OutputMetric, checked_values, named_metric
 from bitwright.analysis.subject import Subject, open_subject, rows_of
 from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.errors import ConfigError, close_matches
+from bitwright.methods.switching import Costs, changed, in_turn
 from bitwright.precision.candidates import Group, as_candidates, find_groups, highest, spec_at
 from bitwright.recipes.judge import Judge
 
 Array = NDArray[Any]
+_COARSER = 1000.0  # by what steps are widened so that outputs are noise
 _DOUBT = 1e-3  # chance with which racing may drop a point that is as good as allowed
 _PARTS = (0.125, 0.25, 0.5, 1.0)
 
@@ -85,6 +88,7 @@ class Metric:
         known = None if labels is None else np.asarray(labels)
         self._labels = [None if known is None else known[a:b] for a, b in zip(rows[:-1], rows[1:], strict=True)]
         self._wanted: list[Sequence[Array]] = []
+        self.trusted = False
         self.evaluations, self.seconds = 0.0, 0.0
         begin = time.perf_counter()
         self.reference = self._float()
@@ -211,6 +215,26 @@ class Metric:
         same = np.array_equal(score.values, self.reference.values) and noise > 1e-4
         return score.share == 1 and (bool(same) or -self.drop(score) > 0.02 * max(abs(self.reference.mean), 1e-12))
 
+    def put_to_test(self, noise: Noise) -> None:
+        """Measure it once on outputs that are noise: grids are made so coarse that it has to notice.
+
+        Raises:
+            ConfigError: see :meth:`check_direction`.
+        """
+        if self.trusted:
+            return
+        before = self._subject.remember()
+        try:
+            for quantizer in self._subject.sites.unique():
+                known = quantizer.encoding is not None and quantizer.enabled
+                if known and quantizer.role in ("input", "output", "weight"):
+                    encoding = quantizer.required
+                    quantizer.encoding = replace(encoding, scale=encoding.scale * np.float32(_COARSER))
+            self.check_direction(self.measure(), noise.measure())
+        finally:
+            before()
+        self.trusted = True
+
     def check_direction(self, score: Score, noise: float) -> None:
         """Refuse a metric that does not tell a model whose outputs are noise from the float model, or calls it better.
 
@@ -310,22 +334,21 @@ def analyze_groups(
         evaluate: of the model, or of the session.
     """
     subject, wanted = open_subject(sim), as_candidates(candidates)
-    groups = find_groups(sim, wanted)
-    before = subject.remember()
-    found: dict[tuple[str, str], float] = {}
-    try:
+    groups, best = find_groups(sim, wanted), wanted[highest(wanted)]
+
+    def all_at_best() -> None:
         for group in groups:
-            _set(sim, group, wanted[highest(wanted)])
-        best = subject.remember()
-        for group in groups:
-            for i, candidate in enumerate(wanted):
-                if i != highest(wanted):
-                    best()
-                    _set(sim, group, candidate)
-                    found[group.name, candidate.name] = float(evaluate(subject.runnable()))
-    finally:
-        before()
-    return found
+            _set(sim, group, best)
+
+    alone = {
+        (group.name, candidate.name): [partial(changed, partial(_set, sim, group, candidate), subject.remember)]
+        for group in groups
+        for candidate in wanted
+        if candidate is not best
+    }
+    with changed(all_at_best, subject.remember):
+        found = Costs().scores(alone, lambda _: float(evaluate(subject.runnable())))
+        return {key: score for key, (score,) in found}
 
 
 def lower_in_order(sim: Any, sensitivities: Mapping[tuple[str, str], float], accepts: Callable[[Any], bool]) -> Any:
@@ -343,13 +366,9 @@ def lower_in_order(sim: Any, sensitivities: Mapping[tuple[str, str], float], acc
             raise ConfigError(
                 name, f"the simulation has no such group{close_matches(name, groups)}", "analyze this simulation"
             )  # fmt: skip
+    changes = {key: partial(_set, sim, groups[key[0]], candidates[key[1]]) for key in order}
     with all_or_nothing(sim):
-        for name, candidate in order:
-            before = subject.remember()
-            _set(sim, groups[name], candidates[candidate])
-            if not accepts(subject.runnable()):
-                before()
-                break
+        in_turn(changes, lambda _: accepts(subject.runnable()), lambda _: subject.remember())
     return sim
 
 

@@ -1,15 +1,13 @@
-"""What a search for precisions returns: points, the front, the choice; a table when printed, plain data for reports.
-
-What a search for precisions is asked for, and the points that it has measured so far.
-"""
+"""What a search for precisions is asked for, the points that it has measured so far, and the result that it returns."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any
+from typing import Any, TypeVar
 
 from bitwright.precision.candidates import Group
 from bitwright.precision.choice import Choice
@@ -17,6 +15,7 @@ from bitwright.precision.measure import Metric, Score
 from bitwright.tables import Tabular, plain, text_table
 
 _SHOWN = 24
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
@@ -120,38 +119,35 @@ class MixedPrecision(Tabular):
         }
 
     def __str__(self) -> str:
+        metric, costs = self.metric, self.points[0].costs if self.points else ()
         head = [
             "point",
-            *(f"{name}" for name in (self.points[0].costs if self.points else ())),
+            *costs,
             "predicted dB",
             "SQNR dB",
+            *(() if metric is None else (str(metric["name"]), "drop")),
+            "",
         ]
-        if self.metric is not None:
-            head += [str(self.metric["name"]), "drop"]
-        head.append("")
-        rows = [self._row(p) for p in self.points if p.sqnr_db is not None or p.metric is not None]
-        lines = [text_table(head, rows[:_SHOWN])]
-        if len(rows) > _SHOWN:
-            lines.append(f"and {len(rows) - _SHOWN} more points")
+        measured = [p for p in self.points if p.sqnr_db is not None or p.metric is not None]
+        rows = [_cells(p, metric is not None) for p in measured[:_SHOWN]]
+        lines = [text_table(head, rows)]
+        if len(measured) > _SHOWN:
+            lines.append(f"and {len(measured) - _SHOWN} more points")
         if self.interval is not None:
             lines.append(str(self.interval["text"]))
-        count = f"{len(rows)} points" if self.metric is None else f"{self.evaluations:.3g} evaluations of the metric"
-        lines.append(
-            f"{count} measured, {self.seconds:.1f} s" if self.metric is None else f"{count}, {self.seconds:.1f} s"
+        count = (
+            f"{len(measured)} points measured"
+            if metric is None
+            else f"{self.evaluations:.3g} evaluations of the metric"
         )
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-    def _row(self, point: Point) -> list[str]:
-        cells = [point.name, *(_short(c) for c in point.costs.values()), _number(point.predicted_db, 1)]
-        cells.append(_number(point.sqnr_db, 1))
-        if self.metric is not None:
-            cells += [_number(point.metric, 4), _number(point.drop, 4)]
-        mark = "chosen" if point.chosen else "front" if point.front else ""
-        return [*cells, mark]
+        return "\n".join([*lines, f"{count}, {self.seconds:.1f} s", *(f"note: {note}" for note in self.notes)])
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _cells(point: Point, metric: bool) -> list[str]:
+    figures = [(point.predicted_db, 1), (point.sqnr_db, 1), *([(point.metric, 4), (point.drop, 4)] if metric else ())]
+    cells = ["-" if value is None else f"{value:.{digits}f}" for value, digits in figures]
+    mark = "chosen" if point.chosen else "front" if point.front else ""
+    return [point.name, *map(_short, point.costs.values()), *cells, mark]
 
 
 def _short(value: float) -> str:
@@ -164,6 +160,15 @@ def _short(value: float) -> str:
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
     """JSON has no infinities: they are null."""
     return {k: None if isinstance(v, str) and v in ("inf", "-inf", "nan") else v for k, v in row.items()}
+
+
+def confirmed(points: Iterable[P], order: Callable[[P], Any], passes: Callable[[P], bool]) -> list[P]:
+    """The points that the samples held back confirm: tested from the quietest outputs on, and the first that fails ends it.
+
+    In an order that does not look at these samples every test may take the whole doubt: an error needs the first bad point of
+    the order to pass (fixed sequence; Maurer, Hothorn and Lehmacher 1995).
+    """
+    return list(itertools.takewhile(passes, sorted(points, key=order)))
 
 
 def decibel(noise: float) -> float:

@@ -1,10 +1,7 @@
 """``bitwright.mixed_precision``: the cheapest precisions that are good enough, or the best within a budget.
 
-The last word on the points of a search: on samples that chose nothing.
-
-Which point is measured next: where it tells most about the cheapest one that is good.
-
-One search for precisions: what it needs made ready once, points measured one by one, and the result.
+:class:`Explorer` prepares everything that a search needs once and measures points one by one; :class:`Proposals` chooses the
+next point, where it tells most about the cheapest good one; :func:`last_word` decides on samples that chose nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.analysis.subject import Subject, open_subject
+from bitwright.analysis.subject import Subject, listed, open_subject
 from bitwright.core.numerics.spec import Preset
-from bitwright.errors import CalibrationError, ConfigError, checks_arguments
+from bitwright.errors import ConfigError, checks_arguments
 from bitwright.precision.candidates import (
     Candidate,
     as_candidates,
@@ -38,17 +35,15 @@ from bitwright.precision.candidates import (
 )
 from bitwright.precision.choice import Choice, Correction, Interactions, Knapsack, told
 from bitwright.precision.costs import Bits, Cost, all_costs
-from bitwright.precision.library import Library, noise_table, ruin
+from bitwright.precision.library import Library, noise_table
 from bitwright.precision.measure import Metric, Noise, one_sided
-from bitwright.precision.result import Book, Goal, MixedPrecision, Point, Seen, alone, decibel
+from bitwright.precision.result import Book, Goal, MixedPrecision, Point, Seen, alone, confirmed, decibel
 
 
 def last_word(book: Book) -> tuple[Seen | None, dict[str, Any] | None]:
-    """The cheapest good point that the samples held back bear out, and the interval of its drop there.
+    """The cheapest good point that the samples held back confirm, and the interval of its drop there.
 
-    Points are tested from the quietest outputs on, and the first that fails ends it. In an order that does not look at these
-    samples every test may take the whole doubt: an error needs the first bad point of the order to pass (fixed sequence;
-    Maurer, Hothorn and Lehmacher 1995). So no point is added to a search after a test.
+    No point is added to a search after this test: see :func:`confirmed`.
     """
     goal = book.goal
     good, metric = book.good(), goal.metric
@@ -57,21 +52,23 @@ def last_word(book: Book) -> tuple[Seen | None, dict[str, Any] | None]:
     best = min(good, key=goal.rank)
     if metric is None or best.score is None:
         return best, None
+    names = ("estimate", "low", "high", "confidence", "n", "test", "text")
     if metric.allowed is None or metric.held_back == 0:
         found = metric.interval(best.score, goal.confidence)
-        return best, {**_interval(found), "held_back": metric.held_back}
-    passed: dict[int, dict[str, Any]] = {}
-    first: dict[str, Any] | None = None
-    for point in sorted(good, key=lambda p: (p.noise, p.cost)):
+        return best, {**{name: getattr(found, name) for name in names}, "held_back": metric.held_back}
+    told: list[dict[str, Any]] = []
+
+    def passes(point: Seen) -> bool:
         assert point.score is not None
         found = metric.interval(point.score, one_sided(goal.confidence))
-        told = {**_interval(found), "held_back": metric.held_back, "allowed": metric.allowed}
-        first = first or told
-        if metric.worst(found) > metric.allowed:
-            break
-        passed[id(point)] = told
-    chosen = min((p for p in good if id(p) in passed), key=goal.rank, default=None)
-    return (None, first) if chosen is None else (chosen, passed[id(chosen)])
+        told.append({name: getattr(found, name) for name in names})
+        return metric.worst(found) <= allowed
+
+    allowed = metric.allowed
+    passed = confirmed(good, lambda p: (p.noise, p.cost), passes)
+    chosen = min(passed, key=goal.rank, default=None)
+    place = next((i for i, point in enumerate(passed) if point is chosen), 0)
+    return chosen, {**told[place], "held_back": metric.held_back, "allowed": allowed}
 
 
 def why_none(book: Book) -> str:
@@ -84,11 +81,6 @@ def why_none(book: Book) -> str:
         f"points keep within the allowed drop on the samples that choose; on the {held_back} held back none does "
         f"with a confidence of {goal.confidence:.0%}: give more samples, or allow more"
     )
-
-
-def _interval(difference: Any) -> dict[str, Any]:
-    names = ("estimate", "low", "high", "confidence", "n", "test", "text")
-    return {name: getattr(difference, name) for name in names}
 
 
 _TRIES = 4  # bounds between two that were tried, before the front counts as exhausted
@@ -123,42 +115,23 @@ class Proposals:
 
     def points(self) -> Iterable[Choice]:
         """All of them; whoever asks for the next one has measured the last."""
-        if not self.book.goal.quality:
-            yield from self._within_budget()
+        goal, seen = self.book.goal, self.book.seen
+        if not goal.quality:  # the quietest choice by the estimates as corrected so far, until it stays the same
+            while (quietest := self._quietest(self.correction.noise())) is not None and quietest not in seen:
+                yield quietest
             return
-        first = self._first()
+        noise = self.correction.noise()
+        first = self._cheapest(noise, goal.most_noise) or self._quietest(noise)  # of those that should be quiet enough
+        assert first is not None  # the bounds of the goal leave a choice
         yield first
-        if self.book.goal.min_sqnr is not None or not self.book.goal.good(self.book.seen[first]):
+        if goal.min_sqnr is not None or not goal.good(seen[first]):
             yield from self._between()
         yield from self._safer()
         yield from self._single()
 
-    def _first(self) -> Choice:
-        """The cheapest; where a noise is asked for, the cheapest that should have no more."""
-        goal, noise = self.book.goal, self.correction.noise()
-        found = self._cheapest(noise, goal.most_noise)
-        found = found or self._quietest(noise)
-        assert found is not None  # the bounds of the goal leave a choice
-        return found
-
-    def _within_budget(self) -> Iterable[Choice]:
-        """The quietest choice by the estimates as corrected so far, until it stays the same."""
-        while True:
-            choice = self._quietest(self.correction.noise())
-            if choice is None or choice in self.book.seen:
-                return
-            yield choice
-
-    def _unless_seen(self, choice: Choice) -> Iterable[Choice]:
-        if choice not in self.book.seen:
-            yield choice
-
-    def _known_good(self, choice: Choice) -> bool:
-        return choice in self.book.seen and self.book.goal.good(self.book.seen[choice])
-
     def _between(self) -> Iterable[Choice]:
         """Close in on the noise at which points cease to be good; each time the cheapest choice below it."""
-        tries = 0
+        seen, tries = self.book.seen, 0
         while tries < _TRIES:
             noise = self.correction.noise()
             good, bad = self._bracket(noise)
@@ -167,15 +140,14 @@ class Proposals:
                 return
             floor = max(noise.of(quietest), 1e-30)
             if good is None and self._at_the_end(noise, bad, floor):
-                yield from self._unless_seen(quietest)  # is there a good point at all
-                if not self._known_good(quietest):
+                yield from () if quietest in seen else (quietest,)  # is there a good point at all
+                if not self.book.good():
                     return
                 continue
-            aim = self._aim(noise, good, bad)
-            choice = self._cheapest(noise, max(aim, floor * (1 + 1e-9)))
+            choice = self._cheapest(noise, max(self._aim(noise, good, bad), floor * (1 + 1e-9)))
             if choice is not None and not self._worth(choice):
                 tries += 1
-                choice = self._next(noise, good, bad, floor) or self._beyond(noise, good, bad)
+                choice = next(filter(self._worth, self._others(noise, good, bad, floor)), None)
             if choice is None:
                 return
             yield choice
@@ -184,6 +156,20 @@ class Proposals:
         """Whether only the quietest point is left to be tried, or so many were bad that it should be."""
         last = bad is not None and noise.of(bad.choice) <= floor * (1 + 1e-6)
         return last or len(self.book.seen) >= _LOST
+
+    def _others(self, noise: Cost, good: Seen | None, bad: Seen | None, floor: float) -> Iterable[Choice]:
+        """Choices between two points, and then some that should have more noise than a bad one: estimates are estimates.
+
+        For those the good point as it was measured counts: its noise may grow until its loss is what is allowed.
+        """
+        low = floor if good is None else noise.of(good.choice)
+        high = max(low * 2, 1.0) if bad is None else noise.of(bad.choice)
+        bounds = list(np.geomspace(low, max(high, low), _BETWEEN)[1:-1][::-1])
+        if good is not None and bad is not None and self.book.goal.excess(good) <= _ROOM:
+            most = noise.of(good.choice) * _AIM / self.book.goal.excess(good)
+            bounds += list(np.geomspace(high, max(min(most, high * _FARTHER), high), 4)[1:])
+        found = (self._cheapest(noise, float(most)) for most in bounds)
+        return (choice for choice in found if choice is not None)
 
     def _bracket(self, noise: Cost) -> tuple[Seen | None, Seen | None]:
         """The good point with the most noise, and the bad one with the least that has more."""
@@ -211,31 +197,6 @@ class Proposals:
         low, better = max(noise.of(good.choice), 1e-30), goal.excess(good)
         way = math.log(_AIM / better) / math.log(worse / better) if worse > better else 0.5
         return low * (high / low) ** min(max(way, _INSIDE[0]), _INSIDE[1])
-
-    def _next(self, noise: Cost, good: Seen | None, bad: Seen | None, floor: float) -> Choice | None:
-        """Some choice between two points that was not measured and is worth it."""
-        low = floor if good is None else noise.of(good.choice)
-        high = max(low * 2, 1.0) if bad is None else noise.of(bad.choice)
-        for most in np.geomspace(low, max(high, low), _BETWEEN)[1:-1][::-1]:
-            choice = self._cheapest(noise, float(most))
-            if choice is not None and self._worth(choice):
-                return choice
-        return None
-
-    def _beyond(self, noise: Cost, good: Seen | None, bad: Seen | None) -> Choice | None:
-        """Some choice that should have more noise than a bad point, where the good one has room left: estimates are estimates.
-
-        The good point as it was measured is what counts here: its noise may grow until its loss is what is allowed.
-        """
-        if good is None or bad is None or self.book.goal.excess(good) > _ROOM:
-            return None
-        most = noise.of(good.choice) * _AIM / self.book.goal.excess(good)
-        worse = noise.of(bad.choice)
-        for high in np.geomspace(worse, max(min(most, worse * _FARTHER), worse), 4)[1:]:
-            choice = self._cheapest(noise, float(high))
-            if choice is not None and self._worth(choice):
-                return choice
-        return None
 
     def _worth(self, choice: Choice) -> bool:
         """Whether a point was not measured and could become the best one: it costs less, or there is none yet."""
@@ -275,25 +236,22 @@ class Proposals:
     def _lowered(self, best: Seen) -> tuple[list[Choice], list[Choice]]:
         """Points with one group lowered: those that should be good, the cheapest first, and the others, the quietest first."""
         goal, noise, costs = self.book.goal, self.correction.noise(), self.knapsack.costs
-        enough = best.cost * (1 - _LITTLE)
+        coarser = self.correction.coarser
         found = [
             choice
             for choice in self.knapsack.neighbours(best.choice, noise)
-            if costs[goal.cost].of(choice) <= enough
+            if costs[goal.cost].of(choice) <= best.cost * (1 - _LITTLE)
             and not self._hopeless(choice)
             and all(costs[name].of(choice) <= most for name, most in goal.bounds.items())
         ]
+        finer = {choice: sum(len(coarser[c]) for c in choice) if coarser else 0 for choice in found}
+        found.sort(key=lambda c: (noise.of(c), -finer[c]))  # the same for fewer bits is tried last
         room = best.noise / goal.excess(best) - best.noise
-        found.sort(key=lambda c: (noise.of(c), -self._fine(c)))  # the same for fewer bits is tried last
         added = {choice: noise.of(choice) - noise.of(best.choice) for choice in found}
         return (
             sorted((c for c in found if added[c] <= room), key=costs[goal.cost].of),
             [c for c in found if room < added[c] <= _OFF * room],
         )
-
-    def _fine(self, choice: Choice) -> int:
-        """More for candidates that more others are coarser than."""
-        return sum(len(self.correction.coarser[c]) for c in choice) if self.correction.coarser else 0
 
     def _hopeless(self, choice: Choice) -> bool:
         """Whether a point was measured, or one was bad that is nowhere coarser."""
@@ -368,10 +326,16 @@ class Explorer:
         self.knapsack = Knapsack(
             [g.candidates for g in self.groups], self.costs, ties(self.groups), [c.activation for c in candidates]
         )
-        self._trusted, self._before = False, self._noise.runs
+        self._before = self._noise.runs
         self._fits: bool | None = None
         self.notes = [f"SQNR is measured {self._noise.where}"]
-        self._frozen = _frozen_weights(sim)
+        frozen = [name for name, site in sim.quantizers.items() if site.role == "weight" and site.frozen]
+        self._frozen = (
+            f"{len(frozen)} weights, such as {frozen[0]}, keep the width at which they were rounded and frozen, as `quantize` "
+            "leaves them: pass the float model to choose their width too"
+            if frozen
+            else ""
+        )
         if self._frozen:
             self.notes.append(self._frozen)
         if unknown:
@@ -463,15 +427,14 @@ class Explorer:
         if bound >= least * (1 - 1e-9):
             return
         within = "".join(f" within {other} of {most:.6g} {self.costs[other].unit}" for other, most in others.items())
-        raise ConfigError(
-            "budget",
+        problem = (
             f"no choice of candidates fits {name} of {bound:.6g} {known.unit}{within}; the least possible is "
             f"{_up(least):.6g} ({_up(least / dearest, 4):.4g} of the candidate with the most bits)"
-            + (f"; {self._frozen}" if self._frozen else ""),
-            "give the float model instead of this simulation"
-            if self._frozen
-            else "raise the budget, or add a candidate of fewer bits",
         )
+        if self._frozen:
+            problem = f"{problem}; {self._frozen}"
+            raise ConfigError("budget", problem, "give the float model instead of this simulation")
+        raise ConfigError("budget", problem, "raise the budget, or add a candidate of fewer bits")
 
     # -- searching
 
@@ -479,10 +442,12 @@ class Explorer:
         """Measure points until nothing more can be learnt, or there is no more to spend."""
         book, correction = Book(goal), self.correction()
         self._before = self._noise.runs
-        proposals = Proposals(self.knapsack, correction, book)
-        together = self._interactions(correction)
+        units = sorted([*ties(self.groups), *([i] for i, g in enumerate(self.groups) if not g.tie)])
+        together = Interactions(
+            correction, lambda choice: self.noise(choice, fitted=False), self._best(), units, self.candidates
+        )  # fmt: skip
         try:
-            for choice in proposals.points():
+            for choice in Proposals(self.knapsack, correction, book).points():
                 if book.seen and (why := self._spent(goal)):
                     self.notes.append(why)
                     break
@@ -497,14 +462,6 @@ class Explorer:
             self.notes.append(INTERRUPTED)
         return self._finish(book, correction, save)
 
-    def _interactions(self, correction: Correction) -> Interactions:
-        """What looks for groups that do more together than alone."""
-        tied = ties(self.groups)
-        units = [*tied, *([i] for i, g in enumerate(self.groups) if not g.tie)]
-        return Interactions(
-            correction, lambda choice: self.noise(choice, fitted=False), self._best(), sorted(units), self.candidates
-        )  # fmt: skip
-
     def _best(self) -> Choice:
         """The candidate with the most bits for every group."""
         best = highest(self.candidates)
@@ -516,9 +473,8 @@ class Explorer:
         found = together.find(choice)
         self._before += self._noise.runs - before
         if found:
-            note = told([g.name for g in self.groups], found)
-            logger.info("%s", note)
-            self.notes.append(note)
+            self.notes.append(told([g.name for g in self.groups], found))
+            logger.info("%s", self.notes[-1])
 
     def _spent(self, goal: Goal) -> str:
         """Why the search has to end here; empty where it goes on."""
@@ -531,35 +487,20 @@ class Explorer:
 
     def _measure(self, choice: Choice, book: Book, correction: Correction) -> bool:
         """Measure one point; whether it is the best so far."""
-        goal = book.goal
+        goal, metric = book.goal, book.goal.metric
         point = Seen(choice, self.costs[goal.cost].of(choice), self.noise(choice))
         correction.see(choice, point.noise)
-        quiet = goal.min_sqnr is None or decibel(point.noise) >= goal.min_sqnr
-        if goal.metric is not None and quiet:
-            self._rate(point, goal, goal.metric)
+        if metric is not None and (goal.min_sqnr is None or decibel(point.noise) >= goal.min_sqnr):
+            point.score = metric.measure()
+            point.drop = point.bound = metric.drop(point.score)
+            if metric.held_back and point.score.share == 1:
+                point.bound = max(point.drop, metric.bound(point.score, goal.confidence))
+            if metric.suspicious(point.score, point.noise):
+                metric.put_to_test(self._noise)
         name = self._label(self._told(choice))
         logger.info("%s: cost %.6g, SQNR %.1f dB, drop %.4g", name, point.cost, decibel(point.noise), point.drop)
         better = book.add(point)
         return better and (goal.good(point) or not goal.quality)
-
-    def _rate(self, point: Seen, goal: Goal, metric: Metric) -> None:
-        """Measure the metric of the point that is set."""
-        point.score = metric.measure()
-        point.drop = point.bound = metric.drop(point.score)
-        if metric.held_back and point.score.share == 1:
-            point.bound = max(point.drop, metric.bound(point.score, goal.confidence))
-        if not self._trusted and metric.suspicious(point.score, point.noise):
-            self._check_metric(metric)
-            self.set(point.choice)
-            self._trusted = True
-
-    def _check_metric(self, metric: Metric) -> None:
-        """Put the metric to outputs that are noise; once, where a value of it looks strange."""
-        ruin(self._subject)
-        try:
-            metric.check_direction(metric.measure(), self._noise.measure())
-        finally:
-            self.library.restore()
 
     # -- the end
 
@@ -619,17 +560,19 @@ class Explorer:
         )
 
     def _told(self, choice: Choice) -> Choice:
-        """``choice`` with the candidates that most groups can be said to have: a sum has 8-bit weights as well as 4-bit ones."""
-        names = range(len(self.candidates))
-        alike = [[o for o in names if self._alike(i, o, c)] for i, c in enumerate(choice)]
-        votes = Counter(o for equal in alike for o in equal)
-        return tuple(max(equal, key=lambda o: (votes[o], -o)) for equal in alike)
+        """``choice`` with the candidates that most groups can be said to have: a sum has 8-bit weights as well as 4-bit ones.
 
-    def _alike(self, group: int, one: int, other: int) -> bool:
-        """Whether two candidates make the same of a group at the same costs: tied weights cost what their inputs are too."""
-        return self.library.same(group, one, other) and all(
-            np.array_equal(cost.table[:, group, one], cost.table[:, group, other]) for cost in self.costs.values()
-        )
+        Two candidates are alike where they make the same of a group at the same costs: tied weights cost what their inputs are
+        too.
+        """
+
+        def alike(group: int, one: int, other: int) -> bool:
+            tables = [cost.table[:, group] for cost in self.costs.values()]
+            return self.library.same(group, one, other) and all(np.array_equal(t[:, one], t[:, other]) for t in tables)
+
+        equals = [[o for o in range(len(self.candidates)) if alike(i, o, c)] for i, c in enumerate(choice)]
+        votes = Counter(o for equal in equals for o in equal)
+        return tuple(max(equal, key=lambda o: (votes[o], -o)) for equal in equals)
 
     def _label(self, choice: Choice) -> str:
         names = [self.candidates[c].name for c in choice]
@@ -643,17 +586,6 @@ def _up(value: float, digits: int = 6) -> float:
     """``value`` rounded up, so that who asks for what is printed gets it."""
     unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 1.0
     return math.ceil(value / unit * (1 - 1e-12)) * unit
-
-
-def _frozen_weights(sim: Any) -> str:
-    """Which weights keep their precision because a method or a file froze them; empty if none does."""
-    found = [name for name, site in sim.quantizers.items() if site.role == "weight" and site.frozen]
-    if not found:
-        return ""
-    return (
-        f"{len(found)} weights, such as {found[0]}, keep the width at which they were rounded and frozen, as `quantize` "
-        "leaves them: pass the float model to choose their width too"
-    )
 
 
 def _on_front(point: Point, points: Sequence[Point], cost: str) -> bool:
@@ -740,12 +672,17 @@ def mixed_precision(
     """
     begin = time.monotonic()
     wanted = as_candidates(candidates)
-    _check_wish(budget, allowed_drop, min_sqnr)
+    if budget is None and allowed_drop is None and min_sqnr is None:
+        raise ConfigError(
+            "mixed_precision",
+            "neither a budget nor a quality is asked for",
+            "pass budget=0.6 (share of the cost), allowed_drop=0.01 with a metric, or min_sqnr=20",
+        )
     check_options(
         metric, allowed_drop, min_sqnr, deadline, confidence, lower_is_better=lower_is_better, labels=labels,
         evaluation_data=evaluation_data,
     )  # fmt: skip
-    batches = _batches(data)
+    batches = listed(data, "mixed_precision")
     sim = simulation_of(model, batches, wanted[highest(wanted)], config_file)
     subject = open_subject(sim)
     restore = subject.remember(parameters=True)
@@ -759,22 +696,22 @@ def mixed_precision(
                     subject, metric, lower_is_better=lower_is_better, allowed=allowed_drop, labels=labels, seed=seed,
                     data=batches if evaluation_data is None else list(evaluation_data),
                 )  # fmt: skip
-                _check_deadline(deadline, begin, tester.seconds)
+                spent = time.monotonic() - begin
+                left = math.inf if deadline is None else deadline - spent
+                if left < tester.seconds:
+                    raise ConfigError(
+                        "deadline",
+                        f"one evaluation of the metric takes {tester.seconds:.3g} s, and {max(left, 0):.3g} s are left of "
+                        f"{deadline:.3g} s: what comes before the first point took {spent:.3g} s",
+                        f"allow more than {spent + tester.seconds:.3g} s, or let the metric look at fewer samples",
+                    )
             goal = Goal(cost, bounds, tester, min_sqnr, evaluations, confidence)
-            save = _saver(sim, folder, filename_prefix)
-            return search.run(goal, save)
+            return search.run(
+                goal, lambda: None if folder is None else sim.export(Path(folder), filename_prefix) and None
+            )
     except BaseException:
         restore()
         raise
-
-
-def _check_wish(budget: Any, allowed_drop: Any, min_sqnr: float | None) -> None:
-    if budget is None and allowed_drop is None and min_sqnr is None:
-        raise ConfigError(
-            "mixed_precision",
-            "neither a budget nor a quality is asked for",
-            "pass budget=0.6 (share of the cost), allowed_drop=0.01 with a metric, or min_sqnr=20",
-        )
 
 
 def check_options(
@@ -807,7 +744,7 @@ def check_options(
 
 
 def _check_of_metric(metric: Any, given: Sequence[str]) -> None:
-    """Options of the other kind of metric would be passed over in silence."""
+    """Refuse options of the other kind of metric, which would be passed over in silence."""
     data = [name for name in given if name != "lower_is_better"]
     if callable(metric) and data:
         raise ConfigError(
@@ -819,35 +756,3 @@ def _check_of_metric(metric: Any, given: Sequence[str]) -> None:
         raise ConfigError(
             "lower_is_better", f"the direction of {metric!r} is known", "leave it out; it is for functions"
         )
-
-
-def _check_deadline(deadline: float | None, begin: float, seconds: float) -> None:
-    spent = time.monotonic() - begin
-    left = math.inf if deadline is None else deadline - spent
-    if left < seconds:
-        raise ConfigError(
-            "deadline",
-            f"one evaluation of the metric takes {seconds:.3g} s, and {max(left, 0):.3g} s are left of {deadline:.3g} s: what "
-            f"comes before the first point took {spent:.3g} s",
-            f"allow more than {spent + seconds:.3g} s, or let the metric look at fewer samples",
-        )
-
-
-def _batches(data: Iterable[Any]) -> list[Any]:
-    if isinstance(data, Mapping) or hasattr(data, "shape") or not isinstance(data, Iterable):
-        raise CalibrationError(
-            "mixed_precision", f"data is a {type(data).__name__}, not a list of batches", "write [batch] for a single batch"
-        )  # fmt: skip
-    batches = list(data)
-    if not batches:
-        raise CalibrationError(
-            "mixed_precision", "the data held no batch", "pass a non-empty list; a few hundred samples are enough"
-        )
-    return batches
-
-
-def _saver(sim: Any, folder: str | Path | None, prefix: str) -> Callable[[], None]:
-    if folder is None:
-        return lambda: None
-    target = Path(folder)
-    return lambda: sim.export(target, prefix) and None

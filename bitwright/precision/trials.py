@@ -1,11 +1,10 @@
-"""Carrying out one trial of an automatic search, and its folder: whole or not there at all.
+"""The trials of an automatic search: which there are, how one is carried out, where, and its folder.
+
+Fixed trials come first, from cheap to dear, then those that the analysis of the first one suggests. They run in this process, in
+local worker processes, or on a Ray cluster.
 
 A finished trial is a folder with an export and ``trial.json``; it appears by one rename. What a killed process left has a
 name that begins with a dot, and is removed when the search goes on.
-
-The trials of an automatic search, from cheap to dear: fixed ones first, then what the analysis of the first one suggests.
-
-Where trials run: in this process, in local worker processes, or on a Ray cluster. Results are folders, whoever makes them.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ from bitwright.analysis.analyze import analyze
 from bitwright.analysis.subject import Subject, open_subject
 from bitwright.core.files import read_document
 from bitwright.errors import BitwrightError, ConfigError, close_matches
-from bitwright.export.files.atomic import atomic_write
+from bitwright.export.files.atomic import write_json
 from bitwright.export.files.manifest import Fingerprint, fingerprint
 from bitwright.precision.candidates import as_candidates, simulation_of
 from bitwright.precision.costs import present_costs
-from bitwright.precision.library import ruin
-from bitwright.precision.measure import Metric, Noise, Score, one_sided
+from bitwright.precision.measure import Metric, Noise, one_sided
 from bitwright.precision.result import decibel
 from bitwright.precision.search import INTERRUPTED, OUT_OF_TIME, mixed_precision
 from bitwright.recipes.quantize import quantize
@@ -67,6 +65,12 @@ class Trial:
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Trial:
+        """What :meth:`to_dict` gave, as JSON has it."""
+        recipe = plain["recipe"]
+        return cls(**{**plain, "recipe": None if recipe is None else tuple(recipe), "mixed": tuple(plain["mixed"])})
 
 
 FIRST = Trial("w8a8-fast", "w8a8", recipe=("fold",), why="nearest rounding: the fastest answer")
@@ -187,12 +191,7 @@ class FloatSide:
             ConfigError: it does not tell them from those of the float model, or calls them better.
         """
         assert self.metric is not None
-        before = self.subject.remember()
-        try:
-            ruin(self.subject)
-            self.metric.check_direction(self.metric.measure(), self.noise.measure())
-        finally:
-            before()
+        self.metric.put_to_test(self.noise)
 
 
 def run_trial(job: Job, trial: Trial, given_up: str = "") -> None:
@@ -220,8 +219,7 @@ def run_trial(job: Job, trial: Trial, given_up: str = "") -> None:
             if isinstance(error, ConfigError) and error.site == "deadline":
                 report["cut"] = OUT_OF_TIME
         report.update(trial=trial.to_dict(), seconds=time.monotonic() - begin)
-        with atomic_write(partial / REPORT) as temporary:
-            temporary.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
+        write_json(partial / REPORT, report)
         if final.exists():  # the same trial, by a worker that was taken for lost
             shutil.rmtree(partial)
             return
@@ -276,40 +274,26 @@ def _carried_out(job: Job, trial: Trial, folder: Path) -> dict[str, Any]:
     noise = known.noise.measure(subject)
     if known.metric is not None:
         score = known.metric.measure(subject)
-        report.update(_scored(known.metric, score, job.options["confidence"]))
-        report["suspicious"] = known.metric.suspicious(score, noise)
-    report.update(costs=present_costs(sim, job.options["times"]), sqnr_db=_finite(decibel(noise)))
+        metric = known.metric
+        found = metric.interval(score, _CONFIDENCE)
+        report.update(
+            metric=score.mean, drop=metric.drop(score), worst_drop=metric.worst(found),
+            sure_drop=metric.worst(metric.interval(score, one_sided(job.options["confidence"]))), share=score.share,
+            interval={"low": found.low, "high": found.high, "text": found.text, "n": found.n},
+            suspicious=metric.suspicious(score, noise),
+        )  # fmt: skip
+    noise_db = decibel(noise)
+    report.update(costs=present_costs(sim, job.options["times"]), sqnr_db=noise_db if np.isfinite(noise_db) else None)
     if trial.recipe == ("fold",) and trial.scheme is None:
-        report.update(_causes(sim, job.data))
+        try:  # keys of the causes, the most frequent first
+            analysis = analyze(sim, list(job.data)[:2], mode="fast", progress=False)
+            keys = [cause.cause for layer in analysis.layers for cause in layer.causes]
+            report["causes"] = sorted(dict.fromkeys(keys), key=lambda key: -keys.count(key))
+        except BitwrightError as error:
+            logger.warning("no recipe can be directed by an analysis: %s", error)
+            report.update(causes=[], no_analysis=str(error))
     sim.export(folder, job.options["filename_prefix"], target=job.options["target"])
     return report
-
-
-def _scored(metric: Metric, score: Score, confidence: float) -> dict[str, Any]:
-    found = metric.interval(score, _CONFIDENCE)
-    return {
-        "metric": score.mean,
-        "drop": metric.drop(score),
-        "worst_drop": metric.worst(found),
-        "sure_drop": metric.worst(metric.interval(score, one_sided(confidence))),
-        "share": score.share,
-        "interval": {"low": found.low, "high": found.high, "text": found.text, "n": found.n},
-    }
-
-
-def _causes(sim: Any, data: Sequence[Any]) -> dict[str, Any]:
-    """Keys of the causes that the analysis finds, the most frequent first; or why there is no analysis."""
-    try:
-        found = analyze(sim, list(data)[:2], mode="fast", progress=False)
-    except BitwrightError as error:
-        logger.warning("no recipe can be directed by an analysis: %s", error)
-        return {"causes": [], "no_analysis": str(error)}
-    keys = [cause.cause for layer in found.layers for cause in layer.causes]
-    return {"causes": sorted(dict.fromkeys(keys), key=lambda key: -keys.count(key))}
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
 
 
 # ------------------------------------------------------------------------------------------------ folders
@@ -452,10 +436,7 @@ def claim(folder: Path, mine: Mapping[str, str]) -> None:
                     "name an empty folder, or go on with the same model, data and options",
                 )
         return
-    with atomic_write(path) as temporary:
-        temporary.write_text(
-            json.dumps({"format": "bitwright-auto", "version": _VERSION, "identity": dict(mine)}, indent=1)
-        )
+    write_json(path, {"format": "bitwright-auto", "version": _VERSION, "identity": dict(mine)})
 
 
 _ATTEMPTS = 3

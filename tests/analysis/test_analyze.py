@@ -22,6 +22,7 @@ from bitwright.analysis.layer_outputs import layer_values
 from bitwright.analysis.result import decibel
 from bitwright.analysis.subject import open_subject
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError
+from bitwright.methods.switching import only
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch import QuantizationSimModel as TorchSim
@@ -453,7 +454,7 @@ def switched(sim, data, active):
     noise, signal = 0.0, 0.0
     for batch in data:
         (wanted,) = [np.array(y) for y in subject.outputs(batch, True)][:1]
-        with subject.only(active):
+        with only(subject.sites, active):
             found = subject.outputs(batch, False)[0]
         power = float(np.square(wanted).sum())
         noise, signal = noise + noise_over_signal(wanted, found) * power, signal + power

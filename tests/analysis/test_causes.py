@@ -82,7 +82,7 @@ def test_after_the_deadline_no_remedy_is_begun_and_each_is_named(keep, monkeypat
     late = {note for note in found.notes if note.endswith("was not tried: the deadline of 1e-09 s was over")}
 
     now = [0.0]
-    monkeypatch.setattr("bitwright.analysis.subject.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("bitwright.methods.switching.time.monotonic", lambda: now[0])
     apply = remedies._apply
 
     def slow(*given):

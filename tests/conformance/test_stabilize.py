@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bitwright.core.health.diagnosis import REPAIRS, Repair, headroom, propose
 from bitwright.core.health.report import Culprit, HealthReport, measure_tensor
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.methods.progressive import quantize_progressively
+from bitwright.methods.switching import quantize_progressively
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx import check_model as onnx_check_model
 from bitwright.onnx import progressive, stabilize

@@ -161,6 +161,17 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
 
 
+def write_json(path: AnyPath, content: Any, *, indent: int | None = 1, allow_nan: bool = False) -> None:
+    """Write a JSON document, whole or not at all.
+
+    Raises:
+        ExportError: see :func:`atomic_write`.
+        ValueError: it holds a number that is not finite, and ``allow_nan`` is not set.
+    """
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=indent, allow_nan=allow_nan), encoding="utf-8")
+
+
 @contextmanager
 def atomic_files(folder: AnyPath, *, name: str, create: bool = False, stale: Iterable[str] = ()) -> Iterator[Path]:
     """Write files that belong together: the body fills a hidden folder, whose files then move to ``folder``.
