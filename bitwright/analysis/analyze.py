@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +34,7 @@ from bitwright.methods.switching import Clock, Kept
 from bitwright.progress import progress as bar
 
 if TYPE_CHECKING:
-    from bitwright.analysis.exact import Measured, Pair
+    from bitwright.analysis.exact import Pair
     from bitwright.analysis.layer_errors import LayerErrors, Lockstep
     from bitwright.analysis.sensitivity import Sensitivity
     from bitwright.methods.rounding.program import SimulatedModel
@@ -64,7 +65,9 @@ def site_rows(
         if not site.enabled:
             continue
         row.noise = noise.get(name)
-        for key, value in {**_of_calibration(site), **(values[name].row() if name in values else {})}.items():
+        bounds = calibrated_bounds(site)  # for sites whose values no step shows
+        known = {**grid_row(site), **({} if bounds is None else {"minimum": bounds[0], "maximum": bounds[1]})}
+        for key, value in {**known, **(values[name].row() if name in values else {})}.items():
             setattr(row, key, value)
         pair = pairs.get(target[name])
         if pair is not None and pair.batches:
@@ -81,12 +84,6 @@ def _site_row(site: Site) -> SiteRow:
     if not site.enabled:
         row.why_float = site.quantizer.why_float or site.quantizer.why_spec or "switched off"
     return row
-
-
-def _of_calibration(site: Site) -> dict[str, Any]:
-    """The grid, and the bounds that calibration saw: for sites whose values no step shows."""
-    bounds = calibrated_bounds(site)
-    return {**grid_row(site), **({} if bounds is None else {"minimum": bounds[0], "maximum": bounds[1]})}
 
 
 def layer_rows(subject: Subject, seen: Lockstep | None, sites: Mapping[str, SiteRow]) -> list[LayerRow]:
@@ -290,7 +287,12 @@ class _Run:
                 self.judged_rows += rows_of(batch)
                 if self.clock.over:
                     break
-            _require_signal(self.subject, self.judge.whole)
+            if self.judge.whole.ratio is None:
+                raise ModelError(
+                    self.subject.name,
+                    "its outputs hold no number but 0 on these data, so there is nothing that an error could be compared with",
+                    "load trained weights, and give data of the kind that the model is made for",
+                )
             self.judge.judge()
         except KeyboardInterrupt:
             self._end("Ctrl-C")
@@ -383,7 +385,11 @@ class _Run:
         rows = self._rows(self.batches)
         if 0 < self.judged_rows < rows:
             self.notes.append(f"outputs were compared on {self.judged_rows} of {rows} samples")
-        trials = Trials(self.subject, self.model, self.batches, self._fresh, seen)
+        judge = self.judge
+        fresh = partial(
+            Judged, judge.subject, judge.named, judge.function, judge.better, judge.labels
+        )  # nothing measured
+        trials = Trials(self.subject, self.model, self.batches, fresh, seen)
         return Analysis(
             model,
             {"samples": rows, "passes": round(self.passes, 3)},
@@ -396,11 +402,6 @@ class _Run:
             notes=tuple(self.notes),
             _try=trials,
         )
-
-    def _fresh(self) -> Judged:
-        """What the whole model is judged by, with nothing measured."""
-        judge = self.judge
-        return Judged(judge.subject, judge.named, judge.function, judge.better, judge.labels)
 
 
 def _check_options(mode: str, samples: int, memory_budget: int | None) -> None:
@@ -446,15 +447,6 @@ def _check_outputs(subject: Subject, batch: Any) -> list[str]:
     if agreement < _REPEATED_DB:
         return [f"two float runs of the same batch differ: errors beyond {agreement:.0f} dB are not its own"]
     return []
-
-
-def _require_signal(subject: Subject, whole: Measured) -> None:
-    if whole.ratio is None:
-        raise ModelError(
-            subject.name,
-            "its outputs hold no number but 0 on these data, so there is nothing that an error could be compared with",
-            "load trained weights, and give data of the kind that the model is made for",
-        )
 
 
 def _finite(one: Array, other: Array) -> tuple[Array, Array]:

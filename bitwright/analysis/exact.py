@@ -206,7 +206,7 @@ class Exact:
         """
         for first, chunk in self._chunks():
             last = first + len(chunk)
-            for name in order([n for n in targets if self._done(n) < last]):
+            for name in order([n for n in targets if n not in self.found or self.found[n].batches < last]):
                 pair = self.found.get(name, Pair())
                 skip = pair.batches - first
                 only, without = _copy(pair.only), _copy(pair.without)
@@ -214,9 +214,6 @@ class Exact:
                     self._add(only, replay, replay.only(targets[name]), first + place)
                     self._add(without, replay, replay.without(targets[name]), first + place)
                 self.found[name] = Pair(only, without, last)
-
-    def _done(self, name: str) -> int:
-        return self.found[name].batches if name in self.found else 0
 
     def _add(self, into: Measured, replay: Replay, outputs: list[Array], place: int) -> None:
         into.add(replay.wanted, outputs)

@@ -1,10 +1,8 @@
-"""Candidates: what weights and activations of a group may become, and what that makes of a site's spec.
+"""Candidates, the precisions that weights and activations may have, and the groups of sites that must share one.
 
-Sites that must share a precision: the operands of one kernel, and what these share with the next.
-
-Kernels that read one grid have activations of one precision, and weights that may differ: such groups are *tied*.
-
-The simulation that a search begins with, of a model that is given as it is.
+A group holds the operands of one kernel, and what these share with the next. Kernels that read one grid have activations of one
+precision, and weights that may differ: such groups are *tied*. :func:`simulation_of` makes the simulation that a search begins
+with.
 """
 
 from __future__ import annotations
@@ -90,7 +88,11 @@ def _candidate(item: Any) -> Candidate:
             f"{item!r} is neither a preset nor a pair of precisions",
             'write "w8a16", or ((16, "int"), (8, "int")): activations first',
         ) from error
-    a_spec = None if names[0] == "float32" else _activation(names[0])
+    a_spec = None
+    if names[0].startswith("int"):
+        a_spec = activation_spec(f"u{names[0]}")
+    elif names[0] != "float32":
+        a_spec = activation_spec(names[0], symmetry="symmetric")
     w_spec = None if names[1] == "float32" else weight_spec(names[1])
     kind = "" if "int" in names[0] and "int" in names[1] else "f"
     return Candidate(f"w{weight}a{activation}{kind}", w_spec, a_spec)
@@ -99,10 +101,6 @@ def _candidate(item: Any) -> Candidate:
 def _format(bits: int, kind: Any) -> str:
     text = str(getattr(kind, "name", kind))
     return f"int{int(bits)}" if text == "int" else {16: "float16", 8: "float8_e4m3", 32: "float32"}[int(bits)]
-
-
-def _activation(name: str) -> QuantSpec:
-    return activation_spec(f"u{name}") if name.startswith("int") else activation_spec(name, symmetry="symmetric")
 
 
 def spec_at(planned: QuantSpec, wanted: QuantSpec) -> QuantSpec:
@@ -302,10 +300,11 @@ def _group(
     graph: Graph, layers: Sequence[str], sites: Mapping[int, Site], candidates: Sequence[Candidate], allowed: Any, tie: str
 ) -> Group:  # fmt: skip
     refused = _refused(graph, layers, candidates, allowed)
+    computing = [name for name in layers if op_row(graph.op(name).type).kind == "compute"]
     first = next(iter(sites.values()))
     weights = tuple(s.name for s in sites.values() if s.is_stored)
     return Group(
-        (_name(graph, layers) if weights or not tie else "") or first.name,
+        next(iter([*computing, *layers]), first.name) if weights or not tie else first.name,
         tuple(layers),
         weights,
         tuple(s.name for s in sites.values() if not s.is_stored),
@@ -375,12 +374,6 @@ def ties(groups: Sequence[Group]) -> list[list[int]]:
         if group.tie:
             found.setdefault(group.tie, []).append(i)
     return list(found.values())
-
-
-def _name(graph: Graph, layers: Sequence[str]) -> str:
-    """The first layer with a weight, or the first."""
-    computing = [name for name in layers if op_row(graph.op(name).type).kind == "compute"]
-    return next(iter([*computing, *layers]), "")
 
 
 def _refused(graph: Graph, layers: Sequence[str], candidates: Sequence[Candidate], allowed: Any) -> dict[str, str]:

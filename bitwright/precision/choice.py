@@ -17,6 +17,7 @@ start finds the other (as QuickXplain does for conflicts; Junker 2004).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,7 +87,11 @@ class Knapsack:
         """Minimize the cost (the largest of its rows) under ``rows``: (another one, its most)."""
         if not self._at:
             return ()
-        optimize = _scipy()
+        try:
+            from scipy import optimize, sparse
+        except ModuleNotFoundError as error:
+            problem = "the package scipy, which solves the choice, is not installed"
+            raise ConfigError("mixed_precision", problem, "pip install 'bitwright[analysis]'") from error
         pairs = _Pairs(self._at, [cost, *(row for row, _ in rows)])
         n, peak = len(self._at), len(cost.fixed) > 1
         program = _Program([g for g, _ in self._at], len(pairs.at))
@@ -99,11 +104,12 @@ class Knapsack:
         if peak:
             program.add_peak(picked, cost.fixed)
             objective = np.append(np.zeros_like(objective), 1.0)
+        matrix, low, high = program.rows()
         found = optimize.milp(
             objective / max(float(np.abs(objective).max()), 1e-300),
             integrality=np.append(np.ones(n), np.zeros(len(pairs.at) + peak)),
             bounds=optimize.Bounds(np.zeros(len(program.top)), program.top),
-            constraints=optimize.LinearConstraint(*program.rows()),
+            constraints=optimize.LinearConstraint(sparse.csr_matrix(matrix), low, high),
             options={"mip_rel_gap": 0.0, "time_limit": _SECONDS},
         )
         if found.x is None and found.status == _OUT_OF_TIME:
@@ -112,28 +118,19 @@ class Knapsack:
                 f"no choice for {n} pairs of group and candidate was found in {_SECONDS:.0f} s",
                 "pass fewer candidates, or a budget that leaves more room",
             )
-        return None if found.x is None else self._read(found.x)
+        if found.x is None:
+            return None
+        weight = dict(zip(self._at, found.x, strict=False))
+        return tuple(max(candidates, key=lambda c: weight[g, c]) for g, candidates in enumerate(self.allowed))
 
     def _together(self) -> list[Floats]:
         """Rows that are zero where tied groups have candidates of one kind."""
-        pairs = [(first, other) for first, *others in self._ties for other in others]
-        return [
-            self._alike(first, other, kind)
-            for first, other in pairs
-            for kind in dict.fromkeys(self._kinds[c] for c in self.allowed[first])
-        ]
-
-    def _alike(self, first: int, other: int, kind: Any) -> Floats:
-        """A row that is zero where both groups, or neither, have a candidate of ``kind``."""
-        sign = {first: 1.0, other: -1.0}
-        return np.array([sign.get(g, 0.0) if self._kinds[c] == kind else 0.0 for g, c in self._at])
-
-    def _read(self, x: Floats) -> Choice:
-        choice, best = [a[0] for a in self.allowed], [-1.0] * len(self.allowed)
-        for (g, c), value in zip(self._at, x, strict=False):
-            if value > best[g]:
-                best[g], choice[g] = float(value), c
-        return tuple(choice)
+        rows = []
+        for first, *others in self._ties:
+            for other, kind in itertools.product(others, dict.fromkeys(self._kinds[c] for c in self.allowed[first])):
+                sign = {first: 1.0, other: -1.0}
+                rows.append([sign.get(g, 0.0) if self._kinds[c] == kind else 0.0 for g, c in self._at])
+        return [np.array(row) for row in rows]
 
     def _pick(self, table: Floats) -> Floats:
         return np.stack([table[:, g, c] for g, c in self._at], 1)
@@ -173,7 +170,11 @@ class Knapsack:
         if quiet is None:
             return []
         first = noise.of(quiet)
-        loud = self.cheapest(noise, _most(noise), cost, bounds)
+        together = sum(float(pair.extra.max()) for pair in noise.pairs)
+        most = (
+            float(noise.table.max(2).sum()) + together + 1 if noise.table.size else math.inf
+        )  # more than any choice has
+        loud = self.cheapest(noise, most, cost, bounds)
         last = max(first, noise.of(loud)) if loud is not None else first
         floor = max(first, last * 1e-9, 1e-300)
         found: dict[Choice, None] = {}
@@ -255,17 +256,9 @@ class _Program:
         self._high.append(-fixed / scale)
         self.top = np.append(self.top, np.inf)
 
-    def rows(self) -> tuple[Any, Floats, Floats]:
+    def rows(self) -> tuple[Floats, Floats, Floats]:
         """Matrix and bounds."""
-        from scipy.sparse import csr_matrix
-
-        return csr_matrix(np.vstack(self._rows)), np.concatenate(self._low), np.concatenate(self._high)
-
-
-def _most(noise: Cost) -> float:
-    """More than any choice has."""
-    together = sum(float(pair.extra.max()) for pair in noise.pairs)
-    return float(noise.table.max(2).sum()) + together + 1 if noise.table.size else math.inf
+        return np.vstack(self._rows), np.concatenate(self._low), np.concatenate(self._high)
 
 
 def undominated(points: Iterable[P], cost: Callable[[P], float], loss: Callable[[P], Any]) -> list[P]:
@@ -275,16 +268,6 @@ def undominated(points: Iterable[P], cost: Callable[[P], float], loss: Callable[
         if not kept or loss(point) < loss(kept[-1]):
             kept.append(point)
     return kept
-
-
-def _scipy() -> Any:
-    try:
-        from scipy import optimize
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "mixed_precision", "the package scipy, which solves the choice, is not installed", "pip install 'bitwright[analysis]'"
-        ) from error  # fmt: skip
-    return optimize
 
 
 _STIFF = 0.3  # how much a factor of e costs, in units of an error of e in one measurement
@@ -413,7 +396,10 @@ class Interactions:
         partners = low[:last]
         kept = [low[last]]
         if self._excess(choice, kept) >= enough:
-            return self._alone(choice, low[last], self._excess(choice, kept))
+            group, noise = self._of(choice, low[last]), self._excess(choice, kept)
+            for c in self._coarser(choice[group], self.base[group]):  # the estimate of one group was too low
+                self.correction.estimate[group, c] += noise
+            return (group,)
         other = self._first(choice, partners, kept, enough)
         found = self._excess(choice, [partners[other], *kept])
         if found < enough:
@@ -441,13 +427,6 @@ class Interactions:
         if wanted not in self._known:
             self._known[wanted] = self.measure(wanted)
         return self._known[wanted] - self.correction.plain.of(wanted)
-
-    def _alone(self, choice: Choice, unit: Sequence[int], noise: float) -> tuple[int, ...]:
-        """The estimate of one group was too low."""
-        group = self._of(choice, unit)
-        for c in self._coarser(choice[group], self.base[group]):
-            self.correction.estimate[group, c] += noise
-        return (group,)
 
     def _together(self, choice: Choice, one: Sequence[int], other: Sequence[int], noise: float) -> tuple[int, ...]:
         """Two groups make noise together, also at candidates that are coarser still."""

@@ -4,7 +4,7 @@ A cost is one or more rows of a table ``[rows, groups, candidates]`` and a const
 largest of its rows, each the sum of what its groups add. Sums have one row; the peak of activations has one per operator.
 Pairs of groups may add something together, as a conversion between two kernels does.
 
-Milliseconds of every layer at every candidate, measured in ONNX Runtime on this machine: the cost ``ms``.
+:func:`measure_times` measures the cost ``ms``: every layer at every candidate, in ONNX Runtime on this machine.
 """
 
 from __future__ import annotations
@@ -189,24 +189,19 @@ def present_costs(sim: Any, times: Any = None) -> dict[str, float]:
     bits, kernels = Bits(sim, (), (), {}), operands(sim, _computes)
     costs = (weight_bytes(bits), bit_ops(bits, kernels), activation_bytes(bits))
     found = {cost.name: float(cost.fixed.max()) for cost in costs}
-    return found if times is None else {**found, "ms": _present_milliseconds(sim, kernels, times)}
-
-
-def _computes(site: Site) -> bool:
-    return site.enabled and site.role != "bias"
-
-
-def _present_milliseconds(sim: Any, kernels: Mapping[str, Mapping[int, Site]], times: Any) -> float:
-    """Milliseconds with each layer at the candidate whose bits its operands have."""
+    if times is None:
+        return found
     times = table_of_times(times)
     candidates = as_candidates(timed(sim, times))
     groups = find_groups(sim, candidates, tied=True, which=_computes)
     asked = operands(sim, lambda site: site.role != "bias")
-    choice = [
-        _present(group.layers[0], kernels[group.layers[0]], asked[group.layers[0]], candidates) if group.layers else 0
-        for group in groups
-    ]
-    return milliseconds(Bits(sim, groups, candidates, {}), times).of(choice)
+    layers = [group.layers[0] if group.layers else None for group in groups]
+    choice = [0 if name is None else _present(name, kernels[name], asked[name], candidates) for name in layers]
+    return {**found, "ms": milliseconds(Bits(sim, groups, candidates, {}), times).of(choice)}
+
+
+def _computes(site: Site) -> bool:
+    return site.enabled and site.role != "bias"
 
 
 def _present(layer: str, sites: Mapping[int, Site], asked: Mapping[int, Site], candidates: Sequence[Candidate]) -> int:
@@ -410,14 +405,12 @@ def table_of_times(times: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     Raises:
         ConfigError: the file is damaged.
     """
-    return times if isinstance(times, Mapping) else _read_times(Path(times))
-
-
-def _read_times(path: Path) -> Mapping[str, Any]:
+    if isinstance(times, Mapping):
+        return times
     example = 'write {"Conv": {"w8a8": 0.4, ...}, ...}'
-    found = read_document(path, ConfigError, remedy=example)
+    found = read_document(Path(times), ConfigError, remedy=example)
     if not isinstance(found, dict):
-        raise ConfigError(str(path), f"it holds a {type(found).__name__}, not a table of times", example)
+        raise ConfigError(str(times), f"it holds a {type(found).__name__}, not a table of times", example)
     return found
 
 
@@ -504,7 +497,14 @@ def measure_times(
             "layers of a module have other names in its exported file",
             "export the module to ONNX and pass that file here and to the search, or write a table of times yourself",
         )
-    mine = _identity(sim, wanted)
+    graph: Graph = sim.graph
+    shapes = [[op.name, op.type, *(str(graph.values[v].shape) for v in op.outputs)] for op in graph.ops]
+    mine = {
+        "graph": fingerprint([json.dumps(shapes)]),
+        "candidates": [c.name for c in wanted],
+        "runtime": f"onnxruntime {version('onnxruntime')}",
+        "machine": f"{platform.machine()} {platform.node()}",
+    }
     if path is not None and Path(path).exists():
         return _kept(Path(path), mine)
     restore = subject.remember(parameters=True)
@@ -513,7 +513,14 @@ def measure_times(
             found = _measured(subject, wanted, batches, rounds)
     finally:
         restore()
-    times = {"format": TIMES_FORMAT, "version": 1, "of": mine, **_plain(found)}
+    names = next(iter(found.values())).layers
+    times = {
+        "format": TIMES_FORMAT, "version": 1, "of": mine,
+        "layers": {layer: {c: times.layers[layer] for c, times in found.items()} for layer in names},
+        "conversions": {layer: {c: times.conversions[layer] for c, times in found.items()} for layer in names},
+        "fixed": min(times.rest for times in found.values()),
+        "whole": {c: times.whole for c, times in found.items()},
+    }  # fmt: skip
     if path is not None:
         write_json(path, times)
     return times
@@ -538,28 +545,6 @@ def _measured(
             files[candidate.name] = sim.export(Path(folder, str(c)), "timed", samples=False).qdq
         layers = {layer for group in groups for layer in group.layers}
         return layer_times(files, dict(as_feeds(batches[0], sim.specs)), layers, rounds=rounds)
-
-
-def _plain(found: Mapping[str, LayerTimes]) -> dict[str, Any]:
-    names = next(iter(found.values())).layers
-    return {
-        "layers": {layer: {c: times.layers[layer] for c, times in found.items()} for layer in names},
-        "conversions": {layer: {c: times.conversions[layer] for c, times in found.items()} for layer in names},
-        "fixed": min(times.rest for times in found.values()),
-        "whole": {c: times.whole for c, times in found.items()},
-    }
-
-
-def _identity(sim: Any, candidates: Iterable[Candidate]) -> dict[str, Any]:
-    """What times belong to."""
-    graph: Graph = sim.graph
-    shapes = [[op.name, op.type, *(str(graph.values[v].shape) for v in op.outputs)] for op in graph.ops]
-    return {
-        "graph": fingerprint([json.dumps(shapes)]),
-        "candidates": [c.name for c in candidates],
-        "runtime": f"onnxruntime {version('onnxruntime')}",
-        "machine": f"{platform.machine()} {platform.node()}",
-    }
 
 
 def _kept(path: Path, mine: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,10 @@ class Library:
         self._now: list[int | None] = [None] * len(groups)
         self.restore()
         for candidate in candidates:
-            self._prepare_activations(candidate)
+            for i, group in enumerate(groups):
+                for name in group.activations:
+                    if (key := (name, self._spec(name, candidate))) not in self._states:
+                        self._ready(i, candidate, key)
         for candidate in candidates:
             self._prepare_weights(candidate)
         self.restore()
@@ -88,13 +91,6 @@ class Library:
         self._now = [None] * len(self.groups)
 
     # -- making ready
-
-    def _prepare_activations(self, candidate: Candidate) -> None:
-        for i, group in enumerate(self.groups):
-            for name in group.activations:
-                key = (name, self._spec(name, candidate))
-                if key not in self._states:
-                    self._ready(i, candidate, key)
 
     def _prepare_weights(self, candidate: Candidate) -> None:
         keys = {name: (name, self._spec(name, candidate)) for group in self.groups for name in group.weights}
@@ -142,7 +138,7 @@ class Library:
     def _round(self, candidate: Candidate, keys: Mapping[str, Key]) -> None:
         assert candidate.weight is not None
         bits = candidate.weight.format.bits
-        known = self._free(keys)
+        known = [name for name in keys if self.steps.why_fixed(name) is None]
         for name in known:
             self._original.setdefault(name, self.steps.weight(name))
         if bits < 8:
@@ -153,10 +149,6 @@ class Library:
             if (key := keys[name]) in self._states:
                 self._states[key] = self._subject.sites[name].quantizer.remember()
                 self._weights[key] = self.steps.weight(name)
-
-    def _free(self, names: Iterable[str]) -> list[str]:
-        """Weights that may be replaced."""
-        return [name for name in names if self.steps.why_fixed(name) is None]
 
     def _choose(self, method: str, names: Sequence[str], **options: Any) -> None:
         """Round ``names``, as far as a method can; all other weights stay, which nothing would bring back."""

@@ -7,8 +7,9 @@ error of it; otherwise the larger precision is taken and said.
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,22 +195,18 @@ def _ask_at_an_end(sim: Any, state: _Requests, place: str, request: PrecisionReq
             state.ask(state.on_grid[value], _format(request.activation), f"the request for {place}")
 
 
-def _called(ops: Sequence[Op], place: str) -> list[Op]:
-    """Operators of a type, name or module."""
-    if place in OPS:
-        return [op for op in ops if op.type == place]
-    pattern = name_pattern(place)
-    return [op for op in ops if pattern.fullmatch(op.name) or (op.module and pattern.fullmatch(op.module))]
-
-
 def _matching(sim: Any, state: _Requests, place: str, request: PrecisionRequest) -> Sequence[Op]:
     """Operators that a place names; requests for the model's ends are noted at once."""
     if _END.fullmatch(place):
         _ask_at_an_end(sim, state, place, request)
         return ()
-    found = _called(sim.graph.ops, place)
+    ops, pattern = sim.graph.ops, name_pattern(place)
+    if place in OPS:
+        found = [op for op in ops if op.type == place]
+    else:
+        found = [op for op in ops if pattern.fullmatch(op.name) or (op.module and pattern.fullmatch(op.module))]
     if not found:
-        known = [op.name for op in sim.graph.ops]
+        known = [op.name for op in ops]
         raise ConfigError(
             f"request for {place!r}",
             f"no operator has this name, module or type{close_matches(place, known)}",
@@ -240,8 +237,13 @@ def _meet(state: _Requests, op: Op, kernels: Sequence[Kernel]) -> bool:
     if not kernels or not values:
         return False
     a, w = (max((_bits(state, key) for key in keys), default=None) for keys in (values, weights))
-    able = [k for k in kernels if _enough(k.activation, a) and _enough(k.weight, w)]
-    if any(_exact(k.activation, a) and _exact(k.weight, w) for k in able):
+
+    def has(kernel: Kernel, enough: Callable[[int, int], bool]) -> bool:
+        pairs = ((kernel.activation, a), (kernel.weight, w))
+        return all(width is None or bits is None or enough(width[0], bits) for width, bits in pairs)
+
+    able = [kernel for kernel in kernels if has(kernel, operator.ge)]
+    if any(has(kernel, operator.eq) for kernel in able):
         return False
     problem = f"the target has no kernel of {op.type} for {a}-bit activations" + (f" and {w}-bit weights" if w else "")
     if state.strict or not able:
@@ -262,14 +264,6 @@ def _raise_to(state: _Requests, keys: Iterable[int], width: tuple[int, str] | No
         return
     found = parse_format(f"int{width[0]}" if width[1] == "int" else "float16")
     state.wishes.update({key: _Wish(found, reason) for key in keys if _bits(state, key) < width[0]})
-
-
-def _enough(width: tuple[int, str] | None, bits: int | None) -> bool:
-    return width is None or bits is None or width[0] >= bits
-
-
-def _exact(width: tuple[int, str] | None, bits: int | None) -> bool:
-    return width is None or bits is None or width[0] == bits
 
 
 def _bits(state: _Requests, key: int) -> int:

@@ -208,7 +208,9 @@ class _Watch:
         read = {slot: (site, state[v]) for slot, site in step.operands if (v := step.reads[slot]) in state}
         watched = {s: self._watched(site, _alias(x), self._error(site, x), axis) for s, (site, x) in read.items()}
         with torch.enable_grad():
-            made = list(run_step(step, state, constants, None, watched, self._inner))
+            made = list(
+                run_step(step, state, constants, None, watched, lambda n, x: self._watched(n, x, self._error(n, x)))
+            )
         exact = [y.detach() if isinstance(y, Tensor) else y for y in made]
         results = _separated(made) if step.differentiable else list(exact)
         for slot, site in step.operands:
@@ -219,10 +221,6 @@ class _Watch:
         for index, site in step.results:
             results[index] = self._watched(site, results[index], self._error(site, results[index]), axis)
         return results
-
-    def _inner(self, site: str, x: Tensor) -> Tensor:
-        """A tensor inside a step, ``[B, H]``."""
-        return self._watched(site, x, self._error(site, x))
 
     def _samples_axis(self, step: Step) -> int:
         """The axis that counts the samples of tensors of three axes: recurrent layers have steps of time before it."""
@@ -247,7 +245,7 @@ class _Watch:
         with torch.no_grad():  # a recurrent layer would run once more for every output
             found = zip(outputs(), exact, works, strict=True)
             errors = [new - old if ok else None for new, old, ok in found]
-        return [None if error is None else partial(_as_it_is, error) for error in errors]
+        return [None if error is None else partial(torch.Tensor.detach, error) for error in errors]
 
     def _error(self, site: str, x: Tensor) -> Error | None:
         """What the quantizer of ``site`` changes of ``x``."""
@@ -302,7 +300,3 @@ def _alias(x: Any) -> Any:
         return x
     with torch.enable_grad():
         return x.view_as(x)
-
-
-def _as_it_is(error: Tensor) -> Tensor:
-    return error

@@ -113,10 +113,15 @@ class ByTime:
     def share(self, keys: Sequence[int]) -> float:
         """How much longer the model takes with ``keys`` raised, as a share."""
         raised = set(keys)
-        found = (op for key in keys for op in (*self._around.readers[key], *self._makers(key)))
-        ops = {op.name: op for op in found}
+        around, graph = self._around, self._around.graph
+        ops: dict[str, Op] = {}
+        for key in keys:
+            makers = (op for op in around.makers[key] if op.type not in _FLOAT_OUT)
+            ops.update({op.name: op for op in (*around.readers[key], *makers)})
         longer = sum(self._longer(op, raised) for op in ops.values()) + self._moving(raised) - self._moved
-        return (longer - sum(self._saved(key) for key in keys)) / self._all
+        # the conversion of what the model is given, or returns
+        ends = (value for value in (*graph.inputs, *graph.outputs) if around.key_of.get(value) in raised)
+        return (longer - sum(self._converted(value) for value in ends)) / self._all
 
     def _moving(self, raised: set[int]) -> float:
         """What transposes take, and pools on codes that have the channels first."""
@@ -133,25 +138,13 @@ class ByTime:
         keys = [self._around.key_of.get(value) for value in (str(op.inputs[0]), *self._made(op))]
         return all(key is not None and key not in raised for key in keys)
 
-    def _saved(self, key: int) -> float:
-        """The conversion of what the model is given, or returns."""
-        graph = self._around.graph
-        ends = (v for v in (*graph.inputs, *graph.outputs) if self._around.key_of.get(v) == key)
-        return sum(self._converted(v) for v in ends)
-
-    def _makers(self, key: int) -> Iterable[Op]:
-        return (op for op in self._around.makers[key] if op.type not in _FLOAT_OUT)
-
     def _longer(self, op: Op, raised: set[int]) -> float:
-        in_float, on_codes = self._times.layer(self._around.graph, op)
-        return in_float - on_codes + sum(self._converted(v) for v in self._borders(op, raised))
-
-    def _borders(self, op: Op, raised: set[int]) -> Iterable[str]:
-        """Values on grids between ``op`` in float and operators on codes."""
-        key_of = self._around.key_of
-        read = (v for v in dict.fromkeys(v for _, v in op.sources()) if not self._around.graph.values[v].is_static)
-        around = (*read, *self._made(op))
-        return (v for v in around if v in key_of and key_of[v] not in raised)
+        """What ``op`` takes longer in float, with the conversions of values on grids between it and operators on codes."""
+        graph, key_of = self._around.graph, self._around.key_of
+        in_float, on_codes = self._times.layer(graph, op)
+        read = (v for v in dict.fromkeys(v for _, v in op.sources()) if not graph.values[v].is_static)
+        borders = (v for v in (*read, *self._made(op)) if v in key_of and key_of[v] not in raised)
+        return in_float - on_codes + sum(map(self._converted, borders))
 
     def _made(self, op: Op) -> Iterable[str]:
         """What ``op`` makes, or what the operators make that a runtime takes into its kernel."""
