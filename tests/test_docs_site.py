@@ -72,6 +72,7 @@ def test_links_that_leave_the_documentation(source, link, expected):
         (">>> f(\n...     1)\n>>> b\n\n", [("python", "f(\n    1)\nb")]),
         (">>> t\n1\n2\n3\n4\n5\n>>> b\n", [("python", "t"), ("text", "1\n2\n3\n4\n5"), ("python", "b")]),
         (">>> t\n...\n", [("python", "t")]),
+        (">>> t  # doctest: +SKIP\n1\n", [("python", "t\n# 1")]),
     ],
 )
 def test_sessions_are_shown_as_code_that_can_be_copied(session, blocks):
@@ -94,6 +95,13 @@ def test_arguments_described_together_have_a_row_each():
     shown = load("docs/site/docstrings.py").as_markdown(text)
     assert "    a: two widths,\n        in bits.\n    b: two widths,\n        in bits.\n    c: another." in shown
     assert "See x, y: both." in shown
+
+
+def test_examples_of_docstrings_are_code():
+    pytest.importorskip("griffe", reason="the extra 'docs' is not installed; make docs installs it")
+    text = "Does it.\n\nRaises:\n    E: no.\n\nExample:\n    >>> f(1)\n    2\n\nMore.\n"
+    shown = load("docs/site/docstrings.py").as_markdown(text)
+    assert "    E: no.\n\n**Example**\n\n\n```python\nf(1)\n# 2\n```\n\nMore." in shown
 
 
 def test_the_command_line_page_has_every_command_and_option():
@@ -139,8 +147,8 @@ def test_the_site_builds_with_strict_links_and_loads_nothing_from_elsewhere(tmp_
     assert len(pages) > 40 and styles
     assert not {page.name: found for page in pages if (found := LOADED.findall(page.read_text()))}
     assert not {style.name: found for style in styles if (found := LOADED_BY_STYLE.findall(style.read_text()))}
-    prompts = {page.name for page in pages if "&gt;&gt;&gt; " in page.read_text()}
-    assert not prompts
+    raw = {page.name for page in pages if "&gt;&gt;&gt; " in (text := page.read_text()) or "```" in text}
+    assert not raw  # prompts, and fences that were not parsed
     assert 'id="bitwright.torch' in (tmp_path / "site/reference/bitwright.torch.html").read_text()
     assert (tmp_path / "site/search/search_index.json").stat().st_size > 100_000
 

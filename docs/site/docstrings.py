@@ -30,7 +30,7 @@ def as_markdown(text: str) -> str:
     See `a.b.c`.
     """
     text = _ROLE.sub(r"`\1`", text)
-    lines = _rows_apart(text.splitlines())
+    lines = _examples_outdented(_rows_apart(text.splitlines()))
     out: list[str] = []
     while lines:
         indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
@@ -47,6 +47,22 @@ def as_markdown(text: str) -> str:
             out += ["", *(indent + line for line in [f"```{language}", *code.split("\n"), "```"])]
         del lines[:end]
     return "\n".join(out)
+
+
+def _examples_outdented(lines: list[str]) -> list[str]:
+    """Sections "Example:" as a heading and paragraphs, which griffe would show as they are written."""
+    out: list[str] = []
+    base: str | None = None
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        if line.strip() in ("Example:", "Examples:"):
+            base = indent
+            out += [f"{indent}**{line.strip(' :')}**", ""]
+            continue
+        if base is not None and line.strip() and not line.startswith(f"{base}    "):
+            base = None
+        out.append(line if base is None or not line.strip() else base + line[len(base) + 4 :])
+    return out
 
 
 def _rows_apart(lines: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ import re
 
 #: outputs of more lines than this follow the code as a block of their own
 MOST_COMMENTED = 4
+_DIRECTIVE = re.compile(r" *# doctest: \+.*$", re.MULTILINE)
 _COMPOUND = re.compile(r"(class|def|with|for|try|if|while|@)\b")
 
 
@@ -32,7 +33,7 @@ def _runs(source: str) -> list[tuple[bool, list[str]]]:
     """Consecutive lines of code and of output; the blank lines around an output are dropped."""
     runs: list[tuple[bool, list[str]]] = []
     opened = ""  # first line of the latest statement
-    for line in source.splitlines():
+    for line in _DIRECTIVE.sub("", source).splitlines():
         is_code = line.startswith((">>>", "..."))
         if is_code and line == "..." and runs and not runs[-1][0]:
             is_code = False  # an ellipsis that stands for lines of output
