@@ -276,13 +276,16 @@ def answer(line: str) -> None:
 
 
 def details(*parts: Any) -> None:
-    """Print texts and tables, unless ``-q`` was given; a table is cut to the width of a terminal only."""
-    if not is_quiet():
-        out = console()
-        for part in parts:
-            is_text = isinstance(part, str) or not out.is_terminal
-            shown = part if isinstance(part, Text) else Text(str(part)) if is_text else part
-            out.print(shown, soft_wrap=is_text)
+    """Print texts and tables, unless ``-q`` was given; a table is folded to the width of a terminal only."""
+    if is_quiet():
+        return
+    out = console()
+    for part in parts:
+        is_table = not isinstance(part, str | Text)
+        is_text = not (is_table and out.is_terminal)
+        out.print(Text(str(part)) if is_table and is_text or isinstance(part, str) else part, soft_wrap=is_text)
+        if is_table:
+            out.print()
 
 
 def print_report(text: str, result: int = -1, title_style: str = "bold") -> None:

@@ -227,10 +227,11 @@ def quantize_model(
             fallback=fallback,
             progress=not is_quiet(),
         )
+    verified = _verified(result.exported, target) if verify and samples and not is_quiet() else None
     if is_verbose():
         details(*_done(result, loaded.notes))
     answer(result.headline)
-    details(*result.summary(_verified(result.exported, target) if verify and samples else None))
+    details(*result.summary(verified))
     if result.poor:
         raise typer.Exit(NO)
 

@@ -236,7 +236,7 @@ _FILES: tuple[tuple[str, Callable[[Path], list[Table]]], ...] = (
 
 def _origin(facts: Mapping[str, str]) -> Iterator[Table]:
     if facts:
-        yield Table("Origin", ("", "what the file says of itself"), tuple(facts.items()), named=False)
+        yield Table("Provenance", ("", "recorded in the file"), tuple(facts.items()), named=False)
 
 
 def _cells(encoding: Encoding | None, form: str = "") -> Cells:

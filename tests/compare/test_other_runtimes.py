@@ -219,7 +219,7 @@ def test_the_file_tells_where_it_comes_from(folder: Path, tmp_path: Path) -> Non
     assert told["example"].startswith("sha256:") and told["encodings"].startswith("sha256:")
     assert told["output"] and float(told["sqnr_db"]) > 10 and "metric_float" not in told
     shown = CliRunner().invoke(app, ["show", str(folder)]).output
-    assert all(text in shown for text in ("Origin", told["tool"], told["encodings"], "3 batches"))
+    assert all(text in shown for text in ("Provenance", told["tool"], told["encodings"], "3 batches"))
     sim = OnnxSim(folder / "net.onnx")
     again = read_origin(sim.export(tmp_path, "net").qdq)
     assert again["example"] != told["example"], "it is told of the new file, with another example"

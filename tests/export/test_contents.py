@@ -58,12 +58,12 @@ def rows(tables: list[Table], title: str) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.parametrize("name", ["", "net.onnx", "net.tflite"])
 def test_models_tell_their_origin(folder: Path, name: str) -> None:
-    told = rows(contents(folder / name), "Origin")
+    told = rows(contents(folder / name), "Provenance")
     assert told["tool"] == (f"bitwright {__version__}",) and told["preset"] == ("w8a8",)
     assert told["recipe"] == ("fold",) and told["target"] == ("litert",)
     assert told["data"][0].startswith("3 batches, the first sha256:")
-    assert told["encodings"][0].startswith("sha256:") and told == rows(contents(folder), "Origin")
-    assert "what the file says of itself" in shown(folder / name)
+    assert told["encodings"][0].startswith("sha256:") and told == rows(contents(folder), "Provenance")
+    assert "recorded in the file" in shown(folder / name)
 
 
 def test_every_file_tells_the_same_scales(folder: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_float_model_and_a_manifest(folder: Path) -> None:
     tables = contents(folder / "net_manifest.json")
     assert set(rows(tables, "Files")) == {"net.onnx", "net_float.onnx", "net.tflite", "net.encodings", "net_sites.json",
                                           "net_samples.npz"}  # fmt: skip
-    told = rows(tables, "Origin")
+    told = rows(tables, "Provenance")
     assert told["target"] == ('"litert"',) and told["version of bitwright"] == (__version__,)
 
 
