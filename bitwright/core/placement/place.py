@@ -964,7 +964,9 @@ class Outputs:
             self._carry_float(op, value, sources)
             self.ledger.note_unused(setting, f"{op.name}.output[{index}]", self.ledger.why[value])
         else:
-            why = f"{op.type} joins values of different grids and {FLOAT_OP.format('it')}"
+            why = FLOAT_OP.format(op.type)
+            if len(set(sources)) > 1:
+                why = f"{op.type} joins values of different grids and {FLOAT_OP.format('it')}"
             if last:
                 why = f"last states of several layers, each on its own grid, put together by {op.type}"
             self._decide_output(op, row, index, value, default=(row.integer or moves) and not last, why=why)
