@@ -270,10 +270,10 @@ for name in ("plain", "repaired"):
 
 
 def test_an_accumulator_that_overflows_is_named() -> None:
-    model = nn.Sequential(nn.Linear(200_000, 3), nn.ReLU()).eval()
+    model = nn.Sequential(nn.Linear(80_000, 3), nn.ReLU()).eval()
     with torch.no_grad():
         model[0].weight.fill_(0.01)
-    x = 0.98 + 0.02 * torch.rand(2, 200_000)
+    x = 0.98 + 0.02 * torch.rand(2, 80_000)
     sim = QuantizationSimModel(model, x)
     sim.compute_encodings([x])
     report = sim.saturation([x])

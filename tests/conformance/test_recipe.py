@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,162 +13,120 @@ from torch import nn
 
 import bitwright
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.onnx import apply_reconstruction, quantize
+from bitwright.onnx import apply_reconstruction
 from tests.onnx.nets import Net
 
 
-def network():
+@dataclass
+class Case:
+    """A model, four batches for it, and its outputs for a batch: those of a module or of a session."""
+
+    model: Any
+    batches: list[Any]
+    run: Callable[[Any, Any], np.ndarray]
+
+    def error(self) -> Callable[[Any], float]:
+        """Mean squared error of the outputs against those of the first model that it is asked for: lower is better."""
+        wanted: list[np.ndarray] = []
+
+        def metric(model: Any) -> float:
+            found = [self.run(model, batch) for batch in self.batches]
+            if not wanted:
+                wanted.extend(found)
+            return float(np.mean([np.square(f - w).mean() for f, w in zip(found, wanted, strict=True)]))
+
+        return metric
+
+    def outputs(self, result: Any) -> np.ndarray:
+        sim, x = result.sim, self.batches[0]
+        return sim.run(x)[0] if isinstance(x, np.ndarray) else sim.model(x).detach().numpy()
+
+
+@pytest.fixture(params=["torch", "onnx"])
+def case(request):
+    if request.param == "onnx":
+        net, generator = Net(), np.random.default_rng(1)
+        y = net("Relu", net.bn(net.conv(net.input("x", (16, 3, 8, 8)), 3, 8, name="c1", bias=False), 8), name="r1")
+        y = net("Relu", net.conv(y, 8, 8, name="c2"), name="r2")
+        batches = [generator.standard_normal((16, 3, 8, 8)).astype(np.float32) for _ in range(4)]
+        return Case(net.model(net.conv(y, 8, 4, name="c3")), batches, lambda session, x: session.run(None, {"x": x})[0])
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(),
         nn.Flatten(), nn.Linear(8 * 16, 10),
-    )  # fmt: skip
+    ).eval()  # fmt: skip
     with torch.no_grad():
         model[1].running_var.uniform_(0.01, 4.0)
         model[1].weight.uniform_(0.1, 3.0)
-    return model.eval()
-
-
-@pytest.fixture
-def batches():
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(16, 3, 8, 8, generator=generator) for _ in range(4)]
+    batches = [torch.randn(16, 3, 8, 8, generator=generator) for _ in range(4)]
+    return Case(model, batches, lambda model, x: model(x).detach().numpy())
 
 
-def error_against(reference, batches):
-    """Mean squared error of the outputs: lower is better."""
-    wanted = [reference(batch).detach() for batch in batches]
-
-    def metric(model):
-        with torch.no_grad():
-            return float(np.mean([(model(b) - w).square().mean().item() for b, w in zip(batches, wanted, strict=True)]))
-
-    return metric
-
-
-def test_each_step_has_its_line_and_the_whole_gains(batches):
-    model = network()
+def test_each_step_has_its_line_and_the_whole_gains(case):
     recipe = ["fold", "equalize", {"adaround": {"iterations": 200}}, "bias_correction"]
     result = bitwright.quantize(
-        model, iter(batches), "w4a8", recipe=recipe, metric=error_against(model, batches), lower_is_better=True
+        case.model, iter(case.batches), "w4a8", recipe=recipe, metric=case.error(), lower_is_better=True
     )
     assert [o.step for o in result.report][:2] == ["float", "no step"] and len(result.report) == 6
+    assert result.metrics["float"] == 0 and "1 batch norm folded" in result.report[2].note and len(result.folds) == 1
     assert result.metrics["quantized"] == result.report.metric < 0.5 * result.report[1].metric
-    assert len(result.folds) == 1 and "1 batch norm folded" in result.report[2].note
     assert result.report[4].change > 0
 
 
-@pytest.mark.slow_variants("seq_mse")
-@pytest.mark.parametrize("step", ["seq_mse", "bias_correction"])
-def test_a_step_that_hurts_is_taken_back(batches, step):
-    model = network()
-    wanted = error_against(model, batches)
-    calls = []
+@pytest.mark.quick_variants("torch-bias_correction", "onnx-gptq")
+@pytest.mark.parametrize("step", ["seq_mse", "gptq", "bias_correction"])
+def test_a_step_that_hurts_is_taken_back(case, step):
+    wanted, calls = case.error(), []
 
-    def metric(m):
-        calls.append(m)
-        return wanted(m) + (1e6 if len(calls) == 4 else 0)
+    def metric(model):
+        calls.append(model)
+        return wanted(model) + (1e6 if len(calls) == 4 else 0)
 
     result = bitwright.quantize(
-        model, batches, "w4a8", recipe=["fold", step], metric=metric, lower_is_better=True, on_harm="undo"
+        case.model, case.batches, "w4a8", recipe=["fold", step], metric=metric, lower_is_better=True, on_harm="undo"
     )
-    assert not result.report[3].kept and result.report[2].kept
-    plain = bitwright.quantize(model, batches, "w4a8", recipe=["fold"])
+    assert [o.kept for o in result.report] == [True, True, True, False]
+    plain = bitwright.quantize(case.model, case.batches, "w4a8", recipe=["fold"])
     for name, site in plain.sim.quantizers.items():
         assert result.sim.quantizers[name].encoding == site.encoding, name
-    assert torch.equal(result.model(batches[0]), plain.model(batches[0]))
+    assert np.array_equal(case.outputs(result), case.outputs(plain))
 
 
-def test_a_recipe_file(batches, tmp_path):
+def test_a_recipe_file(case, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("recipe:\n- fold\n- gptq: {damping: 0.05}\n")
-    result = bitwright.quantize(network(), batches, "w4a8", recipe=path)
+    result = bitwright.quantize(case.model, case.batches, "w4a8", recipe=path)
     assert [o.step for o in result.report] == ["fold()", "gptq(damping=0.05)"]
     assert all(o.metric is None for o in result.report)
 
 
-@pytest.mark.slow_variants("default")
-@pytest.mark.parametrize("recipe", [None, ["fold"]], ids=["default", "given"])
-def test_a_metric_that_is_nan_is_an_error(batches, recipe):
-    with pytest.raises(CalibrationError, match="float: the metric is NaN. Remedy: run the metric on the float model"):
-        bitwright.quantize(network(), batches, recipe=recipe, metric=lambda m: float("nan"))
-    answers = iter([1.0, *[1.0] * (recipe is not None)])
-    with pytest.raises(CalibrationError, match="(quantized|fold.*): the metric is NaN"):
-        bitwright.quantize(network(), batches, recipe=recipe, metric=lambda m: next(answers, float("nan")))
+@pytest.mark.parametrize(
+    "recipe, answers, where",
+    [
+        (None, [], "float: the metric is NaN. Remedy: run the metric on the float model"),
+        (None, [1.0], "quantized.*: the metric is NaN"),
+        (["fold"], [1.0, 1.0], "fold.*: the metric is NaN"),
+    ],
+    ids=["float", "quantized", "step"],
+)
+def test_a_metric_that_is_nan_is_an_error(case, recipe, answers, where):
+    left = iter(answers)
+    with pytest.raises(CalibrationError, match=where):
+        bitwright.quantize(case.model, case.batches, recipe=recipe, metric=lambda model: next(left, float("nan")))
 
 
-def test_options_are_checked_before_work(batches):
-    with pytest.raises(ConfigError, match="adaround: there is no option 'iters'.*iterations"):
-        bitwright.quantize(network(), batches, recipe=[{"adaround": {"iters": 1}}])
-    with pytest.raises(ConfigError, match="fold: there is no option 'x'.*it takes none"):
-        bitwright.quantize(network(), batches, recipe=[{"fold": {"x": 1}}])
+def test_options_are_checked_before_work(case):
+    for step, options, message in (
+        ("adaround", {"iters": 1}, "adaround: there is no option 'iters'.*iterations"),
+        ("gptq", {"dampling": 1}, "gptq: there is no option 'dampling'.*damping"),
+        ("fold", {"x": 1}, "fold: there is no option 'x'.*it takes none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            bitwright.quantize(case.model, case.batches, recipe=[{step: options}])
 
 
-@pytest.fixture
-def model():
-    net = Net()
-    x = net.input("x", (16, 3, 8, 8))
-    y = net("Relu", net.bn(net.conv(x, 3, 8, name="c1", bias=False), 8), name="r1")
-    y = net("Relu", net.conv(y, 8, 8, name="c2"), name="r2")
-    return net.model(net.conv(y, 8, 4, name="c3"))
-
-
-@pytest.fixture
-def arrays():
-    generator = np.random.default_rng(1)
-    return [generator.standard_normal((16, 3, 8, 8)).astype(np.float32) for _ in range(4)]
-
-
-def onnx_error_against(model, batches):
-    """Mean squared error of the outputs: lower is better."""
-    wanted = []
-
-    def metric(session):
-        found = [session.run(None, {"x": batch})[0] for batch in batches]
-        if not wanted:
-            wanted.extend(found)
-        return float(np.mean([np.square(f - w).mean() for f, w in zip(found, wanted, strict=True)]))
-
-    return metric
-
-
-def test_each_step_has_its_line_and_the_whole_gains_onnx(model, arrays):
-    recipe = ["fold", "equalize", {"adaround": {"iterations": 200}}, "bias_correction"]
-    metric = onnx_error_against(model, arrays)
-    result = quantize(model, iter(arrays), "w4a8", recipe=recipe, metric=metric, lower_is_better=True)
-    assert [o.step for o in result.report][:2] == ["float", "no step"] and len(result.report) == 6
-    assert result.metrics["float"] == 0 and "1 batch norm folded" in result.report[2].note
-    assert result.metrics["quantized"] == result.report.metric < 0.5 * result.report[1].metric
-    assert result.report[4].change > 0
-
-
-@pytest.mark.quick_variants("gptq")
-@pytest.mark.parametrize("step", ["gptq", "bias_correction"])
-def test_a_step_that_hurts_is_taken_back_onnx(model, arrays, step):
-    wanted, calls = onnx_error_against(model, arrays), []
-
-    def metric(session):
-        calls.append(session)
-        return wanted(session) + (1e6 if len(calls) == 4 else 0)
-
-    result = quantize(model, arrays, "w4a8", recipe=["fold", step], metric=metric, lower_is_better=True, on_harm="undo")
-    assert [o.kept for o in result.report] == [True, True, True, False]
-    plain = quantize(model, arrays, "w4a8", recipe=["fold"])
-    for name, site in plain.sim.quantizers.items():
-        assert result.sim.quantizers[name].encoding == site.encoding, name
-    assert np.array_equal(result.sim.run(arrays[0])[0], plain.sim.run(arrays[0])[0])
-
-
-def test_a_metric_that_is_nan_is_an_error_onnx(model, arrays):
-    for recipe, answers, where in (
-        (None, [], "float"), (None, [1.0], "quantized"), (["fold"], [1.0, 1.0], "fold"),
-    ):  # fmt: skip
-        left = iter(answers)
-        with pytest.raises(CalibrationError, match=f"{where}.*: the metric is NaN"):
-            quantize(model, arrays, recipe=recipe, metric=lambda session, left=left: next(left, float("nan")))
-
-
-def test_finished_layers_are_not_computed_again(model, arrays, tmp_path, monkeypatch):
+def test_finished_layers_are_not_computed_again(case, tmp_path, monkeypatch):
     from bitwright.methods.rounding import gptq
 
     original, calls = gptq.round_columns, []
@@ -178,18 +140,13 @@ def test_finished_layers_are_not_computed_again(model, arrays, tmp_path, monkeyp
     monkeypatch.setattr(gptq, "round_columns", kernel)
     recipe = ["fold", {"gptq": {"cache_dir": str(tmp_path)}}]
     with pytest.raises(ValueError, match="a crash"):
-        quantize(model, arrays, "w4a8", recipe=recipe)
+        bitwright.quantize(case.model, case.batches, "w4a8", recipe=recipe)
     calls[:] = [1] * 3
-    quantize(model, arrays, "w4a8", recipe=recipe)
+    bitwright.quantize(case.model, case.batches, "w4a8", recipe=recipe)
     assert len(calls) == 3 + 1
 
 
-def test_options_are_checked_before_work_onnx(model, arrays):
-    with pytest.raises(ConfigError, match="gptq: there is no option 'dampling'.*damping"):
-        quantize(model, arrays, recipe=[{"gptq": {"dampling": 1}}])
-
-
-def test_a_weight_that_nodes_compute_is_given_back_too(arrays):
+def test_a_weight_that_nodes_compute_is_given_back_too():
     """It is replaced by an initializer of its own; what was computed is then gone from the graph."""
     generator = np.random.default_rng(0)
     net = Net()
@@ -197,7 +154,7 @@ def test_a_weight_that_nodes_compute_is_given_back_too(arrays):
     weight = net("Mul", net("Transpose", net.weights(8, 16, name="w"), perm=[1, 0]), net.const(np.float32(2)))
     model = net.model(net("MatMul", x, weight, name="product"))
     feeds = [generator.standard_normal((32, 16)).astype(np.float32) for _ in range(4)]
-    sim = quantize(model, feeds, "w4a8", recipe=["fold"]).sim
+    sim = bitwright.quantize(model, feeds, "w4a8", recipe=["fold"]).sim
     before = sim.run(feeds[0])[0]
     undo = sim.remember(parameters=True)
     apply_reconstruction(sim, feeds, "gptq", progress=False)

@@ -116,6 +116,7 @@ def test_seq_mse_changes_ranges_and_leaves_the_weights():
     assert any((now[n] < scales[n]).any() for n in scales)
 
 
+@pytest.mark.slow
 def test_seq_mse_then_adaround_beats_either():
     model, sim = simulated()
     apply_reconstruction(sim, data(), "seq_mse")
