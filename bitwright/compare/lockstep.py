@@ -68,22 +68,20 @@ class Lockstep:
     @cached_property
     def free_a(self) -> dict[Pair, Array]:
         """What ``a`` has, run from the input on."""
-        if self.a.values:
-            return {pair: _given(self.a, pair.a) for pair in self.pairs}
-        return self._free(self.a, self.feeds_a, {pair: pair.a for pair in self.pairs})
+        return self._free(self.a, self.feeds_a, [pair.a for pair in self.pairs])
 
     @cached_property
     def free_b(self) -> dict[Pair, Array]:
         """What ``b`` has, run from the input on."""
-        if self.b.values:
-            return {pair: _given(self.b, pair.b) for pair in self.pairs}
-        return self._free(self.b, self.feeds_b, {pair: pair.b for pair in self.pairs})
+        return self._free(self.b, self.feeds_b, [pair.b for pair in self.pairs])
 
-    @staticmethod
-    def _free(side: Side, feeds: Feeds, points: Mapping[Pair, Point]) -> dict[Pair, Array]:
-        model, names = observed(side.model, list(points.values()))
+    def _free(self, side: Side, feeds: Feeds, points: Sequence[Point]) -> dict[Pair, Array]:
+        if side.values:
+            names = [next(name for name in point.names if name in side.values) for point in points]
+            return {pair: np.asarray(side.values[name][0]) for pair, name in zip(self.pairs, names, strict=True)}
+        model, seen = observed(side.model, points)
         found = side.run(model, feeds)
-        return {pair: found[names[point]] for pair, point in points.items()}
+        return {pair: found[seen[point]] for pair, point in zip(self.pairs, points, strict=True)}
 
     # ----------------------------------------------------------------------------------- operator by operator
 
@@ -170,7 +168,7 @@ class Lockstep:
         if edit is not unchanged:
             side = replace(side, model=copy_model(side.model))
             edit(side.model)
-            free = self._free(side, self.feeds_b, {pair: pair.b for pair in self.pairs})
+            free = self._free(side, self.feeds_b, [pair.b for pair in self.pairs])
         alone, _ = self.locally(side, self.feeds_b, source=free)
         return {pair: (alone[pair], free[pair]) for pair in self.pairs if pair in alone}
 
@@ -225,8 +223,3 @@ class Lockstep:
         point, side = (pair.b, self.b) if pair.b.quantized or not pair.a.quantized else (pair.a, self.a)
         scale = steps_of(point, one, side.model)
         return compare(one, other, {**point.facts, "places": [[pair.name, 0]]}, scale)
-
-
-def _given(side: Side, point: Point) -> Array:
-    name = next(name for name in point.names if name in side.values)
-    return np.asarray(side.values[name][0])

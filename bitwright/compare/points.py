@@ -67,7 +67,7 @@ class Point:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As :mod:`bitwright.export.verify` has them."""
+        """What :func:`bitwright.compare.agreement.compare` reads of it."""
         return {"places": [[self.names[0], 0]], "format": self.format, "axis": self.axis}
 
 

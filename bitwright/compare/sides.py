@@ -258,8 +258,8 @@ def sample_inputs(side: Side) -> dict[str, Array] | None:
     return read_samples(file)[1] if file.is_file() else None
 
 
-def read_model(path: Path) -> ir.Model:
-    """The model in a file, with quantized tables as constants, in front of the operators that look rows up in them.
+def read_file(path: Path) -> ir.Model:
+    """The model in a file.
 
     Raises:
         ExportError: it is missing, or is not an ONNX model.
@@ -267,10 +267,15 @@ def read_model(path: Path) -> ir.Model:
     if not path.is_file():
         raise ExportError(str(path), "there is no such file", "export the model again, or check the path")
     try:
-        model = load(path)
+        return load(path)
     except Exception as error:  # protobuf's own errors are not importable through onnx
         problem = f"it cannot be read as an ONNX model: {explained(error)}"
         raise ExportError(str(path), problem, "name an .onnx file, or the folder of an export") from error
+
+
+def read_model(path: Path) -> ir.Model:
+    """:func:`read_file`, with quantized tables as constants in front of the operators that look rows up in them."""
+    model = read_file(path)
     # files of old exporters list every initializer among the inputs as well
     for value in [v for v in model.graph.inputs if v.is_initializer()]:
         model.graph.inputs.remove(value)

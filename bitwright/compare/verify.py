@@ -29,6 +29,7 @@ from bitwright.compare.litert import verify_litert
 from bitwright.compare.reasons import OTHER_CONSTANT, Evidence, explain, measured, reason_of, saturated_places
 from bitwright.compare.report import OutputRow, Row, VerifyReport
 from bitwright.compare.runtime import EXACT_SUMS, MODES, Mode, run_in, run_model
+from bitwright.compare.sides import read_file
 from bitwright.errors import ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
 from bitwright.export.files.manifest import read_manifest
@@ -136,14 +137,7 @@ def _as_a_whole(
 
 def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
     site = "model" if isinstance(model, ir.Model) else os.fspath(model)
-    if not isinstance(model, ir.Model):
-        if not Path(model).is_file():
-            raise ExportError(site, "there is no such file", "export the simulation first, or check the path")
-        try:
-            model = load(Path(model))
-        except Exception as error:  # protobuf's own errors are not importable through onnx
-            problem = f"it cannot be read as an ONNX model: {error}"
-            raise ExportError(site, problem, "export the simulation again, or check the path") from error
+    model = model if isinstance(model, ir.Model) else read_file(Path(model))
     if METADATA not in model.metadata_props and not any(map(read_metadata, model.graph.all_nodes())):
         problem = "no node carries the notes of to_qdq, so its quantizers cannot be told from others"
         raise ExportError(site, problem, "verify a model as to_qdq wrote it")
@@ -313,34 +307,43 @@ def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> Wro
     """
     if find_target(target).runtime != "onnxruntime":
         return None
-    loaded, levels = load(model), dict[Mode, dict[str, float]]()
-    inputs = {name: plain(array) for name, array in kept.inputs.items()}
-    outputs = {name: plain(array) for name, array in kept.outputs.items()}
+    loaded = load(model)
+    inputs, outputs = ({name: plain(array) for name, array in given.items()} for given in (kept.inputs, kept.outputs))
     expected = {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
-    mode: Mode
-    for mode in ("integer", "float"):
-        try:
-            found = named_arrays(run_in("onnxruntime", loaded, inputs, mode, entries=EXACT_SUMS))
-        except _refused():
+    try:
+        by_integer = _levels(loaded, inputs, expected, "integer")
+        if min(by_integer.values(), default=math.inf) >= _FAR:
             return None
-        levels[mode] = {name: level(array, found.get(name)) for name, array in expected.items()}
-        if min(levels["integer"].values(), default=math.inf) >= _FAR:
-            return None
-    away = [name for name, one in levels["integer"].items() if one < min(_FAR, levels["float"][name] - _NEARER)]
+        by_float = _levels(loaded, inputs, expected, "float")
+    except _refused():
+        return None
+    away = [name for name, one in by_integer.items() if one < min(_FAR, by_float[name] - _NEARER)]
     if not away:
         return None
-    made = {
-        row.site: f"{row.kernel} of ONNX Runtime gives {row.as_integer.equal:.1%} of its codes as simulated"
-        for row in verify_layers(model, *read_samples(samples)[:2]).rows
-        if row.as_float.ok and not (row.as_integer.ok or row.as_integer.within)
-    }
+    made = _wrong_places(model, samples)
     name, where = away[0], f" at {first_few(list(made))}" if made else ""
-    one, other = (f"{levels[mode][name]:.1f} dB" for mode in ("integer", "float"))
+    one, other = (f"{levels[name]:.1f} dB" for levels in (by_integer, by_float))
     text = (
         f"integer kernels of ONNX Runtime bring the output {name} to {one} from the simulation{where}, float kernels to "
         f"{other}: leave the place in float with a rule, and show the file to the maintainers of ONNX Runtime"
     )
     return WrongKernels(text, made)
+
+
+def _levels(
+    model: ir.Model, inputs: Mapping[str, Array], expected: Mapping[str, Array], mode: Mode
+) -> dict[str, float]:
+    found = named_arrays(run_in("onnxruntime", model, inputs, mode, entries=EXACT_SUMS))
+    return {name: level(array, found.get(name)) for name, array in expected.items()}
+
+
+def _wrong_places(model: Path, samples: Path) -> dict[str, str]:
+    """Site -> what its kernel does, where float kernels agree with the simulation and integer kernels do not."""
+    return {
+        row.site: f"{row.kernel} of ONNX Runtime gives {row.as_integer.equal:.1%} of its codes as simulated"
+        for row in verify_layers(model, *read_samples(samples)[:2]).rows
+        if row.as_float.ok and not (row.as_integer.ok or row.as_integer.within)
+    }
 
 
 def verify_folder(
