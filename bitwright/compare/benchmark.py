@@ -84,7 +84,7 @@ def sample_inputs(folder: Path, stem: str) -> dict[str, Array]:
 
 
 def benchmark_sim(export: Callable[[Path], Exported], options: Mapping[str, Any]) -> BenchmarkReport:
-    """What :func:`benchmark_export` says of the files that ``export`` writes into a folder it is given."""
+    """The report of :func:`benchmark_export` on files that ``export`` writes into a temporary folder."""
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
         export(Path(folder))
         return benchmark_export(folder, **options)
@@ -105,7 +105,7 @@ def measured(exported: Exported, target: str) -> Exported:
 
 
 def measured_if_short(exported: Exported, target: str) -> Exported:
-    """What :func:`measured` gives, where that takes about a second at most; nothing fails, as the files are written.
+    """:func:`measured`, where that takes about a second at most. Raises nothing: the files are already written.
 
     Left out: files of more than 64 MiB together, runs that take more than a tenth of a second together, files without samples,
     the target ``packed``, which is for compilers, formats that are not of ONNX, and runtimes that are not installed. A file that

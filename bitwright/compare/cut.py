@@ -201,7 +201,7 @@ class Place:
 
 
 def _makers(node: ir.Node, cuts: Container[ir.Value], static: Container[ir.Node]) -> Iterator[ir.Node]:
-    """What makes the inputs of ``node`` that are no ``cuts``, except for ``static`` nodes."""
+    """The operators that make the inputs of ``node``; none for inputs in ``cuts`` and for ``static`` operators."""
     for value in node.inputs:
         maker = None if value is None or value in cuts else value.producer()
         if maker is not None and maker not in static:

@@ -1,4 +1,4 @@
-"""Both executions on one input: freely, and operator by operator, each fed what the first one has in front of it."""
+"""Two executions on one input: from the input on, and operator by operator, fed what the first one computed before it."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class Lockstep:
 
     @cached_property
     def free_a(self) -> dict[Pair, Array]:
-        """What ``a`` has, run from the input on."""
+        """Values of ``a``, run from the input on."""
         return self._free(self.a, self.feeds_a, [pair.a for pair in self.pairs])
 
     @cached_property
     def free_b(self) -> dict[Pair, Array]:
-        """What ``b`` has, run from the input on."""
+        """Values of ``b``, run from the input on."""
         return self._free(self.b, self.feeds_b, [pair.b for pair in self.pairs])
 
     def _free(self, side: Side, feeds: Feeds, points: Sequence[Point]) -> dict[Pair, Array]:
@@ -87,12 +87,12 @@ class Lockstep:
 
     @cached_property
     def fed(self) -> dict[Pair, Array]:
-        """What ``a`` has freely, on the grids of ``b``: what every operator is fed."""
+        """``free_a`` on the grids of ``b``: the inputs of every operator."""
         return self.on_grid(self.free_a)
 
     @cached_property
     def rounded(self) -> dict[Key, Array]:
-        """Parameters of ``b`` that are those of ``a`` on a grid: no further than a step from them."""
+        """Parameters of ``b`` that are parameters of ``a`` rounded to a grid: at most one step apart."""
         if self.a.values:
             return {}
         ours, theirs = self.parameters
@@ -105,7 +105,7 @@ class Lockstep:
 
     @cached_property
     def parameters(self) -> tuple[dict[Key, Parameter], dict[Key, Parameter]]:
-        """Of ``a`` and of ``b``."""
+        """Constants that operators of ``a`` and of ``b`` read."""
         return parameters(self.a.model), parameters(self.b.model)
 
     @cached_property
@@ -127,7 +127,7 @@ class Lockstep:
 
     @cached_property
     def own_a(self) -> dict[Pair, Array]:
-        """What every operator of ``a`` makes of what it is fed, with parameters as ``b`` rounded them, on the grids of ``b``."""
+        """Outputs of the operators of ``a``, fed ``fed``, with parameters as ``b`` rounded them, on the grids of ``b``."""
         if self.a.values:
             return self.fed
         found, _ = self.locally(self.a, self.feeds_a, edit=lambda model: give(model, self.rounded))
@@ -135,7 +135,7 @@ class Lockstep:
 
     @cached_property
     def kernels(self) -> dict[Pair, str]:
-        """What the runtime of ``b`` ran last for a tensor."""
+        """The kernel with which the runtime of ``b`` computed each tensor."""
         return self._own_b[1]
 
     @cached_property
@@ -145,12 +145,12 @@ class Lockstep:
 
     @property
     def own_b(self) -> dict[Pair, Array]:
-        """What every operator of ``b`` makes of what it is fed."""
+        """Outputs of the operators of ``b``, fed what ``a`` has."""
         return self._own_b[0]
 
     @cached_property
     def cut_b(self) -> tuple[Cut, dict[Pair, Place]]:
-        """The model of ``b`` taken apart, fed what ``a`` has."""
+        """The model of ``b`` cut at the pairs, with values of ``a`` as inputs; the place of each pair."""
         cut, places = cut_at(copy_model(self.b.model), {pair.b: self.free_a[pair] for pair in self.pairs})
         return cut, {pair: places[pair.b] for pair in self.pairs}
 
@@ -159,7 +159,7 @@ class Lockstep:
         return self.locally(self.b, self.feeds_b, run=partial(self.b.run, errors=self.errors))
 
     def in_the_whole(self, edit: Edit = unchanged) -> dict[Pair, tuple[Array, Array]]:
-        """What operators of ``b`` make alone, fed what lies in front of them when it is run as a whole, and what they make then.
+        """Outputs of the operators of ``b`` alone, fed the values of a run of the whole model, and their outputs in that run.
 
         Args:
             edit: changes a copy of the graph before.
@@ -182,7 +182,7 @@ class Lockstep:
         source: Mapping[Pair, Array] | None = None,
         run: Callable[[ir.Model, Feeds, dict[str, str]], Mapping[str, Array] | None] | None = None,
     ) -> tuple[dict[Pair, Array], dict[Pair, str]]:
-        """What the operators of ``side`` make of what they are fed, and which kernels did.
+        """Outputs of the operators of ``side`` for given inputs, and the kernels that computed them.
 
         Args:
             side: ``a`` or ``b``.

@@ -1,4 +1,4 @@
-"""What is compared: the float model, the simulation, the file as it stands, or the file in a runtime."""
+"""The executions that ``drift`` compares: the float model, the simulation, the exported file, the file in a runtime."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bitwright.runtimes.onnxruntime import refusals
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
 
-#: executions that are no runtime, in order: what stands further left is nearer to what was trained
+#: executions that are not runtimes, from the trained model to the exported file
 _FIRST = ("float", "simulation", "file")
 _FLAT = RUNTIMES["litert"]  # runs conversions of ONNX models, and of parts of them
 
@@ -53,12 +53,12 @@ class Side:
 
     @property
     def in_runtime(self) -> bool:
-        """Whether kernels of a runtime's choice compute it."""
+        """Whether a runtime executes it with kernels that it chooses itself."""
         return self.how in RUNTIMES
 
     @property
     def rank(self) -> int:
-        """Small where the execution is nearer to what was trained."""
+        """Position on the way from the trained model (0) to a runtime."""
         return _FIRST.index(self.how) if self.how in _FIRST else len(_FIRST)
 
     def run(
@@ -127,7 +127,7 @@ def open_side(path: str | os.PathLike[str], prefix: str | None = None) -> Side:
 def sides_in_memory(
     words: tuple[str, str], float_model: ir.Model, file_model: ir.Model, samples: Samples
 ) -> list[Side]:
-    """The two sides that ``words`` name, of an export that lies in memory.
+    """The two sides that ``words`` name, of an export held in memory.
 
     Raises:
         ConfigError: a word is none, both are the same, or the runtime is not installed.
@@ -159,7 +159,7 @@ def _how_to_name() -> str:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Path and word; either may be empty."""
+    """The path and the execution that ``PATH@HOW`` names; either may be empty."""
     words = _words()
     if Path(text).exists():
         return text, ""
@@ -216,7 +216,7 @@ def _open_flat(path: Path, how: str) -> Side:
 
 
 def _check_flat(folder: Path, stem: str) -> None:
-    """Refuse an export whose LiteRT file is not the conversion of its model any more: parts are converted from that."""
+    """Refuse an export whose LiteRT file no longer matches its ONNX model, from which parts are converted."""
     names = (f"{stem}{_FLAT.suffix}", f"{stem}.onnx")
     if not (folder / names[0]).is_file():
         return
@@ -242,7 +242,7 @@ def samples_of(folder: Path, stem: str, model: ir.Model) -> dict[str, Sequence[A
 
 
 def _by_run(sites: Mapping[str, Sequence[Array]], model: ir.Model) -> dict[str, Sequence[Array]]:
-    """The values of every run of a site under its name, as ``model`` has them."""
+    """The simulation's value at each run of a site, by the name of the run, in the shapes that ``model`` has."""
     late = pooled_places(model)
     return {
         run_name(site, i, pooled=(site, i) in late): [array]

@@ -1,4 +1,4 @@
-"""Measuring deployed ONNX files whose simulation is not at hand, and trying changes of them."""
+"""Benchmarks of ONNX files without their simulation, and of changes that may make them faster."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def suggestions(
 
 
 def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.Model]]]:
-    """What can be tried on this model: how it is asked for, and what writes the file."""
+    """Changes that apply to this model: how a user asks for each, and a function that writes the changed file."""
     encodings = {s.name: s.encoding for s in sim.quantizers.values() if s.enabled and s.encoding is not None}
     layers = write_recurrent(sim.marked, "native")  # recurrent layers as the operators that the file has
 
@@ -212,7 +212,7 @@ def _is_end(sim: QuantizationSimModel, site: Site) -> bool:
 
 
 def _islands(sim: QuantizationSimModel) -> list[str]:
-    """Activation sites whose value no operator with an integer kernel makes or reads: they only cost conversions."""
+    """Activation sites between operators without integer kernels: their quantizers only cost conversions."""
     found = []
     for site in sim.quantizers.values():
         if site.role not in ("input", "output") or not site.enabled or site.encoding is None:

@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 def check_not_empty(site: str, feeds: Mapping[str, Any]) -> None:
-    """Refuse a batch without a sample, of which everything would be equal and fast.
+    """Refuse a batch without samples: every comparison of it would agree, and every time would be short.
 
     Args:
         site: for the message.
@@ -248,7 +248,7 @@ def _open_openvino(path: Path, threads: int, reference: bool) -> Session:
 
 
 def _openvino_kernels(compiled: Any) -> Iterator[tuple[str, str]]:
-    """Name of the original operator -> ``Convolution i8``, from what the plugin tells about its own graph."""
+    """Name of the original operator -> kernel (``Convolution i8``), from the runtime graph of the plugin."""
     for node in compiled.get_runtime_model().get_ordered_ops():
         facts = node.get_rt_info()
         kind, kept, precision = (
@@ -290,7 +290,7 @@ RUNTIMES: dict[str, Runtime] = {
 
 
 def find_runtime(name: str) -> Runtime:
-    """The row of ``name``, whose package is there.
+    """The row called ``name``, if its package is installed.
 
     Raises:
         ConfigError: there is no such runtime, with close matches, or its package is not installed, with the extra.
@@ -341,7 +341,7 @@ def open_file(runtime: str, path: str | os.PathLike[str], *, threads: int = 1, r
 
 @contextmanager
 def refusals_of(row: Runtime, file: Path) -> Iterator[None]:
-    """What ``row`` raises about ``file``, which shares no class with other runtimes, as an error with a remedy."""
+    """Turn what a runtime raises about ``file`` into an :class:`ExportError` with a remedy."""
     try:
         yield
     except (BitwrightError, MemoryError):
@@ -354,7 +354,7 @@ def refusals_of(row: Runtime, file: Path) -> Iterator[None]:
 
 
 def _remedy(row: Runtime, message: str) -> str:
-    """What to change about a file of which ``row`` says ``message``."""
+    """What to change about a file that ``row`` refuses with ``message``."""
     if any(words in message for words in _DAMAGED):
         return "export again, or copy the file anew: it is damaged"
     if any(words in message for words in _NO_TENSOR):
@@ -367,7 +367,7 @@ def _remedy(row: Runtime, message: str) -> str:
 
 
 def explained(error: BaseException) -> str:
-    """The lines of a runtime's message that say something, in one line of at most 400 characters."""
+    """The informative lines of a runtime's message, joined to at most 400 characters."""
     skipped = ("Exception from", "Check '", "\n")
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if line and not line.startswith(skipped)] or [line for line in lines if line]
@@ -394,5 +394,5 @@ def _operator_in(message: str, file: Path) -> str | None:
 
 
 def _stands_alone(name: str, message: str) -> bool:
-    """Whether ``name`` is more than a part of another word: operators are called ``0`` and ``a``, too."""
+    """Whether ``name`` is a word of its own in ``message``: operators may be called ``0`` or ``a``."""
     return re.search(rf"(?<![\w/.]){re.escape(name)}(?![\w/])", message) is not None

@@ -34,7 +34,7 @@ _MOST_PER_CORE = 4  # threads
 
 @dataclass(frozen=True)
 class FileCost:
-    """What one file takes.
+    """Size, loading time and memory of one file.
 
     Attributes:
         name: ``float`` or ``quantized``.
@@ -51,7 +51,7 @@ class FileCost:
 
 @dataclass(frozen=True)
 class BenchmarkReport(Tabular):
-    """What :func:`benchmark` measured.
+    """Result of :func:`benchmark`.
 
     Attributes:
         runtime: name of the runtime.

@@ -1,4 +1,4 @@
-"""ONNX Runtime: how its sessions are opened and what they raise, and what it runs for a file, node by node, with times."""
+"""ONNX Runtime: opening sessions, the exceptions they raise, and profiles of the nodes that a session runs."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _kind(op: str) -> Kind:
 
 
 def _why_float(node: ir.Node) -> str:
-    """Why no integer kernel took ``node``, if it reads something that was quantized."""
+    """Why ``node`` runs in float although it reads a quantized value; empty where it reads none."""
     codes = [_codes_of(value) for value in node.inputs]
     if not any(code is not None for code in codes):
         return ""
@@ -205,7 +205,7 @@ def _why_float(node: ir.Node) -> str:
 
 
 def _codes_of(value: ir.Value | None) -> ir.Value | None:
-    """What an operator dequantizes to ``value``."""
+    """The codes that a DequantizeLinear turns into ``value``, if one does."""
     maker = None if value is None else value.producer()
     return maker.inputs[0] if maker is not None and maker.op_type == "DequantizeLinear" else None
 
@@ -279,7 +279,7 @@ def layer_times(
 
 
 def _attributed(graph: Any, taken: Mapping[str, float], layers: set[str], whole: float) -> LayerTimes:
-    """Times of layers that add up to ``whole``: what a profile of single nodes misses or adds is shared by all."""
+    """Times of layers, scaled to add up to ``whole``: a profile of single nodes misses some time and adds some."""
     nodes = [node for node in graph if node.name in taken]  # those of bodies are part of the node with the body
     owner = _owners(nodes, layers)
     factor = whole / max(sum(taken[node.name] for node in nodes), 1e-9)
@@ -298,7 +298,7 @@ def _attributed(graph: Any, taken: Mapping[str, float], layers: set[str], whole:
 
 
 def _owners(nodes: list[Any], layers: set[str]) -> dict[str, str]:
-    """Node -> the layer that it is, or that reads it; at the end of the graph the one before it."""
+    """Node -> its layer: itself, the layer that reads it, or at the end of the graph the layer before it."""
     names = {node.name: _RENAMED.sub("", node.name).removeprefix("fused ") for node in nodes}
     found = {node: name for node, name in names.items() if name in layers}
     for node in reversed(nodes):
@@ -309,7 +309,7 @@ def _owners(nodes: list[Any], layers: set[str]) -> dict[str, str]:
 
 
 def _belongs(node: Any, found: dict[str, str], neighbours: Iterable[Any]) -> None:
-    """A node that has no layer yet gets that of the first neighbour that has one."""
+    """Assign a node without a layer to the layer of its first neighbour that has one."""
     owners = (found[n.name] for n in neighbours if n is not None and n.name in found)
     owner = next(owners, None)
     if owner is not None:

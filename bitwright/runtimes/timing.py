@@ -1,4 +1,4 @@
-"""Comparing the time of two or more things on a machine that others use: interleaved rounds, medians, and their spread."""
+"""Comparing run times on a machine in use by others: interleaved rounds, medians and their spread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHORT = 0.01  # seconds
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one thing in every round.
+    """Seconds of one step in every round.
 
     Attributes:
         rounds: seconds, wall clock.
@@ -39,7 +39,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast one thing is as another, by rounds that ran next to each other.
+    """How many times as fast one step is as another, from rounds that ran next to each other.
 
     Attributes:
         median: above 1 where it is faster.
