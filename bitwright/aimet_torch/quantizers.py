@@ -264,24 +264,17 @@ _KEEPING = {
     torch.clone,
     torch.detach,
 }
-#: the same where one encoding serves all elements
+#: calls whose results consist of elements of the first argument, so that one encoding for all elements holds
 _MOVING = {
-    torch.Tensor.reshape,
-    torch.Tensor.view,
-    torch.Tensor.flatten,
-    torch.Tensor.permute,
-    torch.Tensor.transpose,
-    torch.Tensor.squeeze,
-    torch.Tensor.unsqueeze,
-    torch.Tensor.__getitem__,
-    torch.Tensor.expand,
-    torch.reshape,
-    torch.flatten,
-    torch.permute,
-    torch.transpose,
-    torch.squeeze,
-    torch.unsqueeze,
-}
+    getattr(owner, name)
+    for owner in (torch.Tensor, torch)
+    for name in (
+        "__getitem__ chunk diagonal expand expand_as flatten flip gather index_select masked_select moveaxis movedim narrow "
+        "permute ravel repeat repeat_interleave reshape roll select split squeeze swapaxes swapdims t take take_along_dim "
+        "tensor_split tile transpose unbind unflatten unfold unsqueeze view view_as"
+    ).split()
+    if hasattr(owner, name)
+} | {torch.Tensor.T.__get__, torch.Tensor.mT.__get__}  # type: ignore[attr-defined]
 
 
 class QuantizedTensorBase(torch.Tensor):
@@ -293,16 +286,30 @@ class QuantizedTensorBase(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
         source = args[0] if args else None
-        if not isinstance(result, torch.Tensor) or not isinstance(source, QuantizedTensorBase):
-            return result
-        encoding = source.encoding
+        with torch._C.DisableTorchFunctionSubclass():
+            written = [x for x in (source, (kwargs or {}).get("out")) if isinstance(x, QuantizedTensorBase)]
+            traced = torch.compiler.is_compiling()
+            before = [None if traced or x.is_inference() else x._version for x in written]
+            result = func(*args, **(kwargs or {}))
+            for x, version in zip(written, before, strict=True):
+                if version is not None and x._version != version:
+                    x.encoding = None  # of the values that were there
+        encoding = source.encoding if isinstance(source, QuantizedTensorBase) else None
         moved = func in _MOVING and encoding is not None and encoding.scale.numel() == 1
-        if func in _KEEPING or moved:
-            return with_encoding(type(source), result, encoding)
-        return result.as_subclass(torch.Tensor) if isinstance(result, QuantizedTensorBase) else result
+
+        if not isinstance(source, QuantizedTensorBase):
+            return result
+        kind = type(source)
+
+        def kept(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            if func in _KEEPING or moved:
+                return with_encoding(kind, x, _for_rank(encoding, x.dim()))
+            return x.as_subclass(torch.Tensor) if isinstance(x, QuantizedTensorBase) else x
+
+        return type(result)(map(kept, result)) if type(result) in (list, tuple) else kept(result)
 
     def quantize(self) -> QuantizedTensor:
         """The codes of the tensor's values."""
@@ -354,6 +361,16 @@ class QuantizedTensorBase(torch.Tensor):
 
     def _plain(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
+
+
+def _for_rank(encoding: Any, rank: int) -> Any:
+    """``encoding``; the single scale of one with more axes than the tensor as a number."""
+    if encoding is None or encoding.scale.dim() <= rank:
+        return encoding
+    made = copy.copy(encoding)
+    vars(made).update({key: v.reshape(()) for key, v in vars(encoding).items() if isinstance(v, torch.Tensor)})
+    made.block_size = None
+    return made
 
 
 def with_encoding(kind: type[T], values: torch.Tensor, encoding: Any) -> T:

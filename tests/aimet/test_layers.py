@@ -104,6 +104,49 @@ def test_codes_of_a_quantizer_that_stands_for_a_place_are_those_of_the_place(sim
     assert torch.equal(quantizer.get_scale(), place.get_scale()) and quantizer.get_max() == place.get_max()
 
 
+def on_grid(shape: tuple[int, ...] = ()) -> torch.Tensor:
+    quantizer = Q.affine.QuantizeDequantize(shape, 8, False)
+    quantizer.set_range(0.0, 2.55)
+    return quantizer(torch.linspace(0, 2.5, 6).reshape(2, 3)).detach()
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.chunk(2)[1], lambda t: torch.split(t, 1)[0], lambda t: t.t(), lambda t: t.mT, lambda t: t.T,
+        lambda t: torch.gather(t, 1, torch.tensor([[2], [0]])), lambda t: t.tile(2), lambda t: t.unbind()[1],
+        lambda t: torch.index_select(t, 1, torch.tensor([1])), lambda t: t.reshape(6), lambda t: t[0, 1], lambda t: t.flip(0),
+        lambda t: t.masked_select(t > 1), lambda t: t.tensor_split(2, 1)[0],
+    ],
+)  # fmt: skip
+def test_elements_that_are_moved_keep_their_encoding(shape, call):
+    moved = call(on_grid(shape))
+    assert type(moved) is Q.DequantizedTensor
+    torch.testing.assert_close(moved.quantize().dequantize().as_subclass(torch.Tensor), moved.as_subclass(torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.mul_(3), lambda t: t.copy_(t + 9), lambda t: t.fill_(7.0), lambda t: t.__setitem__(0, 5.0),
+        lambda t: torch.add(t, 5, out=t), lambda t: torch.nn.functional.relu(t, inplace=True),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_is_written_to_has_no_encoding_any_more(change):
+    values = on_grid()
+    change(values)
+    with pytest.raises(RuntimeError, match="the tensor has no encoding"):
+        values.quantize()
+
+
+def test_what_computes_on_tensors_with_encodings_returns_ordinary_ones():
+    values = on_grid()
+    for found in (values + 1, values.softmax(0), torch.cat([values, values]), values.sum(), *values.max(0)):
+        assert type(found) is torch.Tensor
+    assert values.quantize().quantized_repr().dtype == torch.uint8  # and it is as it was
+
+
 def test_encodings_keep_their_kind_and_all_their_tensors_when_they_are_moved():
     quantizer = Q.affine.GroupedBlockQuantizeDequantize((4, 2), 4, True, 8, block_size=(1, 8), block_grouping=(1, -1))
     with quantizer.compute_encodings():
