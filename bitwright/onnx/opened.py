@@ -17,8 +17,7 @@ from bitwright.core.simulation.float_model import AddBias, Array, Edit, sqnr
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.files.onnx_file import restore_types
 from bitwright.export.qdq.markers import Names, move_uses
-from bitwright.methods.folding import batch_norm_fold as algorithm
-from bitwright.methods.folding.batch_norm_fold import FoldReport
+from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_batch_norms
 from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened
 from bitwright.methods.layers import Layer
 from bitwright.onnx.existing_quantizers import has_quantizers
@@ -32,31 +31,6 @@ from bitwright.onnx.simulation.marked_model import simulation_model
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.progress import progress as progress_bar
 from bitwright.runtimes.adapters import arrays_of, one_array
-
-
-def fold_batch_norms(
-    loaded: Loaded,
-    providers: Providers | None,
-    shapes: dict[str, tuple[int, ...]] | None,
-    opened: Callable[[OnnxView], None],
-    changed: Callable[[OnnxView], str | None] | None,
-    progress: bool,
-) -> algorithm.FoldReport:
-    """Fold every batch norm of a loaded model that can be folded, in place and for good.
-
-    Args:
-        loaded, providers, shapes: as :class:`OnnxView` takes them.
-        opened: is given the view before anything is changed.
-        changed: what is different since, for the view; nothing is compared without it.
-        progress: show a progress bar on a terminal.
-    """
-    view = _FoldingView(loaded, providers, shapes)
-    opened(view)
-    check = None if changed is None else partial(changed, view)
-    report = algorithm.fold_batch_norms(view, check, bar=partial(progress_bar, enabled=progress))
-    report.keep()
-    view.tidy()
-    return report
 
 
 class _FoldingView(OnnxView):
@@ -467,22 +441,25 @@ def _folded(
     progress: bool,
     known: tuple[dict[str, tuple[int, ...]], list[list[Array]]] | None = None,
 ) -> FoldReport:
-    """Folds; ``known`` are the shapes and the outputs on ``feeds``, where they were measured already."""
+    """Fold every batch norm that can be folded, in place and for good.
+
+    Args:
+        feeds: on which outputs are compared; ``None`` compares nothing.
+        known: the shapes and the outputs on ``feeds``, where they were measured already.
+    """
     if not any(node.op_type == "BatchNormalization" for node in loaded.model.graph.all_nodes()):
         feeds = None  # nothing will be folded, so nothing needs to be compared
     shapes, before = (None, []) if known is None or feeds is None else known
     if feeds is not None and shapes is None:
         shapes = measure_shapes(loaded.model, feeds, providers)
-
-    def changed(view: OnnxView) -> str | None:
-        assert feeds is not None
-        return what_changed(view, feeds, before)
-
-    def opened(view: OnnxView) -> None:
-        if feeds is not None and not before:
-            before.extend(float_outputs(view, feeds))
-
-    return fold_batch_norms(loaded, providers, shapes, opened, None if feeds is None else changed, progress)
+    view = _FoldingView(loaded, providers, shapes)
+    check = None
+    if feeds is not None:
+        check = partial(what_changed, view, feeds, before or float_outputs(view, feeds))
+    report = fold_batch_norms(view, check, bar=partial(progress_bar, enabled=progress))
+    report.keep()
+    view.tidy()
+    return report
 
 
 def _loaded(model: Any, function: str) -> Loaded:
