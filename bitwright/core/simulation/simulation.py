@@ -393,10 +393,10 @@ def fed(data: Any, args: Any, target: Any, arrays: tuple[type, ...]) -> Iterable
 
 
 def nothing_ran(data: Any, callback: str, uses: str) -> CalibrationError:
-    """The error of a calibration in which nothing ran; ``callback`` is what it never ran, ``uses`` what it should call."""
+    """The error of a calibration in which nothing ran; ``callback`` says so of a callback, which should call ``uses``."""
     return CalibrationError(
         "compute_encodings",
-        f"the callback never ran {callback}" if callable(data) else "the data held no batch, so the model never ran",
+        callback if callable(data) else "the data held no batch, so the model never ran",
         f"pass a non-empty list or DataLoader (a generator can be used only once), or a callback that calls {uses}",
     )
 

@@ -556,7 +556,7 @@ class QuantizationSimModel(SimulationFiles):
             if data is None:
                 self._calibrate_on_example(calibrator)
             if not calibrator.runs:
-                raise nothing_ran(data, "its session", "session.run")
+                raise nothing_ran(data, "the callback never ran its session", "session.run")
 
     def _calibrate_on_example(self, calibrator: Calibrator) -> None:
         made_up = self._dummy is None and any(spec.is_open for spec in self.specs)

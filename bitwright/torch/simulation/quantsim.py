@@ -398,7 +398,7 @@ class QuantizationSimModel(SimulatedModule):
             for i, batch in enumerate(bar(batches, "calibrating", progress)):
                 self._run_batch(i, to_device(batch, device))
             if not self._simulator.runs and calibrating_ranks(distributed) is None:
-                raise nothing_ran(data, "the model", "its model")
+                raise nothing_ran(data, "the callback never ran the model", "its model")
 
     def _run_batch(self, index: int, batch: Any) -> None:
         args, kwargs = as_call(batch)
