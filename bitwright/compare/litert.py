@@ -259,7 +259,7 @@ MOVES_CODES = frozenset(
 )  # fmt: skip
 _SUMS = frozenset(("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "TRANSPOSE_CONV", "BATCH_MATMUL"))
 # What functions are off by, in steps of their output, over every code of 8 bits: their tables and polynomials have few bits.
-# Measured over all codes and many scales; tests/export/verify/test_litert_kernels.py holds each.
+# Measured over all codes and many scales; tests/export/litert/test_litert.py holds each.
 FUNCTION_ERRORS = {"LOGISTIC": 0.6, "TANH": 0.6, "SOFTMAX": 0.6, "HARD_SWISH": 0.6, "GELU": 0.05}
 # The same of 16 bits, of which a step is 1/32768: they interpolate between 256 or 512 points.
 _WIDE_FUNCTION_ERRORS = {"LOGISTIC": 2.0, "TANH": 2.0, "SOFTMAX": 16.0}
