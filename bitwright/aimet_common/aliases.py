@@ -133,6 +133,13 @@ def home_of(name: str) -> str | None:
     return None
 
 
+def _public_names(module: str) -> Sequence[str]:
+    """``__all__`` of a module, or the public names that it defines."""
+    names = importlib.import_module(module)
+    own = [n for n, v in vars(names).items() if getattr(v, "__module__", None) == module and n[0] != "_"]
+    return getattr(names, "__all__", own)
+
+
 def names_below(path: str, home: str | None = None) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module ``path``: the names of ``home``, its submodules of the table, and those that are absent.
 
@@ -144,9 +151,7 @@ def names_below(path: str, home: str | None = None) -> Callable[[str], Any]:
 
     def found(name: str) -> Any:
         if name == "__all__" and home is not None:
-            names = importlib.import_module(home)
-            own = [n for n, v in vars(names).items() if getattr(v, "__module__", None) == home and n[0] != "_"]
-            return getattr(names, "__all__", own)
+            return _public_names(home)
         if name.startswith("__"):
             raise AttributeError(name)
         there = None if home is None else importlib.import_module(home)

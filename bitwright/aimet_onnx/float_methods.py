@@ -21,7 +21,7 @@ from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_onnx.utils import proto_of
 from bitwright.errors import ConfigError, ModelError
 from bitwright.methods.scaling import equalize as equalization
-from bitwright.methods.scaling.equalize import equalize_opened
+from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.onnx.opened import OnnxOpened
 from bitwright.progress import progress as bar
 
@@ -178,29 +178,16 @@ class CrossLayerScaling:
             ModelError: neighbours of a set cannot be equalized, with the reason; or the model cannot be read or run.
         """
         opened = OnnxOpened(self._model, None, "scale_cls_sets", None)
-        named = [[layer if isinstance(layer, str) else layer.name for layer in cls_set] for cls_set in cls_sets]
-        links = [tuple(itertools.pairwise(cls_set)) for cls_set in named]
+        links = [tuple(itertools.pairwise(map(_name_of, cls_set))) for cls_set in cls_sets]
         wanted = {link for several in links for link in several}
         report = equalization.equalize(opened.view, only=wanted, bar=partial(bar, enabled=progress))
-        found = {
-            (producer.op, consumer.op): factor
-            for group, factor in zip(report.groups, report.factors, strict=True)
-            for producer in group.producers
-            for consumer, _ in group.consumers
-        }
+        found = _factors_of_links(report)
         lacking = [link for link in wanted if link not in found]
         if lacking or not all(links):
             report.undo()
-            reasons = "; ".join(str(line) for line in report.refused if line.op in {one for one, _ in lacking})
-            names = ", ".join(f"{one} -> {other}" for one, other in lacking) or "a set of one layer"
-            raise ModelError(
-                "scale_cls_sets",
-                f"{names} cannot be equalized" + (f": {reasons}" if reasons else ""),
-                "name two or more layers that follow one another, with nothing but a piecewise linear activation between them",
-            )
+            raise _not_equalizable(lacking, report)
         opened.finish(report)
-        several = [tuple(found[link] for link in set_) for set_ in links]
-        return [factors[0] if len(factors) == 1 else factors for factors in several]
+        return [found[set_[0]] if len(set_) == 1 else tuple(found[link] for link in set_) for set_ in links]
 
     def scale_cls_set_with_conv_layers(self, cls_set: Any) -> Any:
         """Equalize two layers in place; see :meth:`scale_cls_sets`.
@@ -229,6 +216,32 @@ class CrossLayerScaling:
         if not isinstance(cls_set, (tuple, list)) or len(cls_set) != count:
             raise ModelError("cls_set", f"it is not a tuple of {count} layers", "give the nodes in their order")
         return self.scale_cls_sets([cls_set], progress=False)[0]
+
+
+def _name_of(layer: Any) -> str:
+    return layer if isinstance(layer, str) else str(layer.name)
+
+
+def _factors_of_links(report: EqualizeReport) -> dict[tuple[str, str], Any]:
+    """What the channels between two layers were divided by, for each pair of neighbours."""
+    return {
+        (producer.op, consumer.op): factor
+        for group, factor in zip(report.groups, report.factors, strict=True)
+        for producer in group.producers
+        for consumer, _ in group.consumers
+    }
+
+
+def _not_equalizable(lacking: Sequence[tuple[str, str]], report: EqualizeReport) -> ModelError:
+    """The error for neighbours that were not equalized, with the reasons of the report; without any, a set has one layer."""
+    first = {one for one, _ in lacking}
+    reasons = "; ".join(str(line) for line in report.refused if line.op in first)
+    names = ", ".join(f"{one} -> {other}" for one, other in lacking) or "a set of one layer"
+    return ModelError(
+        "scale_cls_sets",
+        f"{names} cannot be equalized" + (f": {reasons}" if reasons else ""),
+        "name two or more layers that follow one another, with nothing but a piecewise linear activation between them",
+    )
 
 
 class HighBiasFold:

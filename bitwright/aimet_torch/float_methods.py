@@ -145,12 +145,7 @@ def fold_given_batch_norms(
             without one those before it are.
     """
     names, pairs = _names(model), [tuple(pair) for pair in layer_pairs]
-    for pair in pairs:
-        for module in pair:
-            if id(module) not in names:
-                _refuse_fold(f"a {type(module).__name__} is not a module of the model")
-        if sum(isinstance(module, BATCH_NORMS) for module in pair) != 1 or len(pair) != 2:
-            _refuse_fold(f"{', '.join(names[id(module)] for module in pair)} is not a layer and its batch norm")
+    _check_pairs(pairs, names)
     if input_shapes is not None or dummy_input is not None:
         opened = TorchOpened(model, input_shapes, _positional(dummy_input), "fold_given_batch_norms")
         norms = {names[id(module)] for pair in pairs for module in pair if isinstance(module, BATCH_NORMS)}
@@ -159,12 +154,27 @@ def fold_given_batch_norms(
             _refuse_fold("; ".join(str(refusal) for refusal in report.refused))
         return
     for pair in pairs:
-        values = torch.randn(_smallest_input(pair).shape, generator=torch.Generator().manual_seed(0))
-        report = front.fold_all_batch_norms(nn.Sequential(*pair), dummy_input=values.to(_smallest_input(pair)))
-        if not len(report):
-            _refuse_fold("; ".join(str(refusal) for refusal in report.refused))
-        parent, _, name = names[id(next(m for m in pair if isinstance(m, BATCH_NORMS)))].rpartition(".")
-        setattr(model.get_submodule(parent), name, nn.Identity())
+        _fold_alone(model, pair, names)
+
+
+def _fold_alone(model: nn.Module, pair: Sequence[nn.Module], names: Mapping[int, str]) -> None:
+    """Fold a pair without the model around it, and put an Identity where its batch norm was."""
+    values = torch.randn(_smallest_input(pair).shape, generator=torch.Generator().manual_seed(0))
+    report = front.fold_all_batch_norms(nn.Sequential(*pair), dummy_input=values.to(_smallest_input(pair)))
+    if not len(report):
+        _refuse_fold("; ".join(str(refusal) for refusal in report.refused))
+    parent, _, name = names[id(next(m for m in pair if isinstance(m, BATCH_NORMS)))].rpartition(".")
+    setattr(model.get_submodule(parent), name, nn.Identity())
+
+
+def _check_pairs(pairs: Sequence[Sequence[nn.Module]], names: Mapping[int, str]) -> None:
+    """Refuse pairs that are not a layer and a batch norm of the model; ``names``: paths of modules by identity."""
+    for pair in pairs:
+        unknown = [module for module in pair if id(module) not in names]
+        if unknown:
+            _refuse_fold(f"a {type(unknown[0]).__name__} is not a module of the model")
+        if sum(isinstance(module, BATCH_NORMS) for module in pair) != 1 or len(pair) != 2:
+            _refuse_fold(f"{', '.join(names[id(module)] for module in pair)} is not a layer and its batch norm")
 
 
 def _refuse_fold(problem: str) -> None:
@@ -365,17 +375,7 @@ class CrossLayerScaling:
         """
         factors = []
         for cls_set in bar(cls_sets, "equalize: sets", progress):
-            training = [module.training for module in cls_set]
-            try:
-                chain = nn.Sequential(*cls_set).eval()
-                report = equalization.equalize(TorchView(chain, [_smallest_input(cls_set)]))
-            except RuntimeError as error:
-                names = " -> ".join(str(module) for module in cls_set)
-                problem = f"the layers do not fit together: {error}"
-                raise ModelError("scale_cls_sets", problem, f"check {names}") from error
-            finally:
-                for module, mode in zip(cls_set, training, strict=True):
-                    module.training = mode
+            report = _equalize_chain(cls_set)
             if len(cls_set) < 2 or len(report.groups) != len(cls_set) - 1:
                 report.undo()
                 raise ModelError(
@@ -408,6 +408,24 @@ class CrossLayerScaling:
         return _scale(self if cls_set is None else cls_set, 3)
 
 
+def _equalize_chain(layers: Sequence[nn.Module]) -> EqualizeReport:
+    """Equalize layers as if they were all of a model, in inference mode; their training modes stay.
+
+    Raises:
+        ModelError: channels of neighbours do not fit.
+    """
+    training = [module.training for module in layers]
+    try:
+        chain = nn.Sequential(*layers).eval()
+        return equalization.equalize(TorchView(chain, [_smallest_input(layers)]))
+    except RuntimeError as error:
+        names = " -> ".join(str(module) for module in layers)
+        raise ModelError("scale_cls_sets", f"the layers do not fit together: {error}", f"check {names}") from error
+    finally:
+        for module, mode in zip(layers, training, strict=True):
+            module.training = mode
+
+
 def _scale(cls_set: Any, count: int) -> Any:
     if not isinstance(cls_set, (tuple, list)) or len(cls_set) != count:
         raise ModelError("cls_set", f"it is not a tuple of {count} layers", "give the modules in their order")
@@ -426,6 +444,11 @@ def _sets(model: nn.Module, report: EqualizeReport) -> list[ClsSetInfo]:
             for consumer, _ in group.consumers:
                 second = modules.get(graph.op(consumer.op).module)
                 pairs.append(ClsSetInfo.ClsSetLayerPairInfo(first, second, factor, relu))
+    return _sets_of_pairs(pairs)
+
+
+def _sets_of_pairs(pairs: Sequence[ClsSetInfo.ClsSetLayerPairInfo]) -> list[ClsSetInfo]:
+    """Pairs as sets: a depthwise second layer joins its pair with the one that it begins."""
     found: list[ClsSetInfo] = []
     used: set[int] = set()
     for pair in pairs:

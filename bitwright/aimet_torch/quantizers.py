@@ -10,7 +10,7 @@ import abc
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -567,26 +567,33 @@ def split_grid(
     given, positional = dict(kwargs), list(args)
     by_ends = "qmin" in given or "qmax" in given
     by_ends |= len(positional) > 1 and isinstance(positional[1], (int, float)) and not isinstance(positional[1], bool)
-    heads = (
-        [] if "num_steps" in given else ["qmin", "qmax"] if by_ends else ["bitwidth", *(["signed"] if signed else [])]
-    )
+    heads = _heads_of_grid(given, by_ends, signed)
     for name in (*heads, *names):
-        if positional and name not in given and not (name == "signed" and not isinstance(positional[0], bool)):
+        by_position = positional and name not in given
+        if by_position and (name != "signed" or isinstance(positional[0], bool)):
             given[name] = positional.pop(0)
     shift = given.pop("zero_point_shift", None)
     below = bool(given.pop("signed", given.get("symmetric", False)))
-    if by_ends and "qmin" in given and "qmax" in given:
+    if {"qmin", "qmax"} <= given.keys():
         ends = int(given.pop("qmin")), int(given.pop("qmax"))
     elif "num_steps" in given or "bitwidth" in given:
         steps = given.pop("num_steps") if "num_steps" in given else (1 << int(given.pop("bitwidth"))) - 1
         ends = derived_grid(int(steps), below)
     else:
         raise TypeError(f"give the grid as one of: {'; '.join(_FORMS)}")
-    wrong = sorted(given.keys() - set(names)) or positional
-    if wrong:
+    if wrong := sorted(given.keys() - set(names)) or positional:
         raise TypeError(f"unknown arguments {wrong}; the grid is one of: {'; '.join(_FORMS)}")
     refuse_shift(shift)
     return *ends, given
+
+
+def _heads_of_grid(given: Mapping[str, Any], by_ends: bool, signed: bool) -> Sequence[str]:
+    """Names of the arguments by position with which a grid begins."""
+    if "num_steps" in given:
+        return ()
+    if by_ends:
+        return ("qmin", "qmax")
+    return ("bitwidth", "signed") if signed else ("bitwidth",)
 
 
 def refuse_shift(shift: float | None) -> None:

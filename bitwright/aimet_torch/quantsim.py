@@ -180,14 +180,18 @@ def load_encodings(
     except BaseException:
         restore()
         raise
-    served = {id(sim.quantizers[name].quantizer) for name in found}
-    unserved = [n for n, site in sim.quantizers.items() if not (site.quantizer.derived or id(site.quantizer) in served)]
-    for name in off if partial else [*off, *unserved]:
+    for name in off if partial else [*off, *_without_encoding(sim, found)]:
         sim.quantizers[name].enabled = False
     if allow_overwrite is not None:
         for name in found:
             sim.quantizers[name].frozen = not allow_overwrite
     return found
+
+
+def _without_encoding(sim: front.QuantizationSimModel, loaded: Sequence[str]) -> list[str]:
+    """Places whose quantizer got no encoding and follows from no others."""
+    served = {id(sim.quantizers[name].quantizer) for name in loaded}
+    return [n for n, site in sim.quantizers.items() if not (site.quantizer.derived or id(site.quantizer) in served)]
 
 
 # ------------------------------------------------------------------------------------ exported files

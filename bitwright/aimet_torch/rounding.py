@@ -106,16 +106,7 @@ class Adaround:
             copied(model), dummy_input, range_method(default_quant_scheme), default_param_bw=default_param_bw,
             config_file=default_config_file or "default", in_place=True,
         )  # fmt: skip
-        names = {id(module): name for name, module in walk_modules(model)}
-        for site in sim.quantizers.values():
-            site.enabled = site.enabled and site.is_stored
-        for module, bits in param_bw_override_list or ():
-            for site in _weights_at(sim, names, module, "param_bw_override_list"):
-                site.spec = replace(site.quantizer.spec, format=IntFormat(bits))
-        for module in ignore_quant_ops_list or ():
-            if id(module) not in names or any(parameter.dim() > 1 for parameter in module.parameters()):
-                for site in _weights_at(sim, names, module, "ignore_quant_ops_list"):
-                    site.enabled = False
+        _keep_weights(sim, model, param_bw_override_list or (), ignore_quant_ops_list or ())
         front.apply_reconstruction(
             sim,
             itertools.islice(_batches(params.data_loader, params.forward_fn), params.num_batches),
@@ -154,6 +145,25 @@ class Adaround:
             model, dummy_input, params, path, filename_prefix, default_param_bw, param_bw_override_list,
             ignore_quant_ops_list, default_quant_scheme, default_config_file, **options,
         )  # fmt: skip
+
+
+def _keep_weights(
+    sim: front.QuantizationSimModel,
+    model: nn.Module,
+    widths: Sequence[tuple[nn.Module, int]],
+    ignored: Sequence[nn.Module],
+) -> None:
+    """Switch off all quantizers but those of weights; give weights below modules of ``widths`` their bits, ignore others."""
+    names = {id(module): name for name, module in walk_modules(model)}
+    for site in sim.quantizers.values():
+        site.enabled = site.enabled and site.is_stored
+    for module, bits in widths:
+        for site in _weights_at(sim, names, module, "param_bw_override_list"):
+            site.spec = replace(site.quantizer.spec, format=IntFormat(bits))
+    for module in ignored:
+        if id(module) not in names or any(parameter.dim() > 1 for parameter in module.parameters()):
+            for site in _weights_at(sim, names, module, "ignore_quant_ops_list"):
+                site.enabled = False
 
 
 def _weights_at(

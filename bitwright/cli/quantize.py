@@ -176,15 +176,8 @@ def quantize_model(
     loaded = load_model(model)
     specs = input_specs(loaded.model)
     if data is None:
+        _warn_of_random_data(held_out, effort)
         feeds: Iterator[Any] = islice(random_feeds(specs, 4), reading.limit)
-        if held_out is not None:
-            raise ConfigError("--held-out", "there are no data to calibrate on", "give --data as well")
-        if effort != "default":
-            raise ConfigError("--effort", "there are no data to choose by", "give --data, or leave --effort out")
-        logging.getLogger("bitwright").warning(
-            "calibrating on random data: ranges of activations will be wrong, and accuracy with them; "
-            "give --data (a hundred samples are enough)"
-        )
         recipe = recipe or "fold"  # rounding for random inputs would be rounding for nothing
     else:
         feeds = reading.batches(data, specs)
@@ -234,6 +227,22 @@ def quantize_model(
     details(*result.summary(verified))
     if result.poor:
         raise typer.Exit(NO)
+
+
+def _warn_of_random_data(held_out: str | None, effort: str) -> None:
+    """Warn that nothing is calibrated on real data.
+
+    Raises:
+        ConfigError: an option that needs data is given.
+    """
+    if held_out is not None:
+        raise ConfigError("--held-out", "there are no data to calibrate on", "give --data as well")
+    if effort != "default":
+        raise ConfigError("--effort", "there are no data to choose by", "give --data, or leave --effort out")
+    logging.getLogger("bitwright").warning(
+        "calibrating on random data: ranges of activations will be wrong, and accuracy with them; "
+        "give --data (a hundred samples are enough)"
+    )
 
 
 @contextmanager

@@ -419,13 +419,10 @@ def _write(
         if samples is not None:
             kept, sizes = _few_enough(samples, result, data)
             notes += sizes
-            inputs, sites = kept.inputs, kept.sites
-            if form == "native":
-                sites = _outside_steps(sim, sites)
+            inputs = kept.inputs
+            sites = _outside_steps(sim, kept.sites) if form == "native" else kept.sites
             write_samples(staging / names["samples"], sites, inputs, kept.outputs)
-            found = None if check is None else check(staging / names["qdq"], staging / names["samples"], kept, target)
-            if found is not None:
-                raise _WrongKernelsError(found)
+            _self_check(check, staging / names["qdq"], staging / names["samples"], kept, target)
         if "tflite" in names:
             # a file whose batch has to be fixed takes that of the samples
             feeds = _named_inputs(result.model, data) if inputs is None else inputs
@@ -452,6 +449,17 @@ def _write(
         logger.info(note)
     paths: dict[str, Any] = {key: folder / name for key, name in names.items()}
     return Exported(**paths, notes=tuple(notes), target=target)
+
+
+def _self_check(check: Check | None, written: Path, samples: Path, kept: Samples, target: str) -> None:
+    """Run the written file on its samples, where a check is given.
+
+    Raises:
+        _WrongKernelsError: the check found something.
+    """
+    found = None if check is None else check(written, samples, kept, target)
+    if found is not None:
+        raise _WrongKernelsError(found)
 
 
 def _growth(folder: Path, written: str, float_model: str) -> Iterator[str]:

@@ -654,16 +654,8 @@ def _take_activations(model: ir.Model, static: set[ir.Value]) -> Iterator[_Taken
     outputs = Outputs(model)
     merged: dict[ir.Value, ir.Value] = {}  # value that is gone -> the one that stayed
     settled: set[ir.Value] = set()
-    for pair, value in same:
-        if pair.last.graph is None:  # nothing reads it, and it went with what nothing reads
-            continue
-        value = _kept(value, merged)
-        _bypass(pair.last, value, outputs)
-        if pair.last.graph is None:
-            merged[pair.result] = value
-    for pair in pairs:
-        if pair.last.graph is None:
-            continue
+    _bypass_repeated(same, merged, outputs)
+    for pair in filter(_is_in_a_graph, pairs):
         value = _kept(pair.entry, merged)
         whole = value not in settled and _serves_all(pair, value)
         readers = _take_pair(pair, value, whole, inner, outputs)
@@ -678,6 +670,24 @@ def _take_activations(model: ir.Model, static: set[ir.Value]) -> Iterator[_Taken
             yield from _constant_readers(value, pair.encoding, readers)
         else:
             yield _Taken(value, pair.encoding, readers, whole)
+
+
+def _is_in_a_graph(pair: _Pair) -> bool:
+    """Whether the quantizer still stands in the model; it is taken out together with operators whose results nothing reads."""
+    return pair.last.graph is not None
+
+
+def _bypass_repeated(
+    same: Sequence[tuple[_Pair, ir.Value]], merged: dict[ir.Value, ir.Value], outputs: Outputs
+) -> None:
+    """Take out quantizers whose value lies on their grid already; ``merged`` gets what their results become."""
+    for pair, value in same:
+        if not _is_in_a_graph(pair):
+            continue
+        stays = _kept(value, merged)
+        _bypass(pair.last, stays, outputs)
+        if pair.last.graph is None:
+            merged[pair.result] = stays
 
 
 def _kept(value: ir.Value, merged: Mapping[ir.Value, ir.Value]) -> ir.Value:

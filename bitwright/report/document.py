@@ -103,15 +103,18 @@ def report_document(
     document |= {"pareto": pareto_of(dictionary_of(pareto) or {})} if pareto is not None else {}
     if measured and "quantized" in measured and document["metric"] is None:
         document["metric"] = {"name": "metric", "better": None, "difference": None, **measured}
-    if (document["output"] or {}).get("sqnr_db") is None and output:
-        document["output"] = dict(output)
-    sqnr = (document["output"] or {}).get("sqnr_db")
-    if sqnr is not None:
-        document["output"] = {**document["output"], "level": level(float(sqnr))}
+    document["output"] = _rated_output(document["output"], output)
     document["size"] = document["size"] if size is None else dict(size)
     document["files"] += [dict(file) for file in files]
     document["notes"] += list(notes)
     return document
+
+
+def _rated_output(analysed: Mapping[str, Any] | None, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The worst output with the level of its SQNR: of the analysis, or else as given."""
+    output = dict(given) if given and (analysed or {}).get("sqnr_db") is None else analysed
+    sqnr = (output or {}).get("sqnr_db")
+    return output if output is None or sqnr is None else {**output, "level": level(float(sqnr))}
 
 
 def dictionary_of(part: Any) -> dict[str, Any] | None:

@@ -964,11 +964,7 @@ class Outputs:
             self._carry_float(op, value, sources)
             self.ledger.note_unused(setting, f"{op.name}.output[{index}]", self.ledger.why[value])
         else:
-            why = FLOAT_OP.format(op.type)
-            if len(set(sources)) > 1:
-                why = f"{op.type} joins values of different grids and {FLOAT_OP.format('it')}"
-            if last:
-                why = f"last states of several layers, each on its own grid, put together by {op.type}"
+            why = _why_joined_in_float(op, sources, last)
             self._decide_output(op, row, index, value, default=(row.integer or moves) and not last, why=why)
 
     def _carry_float(self, op: Op, value: str, sources: list[str]) -> None:
@@ -981,6 +977,15 @@ class Outputs:
                 self.ledger.why[value] = f"carries elements of {origin}, which is in float here"
         else:
             self.ledger.why[value] = "carries elements of several values that are in float"
+
+
+def _why_joined_in_float(op: Op, sources: Sequence[str], last: bool) -> str:
+    """Why the result of a merge stays in float; ``last``: it puts together the last states of recurrent layers."""
+    if last:
+        return f"last states of several layers, each on its own grid, put together by {op.type}"
+    if len(set(sources)) > 1:
+        return f"{op.type} joins values of different grids and {FLOAT_OP.format('it')}"
+    return FLOAT_OP.format(op.type)
 
 
 def _names_operators(setting: Setting) -> bool:
