@@ -277,6 +277,19 @@ _MOVING = {
 } | {torch.Tensor.T.__get__, torch.Tensor.mT.__get__}  # type: ignore[attr-defined]
 
 
+def _call_and_forget(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``func(*args, **kwargs)``; a tensor that it changes in place loses its encoding, which is that of the old values."""
+    candidates = (args[0] if args else None, kwargs.get("out"))
+    written = [x for x in candidates if isinstance(x, QuantizedTensorBase)]
+    traced = torch.compiler.is_compiling()
+    before = [None if traced or x.is_inference() else x._version for x in written]
+    result = func(*args, **kwargs)
+    for x, version in zip(written, before, strict=True):
+        if version is not None and x._version != version:
+            x.encoding = None
+    return result
+
+
 class QuantizedTensorBase(torch.Tensor):
     """A tensor that carries the encoding of its elements; computations on it return ordinary tensors."""
 
@@ -288,25 +301,17 @@ class QuantizedTensorBase(torch.Tensor):
     ) -> Any:
         source = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
-            written = [x for x in (source, (kwargs or {}).get("out")) if isinstance(x, QuantizedTensorBase)]
-            traced = torch.compiler.is_compiling()
-            before = [None if traced or x.is_inference() else x._version for x in written]
-            result = func(*args, **(kwargs or {}))
-            for x, version in zip(written, before, strict=True):
-                if version is not None and x._version != version:
-                    x.encoding = None  # of the values that were there
-        encoding = source.encoding if isinstance(source, QuantizedTensorBase) else None
-        moved = func in _MOVING and encoding is not None and encoding.scale.numel() == 1
-
+            result = _call_and_forget(func, args, kwargs or {})
         if not isinstance(source, QuantizedTensorBase):
             return result
-        kind = type(source)
+        encoding = source.encoding
+        keeps = func in _KEEPING or (func in _MOVING and encoding is not None and encoding.scale.numel() == 1)
 
         def kept(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
-            if func in _KEEPING or moved:
-                return with_encoding(kind, x, _for_rank(encoding, x.dim()))
+            if keeps:
+                return with_encoding(type(source), x, _for_rank(encoding, x.dim()))
             return x.as_subclass(torch.Tensor) if isinstance(x, QuantizedTensorBase) else x
 
         return type(result)(map(kept, result)) if type(result) in (list, tuple) else kept(result)
