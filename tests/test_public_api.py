@@ -216,7 +216,7 @@ def test_a_field_that_is_not_there_is_seen() -> None:
             bitwright.methods,
             {
                 *("AwqReport", "BiasReport", "EqualizeReport", "NormReport", "RotateReport", "SmoothReport"),
-                *("LayerProblem", "Run", "_Component"),
+                *("Costs", "LayerProblem", "Run", "_Component"),
             },
         ),
     ],
