@@ -336,3 +336,35 @@ def test_a_sample_works_from_simulation_to_verification(reach: Any, name: str, m
     for stage in reach.STAGES:
         if stage != "generate" or found.generates:
             getattr(day, stage)()
+
+
+@pytest.fixture
+def size(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import size
+
+    return size
+
+
+def test_no_modules_of_the_package_import_each_other(size: Any) -> None:
+    assert size.cycles(ROOT / "bitwright") == []
+
+
+def test_an_import_inside_a_function_closes_a_cycle(size: Any, tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    for name, source in {
+        "__init__": "",
+        "a": "from pack import b",
+        "b": "def f():\n    import pack.a",
+        "c": "",
+    }.items():
+        (package / f"{name}.py").write_text(source)
+    assert size.cycles(package) == [["pack.a", "pack.b"]]
+
+
+def test_lines_of_code_leave_out_docstrings_and_comments(size: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(
+        '"""Doc.\n\nMore.\n"""\n\n# remark\nx = (\n    1,\n)\n\n\ndef f():\n    """Doc."""\n    return x\n'
+    )
+    assert size.lines_of_code(tmp_path / "x.py") == 5
