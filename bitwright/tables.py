@@ -221,3 +221,8 @@ def _fields(value: Any) -> dict[str, Any]:
         return told
     shown = (f.name for f in dataclasses.fields(value) if f.repr and not f.name.startswith("_"))
     return {**told, **{name: getattr(value, name) for name in shown}}
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """``1 zero``, ``3 zeros``."""
+    return f"{number} {one if number == 1 else more or f'{one}s'}"

@@ -41,7 +41,7 @@ class LayerInputsReport(Tabular):
     def summary(self) -> str:
         """One line."""
         if not self.in_float:
-            return "every activation quantized stays so"
+            return "no change: layers read every quantized activation"
         return f"{len(self.in_float)} activations between layers in float, {len(self.kept)} that layers read quantized"
 
     def __str__(self) -> str:

@@ -200,7 +200,7 @@ def test_a_recipe_does_in_a_body_what_it_does_in_the_main_graph(kind):
     notes = []
     for one in (plain, kind):
         result, outputs = result_of(one, RECIPE)
-        said = [re.sub(r"in \d+ rounds|, \d left.*|\d layers begin none", "", o.note) for o in result.report]
+        said = [re.sub(r"in \d+ rounds|, \d left.*|\d layers? without a partner", "", o.note) for o in result.report]
         notes.append((said, outputs))
     assert notes[0][0] == notes[1][0]
     assert "3 layers" in notes[1][0][-1]

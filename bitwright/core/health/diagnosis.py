@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from bitwright.core.graph.recurrence import CELLS
-from bitwright.core.health.report import HALVES, LIMITS, MAKERS, Culprit, HealthReport, TensorHealth, counted
+from bitwright.core.health.report import HALVES, LIMITS, MAKERS, Culprit, HealthReport, TensorHealth
 from bitwright.errors import ConfigError, close_matches
-from bitwright.tables import Tabular
+from bitwright.tables import Tabular, counted
 
 
 class Finding(NamedTuple):

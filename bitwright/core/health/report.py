@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.arrays import Array, as_array, cast, dtype_name, is_floating, is_torch, namespace, to_numpy
 from bitwright.errors import CalibrationError
-from bitwright.tables import Tabular
+from bitwright.tables import Tabular, counted
 
 TensorKind = Literal["input", "param", "constant", "activation"]
 
@@ -320,11 +320,6 @@ class HealthReport(Tabular):
 
     def __str__(self) -> str:
         return self.text()
-
-
-def counted(number: int, one: str, more: str = "") -> str:
-    """``1 zero``, ``3 zeros``."""
-    return f"{number} {one if number == 1 else more or f'{one}s'}"
 
 
 def _shortened(names: Sequence[str], count: int) -> str:

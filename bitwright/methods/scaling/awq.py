@@ -47,7 +47,7 @@ from bitwright.methods.layers import (
 from bitwright.methods.scaling.rotate import rotatable_heads
 from bitwright.methods.scaling.smooth import linear_groups, observe, refuse_no_data
 from bitwright.progress import progress as progress_bar
-from bitwright.tables import Tabular
+from bitwright.tables import Tabular, counted
 
 logger = logging.getLogger("bitwright")
 
@@ -259,8 +259,8 @@ class AwqReport(Tabular, Reversible):
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.scaled)} groups scaled on {self.samples} samples, output error x {self.gain:.2f}; "
-            f"{len(self.untouched)} better as they are, {len(self.refused)} layers begin none"
+            f"{counted(len(self.scaled), 'group')} scaled on {self.samples} samples, output error x {self.gain:.2f}; "
+            f"{len(self.untouched)} better as they are, {counted(len(self.refused), 'layer')} without a partner"
         ]
         lines += [f"  scaled     {item}" for item in self.scaled]
         lines += [f"  untouched  {item}" for item in self.untouched]

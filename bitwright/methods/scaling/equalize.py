@@ -52,7 +52,7 @@ from bitwright.methods.scaling.channel_noise import (
     within_bounds,
 )
 from bitwright.progress import progress as progress_bar
-from bitwright.tables import Tabular
+from bitwright.tables import Tabular, counted
 
 logger = logging.getLogger("bitwright")
 
@@ -215,10 +215,10 @@ class EqualizeReport(Tabular, Reversible):
     def __str__(self) -> str:
         if self.left_alone:
             return self.left_alone
-        count = len(self.groups)
         lines = [
-            f"{count} group{'s' * (count != 1)} of layers equalized in {self.rounds} rounds, {len(self.refused)} layers "
-            f"begin none; largest spread of channel ranges {self.spread[0]:.3g} before, {self.spread[1]:.3g} after"
+            f"{counted(len(self.groups), 'group')} of layers equalized in {self.rounds} rounds, "
+            f"{counted(len(self.refused), 'layer')} without a partner; "
+            f"largest spread of channel ranges {self.spread[0]:.3g} before, {self.spread[1]:.3g} after"
         ]
         if self.noise is not None:
             lines[0] += f"; expected noise {self.noise[0]:.3g} before, {self.noise[1]:.3g} after"

@@ -37,7 +37,7 @@ from bitwright.methods.layers import (
     sift,
 )
 from bitwright.progress import progress as progress_bar
-from bitwright.tables import Tabular
+from bitwright.tables import Tabular, counted
 
 logger = logging.getLogger("bitwright")
 
@@ -133,9 +133,10 @@ class SmoothReport(Tabular, Reversible):
         return bool(self.groups or self.attentions)
 
     def __str__(self) -> str:
+        keys = f" and the keys of {counted(len(self.attentions), 'attention')}" if self.attentions else ""
         lines = [
-            f"{len(self.groups)} groups and the keys of {len(self.attentions)} attentions smoothed on {self.samples} "
-            f"samples, {len(self.refused)} layers begin none"
+            f"{counted(len(self.groups), 'group')}{keys} smoothed on {self.samples} samples, "
+            f"{counted(len(self.refused), 'layer')} without a partner"
         ]
         lines += [f"  smoothed  {group}" for group in self.groups]
         lines += [f"  balanced  {attention}" for attention in self.attentions]

@@ -164,7 +164,7 @@ def test_groups_are_those_of_a_transformer_block_and_the_function_stays(norm):
 def test_the_report_reads(caplog):
     text = str(awq_model(Decoder(), [tokens(8)], weight="w4"))
     first, *lines = text.splitlines()
-    assert "groups scaled on 8 samples, output error x 0." in first and "layers begin none" in first
+    assert "groups scaled on 8 samples, output error x 0." in first and "without a partner" in first
     assert any(line.startswith("  scaled     norm1 -> q + k + v: alpha 0.") for line in lines)
     assert any("of the output's power" in line for line in lines)
     assert "  left       norm: embed also reads" in text or "  left       norm: head also reads" in text
