@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import bitwright
-from bitwright.core.health.site_health import HealthTable
+from bitwright.core.health.report import HealthTable
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.progress import collector_paused, in_notebook, progress
 from bitwright.recipes.recipe import Outcome, RecipeReport

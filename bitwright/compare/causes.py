@@ -18,17 +18,15 @@ from numpy.typing import NDArray
 
 from bitwright.compare.agreement import MOST_LSB, SLACK, Agreement, step_of
 from bitwright.compare.cut import QDQ, constant_at, dequantizer, graphs_in, values_by_name
-from bitwright.compare.lockstep import Edit, Lockstep, unchanged
-from bitwright.compare.parameters import Key, clear, give, narrow
+from bitwright.compare.lockstep import Edit, Key, Lockstep, clear, give, narrow, unchanged
 from bitwright.compare.points import Pair
 from bitwright.compare.reasons import Evidence, measure
 from bitwright.compare.report import CauseName, Finding, Retry
-from bitwright.compare.runtime import offers_exact_sums
+from bitwright.compare.runtime import fix_lengths, free_inputs, how_to_fix, offers_exact_sums
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.integer_sums import INT32_MAX
 from bitwright.export.qdq.forms import Builder
 from bitwright.export.qdq.markers import move_uses
-from bitwright.export.runtime_faults import fix_lengths, free_inputs, how_to_fix
 
 Array = NDArray[Any]
 #: two values to compare; ``None`` where the run cannot be made

@@ -9,8 +9,7 @@ from typing import Literal
 
 from bitwright.compare.agreement import Agreement
 from bitwright.compare.reasons import Saturated
-from bitwright.compare.runtime import Mode
-from bitwright.export.runtime_faults import Otherwise
+from bitwright.compare.runtime import Mode, Otherwise
 from bitwright.tables import Table, Tabular, html_table, text_table
 
 CauseName = Literal[

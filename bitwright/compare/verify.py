@@ -28,7 +28,7 @@ from bitwright.compare.cut import Cut, Place, array_of, constant_at, cut_by_site
 from bitwright.compare.litert import verify_litert
 from bitwright.compare.reasons import OTHER_CONSTANT, Evidence, explain, measured, reason_of, saturated_places
 from bitwright.compare.report import OutputRow, Row, VerifyReport
-from bitwright.compare.runtime import EXACT_SUMS, MODES, Mode, run_in, run_model
+from bitwright.compare.runtime import EXACT_SUMS, MODES, Edit, Mode, Otherwise, computed_otherwise, run_in, run_model
 from bitwright.compare.sides import read_file
 from bitwright.errors import ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
@@ -38,7 +38,6 @@ from bitwright.export.litert.convert import to_tflite
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import with_tables
 from bitwright.export.qdq.markers import copy_model
-from bitwright.export.runtime_faults import Edit, Otherwise, computed_otherwise
 from bitwright.export.samples import find_export, plain, read_samples
 from bitwright.export.targets import find_target
 from bitwright.runtimes.adapters import check_not_empty, find_runtime, named_arrays

@@ -17,12 +17,11 @@ from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
 from bitwright.export.targets import find_target, rules_for
-from bitwright.methods.activation_ranges import keep_histograms
+from bitwright.methods.activations import between_layers, keep_histograms, layer_inputs
 from bitwright.methods.attention import has_attention
 from bitwright.methods.bias_correction import BiasReport, apply_bias_correction
 from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_all_batch_norms
 from bitwright.methods.front_end import GivenModel, front_end_of
-from bitwright.methods.layer_inputs import between_layers, layer_inputs
 from bitwright.methods.options import Options, check_options, keyword_options
 from bitwright.methods.rounding.apply import apply_reconstruction, require_torch
 from bitwright.methods.runtime_repairs import StemReport, leave_stem_in_float

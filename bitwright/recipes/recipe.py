@@ -228,7 +228,7 @@ KINDS: dict[str, Kind] = {
     "layer_inputs": Kind(
         "simulation",
         "keep activations in float that no layer with a weight reads",
-        run="bitwright.methods.layer_inputs.layer_inputs",
+        run="bitwright.methods.activations.layer_inputs",
     ),
     "activation_ranges": Kind(
         "simulation",
@@ -236,7 +236,7 @@ KINDS: dict[str, Kind] = {
         ("layer_inputs",),
         gain=_WORTH,
         apart=True,
-        run="bitwright.methods.activation_ranges.activation_ranges",
+        run="bitwright.methods.activations.activation_ranges",
     ),
     "widen": Kind(
         "simulation",

@@ -24,7 +24,7 @@ from bitwright import drift
 from bitwright.cli import app
 from bitwright.compare.agreement import Agreement
 from bitwright.compare.causes import close, removes
-from bitwright.compare.parameters import clear, parameters
+from bitwright.compare.lockstep import clear, parameters
 from bitwright.compare.runtime import optimized_types, run_model
 from bitwright.compare.verify import verify_folder
 from bitwright.errors import ConfigError, ExportError

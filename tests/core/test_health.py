@@ -20,8 +20,8 @@ from bitwright.core.health.report import (
     check_parameters,
     first_non_finite,
     measure_tensor,
+    site_health,
 )
-from bitwright.core.health.site_health import site_health
 from bitwright.core.numerics.granularity import PerChannel, PerTensor
 from bitwright.core.numerics.statistics import measure, start
 from bitwright.errors import CalibrationError

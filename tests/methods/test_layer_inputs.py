@@ -11,7 +11,7 @@ from torch import nn
 
 import bitwright
 from bitwright.errors import ModelError
-from bitwright.methods.layer_inputs import layer_inputs
+from bitwright.methods.activations import layer_inputs
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 from tests.methods.transformer import Decoder

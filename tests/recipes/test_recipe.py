@@ -15,7 +15,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec, find_preset
 from bitwright.core.numerics.statistics import Histogram, MinMax
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.methods.activation_ranges import activation_ranges, keep_histograms
+from bitwright.methods.activations import activation_ranges, keep_histograms
 from bitwright.recipes import attempt
 from bitwright.recipes.attempt import Attempt, Job
 from bitwright.recipes.default_recipe import EFFORTS, as_recipe, default_recipe

@@ -1,9 +1,11 @@
-"""The records a diagnosis is made of, and the rules by which an operator is named.
+"""Numerical health: the records that a diagnosis is made of, the operator to blame, and what statistics say of a site.
 
 A front end runs the model on data, tells a :class:`Tracker` which tensors every operator read and wrote, and
 measures the ones around each origin of a non-finite value (:func:`measure_tensor`). The tracker decides which
 origins are faults and which are harmless: a ``-inf`` mask before a softmax, a NaN that is masked out before
-use. What comes out is a :class:`HealthReport`. Nothing here knows a framework.
+use. The result is a :class:`HealthReport`. Nothing here knows a framework.
+
+:func:`site_health` reads the health of quantizer sites off their statistics after calibration, at no cost.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.graph.constant_channels import ConstantChannels
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.arrays import Array, as_array, cast, dtype_name, is_floating, is_torch, namespace, to_numpy
+from bitwright.core.numerics.statistics import Histogram, MinMax, bounds_of
 from bitwright.errors import CalibrationError
-from bitwright.tables import Tabular, counted
+from bitwright.tables import Tabular, counted, html_table, text_table
 
 TensorKind = Literal["input", "param", "constant", "activation"]
 
@@ -540,3 +544,159 @@ def _blamed(events: Sequence[Event | None]) -> Event | None:
     """The earliest of the events that are not meant, or else of those that are."""
     known = [event for event in events if event is not None]
     return min(known, key=lambda event: (event.meant, event.index), default=None)
+
+
+_SITES_SHOWN = 8
+_HEAD = ("site", "dtype", "range", "notes")
+
+
+@dataclass(frozen=True)
+class SiteHealth:
+    """One site, over all calibration data that counted (an activation) or over its values (a weight).
+
+    Attributes:
+        site, dtype: its name, and the type of its tensor.
+        count, nan, pos_inf, neg_inf: how many elements were finite, NaN, +Inf and -Inf.
+        lo, hi: bounds of the finite ones; ``nan`` where there were none.
+        groups: how many groups of elements were looked at one by one: those with a scale of their own (channels or blocks),
+            or the channels of a tensor with one scale, if some of them are constant; else 1.
+        zero, constant: which of them held nothing but zeros, and nothing but one other value.
+        saturated: in half precision, whether a value reached the largest number of the type.
+        underflow: in half precision, whether all values lay below its smallest normal number.
+        empty: how many tensors without elements came; they count nowhere else.
+        layer: the operator that makes the channels, where it is known and not the site's own.
+        kind: what the groups are called: ``channels`` or ``blocks``.
+    """
+
+    site: str
+    dtype: str
+    count: int
+    nan: int
+    pos_inf: int
+    neg_inf: int
+    lo: float
+    hi: float
+    groups: int
+    zero: tuple[int, ...]
+    constant: tuple[int, ...]
+    saturated: bool
+    underflow: bool
+    empty: int = 0
+    layer: str = ""
+    kind: str = "channels"
+
+    _also = ("notes",)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know, one phrase each; empty for a healthy site."""
+        found = [f"{n} {what}" for n, what in ((self.nan, "NaN"), (self.pos_inf, "+Inf"), (self.neg_inf, "-Inf")) if n]
+        found += [
+            self._told(which, what)
+            for which, what in ((self.zero, "zero throughout"), (self.constant, "constant"))
+            if which
+        ]
+        if self.saturated:
+            found.append(f"it reaches the largest number of {self.dtype}")
+        if self.underflow:
+            found.append(f"all its values are below the smallest normal number of {self.dtype}")
+        if self.empty:
+            found.append(f"{self.empty} empty tensor{'s' if self.empty > 1 else ''}")
+        if not self.count:
+            found.append("no finite value was seen")
+        return tuple(found)
+
+    def _told(self, which: tuple[int, ...], what: str) -> str:
+        if self.lo == self.hi:
+            return f"it is {what}"
+        shown = ", ".join(map(str, which[:_SITES_SHOWN]))
+        more = f" and {len(which) - _SITES_SHOWN} more" if len(which) > _SITES_SHOWN else ""
+        made = f" of {self.layer}" if self.layer else ""
+        verb = "is" if len(which) == 1 else "are"
+        return f"{len(which)} of {self.groups} {self.kind}{made} {verb} {what}: {shown}{more}"
+
+    def __str__(self) -> str:
+        return f"{self.site}: {'; '.join(self.notes) or f'in [{self.lo:.4g}, {self.hi:.4g}]'}"
+
+
+class HealthTable(Tabular, list[SiteHealth]):
+    """The health of every site, in order; a list, and a table when printed or shown in a notebook."""
+
+    _rows = "rows"
+    _also = ("rows",)
+
+    @property
+    def rows(self) -> tuple[SiteHealth, ...]:
+        """The sites."""
+        return tuple(self)
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        return [(h.site, h.dtype, f"[{h.lo:.4g}, {h.hi:.4g}]" if h.count else "", "; ".join(h.notes)) for h in self]
+
+    def _summary(self) -> str:
+        return f"{len(self)} sites, {sum(bool(h.notes) for h in self)} with notes"
+
+    def __str__(self) -> str:
+        return f"{text_table(_HEAD, self._cells())}\n{self._summary()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEAD, self._cells(), notes=[self._summary()])
+
+
+def site_health(
+    site: str,
+    statistics: MinMax | Histogram,
+    dtype: str = "float32",
+    empty: int = 0,
+    *,
+    channels: ConstantChannels | None = None,
+    layer: str = "",
+    kind: str = "channels",
+) -> SiteHealth:
+    """The health of a site.
+
+    Args:
+        site: its name.
+        statistics: of everything that was seen there.
+        dtype: of its tensor; halves are watched for saturation and underflow.
+        empty: how many tensors without elements came.
+        channels: of a site with one scale, those that are constant.
+        layer, kind: for messages, see :class:`SiteHealth`.
+
+    >>> import numpy as np
+    >>> from bitwright.core.numerics.statistics import measure
+    >>> from bitwright.core.numerics.granularity import PerChannel
+    >>> x = np.float32([[0, 0], [2, 2], [1, np.nan], [-1, 1]])
+    >>> print(site_health("conv1.weight", measure("minmax", x, PerChannel(0))))
+    conv1.weight: 1 NaN; 1 of 4 channels is zero throughout: 0; 2 of 4 channels are constant: 1, 2
+    """
+    bounds = bounds_of(statistics)
+    seen = bounds.count > 0
+    same = seen & (bounds.lo == bounds.hi)
+    zero = same & (bounds.lo == 0)
+    groups = int(bounds.count.size)
+    zeros, constants = (tuple(np.flatnonzero(which).tolist()) for which in (zero, same & ~zero))
+    if groups == 1 and channels is not None and channels.count:
+        groups, zeros, constants = channels.count, channels.zero, channels.constant
+    some = bool(seen.any())
+    lo = float(bounds.lo[seen].min()) if some else float("nan")
+    hi = float(bounds.hi[seen].max()) if some else float("nan")
+    half, magnitude = dtype in HALVES and some, max(-lo, hi)
+    return SiteHealth(
+        site,
+        dtype,
+        int(bounds.count.sum()),
+        int(bounds.nan_count.sum()),
+        int(bounds.pos_inf_count.sum()),
+        int(bounds.neg_inf_count.sum()),
+        lo,
+        hi,
+        groups,
+        zeros,
+        constants,
+        half and magnitude >= LIMITS[dtype],
+        half and 0 < magnitude < HALVES[dtype],
+        empty,
+        layer,
+        kind,
+    )

@@ -17,9 +17,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from bitwright.core.graph.float_values import REASONS, computed_values, exact_values, reciprocals, tail_ops
+from bitwright.core.graph.float_values import REASONS, asks, computed_values, exact_values, reciprocals, tail_ops
 from bitwright.core.graph.graph import Graph, Op, Value
-from bitwright.core.graph.masks import asks
 from bitwright.core.graph.normalisations import find_normalisations
 from bitwright.core.graph.operators import (
     STATISTICS,

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from bitwright.core.graph.constant_channels import ChannelWatch, channel_axes
+from bitwright.core.graph.float_values import MASKED, holds_mask, mask_values
 from bitwright.core.graph.graph import Graph
-from bitwright.core.graph.masks import MASKED, holds_mask, mask_values
 from bitwright.core.graph.operators import resolve_granularity
-from bitwright.core.health.report import HealthReport
-from bitwright.core.health.site_health import HealthTable, site_health
+from bitwright.core.health.report import HealthReport, HealthTable, site_health
 from bitwright.core.numerics.arrays import Array
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor

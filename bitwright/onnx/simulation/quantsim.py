@@ -35,8 +35,7 @@ from bitwright.compare.report import DriftReport, VerifyReport
 from bitwright.compare.saturation import SaturationReport, saturation
 from bitwright.compare.verify import verify_layers, wrong_kernels
 from bitwright.core.health.diagnosis import Repair
-from bitwright.core.health.report import LIMITS, HealthReport, check_parameters
-from bitwright.core.health.site_health import HealthTable
+from bitwright.core.health.report import LIMITS, HealthReport, HealthTable, check_parameters
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bitwright.core.graph.masks import WIDE
+from bitwright.core.graph.float_values import WIDE
 from bitwright.core.graph.operators import OpRow, is_neutral, op_row
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import DECOMPOSITIONS

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from bitwright.core.health.diagnosis import Repair
-from bitwright.core.health.report import HealthReport
-from bitwright.core.health.site_health import HealthTable
+from bitwright.core.health.report import HealthReport, HealthTable
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.simulation import Occupancy
 from bitwright.errors import checks_arguments

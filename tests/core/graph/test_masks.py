@@ -17,8 +17,8 @@ from bitwright.core.graph.constant_channels import (
     constant_channels,
     merge_channels,
 )
+from bitwright.core.graph.float_values import holds_mask, mask_values
 from bitwright.core.graph.graph import Graph, Op, Value
-from bitwright.core.graph.masks import holds_mask, mask_values
 from bitwright.core.numerics import statistics
 from tests.core.graphs import Build
 from tests.support.cost import steps

@@ -19,10 +19,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
 import bitwright
+from bitwright.compare.runtime import Edit, Otherwise, computed_otherwise
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.manifest import Fingerprint, fingerprint, read_manifest, write_manifest
 from bitwright.export.files.onnx_file import save_in_one_file, save_model
-from bitwright.export.runtime_faults import Edit, Otherwise, computed_otherwise
 
 W = np.random.default_rng(0).standard_normal((160, 160)).astype(np.float32)
 

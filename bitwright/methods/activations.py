@@ -1,21 +1,105 @@
-"""Quantize of the activations only what layers with stored weights read; the rest stays in float.
+"""Methods that choose ranges and places of activation quantizers: least squared error, and inputs of layers only.
 
-That is what W8A8 means for transformers: the products with weights, nearly all of the work, run on integers, while
-residual sums, gates, rotary positions and the products inside the attention, which lose far more accuracy than they cost
-time, do not.
+:func:`activation_ranges` chooses the range of least squared error where the rules keep everything that was seen.
+
+:func:`layer_inputs` quantizes only what layers with stored weights read and leaves the rest in float. That is what W8A8
+means for transformers: the products with weights, nearly all of the work, run on integers, while residual sums, gates,
+rotary positions and the products inside the attention, which lose far more accuracy than they cost time, do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.ranges import find_range_method
+from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.core.simulation.simulation import Simulation
 from bitwright.core.simulation.sites import Site
 from bitwright.methods.attention import has_attention
 from bitwright.methods.layers import holds_layer_weight
 from bitwright.tables import Tabular
+
+
+@dataclass(frozen=True)
+class RangesReport(Tabular):
+    """Which sites have ranges of another method now.
+
+    Attributes:
+        method: its name.
+        sites: those whose ranges were chosen anew.
+    """
+
+    _rows = "sites"
+
+    method: str
+    sites: tuple[str, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether there was one."""
+        return bool(self.sites)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        return f"{len(self.sites)} activations with ranges by {self.method}"
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(f"  {name}" for name in self.sites)])
+
+
+def activation_ranges(sim: Simulation, calibrate: Callable[[Any], None], *, method: str = "mse") -> RangesReport:
+    """Choose ranges by another method for the activations that have the bounds of everything seen.
+
+    It is done from the statistics of the last calibration where these tell (:func:`keep_histograms`), otherwise by another.
+
+    Sites with another method, a fixed range, a format of more than 8 bits, or a frozen encoding stay as they are.
+
+    Args:
+        sim: calibrated; changed in place.
+        calibrate: finds its encodings; called if need be.
+        method: a row of ``RANGE_METHODS``.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    chosen = find_range_method(method)
+    quantizers = [q for q in _with_plain_bounds(sim) if chosen.name != "minmax"]
+    for quantizer in quantizers:
+        quantizer.spec = replace(quantizer.spec, method=chosen)
+    if any(quantizer.encoding is None for quantizer in quantizers):  # its statistics did not tell
+        calibrate(sim)
+    return RangesReport(chosen.name, tuple(q.name for q in quantizers))
+
+
+def keep_histograms(sim: Simulation, but: Collection[str] = ()) -> None:
+    """Let the next calibration gather what :func:`activation_ranges` reads, so that it needs no other.
+
+    Args:
+        sim: the simulation; changed in place.
+        but: sites that will be in float.
+    """
+    for quantizer in _with_plain_bounds(sim):
+        quantizer.keeps_histogram = quantizer.name not in but
+
+
+def _with_plain_bounds(sim: Simulation) -> list[Quantizer]:
+    """The quantizers of narrow activations whose range is everything seen."""
+    found = {
+        id(site.quantizer): site.quantizer
+        for site in sim.quantizers.values()
+        if site.role in ("input", "output") and site.enabled and not site.frozen
+    }
+    return [q for q in found.values() if _has_plain_bounds(q)]
+
+
+def _has_plain_bounds(quantizer: Quantizer) -> bool:
+    spec = quantizer.spec
+    narrow = isinstance(spec.format, IntFormat) and spec.format.bits <= 8
+    return narrow and spec.method.name == "minmax" and not quantizer.is_fixed and not quantizer.derived
 
 
 @dataclass(frozen=True)
