@@ -1,4 +1,4 @@
 """Marked models become standard ONNX models with QuantizeLinear and DequantizeLinear.
 
-Checking the result belongs to :mod:`bitwright.export.verify`.
+Checking the result belongs to :mod:`bitwright.compare.verify`.
 """

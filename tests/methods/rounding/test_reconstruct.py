@@ -377,7 +377,7 @@ def test_no_finished_layer_is_computed_again(error, seen, tmp_path, monkeypatch)
 def test_a_killed_process_leaves_its_finished_layers(tmp_path, monkeypatch):
     script = f"""
 import os
-from bitwright.algorithms.rounding import gptq
+from bitwright.methods.rounding import gptq
 from tests.methods.rounding.test_reconstruct import apply_reconstruction, data, simulated
 original, calls = gptq.round_columns, []
 def kernel(*args):
