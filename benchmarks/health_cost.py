@@ -58,7 +58,7 @@ class _Open(BatchGate):
 class _Bare(QuantizationSimModel):
     """A simulation whose calibration does not watch for values that are not finite."""
 
-    def _gate(self, policy: Any) -> BatchGate:
+    def _gate(self, observer: Any, policy: Any) -> BatchGate:
         return _Open(())
 
     def _quantized_parameters(self) -> dict[str, torch.Tensor]:
