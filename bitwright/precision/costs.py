@@ -45,7 +45,7 @@ from bitwright.precision.candidates import (
     simulation_of,
     without,
 )
-from bitwright.precision.library import Library
+from bitwright.precision.prepared import PreparedPrecisions
 from bitwright.recipes.judge import values_on_grids
 from bitwright.runtimes.onnxruntime import LayerTimes, layer_times
 
@@ -533,15 +533,15 @@ def _measured(
 
     sim = subject.sim
     groups = find_groups(sim, candidates, sim.rules.allowed_kernels, tied=True)
-    library = Library(subject, groups, candidates, planned_bits(sim), batches, rounding=False)
-    groups = without(groups, library.refused, candidates)
+    prepared = PreparedPrecisions(subject, groups, candidates, planned_bits(sim), batches, rounding=False)
+    groups = without(groups, prepared.refused, candidates)
     best = highest(candidates)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        stack.callback(library.restore)
+        stack.callback(prepared.restore)
         files = {}
         for c, candidate in enumerate(candidates):
             able = [c if c in g.candidates else best if best in g.candidates else g.candidates[-1] for g in groups]
-            library.apply(able)
+            prepared.apply(able)
             files[candidate.name] = sim.export(Path(folder, str(c)), "timed", samples=False).qdq
         layers = {layer for group in groups for layer in group.layers}
         return layer_times(files, dict(as_feeds(batches[0], sim.specs)), layers, rounds=rounds)

@@ -35,8 +35,8 @@ from bitwright.precision.candidates import (
 )
 from bitwright.precision.choice import Choice, Correction, Interactions, Knapsack, told
 from bitwright.precision.costs import Bits, Cost, all_costs
-from bitwright.precision.library import Library, noise_table
 from bitwright.precision.measure import Metric, Noise, one_sided
+from bitwright.precision.prepared import PreparedPrecisions, noise_table
 from bitwright.precision.result import Book, Goal, MixedPrecision, Point, Seen, alone, confirmed, decibel
 
 
@@ -291,7 +291,7 @@ class Explorer:
     Attributes:
         groups: what is chosen for.
         costs: by name.
-        library: the precisions, ready to be set.
+        prepared: every precision of every quantizer, ready to be set.
         knapsack: the choices.
         notes: what a reader of the result should know.
     """
@@ -315,10 +315,10 @@ class Explorer:
         allowed = sim.rules.allowed_kernels
         self.groups = find_groups(sim, candidates, allowed, tied=True)
         rest = list(self._noise.rest)
-        self.library = Library(subject, self.groups, candidates, least, rest, rounding=rounding)
-        self.groups = without(self.groups, self.library.refused, candidates)
-        self.groups = distinct(self.groups, self.library.same, candidates)
-        self._table, unknown = noise_table(self.library, rest, samples=samples, seed=seed)
+        self.prepared = PreparedPrecisions(subject, self.groups, candidates, least, rest, rounding=rounding)
+        self.groups = without(self.groups, self.prepared.refused, candidates)
+        self.groups = distinct(self.groups, self.prepared.same, candidates)
+        self._table, unknown = noise_table(self.prepared, rest, samples=samples, seed=seed)
         if unknown:
             self._measure_alone(unknown)
         self.costs: dict[str, Cost] = all_costs(Bits(sim, self.groups, candidates, least), kernels, times, ())
@@ -351,12 +351,12 @@ class Explorer:
             if not {*unknown}.intersection(group.sites):
                 continue
             for c in group.candidates:
-                if self.library.same(i, c, base[i]):
+                if self.prepared.same(i, c, base[i]):
                     found = quiet / len(self.groups)
                 else:
                     found = max(self.noise((*base[:i], c, *base[i + 1 :]), fitted=False) - quiet, 0.0)
                 self._table[i, c] = max(found, quiet * _SHARE)
-        self.library.restore()
+        self.prepared.restore()
 
     def correction(self) -> Correction:
         """The estimates, before anything was seen."""
@@ -371,11 +371,11 @@ class Explorer:
             fitted: with weights as the result has them: rounded for this choice, if that helped the first one.
         """
         if not fitted:
-            self.library.apply(choice)
+            self.prepared.apply(choice)
             return self.measure()
         if self._fits is None:
             alone = self.noise(choice, fitted=False)
-            self.library.fit(choice)
+            self.prepared.fit(choice)
             found = self.measure()
             self._fits = found <= alone
             if self._fits:
@@ -387,9 +387,9 @@ class Explorer:
     def set(self, choice: Choice) -> None:
         """Give the simulation the precisions and weights of ``choice``, as the result has them."""
         if self._fits is False:
-            self.library.apply(choice)
+            self.prepared.apply(choice)
         else:
-            self.library.fit(choice)
+            self.prepared.fit(choice)
 
     def measure(self) -> float:
         """Noise over signal of the outputs of what is set."""
@@ -568,7 +568,7 @@ class Explorer:
 
         def alike(group: int, one: int, other: int) -> bool:
             tables = [cost.table[:, group] for cost in self.costs.values()]
-            return self.library.same(group, one, other) and all(np.array_equal(t[:, one], t[:, other]) for t in tables)
+            return self.prepared.same(group, one, other) and all(np.array_equal(t[:, one], t[:, other]) for t in tables)
 
         equals = [[o for o in range(len(self.candidates)) if alike(i, o, c)] for i, c in enumerate(choice)]
         votes = Counter(o for equal in equals for o in equal)

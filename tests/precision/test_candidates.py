@@ -1,4 +1,4 @@
-"""Groups of precisions, requests of the user, and what the library changes and brings back."""
+"""Groups of precisions, requests of the user, and what prepared precisions change and restore."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from bitwright.analysis.subject import Subject, open_subject
 from bitwright.errors import BitwrightError
 from bitwright.onnx import QuantizationSimModel
 from bitwright.precision.candidates import as_candidates, coarser, find_groups, ties, without
-from bitwright.precision.library import Library, noise_table
 from bitwright.precision.manual import MODEL_INPUT, MODEL_OUTPUT, PrecisionRequest, set_precisions
+from bitwright.precision.prepared import PreparedPrecisions, noise_table
 from bitwright.precision.search import Explorer, mixed_precision
 from bitwright.recipes.site_cost import OutputErrors
 from tests.precision.nets import FRONTS
@@ -168,10 +168,10 @@ def test_weights_are_rounded_for_the_choice_they_are_part_of() -> None:
     found = explorer(Branches)
     n = len(found.groups)
     low, high = (3,) * n, (1,) * n
-    found.library.fit(low)
+    found.prepared.fit(low)
     fitted = found.measure()
-    found.library.fit(high)
-    found.library.fit(low)
+    found.prepared.fit(high)
+    found.prepared.fit(low)
     assert found.measure() == fitted
     alone = found.noise(low, fitted=False)
     assert fitted != alone
@@ -182,16 +182,16 @@ def test_weights_are_rounded_for_the_choice_they_are_part_of() -> None:
 
 def test_weights_without_an_estimate_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of an ONNX LSTM with states that are given: at no estimate they would cost nothing at any width."""
-    library = explorer(Branches).library
-    real = library.errors
+    prepared = explorer(Branches).prepared
+    real = prepared.errors
 
     def errors(candidate: int, *args: Any, **options: Any) -> OutputErrors:
         found = real(candidate, *args, **options)
         return replace(found, weights={n: v for n, v in found.weights.items() if n != "left.weight"})
 
-    assert noise_table(library, data(), samples=16, seed=0)[1] == ()
-    monkeypatch.setattr(library, "errors", errors)
-    assert noise_table(library, data(), samples=16, seed=0)[1] == ("left.weight",)
+    assert noise_table(prepared, data(), samples=16, seed=0)[1] == ()
+    monkeypatch.setattr(prepared, "errors", errors)
+    assert noise_table(prepared, data(), samples=16, seed=0)[1] == ("left.weight",)
 
 
 WIDTHS = as_candidates(["w8a8", "w4a8"])
@@ -238,16 +238,16 @@ def test_weights_that_a_node_computes_are_rounded_at_each_width_and_brought_back
     before = [np.array(subject.outputs(batch, False)[0]) for batch in data]
     in_float = np.array(subject.outputs(data[0], True)[0])
     groups = find_groups(subject.sim, WIDTHS)
-    library = Library(subject, groups, WIDTHS, {}, data)
+    prepared = PreparedPrecisions(subject, groups, WIDTHS, {}, data)
     points = {}
     for choice in [(0,) * len(groups), (1,) * len(groups)]:
-        library.fit(choice)
+        prepared.fit(choice)
         points[choice] = np.array(subject.outputs(data[0], False)[0])
-    library.restore()
+    prepared.restore()
     for batch, wanted in zip(data, before, strict=True):
         np.testing.assert_array_equal(subject.outputs(batch, False)[0], wanted)
     for choice, wanted in points.items():
-        library.fit(choice)
+        prepared.fit(choice)
         np.testing.assert_array_equal(subject.outputs(data[0], False)[0], wanted)
     high, low = (np.abs(found - in_float).max() for found in points.values())
     assert high < low / 3

@@ -2,8 +2,8 @@
 
 Weights of fewer bits are rounded with error feedback (ranges by ``seq_mse`` below 8 bits, then ``gptq``), all of them at each
 width, and kept; activations keep the encodings that follow from their statistics. These weights make up for errors of their
-own layer only, so that the noise of layers adds up whatever the others have. :meth:`Library.fit` rounds the weights of one
-choice once more, each layer seeing the errors of those before it, as the default recipe does.
+own layer only, so that the noise of layers adds up whatever the others have. :meth:`PreparedPrecisions.fit` rounds the weights of
+one choice once more, each layer seeing the errors of those before it, as the default recipe does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GPTQ: Mapping[str, Any] = {"damping": 0.1, "rows_per_input": 64}  # as the defa
 _WORST = 1e6  # noise over signal of what is not finite
 
 
-class Library:
+class PreparedPrecisions:
     """States of quantizers and weights of a simulation.
 
     Args:
@@ -291,21 +291,23 @@ def _by_quantizer(made: Mapping[str, float], sites: Mapping[str, Site]) -> dict[
     return found
 
 
-def noise_table(library: Library, batches: Sequence[Any], *, samples: int, seed: int) -> tuple[Floats, tuple[str, ...]]:
+def noise_table(
+    prepared: PreparedPrecisions, batches: Sequence[Any], *, samples: int, seed: int
+) -> tuple[Floats, tuple[str, ...]]:
     """Noise that each group makes in the outputs at each candidate.
 
     Returns:
         ``[groups, candidates]``; sites whose noise is not known, which count as the worst known ones.
     """
-    table = np.zeros((len(library.groups), len(library.candidates)))
-    places = [(i, name) for i, group in enumerate(library.groups) for name in group.sites]
+    table = np.zeros((len(prepared.groups), len(prepared.candidates)))
+    places = [(i, name) for i, group in enumerate(prepared.groups) for name in group.sites]
     unknown: dict[str, None] = {}
     met: set[str] = set()
-    for c in range(len(library.candidates)):
-        errors = library.errors(c, batches, samples=samples, seed=seed)
+    for c in range(len(prepared.candidates)):
+        errors = prepared.errors(c, batches, samples=samples, seed=seed)
         made = {**errors.activations, **errors.weights, **errors.constants}
         met.update(made)
-        quantizers = library.steps.sites()
+        quantizers = prepared.steps.sites()
         by_quantizer = _by_quantizer(made, quantizers)
         worst = max(by_quantizer.values(), default=0.0)
         for i, name in places:
@@ -315,6 +317,6 @@ def noise_table(library: Library, batches: Sequence[Any], *, samples: int, seed:
                 found = worst
             table[i, c] += found or 0.0
     # a quantizer that was never met, as of an operator that is one step of its own, is not one that costs nothing
-    for name in (n for group in library.groups if not met & set(group.weights) for n in group.weights):
+    for name in (n for group in prepared.groups if not met & set(group.weights) for n in group.weights):
         unknown[name] = None
     return table, tuple(unknown)
