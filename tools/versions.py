@@ -30,7 +30,7 @@ EXTRAS = ("torch", "onnx", "analysis", "fast", "litert")
 RUNNERS = ("pytest>=8.2", "pytest-xdist>=3.6", "pytest-benchmark>=5.0", "hypothesis>=6.100", "pillow>=11.0")
 TESTS = (
     "tests/core",
-    "tests/torch/interception",
+    "tests/torch/test_calls.py",
     "tests/onnx/model",
     "tests/export",
     "tests/conformance",
