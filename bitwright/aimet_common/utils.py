@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from bitwright.aimet_common.defs import CallbackFunc as CallbackFunc  # its older path
 from bitwright.core.placement.aimet_config import ALIASES, shipped_config
+from bitwright.core.simulation.float_model import Handle as Handle
 
 # ------------------------------------------------------------------------------------ helpers
 
@@ -54,25 +54,6 @@ class AimetLogger:
     def set_level_for_all_areas(level: int) -> None:
         """Set the level of all loggers of Bitwright."""
         logging.getLogger("bitwright").setLevel(level)
-
-
-class Handle:
-    """Undoes something when it is removed or when its ``with`` block ends."""
-
-    def __init__(self, cleanup_fn: Callable[[], Any]) -> None:
-        self._cleanup: Callable[[], Any] | None = cleanup_fn
-
-    def remove(self) -> None:
-        """Undo it; a second call does nothing."""
-        cleanup, self._cleanup = self._cleanup, None
-        if cleanup is not None:
-            cleanup()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 # ------------------------------------------------------------------------------------ configurations

@@ -599,7 +599,7 @@ def _entering(graph: Any, ops: Sequence[Any]) -> list[str]:
 
 
 def _leaving(graph: Any, path: str, ops: Sequence[Any]) -> Iterator[str]:
-    """The values that operators of a module compute for other operators, or for nobody."""
+    """The values that operators of a module compute for other operators, or that nothing reads."""
     for value in (value for op in ops for value in op.outputs):
         readers = {reader.module for reader, _ in graph.consumers(value)}
         if graph.is_output(value) or readers != {path}:

@@ -738,14 +738,6 @@ def load_checkpoint(file_path: str | Path) -> QuantizationSimModel:
     )
 
 
-def read_json(source: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """A dict of encodings, or what a file of them holds."""
-    if isinstance(source, dict):
-        return source
-    found: dict[str, Any] = json.loads(Path(source).read_text())
-    return found
-
-
 # ------------------------------------------------------------------------------------ other quantizers for many modules at once
 
 

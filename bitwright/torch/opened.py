@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +36,6 @@ from bitwright.torch.ranks import batches_of_ranks
 from bitwright.torch.simulation.quantsim import QuantizationSimModel, adopt, copied, require_module
 from bitwright.torch.simulation.simulate import Simulator, Stage
 from bitwright.torch.view import TorchView
-
-if TYPE_CHECKING:
-    pass
 
 Watch = Callable[[torch.Tensor], torch.Tensor]
 

@@ -5,7 +5,7 @@ moves data, and whether integer runtimes have a kernel for it. Adding an operato
 
 :data:`TRAITS` lists the operators that share a property which a pass asks for: ``op.type in TRAITS["identity"]``. Facts
 about one runtime, AIMET's configuration or a file format stay with that code. An operator without any trait stands in
-:data:`WITHOUT`, so that the tests can list new operators for which nobody decided.
+:data:`WITHOUT`, so that the tests can list new operators that still need a decision.
 """
 
 from __future__ import annotations

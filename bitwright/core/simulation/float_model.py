@@ -16,6 +16,25 @@ Undo = Callable[[], None]
 """Takes an edit back."""
 
 
+class Handle:
+    """Undoes a change when it is removed or when its ``with`` block ends."""
+
+    def __init__(self, cleanup_fn: Undo) -> None:
+        self._cleanup: Undo | None = cleanup_fn
+
+    def remove(self) -> None:
+        """Undo the change; a second call does nothing."""
+        cleanup, self._cleanup = self._cleanup, None
+        if cleanup is not None:
+            cleanup()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
 @dataclass(frozen=True)
 class SetParam:
     """Give the parameter ``name`` a new value of the same shape; its dtype stays."""

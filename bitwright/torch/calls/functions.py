@@ -388,7 +388,6 @@ _ROWS: list[tuple[str, Any, tuple[str, ...], tuple[str, ...], Any, bool]] = [
 
 _PROPERTIES = {"T": "Transpose", "mT": "Transpose", "H": "Transpose", "mH": "Transpose", "data": "Identity"}
 _SPACES = (torch, torch.Tensor, F, torch._C._nn, torch.linalg, torch.special)
-_NOT_IN_PLACE = ("clone", "to")
 
 
 def _build() -> dict[Any, Function]:

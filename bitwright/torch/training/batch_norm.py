@@ -22,6 +22,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.numerics.statistics import ExactSum
+from bitwright.core.simulation.float_model import Handle
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments
 from bitwright.methods.folding import batch_norm_fold as algorithm
@@ -40,25 +41,6 @@ logger = logging.getLogger("bitwright")
 
 Norm = nn.modules.batchnorm._BatchNorm
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-class Handle:
-    """Takes a change back: call :meth:`remove`, or leave the ``with`` block of it; once is enough."""
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self._undo: Callable[[], None] | None = undo
-
-    def remove(self) -> None:
-        """Bring back what was before."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def batch_norms(model: nn.Module) -> dict[str, Norm]:
