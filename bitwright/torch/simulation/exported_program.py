@@ -407,6 +407,7 @@ def captured(
         place = other_path(sim._simulator.plans, recorded, traced)
         if place is None:
             without_checks(program.graph_module)
+            in_order_of_memory(program.graph_module)
             return program, []
         raise ModelError(
             place,
@@ -536,6 +537,7 @@ def recorded_program(
     without_checks(traced)
     names = list(state)
     program = torch.export.export(_Recorded(model, traced, names).eval(), tuple(tensors), strict=False)
+    in_order_of_memory(program.graph_module)
     return program, notes
 
 
@@ -672,6 +674,41 @@ def without_checks(module: fx.GraphModule) -> None:
         for node in dropped:
             _erase(part.graph, node)
         if dropped:
+            part.recompile()
+
+
+def in_order_of_memory(module: fx.GraphModule) -> None:
+    """Permute what ``as_strided`` reads into the order in which it lies in memory.
+
+    ``as_strided`` counts elements of the memory; its translation of torch's exporter counts those of the tensor in the order of
+    its axes, which is another one behind a transpose, and answers other values without a word.
+
+    Raises:
+        ModelError: the elements are not dense in memory (expanded, sliced), or others than those of the tensor are read.
+    """
+    for part in _graphs(module):
+        found = [node for node in part.graph.nodes if node.target is _aten.as_strided.default]
+        for node in found:
+            tensor, size, stride, *rest = node.args
+            offset = rest[0] if rest else node.kwargs.get("storage_offset")
+            read: torch.Tensor = tensor.meta["val"]
+            order = sorted(range(read.dim()), key=lambda i: read.stride(i), reverse=True)
+            counted = isinstance(offset, int)  # otherwise it follows a free axis
+            first = offset - read.storage_offset() if counted else 0 if offset is None else -1
+            lengths, steps = ([n.meta["val"] if isinstance(n, fx.Node) else n for n in of] for of in (size, stride))
+            last = first + sum((n - 1) * step for n, step in zip(lengths, steps, strict=True))
+            if not read.permute(order).is_contiguous() or first < 0 or last >= read.numel():
+                raise ModelError(
+                    line_of(node),
+                    f"as_strided reads memory there that the tensor, of shape {tuple(read.shape)} and strides "
+                    f"{read.stride()}, does not hold in this order",
+                    "call .contiguous() on the tensor before, or use unfold or indices, which a file has operators for",
+                )
+            with part.graph.inserting_before(node):
+                ordered = part.graph.call_function(_aten.permute.default, (tensor, order))
+            ordered.meta["val"] = read.permute(order)
+            node.args, node.kwargs = (ordered, size, stride, first), {}
+        if found:
             part.recompile()
 
 

@@ -47,6 +47,12 @@ def ties(x: Tensor) -> Tensor:
     return x[:, keys.sort(stable=True).indices] * (keys > 1).sort(stable=True).values[:, None]
 
 
+def frames(x: Tensor) -> Tensor:
+    y = x.transpose(1, 2)
+    (batch, channels, n), step = y.shape, y.stride()
+    return y.as_strided((batch, channels, n - 1, 2), (step[0], step[1], step[2], step[2])) + 0
+
+
 class Net(nn.Module):
     """A layer, and what each function makes of its output."""
 
@@ -56,7 +62,7 @@ class Net(nn.Module):
         self.fc = nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        return [f(self.fc(x)) for f in (squeezed, all_squeezed, halves, ordered, ties)]
+        return [f(self.fc(x)) for f in (squeezed, all_squeezed, halves, ordered, ties, frames)]
 
 
 @pytest.mark.slow_variants("True")
@@ -71,6 +77,25 @@ def test_the_file_computes_what_torch_does(free: bool, tmp_path: Path) -> None:
         for one, other in zip(found, sim.model(x), strict=True):
             torch.testing.assert_close(torch.from_numpy(one), other, rtol=1e-5, atol=1e-5)
     assert verify_folder(tmp_path).ok
+
+
+class Overlapping(nn.Module):
+    """Reads memory in an order that its tensor, which is expanded, does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)[:, :1].expand(-1, 4, -1).as_strided((3, 2, 6), (6, 0, 1)) + 0
+
+
+def test_memory_that_a_tensor_does_not_hold_in_its_order_is_refused_with_the_line(tmp_path: Path) -> None:
+    x = torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(1))
+    sim = QuantizationSimModel(Overlapping().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    with pytest.raises(ExportError, match=r"test_exported_program.py:\d+, in forward: as_strided reads memory there"):
+        sim.export(tmp_path, "m")
 
 
 class Guarded(nn.Module):
