@@ -51,6 +51,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "aimet_torch": (BELOW | {"analysis", "precision", "report", "torch", "aimet_common"}, NUMPY | {"torch", "onnx"}),
     "aimet_onnx": (BELOW | {"analysis", "precision", "onnx", "report", "aimet_common"}, NUMPY | ONNX),
     "migrate": ({"errors", "aimet_common"}, set()),
+    # weights of simulated PyTorch models, and the files of engines
+    "llm": (BELOW | {"__version__", "torch"}, NUMPY | FILES_OUT | {"torch", "transformers", "tokenizers"}),
     "cli": (BELOW | {"interrupt", "torch", "onnx", "analysis", "precision", "migrate", "report"}, ANYTHING),
 }
 # Files and folders that may import more than their part. Inside their functions: configuration files may be YAML, and

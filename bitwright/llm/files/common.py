@@ -1,0 +1,307 @@
+"""What all kinds of checkpoint files share: the row of the table, checks before any work, shards, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bitwright import __version__
+from bitwright.core.files import read_document
+from bitwright.errors import ExportError, GranularityError
+from bitwright.export.files.atomic import AnyPath, atomic_files, read_error, settle
+from bitwright.llm.packed import Layout, Weight, WeightPlan
+
+if TYPE_CHECKING:
+    import torch
+
+MANIFEST = "bitwright_files.json"
+#: files beside the weights that a model's folder has, where it has them
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+_MAX_CONFIG = 64 << 20  # bytes of a JSON file that is read
+_ROOM = 1.02  # of the bytes that are expected: headers, configuration
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a set of files holds beside the weights.
+
+    Attributes:
+        config: of the model, as ``config.json`` has it.
+        tokenizer: paths of tokenizer files, which are copied or read.
+        inputs: quantized inputs of layers: name of the layer -> what an engine does with them.
+        cache: what an engine does with keys and values of attention.
+        options: of the kind of files.
+    """
+
+    config: Mapping[str, Any]
+    tokenizer: Sequence[Path] = ()
+    inputs: Mapping[str, Any] = ()  # type: ignore[assignment]
+    cache: Any = None
+    options: Mapping[str, Any] = ()  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """One kind of checkpoint files.
+
+    Attributes:
+        name: of the row.
+        engine: programs that load them.
+        holds: formats in words, for tables and messages.
+        refuses: why a weight of this plan cannot be stored; empty where it can.
+        size: bytes that a weight takes.
+        write: fills a folder that is there and empty; returns the names of the files.
+        read: yields the weights that a folder holds.
+        recognises: whether a folder holds files of this kind.
+        check: refuses a model as a whole: an architecture, inputs, a cache that the files cannot say.
+    """
+
+    name: str
+    engine: str
+    holds: str
+    refuses: Callable[[WeightPlan], str]
+    size: Callable[[WeightPlan], float]
+    write: Callable[[Path, Iterable[Weight], Extras], None]
+    read: Callable[[Path], Iterator[Weight]]
+    recognises: Callable[[Path], bool]
+    check: Callable[[Sequence[WeightPlan], Extras], None]
+
+
+def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]) -> None:
+    """Refuse a weight that a kind of files cannot store.
+
+    Raises:
+        GranularityError: its groups do not divide the summed axis; names the sizes that do.
+        ExportError: the format is not one of these files; names kinds of files that hold it.
+    """
+    layout = plan.layout
+    if layout is None:
+        return
+    last = plan.shape[-1] if plan.shape else 1
+    if isinstance(layout.group, int) and last % layout.group:
+        sizes = [str(size) for size in (256, 128, 64, 32, 16) if last % size == 0]
+        fix = (
+            f"use groups of {' or '.join(sizes)}" if sizes else "no group of 16 or more does: use one scale per channel"
+        )
+        raise GranularityError(
+            plan.name,
+            f"its rows have {last} elements, which groups of {layout.group} do not divide",
+            f"{fix}, or leave it in float",
+        )
+    why = row.refuses(plan)
+    if not why:
+        return
+    able = [other.name for other in others if other is not row and not other.refuses(plan)]
+    instead = f"write {' or '.join(able)}, which hold it" if able else "no kind of files that is written here holds it"
+    raise ExportError(
+        plan.name,
+        f"{layout} cannot be stored in {row.name} files ({row.engine}): {why}",
+        f"{instead}; or quantize it to what {row.name} holds: {row.holds}",
+    )
+
+
+def check_room(folder: AnyPath, plans: Iterable[WeightPlan], row: FileFormat) -> None:
+    """Refuse a disk that has not room for the files.
+
+    Raises:
+        ExportError: with the bytes that are needed and those that are free.
+    """
+    need = int(sum(row.size(plan) for plan in plans) * _ROOM)
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < need:
+        raise ExportError(
+            str(folder),
+            f"the {row.name} files take about {need / 1e6:.1f} MB, and the disk has {free / 1e6:.1f} MB free",
+            "free some space or name a folder on another disk; nothing was written",
+        )
+
+
+def check_folder(folder: AnyPath) -> list[str]:
+    """The names of files in ``folder`` that an earlier call wrote and the next one replaces.
+
+    Raises:
+        ExportError: it is a file, or holds a model that was not written here.
+    """
+    place = Path(folder)
+    if place.is_file():
+        raise ExportError(str(folder), "there is a file of this name", "name a folder, or move the file away")
+    if not place.is_dir():
+        return []
+    settle(place)
+    if (place / MANIFEST).is_file():
+        listed = read_json(place / MANIFEST).get("files", [])
+        return [name for name in listed if isinstance(name, str)]
+    models = sorted(path.name for path in place.iterdir() if path.suffix in (".safetensors", ".gguf", ".bin"))
+    if models:
+        raise ExportError(
+            str(folder),
+            f"there is another model in it ({', '.join(models[:3])}), which the files would be mixed with",
+            "name a new or an empty folder",
+        )
+    return []
+
+
+@contextmanager
+def whole_folder(folder: AnyPath, row: FileFormat) -> Iterator[Path]:
+    """A hidden folder whose files move to ``folder`` when all are written; the manifest names them."""
+    stale = check_folder(folder)
+    with atomic_files(folder, name=MANIFEST, create=True, stale=stale) as staging:
+        yield staging
+        names = sorted(path.name for path in staging.iterdir())
+        content = {"format": row.name, "engine": row.engine, "bitwright": __version__, "files": [*names, MANIFEST]}
+        (staging / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ExportError: there is none, it is damaged, or it holds something else.
+    """
+    document = read_document(path, ExportError, max_bytes=_MAX_CONFIG, unreadable=read_error)
+    if not isinstance(document, dict):
+        raise ExportError(str(path), f"it holds a {type(document).__name__}, not an object", "write the model again")
+    return document
+
+
+def copy_tokenizer(paths: Iterable[Path], folder: Path) -> None:
+    """Copy tokenizer files.
+
+    Raises:
+        ExportError: one of them cannot be read.
+    """
+    for path in paths:
+        try:
+            shutil.copyfile(path, folder / path.name)
+        except OSError as error:
+            if error.filename == str(path):
+                raise read_error(path, error) from error
+            raise
+
+
+def tokenizer_files(folder: AnyPath) -> list[Path]:
+    """The tokenizer files of a model's folder, those that there are."""
+    return [path for name in TOKENIZER_FILES if (path := Path(folder, name)).is_file()]
+
+
+class Shards:
+    """Tensors written to ``model-00001-of-00003.safetensors`` and so on, with their index, by shards of limited size.
+
+    Args:
+        folder: where they go.
+        most: bytes of tensors that are held before a shard is written.
+    """
+
+    def __init__(self, folder: Path, most: int = 1 << 30) -> None:
+        self.folder, self.most = folder, most
+        self._held: dict[str, torch.Tensor] = {}
+        self._bytes, self._total = 0, 0
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor."""
+        tensor = tensor.detach().to("cpu").contiguous()
+        if self._held and self._bytes + tensor.nbytes > self.most:
+            self._flush()
+        self._held[name] = tensor
+        self._bytes += tensor.nbytes
+
+    def _part(self, index: int) -> Path:
+        return self.folder / f"part-{index}.safetensors"
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._held, self._part(len(self._shards)), {"format": "pt"})
+        self._shards.append(list(self._held))
+        self._total += self._bytes
+        self._held, self._bytes = {}, 0
+
+    def finish(self) -> None:
+        """Write what is held, and the index where there is more than one shard."""
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            self._part(0).rename(self.folder / "model.safetensors")
+            return
+        where = {}
+        for i, names in enumerate(self._shards):
+            final = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            self._part(i).rename(self.folder / final)
+            where.update(dict.fromkeys(names, final))
+        index = {"metadata": {"total_size": self._total}, "weight_map": where}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+class StoredTensors:
+    """The tensors of a folder's safetensors files, read one at a time.
+
+    Raises:
+        ExportError: there are none, a shard that the index names is missing, or a file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if single.is_file():
+            files = [single]
+        elif index.is_file():
+            files = sorted({folder / str(name) for name in read_json(index).get("weight_map", {}).values()})
+        else:
+            raise ExportError(
+                str(folder), "there is no model.safetensors in it, nor an index of shards", "name the folder of a model"
+            )
+        self._where: dict[str, Path] = {}
+        for file in files:
+            if not file.is_file():
+                raise ExportError(
+                    str(file), "this shard is named by the index and missing", "copy the whole folder again"
+                )
+            with self._opened(file) as opened:
+                self._where.update(dict.fromkeys(opened.keys(), file))
+
+    @contextmanager
+    def _opened(self, file: Path) -> Iterator[Any]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, "pt") as opened:
+                yield opened
+        except SafetensorError as error:
+            raise ExportError(str(file), f"it is damaged: {error}", "copy or write the file again") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._where:
+            raise ExportError(str(self.folder), f"there is no tensor {name} in it", "write the model again")
+        with self._opened(self._where[name]) as opened:
+            found: torch.Tensor = opened.get_tensor(name)
+            return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bits_of(layout: Layout | None) -> float:
+    """Bits per element with scales in float32 and without zero points; float weights count as 32."""
+    if layout is None:
+        return 32.0
+    return layout.bits + (64.0 / layout.group if isinstance(layout.group, int) else 0.0)

@@ -1,0 +1,370 @@
+"""Folders in the format of the compressed-tensors library, which transformers, vLLM and SGLang load.
+
+================  =====================================================================================================
+stored as         weights (``format`` in the configuration)
+================  =====================================================================================================
+pack-quantized    integers of 2 to 8 bits, packed without gaps into int32; scales per group, channel or tensor
+int-quantized     int8 weights of layers whose inputs are quantized too
+float-quantized   float8 weights of layers whose inputs are quantized too
+naive-quantized   float8 weights alone
+nvfp4-...         4-bit floats in groups of 16, scales float8 times one number per tensor
+mxfp4-..., mxfp8  4- and 8-bit floats in groups of 32, scales powers of two
+================  =====================================================================================================
+
+Source: the library's own readers, ``compressed_tensors`` 0.20, and the configuration that vLLM documents.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.numerics.affine import scale_multiples, with_scale
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import (
+    FLOAT4_E2M1,
+    FLOAT8_E4M3,
+    SCALE_FORMATS,
+    FloatFormat,
+    Format,
+    IntFormat,
+    parse_scale_format,
+)
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.errors import ExportError
+from bitwright.llm.files.common import (
+    Extras,
+    FileFormat,
+    Shards,
+    StoredTensors,
+    bits_of,
+    copy_tokenizer,
+    dtype_name,
+    read_json,
+)
+from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan, signed
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("bitwright")
+
+_WORD = 32  # bits of the integers that codes are packed into
+_E8M0_BIAS = 127
+#: what the library unpacks to bfloat16 whatever the model computes in
+_IN_BFLOAT16 = {"nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"}
+_HALF = {"float16": "float16", "bfloat16": "bfloat16"}
+
+
+def _stored_as(fmt: Format, group: int | str, scale_format: str, *, inputs: bool) -> str:
+    """The library's name for how weights of this layout are stored; empty where it has none."""
+    if isinstance(fmt, IntFormat):
+        if scale_format not in ("float32", *_HALF) or not 2 <= fmt.bits <= 8:
+            return ""
+        return "int-quantized" if inputs and fmt.bits == 8 and not isinstance(group, int) else "pack-quantized"
+    if fmt == FLOAT4_E2M1:
+        rows = {(16, "e4m3"): "nvfp4-pack-quantized", (32, "e8m0"): "mxfp4-pack-quantized"}
+        return rows.get((group, scale_format), "")  # type: ignore[arg-type]
+    if fmt == FLOAT8_E4M3 and scale_format == "e8m0":
+        return "mxfp8-quantized" if group == 32 else ""
+    if fmt == FLOAT8_E4M3 and scale_format in ("float32", *_HALF):
+        return "float-quantized" if inputs else "naive-quantized"
+    return ""
+
+
+def refuses(plan: WeightPlan) -> str:
+    """Why the format has no place for a weight; empty where it has."""
+    layout = plan.layout
+    if layout is None:
+        return ""
+    if len(plan.shape) != 2:
+        return f"only matrices of linear layers and tables are quantized, and it has {len(plan.shape)} axes"
+    if not _stored_as(layout.format, layout.group, layout.scale_format, inputs=False):
+        return "the library has no such format"
+    if layout.group == "tensor" and not layout.symmetric:
+        return "zero points are stored per group or per channel"
+    return ""
+
+
+def pack_int32(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
+    """Signed codes of ``bits`` bits, packed along the last axis without gaps into int32, the first in the lowest bits.
+
+    Args:
+        codes: shape ``(rows, n)``.
+
+    Returns:
+        Shape ``(rows, ceil(n * bits / 32))``; what is left of the last word is zero.
+
+    >>> [hex(n) for n in pack_int32(np.int8([[-8, -7, 7, 0]]), 4)[0]]
+    ['0x8f10']
+    """
+    rows, count = codes.shape
+    unsigned: NDArray[np.uint8] = (codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+    stream = unsigned
+    if bits == 4:
+        even = np.pad(unsigned, ((0, 0), (0, count % 2)))
+        stream = even[:, 0::2] + even[:, 1::2] * np.uint8(16)
+    elif bits != 8:
+        digits = np.unpackbits(unsigned[..., None], axis=-1, bitorder="little")[..., :bits]
+        stream = np.packbits(digits.reshape(rows, count * bits), axis=-1, bitorder="little")
+    words = -(-count * bits // _WORD)
+    padded = np.zeros((rows, words * 4), np.uint8)
+    padded[:, : stream.shape[1]] = stream
+    return padded.view("<i4").astype(np.int32)
+
+
+def unpack_int32(words: NDArray[np.int32], bits: int, count: int) -> NDArray[np.int8]:
+    """The codes that :func:`pack_int32` packed, ``count`` of each row."""
+    stream = np.ascontiguousarray(words.astype("<i4")).view(np.uint8).reshape(words.shape[0], -1)
+    digits = np.unpackbits(stream, axis=-1, bitorder="little")[:, : count * bits]
+    places = (1 << np.arange(bits)).astype(np.int16)
+    unsigned = (digits.reshape(len(words), count, bits) * places).sum(-1, dtype=np.int16)
+    return (unsigned - (1 << (bits - 1))).astype(np.int8)
+
+
+@dataclass
+class _Groups:
+    """Layers by what is done with them, for the configuration."""
+
+    layers: dict[str, list[str]] = field(default_factory=dict)
+    floats: list[str] = field(default_factory=list)
+
+    def configuration(self, cache: Any) -> dict[str, Any]:
+        """``quantization_config``: the scheme of most layers is for all linear ones, the others name their layers."""
+        by_size = sorted(self.layers, key=lambda scheme: -len(self.layers[scheme]))
+        groups = {}
+        for i, text in enumerate(by_size):
+            groups[f"group_{i}"] = {"targets": ["Linear"] if i == 0 else self.layers[text], **json.loads(text)}
+        formats = {group["format"] for group in groups.values()}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision" if formats else "dense",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": sorted(self.floats),
+            "kv_cache_scheme": cache,
+            "global_compression_ratio": None,
+        }
+
+
+def _is_table(name: str) -> bool:
+    """Whether a parameter is a table that tokens or positions look up, by the names that transformers gives these."""
+    layer = name.removesuffix(".weight").rpartition(".")[2]
+    return ("embed" in layer and layer != "embed_out") or layer in ("wte", "wpe")
+
+
+def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
+    """Fill ``folder`` with ``config.json``, shards, their index and the tokenizer's files.
+
+    transformers and vLLM load no packed tables, so a quantized table is stored as the float numbers that its codes stand
+    for; where it is tied to the output layer, that layer is stored apart, as codes.
+    """
+    import torch
+
+    shards, groups, dtypes = Shards(folder), _Groups(), set()
+    config = {key: value for key, value in extras.config.items() if key != "_name_or_path"}
+    tied = bool(config.get("tie_word_embeddings"))
+
+    def add_packed(layer: str, weight: PackedWeight) -> None:
+        tensors, scheme = _tensors(weight, extras.inputs.get(layer))
+        kind = scheme["format"]
+        dtypes.add(torch.bfloat16 if kind in _IN_BFLOAT16 else tensors["weight_scale"].dtype)
+        for key, tensor in tensors.items():
+            shards.add(f"{layer}.{key}", tensor)
+        groups.layers.setdefault(json.dumps(scheme), []).append(layer)
+
+    for weight in weights:
+        layer = weight.name.removesuffix(".weight")
+        is_table = _is_table(weight.name)
+        ties = is_table and tied and layer.rpartition(".")[2] != "wpe"
+        if isinstance(weight, PackedWeight) and not is_table:
+            add_packed(layer, weight)
+        elif isinstance(weight, PackedWeight):
+            logger.warning(
+                "%s: stored in float, as the numbers that its %s codes stand for: engines load no packed tables",
+                weight.name, weight.format.name,
+            )  # fmt: skip
+            kind = getattr(torch, _HALF.get(str(config.get("dtype")), "float32"))
+            shards.add(weight.name, torch.from_numpy(weight.dequantize()).to(kind))
+            dtypes.add(kind)
+            if ties:
+                add_packed("lm_head", weight)
+                config["tie_word_embeddings"] = False
+        else:
+            dtypes.add(weight.values.dtype)
+            shards.add(weight.name, weight.values)
+            if ties:
+                groups.floats.append("lm_head")
+            elif len(weight.shape) == 2 and not is_table:
+                groups.floats.append(layer)
+    shards.finish()
+    asked = str(config.pop("torch_dtype", None) or config.get("dtype") or "float32").removeprefix("torch.")
+    packed_in = {json.loads(scheme)["format"] for scheme in groups.layers}
+    if only := packed_in & _IN_BFLOAT16:
+        dtype = "bfloat16"
+        why = f"compressed-tensors unpacks {', '.join(sorted(only))} weights to it"
+    else:
+        half = dtypes if len(dtypes) == 1 else {torch.float32}
+        dtype, why = (
+            dtype_name(*half),
+            "some weights or scales are stored so; scales of its own format keep the model's",
+        )
+    if dtype != asked:
+        logger.warning("the engine will compute in %s, not in %s: %s", dtype, asked, why)
+    config["dtype"] = dtype
+    config["quantization_config"] = groups.configuration(extras.cache)
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    copy_tokenizer(extras.tokenizer, folder)
+
+
+def _tensors(weight: PackedWeight, input_args: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of one layer by the last part of their names, and its scheme in the configuration."""
+    import torch
+
+    layout, (rows, columns) = weight.layout, weight.shape
+    fmt, encoding = weight.format, weight.encoding
+    stored = _stored_as(fmt, layout.group, layout.scale_format, inputs=input_args is not None)
+    scale = encoding.scale.reshape(rows, -1) if encoding.scale.size > 1 or layout.group != "tensor" else encoding.scale
+    kind = getattr(torch, _HALF.get(layout.scale_format, "float32"))
+    tensors = {"weight_scale": torch.from_numpy(np.array(scale.reshape(scale.shape or (1,)))).to(kind)}
+    codes, zero_point = signed(weight)
+    strategy = "group" if isinstance(layout.group, int) else layout.group
+    args: dict[str, Any] = {
+        "num_bits": fmt.bits, "type": "int" if isinstance(fmt, IntFormat) else "float", "symmetric": layout.symmetric,
+        "group_size": layout.group if isinstance(layout.group, int) else None, "strategy": strategy, "dynamic": False,
+        "observer": None,
+    }  # fmt: skip
+    if stored == "pack-quantized":
+        tensors["weight_packed"] = torch.from_numpy(pack_int32(codes, fmt.bits))
+        tensors["weight_shape"] = torch.tensor([rows, columns])
+        if not layout.symmetric:
+            zeros = zero_point.reshape(rows, -1)
+            tensors["weight_zero_point"] = torch.from_numpy(pack_int32(zeros.T, fmt.bits).T.copy())
+    elif stored == "int-quantized":
+        tensors["weight"] = torch.from_numpy(np.ascontiguousarray(codes))
+        if not layout.symmetric:
+            tensors["weight_zero_point"] = torch.from_numpy(zero_point.reshape(rows, -1).astype(np.int8))
+    elif fmt == FLOAT8_E4M3:
+        tensors["weight"] = torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn)
+    else:
+        tensors["weight_packed"] = torch.from_numpy(codes[:, 0::2] | (codes[:, 1::2] << 4))
+    if layout.scale_format == "e8m0":
+        exponent = np.frexp(scale)[1] - 1 + _E8M0_BIAS
+        tensors["weight_scale"] = torch.from_numpy(exponent.astype(np.uint8))
+        args["scale_dtype"] = "torch.uint8"
+    if layout.scale_format == "e4m3":
+        multiples, common = scale_multiples(encoding), encoding.common
+        assert multiples is not None and common is not None
+        tensors["weight_scale"] = torch.from_numpy(multiples.reshape(rows, -1)).to(torch.float8_e4m3fn)
+        tensors["weight_global_scale"] = torch.from_numpy(np.float32(1) / common.reshape(1))
+        args |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    return tensors, {"weights": args, "input_activations": None, "output_activations": None, "format": stored}
+
+
+def read(folder: Path) -> Iterator[Weight]:
+    """The weights of a folder in this format, quantized ones as codes and scales."""
+    config = read_json(folder / "config.json").get("quantization_config", {})
+    schemes: list[Mapping[str, Any]] = list(config.get("config_groups", {}).values())
+    stored = StoredTensors(folder)
+    parts = {name.rpartition(".")[0] for name in stored if name.endswith(".weight_scale")}
+    seen: set[str] = set()
+    for name in stored:
+        layer, _, key = name.rpartition(".")
+        if layer not in parts:
+            yield FloatWeight(name, stored[name])
+        elif layer not in seen and key.startswith("weight"):
+            seen.add(layer)
+            yield _read_layer(layer, stored, _scheme_of(layer, schemes))
+
+
+def _scheme_of(layer: str, schemes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The scheme that names the layer; else that of all linear layers."""
+    for scheme in schemes:
+        if layer in scheme["targets"]:
+            return scheme
+    for scheme in schemes:
+        if "Linear" in scheme["targets"]:
+            return scheme
+    raise ExportError(layer, "no group of the configuration names it, though it has scales", "write the model again")
+
+
+def _read_layer(layer: str, stored: StoredTensors, scheme: Mapping[str, Any]) -> PackedWeight:
+    import torch
+
+    args = scheme["weights"]
+    bits, group = int(args["num_bits"]), args.get("group_size")
+    fmt: Format = IntFormat(bits) if args["type"] == "int" else FLOAT4_E2M1 if bits == 4 else FLOAT8_E4M3
+    raw = stored[f"{layer}.weight_scale"]
+    scale_name = dtype_name(raw.dtype)
+    common: NDArray[np.float32] | None = None
+    if raw.dtype == torch.uint8:
+        scale, scale_name = np.ldexp(np.float32(1), raw.numpy().astype(np.int32) - _E8M0_BIAS), "e8m0"
+    elif raw.dtype == torch.float8_e4m3fn:
+        common = np.asarray(1 / stored[f"{layer}.weight_global_scale"].numpy(), np.float32).reshape(1, 1)
+        scale, scale_name = raw.float().numpy() * common, "e4m3"
+    else:
+        scale = raw.float().numpy()
+    codes: NDArray[Any]
+    if f"{layer}.weight_packed" in stored:
+        packed = stored[f"{layer}.weight_packed"].numpy()
+        if isinstance(fmt, FloatFormat):
+            codes = np.stack((packed & 15, packed >> 4), -1).reshape(len(packed), -1)
+        else:
+            codes = unpack_int32(packed, bits, int(stored[f"{layer}.weight_shape"][1]))
+    else:
+        held = stored[f"{layer}.weight"]
+        codes = (held.view(torch.uint8) if held.dtype == torch.float8_e4m3fn else held).numpy()
+    granularity: Granularity = PerTensor()
+    if args["strategy"] == "channel":
+        granularity, scale = PerChannel(0), scale.reshape(-1)
+    elif args["strategy"] != "tensor":
+        granularity = PerBlock(int(group), 1, 0)
+    else:
+        scale = scale.reshape(())
+    zero_point = np.zeros(scale.shape, np.int32)
+    if not args["symmetric"] and f"{layer}.weight_zero_point" in stored:
+        held_zero = stored[f"{layer}.weight_zero_point"].numpy()
+        if held_zero.dtype == np.int32:
+            held_zero = unpack_int32(held_zero.T, bits, len(codes)).T
+        zero_point = held_zero.astype(np.int32).reshape(scale.shape)
+    encoding = Encoding(fmt, scale, zero_point, granularity)
+    if scale_name in SCALE_FORMATS and scale_name != "float32":
+        row = parse_scale_format(scale_name)
+        encoding = (
+            Encoding(fmt, scale, zero_point, granularity, row, common)
+            if common is not None
+            else with_scale(encoding, scale, row)
+        )
+    return PackedWeight(f"{layer}.weight", codes, encoding)
+
+
+def _recognises(folder: Path) -> bool:
+    config = folder / "config.json"
+    if not config.is_file():
+        return False
+    found = read_json(config).get("quantization_config")
+    return isinstance(found, dict) and found.get("quant_method") == "compressed-tensors"
+
+
+def _check(plans: Sequence[WeightPlan], extras: Extras) -> None:
+    """Everything that is asked of a model as a whole: nothing yet beside its weights."""
+
+
+FORMAT = FileFormat(
+    name="compressed-tensors",
+    engine="transformers, vLLM, SGLang",
+    holds="integers of 2 to 8 bits per group, channel or tensor; float8_e4m3; NVFP4; MXFP4; MXFP8",
+    refuses=refuses,
+    size=lambda plan: plan.elements * (32 if _is_table(plan.name) else bits_of(plan.layout)) / 8,
+    write=write,
+    read=read,
+    recognises=_recognises,
+    check=_check,
+)

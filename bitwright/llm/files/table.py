@@ -1,0 +1,116 @@
+"""The kinds of checkpoint files, one row each, and the two calls that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bitwright.errors import ConfigError, ExportError, close_matches
+from bitwright.export.files.atomic import AnyPath, settle
+from bitwright.llm.files import compressed_tensors
+from bitwright.llm.files.common import Extras, FileFormat, check_folder, check_room, check_weight, whole_folder
+from bitwright.llm.packed import Weight, WeightPlan
+
+FILE_FORMATS: dict[str, FileFormat] = {row.name: row for row in (compressed_tensors.FORMAT,)}
+
+
+def find_format(name: str) -> FileFormat:
+    """The row called ``name``.
+
+    Raises:
+        ConfigError: there is none; the message lists close names.
+    """
+    if name in FILE_FORMATS:
+        return FILE_FORMATS[name]
+    raise ConfigError(
+        f"format {name!r:.100}",
+        f"there is no kind of checkpoint files of this name{close_matches(str(name), FILE_FORMATS)}",
+        f"use one of {', '.join(FILE_FORMATS)}",
+    )
+
+
+def check_checkpoint(folder: AnyPath, plans: Sequence[WeightPlan], *, to: str, extras: Extras) -> FileFormat:
+    """Refuse, before any work, what cannot be written.
+
+    Args:
+        folder: where the files are to go.
+        plans: of all weights, quantized or not.
+        to: the kind of files, a row of :data:`FILE_FORMATS`.
+        extras: what is stored beside the weights.
+
+    Raises:
+        ConfigError: there is no such kind of files.
+        GranularityError: groups do not divide the rows of a weight; names the sizes that do.
+        ExportError: the files cannot hold a weight or the model (names the kinds that can), the disk has too little
+            room, or the folder holds another model.
+    """
+    row = find_format(to)
+    for plan in plans:
+        check_weight(plan, row, FILE_FORMATS.values())
+    row.check(plans, extras)
+    check_folder(folder)
+    check_room(folder, plans, row)
+    return row
+
+
+def write_checkpoint(
+    folder: AnyPath,
+    weights: Iterable[Weight],
+    config: Mapping[str, Any],
+    *,
+    to: str = "compressed-tensors",
+    tokenizer: Iterable[AnyPath] = (),
+    plans: Sequence[WeightPlan] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    cache: Any = None,
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a quantized language model as files that an engine loads; all files appear, or none.
+
+    Args:
+        folder: new, empty, or written by an earlier call.
+        weights: every parameter of the model in turn, as :func:`bitwright.llm.packed_weights` yields them. They are taken
+            one at a time; shards of 1 GiB are held.
+        config: of the model, the content of its ``config.json``.
+        to: the kind of files, a row of :data:`FILE_FORMATS`.
+        tokenizer: paths of tokenizer files.
+        plans: what ``weights`` will yield, so that everything is checked before the first is made; taken from ``weights``
+            where these are a list.
+        inputs: quantized inputs of layers, by the layer's name.
+        cache: how keys and values of attention are quantized.
+        options: of the kind of files.
+
+    Raises:
+        ConfigError, GranularityError, ExportError: see :func:`check_checkpoint`; or the disk is full.
+    """
+    extras = Extras(dict(config), [Path(p) for p in tokenizer], dict(inputs or {}), cache, dict(options or {}))
+    if plans is None and isinstance(weights, Sequence):
+        plans = [weight.plan for weight in weights]
+    row = check_checkpoint(folder, plans or (), to=to, extras=extras)
+    with whole_folder(folder, row) as staging:
+        row.write(staging, _checked(weights, row), extras)
+
+
+def _checked(weights: Iterable[Weight], row: FileFormat) -> Iterator[Weight]:
+    for weight in weights:
+        check_weight(weight.plan, row, FILE_FORMATS.values())
+        yield weight
+
+
+def read_checkpoint(folder: AnyPath) -> Iterator[Weight]:
+    """The weights of a folder that :func:`write_checkpoint` or another tool wrote, one at a time.
+
+    Raises:
+        ExportError: it is no kind of files that is known here, or is damaged.
+    """
+    place = Path(folder)
+    settle(place)
+    for row in FILE_FORMATS.values():
+        if place.is_dir() and row.recognises(place):
+            return row.read(place)
+    raise ExportError(
+        str(folder),
+        "it holds no quantized checkpoint of a kind that is read here",
+        f"name a folder with files of {', '.join(FILE_FORMATS)}",
+    )

@@ -1,0 +1,317 @@
+"""Weights as a checkpoint file holds them: codes with their scales, or floats.
+
+:class:`PackedWeight` is what writers of files take and readers return. Its values are those that a simulation computes with,
+bit for bit: the codes come from the same arithmetic and the same encoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.numerics import affine
+from bitwright.core.numerics.arrays import to_numpy
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel
+from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_LARGEST_TABLE = 8  # bits of a float format whose numbers are listed in a table
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the numbers of one weight are stored, as far as engines tell formats apart.
+
+    Attributes:
+        format: of the elements.
+        group: elements along the summed axis that share a scale: a number, ``"channel"`` or ``"tensor"``.
+        symmetric: whether no zero point is needed beside the middle of the grid.
+        scale_format: name of the row of ``SCALE_FORMATS``.
+    """
+
+    format: Format
+    group: int | str
+    symmetric: bool
+    scale_format: str = "float32"
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element, without its scale."""
+        return self.format.bits
+
+    def __str__(self) -> str:
+        grouped = f"groups of {self.group}" if isinstance(self.group, int) else f"one scale per {self.group}"
+        kind = "" if isinstance(self.format, FloatFormat) else (" symmetric" if self.symmetric else " asymmetric")
+        scales = "" if self.scale_format == "float32" else f", {self.scale_format} scales"
+        return f"{self.format.name}{kind}, {grouped}{scales}"
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """Name, shape and storage of one weight before it is quantized; ``layout`` is ``None`` where it stays in float."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout | None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class FloatWeight:
+    """A parameter or buffer that stays in float: norms, biases, tables that no one quantized.
+
+    Attributes:
+        name: in the state dictionary of the model.
+        values: the tensor, of any floating dtype.
+    """
+
+    name: str
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return tuple(self.values.shape)
+
+    @property
+    def plan(self) -> WeightPlan:
+        """Name and shape."""
+        return WeightPlan(self.name, self.shape, None)
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """The values in float32."""
+        return np.asarray(self.values.detach().to("cpu").float().numpy(), np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """One quantized weight: codes, scales, zero points.
+
+    Attributes:
+        name: of the parameter in the state dictionary of the model, ``model.layers.0.mlp.up_proj.weight``.
+        codes: of the weight's shape. Integer formats: int8, uint8 or wider. Float formats of up to 8 bits: uint8, the bit
+            pattern of each number (sign, exponent, mantissa).
+        encoding: format, scales, zero points and granularity.
+
+    Example:
+        >>> weight = PackedWeight.nearest("up.weight", np.float32([[0.1, -0.7]]), QuantSpec("int4", PerChannel()))
+        >>> weight.codes, weight.dequantize()
+        (array([[ 1, -7]], dtype=int8), array([[ 0.1, -0.7]], dtype=float32))
+    """
+
+    name: str
+    codes: NDArray[Any]
+    encoding: Encoding
+
+    @classmethod
+    def nearest(cls, name: str, values: Any, spec: QuantSpec) -> PackedWeight:
+        """Round each value to the nearest number of the grid that ``spec`` asks for.
+
+        Args:
+            name: of the parameter.
+            values: numpy array or torch tensor, rows are output channels.
+            spec: format, granularity (open axes mean rows and blocks of the last axis), symmetry, range method.
+
+        Raises:
+            GranularityError: blocks do not divide the last axis; names a size that does.
+            CalibrationError: a value is NaN or infinite.
+        """
+        quantizer = Quantizer(name, "weight", replace(spec, granularity=of_rows(spec.granularity, len(values.shape))))
+        quantizer.observe_once(values)
+        return cls.encoded(name, values, quantizer.required)
+
+    @classmethod
+    def encoded(cls, name: str, values: Any, encoding: Encoding) -> PackedWeight:
+        """The codes of ``values`` under an encoding: those that a simulation with this encoding computes."""
+        codes = to_numpy(affine.quantize(values, encoding))
+        if isinstance(encoding.format, FloatFormat):
+            codes = float_bits(codes, encoding.format)
+        return cls(name, codes, encoding)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return tuple(self.codes.shape)
+
+    @property
+    def format(self) -> Format:
+        """The grid of the codes."""
+        return self.encoding.format
+
+    @property
+    def scale(self) -> NDArray[np.float32]:
+        """Scales, of the shape that the granularity gives."""
+        return self.encoding.scale
+
+    @property
+    def zero_point(self) -> NDArray[Any]:
+        """Zero points, of the shape of the scales."""
+        return self.encoding.zero_point
+
+    @property
+    def granularity(self) -> Granularity:
+        """Which elements share a scale."""
+        return self.encoding.granularity
+
+    @property
+    def layout(self) -> Layout:
+        """What engines tell formats apart by."""
+        zero = signed(self)[1]
+        return Layout(self.format, group_of(self.granularity), not zero.any(), self.encoding.scale_format.name)
+
+    @property
+    def plan(self) -> WeightPlan:
+        """Name, shape and layout."""
+        return WeightPlan(self.name, self.shape, self.layout)
+
+    def dequantize(self, dtype: str = "float32") -> NDArray[Any]:
+        """The values that the codes stand for: what a simulation multiplies with, bit for bit."""
+        codes = self.codes
+        if isinstance(self.format, FloatFormat):
+            codes = float_values(codes, self.format)
+        return np.asarray(affine.dequantize(codes, self.encoding, dtype))
+
+
+Weight = PackedWeight | FloatWeight
+
+
+def signed(weight: PackedWeight) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Codes and zero points on the signed grid of the same width: those of an unsigned grid move by half of it.
+
+    Float formats keep theirs.
+    """
+    fmt = weight.format
+    if not isinstance(fmt, IntFormat) or fmt.signed:
+        return weight.codes, weight.zero_point
+    middle = 1 << (fmt.bits - 1)
+    kind = affine.storage_dtype(IntFormat(fmt.bits))
+    return (weight.codes.astype(np.int64) - middle).astype(kind), weight.zero_point.astype(np.int64) - middle
+
+
+def group_of(granularity: Granularity) -> int | str:
+    """Elements that share a scale along the summed axis; ``"channel"`` for all of a channel, ``"tensor"`` for all there are."""
+    if isinstance(granularity, PerBlock):
+        return granularity.size
+    return "channel" if isinstance(granularity, PerChannel) else "tensor"
+
+
+def of_rows(granularity: Granularity, rank: int) -> Granularity:
+    """``granularity`` with its open axes filled in for a weight whose last axis is summed over.
+
+    >>> of_rows(PerBlock(32), 2), of_rows(PerBlock(32), 3), of_rows(PerChannel(), 2)
+    (PerBlock(size=32, axis=1, channel_axis=0), PerBlock(size=32, axis=2, channel_axis=(0, 1)), PerChannel(axis=0))
+    """
+    channels = tuple(range(rank - 1))
+    if isinstance(granularity, PerBlock):
+        return granularity.resolve(channels, rank - 1)
+    return granularity.resolve(0 if rank > 1 else None, rank - 1)
+
+
+def packed_weights(sim: Any) -> Iterator[Weight]:
+    """The parameters and buffers of a simulated PyTorch model, one after the other, quantized where the simulation does.
+
+    Args:
+        sim: a calibrated :class:`bitwright.torch.QuantizationSimModel`.
+
+    Yields:
+        In the order of the model: a :class:`PackedWeight` whose :meth:`~PackedWeight.dequantize` equals the simulation's
+        values bit for bit, or a :class:`FloatWeight`. Tied parameters come once, under their first name.
+
+    Raises:
+        CalibrationError: a quantizer has no encoding.
+        ConfigError: two operators read one parameter with different encodings.
+    """
+    found = weight_encodings(sim)
+    tensors = [*sim.model.named_parameters(), *_stored_buffers(sim.model)]
+    for name, tensor in tensors:
+        values = tensor.detach()
+        yield FloatWeight(name, values) if name not in found else PackedWeight.encoded(name, values, found[name])
+
+
+def weight_encodings(sim: Any) -> dict[str, Encoding]:
+    """The encoding of every quantized parameter of a simulated model, by the parameter's name; biases are left out.
+
+    Raises:
+        CalibrationError, ConfigError: as :func:`packed_weights`.
+    """
+    found: dict[str, Encoding] = {}
+    for site in sim.quantizers.values():
+        param = sim.graph.values[site.value].param
+        if site.role != "weight" or param is None or not site.enabled:
+            continue
+        encoding = site.quantizer.required
+        if found.setdefault(param, encoding) != encoding:
+            raise ConfigError(
+                param,
+                f"{site.op} reads it with another encoding than an operator before it, and a file holds it once",
+                f"give both the same: sim.quantizers[{site.name!r}].encoding = the encoding of the other site",
+            )
+    return found
+
+
+def plans(sim: Any) -> list[WeightPlan]:
+    """What :func:`packed_weights` will yield, by the specs: needs no calibration and computes nothing."""
+    specs: dict[str, QuantSpec] = {}
+    for site in sim.quantizers.values():
+        param = sim.graph.values[site.value].param
+        if site.role == "weight" and param is not None and site.enabled:
+            specs.setdefault(param, site.quantizer.spec)
+    return [
+        planned(name, tuple(tensor.shape), specs.get(name))
+        for name, tensor in (*sim.model.named_parameters(), *_stored_buffers(sim.model))
+    ]
+
+
+def planned(name: str, shape: Iterable[int], spec: QuantSpec | None) -> WeightPlan:
+    """The plan of one weight under ``spec``; ``None`` leaves it in float."""
+    if spec is None:
+        return WeightPlan(name, tuple(shape), None)
+    symmetric = isinstance(spec.format, FloatFormat) or spec.symmetry != "asymmetric"
+    layout = Layout(spec.format, group_of(spec.granularity), symmetric, spec.scale_format.name)
+    return WeightPlan(name, tuple(shape), layout)
+
+
+def _stored_buffers(model: Any) -> Iterator[tuple[str, Any]]:
+    kept = model.state_dict(keep_vars=True)
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+@cache
+def _numbers(fmt: FloatFormat) -> NDArray[np.float32]:
+    """The numbers of a format without their signs, by bit pattern."""
+    assert fmt.bits <= _LARGEST_TABLE, fmt
+    pattern = np.arange(1 << (fmt.bits - 1))
+    exponent, mantissa = pattern >> fmt.mantissa_bits, pattern & ((1 << fmt.mantissa_bits) - 1)
+    lead = np.where(exponent == 0, 0.0, 1.0) + mantissa * 2.0**-fmt.mantissa_bits
+    return np.asarray(lead * 2.0 ** np.maximum(exponent - fmt.bias, fmt.min_exponent), np.float32)
+
+
+def float_bits(values: NDArray[Any], fmt: FloatFormat) -> NDArray[np.uint8]:
+    """The bit patterns of numbers of ``fmt``, which has at most 8 bits; one a byte, the sign in its highest bit.
+
+    >>> [f"{b:04b}" for b in float_bits(np.float32([0.5, -6.0]), FloatFormat("float4_e2m1", 2, 1, 6.0, scaled=True))]
+    ['0001', '1111']
+    """
+    magnitude = np.searchsorted(_numbers(fmt), np.abs(values)).astype(np.uint8)
+    return magnitude | (np.signbit(values).astype(np.uint8) << (fmt.bits - 1))
+
+
+def float_values(bits: NDArray[np.uint8], fmt: FloatFormat) -> NDArray[np.float32]:
+    """The numbers of ``fmt`` that have these bit patterns, float32; see :func:`float_bits`."""
+    numbers = _numbers(fmt)
+    return np.asarray(np.concatenate((numbers, -numbers))[bits], np.float32)

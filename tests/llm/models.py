@@ -1,0 +1,68 @@
+"""Small random language models of transformers. Norm weights are scaled at random: norms of ones would hide faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from bitwright.core.numerics.spec import Preset, QuantSpec
+from bitwright.torch import QuantizationSimModel
+
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def tiny(config: type[PretrainedConfig], **changes: Any) -> Any:
+    """A model of that configuration in eval mode, whose answers depend on every weight."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**{**SIZES, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.mul_(4)
+    return model
+
+
+def weight_only(model: Any, spec: QuantSpec | str, *, tables: bool = False) -> QuantizationSimModel:
+    """A calibrated simulation of quantized weights of linear layers, of tables and the output layer too with ``tables``."""
+    preset = spec if isinstance(spec, str) else Preset(spec, None)
+    sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, preset=preset)
+    for site in sim.quantizers.values():
+        if not tables and ("embed" in site.name or "lm_head" in site.name):
+            site.enabled = False
+    sim.compute_encodings(progress=False)
+    return sim
+
+
+def prompts(count: int = 8, length: int = 6) -> torch.Tensor:
+    """Token ids without the special ones."""
+    return torch.randint(3, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(1))
+
+
+def greedy(model: Any, tokens: torch.Tensor, count: int = 32) -> torch.Tensor:
+    """``count`` tokens after each prompt, the likeliest at each step."""
+    with torch.no_grad():
+        answer = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+    return answer[:, tokens.shape[1] :]

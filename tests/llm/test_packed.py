@@ -1,0 +1,87 @@
+"""Packed weights: equal to what the simulation computes with, bit for bit."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig
+
+from bitwright.core.numerics.formats import FLOAT_FORMATS
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.spec import PRESETS, QuantSpec
+from bitwright.errors import ConfigError, GranularityError
+from bitwright.llm import FloatWeight, PackedWeight, packed_weights
+from bitwright.llm.packed import float_bits, float_values, plans
+from bitwright.torch import QuantizationSimModel
+from tests.llm.models import prompts, tiny, weight_only
+
+
+@pytest.mark.parametrize("preset", ["w4g32", "w8", "fp8", "nvfp4", "mxfp4", "mxfp8"])
+def test_packed_weights_are_those_of_the_simulation(preset):
+    sim = weight_only(tiny(LlamaConfig, tie_word_embeddings=True), PRESETS[preset].weight, tables=True)
+    packed = {weight.name: weight for weight in packed_weights(sim)}
+    assert [weight.plan for weight in packed.values()] == plans(sim)
+    quantized = {site.value for site in sim.quantizers.values()}
+    assert {name for name, weight in packed.items() if isinstance(weight, PackedWeight)} == quantized
+    with torch.no_grad():
+        for name, parameter in sim.model.named_parameters():
+            parameter.copy_(torch.from_numpy(packed[name].dequantize()))
+        with sim.in_float():
+            dequantized = sim.model(prompts()).logits
+        for name, parameter in tiny(LlamaConfig, tie_word_embeddings=True).named_parameters():
+            sim.model.get_parameter(name).copy_(parameter)
+        assert torch.equal(sim.model(prompts()).logits, dequantized)
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("float8_e4m3", "float8_e4m3fn"), ("float8_e5m2", "float8_e5m2"), ("float6_e2m3", "float6_e2m3fn"),
+        ("float6_e3m2", "float6_e3m2fn"), ("float4_e2m1", "float4_e2m1fn"),
+    ],
+)  # fmt: skip
+def test_bit_patterns_are_those_of_ml_dtypes(name, dtype):
+    fmt = FLOAT_FORMATS[name]
+    bits = np.arange(1 << fmt.bits, dtype=np.uint8)
+    values = bits.view(getattr(ml_dtypes, dtype)).astype(np.float32)
+    finite = np.isfinite(values)
+    assert np.array_equal(float_values(bits, fmt)[finite].view(np.int32), values[finite].view(np.int32))
+    assert np.array_equal(float_bits(values[finite], fmt), bits[finite])
+
+
+def test_nearest_is_the_simulation_of_one_weight():
+    values = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    for granularity in (PerBlock(32), PerChannel(), PerTensor()):
+        packed = PackedWeight.nearest("up.weight", values, QuantSpec("int4", granularity, "asymmetric"))
+        assert np.abs(packed.dequantize() - values.numpy()).max() <= packed.scale.max() / 2 + 1e-6
+        assert packed.layout.symmetric is False
+    with pytest.raises(
+        GranularityError, match=r"up.weight: axis 1 has 64 elements, which blocks of 48 do not divide.*32"
+    ):
+        PackedWeight.nearest("up.weight", values, QuantSpec("int4", PerBlock(48)))
+
+
+class _ReadTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return functional.linear(x, self.weight) + x @ self.weight
+
+
+def test_one_parameter_with_two_encodings_is_refused():
+    sim = QuantizationSimModel(_ReadTwice(), torch.randn(2, 32), preset="w4")
+    sim.compute_encodings(progress=False)
+    with pytest.raises(ConfigError, match="weight: matmul reads it with another encoding.*'weight@matmul'"):
+        list(packed_weights(sim))
+
+
+def test_floats_stay_what_they_are():
+    sim = weight_only(tiny(LlamaConfig).bfloat16(), "w4g32")
+    norm = next(weight for weight in packed_weights(sim) if weight.name == "model.norm.weight")
+    assert isinstance(norm, FloatWeight) and norm.values.dtype == torch.bfloat16 and norm.plan.layout is None
