@@ -57,8 +57,8 @@ class ConfigError(BitwrightError, ValueError):
     """A configuration, rule or argument that cannot be understood."""
 
 
-class EncodingsError(BitwrightError, ValueError):
-    """An encodings file that is malformed or belongs to another model."""
+class EncodingsError(BitwrightError, ValueError, RuntimeError):
+    """An encodings file that is malformed or belongs to another model; AIMET's loaders raise RuntimeError for these."""
 
 
 class UnknownAttributeError(BitwrightError, AttributeError):

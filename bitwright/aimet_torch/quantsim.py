@@ -698,8 +698,12 @@ class QuantParams:
 
 
 def load_encodings_to_sim(quant_sim_model: QuantizationSimModel, pytorch_encoding_path: str | Path) -> None:
-    """``quant_sim_model.load_encodings(pytorch_encoding_path)``; quantizers without an encoding are switched off."""
-    quant_sim_model.load_encodings(pytorch_encoding_path, strict=False, partial=False)
+    """``quant_sim_model.load_encodings(pytorch_encoding_path)``; quantizers without an encoding are switched off.
+
+    Raises:
+        EncodingsError: (a RuntimeError) the file is of another model, or has encodings for quantizers that are switched off.
+    """
+    quant_sim_model.load_encodings(pytorch_encoding_path, strict=True, partial=False)
 
 
 def compute_encodings_for_sims(

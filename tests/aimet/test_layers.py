@@ -23,6 +23,7 @@ from bitwright.aimet_torch.batch_norm_fold import fold_all_batch_norms_to_scale
 from bitwright.aimet_torch.bn_reestimation import reestimate_bn_stats
 from bitwright.aimet_torch.nn import QuantizationMixin, QuantizedLinear, compute_encodings
 from bitwright.aimet_torch.quantsim import QuantizationSimModel as TorchSim
+from bitwright.aimet_torch.quantsim import load_encodings_to_sim
 from bitwright.aimet_torch.quantsim.config_utils import set_grouped_blockwise_quantization_for_weights
 from bitwright.errors import ConfigError, GranularityError, ModelError
 from tests.aimet.nets import Net, Residual, batch
@@ -319,6 +320,28 @@ def make(scheme: object) -> TorchSim:
     sim = TorchSim(model.eval(), X, scheme, default_param_bw=4)
     sim.compute_encodings(lambda m: m(X))
     return sim
+
+
+@pytest.mark.parametrize(
+    "load",
+    [load_encodings_to_sim, QuantizationSimModel.load_encodings, QuantizationSimModel.set_and_freeze_param_encodings],
+    ids=["load_encodings_to_sim", "load_encodings", "set_and_freeze_param_encodings"],
+)
+def test_encodings_of_another_model_are_a_runtime_error_and_change_nothing(sim, load):
+    record = {
+        "bitwidth": 8,
+        "dtype": "int",
+        "is_symmetric": "False",
+        "max": 2.55,
+        "min": 0.0,
+        "offset": 0,
+        "scale": 0.01,
+    }
+    file = {"version": "0.6.1", "activation_encodings": {}, "param_encodings": {"nowhere.weight": [record]}}
+    before = {name: (site.enabled, site.encoding) for name, site in sim.quantizers.items()}
+    with pytest.raises(RuntimeError, match="nowhere"):
+        load(sim, file)
+    assert before == {name: (site.enabled, site.encoding) for name, site in sim.quantizers.items()}
 
 
 def test_range_learning_schemes_train_ranges():

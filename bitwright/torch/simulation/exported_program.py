@@ -274,7 +274,8 @@ def optimized(made: Any) -> ir.Model:
     """The model of an exported program, optimized by torch's exporter with no constant lost.
 
     Its rules take an addition of up to 1e-8 for one of zero, and a product with up to 1.00001 for one with one: of
-    ``x / (y + 1e-15)`` they leave ``x / y``. Such constants are inputs of the graph while the rules look at it.
+    ``x / (y + 1e-15)`` they leave ``x / y``. Such constants are inputs of the graph while the rules look at it. So are
+    parameters of equal values, of which it would keep one: each has a name and an encoding of its own.
     """
     hidden = _hide(made.model)
     made.optimize()
@@ -292,7 +293,7 @@ def optimized(made: Any) -> ir.Model:
 
 
 def _hide(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Make inputs of the constants that a rule would take for zero or one; by name, what they are."""
+    """Make inputs of the constants that a rule would take for zero or one or merge with equal ones; by name, what they are."""
     hidden: dict[str, ir.TensorProtocol] = {}
     for node in [node for node in model.graph.all_nodes() if node.op_type == "Constant" and not node.domain]:
         given = node.attributes.get("value")
@@ -305,12 +306,19 @@ def _hide(model: ir.Model) -> dict[str, ir.TensorProtocol]:
             use.node.replace_input_with(use.idx, value)
         model.graph.inputs.append(value)
         hidden[name] = tensor
+    largest = common_passes.DeduplicateInitializersPass().size_limit
+    seen: set[tuple[Any, ...]] = set()
     for name, value in list(model.graph.initializers.items()):
-        if value.const_value is not None and not value.is_graph_output() and _is_mistaken(value.const_value):
-            hidden[name] = value.const_value
+        given = value.const_value
+        if given is None or value.is_graph_output():
+            continue
+        content = (given.dtype, tuple(given.shape), given.tobytes()) if given.size <= largest else (name,)
+        if content in seen or _is_mistaken(given):
+            hidden[name] = given
             del model.graph.initializers[name]
             value.const_value = None
             model.graph.inputs.append(value)
+        seen.add(content)
     return hidden
 
 

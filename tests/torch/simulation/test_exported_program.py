@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import library as definitions
 
 import bitwright.torch
 from bitwright.compare.verify import verify_folder
+from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import ExportError
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
 from bitwright.torch import QuantizationSimModel
@@ -124,6 +127,33 @@ def test_no_constant_is_lost(eps: float, tmp_path: Path) -> None:
     assert [i.name for i in session.get_inputs()] == ["x"]
     for got, wanted in zip(session.run(None, {"x": x.numpy()}), model(x), strict=True):
         np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=0.05, atol=1e-6)
+    assert sim.verify(x).ok
+
+
+class Twins(nn.Module):
+    """Two layers and two activations whose parameters have equal values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act1, self.fc2, self.act2 = nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 4), nn.PReLU()
+        self.fc2.load_state_dict(self.fc1.state_dict())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act2(self.fc2(self.act1(self.fc1(x))))
+
+
+def test_parameters_of_equal_values_keep_their_own_encodings(tmp_path: Path) -> None:
+    """The exporter merged small tensors of equal content: a 4-bit and an 8-bit weight became one."""
+    torch.manual_seed(0)
+    x = torch.randn(16, 4)
+    sim = QuantizationSimModel(Twins().eval(), x, config_file="default")
+    sim.quantizers["fc2.weight"].spec = replace(sim.quantizers["fc2.weight"].quantizer.spec, format=IntFormat(4))
+    sim.compute_encodings([x], progress=False)
+    files = sim.export(tmp_path, "m", x)
+    records = {r["name"]: r["bw"] for r in json.loads(files.encodings.read_text())["param_encodings"]}
+    assert records.items() >= {"fc1.weight": 8, "act1.weight": 8, "fc2.weight": 4, "act2.weight": 8}.items()
+    names = {i.name for i in onnx.load(tmp_path / "m_float.onnx").graph.initializer}
+    assert names >= set(sim.model.state_dict())
     assert sim.verify(x).ok
 
 
