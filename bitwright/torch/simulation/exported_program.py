@@ -309,12 +309,12 @@ def _hide(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     largest = common_passes.DeduplicateInitializersPass().size_limit
     seen: set[tuple[Any, ...]] = set()
     for name, value in list(model.graph.initializers.items()):
-        given = value.const_value
-        if given is None or value.is_graph_output():
+        stored = value.const_value
+        if stored is None or value.is_graph_output():
             continue
-        content = (given.dtype, tuple(given.shape), given.tobytes()) if given.size <= largest else (name,)
-        if content in seen or _is_mistaken(given):
-            hidden[name] = given
+        content = (stored.dtype, tuple(stored.shape), stored.tobytes()) if stored.size <= largest else (name,)
+        if content in seen or _is_mistaken(stored):
+            hidden[name] = stored
             del model.graph.initializers[name]
             value.const_value = None
             model.graph.inputs.append(value)
