@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -18,6 +20,54 @@ from bitwright.errors import ConfigError, ModelError
 
 #: types of arguments that hold nothing; by far most arguments of a call are of these, or tensors
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout))
+
+
+#: what transformers keeps keys, values and other states of layers in: objects whose attributes hold them
+_CACHES = frozenset(("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin"))
+#: attribute of a layer of a cache -> what ONNX files call it
+_CACHED = {"keys": "key", "values": "value"}
+
+
+def _is_cache(obj: object) -> bool:
+    kind: Any = type(obj)
+    return _is_cache_type(kind)
+
+
+@lru_cache
+def _is_cache_type(kind: Any) -> bool:
+    return any(base.__name__ in _CACHES and base.__module__ == "transformers.cache_utils" for base in kind.__mro__)
+
+
+def _cached(cache: Any) -> list[tuple[str, Any]]:
+    """The layers of a cache, then its attributes, or the attributes of a layer: ``0.key``, ``0.value``."""
+    held = {name: value for name, value in vars(cache).items() if not name.startswith("_")}
+    layers = [(str(i), layer) for i, layer in enumerate(held.pop("layers", ()))]
+    return layers + [(_CACHED.get(name, name), value) for name, value in held.items()]
+
+
+def _rebuilt_cache(cache: Any, values: list[Any]) -> Any:
+    new = copy.copy(cache)
+    attributes = [name for name in vars(cache) if not name.startswith("_") and name != "layers"]
+    count_of_layers = len(values) - len(attributes)
+    vars(new).update(zip(attributes, values[count_of_layers:], strict=True))
+    if "layers" in vars(cache):
+        new.layers = values[:count_of_layers]
+    return new
+
+
+def caches_in(obj: Any) -> list[Any]:
+    """The caches of transformers in nested tuples, lists, mappings and dataclasses, in order."""
+    found: list[Any] = []
+    stack = [obj]
+    while stack:
+        item = stack.pop()
+        if type(item) in ATOMS or isinstance(item, torch.Tensor):
+            continue
+        if _is_cache(item):
+            found.append(item)
+        else:
+            stack.extend(reversed([value for _, value in _children(item) or ()]))
+    return found
 
 
 def _children(obj: Any) -> list[tuple[str, Any]] | None:
@@ -34,7 +84,7 @@ def _children(obj: Any) -> list[tuple[str, Any]] | None:
 
 
 def _values(obj: Any) -> Collection[Any] | None:
-    """What a container holds, without the names; ``None`` of anything else."""
+    """What a container holds, without the names and caches; ``None`` of anything else."""
     kind = type(obj)
     if kind is tuple or kind is list:
         return obj
@@ -44,10 +94,11 @@ def _values(obj: Any) -> Collection[Any] | None:
     return None if children is None else [value for _, value in children]
 
 
-def flatten_tensors(obj: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+def flatten_tensors(obj: Any, name: str = "", *, caches: bool = False) -> list[tuple[str, torch.Tensor]]:
     """``(path, tensor)`` of every tensor in nested tuples, lists, mappings and dataclasses, in order.
 
-    ``name`` is the path of ``obj`` itself: ``("x", tensor)``, ``("batch.image", tensor)``.
+    ``name`` is the path of ``obj`` itself: ``("x", tensor)``, ``("batch.image", tensor)``. With ``caches`` also those of the
+    caches of transformers: ``("past_key_values.0.key", tensor)``; a model returns its cache whether or not anybody wants it.
     """
     found: list[tuple[str, torch.Tensor]] = []
     stack: list[tuple[str, Any]] = [(name, obj)]
@@ -57,6 +108,8 @@ def flatten_tensors(obj: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
             found.append((path or "output", item))
             continue
         children = None if type(item) in ATOMS else _children(item)
+        if children is None and caches and _is_cache(item):
+            children = _cached(item)
         if children:
             prefix = f"{path}." if path else ""
             held = [(prefix + key, child) for key, child in children if type(child) not in ATOMS]
@@ -93,7 +146,7 @@ def _containers(values: Iterable[Any], leaf: type) -> list[Any]:
 
 
 def map_tensors(obj: Any, function: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:
-    """``obj`` with every tensor (or instance of ``leaf``) replaced; containers of the same types are rebuilt bottom-up."""
+    """``obj`` with every tensor (or instance of ``leaf``) replaced; containers and caches are rebuilt bottom-up."""
     if isinstance(obj, leaf):
         return function(obj)
     order: list[tuple[Any, Collection[Any]]] = []
@@ -102,6 +155,8 @@ def map_tensors(obj: Any, function: Callable[[Any], Any], leaf: type = torch.Ten
         item = stack.pop()
         opaque = isinstance(item, (leaf, torch.Tensor, nn.utils.rnn.PackedSequence))
         values = None if opaque else _values(item)
+        if values is None and not opaque and _is_cache(item):
+            values = [value for _, value in _cached(item)]
         if values is not None:
             order.append((item, values))
             stack.extend(_containers(values, leaf))
@@ -129,6 +184,8 @@ def map_arguments(
 
 def _rebuild(item: Any, values: list[Any]) -> Any:
     kind = type(item)
+    if _is_cache(item):
+        return _rebuilt_cache(item, values)
     if kind is tuple:
         return tuple(values)
     if kind is list:
@@ -193,7 +250,12 @@ def refuse_providers(providers: Any) -> None:
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(args, kwargs)`` of one input: a tuple or list is positional arguments, a dict keyword arguments."""
+    """``(args, kwargs)`` of one input: a tuple or list is positional arguments, a dict keyword arguments.
+
+    Caches are copied, around the same tensors: a forward lengthens the one that it gets, and an input is run more than once.
+    """
+    if caches_in(batch):
+        batch = map_tensors(batch, lambda tensor: tensor)
     if isinstance(batch, Inputs):
         return tuple(batch.args), dict(batch.kwargs)
     if isinstance(batch, Mapping):
@@ -237,12 +299,12 @@ def model_device(model: nn.Module) -> torch.device | None:
 
 def to_device(batch: Any, device: torch.device | None) -> Any:
     """``batch`` with its tensors on ``device``; the object itself when they are there already."""
-    if device is None or all(t.device == device for _, t in flatten_tensors(batch)):
+    if device is None or all(t.device == device for _, t in flatten_tensors(batch, caches=True)):
         return batch
     try:
         return map_tensors(batch, lambda t: t.to(device))
     except (NotImplementedError, RuntimeError) as error:
-        found = ", ".join(sorted({str(t.device) for _, t in flatten_tensors(batch)}))
+        found = ", ".join(sorted({str(t.device) for _, t in flatten_tensors(batch, caches=True)}))
         raise ModelError(
             "input",
             f"its tensors are on {found} and cannot be moved to the model's device, {device}: {error}",

@@ -26,6 +26,7 @@ from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.calls.inputs import (
     ARRAYS,
     as_call,
+    caches_in,
     evaluation,
     flatten_tensors,
     holds_arrays,
@@ -103,6 +104,7 @@ class Recorder(Handler):
         self.repeats: dict[Key, int] = {}  # likewise
         self._trace = interceptor_of().trace
         self._params: dict[str, int] = {}
+        self._continues = False  # whether this run was given a cache, which is then among its results
         self._lengths: set[int] = set()  # that a part of a parameter has where it is cut for the input of this run
         self._live: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
@@ -112,6 +114,7 @@ class Recorder(Handler):
         """Name the model's inputs after the parameters of its forward."""
         self._live.clear()
         self._lengths.clear()
+        self._continues = bool(caches_in((args, dict(kwargs))))
         if self._trace is not None:
             self._trace.begin()
         for path, tensor in named_inputs(self._signature, args, kwargs):
@@ -123,7 +126,7 @@ class Recorder(Handler):
 
     def end(self, output: Any) -> None:
         """Note which values the model returns."""
-        self.returned = {name: self._value(tensor) for name, tensor in flatten_tensors(output)}
+        self.returned = {n: self._value(t) for n, t in flatten_tensors(output, caches=self._continues)}
         self.result = output if self._keep_arguments else None
         for value in self.returned.values():
             self.outputs[value] = None
@@ -431,7 +434,7 @@ def named_inputs(
         bound = {"args": tuple(args), **kwargs}  # the model's own call will say what is wrong
     found = []
     for name, value in bound.items():
-        found.extend(flatten_tensors(value, name))
+        found.extend(flatten_tensors(value, name, caches=True))
     return found
 
 

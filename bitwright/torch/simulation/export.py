@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -46,6 +47,7 @@ from bitwright.export.recurrent import restore_native, write_recurrent
 from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, listed, target_for, target_in
 from bitwright.torch.calls.inputs import (
     as_call,
+    caches_in,
     evaluation,
     flatten_tensors,
     map_tensors,
@@ -173,7 +175,8 @@ def export_sim(
             weights of 4 bits are stored.
         format: ``"tflite"`` is short for ``target="litert"``, which writes ``<prefix>.tflite`` beside the ONNX files.
         dynamic_batch: let the first axis of every input vary; ``"auto"`` does so where the model allows it, and says in the
-            notes of the result where it does not, and why.
+            notes of the result where it does not, and why. Where the input holds a cache of transformers, the axes of batch,
+            sequence and past vary in any case, whatever lengths the example has; a note tells where the model fixes one.
         dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
         every_tensor: also write encodings of tensors that only carry elements of quantized ones (max pools, reshapes, ...),
             for compilers that want an entry for every tensor.
@@ -194,7 +197,7 @@ def export_sim(
     _check(sim, encoding_version)
     target = target_for(target, format).name
     notes: list[str] = []
-    if dynamic_batch == "auto" and dynamic_shapes is None:
+    if dynamic_shapes is None and (dynamic_batch == "auto" or caches_in(as_call(dummy_input))):
         marked, notes = _free_batch(sim, dummy_input)
     else:
         free = dynamic_batch is True
@@ -216,7 +219,7 @@ def export_sim(
         opset=opset,
         ir_version=ir_version,
         notes=notes,
-        data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
+        data=[_array(t) for _, t in flatten_tensors(dummy_input, caches=True)],
         samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result, names)) if samples else None,
         check=wrong_kernels,
     )
@@ -301,17 +304,26 @@ def site_encodings(sim: SimulatedModule) -> dict[str, Encoding]:
 
 
 class _Flat(nn.Module):
-    """The simulated model with a flat tuple of tensors in and out, which every exporter understands."""
+    """The simulated model with a flat tuple of tensors in and out, which every exporter understands.
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    ``told`` is called with the paths of what a forward returns; attributes that are set while it is traced are lost.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], told: Callable[[list[str]], None]
+    ) -> None:
         super().__init__()
         self.model = model
-        places = {id(t): Slot(i) for i, (_, t) in enumerate(flatten_tensors((args, kwargs)))}
+        places = {id(t): Slot(i) for i, (_, t) in enumerate(flatten_tensors((args, kwargs), caches=True))}
         self._template = map_tensors((args, kwargs), lambda t: places[id(t)])
+        self._continues = bool(caches_in((args, kwargs)))
+        self._told = told
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = map_tensors(self._template, lambda slot: tensors[slot.value], leaf=Slot)
-        return tuple(t for _, t in flatten_tensors(self.model(*args, **kwargs)))
+        made = flatten_tensors(self.model(*args, **kwargs), caches=self._continues)
+        self._told([path for path, _ in made])
+        return tuple(t for _, t in made)
 
 
 def marked_onnx(
@@ -332,13 +344,14 @@ def marked_onnx(
     """
     args, kwargs = as_call(own_copy(sim, dummy_input))
     inputs = dict(named_inputs(forward_signature(sim.model), args, kwargs))
-    tensors = tuple(t for _, t in flatten_tensors((args, kwargs)))
+    tensors = tuple(t for _, t in flatten_tensors((args, kwargs), caches=True))
     shapes = _shapes(inputs, tensors, dynamic_batch, dynamic_shapes)
     sim._simulator.refresh_biases()  # they follow encodings that changed since; while tracing, tensors have no values
+    returned: list[list[str]] = []
     try:
         # torch.export puts stand-ins in the place of the parameters meanwhile
         with sim._interceptor.occupancy.exclusive("export"), evaluation(sim.model), torch.no_grad(), _quiet():
-            flat = _Flat(sim.model, args, kwargs).eval()
+            flat = _Flat(sim.model, args, kwargs, returned.append).eval()
             program, told = captured(sim, flat, (args, kwargs), tensors, shapes)
             model = to_onnx(program)
             if notes is not None:
@@ -365,7 +378,11 @@ def marked_onnx(
     _replace_dims(model, lambda text: int(text) if text is not None and text.isdigit() else text)
     rename_params(model)
     names = {id(t): name for name, t in inputs.items()}
-    rename_io(model, [names.get(id(t), f"input.{i}") for i, t in enumerate(tensors)], list(sim.output_values))
+    rename_io(
+        model,
+        [names.get(id(t), f"input.{i}") for i, t in enumerate(tensors)],
+        list(output_names(returned[-1], inputs).values()),
+    )
     return rename_values(model, _readable(sim, model) | _gate_names(sim, model))
 
 
@@ -391,6 +408,8 @@ def _free_batch(sim: SimulatedModule, dummy_input: Any) -> tuple[ir.Model, list[
 
     An example of one sample is doubled for it, because ``torch.export`` takes an axis of length 1 for a fixed one.
     """
+    if caches_in(as_call(dummy_input)):
+        return _free_lengths(sim, dummy_input)
     sizes = {len(t) for _, t in flatten_tensors(dummy_input) if t.dim()}
     if len(sizes) != 1:
         notes = ["batch: the size is fixed to the example's, because its inputs do not have one first axis in common"]
@@ -410,6 +429,92 @@ def _free_batch(sim: SimulatedModule, dummy_input: Any) -> tuple[ir.Model, list[
         return marked, []
     notes = [f"batch: the size is fixed to {size}, that of the example: {why}"]
     return marked_onnx(sim, dummy_input, notes=notes), notes
+
+
+#: axis -> its length in the example that a model with a cache is traced on: none is 1, and no two are equal
+_LENGTHS = {"batch": 2, "sequence": 3, "past": 4, "past+sequence": 7}
+_TOKENS = {0: "batch", 1: "sequence"}
+#: input of a language model, by its rank where that decides -> the axes that vary
+_FREE_AXES: dict[str | tuple[str, int], dict[int, str]] = {
+    **dict.fromkeys(
+        ("input_ids", "decoder_input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids"), _TOKENS
+    ),
+    ("position_ids", 2): _TOKENS,
+    ("position_ids", 3): {1: "batch", 2: "sequence"},
+    "cache_position": {0: "sequence"},
+    ("attention_mask", 2): {0: "batch", 1: "past+sequence"},
+    ("attention_mask", 4): {0: "batch", 2: "sequence", 3: "past+sequence"},
+    ("key", 4): {0: "batch", 2: "past"},
+    ("value", 4): {0: "batch", 2: "past"},
+}
+
+
+def free_axes(name: str, tensor: torch.Tensor) -> dict[int, str]:
+    """The axes of an input of a language model that vary from call to call; of one that is not known, none."""
+    last = name.rpartition(".")[2]
+    return _FREE_AXES.get(last) or _FREE_AXES.get((last, tensor.dim())) or {}
+
+
+def _free_lengths(sim: SimulatedModule, dummy_input: Any) -> tuple[ir.Model, list[str]]:
+    """The model, which continues a cache, with free axes for batch, new tokens and past; otherwise with the example's, and why.
+
+    It is traced on an example of other lengths, because ``torch.export`` takes an axis of length 1 for a fixed one.
+    """
+    _refuse_windows(dummy_input)
+    named = dict(named_inputs(forward_signature(sim.model), *as_call(dummy_input)))
+    axes = {name: found for name, tensor in named.items() if (found := free_axes(name, tensor))}
+    longer = {id(named[name]): _of_lengths(named[name], free) for name, free in axes.items()}
+    example = map_tensors(dummy_input, lambda t: longer.get(id(t), t))
+    asked = {name: dict.fromkeys(free, torch.export.Dim.AUTO) for name, free in axes.items()}
+    notes: list[str] = []
+    try:
+        marked = marked_onnx(sim, example, dynamic_shapes=asked, notes=notes)
+    except ExportError as error:
+        notes = [f"lengths: batch, sequence and past are fixed to the example's: with free ones, {error.problem}"]
+        return marked_onnx(sim, dummy_input, notes=notes), notes
+    symbols: dict[str, str] = {}
+    fixed: list[str] = []
+    for value in marked.graph.inputs:
+        for axis, kind in axes.get(str(value.name), {}).items():
+            dim = value.shape[axis] if value.shape else None
+            if not isinstance(dim, ir.SymbolicDim):
+                fixed.append(f"axis {axis} of {value.name} to {dim}")
+            else:
+                symbols.setdefault(str(dim.value), "total" if kind == "past+sequence" else kind)
+    if fixed:
+        notes = [f"lengths: all are fixed to the example's: the model itself fixes {', '.join(fixed[:3])}"]
+        return marked_onnx(sim, dummy_input, notes=notes), notes
+    _replace_dims(marked, lambda text: text and re.sub(r"\w+", lambda found: symbols.get(found[0], found[0]), text))
+    return marked, notes
+
+
+def _of_lengths(tensor: torch.Tensor, axes: Mapping[int, str]) -> torch.Tensor:
+    """``tensor`` repeated, or cut, to :data:`_LENGTHS` along ``axes``; of one that is empty, zeros."""
+    for axis, kind in axes.items():
+        length, old = _LENGTHS[kind], tensor.shape[axis]
+        if old:
+            tensor = tensor.index_select(axis, torch.arange(length, device=tensor.device) % old)
+        else:
+            tensor = tensor.new_zeros([length if i == axis else n for i, n in enumerate(tensor.shape)])
+    return tensor
+
+
+def _refuse_windows(batch: Any) -> None:
+    """Refuse a cache of which layers drop what leaves their window: how much is left is a number in Python, fixed in a file.
+
+    Raises:
+        ExportError: with the cache to give instead.
+    """
+    for cache in caches_in(as_call(batch)):
+        kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())}
+        found = sorted(kind for kind in kinds if kind.startswith("Static") or "SlidingWindow" in kind)
+        if found:
+            raise ExportError(
+                type(cache).__name__,
+                f"it has layers of the kind {found[0]}, which count tokens in Python: a file would hold the example's count",
+                "give DynamicCache(pairs) without a config, whose layers keep all tokens (masks leave out what a window does); "
+                "bitwright.llm.export_decoder makes it by itself",
+            )
 
 
 def _name_batch(model: ir.Model) -> None:
@@ -522,7 +627,7 @@ def values_of(
     wanted = [site.name for site in enabled if site.role in ("input", "output") or site.name in live]
     taps, output = sim._captured(wanted, own_copy(sim, batch), partial(Spooled, Spool()))
     sites = {name: _in_file(kept, len(result.tensors[name])) for name, kept in taps.items() if len(kept)}
-    returned = flatten_tensors(output)
+    returned = flatten_tensors(output, caches=bool(caches_in(as_call(batch))))
     names = output_names([path for path, _ in returned], sim.graph.inputs)
     outputs = {
         names[path]: t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy() for path, t in returned
@@ -548,7 +653,13 @@ def _in_file(kept: Spooled, count: int) -> Sequence[np.ndarray[Any, Any]]:
 def _graph_inputs(sim: SimulatedModule, batch: Any) -> Arrays:
     args, kwargs = as_call(batch)
     named = named_inputs(forward_signature(sim.model), args, kwargs)
-    return {name: t.detach().cpu().numpy() for name, t in named}
+    return {name: _array(t) for name, t in named}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor as an array; numpy has no bfloat16, whose values float32 has as well."""
+    found = tensor.detach().cpu()
+    return (found.float() if found.dtype == torch.bfloat16 else found).numpy()
 
 
 def _first(batch: Any, rows: int | None) -> Any:
