@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 _LONGEST = 4_000  # characters of a part of a message
@@ -208,10 +209,9 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
+        given: Mapping[str, Any] = {}
+        with suppress(TypeError):  # Python says below which argument is missing, or one too many
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return function(*args, **kwargs)  # Python says which argument is missing, or one too many
         for name, kinds in wanted.items():
             if name in given and not any(fits(given[name]) for fits, _ in kinds):
                 own = (

@@ -335,10 +335,10 @@ def open_subject(sim: Any) -> Subject:
 def _torch_subject(sim: Any) -> Subject:
     from contextlib import nullcontext
 
-    from bitwright.torch.calls.inputs import named_state, outputs_of
+    from bitwright.torch.calls.inputs import named_state, outputs_of, same_draws
 
     def outputs(batch: Any, in_float: bool) -> Sequence[Array]:
-        with sim.in_float() if in_float else nullcontext():
+        with sim.in_float() if in_float else nullcontext(), same_draws():
             return outputs_of(sim.model, batch)
 
     return Subject(

@@ -202,6 +202,7 @@ INTEGER_REASONS: tuple[Reason, ...] = (
         beyond=lambda e: UNEXPLAINED,
     ),
 )
+DRAWN = "its values are made of random numbers that the file draws anew in every run"
 OTHER_CONSTANT = "the file holds another value: simulate with the encodings that were written"
 _REASONS: dict[Mode, tuple[Reason, ...]] = {"float": FLOAT_REASONS, "integer": INTEGER_REASONS}
 

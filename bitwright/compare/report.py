@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bitwright.compare.agreement import Agreement
-from bitwright.compare.reasons import Saturated
+from bitwright.compare.reasons import DRAWN, Saturated
 from bitwright.compare.runtime import Mode, Otherwise
 from bitwright.tables import Table, Tabular, html_table, text_table
 
@@ -94,7 +94,8 @@ class VerifyReport(Tabular):
         outputs: graph outputs that the simulation's values were given for.
         unchecked: site -> why it could not be compared.
         failures: mode -> why the runtime refused the model in it.
-        idle: site that did not run on this input -> why: a branch was not taken, a loop had no iteration.
+        idle: site with nothing to compare on this input -> why: a branch was not taken, a loop had no iteration, or its values
+            are made of random numbers, other ones in every run.
         runtime: whose kernels the mode ``integer`` is of.
         saturated: where a session of ONNX Runtime with default settings does not have the sums of ``as_integer`` on this
             CPU, which are exact; ``None`` if nowhere.
@@ -172,7 +173,7 @@ class VerifyReport(Tabular):
         for site, why in self.unchecked.items():
             yield f"not compared: {site}: {why}"
         for site, why in self.idle.items():
-            yield f"did not run: {site}: {why}"
+            yield f"{'not comparable' if why == DRAWN else 'did not run'}: {site}: {why}"
         for mode, why in self.failures.items():
             yield f"does not run with {mode} kernels: {why}"
         if self.saturated is not None:

@@ -26,7 +26,7 @@ from bitwright.compare.agreement import Agreement, compare, level, spread
 from bitwright.compare.bodies import after_pools, open_bodies, runs_of, side_by_side
 from bitwright.compare.cut import Cut, Place, array_of, constant_at, cut_by_sites, zero_points
 from bitwright.compare.litert import verify_litert
-from bitwright.compare.reasons import OTHER_CONSTANT, Evidence, explain, measured, reason_of, saturated_places
+from bitwright.compare.reasons import DRAWN, OTHER_CONSTANT, Evidence, explain, measured, reason_of, saturated_places
 from bitwright.compare.report import OutputRow, Row, VerifyReport
 from bitwright.compare.runtime import EXACT_SUMS, MODES, Edit, Mode, Otherwise, computed_otherwise, run_in, run_model
 from bitwright.compare.sides import read_file
@@ -38,6 +38,7 @@ from bitwright.export.litert.convert import to_tflite
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import with_tables
 from bitwright.export.qdq.markers import copy_model
+from bitwright.export.qdq.trace import RANDOM
 from bitwright.export.samples import find_export, plain, read_samples
 from bitwright.export.targets import find_target
 from bitwright.runtimes.adapters import check_not_empty, find_runtime, named_arrays
@@ -98,11 +99,13 @@ def verify_layers(
         given = {**graph_inputs, **opened.feeds}
         for places in cut.groups():
             found |= _compare_group(cut, places, given, failures, runtime)
-        rows = [row for place in cut.places for row in found[place]]
+        failed = [place for place in cut.places if not all(row.ok for row in found[place])]
+        drawn = [place for place in failed if RANDOM & {node.op_type for node in cut.part([place])[0].graph}]
+        rows = [row for place in cut.places if place not in drawn for row in found[place]]
         rows += [row for node in with_tables(loaded).graph.all_nodes() for row in _constant_rows(node, values)]
         ends = _compare_outputs(loaded, expected, graph_inputs, failures, runtime)
         ran = {row.site for row in rows}
-        idle = _without(opened.idle, ran)
+        idle = _without({**opened.idle, **{row.site: DRAWN for place in drawn for row in found[place]}}, ran)
         unchecked = _without(cut.unchecked, idle)
         compares = runtime == "onnxruntime" and not failures
         saturated = saturated_places(loaded, cut, given) if compares else None

@@ -27,6 +27,7 @@ from bitwright.torch.calls.inputs import (
     model_device,
     named_outputs_of,
     refuse_providers,
+    same_draws,
     to_device,
     walk_modules,
 )
@@ -154,7 +155,8 @@ class TorchOpened(Opened):
 
     def _outputs_of(self, view: TorchView) -> list[tuple[str, torch.Tensor]]:
         """What the model computes when it is recorded, or in another run where that may differ."""
-        view.graph()
+        with same_draws():
+            view.graph()
         result = view.take_result()
         return self._outputs() if result is None else _named_floats(result)
 
@@ -235,7 +237,8 @@ class TorchGiven(GivenModel):
 
     def outputs(self, batch: Any) -> Sequence[Any]:
         """As the base class says."""
-        named = named_outputs_of(self._model, batch)
+        with same_draws():
+            named = named_outputs_of(self._model, batch)
         self._names = [name for name, _ in named]
         return [array for _, array in named]
 
@@ -319,8 +322,7 @@ def example_input(model: nn.Module, shapes: Any, function: str) -> Any:
 def float_outputs(model: nn.Module, example: Any) -> list[tuple[str, torch.Tensor]]:
     """Name and value of every floating-point output of the model on an input, in evaluation mode."""
     args, kwargs = as_call(map_tensors(example, torch.clone))  # a model may write into its input
-    with torch.no_grad(), evaluation(model), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch.no_grad(), evaluation(model), same_draws():
         return _named_floats(model(*args, **kwargs))
 
 

@@ -25,7 +25,15 @@ from bitwright.methods.rounding.driver import parameter_readers
 from bitwright.methods.rounding.program import Program, Quantize, State, Step, run
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
-from bitwright.torch.calls.inputs import as_call, evaluation, map_tensors, model_device, tensors_in, to_device
+from bitwright.torch.calls.inputs import (
+    as_call,
+    evaluation,
+    map_tensors,
+    model_device,
+    same_draws,
+    tensors_in,
+    to_device,
+)
 from bitwright.torch.interception.intercept import ACCESS, Frame, Handler, Key
 from bitwright.torch.interception.record import Slot
 from bitwright.torch.quantizers.quantizer import Quantizer
@@ -56,6 +64,13 @@ class _SizeWatch(TorchDispatchMode):
 _SIZED_BY_VALUES = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 _BY_MASK = frozenset(
     (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+)
+
+
+#: functions, by name, whose results are drawn anew in every run
+_DRAWS = frozenset(
+    "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_ poisson rand rand_like randint "
+    "randint_like randn randn_like random_ randperm uniform_".split()
 )
 
 
@@ -123,6 +138,9 @@ class _Tracer(Handler):
         places = self._places(row, args, kwargs, slots)
         output = self._run(row, func, args, kwargs, slots)
         produced = tensors_in(args[0] if func is SET_ITEM else output)
+        if getattr(func, "__name__", "") in _DRAWS:  # of this batch, as its inputs are, whoever repeats the calls
+            self.inputs.update({self._bind(tensor): tensor.detach().clone() for tensor in produced})
+            return output
         if not plan.op and slots.keys() <= self.constants.keys():
             self._keep_constants(produced, slots)
             return output
@@ -348,7 +366,7 @@ class TorchSimulation:
         self.sim._simulator.refresh_biases()
         held = frozenset(p.untyped_storage().data_ptr() for p in sim.model.parameters())
         tracer = _Tracer(sim._simulator.plans, held)
-        with sim._interceptor.handled_by(tracer), torch.no_grad(), evaluation(sim.model):
+        with sim._interceptor.handled_by(tracer), torch.no_grad(), evaluation(sim.model), same_draws():
             self._forward(sim.model, batch)
         program = Program(tuple(tracer.steps), tracer.constants, tracer.returned)
         self._check(program, tracer)

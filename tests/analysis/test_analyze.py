@@ -28,6 +28,7 @@ from bitwright.torch import QuantizationSimModel
 from bitwright.torch import QuantizationSimModel as TorchSim
 from bitwright.torch.program import TorchSimulation
 from tests.analysis.conftest import batches, exported, noise_over_signal
+from tests.onnx.nets import Net as OnnxNet
 from tests.support.cost import steps
 from tests.support.zoo import chain, chain_input
 
@@ -265,9 +266,20 @@ def test_data_that_do_not_fit_are_refused(torch_case, data, error, message):
         bitwright.analyze(torch_case.sim, data)
 
 
+def test_random_numbers_of_a_module_are_the_same_in_float_and_quantized_runs():
+    found = bitwright.analyze(*simulated(Dropping()))
+    assert found.output["sqnr_db"] > 30
+    assert any("repeated one by one, give another output" in note for note in found.notes)
+
+
 def test_models_that_cannot_be_compared_are_refused():
+    net = OnnxNet()
+    x = net.input(shape=(2, 4))
+    sim = OnnxSim(net.model(net("Add", net("Relu", x), net("RandomNormalLike", x), out="y")))
+    data = [{"x": np.ones((2, 4), np.float32)}]
+    sim.compute_encodings(data, progress=False)
     with pytest.raises(ModelError, match="not deterministic: two float runs of the same batch differ"):
-        bitwright.analyze(*simulated(Dropping()))
+        bitwright.analyze(sim, data)
     with pytest.raises(ModelError, match=r"returns no tensor of floating-point numbers \(outputs: int64\)"):
         bitwright.analyze(*simulated(Deciding()))
 

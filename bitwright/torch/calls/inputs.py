@@ -297,6 +297,17 @@ def model_device(model: nn.Module) -> torch.device | None:
     return devices.pop() if len(devices) == 1 else None
 
 
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Random numbers of the default generators are the same in every such block; those of the caller are left alone.
+
+    What a forward draws while a model is captured may be a constant in the file, which is compared with what a run drew.
+    """
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        torch.manual_seed(0)
+        yield
+
+
 def to_device(batch: Any, device: torch.device | None) -> Any:
     """``batch`` with its tensors on ``device``; the object itself when they are there already."""
     if device is None or all(t.device == device for _, t in flatten_tensors(batch, caches=True)):

@@ -54,7 +54,7 @@ import bitwright.torch.simulation.simulate  # noqa: F401, which defines the oper
 from bitwright.errors import BusyError, ModelError
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
 from bitwright.torch.calls.functions import FUNCTIONS, Function
-from bitwright.torch.calls.inputs import map_tensors, named_state, tensors_in
+from bitwright.torch.calls.inputs import map_tensors, named_state, same_draws, tensors_in
 from bitwright.torch.interception.intercept import Frame, Handler, Key, scripted_code
 from bitwright.torch.simulation.simulate import CallPlan
 from bitwright.torch.simulation.simulated_module import SimulatedModule
@@ -411,7 +411,8 @@ def captured(
     try:
         recorded = _recorded_run(sim, *call)
         with sim._interceptor.handled_by(_Noting(sim._simulator.variant("mark"), traced), code):
-            program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
+            with same_draws():
+                program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
         place = other_path(sim._simulator.plans, recorded, traced)
         if place is None:
             without_checks(program.graph_module)
@@ -491,7 +492,7 @@ def _recorded_run(sim: SimulatedModule, args: Any, kwargs: Any) -> Passed:
     """The calls of a forward that is not traced."""
     passed: Passed = []
     given, named = map_tensors((args, kwargs), lambda t: t.clone())
-    with sim._interceptor.handled_by(_Noting(sim._simulator.variant("float"), passed)):
+    with sim._interceptor.handled_by(_Noting(sim._simulator.variant("float"), passed)), same_draws():
         sim.model(*given, **named)
     return passed
 
@@ -533,13 +534,15 @@ def recorded_program(
     def run(_parameters: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
         return flat(*inputs)
 
-    traced = make_fx(
+    record = make_fx(
         run,
         pre_dispatch=True,
         _allow_non_fake_inputs=True,
         _error_on_data_dependent_ops=False,
         record_stack_traces=True,
-    )(list(state.values()), *given)
+    )
+    with same_draws():
+        traced = record(list(state.values()), *given)
     _refuse_transformed(traced)
     notes = _fixed(traced, list(state.values()), tensors)
     without_checks(traced)
@@ -636,7 +639,8 @@ def _write_down(
 ) -> None:
     """Replace nodes by what they return in this run."""
     values = _Values(traced, nodes)
-    values.run([t.clone() for t in parameters], *(t.clone() for t in tensors))
+    with same_draws():
+        values.run([t.clone() for t in parameters], *(t.clone() for t in tensors))
     for node, value in values.kept.items():
         if isinstance(value, torch.Tensor):
             name = f"_found_{node.name}"

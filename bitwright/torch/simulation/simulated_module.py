@@ -25,6 +25,7 @@ from bitwright.torch.calls.inputs import (
     model_device,
     named_state,
     outputs_of,
+    same_draws,
     to_device,
     trainable_tensors,
     walk_modules,
@@ -80,7 +81,8 @@ class SimulatedModule(SimulationFiles):
         self._simulator.repairs = {repair.op: repair for repair in repairs}
 
     def _outputs(self, batch: Any) -> list[Any]:
-        return outputs_of(self.model, batch)
+        with same_draws():
+            return outputs_of(self.model, batch)
 
     def _name_nan(self, args: Any, kwargs: Any) -> None:
         """Tell which operator makes NaN in the simulation of a batch that float computes without."""
@@ -198,7 +200,8 @@ class SimulatedModule(SimulationFiles):
         """The same, in what ``make`` makes for each of the names, and what ``sim.model`` returned."""
         taps = {name: make() for name in names}
         args, kwargs = as_call(to_device(batch, model_device(self.model)))
-        with self._interceptor.handled_by(self._handler.variant(taps=taps)), self._evaluation("capture"):
+        handled = self._interceptor.handled_by(self._handler.variant(taps=taps))
+        with handled, self._evaluation("capture"), same_draws():
             output = self.model(*args, **kwargs)
         return taps, output
 

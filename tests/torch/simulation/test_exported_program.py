@@ -101,6 +101,33 @@ def test_memory_that_a_tensor_does_not_hold_in_its_order_is_refused_with_the_lin
         sim.export(tmp_path, "m")
 
 
+class Drawing(nn.Module):
+    """Noise that operators of the file draw, and an order of rows that is drawn while it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x).relu()
+        order = [int(i) for i in torch.multinomial(torch.ones(x.shape[1]), x.shape[1])]
+        return self.b(h + torch.rand_like(h)), self.b(h[:, order] + 1)
+
+
+def test_places_made_of_drawn_numbers_are_not_compared_and_constants_are_those_of_the_samples(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    sim = simulated(Drawing(), (x,))
+    state = torch.random.get_rng_state()
+    sim.export(tmp_path, "m", x)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    report = verify_folder(tmp_path)
+    assert report.ok, report
+    assert list(report.idle) == ["add.input[1]"]
+    assert "not comparable: add.input[1]: its values are made of random numbers" in str(report)
+    assert {"add_1.output[0]", "b.output[0]"} <= {row.site for row in report.rows}
+
+
 class Guarded(nn.Module):
     """Constants next to zero and one: the guard of a division, factors, parameters of no axes."""
 
