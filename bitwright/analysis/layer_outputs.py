@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bitwright.analysis.subject import open_subject
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError, checks_arguments, close_matches
-from bitwright.export.encodings.read import read_sites
+from bitwright.export.encodings.of_simulation import read_sites
 from bitwright.export.files.atomic import file_error
 from bitwright.export.samples import find_export
 

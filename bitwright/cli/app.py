@@ -179,8 +179,17 @@ def _options(
 # ---- commands
 
 
-def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command, with the options ``-v`` and ``-q``.
+def group(name: str, help: str) -> typer.Typer:
+    """Register a group of commands, ``bitwright name command``; commands are registered with ``command(..., under=group)``."""
+    made = typer.Typer(name=name, help=help, no_args_is_help=True, rich_markup_mode="rich")
+    app.add_typer(made)
+    return made
+
+
+def command(
+    name: str | None = None, *, under: typer.Typer | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a command, of a group or of the application, with the options ``-v`` and ``-q``.
 
     A parameter whose type is a dataclass stands for the options that its fields declare, so that commands share them.
     """
@@ -211,7 +220,7 @@ def command(name: str | None = None) -> Callable[[Callable[..., None]], Callable
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         del run.__wrapped__  # its signature is that of `function`
-        return app.command(name)(run)
+        return (under or app).command(name)(run)
 
     return register
 

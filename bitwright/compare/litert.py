@@ -26,9 +26,8 @@ from bitwright.compare.reasons import Evidence, measured
 from bitwright.compare.report import OutputRow, Row, VerifyReport
 from bitwright.compare.runtime import run_model
 from bitwright.errors import ExportError
-from bitwright.export.litert.convert import to_tflite
+from bitwright.export.litert.convert import METADATA, to_tflite
 from bitwright.export.litert.flat import (
-    METADATA,
     pack,
     quantize_multiplier,
     rescaled,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bitwright.compare.cut import MOVES, array_of
 from bitwright.errors import ExportError
 from bitwright.export.files.atomic import temporary_room
-from bitwright.export.files.onnx_file import all_nodes, load
+from bitwright.export.files.onnx_file import load
 from bitwright.runtimes.adapters import open_file
 from bitwright.runtimes.onnxruntime import FLOAT_KERNELS, new_session, run_named, session_options
 
@@ -178,23 +178,6 @@ def run_model(
     return run_named(_session(model, mode, types, entries, optimized), feeds)
 
 
-def run_file(path: Path, model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Graph outputs of a file by name, from the runtime's integer kernels with exact sums.
-
-    Args:
-        path: the file, which the runtime opens itself.
-        model: what lies in it; elements of initializers are not needed.
-        feeds: by name of graph input; what the model does not read is left out.
-
-    Raises:
-        One of :func:`refusals`: the runtime cannot load or run the file.
-    """
-    if not _takes_exact_sums(model):
-        return run_model(load(path), feeds, "integer", entries=EXACT_SUMS)
-    options = session_options(entries={**_ENTRIES["integer"], **EXACT_SUMS})
-    return run_named(new_session(path, options, model=model), feeds)
-
-
 def run_in(
     runtime: str,
     model: ir.Model,
@@ -273,7 +256,7 @@ def _is_int8(node: ir.Node) -> bool:
 
 def _dequantized_codes(model: ir.Model) -> Iterator[tuple[ir.Node, set[ir.Value]]]:
     """``(DequantizeLinear, its codes and zero points)`` where these are initializers."""
-    for node in all_nodes(model.graph):
+    for node in model.graph.all_nodes():
         if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].is_initializer():
             yield node, {value for i, value in enumerate(node.inputs) if i != 1 and value is not None}
 
@@ -358,7 +341,7 @@ def _source(model: ir.Model, path: Path) -> bytes | str:
 
 def _types(optimized: ir.Model) -> dict[str, str]:
     types: dict[str, str] = {}
-    for node in all_nodes(optimized.graph):
+    for node in optimized.graph.all_nodes():
         source = node.inputs[0] if node.op_type in MOVES else None
         kind = node.op_type if source is None else types.get(str(source.name), node.op_type)
         kind = node.op_type if kind in ("QuantizeLinear", "DequantizeLinear") else kind

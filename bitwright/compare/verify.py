@@ -28,27 +28,16 @@ from bitwright.compare.cut import Cut, Place, array_of, constant_at, cut_by_site
 from bitwright.compare.litert import verify_litert
 from bitwright.compare.reasons import DRAWN, OTHER_CONSTANT, Evidence, explain, measured, reason_of, saturated_places
 from bitwright.compare.report import OutputRow, Row, VerifyReport
-from bitwright.compare.runtime import (
-    EXACT_SUMS,
-    MODES,
-    Edit,
-    Mode,
-    Otherwise,
-    computed_otherwise,
-    run_file,
-    run_in,
-    run_model,
-)
+from bitwright.compare.runtime import EXACT_SUMS, MODES, Edit, Mode, Otherwise, computed_otherwise, run_in, run_model
 from bitwright.compare.sides import read_file
 from bitwright.errors import ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.onnx_file import checked_on_failure, load
 from bitwright.export.litert.convert import to_tflite
-from bitwright.export.qdq.forms import folded_parts, read_metadata
+from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import with_tables
 from bitwright.export.qdq.markers import copy_model
-from bitwright.export.qdq.metadata import METADATA
 from bitwright.export.qdq.trace import RANDOM
 from bitwright.export.samples import find_export, plain, read_samples
 from bitwright.export.targets import find_target
@@ -304,14 +293,13 @@ def _compare_outputs(
     return tuple(rows)
 
 
-def wrong_kernels(path: Path, model: ir.Model, samples: Path, kept: Samples, target: str) -> WrongKernels | None:
+def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> WrongKernels | None:
     """Kernels of ONNX Runtime that bring the outputs of a file far away from its simulation, where float kernels do not.
 
     A file that is right is run once. Sums that saturate on a CPU without VNNI are no fault of the file and count as exact.
 
     Args:
-        path: of the file.
-        model: what lies in it; elements of initializers are not needed.
+        model: as ``to_qdq`` wrote it.
         samples: file with what the simulation computed.
         kept: what lies in it.
         target: of the model; those of other runtimes are not run.
@@ -321,19 +309,20 @@ def wrong_kernels(path: Path, model: ir.Model, samples: Path, kept: Samples, tar
     """
     if find_target(target).runtime != "onnxruntime":
         return None
+    loaded = load(model)
     inputs, outputs = ({name: plain(array) for name, array in given.items()} for given in (kept.inputs, kept.outputs))
     expected = {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
     try:
-        by_integer = _levels(run_file(path, model, inputs), expected)
+        by_integer = _levels(loaded, inputs, expected, "integer")
         if min(by_integer.values(), default=math.inf) >= _FAR:
             return None
-        by_float = _levels(run_in("onnxruntime", load(path), inputs, "float", entries=EXACT_SUMS), expected)
+        by_float = _levels(loaded, inputs, expected, "float")
     except _refused():
         return None
     away = [name for name, one in by_integer.items() if one < min(_FAR, by_float[name] - _NEARER)]
     if not away:
         return None
-    made = _wrong_places(path, samples)
+    made = _wrong_places(model, samples)
     name, where = away[0], f" at {first_few(list(made))}" if made else ""
     one, other = (f"{levels[name]:.1f} dB" for levels in (by_integer, by_float))
     text = (
@@ -343,8 +332,10 @@ def wrong_kernels(path: Path, model: ir.Model, samples: Path, kept: Samples, tar
     return WrongKernels(text, made)
 
 
-def _levels(made: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, float]:
-    found = named_arrays(made)
+def _levels(
+    model: ir.Model, inputs: Mapping[str, Array], expected: Mapping[str, Array], mode: Mode
+) -> dict[str, float]:
+    found = named_arrays(run_in("onnxruntime", model, inputs, mode, entries=EXACT_SUMS))
     return {name: level(array, found.get(name)) for name, array in expected.items()}
 
 

@@ -26,7 +26,7 @@ from bitwright.export.encodings.records import VERSIONS, NamedEncoding
 from bitwright.export.encodings.write import carried_records, json_lines, write_encodings
 from bitwright.export.files.atomic import Spooled, atomic_files, check_destination
 from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest, write_origin
-from bitwright.export.files.onnx_file import all_graphs, all_nodes, load, save_model
+from bitwright.export.files.onnx_file import load, save_model
 from bitwright.export.litert.convert import to_tflite
 from bitwright.export.opsets import bring_to, check_versions
 from bitwright.export.qdq.markers import Names, strip_sites
@@ -58,7 +58,7 @@ def rename_ports(model: ir.Model, inputs: Sequence[str] = (), outputs: Sequence[
     if problem is not None:
         raise ExportError("input_names, output_names", problem, "give every input and output a name of its own")
     unique, wanted = Names(model), set(renamed.values())
-    for value in (value for node in all_nodes(graph) for value in node.outputs):
+    for value in (value for node in graph.all_nodes() for value in node.outputs):
         if value.name in wanted and value not in renamed:
             value.name = unique.value(value.name)
     before = {value: str(value.name) for value in renamed}
@@ -157,8 +157,8 @@ class WrongKernels:
     sites: Mapping[str, str]
 
 
-#: of a model file, its model without elements, the samples file beside it, the same samples, and a target
-Check = Callable[[Path, ir.Model, Path, Samples, str], WrongKernels | None]
+#: of a model file, the samples file beside it, the same samples, and a target
+Check = Callable[[Path, Path, Samples, str], WrongKernels | None]
 
 
 def check_encoding_version(version: str) -> None:
@@ -421,10 +421,8 @@ def _write(
             notes += sizes
             inputs = kept.inputs
             sites = _outside_steps(sim, kept.sites) if form == "native" else kept.sites
-            write_samples(staging / names["samples"], sites, inputs, kept.outputs, encodings)
-            found = check and check(staging / names["qdq"], result.model, staging / names["samples"], kept, target)
-            if found:
-                raise _WrongKernelsError(found)
+            write_samples(staging / names["samples"], sites, inputs, kept.outputs)
+            _self_check(check, staging / names["qdq"], staging / names["samples"], kept, target)
         if "tflite" in names:
             # a file whose batch has to be fixed takes that of the samples
             feeds = _named_inputs(result.model, data) if inputs is None else inputs
@@ -451,6 +449,17 @@ def _write(
         logger.info(note)
     paths: dict[str, Any] = {key: folder / name for key, name in names.items()}
     return Exported(**paths, notes=tuple(notes), target=target)
+
+
+def _self_check(check: Check | None, written: Path, samples: Path, kept: Samples, target: str) -> None:
+    """Run the written file on its samples, where a check is given.
+
+    Raises:
+        _WrongKernelsError: the check found something.
+    """
+    found = None if check is None else check(written, samples, kept, target)
+    if found is not None:
+        raise _WrongKernelsError(found)
 
 
 def _growth(folder: Path, written: str, float_model: str) -> Iterator[str]:
@@ -582,7 +591,7 @@ def _few_enough(
 
 def _forget_weights(model: ir.Model) -> None:
     """Nothing asks for them once they are in the file, and sessions of the simulation are about to take memory."""
-    for graph in all_graphs(model):
+    for graph in model.graphs():
         for value in graph.initializers.values():
             value.const_value = None
 

@@ -7,12 +7,13 @@ ONNX and LiteRT files of other tools are read as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.files import read_document
@@ -20,16 +21,15 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, phrase
 from bitwright.core.numerics.serialize import encoding_from_json, spec_from_json
 from bitwright.errors import EncodingsError, ExportError
-from bitwright.export.encodings.read import SavedSites, read_encodings, read_sites
+from bitwright.export.encodings.of_simulation import SavedSites, read_sites
+from bitwright.export.encodings.read import read_encodings
 from bitwright.export.files.atomic import read_error
-from bitwright.export.files.manifest import origin_in, read_manifest, read_message, read_origin
-from bitwright.export.litert.flat import IDENTIFIER, METADATA, schema
-from bitwright.export.qdq.metadata import METADATA as NODE_METADATA
-from bitwright.export.qdq.metadata import TABLE, told_facts
+from bitwright.export.files.manifest import read_manifest, read_origin
+from bitwright.export.litert.convert import METADATA
+from bitwright.export.litert.flat import IDENTIFIER, schema
+from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.qdq.lookups import restore_lookups
 from bitwright.export.samples import find_export
-
-if TYPE_CHECKING:
-    import onnx
 
 Array = NDArray[Any]
 Cells = tuple[str, ...]
@@ -153,83 +153,39 @@ def _refused(path: Path) -> list[Table]:
 
 
 def _onnx(path: Path) -> list[Table]:
-    message = read_message(path)
-    told = origin_in(message)
-    if any(_noted(node, TABLE) is not None for node in _nodes(message.graph)):
-        message = _with_tables(path)
-    graphs = [message.graph, *(body for node in _nodes(message.graph) for body in _bodies(node))]
-    constants = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
-    typed = {
-        value.name: value.type.tensor_type.elem_type
-        for graph in graphs
-        for value in (*graph.value_info, *graph.input, *graph.output)
-    }
-    typed.update((name, tensor.data_type) for name, tensor in constants.items())
-    nodes = [node for node in _nodes(message.graph) if node.op_type == "DequantizeLinear" and node.input]
-    try:
-        rows = tuple(_dequantized(node, constants, typed, path.parent) for node in nodes)
-    except (ValueError, TypeError, OSError) as error:
-        problem = f"its tensors cannot be read: {error}"
-        raise ExportError(str(path), problem, "export or download the file again") from error
+    told = read_origin(path)
+    model = ir.load(path)
+    restore_lookups(model)
+    rows = tuple(_dequantized(node) for node in model.graph.all_nodes() if node.op_type == "DequantizeLinear")
     return [*_origin(told), Table(f"Quantized tensors of {path.name}", _STORED, rows)]
 
 
-def _with_tables(path: Path) -> onnx.ModelProto:
-    """The model of a file with a DequantizeLinear for every table that rows of codes are looked up in."""
-    import onnx_ir as ir
-
-    from bitwright.export.qdq.lookups import restore_lookups
-
-    model = ir.load(path)
-    restore_lookups(model)
-    return ir.to_proto(model)
-
-
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Every node, each before those of its bodies."""
-    waiting = [iter(graph.node)]
-    while waiting:
-        node = next(waiting[-1], None)
-        if node is None:
-            waiting.pop()
-            continue
-        yield node
-        waiting.extend(iter(body.node) for body in reversed(_bodies(node)))
-
-
-def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    return [body for held in node.attribute for body in (*held.graphs, *([held.g] if held.HasField("g") else ()))]
-
-
-def _noted(node: onnx.NodeProto, key: str) -> str | None:
-    return next((entry.value for entry in node.metadata_props if entry.key == key), None)
-
-
-def _dequantized(
-    node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], typed: Mapping[str, int], folder: Path
-) -> Cells:
+def _dequantized(node: ir.Node) -> Cells:
     """A tensor that a DequantizeLinear makes of codes: a constant, or what a QuantizeLinear rounded."""
-    from onnx import TensorProto, numpy_helper
-
-    text, codes = _noted(node, NODE_METADATA), node.input[0]
-    facts: Mapping[str, Any] = {} if text is None else told_facts(text, node.name or node.op_type)
-    places: Collection[Any] = facts.get("places", ())
-    name = str(next(iter(places))[0]) if places else "".join(node.output[:1])
-    kind = str(facts.get("role") or ("constant" if codes in constants else "activation"))
-    scale, zero = (
-        numpy_helper.to_array(constants[given], str(folder)) if given in constants else None
-        for given in (*node.input[1:3], "", "")[:2]
-    )
-    stored = typed.get(codes, 0)
-    form = TensorProto.DataType.Name(stored).lower() if stored else "codes" if zero is None else zero.dtype.name
-    form = str(facts.get("format") or form)
+    facts = read_metadata(node) or {"places": (), "role": None, "format": None}
+    name = str(facts["places"][0][0] if facts["places"] else node.outputs[0].name)
+    codes = node.inputs[0]
+    stored = codes is not None and codes.const_value is not None
+    kind = str(facts["role"] or ("constant" if stored else "activation"))
+    scale, zero = (_array(node, port) for port in (1, 2))
+    form = str(facts.get("format") or _type_of(codes, zero))
     if scale is None:
         return name, kind, form, "", "computed", ""
-    numbers = {held.name: held.i for held in node.attribute}
-    block = numbers.get("block_size", 0) if scale.ndim > 1 else 0
-    shared = phrase(_granularity(scale.size, numbers.get("axis", 1), block))
+    block, axis = (node.attributes.get_int(key, default) for key, default in (("block_size", 0), ("axis", 1)))
+    shared = phrase(_granularity(scale.size, axis, block if scale.ndim > 1 else 0))
     zeros = np.zeros(1) if zero is None else zero.astype(np.float64)
     return name, kind, form, shared, _span(scale), _span(zeros)
+
+
+def _type_of(codes: ir.Value | None, zero_point: Array | None) -> str:
+    if codes is not None and codes.dtype is not None:
+        return codes.dtype.name.lower()
+    return "codes" if zero_point is None else zero_point.dtype.name
+
+
+def _array(node: ir.Node, port: int) -> Array | None:
+    value = node.inputs[port] if len(node.inputs) > port else None
+    return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
 def _flat(path: Path) -> list[Table]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.files import read_archive
-from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.atomic import settle
 
@@ -22,65 +20,26 @@ Array = NDArray[Any]
 
 
 def write_samples(
-    path: Path,
-    sites: Mapping[str, Sequence[Array]],
-    inputs: Mapping[str, Array],
-    outputs: Mapping[str, Array],
-    encodings: Mapping[str, Encoding] | None = None,
+    path: Path, sites: Mapping[str, Sequence[Array]], inputs: Mapping[str, Array], outputs: Mapping[str, Array]
 ) -> None:
-    """Write an ``.npz``: ``site/<i>/<name>``, ``input/<name>``, ``output/<name>``.
-
-    Values that lie on the integer grid of their site are ``codes/<i>/<name>`` beside ``grid/<i>/<name>``, its scale and zero
-    point: a quarter of the bytes at 8 bits. Nothing is compressed, which took most of the time of an export.
+    """Write a compressed ``.npz``: ``site/<i>/<name>``, ``input/<name>``, ``output/<name>``.
 
     Args:
         path: the file.
         sites: site -> its values in the simulation, float32, one array per run of its place.
         inputs: graph input -> value.
         outputs: graph output -> what the simulation returned.
-        encodings: site -> its grid, where it has one.
     """
-    grids = encodings or {}
     arrays = chain(
-        chain.from_iterable(
-            _on_grid(f"{i}/{name}", array, grids.get(name))
-            for name, kept in sites.items()
-            for i, array in enumerate(kept)
-        ),
+        ((f"site/{i}/{name}", array) for name, kept in sites.items() for i, array in enumerate(kept)),
         ((f"input/{name}", array) for name, array in inputs.items()),
         ((f"output/{name}", array) for name, array in outputs.items()),
     )  # one at a time: they may lie in a file
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+    # as np.savez_compressed, at the lowest level: measured 4.6 times as fast, files 2 % larger
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, array in arrays:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, plain(array), allow_pickle=False)
-
-
-def _on_grid(name: str, array: Array, encoding: Encoding | None) -> Iterator[tuple[str, Array]]:
-    """The entries of the values of a site: codes and grid where these give the same values, else the values."""
-    fmt = None if encoding is None else encoding.format
-    if encoding is not None and isinstance(fmt, IntFormat) and fmt.bits <= 16 and encoding.scale.size == 1:
-        scale, zero = encoding.scale.reshape(()), encoding.zero_point.reshape(())
-        numbers = np.asarray(array, np.float32) / scale
-        np.rint(numbers, out=numbers)
-        numbers += np.float32(zero)
-        np.clip(numbers, fmt.qmin, fmt.qmax, out=numbers)
-        with np.errstate(invalid="ignore"):  # NaN has no code, and is seen below
-            codes = numbers.astype(np.min_scalar_type(fmt.qmin if fmt.qmin < 0 else fmt.qmax))
-        if np.array_equal(_values(codes, scale, zero), array):
-            yield f"codes/{name}", codes
-            yield f"grid/{name}", np.array([scale, zero], np.float64)
-            return
-    yield f"site/{name}", array
-
-
-def _values(codes: Array, scale: Any, zero: Any) -> Array:
-    """What codes stand for, as ``DequantizeLinear`` computes it."""
-    with np.errstate(all="ignore"):  # a damaged file may say anything
-        found = codes.astype(np.float32)
-        found -= np.float32(zero)
-        found *= np.float32(scale)
-    return found
 
 
 def plain(array: Array) -> Array:
@@ -99,19 +58,10 @@ def read_samples(path: str | os.PathLike[str]) -> tuple[dict[str, list[Array]], 
     inputs: dict[str, Array] = {}
     outputs: dict[str, Array] = {}
     remedy = "export the model again with samples=True"
-    held = read_archive(path, ExportError, remedy)
-    for key, array in held.items():
+    for key, array in read_archive(path, ExportError, remedy).items():
         kind, _, name = key.partition("/")
         if kind == "site":
             sites.setdefault(name.partition("/")[2], []).append(array)
-        elif kind == "codes":
-            grid = held.get(f"grid/{name}", np.zeros(0))
-            if grid.shape != (2,) or grid.dtype != np.float64 or array.dtype.kind not in "iu":
-                problem = f"the codes {name!r:.100} have no grid"
-                raise ExportError(os.fspath(path), problem, remedy)
-            sites.setdefault(name.partition("/")[2], []).append(_values(array, *grid))
-        elif kind == "grid":
-            continue
         elif kind in ("input", "output"):
             {"input": inputs, "output": outputs}[kind][name] = array
         else:

@@ -1,8 +1,17 @@
+from bitwright.llm.checkpoint import Checkpoint as Checkpoint
+from bitwright.llm.checkpoint import open_checkpoint as open_checkpoint
+from bitwright.llm.engines import open_engine as open_engine
 from bitwright.llm.files.common import tokenizer_files as tokenizer_files
 from bitwright.llm.files.table import FILE_FORMATS as FILE_FORMATS
 from bitwright.llm.files.table import check_checkpoint as check_checkpoint
 from bitwright.llm.files.table import read_checkpoint as read_checkpoint
 from bitwright.llm.files.table import write_checkpoint as write_checkpoint
+from bitwright.llm.likelihood import Perplexity as Perplexity
+from bitwright.llm.likelihood import perplexity as perplexity
 from bitwright.llm.packed import FloatWeight as FloatWeight
 from bitwright.llm.packed import PackedWeight as PackedWeight
 from bitwright.llm.packed import packed_weights as packed_weights
+from bitwright.llm.quantized import Quantized as Quantized
+from bitwright.llm.quantized import quantize as quantize
+from bitwright.llm.roles import Transformer as Transformer
+from bitwright.llm.roles import transformer as transformer

@@ -19,7 +19,10 @@ _MOVES = frozenset((
 ))  # fmt: skip
 _JOINS = frozenset(("Concat", "Stack", "Mul", "Add", "Sub"))
 _LINEAR = _MOVES | {"Mul", "Div", "Add", "Sub", "Neg"}
-_BEFORE_SOFTMAX = frozenset(("Mul", "Div", "Add", "Where", "MaskedFill", "Clip", "Identity"))
+_BEFORE_SOFTMAX = frozenset((  # scales, masks, soft caps, sinks, heads and batch as one axis, the largest subtracted
+    "Mul", "Div", "Add", "Sub", "Where", "MaskedFill", "Clip", "Max", "Tanh", "Concat",
+    *TRAITS["identity"], *TRAITS["reshape"],
+))  # fmt: skip
 
 
 @dataclass(frozen=True)

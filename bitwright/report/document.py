@@ -20,7 +20,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.statistics import HALF_BINS, Histogram, MinMax
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ExportError
-from bitwright.export.encodings.read import SavedSite, read_sites
+from bitwright.export.encodings.of_simulation import SavedSite, read_sites
 from bitwright.export.files.atomic import AnyPath, read_error
 from bitwright.export.files.manifest import read_manifest, read_origin
 from bitwright.export.samples import find_export

@@ -35,7 +35,8 @@ from bitwright.core.placement.aimet_config import shipped_config
 from bitwright.core.placement.config import load_config
 from bitwright.core.placement.rules import Rules
 from bitwright.errors import BitwrightError
-from bitwright.export.encodings.read import read_encodings, read_sites
+from bitwright.export.encodings.of_simulation import read_sites
+from bitwright.export.encodings.read import read_encodings
 from bitwright.export.files.atomic import FinishedLayers
 from bitwright.export.files.manifest import read_manifest, write_manifest
 from bitwright.export.samples import read_samples

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from bitwright.core.numerics.spec import Preset, QuantSpec
 from bitwright.torch import QuantizationSimModel
@@ -66,3 +69,18 @@ def greedy(model: Any, tokens: torch.Tensor, count: int = 32) -> torch.Tensor:
             eos_token_id=None,
         )
     return answer[:, tokens.shape[1] :]
+
+
+def saved(folder: Path, config: type[PretrainedConfig], *, shard: str = "40KB", **changes: Any) -> Any:
+    """A tiny model, written to ``folder`` in several shards with a tokenizer of one token a character."""
+    model = tiny(config, **changes)
+    model.save_pretrained(folder, max_shard_size=shard)
+    vocabulary = {chr(32 + code): code for code in range(VOCABULARY - 1)}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return model
+
+
+def text(count: int = 1500) -> str:
+    """Characters that are tokens, with a pattern in them."""
+    return "".join(chr(40 + (i * i + i // 7) % 80) for i in range(count))

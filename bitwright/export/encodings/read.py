@@ -1,13 +1,9 @@
-"""Reading encodings files: one function per version turns an entry into a record; no entry is trusted.
-
-``<prefix>_sites.json`` of an export keeps everything about the sites, and says which tensors of the exported model are theirs.
-"""
+"""Reading encodings files: one function per version turns an entry into a record; no entry is trusted."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain, islice
 from math import prod
 from typing import Any
@@ -19,8 +15,6 @@ from bitwright.core.files import read_document
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT16, Format, IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, Shape
-from bitwright.core.numerics.serialize import encoding_from_json, spec_from_json
-from bitwright.core.numerics.spec import QuantSpec
 from bitwright.errors import EncodingsError, close_matches
 from bitwright.export.encodings.records import (
     FLOATS_2_0_0,
@@ -466,86 +460,3 @@ def _what(value: object) -> str:
 def _shown(value: object) -> str:
     """A number or a text as it stands, shortened; only the kind of anything else."""
     return f"{value!r:.40}" if isinstance(value, (str, int, float)) else _what(value)
-
-
-# ---- the sites of an export
-
-_SITES_VERSION = 1
-_MAX_SITES = 2 << 30  # scales of every block of a large model are in it
-_EXPORT_AGAIN = "export the model again"
-
-
-@dataclass(frozen=True)
-class SavedSite:
-    """One site as it was exported.
-
-    Attributes:
-        role: ``weight``, ``output``, ...
-        enabled: whether its quantizer was on.
-        spec: what was asked for.
-        encoding: what calibration found, if anything.
-        tensors: its names in the exported float model.
-    """
-
-    role: str
-    enabled: bool
-    spec: QuantSpec
-    encoding: Encoding | None
-    tensors: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SavedSites:
-    """Every site by name, what stayed in float with the reason, and tensors that carry elements of a site's."""
-
-    sites: dict[str, SavedSite]
-    floats: dict[str, str]
-    carried: tuple[str, ...] = ()
-
-
-def read_sites(path: AnyPath) -> SavedSites:
-    """What a ``*_sites.json`` says; no entry is trusted.
-
-    Raises:
-        ExportError: the file does not exist or cannot be read.
-        EncodingsError: it is malformed; names the file, and the site if it is one.
-    """
-    document = read_document(
-        path, EncodingsError, remedy=_EXPORT_AGAIN, max_bytes=_MAX_SITES, kind=".json", unreadable=read_error
-    )
-    version = _typed(document, f"{path}", dict).get("version")
-    if version != _SITES_VERSION:
-        raise EncodingsError(f"{path}", f"its version is {version!r:.40}, not {_SITES_VERSION}", _EXPORT_AGAIN)
-    sites = {
-        name: _site(entry, f"{path}: {name!r:.200}")
-        for name, entry in _typed(document.get("sites"), f"{path}, key 'sites'", dict).items()
-    }
-    floats = _typed(document.get("float"), f"{path}, key 'float'", dict)
-    for name, reason in floats.items():
-        _typed(reason, f"{path}, key 'float': {name!r:.200}", str)
-    carried = _typed(document.get("carried", []), f"{path}, key 'carried'", list)
-    for tensor in carried:
-        _typed(tensor, f"{path}, key 'carried'", str)
-    return SavedSites(sites, floats, tuple(carried))
-
-
-def _site(entry: Any, at: str) -> SavedSite:
-    _typed(entry, at, dict)
-    encoding = entry.get("encoding")
-    tensors = _typed(entry.get("tensors"), f"{at}, key 'tensors'", list)
-    for tensor in tensors:
-        _typed(tensor, f"{at}, key 'tensors'", str)
-    return SavedSite(
-        role=_typed(entry.get("role"), f"{at}, key 'role'", str),
-        enabled=_typed(entry.get("enabled"), f"{at}, key 'enabled'", bool),
-        spec=spec_from_json(entry.get("spec"), f"{at}, key 'spec'"),
-        encoding=None if encoding is None else encoding_from_json(encoding, f"{at}, key 'encoding'"),
-        tensors=tuple(tensors),
-    )
-
-
-def _typed(value: Any, at: str, kind: type) -> Any:
-    if not isinstance(value, kind):
-        what = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}[kind]
-        raise EncodingsError(at, f"it is {value!r:.40}, not {what}", _EXPORT_AGAIN)
-    return value

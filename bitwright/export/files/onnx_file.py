@@ -29,37 +29,6 @@ from bitwright.export.files.atomic import atomic_files
 _KEY = "bitwright.type"  # in the metadata of a value: the type, serialised, in hexadecimal digits
 
 
-def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
-    """Every node, each before those of its bodies, at a tenth of the cost of ``Graph.all_nodes`` where there are no bodies."""
-    waiting = [iter(graph)]
-    while waiting:
-        for node in waiting[-1]:
-            yield node
-            bodies = _bodies(node)
-            if bodies:
-                waiting.extend(iter(body) for body in reversed(bodies))
-                break
-        else:
-            waiting.pop()
-
-
-def all_graphs(model: ir.Model) -> list[ir.Graph]:
-    """The graph and all bodies inside of it, as ``Model.graphs`` gives them."""
-    return list(dict.fromkeys((model.graph, *(body for node in all_nodes(model.graph) for body in _bodies(node)))))
-
-
-def _bodies(node: ir.Node) -> list[ir.Graph]:
-    if not node.attributes.data:
-        return []
-    found: list[ir.Graph] = []
-    for held in node.attributes.data.values():
-        if held.type == ir.AttributeType.GRAPH and held.value is not None:
-            found.append(held.as_graph())
-        elif held.type == ir.AttributeType.GRAPHS and held.value is not None:
-            found.extend(held.as_graphs())
-    return found
-
-
 def from_proto(proto: onnx.ModelProto) -> ir.Model:
     """The model of a message, which is as before afterwards; types that hold maps stand in the metadata of their values.
 
@@ -88,7 +57,7 @@ def load(path: Path) -> ir.Model:
     Types that the file does not state are those that quantizers imply.
     """
     model = from_proto(onnx.load(str(path), load_external_data=False))
-    for graph in (model.graph, *all_graphs(model)):
+    for graph in (model.graph, *model.graphs()):
         ir.external_data.set_base_dir(graph, path.parent)
     _imply_types(model)
     return model
@@ -96,7 +65,7 @@ def load(path: Path) -> ir.Model:
 
 def _imply_types(model: ir.Model) -> None:
     """Codes have the type of their zero point; dequantized values are float32."""
-    for node in all_nodes(model.graph):
+    for node in model.graph.all_nodes():
         if (
             node.domain
             or node.op_type not in ("QuantizeLinear", "DequantizeLinear")
@@ -232,7 +201,7 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool 
     """
     target = Path(path)
     if external is None:
-        tensors = (value.const_value for graph in all_graphs(model) for value in graph.initializers.values())
+        tensors = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
         external = sum(tensor.nbytes for tensor in tensors if tensor is not None) > _ONE_FILE_LIMIT
     with atomic_files(target.parent, name=target.name) as folder:
         if external:
@@ -266,6 +235,7 @@ def save_in_one_file(model: ir.Model, path: Path) -> None:
         for value in inner:
             value.const_value = _in_memory(value)
         proto = ir.to_proto(model)
+        restore_types(proto)
         _drop_inferred(proto)
     finally:
         for value, tensor in zip((*values, *inner), kept, strict=True):
@@ -273,8 +243,6 @@ def save_in_one_file(model: ir.Model, path: Path) -> None:
     initializers = list(proto.graph.initializer)
     del proto.graph.initializer[:]
     graph = proto.graph.SerializeToString()
-    if _KEY.encode() in graph and restore_types(proto):
-        graph = proto.graph.SerializeToString()
     proto.ClearField("graph")
     heads = [_head(tensor, tensors.get(tensor.name)) for tensor in initializers]
     size = len(graph) + sum(len(_field(_GRAPH_INITIALIZER, n)) + n for n in (_length(*head) for head in heads))
@@ -343,7 +311,7 @@ def _is_apart(tensor: ir.TensorProtocol | None) -> bool:
 
 def _initializers_of_bodies(model: ir.Model) -> Iterator[ir.Value]:
     """Those of the bodies of ``If``, ``Loop`` and ``Scan``, and of functions."""
-    return (value for graph in all_graphs(model) if graph is not model.graph for value in graph.initializers.values())
+    return (value for graph in model.graphs() if graph is not model.graph for value in graph.initializers.values())
 
 
 def _in_memory(value: ir.Value) -> ir.Tensor:

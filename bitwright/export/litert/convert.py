@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from bitwright.export.litert import arithmetic, images, movement, norms, pools, products
-from bitwright.export.litert.flat import METADATA
 from bitwright.export.litert.lowering import SHIFTS, FreeBatchError, Lowering, trace_model
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.lookups import with_tables
 
 Array = NDArray[Any]
+METADATA = "bitwright"  # name of the file's metadata that says which tensor is which site
 
 LOWERINGS: dict[str, Callable[[Lowering, ir.Node], None]] = {
     **arithmetic.LOWERINGS,

@@ -20,7 +20,6 @@ from bitwright.errors import ConfigError, ExportError
 
 Array = NDArray[Any]
 IDENTIFIER = b"TFL3"
-METADATA = "bitwright"  # name of the file's metadata that says which tensor is which site
 _LIMIT = 2**31 - 1  # offsets of a flatbuffer are signed 32-bit numbers
 _ALIGNMENT = 16  # of tensors' bytes, as the schema demands of them
 

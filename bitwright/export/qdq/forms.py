@@ -42,10 +42,11 @@ from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor
 from bitwright.errors import ExportError
 from bitwright.export.qdq.markers import Names, Outputs, is_site
-from bitwright.export.qdq.metadata import METADATA, USUAL, damaged, told_facts
 from bitwright.export.qdq.stored import FLOAT8, HALVES, INTEGERS, check_shape, expanded, is_small_float
 
+METADATA = "bitwright"  # key of the node metadata that tells what a quantizer is, and of the model's: who wrote it
 D = ir.DataType
+_USUAL: dict[str, Any] = {"role": None, "scale": None, "entry": None, "axis": None, "perm": [], "pooled": 0}
 _LONGEST = 32  # characters of the name of a tensor that an export adds, where it is a path
 # The opset whose QuantizeLinear and DequantizeLinear know a type; 13 knows 8 bits per channel.
 _SINCE = {**dict.fromkeys((D.INT4, D.UINT4, D.INT16, D.UINT16), 21), **dict.fromkeys(FLOAT8.values(), 19)}
@@ -163,7 +164,7 @@ def _short(name: str) -> str:
 
 def note_metadata(node: ir.Node, **facts: object) -> None:
     """Write what a quantizer is onto the node that ends it, as JSON, where verification finds it; what is usual is left out."""
-    told = {key: fact for key, fact in facts.items() if fact != USUAL.get(key, facts)}
+    told = {key: fact for key, fact in facts.items() if fact != _USUAL.get(key, facts)}
     if told.get("scale", "") == _own_scale(node):
         del told["scale"]
     node.metadata_props[METADATA] = json.dumps(told, separators=(",", ":"))
@@ -176,11 +177,15 @@ def read_metadata(node: ir.Node) -> dict[str, Any] | None:
         ExportError: it was changed since.
     """
     text = node.metadata_props.get(METADATA)
-    return (
-        None
-        if text is None
-        else {**USUAL, "scale": _own_scale(node), **told_facts(text, str(node.name or node.op_type))}
-    )
+    if text is None:
+        return None
+    try:
+        facts: dict[str, Any] = json.loads(text)
+        places = [[str(site), int(run)] for site, run in facts["places"]]
+        pooled = int(facts.get("pooled", 0))
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged_metadata(node) from error
+    return {**_USUAL, "scale": _own_scale(node), **facts, "places": places, "pooled": pooled}
 
 
 def _own_scale(node: ir.Node) -> str | None:
@@ -191,7 +196,11 @@ def _own_scale(node: ir.Node) -> str | None:
 
 def damaged_metadata(node: ir.Node) -> ExportError:
     """For what an export wrote on ``node`` and cannot be read any more."""
-    return damaged(str(node.name or node.op_type))
+    return ExportError(
+        str(node.name or node.op_type),
+        "what the export wrote on this operator is damaged",
+        "export again, or copy the folder anew",
+    )
 
 
 def folded_parts(node: ir.Node) -> tuple[ir.Value, ir.Value | None, ir.Value] | None:

@@ -29,16 +29,15 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.export.files.onnx_file import all_nodes
-from bitwright.export.qdq.forms import Builder, before, damaged_metadata, read_metadata
+from bitwright.export.qdq.forms import METADATA, Builder, before, damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import Outputs, copy_model, remove_unread
-from bitwright.export.qdq.metadata import METADATA, TABLE
 
 Array = NDArray[Any]
 D = ir.DataType
 
 OP_TYPE, DOMAIN = "GatherBlockQuantized", "com.microsoft"
 _BLOCKS = (256, 128, 64, 32, 16)  # that scales of rows are repeated over
+_KEPT = "bitwright.table"  # in the metadata of the last operator: the DequantizeLinear that it stands for
 _WIDE = {D.INT4: D.INT8, D.UINT4: D.UINT8}
 _GATHERED = frozenset((D.INT8, D.UINT8, D.INT16, D.UINT16, *_WIDE))
 
@@ -85,7 +84,7 @@ def write_lookups(builder: Builder) -> None:
 
     Tables with blocks along the axis that is indexed stay as they are, as do those that are computed in half precision.
     """
-    tables = [node for node in all_nodes(builder.graph) if _is_table(node)]
+    tables = [node for node in builder.graph.all_nodes() if _is_table(node)]
     others = _stored_for_others(tables)
     made: dict[tuple[ir.Value, str], ir.Value] = {}
     for node in tables:
@@ -322,7 +321,7 @@ def _replace(builder: Builder, gather: ir.Node, last: ir.Value, kept: dict[str, 
     builder.outputs.replace(old, last)
     gather.graph.remove(gather, safe=True)
     last.name = name
-    node.metadata_props[TABLE] = json.dumps({**kept, "node": gather.name})
+    node.metadata_props[_KEPT] = json.dumps({**kept, "node": gather.name})
 
 
 # ---------------------------------------------------------------------------------------------------------- packed
@@ -392,11 +391,11 @@ def _write_packed(pen: _Pen, packed: _Packed) -> ir.Value:
 
 def restore_lookups(model: ir.Model) -> None:
     """Write what :func:`write_lookups` wrote as DequantizeLinear and Gather again, when the model is read."""
-    found = [node for node in all_nodes(model.graph) if TABLE in node.metadata_props]
+    found = [node for node in model.graph.all_nodes() if _KEPT in node.metadata_props]
     if not found:
         return
     builder, outputs = Builder(model), Outputs(model)
-    tables = {str(node.outputs[0].name): node.outputs[0] for node in all_nodes(model.graph) if _is_table(node)}
+    tables = {str(node.outputs[0].name): node.outputs[0] for node in model.graph.all_nodes() if _is_table(node)}
     for node in found:
         _restore(builder, outputs, node, tables)
 
@@ -427,7 +426,7 @@ def _restore(builder: Builder, outputs: Outputs, node: ir.Node, tables: dict[str
 
 def _kept(node: ir.Node) -> dict[str, Any]:
     try:
-        kept: dict[str, Any] = json.loads(node.metadata_props[TABLE])
+        kept: dict[str, Any] = json.loads(node.metadata_props[_KEPT])
         json.loads(kept["facts"])
         ir.DataType[kept["type"]]
         return {**kept, "perm": tuple(map(int, kept["perm"])), "axis": int(kept["axis"])}

@@ -270,7 +270,7 @@ class AwqReport(Tabular, Reversible):
 
 def weight_rules(
     weight: str | Preset | QuantSpec,
-    config_file: str | Path | dict[str, Any] | None = None,
+    config_file: str | Path | dict[str, Any] | Rules | None = None,
     quant_scheme: str | RangeMethod | None = None,
 ) -> Rules:
     """The rules of a simulation with these weights.
@@ -452,7 +452,7 @@ def awq_model(
     dummy_input: Any = None,
     *,
     weight: str | Preset | QuantSpec = "w4a16",
-    config_file: str | Path | dict[str, Any] | None = None,
+    config_file: str | Path | dict[str, Any] | Rules | None = None,
     quant_scheme: str | RangeMethod | None = None,
     alphas: int = 20,
     memory_budget: int = MEMORY_BUDGET,

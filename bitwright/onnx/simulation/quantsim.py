@@ -57,7 +57,7 @@ from bitwright.export.artefacts import (
 )
 from bitwright.export.encodings.of_simulation import SimulationFiles
 from bitwright.export.files.atomic import check_destination
-from bitwright.export.files.onnx_file import all_graphs, all_nodes, checked_on_failure, is_tensor, let_go
+from bitwright.export.files.onnx_file import checked_on_failure, is_tensor, let_go
 from bitwright.export.qdq.forms import Builder, after, before, write_activation
 from bitwright.export.qdq.markers import (
     STATES,
@@ -301,7 +301,7 @@ class _Inputs:
                 write_activation(builder, node, encoding, unsigned(encoding), site)
         for source in replaced:
             remove_unread(source)
-        guard_outputs(builder, all_nodes(copy.graph))
+        guard_outputs(builder, copy.graph.all_nodes())
         close(copy)
         return copy
 
@@ -715,7 +715,7 @@ class QuantizationSimModel(SimulationFiles):
 
     def _nodes(self) -> dict[str, ir.Node]:
         """Operator -> its node in the marked model."""
-        return {str(node.name): node for node in all_nodes(self.marked.graph) if not is_site(node)}
+        return {str(node.name): node for node in self.marked.graph.all_nodes() if not is_site(node)}
 
     def _repairable(self) -> dict[str, str | None]:
         """An operator cannot be repaired if nothing reads its results, or they are in another type."""
@@ -813,18 +813,10 @@ class QuantizationSimModel(SimulationFiles):
             BusyError: another thread changes the simulation.
         """
         with self._lock:
-            self._open()
-            assert self._session is not None
+            state = tuple(self._encodings().items())
+            if self._session is None or not _same(self._session[0], state):
+                self._session = (state, open_session(self.simulation().model, self.providers, threads=self.threads))
             return self._session[1]
-
-    def _open(self) -> MarkedSimulation | None:
-        """Open the session of the simulation as it stands; the model that was made for it, if one was."""
-        state = tuple(self._encodings().items())
-        if self._session is not None and _same(self._session[0], state):
-            return None
-        made = self.simulation()
-        self._session = (state, open_session(made.model, self.providers, threads=self.threads))
-        return made
 
     def trial_session(self) -> TrialSession:
         """What runs like :attr:`session` and follows every later change of the quantizers without being made anew.
@@ -890,22 +882,18 @@ class QuantizationSimModel(SimulationFiles):
         of another Loop or Scan all iterations along a first axis; those of a branch that was not taken are empty. Where
         bodies make tensors of another shape in every iteration, sites in bodies have none.
         """
-        return self._capture(names, as_feeds(feeds, self.specs), None)
-
-    def _capture(self, names: Sequence[str], checked: Feeds, made: MarkedSimulation | None) -> dict[str, list[Array]]:
-        """See :meth:`capture`; ``made`` is the simulation as it stands, which is changed."""
+        checked = as_feeds(feeds, self.specs)
         try:
-            return self._captured(names, checked, self.simulation() if made is None else made, bodies=True)
+            return self._captured(names, checked, bodies=True)
         except refusals() as error:
-            if all(graph is self.marked.graph for graph in all_graphs(self.marked)):
+            if all(graph is self.marked.graph for graph in self.marked.graphs()):
                 raise
             logger.warning("what bodies make cannot be brought out of them: %s", first_line(error))
-            return self._captured(names, checked, self.simulation(), bodies=False)
+            return self._captured(names, checked, bodies=False)
 
-    def _captured(
-        self, names: Sequence[str], feeds: Feeds, simulation: MarkedSimulation, *, bodies: bool
-    ) -> dict[str, list[Array]]:
+    def _captured(self, names: Sequence[str], feeds: Feeds, *, bodies: bool) -> dict[str, list[Array]]:
         """Values at sites; of those in bodies, other than the steps of recurrent layers, only where ``bodies`` says so."""
+        simulation = self.simulation()
         places = list(_places(simulation, names, bodies))
         shown = show(Builder(simulation.model), [value for _, value in places])
         fetch = list(dict.fromkeys(str(value.name) for value in shown.values()))
@@ -925,11 +913,9 @@ class QuantizationSimModel(SimulationFiles):
             for site in self.quantizers.values()
             if site.role in ("input", "output") and site.name in result.tensors and site.enabled
         ]
-        with self._lock:
-            made = self._open()
         outputs = named_arrays(dict(zip(self.output_names, self.run(feeds), strict=True)))
         self._close_large()  # the next session is another one
-        return Samples(self._capture(names, feeds, made), feeds, outputs)
+        return Samples(self.capture(names, feeds), feeds, outputs)
 
     def _as_qdq(self, target: str | Target, recurrent: RecurrentForm | None, bias: Any, **options: Any) -> QdqResult:
         """The file that an export for ``target`` would write."""

@@ -20,14 +20,9 @@ from onnx.external_data_helper import set_external_data
 
 import bitwright
 from bitwright.compare.runtime import Edit, Otherwise, computed_otherwise
-from bitwright.core.numerics.affine import fake_quantize
-from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import IntFormat
-from bitwright.core.numerics.granularity import PerChannel
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.manifest import Fingerprint, fingerprint, read_manifest, write_manifest
-from bitwright.export.files.onnx_file import all_graphs, all_nodes, save_in_one_file, save_model
-from bitwright.export.samples import read_samples, write_samples
+from bitwright.export.files.onnx_file import save_in_one_file, save_model
 
 W = np.random.default_rng(0).standard_normal((160, 160)).astype(np.float32)
 
@@ -312,47 +307,3 @@ def test_nothing_runs_where_all_outputs_are_near() -> None:
     assert (
         computed_otherwise(model_of_quotients(None), [("y", 61.0)], FEEDS, lambda _: next(edits()), "openvino") is None
     )
-
-
-def test_nodes_and_graphs_come_in_the_order_of_onnx_ir():
-    """Of bodies inside of bodies, and of an operator with two of them."""
-
-    def branch(name: str, *nodes: onnx.NodeProto) -> onnx.GraphProto:
-        last = helper.make_node("Neg", ["x"], [f"{name}_out"], name=f"{name}_last")
-        outputs = [helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, [2])]
-        return helper.make_graph([*nodes, last], name, [], outputs)
-
-    inner = helper.make_node("If", ["c"], ["i"], name="inner", then_branch=branch("a"), else_branch=branch("b"))
-    outer = helper.make_node("If", ["c"], ["y"], name="outer", then_branch=branch("d", inner), else_branch=branch("e"))
-    nodes = [
-        helper.make_node("Relu", ["x"], ["r"], name="first"),
-        outer,
-        helper.make_node("Abs", ["y"], ["z"], name="z"),
-    ]
-    ends = [[helper.make_tensor_value_info(n, t, s)] for n, t, s in (("x", 1, [2]), ("c", 9, []), ("z", 1, [2]))]
-    made = ir.from_proto(helper.make_model(helper.make_graph(nodes, "g", ends[0] + ends[1], ends[2])))
-    assert [node.name for node in all_nodes(made.graph)] == [node.name for node in made.graph.all_nodes()]
-    assert len({node.name for node in all_nodes(made.graph)}) == 8
-    assert all_graphs(made) == list(made.graphs()) and len(all_graphs(made)) == 5
-
-
-@pytest.mark.parametrize("kind", ["grid", "off the grid", "nan", "several scales"])
-def test_samples_on_their_grid_are_kept_as_codes_and_come_back_bit_for_bit(kind, tmp_path):
-    scale = np.float32([0.1, 0.3] if kind == "several scales" else [0.1])
-    encoding = Encoding(IntFormat(8, signed=False), scale, np.full(len(scale), 7), PerChannel(0))
-    if len(scale) == 1:
-        encoding = Encoding(IntFormat(8, signed=False), scale[0], np.int32(7))
-    values = fake_quantize(np.random.default_rng(0).normal(0, 9, (2, 4096)).astype(np.float32), encoding)
-    values[0, 0] = {"off the grid": 0.05, "nan": np.nan}.get(kind, values[0, 0])
-    write_samples(tmp_path / "s.npz", {"a": [values, values[:1]]}, {"x": values}, {"y": values}, {"a": encoding})
-    (sites, inputs, outputs), size = read_samples(tmp_path / "s.npz"), (tmp_path / "s.npz").stat().st_size
-    found = [*sites["a"], inputs["x"], outputs["y"]]
-    for array, wanted in zip(found, [values, values[:1], values, values], strict=True):
-        np.testing.assert_array_equal(array.view(np.int32), wanted.view(np.int32))
-    assert (size < 2.5 * values.nbytes) == (kind == "grid")
-
-
-def test_codes_without_a_grid_are_refused(tmp_path):
-    np.savez(tmp_path / "s.npz", **{"codes/0/a": np.zeros(3, np.uint8), "grid/0/a": np.zeros(3)})
-    with pytest.raises(ExportError, match=r"s.npz: the codes '0/a' have no grid.*export the model again"):
-        read_samples(tmp_path / "s.npz")

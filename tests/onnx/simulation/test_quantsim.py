@@ -13,7 +13,6 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto
 
-from bitwright.compare import verify
 from bitwright.compare.verify import verify_folder
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.formats import parse_format
@@ -23,7 +22,6 @@ from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import CalibrationError, ConfigError, EncodingsError, ExportError, FormatError, ModelError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx import quantize
-from bitwright.onnx.simulation import quantsim
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx.nets import Net, conv_chain, feeds_for, run
 from tests.support.cost import calls_left, steps
@@ -226,17 +224,6 @@ def test_an_export_whose_samples_are_large_keeps_fewer_and_can_be_verified(sim, 
     kept = read_samples(tmp_path / "net_samples.npz")[1]["x"]
     assert np.array_equal(kept, DATA[0]["x"][: 1 if note else 2])
     assert verify_folder(tmp_path).ok
-
-
-def test_an_export_makes_the_simulation_once_and_reads_no_file_that_it_wrote(sim, tmp_path, monkeypatch):
-    """Its outputs come from the session as it is, the values of its sites from a second one of the same model."""
-    made: list[object] = []
-    original = quantsim.simulation_model
-    monkeypatch.setattr(quantsim, "simulation_model", lambda *args: made.append(args) or original(*args))
-    monkeypatch.setattr(verify, "load", lambda path: pytest.fail(f"{path} is read again"))
-    sim.forget_simulations()
-    sim.export(tmp_path, "net")
-    assert len(made) == 1
 
 
 def test_samples_of_a_file_with_a_fixed_batch_are_kept_and_their_size_is_said(tmp_path, monkeypatch):

@@ -1,0 +1,102 @@
+"""Layers that hold codes in the place of float weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.llm.checkpoint import assign
+from bitwright.llm.packed import PackedWeight, Weight
+
+
+class CodedLinear(nn.Module):
+    """A linear layer that holds the codes of its weight, two in a byte where they have four bits or less.
+
+    Args:
+        weight: codes, rows are outputs.
+        bias: of the layer.
+        dtype: of the weights that it multiplies with, and of the layer before.
+    """
+
+    codes: Tensor
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        fmt = weight.format
+        self.name, self.encoding, self.dtype = weight.name, weight.encoding, dtype
+        self.out_features, self.in_features = weight.shape
+        self.shift = 8 if isinstance(fmt, IntFormat) and fmt.signed and fmt.bits <= 4 else 0
+        self.halved = isinstance(fmt, IntFormat) and fmt.bits <= 4 and self.in_features % 2 == 0
+        self.register_buffer("codes", torch.from_numpy(self._halves(weight.codes) if self.halved else weight.codes))
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def _halves(self, codes: Any) -> Any:
+        shifted = (codes.view(np.uint8) if codes.dtype == np.int8 else codes) + np.uint8(self.shift)
+        shifted &= 15
+        return shifted[:, ::2] | (shifted[:, 1::2] << 4)
+
+    def packed(self) -> PackedWeight:
+        """Codes, one each, and encoding."""
+        codes = self.codes.numpy()
+        if self.halved:
+            whole = np.empty((self.out_features, self.in_features), np.uint8)
+            whole[:, ::2], whole[:, 1::2] = codes & 15, codes >> 4
+            codes = (whole.view(np.int8) - np.int8(self.shift)) if self.shift else whole
+        return PackedWeight(self.name, codes, self.encoding)
+
+    @property
+    def weight(self) -> Tensor:
+        """What the codes stand for, ``[O, I]``, made anew."""
+        return torch.from_numpy(self.packed().dequantize()).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., I]`` to ``[..., O]``."""
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        """Sizes and format."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.encoding.format.name}"
+
+
+def with_codes(model: nn.Module, weights: Iterable[Weight], *, in_place: bool) -> nn.Module:
+    """A model that computes with quantized weights: linear layers hold codes, other parameters the values that these stand for.
+
+    Args:
+        model: with its float weights.
+        weights: every parameter, one at a time.
+        in_place: change ``model``, so that each float weight is freed as its codes are made.
+    """
+    if not in_place:
+        model = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # replaced below, none is changed
+    for weight in weights:
+        path, _, last = weight.name.rpartition(".")
+        owner = model.get_submodule(path)
+        old = owner.get_parameter(last)
+        if not isinstance(weight, PackedWeight):
+            if weight.values.data_ptr() != old.data_ptr():
+                _put(model, old, weight.values.to(old.dtype))
+            continue
+        if type(owner) is nn.Linear and last == "weight" and len(_homes(model, old)) == 1:
+            parent, _, name = path.rpartition(".")
+            coded = CodedLinear(weight, owner.bias, old.dtype).to(old.device)
+            setattr(model.get_submodule(parent), name, coded)
+        else:
+            _put(model, old, torch.from_numpy(weight.dequantize()).to(old.device, old.dtype))
+    return model
+
+
+def _homes(model: nn.Module, parameter: Tensor) -> list[str]:
+    return [name for name, held in model.named_parameters(remove_duplicate=False) if held is parameter]
+
+
+def _put(model: nn.Module, old: Tensor, values: Tensor) -> None:
+    """Put values in every place of a parameter."""
+    for name in _homes(model, old):
+        assign(model, name, values)

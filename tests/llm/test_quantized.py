@@ -1,0 +1,199 @@
+"""Quantization of language models: a folder by tensors and by blocks, and modules in memory."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen3Config,
+)
+
+from bitwright.errors import ConfigError, GranularityError
+from bitwright.llm import blocks, quantize
+from bitwright.llm.blocks import of_checkpoint, view_by_blocks
+from bitwright.llm.checkpoint import open_checkpoint
+from bitwright.llm.coded import CodedLinear
+from bitwright.llm.likelihood import perplexity, split_tokens, text_tokens
+from bitwright.llm.packed import PackedWeight
+from bitwright.llm.quantized import spec_of
+from bitwright.llm.roles import transformer
+from tests.llm.models import prompts, saved, text, tiny
+
+ROW = 24
+_SMALL: dict[str, Any] = {"context": ROW, "samples": 6, "progress": False}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "gemma2": (Gemma2Config, {"head_dim": 16, "query_pre_attn_scalar": 16}),
+    "phi3": (Phi3Config, {}),
+    "olmo2": (Olmo2Config, {}),
+    "gpt2": (GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+    "bloom": (BloomConfig, {"n_layer": 2, "n_head": 4}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    saved(folder, LlamaConfig)
+    return folder
+
+
+def _values(result: Any) -> dict[str, np.ndarray]:
+    return {weight.name: weight.dequantize() for weight in result.weights}
+
+
+def _codes(result: Any) -> dict[str, np.ndarray]:
+    return {weight.name: weight.codes for weight in result.weights if isinstance(weight, PackedWeight)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_give_the_perplexity_and_the_roles_of_the_whole_model(kind: str, tmp_path: Path):
+    config, changes = KINDS[kind]
+    model = saved(tmp_path, config, **changes)
+    result = quantize(tmp_path, "w4g32", data=text(), **_SMALL)
+    assert result.before is not None and result.after is not None
+    tokens = text_tokens(open_checkpoint(tmp_path).tokenizer, text())
+    held = torch.cat(split_tokens(tokens, ROW, most=6)[1], 1)
+    assert result.before.value == pytest.approx(perplexity(model, held, context=ROW).value, rel=1e-4)
+    whole = transformer(model)
+    assert [(p.name, p.role, p.axis) for p in result.view.parts] == [(p.name, p.role, p.axis) for p in whole.parts]
+    if result.model is None:  # else it is coded
+        with torch.no_grad():
+            for name, values in _values(result).items():
+                model.get_parameter(name).copy_(torch.from_numpy(values))
+    measured = perplexity(result.model or model, held, context=ROW)
+    assert result.after.value == pytest.approx(measured.value, rel=1e-4) and result.after.value != result.before.value
+
+
+def test_without_data_every_matrix_of_blocks_is_rounded_to_nearest(llama: Path):
+    result = quantize(llama, "w4g32_asym", progress=False)
+    opened = open_checkpoint(llama)
+    expected = {
+        part.name: PackedWeight.nearest(part.name, opened.read(part.name), spec_of("w4g32_asym")).codes
+        for part in view_by_blocks(of_checkpoint(opened)).of("q", "k", "v", "o", "gate", "up", "down")
+    }
+    found = _codes(result)
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+    assert result.before is None and "14 parameters quantized" in str(result)
+    assert {weight.name for weight in result.weights} == set(opened.parameters)
+
+
+@pytest.mark.parametrize("recipe", ["gptq", "awq", "seq_mse", "awq,gptq"])
+def test_methods_bring_the_logits_nearer(recipe: str, llama: Path):
+    nearest = quantize(llama, "w3g32", data=text(), **_SMALL)
+    treated = quantize(llama, "w3g32", recipe=recipe, data=text(), **_SMALL)
+    assert nearest.after is not None and treated.after is not None
+    assert treated.after.divergence < nearest.after.divergence  # type: ignore[operator]
+    assert all(recipe.split(",")[0] in note or "gptq" in note for note in treated.notes)
+
+
+def test_a_run_that_was_ended_goes_on_and_gives_the_same(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    options = {"recipe": "gptq", "data": text(), **_SMALL}
+    whole = quantize(llama, "w4g32", **options)
+    put = blocks.Spill.put
+
+    def ended(self: Any, index: int, *args: Any) -> None:
+        put(self, index, *args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(blocks.Spill, "put", ended)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(llama, "w4g32", work_dir=tmp_path / "work", **options)
+    seen: list[int] = []
+
+    def noted(self: Any, index: int, *args: Any) -> None:
+        seen.append(index)
+        put(self, index, *args)
+
+    monkeypatch.setattr(blocks.Spill, "put", noted)
+    again = quantize(llama, "w4g32", work_dir=tmp_path / "work", **options)
+    assert seen == [1] and not (tmp_path / "work").exists()
+    assert all(np.array_equal(codes, _codes(whole)[name]) for name, codes in _codes(again).items())
+    assert again.after == whole.after and again.notes == whole.notes
+
+
+def test_another_request_does_not_go_on_from_blocks_of_this_one(llama: Path, tmp_path: Path):
+    spill = blocks.Spill(tmp_path, "one")
+    spill.put(0, {"weight": torch.ones(2)}, ["a note"])
+    assert blocks.Spill(tmp_path, "one").done == 1 and blocks.Spill(tmp_path, "one").notes == [["a note"]]
+    assert blocks.Spill(tmp_path, "other").done == 0 and not list(tmp_path.glob("block-*"))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_module_computes_with_its_codes(in_place: bool):
+    model = tiny(LlamaConfig)
+    before = copy.deepcopy(model.state_dict())
+    result = quantize(model, "w4g32", in_place=in_place, progress=False)
+    coded = [module for module in result.model.modules() if isinstance(module, CodedLinear)]
+    assert len(coded) == 14 and (result.model is model) == in_place
+    assert all(
+        module.codes.dtype == torch.uint8 and module.codes.shape[1] * 2 == module.in_features for module in coded
+    )
+    if not in_place:
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    reference = tiny(LlamaConfig)
+    with torch.no_grad():
+        for module in coded:
+            reference.get_parameter(module.name).copy_(module.weight)
+        assert torch.equal(reference(prompts(1)).logits, result.model(prompts(1)).logits)
+
+
+@pytest.mark.parametrize("preset", ["w4g32", "w4g32_asym", "w2g32", "w8", "nvfp4", "mxfp4", "fp8"])
+def test_coded_layers_hold_what_the_codes_say(preset: str):
+    values = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    packed = PackedWeight.nearest("weight", values, spec_of(preset))
+    layer = CodedLinear(packed, None, torch.float32)
+    assert np.array_equal(layer.packed().codes, packed.codes) and np.array_equal(layer.weight, packed.dequantize())
+
+
+def test_rules_by_role_and_by_name_and_ends(llama: Path):
+    rules = {"role:down": "w8", "model.layers.0.*": None, "*.0.self_attn.o_proj": "w8g32"}
+    result = quantize(llama, "w4g32", rules=rules, lm_head="w8", progress=False)
+    stored = {row.name: row.stored for row in result.rows}
+    assert "model.layers.1.self_attn.q_proj.weight" in stored and "model.layers.0.mlp.up_proj.weight" not in stored
+    assert stored["model.layers.1.mlp.down_proj.weight"] == "int8 symmetric per channel (axis 0), minmax"
+    assert stored["model.layers.0.self_attn.o_proj.weight"].startswith("int8 symmetric per block of 32")
+    assert stored["lm_head.weight"].startswith("int8") and "model.embed_tokens.weight" not in stored
+
+
+def test_matrices_of_inputs_times_outputs_have_groups_along_the_inputs():
+    config, changes = KINDS["gpt2"]
+    result = quantize(tiny(config, **changes), "w4g32", progress=False)
+    (row,) = [row for row in result.rows if row.name == "transformer.h.0.mlp.c_fc.weight"]  # [inputs, outputs]
+    assert "per block of 32" in row.stored and "axis 0" in row.stored
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        pytest.param({"preset": "w4g48"}, GranularityError, "64", id="groups"),
+        pytest.param({"preset": "w4g33x"}, ConfigError, "no preset of this name", id="preset"),
+        pytest.param({"recipe": "gtpq"}, ConfigError, r"no method 'gtpq' .*did you mean 'gptq'", id="method"),
+        pytest.param(
+            {"recipe": "awq"}, ConfigError, "awq chooses codes by what the layers read, and no data", id="data"
+        ),
+        pytest.param({"to": "gguf"}, ConfigError, "to and out go together", id="out"),
+        pytest.param({"rules": {"role:wide": None}}, ConfigError, "there is no such role", id="role"),
+        pytest.param(
+            {"rules": {"model.layer.*": None}}, ConfigError, "no parameter of the model matches it", id="rule"
+        ),
+        pytest.param({"rules": {"role:down": "w4g80"}}, GranularityError, "down_proj", id="groups-of-a-rule"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(arguments: dict[str, Any], error: type[Exception], message: str, llama: Path):
+    with pytest.raises(error, match=message):
+        quantize(llama, **{"preset": "w4g32", "progress": False, **arguments})
