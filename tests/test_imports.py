@@ -46,6 +46,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"analysis", "torch", "onnx", "report"},
         NUMPY | ONNX | FILES_OUT | {"torch", "scipy", "ray"},
     ),
+    # removes channels from models of either front end, which `front_end` loads
+    "compression": (BELOW | {"interrupt", "precision", "report"}, NUMPY),
     # AIMET's names on the public API; nobody imports them
     "aimet_common": ({"errors", "core", "methods", "analysis", "precision", "report"}, NUMPY),
     "aimet_torch": (BELOW | {"analysis", "precision", "report", "torch", "aimet_common"}, NUMPY | {"torch", "onnx"}),

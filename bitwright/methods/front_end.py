@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import numpy as np
 
-from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.health.report import HealthReport
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.simulation.simulation import Simulation
@@ -131,6 +133,114 @@ class GivenModel(ABC):
         """A simulation of it, which may keep it."""
 
 
+class Kept(Protocol):
+    """What stays of every value when channels are removed."""
+
+    def axes(self, value: str | None) -> tuple[Array | None, ...]:
+        """Per axis of a value the positions that stay, ascending, or ``None`` for all; ``()`` where all of it stays."""
+
+    def shape(self, value: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape that is left of ``shape``."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a cut does not work.
+
+    Attributes:
+        where: operator, or path of the module.
+        text: what happens there.
+    """
+
+    where: str
+    text: str
+
+
+class Structured(ABC):
+    """A model opened for the removal of channels; it is changed in place.
+
+    Attributes:
+        steps: what was done, as a plan of compression has it.
+    """
+
+    steps: list[dict[str, Any]]
+
+    @abstractmethod
+    def graph(self) -> Graph:
+        """The graph, with what is computed of parameters as operators, and all shapes known."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Forget the graph: the model has changed."""
+
+    @abstractmethod
+    def param(self, name: str) -> Array:
+        """A copy of a parameter, float32 or wider."""
+
+    @abstractmethod
+    def set_param(self, name: str, value: Array) -> None:
+        """Give it another value of the same shape."""
+
+    @abstractmethod
+    def outputs(self, batch: Any) -> list[Array]:
+        """What the model returns for a batch."""
+
+    @abstractmethod
+    def moved(self, op: Op, elements: Sequence[Array | None]) -> list[Array] | None:
+        """What an operator that moves data makes of the numbers of its input's elements, per output; -1 for what it fills in.
+
+        ``None`` where it depends on values that the model computes.
+        """
+
+    @abstractmethod
+    def kept_axes(self, op: Op) -> tuple[int | None, ...]:
+        """For each axis of the first input of a reduction: the axis of the result, or ``None`` where it is reduced."""
+
+    @abstractmethod
+    def argument(self, op: Op, name: str) -> Any:
+        """An argument of the call, an attribute or a constant input; ``None`` where there is none."""
+
+    @abstractmethod
+    def equal_pieces(self, op: Op) -> bool:
+        """Whether a split makes pieces of one length and cannot be told others."""
+
+    @abstractmethod
+    def tied(self) -> list[list[tuple[str, int, int]]]:
+        """Parameters whose widths the model holds in one number: ``(parameter, axis, blocks)``."""
+
+    @abstractmethod
+    def cut(self, kept: Kept) -> Callable[[], None]:
+        """Remove what does not stay from parameters, attributes and operators; the function returned takes it back.
+
+        Raises:
+            ConfigError: the model cannot have these widths at once.
+        """
+
+    @abstractmethod
+    def problem(self, kept: Kept, predicted: Graph) -> Problem | None:
+        """What does not work after a cut of the model whose graph was ``predicted``; ``None`` where all shapes are right."""
+
+    @abstractmethod
+    def view(self) -> Any:
+        """A ``FloatModel`` of the model as it stands."""
+
+    @abstractmethod
+    def finished(self) -> Any:
+        """The model, as its users hold it."""
+
+    @abstractmethod
+    def metric_target(self) -> Any:
+        """What a metric is given."""
+
+    @abstractmethod
+    def gradients(self, loss: Callable[[Any], Any], names: Sequence[str]) -> Mapping[str, Array]:
+        """Gradients of a loss by parameters.
+
+        Raises:
+            ConfigError: the front end has none, or the loss is no number to differentiate.
+        """
+
+
 class FrontEnd(ABC):
     """What opens models and simulations of a front end for methods; one object each."""
 
@@ -156,6 +266,22 @@ class FrontEnd(ABC):
 
         Raises:
             ModelError: the model cannot be read or run, or the input does not fit.
+        """
+
+    @abstractmethod
+    def structured(self, model: Any, first: Any, providers: Any) -> Structured:
+        """A copy of a model, opened for the removal of channels; ``first`` is an example input.
+
+        Raises:
+            ModelError: it cannot be read or run.
+        """
+
+    @abstractmethod
+    def save_compressed(self, model: Any, plan: dict[str, Any], folder: Path, name: str) -> list[Path]:
+        """Write a compressed model, and what rebuilds it.
+
+        Raises:
+            ExportError: the folder cannot be written.
         """
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import AddBias, Array, Edit, sqnr
 from bitwright.errors import ConfigError, ModelError
-from bitwright.export.files.onnx_file import restore_types
+from bitwright.export.files.onnx_file import restore_types, save_model
 from bitwright.export.qdq.markers import Names, move_uses
 from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_batch_norms
 from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened
@@ -29,6 +30,7 @@ from bitwright.onnx.model.session import Providers, open_session, run_session
 from bitwright.onnx.model.view import OnnxView, Undo, measure_shapes, run_measured, tensor_names
 from bitwright.onnx.simulation.marked_model import simulation_model
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from bitwright.onnx.structure import OnnxStructure
 from bitwright.progress import progress as progress_bar
 from bitwright.runtimes.adapters import arrays_of, one_array
 
@@ -387,6 +389,15 @@ class OnnxFrontEnd(FrontEnd):
     def given(self, model: Source, providers: Providers | None, memory_budget: int | None) -> OnnxGiven:
         """As the base class says."""
         return OnnxGiven(model, providers, memory_budget)
+
+    def structured(self, model: Source, first: Any, providers: Any) -> OnnxStructure:
+        """As the base class says."""
+        return OnnxStructure(load_model(model), first, providers)
+
+    def save_compressed(self, model: Source, plan: dict[str, Any], folder: Path, name: str) -> list[Path]:
+        """``<name>.onnx``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return save_model(load_model(model).model, folder / f"{name}.onnx")
 
     def open_model(self, model: Model, shapes: Any, dummy_input: Any, function: str, providers: Any) -> OnnxOpened:
         """As the base class says; ``shapes`` may be the example input.

@@ -21,6 +21,8 @@ from bitwright.recipes.quantize import quantize as quantize
 from bitwright.torch.calls.inputs import Inputs as Inputs
 from bitwright.torch.ranks import gather_batches as gather_batches
 from bitwright.torch.simulation.quantsim import QuantizationSimModel as QuantizationSimModel
+from bitwright.torch.structure import load_compressed as load_compressed
+from bitwright.torch.structure import rebuild as rebuild
 from bitwright.torch.training import Distillation as Distillation
 from bitwright.torch.training import LowRankCorrection as LowRankCorrection
 from bitwright.torch.training import TrainingGuard as TrainingGuard

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from bitwright.torch.program import Forward, TorchSimulation
 from bitwright.torch.ranks import batches_of_ranks
 from bitwright.torch.simulation.quantsim import QuantizationSimModel, adopt, copied, require_module
 from bitwright.torch.simulation.simulate import Simulator, Stage
+from bitwright.torch.structure import TorchStructure, save_compressed
 from bitwright.torch.view import TorchView
 
 Watch = Callable[[torch.Tensor], torch.Tensor]
@@ -265,6 +267,20 @@ class TorchFrontEnd(FrontEnd):
     def given(self, model: nn.Module, providers: Any, memory_budget: int | None) -> TorchGiven:
         """As the base class says."""
         return TorchGiven(model, providers, memory_budget)
+
+    def structured(self, model: nn.Module, first: Any, providers: Any) -> TorchStructure:
+        """As the base class says.
+
+        Raises:
+            ConfigError: ``providers`` are given.
+        """
+        refuse_providers(providers)
+        require_module(model)
+        return TorchStructure(copied(model), [first])
+
+    def save_compressed(self, model: nn.Module, plan: dict[str, Any], folder: Path, name: str) -> list[Path]:
+        """``<name>.safetensors`` and ``<name>.plan.json``."""
+        return save_compressed(model, plan, folder, name)
 
     def open_model(self, model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any) -> TorchOpened:
         """As the base class says.

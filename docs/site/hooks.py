@@ -41,6 +41,7 @@ without_prompts = runpy.run_path(str(Path(__file__).parent / "sessions.py"))["wi
 #: sections of the reference in reading order; names that no section lists follow under "More"
 SECTIONS = {
     "Quantize in one call": ["quantize", "auto_quantize", "mixed_precision", "Result"],
+    "Compress": ["compress", "rebuild", "load_compressed"],
     "Simulate": [
         "QuantizationSimModel", "Inputs", "SiteMap", "Site", "SiteGroup", "load_model", "Loaded", "load_data", "Pictures",
     ],

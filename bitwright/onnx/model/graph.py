@@ -58,15 +58,16 @@ class GraphView:
     node: dict[str, ir.Node]
 
 
-def build_graph(model: ir.Model, shapes: Mapping[str, tuple[int, ...]] | None = None) -> GraphView:
+def build_graph(model: ir.Model, shapes: Mapping[str, tuple[int, ...]] | None = None, whole: bool = False) -> GraphView:
     """The graph of a model that :func:`bitwright.onnx.model.load.load_model` has normalised; linear in its size.
 
     Args:
         model: not changed.
         shapes: of values, as seen in a run; they win over inferred ones. Without them an axis of unknown length is
             ``UNKNOWN``, and a value of unknown rank has the shape ``()``.
+        whole: make operators of what is computed of floating-point initializers alone, too.
     """
-    return _Reader(model, shapes or {}).read()
+    return _Reader(model, shapes or {}, whole).read()
 
 
 # ------------------------------------------------------------------------------------- canonical types, attributes
@@ -267,6 +268,7 @@ class _State:
 class _Reader:
     model: ir.Model
     shapes: Mapping[str, tuple[int, ...]]
+    whole: bool = False
     ops: list[Op] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     onnx_values: dict[str, ir.Value] = field(default_factory=dict)
@@ -351,7 +353,11 @@ class _Reader:
 
     def _plain(self, node: ir.Node) -> None:
         operands = [value for value in (*node.inputs, *_captured(node)) if value is not None]
-        if node.op_type not in _RANDOM and all(value in self.constants for value in operands):
+        static = node.op_type not in _RANDOM and all(value in self.constants for value in operands)
+        floats = any(v.dtype is not None and v.dtype.is_floating_point() for v in operands)
+        made = [v.dtype for v in node.outputs] if node.op_type == "ConstantOfShape" else []
+        floats = floats or any(dtype is not None and dtype.is_floating_point() for dtype in made)
+        if static and not (self.whole and floats):
             self._constant(node, operands)
             return
         op_type, attrs = canonical(_Node(node, _plain_attrs(node), self._is_static, self.opset))

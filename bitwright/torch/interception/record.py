@@ -90,8 +90,10 @@ class Recorder(Handler):
         interceptor_of: Callable[[], Interceptor],
         signature: inspect.Signature | None,
         keep_arguments: bool = True,
+        whole: bool = False,
     ) -> None:
         self._interceptor_of, self._signature, self._keep_arguments = (interceptor_of, signature, keep_arguments)
+        self._whole = whole
         self.calls: dict[Key, Call] = {}
         self.values: list[_Tensor] = []
         self.inputs: dict[str, int] = {}
@@ -198,7 +200,8 @@ class Recorder(Handler):
         read = [self.values[i] for i in inputs if i is not None]
         if self._trace is not None:
             self._trace.call(frame.path, op_type, args, kwargs, self._is_fixed, produced)
-        if _is_constant(op_type, read):
+        of_params = self._whole and any(v.kind == "param" for v in read)
+        if _is_constant(op_type, read) and not of_params:
             follows = self._follows_input(op_type, read, produced)
             self._note_constants(key, label, inputs, read, produced, follows)
             return output
@@ -498,10 +501,13 @@ def _is_stock_leaf(module: nn.Module) -> bool:
     )
 
 
-def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor | None = None) -> Recorder:
+def record(
+    model: nn.Module, examples: Sequence[Any], interceptor: Interceptor | None = None, whole: bool = False
+) -> Recorder:
     """Run ``model`` on each example (see ``batches.as_call``) in eval mode and note every call.
 
     With an ``interceptor`` that is attached already, its hooks serve, and the arguments of the calls are not kept.
+    ``whole`` makes operators of what is computed of parameters alone, too.
 
     Raises:
         ModelError: the model fails on an example; its own error is the cause, and the message names the module it was in.
@@ -511,7 +517,9 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
         running.attach()
     try:
         with running.occupancy.exclusive("recording"):
-            recorder = find_places(running, lambda: _run(model, examples, running, interceptor is None), len(examples))
+            recorder = find_places(
+                running, lambda: _run(model, examples, running, interceptor is None, whole), len(examples)
+            )
     finally:
         if interceptor is None:
             running.detach()
@@ -551,8 +559,10 @@ def find_places(running: Interceptor, run: Callable[[], AnyRecorder], forwards: 
     return recorder
 
 
-def _run(model: nn.Module, examples: Sequence[Any], running: Interceptor, keep_arguments: bool) -> Recorder:
-    recorder = Recorder(lambda: running, forward_signature(model), keep_arguments)
+def _run(
+    model: nn.Module, examples: Sequence[Any], running: Interceptor, keep_arguments: bool, whole: bool = False
+) -> Recorder:
+    recorder = Recorder(lambda: running, forward_signature(model), keep_arguments, whole)
     recorder.loops, recorder.turns, running.fused = running.loops, running.turns, {}
     recorder.repeats = running.repeats
     with running.handled_by(recorder), torch.no_grad(), evaluation(model):

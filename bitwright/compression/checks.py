@@ -1,0 +1,174 @@
+"""That a cut does what it promises: every group is tried once, and what the model cannot do without is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bitwright.compression.groups import Cut, Dependencies, Group
+from bitwright.core.simulation.float_model import Array
+from bitwright.errors import ConfigError
+from bitwright.methods.front_end import Problem, Structured
+
+#: largest difference of an output, in parts of its largest number, that rounding may leave
+_NOISE = 2e-3
+
+
+def checked_dependencies(
+    structure: Structured, batch: Any, *, inner: bool = False, averaged: bool = False
+) -> Dependencies:
+    """The dependency graph of a model, of groups whose removal was tried.
+
+    One unit is removed from every group at once. The model then has to run, every value has to have the shape that was
+    predicted, and the outputs have to be those of the whole model with the same channels set to zero. A group that fails is
+    refused together with its kin, and the others are tried again.
+
+    Args:
+        structure: of either front end; left as it is.
+        batch: an input.
+        inner: as for :class:`Dependencies`.
+        averaged: take groups over which a norm averages, whose removal is not checked by numbers: the norm divides by the
+            number of channels that are left. Embedding widths are of this kind.
+
+    Returns:
+        Its ``groups`` can be removed; its ``refused`` say why others cannot.
+    """
+    forbidden: dict[str, str] = {}
+    found = Dependencies(structure, inner=inner)
+    if not averaged:
+        for group in found.groups:
+            if group.averaged:
+                forbidden[group.name] = (
+                    f"{group.averaged[0]} averages over its channels, so that removing even a channel of zeros changes what it "
+                    "computes; averaged=True removes them all the same"
+                )
+        if forbidden:
+            found = found.without(forbidden)
+    while found.groups:
+        problem = tried(structure, found, found.groups, batch)
+        if problem is None:
+            break
+        guilty = _guilty(found, problem)
+        if not guilty:
+            guilty = _guilty_alone(structure, found, batch)
+        if not guilty:  # only together: the first kind of groups goes
+            guilty = {found.groups[0].kin: f"it cannot be removed together with other groups: {problem.text}"}
+        forbidden.update(guilty)
+        found = found.without(forbidden)
+    return found
+
+
+def tried(structure: Structured, found: Dependencies, groups: Sequence[Group], batch: Any) -> Problem | None:
+    """What goes wrong when the last unit of each of ``groups`` is removed; the model is as before afterwards."""
+    graph = structure.graph()
+    exact = [group for group in groups if not group.averaged]
+    for chosen in [exact] if len(exact) == len(groups) else [list(groups), exact]:
+        if not chosen:
+            continue
+        removed = {group.name: np.array([group.units - 1]) for group in chosen}
+        cut = found.cut(removed)
+        try:
+            undo = structure.cut(cut)
+        except ConfigError as error:
+            return Problem(error.site, error.problem)
+        try:
+            problem = structure.problem(cut, graph)
+            if problem is not None:
+                return problem
+            after = structure.outputs(batch)
+        finally:
+            undo()
+        if chosen is exact:
+            problem = _difference(structure, chosen, removed, after, batch)
+            if problem is not None:
+                return problem
+    return None
+
+
+def _difference(
+    structure: Structured, groups: Sequence[Group], removed: dict[str, Array], after: Sequence[Array], batch: Any
+) -> Problem | None:
+    """Compare with the whole model in which the removed channels are zero."""
+    masked = masked_outputs(structure, groups, removed, batch)
+    for i, (a, b) in enumerate(zip(masked, after, strict=False)):
+        if a.shape != b.shape:
+            return Problem("", f"output {i} has the shape {b.shape} after the cut and not {a.shape}")
+        if not np.issubdtype(a.dtype, np.floating):
+            continue
+        finite = np.isfinite(a) & np.isfinite(b)
+        large = float(np.abs(a[finite]).max(initial=0.0))
+        worst = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
+        if not finite.all() and not np.array_equal(np.isnan(a), np.isnan(b)):
+            return Problem("", f"output {i} is not finite where channels are zero, so that the cut cannot be checked")
+        if worst > _NOISE * max(large, 1e-6):
+            return Problem(
+                "",
+                f"output {i} differs by {worst:.2g} (largest {large:.2g}) from the model with these channels set to zero",
+            )
+    return None
+
+
+def masked_outputs(
+    structure: Structured, groups: Sequence[Group], removed: dict[str, Array], batch: Any
+) -> list[Array]:
+    """The outputs of the whole model with units set to zero in every parameter; the model is as before afterwards."""
+    before: dict[str, Array] = {}
+    changed: dict[str, Array] = {}
+    for group in groups:
+        units = removed[group.name]
+        for member in group.members:
+            if member.param not in before:
+                before[member.param] = structure.param(member.param)
+                changed[member.param] = before[member.param].copy()
+            at: list[Any] = [slice(None)] * changed[member.param].ndim
+            at[member.axis] = member.positions[units].reshape(-1)
+            changed[member.param][tuple(at)] = 0
+    try:
+        for name, value in changed.items():
+            structure.set_param(name, value)
+        return structure.outputs(batch)
+    finally:
+        for name, value in before.items():
+            structure.set_param(name, value)
+
+
+def _guilty(found: Dependencies, problem: Problem) -> dict[str, str]:
+    """Groups, by their kin, that reach the operator of a problem."""
+    if not problem.where:
+        return {}
+    graph = found.graph
+    ops = [op for op in graph.ops if op.name == problem.where]
+    ops = ops or [op for op in graph.ops if f"{op.module}.".startswith(f"{problem.where}.")]
+    held = {v.param for v in graph.values.values() if v.param and v.param.startswith(f"{problem.where}.")}
+    roots: set[int] = set()
+    for op in ops:
+        for value in (*op.inputs, *op.outputs):
+            for atoms in found.axes(value):
+                if atoms is not None:
+                    roots.update(np.unique(found.roots[atoms]).tolist())
+    guilty = {}
+    for group in found.groups:
+        touches = any(m.param in held for m in group.members)
+        if touches or not roots.isdisjoint(found.roots[group.atoms[:, 0]].tolist()):
+            guilty[group.kin] = f"{problem.where}: {problem.text}"
+    return guilty
+
+
+def _guilty_alone(structure: Structured, found: Dependencies, batch: Any) -> dict[str, str]:
+    """Groups, by their kin, that fail when only they are removed."""
+    guilty = {}
+    for kin in dict.fromkeys(group.kin for group in found.groups):
+        problem = tried(structure, found, [g for g in found.groups if g.kin == kin], batch)
+        if problem is not None:
+            guilty[kin] = f"{problem.where}: {problem.text}" if problem.where else problem.text
+    return guilty
+
+
+def kept_of(cut: Cut, param: str, value: Array) -> Array:
+    """A parameter, or something of its shape, after a cut."""
+    for axis, positions in enumerate(cut.axes(param)):
+        if positions is not None:
+            value = value.take(positions, axis)
+    return value

@@ -1,0 +1,1018 @@
+"""Which channels of which weights belong together: the dependency graph of structured pruning.
+
+Every position of every axis of a parameter is an *atom*. An operator says which atoms of what it reads are the same
+channel, and which atoms the axes of its result hold: a convolution joins the channels of its input with the second axis of
+its weight, a sum joins both operands position by position, and whatever moves data is carried out once on the numbers of the
+elements, so that concatenations, splits, shuffles of channels and reshapes need no rule of their own. Atoms that are joined are
+one *unit*: they are removed together or not at all. Units that occupy the same axes in the same numbers form a :class:`Group`.
+
+An axis that is cut in two by a reshape, as ``heads * width`` is, keeps its units on one of the two: whole heads by default,
+the positions inside every head with ``inner=True``.
+
+The walk is one pass over the operators in execution order; joining is done at its end by :func:`components`.
+
+Reference: Fang et al. 2023, arXiv:2301.12900, for groups; the atoms and the index arrays are ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.operators import TRAITS, op_row
+from bitwright.core.graph.recurrence import CELLS
+from bitwright.errors import ConfigError
+
+Index = NDArray[np.int64]
+Axes = list["Index | None"]
+"""Per axis of a value: the atom of every position, or ``None`` for an axis that must stay as it is."""
+
+
+class Structure(Protocol):
+    """What the dependency graph asks of a front end."""
+
+    def graph(self) -> Graph:
+        """The graph, with what is computed of parameters as operators, and all shapes known."""
+
+    def moved(self, op: Op, elements: Sequence[Index | None]) -> list[Index] | None:
+        """What an operator that moves data makes of the numbers of its input's elements, per output; -1 for what it fills in.
+
+        ``None`` where it depends on values that the model computes.
+        """
+
+    def kept_axes(self, op: Op) -> tuple[int | None, ...]:
+        """For each axis of the first input of a reduction: the axis of the result, or ``None`` where it is reduced."""
+
+    def argument(self, op: Op, name: str) -> Any:
+        """An argument of the call, an attribute or a constant input; ``None`` where there is none."""
+
+    def equal_pieces(self, op: Op) -> bool:
+        """Whether a split is told how many pieces to make, or one length for all, and cannot be told others."""
+
+    def tied(self) -> Sequence[Sequence[tuple[str, int, int]]]:
+        """Parameters whose widths the model holds in one number: ``(parameter, axis, blocks)``, position by position."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """The place of a group in one axis of a parameter.
+
+    Attributes:
+        param: its name.
+        axis: of the parameter.
+        positions: ``[units, count]``, ascending in each row: what is removed with each unit.
+        role: ``out`` where a layer makes the channels, ``in`` where one reads them, ``with`` beside them (bias, norm).
+        op: the operator that reads the parameter.
+    """
+
+    param: str
+    axis: int
+    positions: Index = field(repr=False)
+    role: str
+    op: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that can be removed one by one, each from all members at once.
+
+    Attributes:
+        name: of the first layer that makes the channels, ``layer1.0.conv1``; ``#2`` is appended to a second one.
+        kind: ``channels``, ``heads`` (a unit is several rows of a matrix that attention splits), ``hidden`` of a recurrent
+            layer, ``groups`` of a grouped convolution or norm.
+        units: how many there are.
+        members: every axis of every parameter that has some.
+        atoms: ``[units, n]``, what a unit is in the dependency graph.
+        averaged: norms and means that average over the units: removing even a channel of zeros changes what they compute.
+    """
+
+    name: str
+    kind: str
+    units: int
+    members: tuple[Member, ...]
+    atoms: Index = field(repr=False)
+    averaged: tuple[str, ...] = ()
+
+    @property
+    def makers(self) -> tuple[Member, ...]:
+        """The members with role ``out``."""
+        return tuple(member for member in self.members if member.role == "out")
+
+    @property
+    def readers(self) -> tuple[Member, ...]:
+        """The members with role ``in``."""
+        return tuple(member for member in self.members if member.role == "in")
+
+    @property
+    def kin(self) -> str:
+        """The name with numbers taken out: groups at the same place of repeated blocks are kin."""
+        return f"{re.sub('[0-9]+', '*', self.name)}/{self.kind}"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.units} {self.kind}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the channels of a layer cannot be removed."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What stays of every value: per axis the positions kept, ascending, or ``None`` for all of them.
+
+    Attributes:
+        kept: value or parameter name -> axes; values of which everything stays are left out.
+    """
+
+    kept: Mapping[str, tuple[Index | None, ...]]
+
+    def axes(self, value: str | None) -> tuple[Index | None, ...]:
+        """Per axis what stays; ``()`` where everything does."""
+        return () if value is None else self.kept.get(value, ())
+
+    def shape(self, value: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape after the cut."""
+        axes = self.axes(value) or (None,) * len(shape)
+        return tuple(n if kept is None else len(kept) for n, kept in zip(shape, axes, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------- joining
+
+
+def components(count: int, one: Index, other: Index) -> Index:
+    """The smallest atom that each of ``count`` atoms is joined with, through the pairs ``(one[i], other[i])``.
+
+    Roots hang themselves below smaller roots that they are joined with, and paths are halved, until nothing changes: no
+    recursion, and about log(count) passes over arrays.
+
+    >>> components(5, np.array([0, 3]), np.array([2, 4])).tolist()
+    [0, 1, 0, 3, 3]
+    """
+    parent = np.arange(count)
+    while one.size:
+        a, b = parent[one], parent[other]
+        apart = a != b
+        one, other, a, b = one[apart], other[apart], a[apart], b[apart]
+        np.minimum.at(parent, np.maximum(a, b), np.minimum(a, b))
+        while not np.array_equal(parent, above := parent[parent]):
+            parent = above
+    return parent
+
+
+# ------------------------------------------------------------------------------------------------- the walk
+
+_SAME = frozenset((*TRAITS["identity"], "Cast", "MaskedFill", "CumSum", "Trilu", "Roll"))
+_POOLS = frozenset(("AveragePool", "GlobalAveragePool", "MaxPool", "GlobalMaxPool", "Resize", "ResizeNearest", "LRN"))
+_MEANS = frozenset(("ReduceMean", "Variance", "ReduceMax", "ReduceMin", "ReduceLogSumExp", "ReduceProd"))
+_CHANNEL_NORMS = ("BatchNormalization", "InstanceNormalization")
+_MERGES_BY_ELEMENT = frozenset(("Where", "If", "Loop"))
+_MOVES = frozenset((
+    "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Split", "Expand", "Tile", "Pad", "Gather",
+    "DepthToSpace", "SpaceToDepth", "Flip", "Unfold", "ChannelShuffle", "Diagonal", "GatherElements", "PadConstant",
+))  # fmt: skip
+FREE_CONSTANT = "a constant of the model"
+PICKED = "is picked by its number"
+
+
+class Dependencies:
+    """The dependency graph of a model.
+
+    Args:
+        structure: of either front end.
+        inner: keep units on the inner one of the axes that a reshape cuts apart: head widths in the place of heads, positions
+            within the groups of grouped convolutions.
+        forbidden: names of groups that were found not to be removable -> why.
+
+    Attributes:
+        groups: what can be removed, in the order of the model.
+        refused: layers whose channels stay, and why.
+    """
+
+    def __init__(
+        self, structure: Structure, *, inner: bool = False, forbidden: Mapping[str, str] | None = None
+    ) -> None:
+        self.structure, self.inner = structure, inner
+        self.graph = structure.graph()
+        self._choices: dict[str, int] = {}  # reshape -> how many of its axes were tried in vain
+        for _ in range(_TRIES):
+            self._walk()
+            if not self._other_axes():
+                break
+        self.groups, self.refused = self._collect(forbidden or {})
+
+    def without(self, forbidden: Mapping[str, str]) -> Dependencies:
+        """The same with groups refused, by their names or :attr:`Group.kin` -> the reason."""
+        other = copy.copy(self)
+        other.groups, other.refused = other._collect(forbidden)
+        return other
+
+    # -- atoms
+
+    def _walk(self) -> None:
+        self._count = 0
+        self._joined: list[tuple[Index, Index]] = []
+        self._stays: list[tuple[Index, str, str]] = []  # atoms, reason, operator
+        self._averaged: list[tuple[Index, str]] = []
+        self._axes: dict[str, Axes] = {}
+        self._param_axes: dict[tuple[str, int], Index] = {}
+        self._soft: set[int] = set()  # the first atoms of axes that are repeated
+        self._roles: dict[tuple[str, int], tuple[str, str]] = {}
+        self._split_sites: dict[str, tuple[Index, int]] = {}
+        self._kinds: list[tuple[Index, str]] = []
+        for op in self.graph.ops:
+            made = self._rule(op)
+            for value, axes in zip(op.outputs, made, strict=False):
+                shape = self.graph.values[value].shape
+                fits = len(axes) == len(shape) and all(
+                    a is None or len(a) == n for a, n in zip(axes, shape, strict=True)
+                )
+                if not fits:
+                    self._stay(axes, f"its shape {shape} is not the one that {op.type} is known to make", op)
+                    axes = [None] * len(shape)
+                self._axes[value] = axes
+            for value in op.outputs[len(made) :]:
+                self._axes[value] = [None] * len(self.graph.values[value].shape)
+            for port, value in op.also:  # later runs of the place
+                first = op.inputs[port] if port < len(op.inputs) else None
+                self._join_values(first, value, op)
+        for value in self.graph.outputs:
+            self._stay(self.axes(value), "the model returns it", None)
+        for places in self.structure.tied():
+            self._tie(places)
+
+    def _fresh(self, count: int) -> Index:
+        self._count += count
+        return np.arange(self._count - count, self._count)
+
+    def axes(self, value: str | None) -> Axes:
+        """Per axis of a value: the atom at every position, or ``None`` where it must stay as it is."""
+        if value is None:
+            return []
+        if value not in self._axes:
+            known = self.graph.values[value]
+            if known.kind == "param":
+                name = str(known.param)
+                for axis, n in enumerate(known.shape):
+                    if (name, axis) not in self._param_axes:
+                        self._param_axes[name, axis] = self._fresh(n)
+                self._axes[value] = [self._param_axes[name, axis] for axis in range(len(known.shape))]
+            else:
+                self._axes[value] = [None] * len(known.shape)
+        return self._axes[value]
+
+    def _stay(self, axes: Sequence[Index | None], reason: str, op: Op | None) -> None:
+        for atoms in axes:
+            if atoms is not None:
+                self._stays.append((atoms, reason, "" if op is None else op.name))
+
+    def _join(self, one: Index | None, other: Index | None, op: Op) -> Index | None:
+        """Both are the same channels."""
+        if one is None or other is None:
+            self._stay((one, other), f"{op.name} joins it with {FREE_CONSTANT} or an axis of the input", op)
+            return None
+        if len(one) != len(other):
+            self._stay((one, other), f"{op.name} joins {len(one)} positions with {len(other)}", op)
+            return None
+        if one is not other:
+            self._joined.append((one, other))
+        return one
+
+    def _join_values(self, one: str | None, other: str | None, op: Op) -> None:
+        first, second = self.axes(one), self.axes(other)
+        if len(first) != len(second) or one is None or other is None:
+            self._stay((*first, *second), f"{op.name} runs several times, on other shapes", op)
+            return
+        for a, b in zip(first, second, strict=True):
+            if a is not None or b is not None:
+                self._join(a, b, op)
+
+    def _tie(self, places: Sequence[tuple[str, int, int]]) -> None:
+        """Widths that one number of the model holds: the same positions go everywhere."""
+        known = [(self._param_axes.get((param, axis)), blocks) for param, axis, blocks in places]
+        first: Index | None = None
+        for atoms, blocks in known:
+            if atoms is None:
+                continue
+            row = atoms.reshape(blocks, -1)[0]
+            if first is None:
+                first = row
+            elif len(row) == len(first):
+                self._joined.append((first, row))
+
+    def _together(self, rows: Index) -> Index:
+        """Each row of ``[n, m]`` is one unit; returns one atom of each."""
+        rows = np.atleast_2d(rows)
+        first = rows[:, 0]
+        for column in rows.T[1:]:
+            self._joined.append((first, column))
+        return first
+
+    def _role(self, value: str | None, axis: int, role: str, op: Op) -> None:
+        known = None if value is None else self.graph.values[value]
+        if known is not None and known.param is not None:
+            held = self._roles.get((known.param, axis))
+            if held is None or (held[0] == "with"):
+                self._roles[known.param, axis] = (role, op.name)
+            elif held[0] != role:
+                self._roles[known.param, axis] = ("out", held[1])  # a table that is both embedding and classifier
+
+    # -- rules
+
+    def _rule(self, op: Op) -> list[Axes]:
+        rule = _RULES.get(op.type)
+        if rule is not None:
+            return rule(self, op)
+        if op.type in _MOVES:
+            return self._move(op)
+        if op_row(op.type).kind == "pointwise" or op.type in _SAME or op.type in _MERGES_BY_ELEMENT:
+            return self._pointwise(op)
+        for value in op.inputs:
+            self._stay(self.axes(value), f"{op.name} is a {op.type}, which the dependency graph has no rule for", op)
+        return [[None] * len(self.graph.values[v].shape) for v in op.outputs]
+
+    def _pointwise(self, op: Op) -> list[Axes]:
+        if not op.outputs:
+            return []
+        shape = self.graph.values[op.outputs[0]].shape
+        made: Axes = []
+        for back in range(len(shape), 0, -1):
+            at = len(shape) - back
+            found: list[Index | None] = []
+            for value in op.inputs:
+                axes = self.axes(value)
+                held = self.graph.values[value].shape if value is not None else ()
+                if back <= len(held):
+                    if held[-back] == shape[at]:
+                        found.append(axes[-back])
+                        self._role(value, len(held) - back, "with", op)
+                    else:
+                        self._stay((axes[-back],), f"{op.name} spreads it over other channels", op)
+            made.append(self._all_joined(found, op))
+        return [made] * len(op.outputs)
+
+    def _all_joined(self, found: Sequence[Index | None], op: Op) -> Index | None:
+        if not found or all(a is None for a in found):
+            return None
+        first = found[0]
+        for other in found[1:]:
+            first = self._join(first, other, op)
+        return first
+
+    def _layer_bias(self, op: Op, port: int, out: Index | None) -> None:
+        bias = op.inputs[port] if port < len(op.inputs) else None
+        if bias is not None:
+            axes = self.axes(bias)
+            if axes and axes[-1] is not None and len(axes[-1]) > 1 or (axes and out is not None and len(out) == 1):
+                self._join(axes[-1], out, op)
+                self._role(bias, len(axes) - 1, "with", op)
+
+    def _conv(self, op: Op) -> list[Axes]:
+        x, w = self.axes(op.inputs[0]), self.axes(op.inputs[1])
+        group = int(op.attrs.get("group", 1))
+        transposed = op.type == "ConvTranspose"
+        rank = len(self.graph.values[op.outputs[0]].shape)
+        channel = 1 if len(x) == len(w) else 0  # an image without a batch
+        self._stay(w[2:], "positions of a kernel", None)
+        made, read = (w[1], w[0]) if transposed else (w[0], w[1])
+        out = made
+        if group == 1:
+            self._join(x[channel], read, op)
+            self._role(op.inputs[1], 1 if transposed else 0, "out", op)
+            self._role(op.inputs[1], 0 if transposed else 1, "in", op)
+        else:
+            out = self._grouped(op, x[channel], w[0], w[1], group, transposed)
+        self._layer_bias(op, 2, out)
+        axes: Axes = [None] * rank
+        axes[channel] = out
+        return [axes]
+
+    def _grouped(
+        self, op: Op, x: Index | None, first: Index | None, second: Index | None, group: int, transposed: bool
+    ) -> Index | None:
+        """Whole groups, with all channels that enter and leave them; or the same positions in every group."""
+        role = "out" if first is not None and x is not None and len(first) == group == len(x) else "out"
+        self._role(op.inputs[1], 0, role, op)
+        if first is None or x is None or second is None:
+            self._stay((first, second, x), f"{op.name} reads groups of an axis that stays", op)
+            return None
+        rows, entering = first.reshape(group, -1), x.reshape(group, -1)
+        within = self.inner and second.size > 1 and rows.shape[1] > 1
+        if within:
+            if transposed:  # the first axis is the input's
+                read, out = rows, np.tile(second, group)
+            else:
+                read, out = np.tile(second, (group, 1)), first
+            self._join(x, read.reshape(-1), op)
+            self._together(entering.T)
+            self._together(out.reshape(group, -1).T)
+            self._role(op.inputs[1], 1, "out" if transposed else "in", op)
+            return out
+        self._stay((second,), "positions inside a group" if second.size > 1 else "", None)
+        if transposed:
+            leaving = self._fresh(group * second.size).reshape(group, -1)
+            units = np.concatenate([rows, entering, leaving], 1)
+            out = leaving.reshape(-1)
+        else:
+            units, out = np.concatenate([rows, entering], 1), first
+        self._together(units)
+        if rows.shape[1] > 1 or entering.shape[1] > 1:
+            self._kinds.append((first, "groups"))
+        return out
+
+    def _gemm(self, op: Op) -> list[Axes]:
+        x, w = self.axes(op.inputs[0]), self.axes(op.inputs[1])
+        if len(w) != 2 or not x:
+            return self._refuse(op, "has no matrix")
+        flipped = bool(op.attrs.get("transB", 0))
+        out_axis, in_axis = (0, 1) if flipped else (1, 0)
+        entering, rest = (x[-2], [x[-1]]) if op.attrs.get("transA", 0) else (x[-1], list(x[:-1]))
+        self._join(entering, w[in_axis], op)
+        self._role(op.inputs[1], out_axis, "out", op)
+        self._role(op.inputs[1], in_axis, "in", op)
+        self._layer_bias(op, 2, w[out_axis])
+        return [[*rest, w[out_axis]]]
+
+    def _matmul(self, op: Op) -> list[Axes]:
+        x, y = self.axes(op.inputs[0]), self.axes(op.inputs[1])
+        if len(x) < 2 or len(y) < 2:
+            return self._refuse(op, "multiplies by a vector")
+        self._join_free(x[-1], y[-2], op)
+        for value, port in ((op.inputs[0], 0), (op.inputs[1], 1)):
+            rank = len(self.axes(value))
+            self._role(value, rank - 1, "in" if port == 0 else "out", op)
+            self._role(value, rank - 2, "out" if port == 0 else "in", op)
+        shape = self.graph.values[op.outputs[0]].shape
+        made: Axes = []
+        for back in range(len(shape), 2, -1):
+            found: list[Index | None] = []
+            for value, axes in zip(op.inputs[:2], (x, y), strict=True):
+                held = self.graph.values[str(value)].shape
+                if back <= len(held):
+                    if held[-back] == shape[-back]:
+                        found.append(axes[-back])
+                    else:
+                        self._stay((axes[-back],), f"{op.name} spreads it over other matrices", op)
+            made.append(self._all_joined(found, op))
+        made += [x[-2], y[-1]]
+        self._layer_bias(op, 2, y[-1])
+        return [made]
+
+    def _join_free(self, one: Index | None, other: Index | None, op: Op) -> None:
+        if one is not None or other is not None:
+            self._join(one, other, op)
+
+    def _einsum(self, op: Op) -> list[Axes]:
+        equation = self.structure.argument(op, "equation")
+        if not isinstance(equation, str) or "." in equation or "->" not in equation:
+            return self._refuse(op, f"computes {equation!r}")
+        left, right = equation.replace(" ", "").split("->")
+        letters: dict[str, list[Index | None]] = {}
+        for term, value in zip(left.split(","), op.inputs, strict=False):
+            for axis, (letter, atoms) in enumerate(zip(term, self.axes(value), strict=True)):
+                letters.setdefault(letter, []).append(atoms)
+                self._role(value, axis, "out" if letter in right else "in", op)
+        joined = {letter: self._all_joined(found, op) for letter, found in letters.items()}
+        return [[joined[letter] for letter in right]]
+
+    def _embedding(self, op: Op) -> list[Axes]:
+        table = self.axes(op.inputs[0])
+        ids = self.axes(op.inputs[1])
+        self._stay(table[:1], "rows are picked by the input", op)
+        self._role(op.inputs[0], 1, "out", op)
+        return [[*([None] * len(ids)), *table[1:]]]
+
+    def _channel_norm(self, op: Op) -> list[Axes]:
+        x = self.axes(op.inputs[0])
+        out = x[1] if len(x) > 1 else None
+        for value in op.inputs[1:]:
+            axes = self.axes(value)
+            if axes:
+                if out is not None or axes[0] is not None:
+                    out = self._join(out, axes[0], op)
+                self._role(value, 0, "with", op)
+        return [[*x[:1], out, *x[2:]]]
+
+    def _group_norm(self, op: Op) -> list[Axes]:
+        x = self.axes(op.inputs[0])
+        group = self.structure.argument(op, "num_groups")
+        out = x[1]
+        for value in op.inputs[1:]:
+            axes = self.axes(value)
+            if axes and axes[0] is not None and out is not None and len(axes[0]) == len(out):
+                self._join(out, axes[0], op)
+                self._role(value, 0, "with", op)
+            else:
+                self._stay(axes, f"{op.name} has another width than its input", op)
+        if out is not None:
+            if not isinstance(group, int) or len(out) % group:
+                self._stay((out,), f"{op.name} has an unknown number of groups", op)
+            elif len(out) > group:
+                self._kinds.append((out, "groups"))
+                self._together(out.reshape(group, -1))
+        return [list(x)]
+
+    def _norm(self, op: Op) -> list[Axes]:
+        x = list(self.axes(op.inputs[0]))
+        weights = [self.axes(value) for value in op.inputs[1:]]
+        over = max((len(axes) for axes in weights), default=1)
+        for value, axes in zip(op.inputs[1:], weights, strict=True):
+            for back in range(1, len(axes) + 1):
+                if axes[-back] is not None or x[-back] is not None:
+                    x[-back] = self._join(x[-back], axes[-back], op)
+                self._role(value, len(axes) - back, "with", op)
+        for atoms in x[-over:]:
+            if atoms is not None:
+                self._averaged.append((atoms, op.name))
+        return [x, *self._numbers(op)[1:]]
+
+    def _softmax(self, op: Op) -> list[Axes]:
+        x = list(self.axes(op.inputs[0]))
+        axis = op.attrs.get("axis", -1)
+        self._stay((x[axis],), f"{op.name} compares it with the others", op)
+        x[axis] = None
+        return [x]
+
+    def _over_all(self, op: Op) -> list[Axes]:
+        """Something that looks at all positions of some axes, of which it is not asked which."""
+        x = self.axes(op.inputs[0])
+        self._stay(x, f"{op.name} compares it with the others", op)
+        return [[None] * len(self.graph.values[v].shape) for v in op.outputs]
+
+    def _reduce(self, op: Op) -> list[Axes]:
+        x = self.axes(op.inputs[0])
+        made: Axes = [None] * (len(self.graph.values[op.outputs[0]].shape) if op.outputs else 0)
+        for atoms, kept in zip(x, self.structure.kept_axes(op), strict=True):
+            if kept is not None:
+                made[kept] = atoms
+            elif atoms is not None and op.type in _MEANS:
+                self._averaged.append((atoms, op.name))
+        return [made] * len(op.outputs)
+
+    def _pool(self, op: Op) -> list[Axes]:
+        x = self.axes(op.inputs[0])
+        shape = self.graph.values[op.outputs[0]].shape
+        same = len(x) == len(shape)
+        if not same:
+            return self._refuse(op, "changes the number of axes")
+        made: Axes = []
+        for axis, atoms in enumerate(x):
+            channel = axis < 2 and (atoms is None or len(atoms) == shape[axis])
+            if not channel:
+                self._stay((atoms,), f"{op.name} moves over it", op)
+            made.append(atoms if channel else None)
+        return [made] * len(op.outputs)
+
+    def _concat(self, op: Op) -> list[Axes]:
+        axis = op.attrs.get("axis", self.structure.argument(op, "dim"))
+        axis = axis if isinstance(axis, int) else 0
+        rank = len(self.graph.values[op.outputs[0]].shape)
+        if op.type == "Stack":
+            at = axis % rank
+            inputs = [[*a[:at], None, *a[at:]] for a in (self.axes(v) for v in op.inputs)]
+        else:
+            at = axis % rank
+            inputs = [self.axes(v) for v in op.inputs if v is not None and self.graph.values[v].shape != (0,)]
+        made: Axes = []
+        for i in range(rank):
+            found = [a[i] for a in inputs]
+            if i != at:
+                made.append(self._all_joined(found, op))
+            elif any(a is None for a in found):
+                self._stay(found, f"{op.name} puts it beside {FREE_CONSTANT} or an axis of the input", op)
+                made.append(None)
+            else:
+                made.append(np.concatenate([a for a in found if a is not None]))
+        if op.type != "Stack":
+            for value in op.inputs:
+                for i in range(len(self.axes(value))):
+                    self._role(value, i, "with", op)
+        return [made]
+
+    def _prelu(self, op: Op) -> list[Axes]:
+        slopes = self.graph.values[str(op.inputs[1])].shape
+        if len(slopes) != 1 or slopes == (1,):
+            return self._pointwise(op)
+        return self._channel_norm(op)
+
+    def _glu(self, op: Op) -> list[Axes]:
+        x = list(self.axes(op.inputs[0]))
+        shape = self.graph.values[op.outputs[0]].shape
+        for axis, atoms in enumerate(x):
+            if atoms is not None and len(atoms) == 2 * shape[axis]:
+                half = len(atoms) // 2
+                x[axis] = self._join(atoms[:half], atoms[half:], op)
+        return [x]
+
+    def _recurrent(self, op: Op) -> list[Axes]:
+        def port(i: int) -> Axes:
+            return self.axes(op.inputs[i]) if i < len(op.inputs) else []
+
+        gates = len(CELLS[op.type].gates)
+        x, w, r = port(0), port(1), port(2)
+        if not w or not r or x[-1] is None and w[-1] is None:
+            return self._refuse(op, "has no weights of its own")
+        self._join(x[-1], w[-1], op)
+        self._stay((*w[:-2], *r[:-2]), "directions of a recurrent layer", None)
+        projection = port(8)
+        hidden, out = (projection[-1], projection[-2]) if projection else (r[-1], r[-1])
+        if projection:
+            self._join(out, r[-1], op)
+        if hidden is None or w[-2] is None or r[-2] is None:
+            return self._refuse(op, "computes its weights")
+        for rows in (w[-2], r[-2]):
+            for part in rows.reshape(gates, -1):
+                self._join(hidden, part, op)
+        for at in (3, 9):
+            bias = port(at)
+            if bias and bias[-1] is not None:
+                for part in bias[-1].reshape(-1, len(hidden)):
+                    self._join(hidden, part, op)
+                self._role(op.inputs[at], len(bias) - 1, "with", op)
+        peephole = port(7)
+        if peephole and peephole[-1] is not None:
+            for part in peephole[-1].reshape(-1, len(hidden)):
+                self._join(hidden, part, op)
+        for at, units in ((5, out), (6, hidden)):
+            state = port(at)
+            value = op.inputs[at] if at < len(op.inputs) else None
+            if state and state[-1] is not None:
+                self._join(state[-1], units, op)
+            elif value is not None and self.graph.values[value].kind != "constant":
+                self._stay((units,), f"the model is given the state of {op.name}", op)
+        self._kinds.append((hidden, "hidden"))
+        self._role(op.inputs[1], len(w) - 2, "out", op)
+        self._role(op.inputs[1], len(w) - 1, "in", op)
+        self._role(op.inputs[2], len(r) - 2, "out", op)
+        self._role(op.inputs[2], len(r) - 1, "in", op)
+        made: list[Axes] = []
+        for i, value in enumerate(op.outputs):
+            axes: Axes = [None] * len(self.graph.values[value].shape)
+            returns = op.attrs.get("returns")
+            cell = returns[i] == "cell" if returns else i == 2
+            axes[-1] = hidden if cell else out
+            made.append(axes)
+        return made
+
+    def _grouped_matmul(self, op: Op) -> list[Axes]:
+        x, w = self.axes(op.inputs[0]), self.axes(op.inputs[1])
+        self._join_free(x[-1], w[-2], op)
+        self._stay(w[:-2], "experts are picked by the input", op)
+        rank = len(w)
+        self._role(op.inputs[1], rank - 1, "out", op)
+        self._role(op.inputs[1], rank - 2, "in", op)
+        return [[x[0], w[-1]]]
+
+    def _refuse(self, op: Op, why: str) -> list[Axes]:
+        for value in op.inputs:
+            self._stay(self.axes(value), f"{op.name}, a {op.type}, {why}", op)
+        return [[None] * len(self.graph.values[v].shape) for v in op.outputs]
+
+    # -- movement
+
+    def _move(self, op: Op) -> list[Axes]:
+        """What moves data, from the numbers of the elements; nothing is computed where all axes stay anyway."""
+        source = op.inputs[0]
+        shapes = [self.graph.values[v].shape for v in op.outputs]
+        if op.type == "Expand" and source is not None:
+            return [self._expand(op, source, shapes[0])]
+        if source is None or all(a is None for a in self.axes(source)):
+            for value in op.inputs[1:]:
+                self._stay(self.axes(value), f"{op.name} takes it for a position", op)
+            return [[None] * len(shape) for shape in shapes]
+        x, shape = self.axes(source), self.graph.values[source].shape
+        if op.type in TRAITS["reshape"]:
+            plain = _unsplit(x, shape, shapes[0])
+            if plain is not None:
+                return [plain]
+        count = int(np.prod(shape))
+        numbers = np.arange(count).reshape(shape)
+        if op.type in TRAITS["reshape"]:
+            moved: list[Index] | None = [numbers.reshape(shapes[0])]
+        else:
+            moved = self.structure.moved(op, [numbers])
+        if moved is None or any(m.shape != s for m, s in zip(moved, shapes, strict=False)):
+            return self._refuse(op, "moves what the dependency graph cannot follow")
+        made = [self._moved(op, i, part, x, shape) for i, part in enumerate(moved)]
+        if op.type == "Split" and self.structure.equal_pieces(op):
+            for axis in range(len(shape)):
+                parts = [m[axis] for m in made if axis < len(m) and len(m) == len(shape)]
+                pieces = [p for p in parts if p is not None and len(p) == len(parts[0] if parts[0] is not None else ())]
+                if len(pieces) > 1 and not np.array_equal(pieces[0], pieces[1]):
+                    for other in pieces[1:]:
+                        self._joined.append((pieces[0], other))
+        return made
+
+    def _expand(self, op: Op, source: str, result: Sequence[int]) -> Axes:
+        """Axes that are repeated have positions of their own: they can be made as long as is asked for."""
+        x, shape = self.axes(source), self.graph.values[source].shape
+        made: Axes = []
+        for back in range(len(result), 0, -1):
+            whole = back <= len(shape) and shape[-back] == result[-back]
+            if back <= len(shape) and not whole:
+                self._stay((x[-back],), f"{op.name} repeats it", op)
+            made.append(x[-back] if whole else self._soft_axis(result[-back]))
+        return made
+
+    def _soft_axis(self, length: int) -> Index:
+        """Positions that hold the same everywhere: where they are merged with channels, there stay as many of them."""
+        atoms = self._fresh(length)
+        self._soft.update(atoms[:1].tolist())
+        return atoms
+
+    def _filled(self, op: Op) -> list[Axes]:
+        """A tensor of one number, as long as is asked for."""
+        return [[self._fresh(n) for n in self.graph.values[v].shape] for v in op.outputs]
+
+    def _numbers(self, op: Op) -> list[Axes]:
+        """Lengths, which follow by themselves."""
+        return [[None] * len(self.graph.values[v].shape) for v in op.outputs]
+
+    def _moved(self, op: Op, output: int, moved: Index, x: Axes, shape: Sequence[int]) -> Axes:
+        """The axes of one output of a movement, which holds the numbers ``moved``."""
+        made: Axes = [None] * moved.ndim
+        held: dict[int, int] = {}  # axis of the result -> axis of the input that it has the units of
+        filled = moved < 0
+        stride = 1
+        strides: list[int] = []
+        for n in reversed(shape):
+            strides.insert(0, stride)
+            stride *= n
+        soft = [a is not None and len(a) > 0 and int(a[0]) in self._soft for a in x]
+        for axis in sorted(range(len(x)), key=soft.__getitem__):
+            atoms = x[axis]
+            if atoms is None or not moved.size:
+                continue
+            at = (
+                np.where(filled, -1, moved // strides[axis] % shape[axis])
+                if filled.any()
+                else moved // strides[axis] % shape[axis]
+            )
+            along = [b for b in range(moved.ndim) if _varies(at, b)]
+            along = [b for b in along if b not in held] or along
+            if not along:
+                self._stay((atoms,), f"one position {PICKED} at {op.name}", op)
+                continue
+            order = along if not self.inner else along[::-1]
+            chosen = order[0]
+            if len(along) > 1:
+                order = [b for b in order if moved.shape[b] > 1]
+                key = f"{op.name}/{output}/{axis}"
+                chosen = order[min(self._choices.get(key, 0), len(order) - 1)]
+            if chosen in held and soft[axis]:
+                self._stay((atoms,), f"{op.name} puts the copies beside each other", op)
+                continue
+            if chosen in held:
+                self._stay((atoms, made[chosen]), f"{op.name} merges two axes of channels", op)
+                made[chosen] = None
+                continue
+            rows = np.moveaxis(at, chosen, 0).reshape(moved.shape[chosen], -1)
+            labels = self._labels(op, rows, atoms)
+            if len(along) > 1:
+                self._split_sites[key] = (labels, len(order))
+            held[chosen], made[chosen] = axis, labels
+        return made
+
+    def _labels(self, op: Op, rows: Index, atoms: Index) -> Index:
+        """One atom for each row of positions, which are joined; new ones where everything is filled in."""
+        first = rows[:, 0].copy()
+        if (rows < 0).any():
+            best = rows.max(1)
+            labels = np.where(best >= 0, atoms[best], 0)
+            empty = best < 0
+            if empty.any():
+                new = self._fresh(int(empty.sum()))
+                labels[empty] = new
+                before = int(np.argmin(empty))
+                behind = int(np.argmin(empty[::-1]))
+                if before and before == behind:  # one number says how much is put on both sides
+                    self._joined.append((labels[:before], labels[len(labels) - behind :]))
+            return labels
+        labels = atoms[first]
+        if rows.shape[1] > 1 and (rows != first[:, None]).any():
+            unique = np.unique(np.stack([np.repeat(first, rows.shape[1]), rows.reshape(-1)]), axis=1)
+            self._joined.append((atoms[unique[0]], atoms[unique[1]]))
+            self._kinds.append((labels, "heads"))
+        return labels
+
+    def _other_axes(self) -> bool:
+        """Whether a reshape kept its units on an axis of which single positions are picked, and has another one to try."""
+        picked = [atoms for atoms, reason, _ in self._stays if PICKED in reason]
+        if not picked or not self._split_sites:
+            return False
+        marked = np.zeros(self._count, bool)
+        marked[np.concatenate(picked)] = True
+        changed = False
+        for key, (labels, choices) in self._split_sites.items():
+            if marked[labels].any() and self._choices.get(key, 0) + 1 < choices:
+                self._choices[key] = self._choices.get(key, 0) + 1
+                changed = True
+        return changed
+
+    # -- groups
+
+    def _collect(self, forbidden: Mapping[str, str]) -> tuple[tuple[Group, ...], tuple[Refusal, ...]]:
+        none = np.zeros(0, np.int64)
+        one = np.concatenate([a for a, _ in self._joined]) if self._joined else none
+        other = np.concatenate([b for _, b in self._joined]) if self._joined else none
+        self.roots = roots = components(self._count, one, other)
+        stays: dict[int, str] = {}
+        blocked = np.zeros(self._count, bool)
+        for atoms, reason, _ in self._stays:
+            new = np.unique(roots[atoms])
+            new = new[~blocked[new]]
+            blocked[new] = True
+            for root in new.tolist():
+                stays[root] = reason
+        averaged: dict[int, dict[str, None]] = {}
+        for atoms, name in self._averaged:
+            for root in np.unique(roots[atoms]).tolist():
+                averaged.setdefault(root, {})[name] = None
+        kinds: dict[int, str] = {}
+        for atoms, kind in self._kinds:
+            for root in np.unique(roots[atoms]).tolist():
+                kinds.setdefault(root, kind)
+
+        places = list(self._param_axes)
+        atom = np.concatenate([self._param_axes[p] for p in places]) if places else none
+        where = np.repeat(np.arange(len(places)), [len(self._param_axes[p]) for p in places])
+        position = np.concatenate([np.arange(len(self._param_axes[p])) for p in places]) if places else none
+        owner = roots[atom]
+        order = np.lexsort((position, where, owner))
+        owner, where, position, atom = owner[order], where[order], position[order], atom[order]
+        starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]]) if owner.size else none
+        ends = np.r_[starts[1:], owner.size]
+        # atoms that are filled in belong to no parameter, and to the unit all the same
+        extra = np.argsort(roots, kind="stable")
+        bounds = np.searchsorted(roots[extra], np.arange(self._count + 1))
+
+        by_shape: dict[tuple[Any, ...], list[int]] = {}
+        for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            root = int(owner[start])
+            if end - start < 2 and root not in stays:
+                continue  # on its own: read by nothing that the rules know
+            signature = (where[start:end].tobytes(), bounds[root + 1] - bounds[root], root in stays)
+            by_shape.setdefault(signature, []).append(i)
+
+        groups: list[Group] = []
+        refused: dict[str, str] = {}
+        taken: dict[str, int] = {}
+        sizes = {op.name: i for i, op in enumerate(self.graph.ops)}
+        found = sorted(by_shape.values(), key=lambda units: int(where[starts[units[0]]]))
+        for units in found:
+            start, end = int(starts[units[0]]), int(ends[units[0]])
+            root = int(owner[start])
+            axes = [places[w] for w in where[start:end].tolist()]
+            roles = [self._roles.get(place, ("with", "")) for place in axes]
+            makers = [op for role, op in roles if role == "out"]
+            if not makers:
+                continue
+            base = min(makers, key=lambda name: sizes.get(name, len(sizes)))
+            if root in stays:
+                if stays[root]:
+                    refused.setdefault(base, stays[root])
+                continue
+            if not any(role == "in" for role, _ in roles):
+                refused.setdefault(base, "no layer that is known reads its channels")
+                continue
+            count = taken.get(base, 0)
+            taken[base] = count + 1
+            name = base if not count else f"{base}#{count + 1}"
+            table = np.stack([position[starts[u] : ends[u]] for u in units])
+            columns = where[start:end]
+            members = []
+            for w in dict.fromkeys(columns.tolist()):
+                role, op = self._roles.get(places[w], ("with", ""))
+                members.append(Member(places[w][0], places[w][1], table[:, columns == w], role, op))
+            atoms = np.stack([extra[bounds[owner[starts[u]]] : bounds[owner[starts[u]] + 1]] for u in units])
+            lead = atoms[:, 0]
+            group = Group(
+                name, kinds.get(root, "channels"), len(units), tuple(members), atoms,
+                tuple(dict.fromkeys(n for r in roots[lead].tolist() for n in averaged.get(r, ()))),
+            )  # fmt: skip
+            why = forbidden.get(group.name) or forbidden.get(group.kin)
+            if why is not None:
+                refused.setdefault(base, why)
+            elif len(units) < 2:
+                refused.setdefault(base, "it is a single unit, which cannot be removed whole")
+            else:
+                groups.append(group)
+        return tuple(groups), tuple(Refusal(name, reason) for name, reason in refused.items())
+
+    def group(self, name: str) -> Group:
+        """The group of that name.
+
+        Raises:
+            ConfigError: there is none; the message says why where the layer is known.
+        """
+        for group in self.groups:
+            if group.name == name:
+                return group
+        reason = next(
+            (str(r) for r in self.refused if r.name == name), "no layer of the model makes channels under this name"
+        )
+        raise ConfigError(name, reason, f"choose one of {', '.join(g.name for g in self.groups[:10])}")
+
+    def cut(self, removed: Mapping[str, Index]) -> Cut:
+        """What stays of every value when units are removed.
+
+        Args:
+            removed: group name -> numbers of its units.
+
+        Raises:
+            ConfigError: no such group or unit, or all units of one.
+        """
+        gone = np.zeros(self._count, bool)
+        for name, units in removed.items():
+            group = self.group(name)
+            numbers = np.unique(np.asarray(units, np.int64))
+            if numbers.size and (numbers[0] < 0 or numbers[-1] >= group.units):
+                raise ConfigError(
+                    name, f"it has units 0 to {group.units - 1}, not {numbers[-1]}", "remove units that exist"
+                )
+            gone[group.atoms[numbers].reshape(-1)] = True
+        kept: dict[str, tuple[Index | None, ...]] = {}
+        seen: dict[int, Index | None] = {}
+
+        def of(atoms: Index | None) -> Index | None:
+            if atoms is None:
+                return None
+            if id(atoms) not in seen:
+                lost = gone[atoms]
+                seen[id(atoms)] = np.flatnonzero(~lost) if lost.any() else None
+            return seen[id(atoms)]
+
+        for value, axes in self._axes.items():
+            left = tuple(of(atoms) for atoms in axes)
+            if any(k is not None for k in left):
+                kept[value] = left
+        for value, left in kept.items():
+            if any(k is not None and not k.size for k in left):
+                raise ConfigError(value, "no channel of it would be left", "remove fewer units")
+        return Cut(kept)
+
+
+_TRIES = 4  # axes of one reshape
+
+
+def _varies(at: Index, axis: int) -> bool:
+    if at.shape[axis] < 2:
+        return False
+    first = at.take([0], axis)
+    return bool((at != first).any())
+
+
+def _unsplit(x: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | None:
+    """The axes after a reshape that leaves every axis with units as it is; ``None`` where it does not."""
+    before, after = np.cumprod([1, *shape]).tolist(), np.cumprod([1, *result]).tolist()
+    starts = {(after[i], n): i for i, n in enumerate(result) if n > 1}
+    made: Axes = [None] * len(result)
+    for axis, atoms in enumerate(x):
+        if atoms is None:
+            continue
+        if len(atoms) == 1:
+            return None
+        at = starts.get((before[axis], shape[axis]))
+        if at is None:
+            return None
+        made[at] = atoms
+    return made
+
+
+Rule = Callable[[Dependencies, Op], list[Axes]]
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("Conv", "ConvTranspose"), Dependencies._conv),
+    "Gemm": Dependencies._gemm,
+    "MatMul": Dependencies._matmul,
+    "Einsum": Dependencies._einsum,
+    "Embedding": Dependencies._embedding,
+    "GroupedMatMul": Dependencies._grouped_matmul,
+    **dict.fromkeys(_CHANNEL_NORMS, Dependencies._channel_norm),
+    "GroupNormalization": Dependencies._group_norm,
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), Dependencies._norm),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), Dependencies._softmax),
+    **dict.fromkeys(("TopK", "Sort", "ArgMax", "ArgMin", "argmax", "argmin", "argsort"), Dependencies._over_all),
+    **dict.fromkeys((*_MEANS, "ReduceSum", "ReduceL1", "ReduceL2", "ReduceSumSquare"), Dependencies._reduce),
+    **dict.fromkeys(_POOLS, Dependencies._pool),
+    **dict.fromkeys(("Concat", "Stack"), Dependencies._concat),
+    "ConstantOfShape": Dependencies._filled,
+    **dict.fromkeys(("Shape", "Size"), Dependencies._numbers),
+    "Glu": Dependencies._glu,
+    "PRelu": Dependencies._prelu,
+    "LpNormalization": Dependencies._pointwise,
+    **dict.fromkeys(CELLS, Dependencies._recurrent),
+}

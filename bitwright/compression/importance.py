@@ -1,0 +1,193 @@
+"""How much each unit of a group matters: one function per criterion, on the parameters and statistics of either front end.
+
+Every score is of a unit within its group; :func:`comparable` makes those of unlike groups comparable, by dividing by the mean of
+the group, so that a global ranking does not remove a layer whose weights merely are small.
+
+==============  ==================================================================================================
+name            a unit's score
+==============  ==================================================================================================
+``l1``, ``l2``  norm of the rows that make it and of the columns that read it, each in parts of its parameter's mean
+``gamma``       magnitude of the factors of its batch norms (Liu et al. 2017, arXiv:1708.06519)
+``median``      sum of distances of its rows from those of the other units (He et al. 2019, arXiv:1811.00250)
+``lamp``        squared norm over the sum of the squared norms that are not smaller (Lee et al. 2021, arXiv:2010.07611)
+``taylor``      what the loss would change by, ``|sum(gradient * weight)|`` (Molchanov et al. 2019, arXiv:1906.10771)
+``activation``  norm of what its readers read times the norm of the columns they read it by (as Sun et al., arXiv:2306.11695)
+``random``      random numbers: the baseline of every comparison
+==============  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bitwright.compression.groups import Group, Member
+from bitwright.core.graph.graph import Graph
+from bitwright.core.simulation.float_model import Array
+from bitwright.errors import ConfigError, close_matches
+
+
+@dataclass
+class Evidence:
+    """What criteria may ask for.
+
+    Attributes:
+        graph: of the model.
+        param: name -> value.
+        gradients: parameter -> gradient of the loss, summed over the data; for ``taylor``.
+        squares: operator -> mean square of each channel it reads, and the axis of its weight that they belong to; for
+            ``activation``.
+        seed: of ``random``.
+    """
+
+    graph: Graph
+    param: Callable[[str], Array]
+    gradients: Mapping[str, Array] = field(default_factory=dict)
+    squares: Mapping[str, Array] = field(default_factory=dict)
+    seed: int = 0
+
+    def rows(self, member: Member, value: Array | None = None) -> Array:
+        """What a member holds of every unit, ``[units, n]``, float64."""
+        W = np.asarray(self.param(member.param) if value is None else value, np.float64)
+        lines = np.moveaxis(W, member.axis, 0).reshape(W.shape[member.axis], -1)
+        return lines[member.positions].reshape(len(member.positions), -1)
+
+
+def comparable(scores: Array) -> Array:
+    """Scores in parts of the mean of their group; all 1 where every one is 0.
+
+    >>> comparable(np.array([1.0, 3.0])).tolist()
+    [0.5, 1.5]
+    """
+    mean = float(np.mean(scores))
+    return np.ones_like(scores) if mean == 0 else scores / mean
+
+
+def _norms(group: Group, evidence: Evidence, power: int) -> Array:
+    found = []
+    for member in (*group.makers, *group.readers):
+        rows = evidence.rows(member)
+        norms = np.abs(rows).sum(1) if power == 1 else np.sqrt(np.square(rows).sum(1))
+        found.append(comparable(norms))
+    return np.sum(found, 0)
+
+
+def _gamma(group: Group, evidence: Evidence) -> Array:
+    norms = {op.inputs[1] for op in evidence.graph.ops if op.type == "BatchNormalization" and len(op.inputs) > 1}
+    params = {evidence.graph.values[v].param for v in norms if v is not None}
+    held = [m for m in group.members if m.param in params]
+    if not held:
+        raise ConfigError(group.name, "it has no batch norm, whose factors gamma compares", "use importance='l2'")
+    return np.sum([comparable(np.abs(evidence.rows(m)).sum(1)) for m in held], 0)
+
+
+def _median(group: Group, evidence: Evidence) -> Array:
+    found = []
+    for member in group.makers:
+        rows = evidence.rows(member)
+        squares = np.square(rows).sum(1)
+        distances = squares[:, None] + squares[None] - 2 * rows @ rows.T
+        found.append(comparable(np.sqrt(np.maximum(distances, 0)).sum(1)))
+    return np.sum(found, 0)
+
+
+def _lamp(group: Group, evidence: Evidence) -> Array:
+    squares = np.square(_norms(group, evidence, 2))
+    order = np.argsort(squares, kind="stable")
+    left = np.cumsum(squares[order][::-1])[::-1]  # of this one and all larger ones
+    scores = np.empty_like(squares)
+    scores[order] = squares[order] / np.maximum(left, np.finfo(float).tiny)
+    return scores
+
+
+def _taylor(group: Group, evidence: Evidence) -> Array:
+    found = []
+    for member in group.makers:
+        gradient = evidence.gradients.get(member.param)
+        if gradient is None:
+            raise ConfigError(
+                "importance", f"taylor needs the gradient of {member.param}, which the loss does not reach",
+                "give loss=, a function of the model and a batch that returns a number to differentiate",
+            )  # fmt: skip
+        found.append(np.abs((evidence.rows(member) * evidence.rows(member, gradient)).sum(1)))
+    return np.sum(found, 0)
+
+
+def _activation(group: Group, evidence: Evidence) -> Array:
+    found = []
+    for member in group.readers:
+        squares = evidence.squares.get(member.op)
+        W = np.square(np.asarray(evidence.param(member.param), np.float64))
+        columns = np.moveaxis(W, member.axis, 0).reshape(W.shape[member.axis], -1).sum(1)
+        if squares is not None and len(squares) == len(columns):
+            columns = columns * squares
+        found.append(comparable(np.sqrt(columns[member.positions].sum(1))))
+    return np.sum(found, 0)
+
+
+def _random(group: Group, evidence: Evidence) -> Array:
+    seed = [evidence.seed, *group.name.encode()]
+    return np.random.default_rng(seed).random(group.units) + 0.5
+
+
+#: name -> the score of every unit of a group, ``[units]``, not negative
+IMPORTANCE: dict[str, Callable[[Group, Evidence], Array]] = {
+    "l1": lambda group, evidence: _norms(group, evidence, 1),
+    "l2": lambda group, evidence: _norms(group, evidence, 2),
+    "gamma": _gamma,
+    "median": _median,
+    "lamp": _lamp,
+    "taylor": _taylor,
+    "activation": _activation,
+    "random": _random,
+}
+
+
+def criterion(name: str) -> Callable[[Group, Evidence], Array]:
+    """The row of :data:`IMPORTANCE`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in IMPORTANCE:
+        raise ConfigError(
+            "importance",
+            f"there is no criterion {name!r}{close_matches(name, IMPORTANCE)}",
+            f"use {', '.join(IMPORTANCE)}",
+        )
+    return IMPORTANCE[name]
+
+
+def mean_squares(view: Any, graph: Graph, groups: Iterable[Group], batches: Iterable[Any]) -> dict[str, Array]:
+    """Operator -> mean square of each channel that it reads, for the readers of ``groups``.
+
+    Args:
+        view: a ``FloatModel``.
+        graph: the one that ``groups`` are of.
+        batches: data.
+    """
+    readers = {m.op for g in groups for m in g.readers}
+    known = {op.name: op for op in view.graph().ops}
+    sources = {
+        name: str(known[name].inputs[0]) for name in readers if name in known and known[name].inputs[0] is not None
+    }
+    wanted = [v for v in dict.fromkeys(sources.values()) if not view.graph().values[v].is_static]
+    sums: dict[str, Array] = {}
+    count: dict[str, int] = {}
+    for captured in view.capture(wanted, batches):
+        for value, arrays in captured.items():
+            for x in arrays:
+                rank = np.ndim(x)
+                channel = (
+                    1
+                    if any(sources[o] == value and known[o].type in ("Conv", "ConvTranspose") for o in sources)
+                    else -1
+                )
+                rows = np.square(np.moveaxis(np.asarray(x, np.float64), channel, -1)).reshape(-1, x.shape[channel])
+                if rank and rows.size:
+                    sums[value] = sums.get(value, 0) + rows.sum(0)
+                    count[value] = count.get(value, 0) + len(rows)
+    return {name: sums[value] / count[value] for name, value in sources.items() if value in sums}

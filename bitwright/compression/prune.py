@@ -1,0 +1,396 @@
+"""Structured pruning: which units go, for a target, and the cut itself."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from bitwright.compression.checks import checked_dependencies, masked_outputs
+from bitwright.compression.groups import Dependencies, Group, Refusal
+from bitwright.compression.importance import Evidence, comparable, criterion, mean_squares
+from bitwright.core.graph.cost import multiplications
+from bitwright.core.graph.graph import Graph
+from bitwright.core.simulation.float_model import Array
+from bitwright.errors import ConfigError, ModelError, close_matches, first_few
+from bitwright.methods.front_end import Kept, Structured
+
+Ranking = Literal["uniform", "global"]
+
+#: target -> how many channels its kernels compute at once; widths stay multiples of it where a layer has four times as many
+WIDTHS: dict[str, int] = {
+    "any": 1,
+    "cpu": 8,  # ONNX Runtime blocks channels by 8 with AVX2, XNNPACK and oneDNN too
+    "avx512": 16,
+    "tensor_cores": 8,
+    "tensor_cores_int8": 16,
+    "hexagon": 32,
+}
+COSTS = ("macs", "params", "bytes")
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What became of one group.
+
+    Attributes:
+        name, kind: of the group.
+        before, after: units.
+        removed: their numbers, ascending.
+    """
+
+    name: str
+    kind: str
+    before: int
+    after: int
+    removed: tuple[int, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is to be removed.
+
+    Attributes:
+        removed: group -> units.
+        costs: what is left of each cost, in parts of the whole.
+    """
+
+    removed: Mapping[str, Array]
+    costs: Mapping[str, float]
+
+
+def cut_graph(graph: Graph, kept: Kept) -> Graph:
+    """The graph with the shapes that a cut leaves."""
+    values = dict(graph.values)
+    for name, value in graph.values.items():
+        if kept.axes(name):
+            values[name] = replace(value, shape=kept.shape(name, value.shape))
+    return Graph(graph.ops, values, graph.inputs, graph.outputs)
+
+
+def costs_of(graph: Graph) -> dict[str, float]:
+    """``macs`` of the recorded run, ``params`` and their ``bytes``."""
+    macs = sum(multiplications(graph, op) * op.calls for op in graph.ops if op.type != "Embedding")
+    held = {v.param: v for v in graph.values.values() if v.param is not None}
+    params = {name: float(math.prod(v.shape)) for name, v in held.items()}
+    width = {"float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
+    return {
+        "macs": macs,
+        "params": sum(params.values()),
+        "bytes": sum(n * width.get(held[name].dtype, 4) for name, n in params.items()),
+    }
+
+
+def checked_target(target: Mapping[str, float]) -> dict[str, float]:
+    """Parts of each cost that may be left.
+
+    Raises:
+        ConfigError: an unknown cost, or a part that is not between 0 and 1.
+    """
+    if not target:
+        raise ConfigError("target", "it names no cost", 'write target={"macs": 0.5} for half of the multiplications')
+    for name, part in target.items():
+        if name not in COSTS:
+            raise ConfigError(
+                "target", f"there is no cost {name!r}{close_matches(str(name), COSTS)}", f"use {', '.join(COSTS)}"
+            )
+        if not isinstance(part, (int, float)) or not 0 < part <= 1:
+            raise ConfigError(
+                "target", f"{part!r} of the {name} is not a part between 0 and 1", 'write target={"macs": 0.5} for half'
+            )
+    return dict(target)
+
+
+def step_of(group: Group, multiple: int) -> int:
+    """How many units go at once, so that the widths of the layers that make them stay multiples of ``multiple``."""
+    count = max((m.positions.shape[1] for m in group.makers), default=1)
+    width = group.units * count
+    while multiple > 1 and multiple * 4 > width:
+        multiple //= 2
+    step = multiple // math.gcd(multiple, count)
+    return max(1, min(step, group.units // 2))
+
+
+class Selector:
+    """Chooses units of the groups of a model by their scores.
+
+    Args:
+        found: the dependency graph.
+        groups: those that may lose units.
+        scores: group -> score of every unit.
+        cap: largest part of the units of one group that may go.
+        multiple: of the widths that are left, see :func:`step_of`.
+        ranking: ``uniform`` takes the same part from every group; ``global`` the lowest scores, each in parts of the mean of
+            its group.
+        alike: take as many units from groups that are kin.
+    """
+
+    def __init__(
+        self, found: Dependencies, groups: Sequence[Group], scores: Mapping[str, Array], *, cap: float = 0.9,
+        multiple: int = 1, ranking: Ranking = "uniform", alike: bool = False,
+    ) -> None:  # fmt: skip
+        self.found, self.groups, self.scores = found, list(groups), scores
+        self.cap, self.multiple, self.ranking, self.alike = cap, multiple, ranking, alike
+        self.whole = costs_of(found.graph)
+        self._order = {g.name: np.argsort(scores[g.name], kind="stable") for g in self.groups}
+        shared = [comparable(np.asarray(scores[g.name], np.float64)) for g in self.groups]
+        ranks = [np.argsort(self._order[g.name]) / g.units for g in self.groups]  # where scores are equal, evenly
+        owners = np.repeat(np.arange(len(self.groups)), [g.units for g in self.groups])
+        self._owners = owners[np.lexsort((np.concatenate(ranks), np.concatenate(shared)))]
+
+    def at(self, part: float) -> dict[str, Array]:
+        """Group -> the units that go, when about this part of all units does."""
+        counts: dict[str, float] = {}
+        if self.ranking == "global":
+            gone = np.bincount(self._owners[: round(part * len(self._owners))], minlength=len(self.groups))
+            counts = {group.name: float(n) for group, n in zip(self.groups, gone, strict=True)}
+        else:
+            counts = {group.name: part * group.units for group in self.groups}
+        if self.alike:
+            kin: dict[str, list[Group]] = {}
+            for group in self.groups:
+                kin.setdefault(f"{group.kin}/{group.units}", []).append(group)
+            for alike in kin.values():
+                mean = float(np.mean([counts[g.name] for g in alike]))
+                counts.update((g.name, mean) for g in alike)
+        removed = {}
+        for group in self.groups:
+            step = step_of(group, self.multiple)
+            most = int(min(self.cap, 1 - 1 / group.units) * group.units)
+            count = min(int(counts[group.name] + 0.5), most)
+            left = -(-(group.units - count) // step) * step
+            count = group.units - min(left, group.units)
+            if count:
+                removed[group.name] = np.sort(self._order[group.name][:count])
+        return removed
+
+    def left(self, removed: Mapping[str, Array]) -> dict[str, float]:
+        """What is left of every cost, in parts of the whole."""
+        costs = costs_of(cut_graph(self.found.graph, self.found.cut(removed)))
+        return {name: costs[name] / self.whole[name] if self.whole[name] else 1.0 for name in costs}
+
+    def choose(self, target: Mapping[str, float]) -> Choice:
+        """The smallest removal that meets the target, by bisection.
+
+        Raises:
+            ConfigError: nothing meets it; the message has the nearest that can be met.
+        """
+        most = self.at(1.0)
+        least = self.left(most)
+        missed = {name: part for name, part in target.items() if least[name] > part}
+        if missed:
+            name, part = next(iter(missed.items()))
+            blocked = first_few([str(r) for r in self.found.refused])
+            raise ConfigError(
+                "target", f"{part:g} of the {name} cannot be met: with cap={self.cap:g} the least is {least[name]:.3f}; "
+                f"not touched: {blocked}",
+                f'use target={{"{name}": {math.ceil(least[name] * 1000) / 1000:g}}}, a larger cap, or averaged=True',
+            )  # fmt: skip
+        low, high, best = 0.0, 1.0, most
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            removed = self.at(middle)
+            left = self.left(removed)
+            if all(left[name] <= part for name, part in target.items()):
+                high, best = middle, removed
+            else:
+                low = middle
+        best = self._refilled(best, target)
+        return Choice(best, self.left(best))
+
+    def _refilled(self, removed: Mapping[str, Array], target: Mapping[str, float]) -> dict[str, Array]:
+        """Give units back, the most important ones first, while the target is still met: whole steps are coarse."""
+        best = dict(removed)
+        if self.alike:
+            return best
+        groups = {g.name: g for g in self.groups}
+        means = {name: float(np.mean(self.scores[name])) or 1.0 for name in best}
+        waiting = list(best)
+        while waiting:
+            name = max(waiting, key=lambda n: float(np.max(self.scores[n][best[n]])) / means[n])
+            step, scores = step_of(groups[name], self.multiple), self.scores[name]
+            order = best[name][np.argsort(scores[best[name]], kind="stable")]
+            fewer = {**best, name: np.sort(order[: max(len(order) - step, 0)])}
+            if not len(fewer[name]):
+                del fewer[name]
+            left = self.left(fewer)
+            if all(left[cost] <= part for cost, part in target.items()):
+                best = fewer
+                waiting = [n for n in waiting if n in best]
+            else:
+                waiting.remove(name)
+        return best
+
+
+_BISECTIONS = 14
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """How units are chosen; see :func:`bitwright.compression.compress.compress`."""
+
+    importance: str = "l2"
+    ranking: Ranking = "uniform"
+    cap: float = 0.9
+    widths: str | int = "cpu"
+    alike: bool = False
+    inner: bool = False
+    averaged: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    seed: int = 0
+
+    @property
+    def multiple(self) -> int:
+        """Of the widths.
+
+        Raises:
+            ConfigError: there is no such row, or a number that is none.
+        """
+        if isinstance(self.widths, int) and self.widths > 0:
+            return self.widths
+        if self.widths not in WIDTHS:
+            raise ConfigError(
+                "widths", f"there is no row {self.widths!r}{close_matches(str(self.widths), WIDTHS)}",
+                f"use {', '.join(WIDTHS)}, or a positive number",
+            )  # fmt: skip
+        return WIDTHS[str(self.widths)]
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What :func:`prune` did.
+
+    Attributes:
+        rows: of every group that could be pruned.
+        refused: layers that were not touched, and why.
+        costs: what is left of each cost, in parts of the whole.
+        readers: operators that lost inputs -> which of their outputs are left, ``None`` for all.
+        norms: batch norms -> which of their channels are left.
+    """
+
+    rows: tuple[Pruned, ...]
+    refused: tuple[Refusal, ...]
+    costs: Mapping[str, float]
+    readers: Mapping[str, Array | None] = field(default_factory=dict, repr=False)
+    norms: Mapping[str, Array | None] = field(default_factory=dict, repr=False)
+
+
+def prune(
+    structure: Structured,
+    batches: Sequence[Any],
+    target: Mapping[str, float],
+    options: PruneOptions = PruneOptions(),  # noqa: B008
+    gradients: Callable[[Sequence[str]], Mapping[str, Array]] | None = None,
+) -> PruneReport:
+    """Remove units from a model until a target is met.
+
+    Args:
+        structure: the model, changed in place; as it was where an error is raised.
+        batches: data; the first one checks the cut.
+        target: cost -> the part of it that may be left.
+        options: how units are chosen.
+        gradients: parameters -> gradients of a loss, for ``importance="taylor"``.
+
+    Raises:
+        ConfigError: a target or an option that cannot be met; nothing can be removed, with the layers and the reasons.
+        ModelError: the cut model does not compute what the whole one does with the same channels at zero.
+    """
+    target, score, multiple = checked_target(target), criterion(options.importance), options.multiple
+    found = checked_dependencies(structure, batches[0], inner=options.inner, averaged=options.averaged)
+    groups = [g for g in found.groups if _chosen(g, options)]
+    if not groups:
+        reasons = [str(r) for r in found.refused] or ["it has no layer whose channels are computed and read by layers"]
+        raise ConfigError(
+            "compress",
+            f"nothing can be removed: {first_few(reasons, 6)}",
+            "see docs/compression.md for what blocks a layer",
+        )
+    evidence = Evidence(found.graph, structure.param, seed=options.seed)
+    if options.importance == "activation":
+        evidence.squares = mean_squares(structure.view(), found.graph, groups, batches)
+    if options.importance == "taylor":
+        if gradients is None:
+            raise ConfigError(
+                "importance", "taylor needs a loss to differentiate", "give loss=, or use importance='activation'"
+            )
+        evidence.gradients = gradients([m.param for g in groups for m in g.makers])
+    scores = {g.name: np.asarray(score(g, evidence)) for g in groups}
+    selector = Selector(
+        found, groups, scores, cap=options.cap, multiple=multiple, ranking=options.ranking, alike=options.alike
+    )
+    choice = selector.choose(target)
+    removed = dict(choice.removed)
+    cut = found.cut(removed)
+    known = {op.name: op for op in found.graph.ops}
+
+    def left(name: str, channel: int) -> Array | None:
+        axes = cut.axes(known[name].outputs[0])
+        return axes[channel] if axes else None
+
+    readers = {
+        m.op: left(m.op, 1 if known[m.op].type in ("Conv", "ConvTranspose") else -1)
+        for g in groups if g.name in removed for m in g.readers
+    }  # fmt: skip
+    norms = {op.name: left(op.name, 1) for op in found.graph.ops if op.type == "BatchNormalization"}
+    apply(structure, found, removed, batches[0])
+    rows = tuple(
+        Pruned(
+            g.name,
+            g.kind,
+            g.units,
+            g.units - len(removed.get(g.name, ())),
+            tuple(np.asarray(removed.get(g.name, ()), int).tolist()),
+        )
+        for g in groups
+    )
+    return PruneReport(rows, found.refused, choice.costs, readers, norms)
+
+
+def apply(structure: Structured, found: Dependencies, removed: Mapping[str, Array], batch: Any) -> None:
+    """Cut the model, and check it: shapes as predicted, outputs those of the whole model with these channels at zero.
+
+    Raises:
+        ModelError: they are not; the model is as it was.
+    """
+    gone = [found.group(name) for name in removed]
+    exact = not any(group.averaged for group in gone)
+    masked = masked_outputs(structure, gone, dict(removed), batch) if exact else None
+    graph, cut = structure.graph(), found.cut(removed)
+    undo = structure.cut(cut)
+    problem = structure.problem(cut, graph)
+    if problem is None and masked is not None:
+        for i, (a, b) in enumerate(zip(masked, structure.outputs(batch), strict=True)):
+            large = float(np.abs(a).max(initial=0.0))
+            if np.issubdtype(a.dtype, np.floating) and not np.allclose(
+                a, b, rtol=0, atol=5e-3 * max(large, 1e-6), equal_nan=True
+            ):
+                worst = float(np.nanmax(np.abs(a - b)))
+                undo()
+                raise ModelError(
+                    f"output {i}",
+                    f"after the cut it differs by {worst:.2g} from the model with these channels at zero",
+                    "exclude groups with exclude=",
+                )
+    if problem is not None:
+        undo()
+        raise ModelError(
+            problem.where or "compress",
+            problem.text,
+            "exclude the group with exclude=, or write the width from a shape",
+        )
+    structure.refresh()
+
+
+def _chosen(group: Group, options: PruneOptions) -> bool:
+    named = [group.name, *(m.op for m in group.makers)]
+
+    def fits(patterns: Iterable[str]) -> bool:
+
+        return any(fnmatch.fnmatchcase(name, pattern) for name in named for pattern in patterns)
+
+    return (not options.include or fits(options.include)) and not fits(options.exclude)

@@ -1,0 +1,245 @@
+"""Accuracy back before any training: following layers fitted by least squares, statistics of batch norms estimated anew.
+
+A layer that has lost inputs is given the weights with which it comes nearest to what it computed in the whole model:
+``min_W ||Y - X W||``, ``Y`` being the results of the original layer on the data and ``X`` what the pruned model hands to it.
+Layers are fitted in the order of the model, so that each corrects what those before it have left (He et al. 2017,
+arXiv:1707.06168, section 3.1.2, their sequential form). A fit is kept where it is nearer on rows that it was not fitted to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.simulation.float_model import Array, SetParam, sqnr
+from bitwright.progress import progress as progress_bar
+
+_ROWS = 32  # of one sample that a layer is fitted to
+_DAMPING = 1e-4  # of the mean of the diagonal of X^T X
+_HELD_OUT = 5  # every fifth row judges
+_MOST = 4096  # inputs of a layer that is fitted
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What became of one layer.
+
+    Attributes:
+        op: the layer.
+        before, after: SQNR in dB of its result on rows that were not fitted, with the weights it had and with the new ones.
+        kept: whether the new weights were better and are kept.
+    """
+
+    op: str
+    before: float
+    after: float
+    kept: bool
+
+
+def least_squares(X: Array, Y: Array, W: Array, damping: float = _DAMPING) -> Array:
+    """``argmin_V ||Y - X V||^2 + d ||V - W||^2``: near ``W`` where the data say nothing.
+
+    Args:
+        X: ``[rows, inputs]``; Y: ``[rows, outputs]``; W: ``[inputs, outputs]``.
+        damping: ``d`` in parts of the mean of the diagonal of ``X^T X``.
+
+    Returns:
+        ``[inputs, outputs]``, float64.
+    """
+    X, Y, W = (np.asarray(a, np.float64) for a in (X, Y, W))
+    H = X.T @ X
+    d = damping * max(float(np.mean(np.diag(H))), 1e-12)
+    H[np.diag_indices_from(H)] += d
+    return np.asarray(np.linalg.solve(H, X.T @ Y + d * W))
+
+
+def reconstruct(
+    original: Any, pruned: Any, ops: Mapping[str, Array | None], batches: Iterable[Any], progress: bool = True
+) -> tuple[Fit, ...]:
+    """Fit layers of a pruned model to the results of the original, in the order of the model.
+
+    Args:
+        original, pruned: a ``FloatModel`` each; ``pruned`` is changed.
+        ops: names of layers -> which outputs of the original are left, ``None`` for all; others than convolutions and linear
+            layers are left out.
+        batches: data that can be read again.
+    """
+    graph = pruned.graph()
+    known = {op.name: op for op in original.graph().ops}
+    layers = [op for op in graph.ops if op.name in ops and op.name in known and _matrix(graph, op) is not None]
+    if not layers:
+        return ()
+    wanted = _results(original, [known[op.name] for op in layers], ops, batches)
+    fits = []
+    for op in progress_bar(layers, "Reconstruct", progress):
+        fit = _fit(pruned, graph, op, wanted[op.name], batches)
+        if fit is not None:
+            fits.append(fit)
+    return tuple(fits)
+
+
+def _matrix(graph: Graph, op: Op) -> tuple[str, str | None] | None:
+    """Weight and bias of a layer that least squares can fit."""
+    if op.type not in ("Conv", "Gemm", "MatMul") or op.also or len(op.inputs) < 2 or op.inputs[0] is None:
+        return None
+    weight = graph.values[str(op.inputs[1])]
+    if weight.param is None or op.attrs.get("group", 1) != 1 or op.attrs.get("transA"):
+        return None
+    if op.type != "Conv" and len(weight.shape) != 2:
+        return None
+    bias = graph.values[str(op.inputs[2])].param if len(op.inputs) > 2 and op.inputs[2] is not None else None
+    return weight.param, bias
+
+
+def _places(op: Op, shape: Sequence[int], batch: int) -> Array:
+    """Which positions of a result the rows are taken from, the same for both models: ``[rows]`` of the flattened ones."""
+    channel = 1 if op.type == "Conv" else len(shape) - 1
+    sites = int(np.prod([n for i, n in enumerate(shape) if i != channel]))
+    rows = min(sites, _ROWS * max(1, shape[0]))
+    seed = [batch, *op.name.encode()]
+    return np.sort(np.random.default_rng(seed).choice(sites, rows, replace=False))
+
+
+def _rows(y: Array, channel: int, places: Array) -> Array:
+    moved = np.moveaxis(y, channel, -1)
+    return moved.reshape(-1, moved.shape[-1])[places]
+
+
+def _results(
+    view: Any, ops: Sequence[Op], left: Mapping[str, Array | None], batches: Iterable[Any]
+) -> dict[str, list[tuple[Array, Array]]]:
+    """Layer -> of each batch, the positions and the rows of its result there."""
+    found: dict[str, list[tuple[Array, Array]]] = {op.name: [] for op in ops}
+    for i, captured in enumerate(view.capture([op.outputs[0] for op in ops], batches)):
+        for op in ops:
+            arrays = captured[op.outputs[0]]
+            if arrays:
+                y = np.asarray(arrays[0])
+                places = _places(op, y.shape, i)
+                rows, kept = _rows(y, 1 if op.type == "Conv" else y.ndim - 1, places), left[op.name]
+                found[op.name].append((places, rows if kept is None else rows[:, kept]))
+    return found
+
+
+def _fit(view: Any, graph: Graph, op: Op, wanted: Sequence[tuple[Array, Array]], batches: Iterable[Any]) -> Fit | None:
+    held = _matrix(graph, op)
+    assert held is not None
+    weight, bias = held
+    W = np.asarray(view.param(weight), np.float64)
+    b = None if bias is None else np.asarray(view.param(bias), np.float64)
+    source = str(op.inputs[0])
+    inputs = []
+    if graph.values[source].is_static:
+        return None
+    for (places, _), captured in zip(wanted, view.capture([source], batches), strict=False):
+        x = np.asarray(captured[source][0])
+        rows = _patches(x, W.shape, op.attrs, places) if op.type == "Conv" else x.reshape(-1, x.shape[-1])[places]
+        inputs.append(rows)
+    X = np.concatenate(inputs).astype(np.float64)
+    Y = np.concatenate([rows for _, rows in wanted]).astype(np.float64)
+    columns = op.type == "Conv" or bool(op.attrs.get("transB"))
+    V = W.reshape(len(W), -1).T if columns else W
+    if X.shape[1] != V.shape[0] or X.shape[1] > _MOST or len(X) < 8:
+        return None
+    ones = np.ones((len(X), 1))
+    A, V0 = (X, V) if b is None else (np.concatenate([X, ones], 1), np.concatenate([V, b[None]]))
+    judge = np.arange(len(X)) % _HELD_OUT == 0
+    new = least_squares(A[~judge], Y[~judge], V0)
+    before, after = (sqnr(Y[judge], A[judge] @ M) for M in (V0, new))
+    if not after > before:
+        return Fit(op.name, before, after, False)
+    new = least_squares(A, Y, V0)
+    V1 = new if b is None else new[:-1]
+    edits = [SetParam(weight, (V1.T.reshape(W.shape) if columns else V1).astype(np.float32))]
+    if b is not None and bias is not None:
+        edits.append(SetParam(bias, new[-1].astype(np.float32)))
+    view.edit(edits)
+    return Fit(op.name, before, after, True)
+
+
+def _patches(x: Array, shape: Sequence[int], attrs: Mapping[str, Any], places: Array) -> Array:
+    """What a convolution multiplies at some positions of its result: ``[rows, C * kernel]``."""
+    kernel = tuple(shape[2:])
+    n = len(kernel)
+    pads, strides = attrs.get("pads") or (0,) * 2 * n, attrs.get("strides", (1,) * n)
+    dilations = attrs.get("dilations", (1,) * n)
+    auto = attrs.get("auto_pad", "NOTSET")
+    if auto in ("SAME_UPPER", "SAME_LOWER"):
+        pads = _same_pads(x.shape[2:], kernel, strides, dilations, auto == "SAME_UPPER")
+    x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:n], pads[n:], strict=True)])
+    spans = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
+    windows = np.lib.stride_tricks.sliding_window_view(x, spans, axis=tuple(range(2, 2 + n)))
+    at: tuple[Any, ...] = (slice(None), slice(None), *(slice(None, None, s) for s in strides))
+    windows = windows[at + tuple(slice(None, None, d) for d in dilations)]
+    sites = (windows.shape[0], *windows.shape[2 : 2 + n])
+    where = np.unravel_index(places, sites)
+    return windows[(where[0], slice(None), *where[1:])].reshape(len(places), -1)
+
+
+def _same_pads(
+    size: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int], upper: bool
+) -> tuple[int, ...]:
+    begins, ends = [], []
+    for n, k, s, d in zip(size, kernel, strides, dilations, strict=True):
+        total = max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
+        small, large = total // 2, total - total // 2
+        begins.append(small if upper else large)
+        ends.append(large if upper else small)
+    return (*begins, *ends)
+
+
+def estimate_batch_norms(
+    original: Any, pruned: Any, norms: Mapping[str, Array | None], batches: Iterable[Any], progress: bool = True
+) -> int:
+    """Move the statistics of batch norms as what they read has moved, one after the other in the order of the model.
+
+    The mean changes by the difference of the means that both models have on the data, the variance by the ratio of the
+    variances: statistics from training keep what they know beyond the data.
+
+    Args:
+        original, pruned: a ``FloatModel`` each; ``pruned`` is changed.
+        norms: batch norms -> which channels of the original are left, ``None`` for all.
+        batches: data that can be read again.
+
+    Returns:
+        How many were changed.
+    """
+    graph = pruned.graph()
+    sources = {op.name: str(op.inputs[0]) for op in original.graph().ops if op.name in norms}
+    ops = [
+        op for op in graph.ops
+        if op.name in sources and not op.attrs.get("training") and len(op.inputs) > 4 and not op.also
+        and all(v is not None and graph.values[v].param for v in op.inputs[3:5])
+    ]  # fmt: skip
+    before = _moments(original, [sources[op.name] for op in ops], batches)
+    for op in progress_bar(ops, "Batch norms", progress):
+        source, left = str(op.inputs[0]), norms[op.name]
+        mean, variance = (a if left is None else a[left] for a in before[sources[op.name]])
+        new_mean, new_variance = _moments(pruned, [source], batches)[source]
+        names = [str(graph.values[str(v)].param) for v in op.inputs[3:5]]
+        held, spread = (np.asarray(pruned.param(name), np.float64) for name in names)
+        known = variance > 0
+        ratio = np.where(known, new_variance / np.where(known, variance, 1.0), 1.0)
+        moved = np.asarray(held + new_mean - mean, np.float32)
+        pruned.edit([SetParam(names[0], moved), SetParam(names[1], np.asarray(spread * ratio, np.float32))])
+    return len(ops)
+
+
+def _moments(view: Any, values: Sequence[str], batches: Iterable[Any]) -> dict[str, tuple[Array, Array]]:
+    """Value -> mean and variance of each channel of its second axis."""
+    sums: dict[str, list[Any]] = {value: [0, 0.0, 0.0] for value in values}
+    for captured in view.capture(list(sums), batches) if values else ():
+        for value, arrays in captured.items():
+            for x in arrays:
+                rows = np.moveaxis(np.asarray(x, np.float64), 1, -1).reshape(-1, x.shape[1])
+                found = sums[value]
+                sums[value] = [found[0] + len(rows), found[1] + rows.sum(0), found[2] + np.square(rows).sum(0)]
+    moments = {}
+    for value, (count, total, square) in sums.items():
+        mean = total / max(count, 1)
+        moments[value] = (mean, np.maximum(square / max(count, 1) - np.square(mean), 0.0))
+    return moments

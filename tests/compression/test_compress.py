@@ -1,0 +1,131 @@
+"""``compress`` from end to end, on both front ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import bitwright
+from bitwright.errors import CalibrationError, ConfigError
+from bitwright.torch import load_compressed, rebuild
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn1(self.conv1(x)).relu()
+        x = x + self.bn2(self.conv2(x)).relu()
+        return self.fc(x.mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    torch.manual_seed(0)
+    model = Net().eval()
+    with torch.no_grad():
+        model.conv1.weight[8:] = model.conv1.weight[:8] + 0.05 * torch.randn(8, 3, 3, 3)  # pairs of alike channels
+        model.conv1.bias[8:] = model.conv1.bias[:8]
+    return model
+
+
+DATA = [torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def given(net: Net, form: str, tmp_path: Path) -> tuple[Any, list[Any]]:
+    if form == "torch":
+        return net, DATA
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    torch.onnx.export(net, (DATA[0],), str(tmp_path / "net.onnx"), dynamo=True, verbose=False)
+    return str(tmp_path / "net.onnx"), [x.numpy() for x in DATA]
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_half_of_the_operations(net: Net, form: str, tmp_path: Path) -> None:
+    """The target is met, fitting the layers brings the outputs nearer, and the result is quantized like any model."""
+    model, data = given(net, form, tmp_path)
+    reference = net(DATA[0]).detach().numpy()
+
+    def error(candidate: Any) -> float:
+        if isinstance(candidate, nn.Module):
+            return float(np.square(candidate(DATA[0]).detach().numpy() - reference).mean())
+        name = candidate.get_inputs()[0].name
+        return float(np.square(candidate.run(None, {name: DATA[0].numpy()})[0] - reference).mean())
+
+    result = bitwright.compress(model, data, {"macs": 0.5}, metric=error, widths=2)
+    assert result.after["macs"] <= 0.5 * result.before["macs"]
+    assert result.metrics["compressed"] < 0.5 * result.metrics["pruned"]
+    assert str(result).startswith(result.headline + "\n") and "fc: the model returns it" in str(result).replace(
+        "node_linear", "fc"
+    )
+    assert net.conv1.weight.shape == (16, 3, 3, 3)
+    quantized = bitwright.quantize(result.model, data, recipe=["fold"])
+    assert quantized.quality.worst.sqnr > 20
+    files = result.save(tmp_path / "out")
+    if form == "torch":
+        again = load_compressed(Net().eval(), tmp_path / "out")
+        torch.testing.assert_close(again(DATA[0]), result.model(DATA[0]))
+        assert isinstance(json.loads(files[1].read_text())["steps"], list)
+    else:
+        onnx.checker.check_model(onnx.load(files[0]), full_check=True)
+        before, after = (
+            sum(np.prod(t.dims) for t in onnx.load(f).graph.initializer) for f in (tmp_path / "net.onnx", files[0])
+        )
+        assert after < 0.6 * before
+
+
+def test_a_plan_is_of_one_model(net: Net) -> None:
+    plan = bitwright.compress(net, DATA, {"macs": 0.7}, widths=1, reconstruction=False, batch_norms=False).plan
+    plan = json.loads(json.dumps(plan))
+    assert rebuild(Net(), plan).conv1.weight.shape[0] < 16
+    with pytest.raises(ConfigError, match="no such parameter.*rebuild the original class"):
+        rebuild(nn.Linear(3, 3), plan)
+    with pytest.raises(ConfigError, match="not a plan"):
+        rebuild(Net(), {})
+
+
+def test_bad_input(net: Net) -> None:
+    with pytest.raises(ConfigError, match=r"0.01 of the macs cannot be met: with cap=0.5 the least is 0\.\d+.*macs"):
+        bitwright.compress(net, DATA, {"macs": 0.01}, cap=0.5)
+    with pytest.raises(ConfigError, match="no cost 'mac'"):
+        bitwright.compress(net, DATA, {"mac": 0.5})
+    with pytest.raises(ConfigError, match="1.5 of the macs is not a part between 0 and 1"):
+        bitwright.compress(net, DATA, {"macs": 1.5})
+    with pytest.raises(ConfigError, match=r"nothing can be removed: 1: the model returns it"):
+        bitwright.compress(nn.Sequential(nn.ReLU(), nn.Linear(3, 3)), [torch.randn(2, 3)], {"macs": 0.5})
+    with pytest.raises(ConfigError, match="no criterion 'l3'"):
+        bitwright.compress(net, DATA, {"macs": 0.5}, importance="l3")
+    with pytest.raises(ConfigError, match="taylor needs a loss"):
+        bitwright.compress(net, DATA, {"macs": 0.5}, importance="taylor")
+    with pytest.raises(CalibrationError, match="held no batch"):
+        bitwright.compress(net, [], {"macs": 0.5})
+    with pytest.raises(CalibrationError, match="metric is NaN"):
+        bitwright.compress(net, DATA, {"macs": 0.5}, metric=lambda model: float("nan"))
+    with pytest.raises(CalibrationError, match="returned None"):
+        bitwright.compress(net, DATA, {"macs": 0.5}, metric=lambda model: None)
+
+
+@pytest.mark.parametrize(
+    ("importance", "ranking"),
+    [("l1", "global"), ("gamma", "global"), ("median", "uniform"), ("lamp", "global"), ("taylor", "uniform"),
+     ("activation", "global"), ("random", "uniform")],
+)  # fmt: skip
+def test_every_criterion(net: Net, importance: str, ranking: Any) -> None:
+    result = bitwright.compress(
+        net, DATA, {"macs": 0.6}, importance=importance, ranking=ranking, widths="any", reconstruction=False,
+        batch_norms=False, loss=lambda model: model(DATA[0]).square().mean(),
+        exclude=() if importance != "gamma" else ("fc",),
+    )  # fmt: skip
+    assert result.after["macs"] <= 0.6 * result.before["macs"]

@@ -1,0 +1,221 @@
+"""Which channels belong together, on both front ends: what is zero can be removed and nothing changes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bitwright.compression.checks import checked_dependencies, masked_outputs
+from bitwright.compression.groups import Dependencies, components
+from bitwright.compression.prune import apply
+from bitwright.methods.front_end import Structured, front_end_of
+
+X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+T = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(2))
+
+
+class Residual(nn.Module):
+    """A sum, a concatenation, a squeeze-excite gate and a shuffle of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.norm = nn.BatchNorm2d(8)
+        self.down, self.up = nn.Linear(16, 4), nn.Linear(4, 16)
+        self.out = nn.Conv2d(16, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        x = torch.cat([x + self.norm(self.a(x)), self.b(x)], 1)
+        gate = self.up(self.down(x.mean((2, 3))).relu()).sigmoid()
+        x = x * gate[:, :, None, None]
+        return self.out(x)
+
+
+class Mobile(nn.Module):
+    """Depthwise and grouped convolutions, pixel shuffle, group norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.depth = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.grouped, self.norm = nn.Conv2d(8, 16, 1, groups=4), nn.GroupNorm(4, 16)
+        self.turned, self.out = nn.ConvTranspose2d(16, 16, 2, 2), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.grouped(self.depth(self.stem(x)).relu()))
+        return self.out(F.pixel_shuffle(self.turned(x), 2))
+
+
+class Attention(nn.Module):
+    """Queries in four heads, keys and values in two; the packed matrix is split by sizes that an attribute holds."""
+
+    def __init__(self, heads: int = 4, kv: int = 2, width: int = 2) -> None:
+        super().__init__()
+        self.heads, self.kv, self.width = heads, kv, width
+        self.sizes = (heads * width, kv * width, kv * width)
+        self.qkv, self.proj = nn.Linear(8, (heads + 2 * kv) * width), nn.Linear(heads * width, 8)
+        self.norm, self.up, self.gate, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).split(self.sizes, -1)
+        q = q.view(b, t, self.heads, self.width).transpose(1, 2)
+        k, v = (z.view(b, t, self.kv, self.width).transpose(1, 2).repeat_interleave(2, 1) for z in (k, v))
+        y = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        x = x + self.proj(y.transpose(1, 2).reshape(b, t, -1))
+        h = self.norm(x)
+        return self.head(x + self.down(F.silu(self.gate(h)) * self.up(h)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(8, 6, 2, batch_first=True), nn.GRU(6, 6, batch_first=True, bidirectional=True)
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.gru(self.lstm(x)[0])[0])
+
+
+class Padded(nn.Module):
+    """A shortcut that fills channels up, as in ResNets of CIFAR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv, self.out, self.pad = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 12, 1), nn.Conv2d(12, 3, 1), 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.out(F.pad(x, (0, 0, 0, 0, self.pad, self.pad)) + self.conv(x))
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc, self.out = nn.Conv2d(4, 6, 3), nn.Linear(6 * 36, 10), nn.Linear(10, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.fc(self.conv(x).flatten(1)).relu())
+
+
+#: model, input, units of every group
+CASES: dict[str, tuple[type[nn.Module], torch.Tensor, list[int]]] = {
+    "residual": (Residual, X, [8, 8, 4]),
+    "mobile": (Mobile, X, [4, 4]),
+    "attention": (Attention, T, [2, 12]),
+    "recurrent": (Recurrent, T, [6, 6]),
+    "padded": (Padded, X, [4, 4]),
+    "flat": (Flat, X, [6, 10]),
+}
+
+
+def opened(name: str, form: str, tmp_path: Path) -> tuple[Structured, Any, list[int]]:
+    kind, x, units = CASES[name]
+    torch.manual_seed(0)
+    model = kind().eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    if form == "torch":
+        return front_end_of(model).structured(model, x, None), x, units
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    torch.onnx.export(model, (x,), str(tmp_path / "m.onnx"), dynamo=True, verbose=False)
+    return front_end_of("m.onnx").structured(str(tmp_path / "m.onnx"), x.numpy(), None), x.numpy(), units
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+@pytest.mark.parametrize("name", CASES)
+def test_removing_zeros_changes_nothing(name: str, form: str, tmp_path: Path) -> None:
+    """A third of the units of every group, first set to zero, then removed; the shapes are those that were predicted."""
+    structure, x, units = opened(name, form, tmp_path)
+    found = checked_dependencies(structure, x)
+    assert sorted(g.units for g in found.groups) == sorted(units), (found.groups, found.refused)
+    removed = {g.name: np.arange(max(1, g.units // 3)) for g in found.groups}
+    before = {p: v.size for p, v in ((m.param, structure.param(m.param)) for g in found.groups for m in g.members)}
+    masked = masked_outputs(structure, found.groups, removed, x)
+    apply(structure, found, removed, x)
+    for a, b in zip(masked, structure.outputs(x), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert all(structure.param(p).size < size for p, size in before.items())
+
+
+def test_key_and_value_heads_go_with_their_query_heads(tmp_path: Path) -> None:
+    structure, x, _ = opened("attention", "torch", tmp_path)
+    group = checked_dependencies(structure, x).group("qkv")
+    assert (group.kind, group.units) == ("heads", 2)
+    rows = next(m for m in group.members if m.param == "qkv.weight").positions
+    assert rows.tolist() == [[0, 1, 2, 3, 8, 9, 12, 13], [4, 5, 6, 7, 10, 11, 14, 15]]
+
+
+def test_inner_positions_of_heads(tmp_path: Path) -> None:
+    """Widths of queries and keys go together, those of values with the columns of the projection."""
+    structure, x, _ = opened("attention", "torch", tmp_path)
+    found = checked_dependencies(structure, x, inner=True)
+    rows = {tuple(m.positions[0].tolist()) for g in found.groups for m in g.members if m.param == "qkv.weight"}
+    assert rows == set() or rows == {(0, 2, 4, 6, 8, 10), (12, 14)}
+
+
+def test_reasons(tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 6), nn.Linear(6, 8), nn.Linear(8, 2)
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x).reshape(2, 5, 6) * 1.5
+            return self.c(self.norm(self.b(h)))
+
+    model = Fixed()
+    found = checked_dependencies(front_end_of(model).structured(model, T, None), T)
+    reasons = {r.name: r.reason for r in found.refused}
+    assert not found.groups
+    assert "the model fails after the cut" in reasons["a"] and "[2, 5, 6]" in reasons["a"]
+    assert reasons["b"].startswith("norm averages over its channels") and "averaged=True" in reasons["b"]
+    assert reasons["c"] == "the model returns it"
+    assert checked_dependencies(front_end_of(model).structured(model, T, None), T, averaged=True).group(
+        "b"
+    ).averaged == ("norm",)
+
+
+def test_components_are_the_connected_ones() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        n = int(rng.integers(2, 40))
+        pairs = rng.integers(0, n, (int(rng.integers(1, n)), 2))
+        label = list(range(n))
+        for _ in range(n):
+            for a, b in pairs:
+                label[a] = label[b] = min(label[a], label[b])
+        assert components(n, pairs[:, 0], pairs[:, 1]).tolist() == label
+
+
+@pytest.mark.parametrize("blocks", [300, pytest.param(10000, marks=pytest.mark.slow)])
+def test_long_chains(blocks: int) -> None:
+    """Linear in the number of blocks, at Python's default recursion limit."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(self.a(x).relu())
+
+    model = nn.Sequential(*(Block() for _ in range(blocks)))
+    structure = front_end_of(model).structured(model, torch.randn(1, 4), None)
+    structure.graph()
+    start = time.perf_counter()
+    found = Dependencies(structure)
+    assert len(found.groups) == blocks
+    assert time.perf_counter() - start < 5e-3 * blocks
