@@ -146,11 +146,14 @@ def _set_blocks(found: list[QcQuantizeOp], spec: defs.QSpec, strict: bool) -> No
         op, shape = site._graph.op(site.op), quantizer._value_shape
         axes = block_axes(op.type, op.attrs, site.port, shape)
         granularity = PerBlock(blocks.block_size).resolve(*axes)
-        try:
-            granularity.param_shape(shape, site.name)
-        except GranularityError:
+        if isinstance(granularity, PerBlock) and granularity.padding(shape, site.name):  # AIMET has no padded blocks
             if strict:
-                raise
+                raise GranularityError(
+                    site.name,
+                    f"axis {granularity.axis} has {shape[granularity.axis or 0]} elements, which blocks of "
+                    f"{blocks.block_size} do not divide",
+                    "choose a block size that divides it, or strict=False to leave such layers as they are",
+                )
             continue
         fitting.append(quantizer)
     for quantizer in fitting:

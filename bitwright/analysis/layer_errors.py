@@ -126,8 +126,11 @@ class SiteValues:
         if bounds[0] >= low.max() and bounds[1] <= high.min():
             return None
         granularity = encoding.granularity
-        view, shape = (x.reshape(granularity.view_shape(tuple(x.shape))), granularity.broadcast_shape(tuple(x.shape)))
-        lowest, highest = (torch.from_numpy(np.array(v, np.float32).reshape(shape)).to(x.device) for v in (low, high))
+        shape = tuple(x.shape)
+        view = x.reshape(granularity.view_shape(shape))
+        lowest, highest = (
+            torch.from_numpy(np.array(granularity.spread(v, shape), np.float32)).to(x.device) for v in (low, high)
+        )
         return ((view < lowest) | (view > highest)).reshape(x.shape)
 
     def _add_codes(self, x: Tensor, finite: Tensor | None, encoding: Encoding, fmt: IntFormat) -> None:

@@ -712,9 +712,13 @@ class OnnxSimulation:
             return to_tensor(fake_quantize_bias(x.detach().cpu().numpy(), encoding)).to(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
             return torch.as_tensor(fake_quantize(x, encoding))
-        shape = encoding.granularity.broadcast_shape(tuple(x.shape))
+        granularity, shape = encoding.granularity, tuple(x.shape)
         lo, hi = (
-            torch.from_numpy(np.asarray(v, np.float32).reshape(shape)).to(x) for v in (encoding.min, encoding.max)
+            torch.from_numpy(np.array(granularity.spread(v, shape), np.float32))
+            .to(x)
+            .expand(granularity.view_shape(shape))
+            .reshape(shape)
+            for v in (encoding.min, encoding.max)
         )
         return _StraightThrough.apply(x, lambda t: torch.as_tensor(fake_quantize(t, encoding)), lo, hi)
 

@@ -123,3 +123,69 @@ def test_a_rule_sets_the_format_of_scales() -> None:
     sim.compute_encodings([X], progress=False)
     found = {n: sim.quantizers[n].encoding.scale_format.name for n in ("up.weight", "down.weight")}
     assert found == {"up.weight": "e8m0", "down.weight": "float32"}
+
+
+OF_ENGINES = {
+    "int4": {"format": "int4"},
+    "uint4 float16": {"format": "uint4", "symmetry": "asymmetric", "scale_format": "float16"},
+    "int2 bfloat16": {"format": "int2", "scale_format": "bfloat16"},
+    "nf4": {"format": "nf4", "scale_format": "fp16"},
+    "mxfp4": {"format": "float4_e2m1", "scale_format": "e8m0"},
+}
+
+
+@pytest.mark.parametrize("facets", OF_ENGINES.values(), ids=OF_ENGINES)
+def test_blocks_that_do_not_divide_are_simulated_and_exported(
+    facets: dict[str, str], onnx_net: onnx.ModelProto, tmp_path: Path
+) -> None:
+    """Blocks of 48 of 64 and 128 inputs; the last one has fewer elements."""
+    rules = {"preset": "w4", "rules": [{"match": "*", "weight": {"granularity": {"per_block": 48}, **facets}}]}
+    sim = bt.QuantizationSimModel(Net(), X, config_file=rules)
+    sim.compute_encodings([X], progress=False)
+    other = bo.QuantizationSimModel(onnx_net, config_file=rules)
+    other.compute_encodings([{"x": X.numpy()}], progress=False)
+    for name, blocks in (("up.weight", 2), ("down.weight", 3)):
+        one, two = sim.quantizers[name].encoding, other.quantizers[name].encoding
+        assert one == two and is_sayable(one) and one.scale.shape[1] == blocks
+    with torch.no_grad():
+        y = sim.model(X).numpy()
+    np.testing.assert_allclose(other.session.run(None, {"x": X.numpy()})[0], y, rtol=1e-4, atol=1e-4)
+    sim.export(tmp_path, filename_prefix="net", dummy_input=X)
+    assert sim.verify(X).ok
+
+
+def test_products_in_padded_blocks_are_written_and_read_again(tmp_path: Path) -> None:
+    """MatMulNBits pads the last block of each row to the size of the others."""
+    torch.manual_seed(0)
+    x, net = torch.randn(4, 70), nn.Sequential(nn.Linear(70, 24))
+    sim = bt.QuantizationSimModel(net, x, preset="w4g32")
+    sim.compute_encodings([x], progress=False)
+    sim.export(tmp_path, "net", x, weight_only="nbits")
+    graph = onnx.load(tmp_path / "net.onnx").graph
+    packed = {i.name: list(i.dims) for i in graph.initializer}
+    assert [n.op_type for n in graph.node] == ["MatMulNBits"] and packed["0.weight_packed"] == [24, 3, 16]
+    assert sim.verify(x, weight_only="nbits").ok
+
+
+@pytest.mark.parametrize("init", ["calibrated", "lsq", "lsq+"])
+def test_ranges_of_padded_blocks_train(init: str) -> None:
+    """The gradient of a scale is that of the weights of its block, of which the last has fewer."""
+    torch.manual_seed(0)
+    x, net = torch.randn(4, 70), nn.Sequential(nn.Linear(70, 24))
+    full = nn.Sequential(nn.Linear(96, 24))
+    with torch.no_grad():
+        full[0].weight.zero_()[:, :70] = net[0].weight
+        full[0].bias.copy_(net[0].bias)
+    found = []
+    for model, given in ((net, x), (full, nn.functional.pad(x, (0, 26)))):
+        sim = bt.QuantizationSimModel(model, given, preset="w4g32")
+        sim.compute_encodings([given], progress=False)
+        sim.learn_ranges(init="calibrated" if model is full else init)
+        if model is full:
+            for name in ("0.weight",):  # the same start, whatever the padding says of means
+                sim.quantizers[name].encoding = found[0][0]
+        encoding = sim.quantizers["0.weight"].encoding
+        sim.model(given).square().sum().backward()
+        found.append((encoding, sim.range_parameters()[0].grad * (24 * model[0].weight.shape[1]) ** 0.5))
+    assert found[0][0].scale.shape == (24, 3)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-3)

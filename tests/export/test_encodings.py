@@ -467,8 +467,9 @@ def test_one_two_factor_scale_may_be_per_tensor():
 
 def test_blocks_that_do_not_divide():
     found = record("w", "int4", [[0.1, 0.2]], 0, PerBlock(64, 1, 0))
+    assert found.resolve((1, 100), 0, 1).encoding.scale.shape == (1, 2)
     with pytest.raises(EncodingsError, match=r"its 2 scales, per block of 64 \(axis 1\), do not fit a tensor"):
-        found.resolve((1, 100), 0, 1)
+        found.resolve((1, 129), 0, 1)
 
 
 # ---- malformed files ---------------------------------------------------------------------------------------

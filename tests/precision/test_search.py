@@ -125,10 +125,10 @@ def test_a_frozen_site_stays_as_it_is() -> None:
     assert site.encoding is before
 
 
-def test_blocks_that_do_not_divide_are_refused_with_the_reason() -> None:
+def test_blocks_that_do_not_divide_are_padded() -> None:
     result = mixed_precision(simulation("torch"), batches("torch"), ["w8a8", "w4g32"], budget=1.0, rounding=False)
     stem = next(g for g in result.groups if "stem.weight" in g.weights)
-    assert "blocks of 32" in stem.refused["w4g32"] and stem.candidates == (0,)
+    assert "w4g32" not in stem.refused and stem.candidates == (0, 1)
 
 
 def test_the_best_point_is_on_disk(tmp_path: Any) -> None:

@@ -93,6 +93,16 @@ def transpose(x: Array, axes: tuple[int, ...]) -> Array:
     return x.permute(axes) if is_torch(x) else np.transpose(x, axes)
 
 
+def padded(x: Array, axis: int, count: int) -> Array:
+    """``x`` with ``count`` zeros more at the end of ``axis``."""
+    missing = [0] * (2 * x.ndim)
+    missing[2 * axis + 1] = count
+    if is_torch(x):
+        order = [missing[2 * i + end] for i in reversed(range(x.ndim)) for end in (0, 1)]
+        return sys.modules["torch"].nn.functional.pad(x, order)
+    return np.pad(x, list(zip(missing[::2], missing[1::2], strict=True)))
+
+
 def row_bounds(rows: Array) -> tuple[Array, Array]:
     """Minimum and maximum of every row of a ``(rows, n)`` array, n > 0; NaN wherever a row holds one.
 

@@ -62,6 +62,7 @@ class FloatFormat:
 
     ``finite`` formats use the topmost exponent for numbers too (all but the all-ones pattern for e4m3, all of
     it for e2m1); ``scaled`` formats are stored as ``x / scale``, the wide ones (fp16, bf16) as ``x`` itself.
+    A format with a ``codebook`` has these numbers, lowest first, whatever its bits say; a code is the index of one.
     """
 
     name: str
@@ -69,6 +70,7 @@ class FloatFormat:
     mantissa_bits: int
     max: float
     scaled: bool
+    codebook: tuple[float, ...] = ()
 
     @property
     def bits(self) -> int:
@@ -106,9 +108,18 @@ FLOAT6_E3M2 = FloatFormat("float6_e3m2", 3, 2, 28.0, scaled=True)
 FLOAT4_E2M1 = FloatFormat("float4_e2m1", 2, 1, 6.0, scaled=True)
 FLOAT16 = FloatFormat("float16", 5, 10, 65504.0, scaled=False)
 BFLOAT16 = FloatFormat("bfloat16", 8, 7, 3.3895313892515355e38, scaled=False)
+#: quantiles of a normal distribution, with an exact zero: Dettmers et al. 2023, arXiv:2305.14314, appendix E
+NF4 = FloatFormat(
+    "nf4", 1, 2, 1.0, scaled=True,
+    codebook=(
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+)  # fmt: skip
 
 FLOAT_FORMATS: dict[str, FloatFormat] = {
-    f.name: f for f in (FLOAT8_E4M3, FLOAT8_E5M2, FLOAT6_E2M3, FLOAT6_E3M2, FLOAT4_E2M1, FLOAT16, BFLOAT16)
+    f.name: f for f in (FLOAT8_E4M3, FLOAT8_E5M2, FLOAT6_E2M3, FLOAT6_E3M2, FLOAT4_E2M1, NF4, FLOAT16, BFLOAT16)
 }
 _ALIASES = {"fp8": "float8_e4m3", "e4m3": "float8_e4m3", "e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3",
             "fp8_e5m2": "float8_e5m2", "fp6_e2m3": "float6_e2m3", "e2m3": "float6_e2m3", "fp6_e3m2": "float6_e3m2",
@@ -142,16 +153,21 @@ def parse_format(text: str | Format) -> Format:
 class ScaleFormat:
     """What the scales of a tensor are stored as; in computations they are float32, whatever they are stored as.
 
+    Zero points follow from the scale that is stored.
+
     Attributes:
         name: of the row of :data:`SCALE_FORMATS`.
         shared: which of the scales are stored as multiples of one float32 number: ``"none"`` of them, all scales of the
             ``"tensor"``, or the blocks of each ``"channel"``.
-        multiples: format of the multiples; ``None`` for powers of two, which share no number.
+        multiples: format of the multiples; ``None`` where scales share no number.
+        number: format of a scale that is stored as a number of its own, of fewer bits than float32.
 
     ============  =====================================  =====================================================
     name          a scale is                             used by
     ============  =====================================  =====================================================
     ``float32``   a float32 number                       most runtimes
+    ``float16``   a float16 number                       GGUF, MatMulNBits of float16 models, vLLM
+    ``bfloat16``  a bfloat16 number                      compressed-tensors and torchao of bfloat16 models
     ``e8m0``      a power of two, 8 bits                 MX (OCP Microscaling Formats 1.0, section 5.1 and 6.3)
     ``e4m3``      a float8 number times one per tensor   NVFP4
     ``uint4``     1 to 16 times one number per channel   LPBQ (AIMET): 4-bit blocks of 8-bit channels
@@ -163,6 +179,7 @@ class ScaleFormat:
     name: str
     shared: Literal["none", "tensor", "channel"] = "none"
     multiples: FloatFormat | IntFormat | None = None
+    number: FloatFormat | None = None
 
 
 FLOAT32_SCALE = ScaleFormat("float32")
@@ -170,6 +187,8 @@ SCALE_FORMATS: dict[str, ScaleFormat] = {
     row.name: row
     for row in (
         FLOAT32_SCALE,
+        ScaleFormat("float16", number=FLOAT16),
+        ScaleFormat("bfloat16", number=BFLOAT16),
         ScaleFormat("e8m0"),
         ScaleFormat("e4m3", "tensor", FLOAT8_E4M3),
         *(ScaleFormat(f"uint{bits}", "channel", IntFormat(bits, signed=False)) for bits in range(2, 13)),
@@ -185,8 +204,9 @@ def parse_scale_format(text: str | ScaleFormat) -> ScaleFormat:
     """
     if isinstance(text, ScaleFormat):
         return text
-    if isinstance(text, str) and text in SCALE_FORMATS:
-        return SCALE_FORMATS[text]
+    name = {"fp16": "float16", "bf16": "bfloat16"}.get(text, text) if isinstance(text, str) else ""
+    if name in SCALE_FORMATS:
+        return SCALE_FORMATS[name]
     raise FormatError(
         site=f"scale format {text!r:.100}",
         problem=f"there is no scale format of this name{close_matches(str(text), SCALE_FORMATS)}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+from bitwright.core.numerics.arrays import is_torch
 from bitwright.errors import GranularityError
 
 Shape = tuple[int, ...]
@@ -40,6 +42,14 @@ class PerTensor:
         """Shape in which the tensor is to be viewed so that parameters broadcast."""
         return shape
 
+    def spread(self, param: Any, shape: Shape) -> Any:
+        """A parameter (numpy array or torch tensor) so that it broadcasts against the view of a tensor of ``shape``."""
+        return param.reshape(())
+
+    def firsts(self, shape: Shape) -> tuple[slice, ...]:
+        """Index of one element per scale in a tensor of ``shape``: the first that has it."""
+        return tuple(slice(0, 1) for _ in shape)
+
     def resolve(self, channel_axis: int | None, block_axis: int | None) -> PerTensor:
         """The granularity with its open axes filled in from the operator."""
         return self
@@ -72,6 +82,15 @@ class PerChannel:
         """Shape in which the tensor is to be viewed so that parameters broadcast: its own."""
         return shape
 
+    def spread(self, param: Any, shape: Shape) -> Any:
+        """A parameter (numpy array or torch tensor) so that it broadcasts against a tensor of ``shape``."""
+        return param.reshape(self.broadcast_shape(shape))
+
+    def firsts(self, shape: Shape) -> tuple[slice, ...]:
+        """Index of one element per scale in a tensor of ``shape``: the first that has it."""
+        axis = self._concrete(shape, "tensor")
+        return tuple(slice(None) if i == axis else slice(0, 1) for i in range(len(shape)))
+
     def resolve(self, channel_axis: int | None, block_axis: int | None) -> PerChannel | PerTensor:
         """The granularity with its open axis filled in; per tensor where the operator has no channel axis."""
         if self.axis is not None:
@@ -97,7 +116,11 @@ class PerBlock:
     ``(64, 8)``         ``PerBlock(32, axis=0, channel_axis=1)``       ``(2, 8)``
     ``(8, 64, 3, 3)``   ``PerBlock(32, axis=1, channel_axis=0)``       ``(8, 2, 1, 1)``
     ``(4, 64, 8)``      ``PerBlock(32, axis=1, channel_axis=(0, 2))``  ``(4, 2, 8)``
+    ``(8, 72)``         ``PerBlock(32, axis=1, channel_axis=0)``       ``(8, 3)``
     ==================  ===========================================  ================
+
+    Where the size does not divide the axis, the last block has fewer elements: to its range it is the same as a block that
+    is padded with zeros, which is how engines store it.
 
     A tuple of several axes is for stacked matrices, which do not share scales. It is sorted; of one axis it is that axis,
     of none ``None``, so that equal granularities compare equal.
@@ -119,18 +142,44 @@ class PerBlock:
     def param_shape(self, shape: Shape, site: str = "tensor") -> Shape:
         """Shape of ``scale`` and ``zero_point`` for a tensor of ``shape``."""
         axis, channels = self._concrete(shape, site)
-        return tuple(n // self.size if i == axis else n if i in channels else 1 for i, n in enumerate(shape))
+        return tuple(-(-n // self.size) if i == axis else n if i in channels else 1 for i, n in enumerate(shape))
+
+    def padding(self, shape: Shape, site: str = "tensor") -> int:
+        """How many elements the last block lacks; 0 where the size divides the axis."""
+        axis, _ = self._concrete(shape, site)
+        return -shape[axis] % self.size
 
     def broadcast_shape(self, shape: Shape, site: str = "tensor") -> Shape:
-        """Shape that makes a parameter broadcast against the tensor viewed with :meth:`view_shape`."""
+        """Shape of what :meth:`spread` makes of a parameter."""
         axis, _ = self._concrete(shape, site)
         param = self.param_shape(shape, site)
+        if self.padding(shape, site):
+            return (*param[:axis], shape[axis], *param[axis + 1 :])
         return (*param[: axis + 1], 1, *param[axis + 1 :])
 
     def view_shape(self, shape: Shape, site: str = "tensor") -> Shape:
-        """The tensor's shape with the block axis split into (blocks, size)."""
+        """The tensor's shape with the block axis split into (blocks, size); its own where the last block lacks elements."""
         axis, _ = self._concrete(shape, site)
+        if self.padding(shape, site):
+            return shape
         return (*shape[:axis], shape[axis] // self.size, self.size, *shape[axis + 1 :])
+
+    def spread(self, param: Any, shape: Shape) -> Any:
+        """A parameter (numpy array or torch tensor) so that it broadcasts against the view of a tensor of ``shape``.
+
+        Where the last block lacks elements, that is one number for each index of the block axis.
+        """
+        if not self.padding(shape):
+            return param.reshape(self.broadcast_shape(shape))
+        axis, _ = self._concrete(shape, "tensor")
+        repeated = param.repeat(self.size, axis) if not is_torch(param) else param.repeat_interleave(self.size, axis)
+        return repeated[(*(slice(None),) * axis, slice(0, shape[axis]))]
+
+    def firsts(self, shape: Shape) -> tuple[slice, ...]:
+        """Index of one element per scale in a tensor of ``shape``: the first that has it."""
+        axis, channels = self._concrete(shape, "tensor")
+        every = {axis: slice(None, None, self.size), **dict.fromkeys(channels, slice(None))}
+        return tuple(every.get(i, slice(0, 1)) for i in range(len(shape)))
 
     @property
     def channel_axes(self) -> tuple[int, ...]:
@@ -151,14 +200,6 @@ class PerBlock:
             )
         axis = _axis(self.axis, len(shape), site)
         channels = tuple(_axis(channel, len(shape), site) for channel in self.channel_axes)
-        if shape[axis] % self.size:
-            divisors = [d for d in (128, 64, 32, 16, 8, 4, 2) if d < self.size and shape[axis] % d == 0]
-            fix = f"use PerBlock({divisors[0]})" if divisors else "use PerChannel()"
-            raise GranularityError(
-                site,
-                f"axis {axis} has {shape[axis]} elements, which blocks of {self.size} do not divide",
-                f"{fix}, or exclude the layer with a rule that sets its weight to null",
-            )
         return axis, channels
 
 
@@ -202,38 +243,17 @@ def phrase(granularity: Granularity) -> str:
     return f"per block of {granularity.size}{each}{axis}"
 
 
-#: smaller blocks have no kernels, and spend more on their scales than on their elements
-_SMALLEST_BLOCK = 16
+def fitted(granularity: Granularity, shape: Shape) -> Granularity:
+    """``granularity`` for a tensor of ``shape``: blocks that are longer than their axis are one scale per channel.
 
-
-def fitted(granularity: Granularity, shape: Shape) -> tuple[Granularity, str]:
-    """``granularity`` for a tensor of ``shape`` that its blocks need not divide, and what was changed, if it was.
-
-    The largest block of at least 16 elements that halving gives and that divides takes the place of the one asked for;
-    where there is none, one scale per channel.
-
-    >>> fitted(PerBlock(64, 1, 0), (8, 160))
-    (PerBlock(size=32, axis=1, channel_axis=0), 'blocks of 32, because blocks of 64 do not divide its 160 elements')
-    >>> fitted(PerBlock(32, 1, 0), (8, 172))
-    (PerChannel(axis=0), 'per channel, because blocks of 32 do not divide its 172 elements')
-    >>> fitted(PerBlock(32, 1, 0), (8, 64))
-    (PerBlock(size=32, axis=1, channel_axis=0), '')
-    >>> fitted(PerBlock(32, 1, (0, 2)), (4, 172, 8))  # doctest: +ELLIPSIS
-    (PerBlock(size=172, axis=1, channel_axis=(0, 2)), 'per matrix and channel, because blocks of 32 do not divide its 172...')
+    >>> fitted(PerBlock(32, 1, 0), (8, 24)), fitted(PerBlock(32, 1, 0), (8, 72))
+    (PerChannel(axis=0), PerBlock(size=32, axis=1, channel_axis=0))
+    >>> fitted(PerBlock(32, 1, (0, 2)), (4, 24, 8))
+    PerBlock(size=24, axis=1, channel_axis=(0, 2))
     """
-    if not isinstance(granularity, PerBlock) or granularity.axis is None:
-        return granularity, ""
-    count, size = shape[granularity.axis], granularity.size
-    if count % size == 0:
-        return granularity, ""
-    why = f"because blocks of {size} do not divide its {count} elements"
-    while size % 2 == 0 and size > _SMALLEST_BLOCK:
-        size //= 2
-        if size >= _SMALLEST_BLOCK and count % size == 0:
-            return replace(granularity, size=size), f"blocks of {size}, {why}"
+    if not isinstance(granularity, PerBlock) or granularity.axis is None or shape[granularity.axis] >= granularity.size:
+        return granularity
     if len(granularity.channel_axes) > 1:  # one block is all that a channel of a matrix sums over
-        return replace(granularity, size=count), f"per matrix and channel, {why}"
+        return replace(granularity, size=shape[granularity.axis])
     channel = next(iter(granularity.channel_axes), None)
-    if channel is None or shape[channel] == 1:
-        return PerTensor(), f"per tensor, {why}"
-    return PerChannel(channel), f"per channel, {why}"
+    return PerTensor() if channel is None or shape[channel] == 1 else PerChannel(channel)

@@ -109,6 +109,8 @@ class QuantSpec:
         if self.scale_format == FLOAT32_SCALE:
             return
         has_zero_point = isinstance(self.format, IntFormat) and self.symmetry == "asymmetric"
+        if self.scale_format.number is not None:  # of any grid
+            has_zero_point = False
         if has_zero_point or (isinstance(self.format, FloatFormat) and not self.format.scaled):
             what = "has a zero point" if has_zero_point else "has no scale"
             raise ConfigError(
@@ -163,6 +165,7 @@ PRESETS: dict[str, Preset] = {
     "mxfp6_e3m2": Preset(weight_spec("float6_e3m2", PerBlock(32), scale_format=_E8M0), None),
     "mxfp8": Preset(weight_spec("float8_e4m3", PerBlock(32), scale_format=_E8M0), None),
     "mxint8": Preset(weight_spec("int8", PerBlock(32), symmetry="strict_symmetric", scale_format=_E8M0), None),
+    "nf4": Preset(weight_spec("nf4", PerBlock(64)), None),
     "nvfp4": Preset(weight_spec("float4_e2m1", PerBlock(16), scale_format=SCALE_FORMATS["e4m3"]), None),
     "fp16": Preset(weight_spec("float16", PerTensor()), activation_spec("float16", symmetry="symmetric")),
     "bf16": Preset(weight_spec("bfloat16", PerTensor()), activation_spec("bfloat16", symmetry="symmetric")),

@@ -33,12 +33,13 @@ from bitwright.core.numerics.arrays import (
     like,
     namespace,
     nonzeros,
+    padded,
     row_bounds,
     share,
     to_numpy,
     transpose,
 )
-from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerTensor, Shape
+from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerBlock, PerTensor, Shape
 
 # a float64 is an integer of 53 bits times a power of two, of which 2^-1126 divides the least
 _LOWEST = 1126
@@ -278,10 +279,15 @@ def kind_of(stats: Statistics) -> Kind:
 def rows_of(x: Array, granularity: Granularity) -> Array:
     """``x`` as a matrix, one row per scale in the order of the flattened parameter shape.
 
+    A last block that lacks elements is padded with zeros.
+
     >>> rows_of(np.zeros((8, 3, 5, 5)), PER_TENSOR).shape
     (1, 600)
     """
     shape = tuple(x.shape)
+    if isinstance(granularity, PerBlock) and (missing := granularity.padding(shape)) and granularity.axis is not None:
+        x = padded(x, granularity.axis % len(shape), missing)
+        shape = tuple(x.shape)
     params = granularity.broadcast_shape(shape)
     if not params:
         return x.reshape(1, -1)

@@ -687,7 +687,7 @@ class Operands:
             ledger.why.update(dict.fromkeys(values[1:], ledger.why[value.name]))
             return
         assert spec is not None
-        granularity, note = self._constant_granularity(op, port, value, param, setting, spec)
+        granularity = self._constant_granularity(op, port, value, param, setting, spec)
         granularity.param_shape(value.shape, site)
         spec = with_granularity(spec, granularity)
         role: Role = "weight" if param else "constant"
@@ -696,7 +696,7 @@ class Operands:
                 "input"  # runs read different constants, or may on other lengths: watch them, for a range of them all
             )
         group = site if several else ledger.operand_groups.setdefault((value.name, spec), site)
-        ledger.add(SitePlan(site, spec, role, op.name, port, value.name, group, note=note))
+        ledger.add(SitePlan(site, spec, role, op.name, port, value.name, group))
         ledger.read_at.setdefault(ledger.origin.get(value.name, value.name), []).append(site)
         grids[port] = site
         for other in values[1:]:
@@ -715,14 +715,14 @@ class Operands:
 
     def _constant_granularity(
         self, op: Op, port: int, value: Value, param: str | None, setting: Setting, spec: QuantSpec
-    ) -> tuple[Granularity, str]:
-        """The granularity of a constant with its axes, and a note where it is not the one asked for."""
+    ) -> Granularity:
+        """The granularity of a constant with its axes."""
         granularity: Granularity = PerTensor()
         if param:
             granularity = resolve_granularity(op.type, op.attrs, port, spec.granularity, value.shape)
         if setting.granularity is None:  # a preset is meant for layers of every width, a rule for those it names
             return fitted(granularity, value.shape)
-        return granularity if param else self.facts.concrete(setting.granularity, op, value.name), ""
+        return granularity if param else self.facts.concrete(setting.granularity, op, value.name)
 
     def _param_name(self, op: Op, row: OpRow, port: int, value: Value) -> str | None:
         """The parameter that a constant at ``port`` is; ``None`` for an operand that is none."""
@@ -1017,7 +1017,7 @@ def place(graph: Graph, rules: Rules) -> Plan:
         ``floats``. Time and memory are linear in the graph.
 
     Raises:
-        GranularityError: an axis asked for does not exist in its tensor, or blocks do not divide it.
+        GranularityError: an axis asked for does not exist in its tensor.
         ConfigError: two operators ask for different symmetries of the value they both read.
     """
     facts = Facts(graph, rules)

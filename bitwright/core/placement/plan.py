@@ -37,7 +37,6 @@ class SitePlan:
         follows: for an int32 bias, the sites of the input and the weight whose scales it multiplies.
         inner: for a site inside the steps of a recurrent layer, what it quantizes there
             (:mod:`bitwright.core.graph.recurrence`); ``port`` is then no output unless the value is one.
-        note: why it is not just what was asked for, if it is not.
         range_from: what fixes the range, where it is fixed and data can be asked whether it serves: the definition of
             the ``operator``, a kernel of the ``target``, or a ``rule``; empty otherwise.
     """
@@ -51,7 +50,6 @@ class SitePlan:
     group: str
     follows: tuple[str, str] | None = None
     inner: str | None = None
-    note: str = ""
     range_from: RangeFrom = ""
 
     @property
@@ -153,7 +151,6 @@ class Plan:
         specs: dict[str, list[str]] = {}
         for site in sites:
             phrase = f"int32 from the scales of {' and '.join(site.follows)}" if site.follows else site.spec.describe()
-            phrase += f" ({site.note})" if site.note else ""
             where = site.name if site.name == site.group else f"{site.name} (shared with {site.group})"
             specs.setdefault(phrase, []).append(where)
         return "quantized", "; ".join(f"{spec} at {', '.join(where)}" for spec, where in specs.items())

@@ -276,6 +276,11 @@ class Quantizer(OnlyKnownAttributes):
         return unscaled or (fixed is not None and None not in fixed)
 
     @property
+    def follows_data(self) -> bool:
+        """Whether calibration needs data for it, or looks at data."""
+        return self.role in ("input", "output") and (not self.is_fixed or self.checks_range)
+
+    @property
     def checks_range(self) -> bool:
         """Whether calibration asks the data if the fixed range serves them."""
         return bool(self.range_from) and self.is_fixed and isinstance(self._spec.format, IntFormat)

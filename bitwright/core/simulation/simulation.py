@@ -229,8 +229,11 @@ class Simulation(Tabular, ABC):
         return nullcontext()
 
     @abstractmethod
-    def _begin(self, resume: bool, ranks: Any) -> Observer:
-        """Make ready to observe; encodings and statistics of before are dropped unless ``resume``."""
+    def _begin(self, resume: bool, ranks: Any, runs: bool) -> Observer:
+        """Make ready to observe; encodings and statistics of before are dropped unless ``resume``.
+
+        Without ``runs`` nothing will be run: weights get their encodings of their values.
+        """
 
     @abstractmethod
     def _gate(self, observer: Observer, policy: NonFinite) -> BatchGate:
@@ -287,15 +290,38 @@ class Simulation(Tabular, ABC):
 
     # -- calibration
 
+    @property
+    def needs_data(self) -> bool:
+        """Whether the range of some quantizer follows from data: not where weights alone are quantized."""
+        return any(
+            (quantizer.enabled or quantizer.why_float) and not quantizer.frozen and quantizer.follows_data
+            for quantizer in self.quantizers.unique()
+        )
+
+    def _without_runs(self, data: Any, arrays: tuple[type, ...]) -> bool:
+        """Whether a calibration runs nothing, because no quantizer needs data; ``arrays`` are types of single batches.
+
+        Raises:
+            CalibrationError: data were given that are neither batches nor a callback.
+        """
+        if self.needs_data:
+            return False
+        if data is not None:
+            if not callable(data) or isinstance(data, arrays):
+                fed(data, None, None, arrays)
+            logger.info("compute_encodings: no range follows from data, so nothing is run; weights alone are read")
+        return True
+
     @contextmanager
     def _calibration(
-        self, resume: bool, allow_unreached: bool, non_finite: NonFinite, ranks: Any = None
+        self, resume: bool, allow_unreached: bool, non_finite: NonFinite, ranks: Any = None, *, runs: bool = True
     ) -> Iterator[Any]:
         """Observe every run in a block; at its end the encodings are found. An exception brings the earlier state back.
 
         Args:
             resume, allow_unreached, non_finite: as for ``compute_encodings``.
             ranks: the processes that calibrate together; ``None`` for this one alone.
+            runs: whether the block runs the model.
         """
         policy = check_policy(non_finite)
         interrupt: KeyboardInterrupt | None = None
@@ -304,7 +330,7 @@ class Simulation(Tabular, ABC):
             if self._observer is not None:
                 raise nested_calibration()
             with all_or_nothing(self):
-                observer = self._begin(resume, ranks)
+                observer = self._begin(resume, ranks, runs)
                 gate = observer.gate = self._gate(observer, policy)
                 self._observer = observer
                 try:
@@ -325,7 +351,7 @@ class Simulation(Tabular, ABC):
 
     def _finish(self, observer: Observer, interrupted: bool, allow_unreached: bool) -> None:
         """Put the encodings of what was observed into effect."""
-        if not observer.runs:
+        if not observer.runs and self.needs_data:
             what, call = self._observed_object
             raise CalibrationError(
                 "calibrating", f"the {what} did not run in the block", f"call {call} inside the block"

@@ -153,8 +153,6 @@ class NamedEncoding:
         """The granularity with concrete axes under which the scales fit a tensor of ``shape``."""
         scale = self.encoding.scale
         for granularity in _candidates(self.encoding.granularity, channel_axis, block_axis, len(shape)):
-            if isinstance(granularity, PerBlock) and shape[granularity.axis or 0] % granularity.size:
-                continue
             params = granularity.param_shape(shape, self.name)
             channels = self.grouped.channel.size if self.grouped and isinstance(granularity, PerBlock) else None
             if channels not in (None, prod(_without_blocks(params, granularity))):

@@ -363,7 +363,8 @@ def _spread(param: NDArray[Any], granularity: Granularity, value: ir.Value, site
     if isinstance(granularity, PerBlock):
         shape = _static_shape(value, site)
         axis = granularity.axis % len(shape)
-        return np.repeat(expanded(param, axis, shape), granularity.size, axis)
+        each = np.repeat(expanded(param, axis, shape), granularity.size, axis)
+        return each[(*(slice(None),) * axis, slice(0, shape[axis]))]
     if value.shape is None and granularity.axis >= 0:
         problem = f"its channels lie on axis {granularity.axis}, and the rank of its tensor is unknown"
         raise ExportError(site, problem, "run shape inference on the model, or quantize this site per tensor")

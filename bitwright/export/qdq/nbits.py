@@ -46,8 +46,8 @@ class _Packed:
 def can_say(node: ir.Node) -> bool:
     """Whether MatMulNBits can stand for ``node``, a MatMul or Gemm with a DequantizeLinear of a constant.
 
-    It cannot for other widths than 4 bits, a Gemm with factors or a transposed input, a weight that several products share,
-    and an inner length that no block divides.
+    It cannot for other widths than 4 bits, a Gemm with factors or a transposed input, and a weight that several products
+    share.
     """
     return _packed(node) is not None
 
@@ -80,7 +80,7 @@ def _packed(node: ir.Node) -> _Packed | None:
     zeros = np.zeros_like(scale, np.int64) if zero is None else zero.astype(np.int64)
     shift = 8 if tensor.dtype == ir.DataType.INT4 else 0
     axis, inner = maker.attributes.get_int("axis", 1) % 2, 1 if turned else 0
-    found = _blocks(scale, zeros, codes.shape, axis, inner)
+    found = _blocks(scale, zeros, codes.shape, axis, inner, maker.attributes.get_int("block_size", 0))
     if found is None:
         return None
     scales, zeros, block = found
@@ -99,18 +99,19 @@ def _is_plain(node: ir.Node) -> bool:
 
 
 def _blocks(
-    scale: Array, zeros: Array, shape: tuple[int, ...], axis: int, inner: int
+    scale: Array, zeros: Array, shape: tuple[int, ...], axis: int, inner: int, size: int
 ) -> tuple[Array, Array, int] | None:
     """Scales and zero points in blocks along ``inner``, and their length."""
     length = shape[inner]
     if scale.ndim == 2:
-        block = length // scale.shape[inner]
-        fits = axis == inner and scale.shape[inner] * block == length and block >= 16 and block & (block - 1) == 0
+        block = size or length // scale.shape[inner]
+        fits = axis == inner and scale.shape[inner] == -(-length // block) and block >= 16 and block & (block - 1) == 0
         return (scale, zeros, block) if fits else None
-    block = next((size for size in _BLOCKS if length % size == 0), 0)
-    if not block or (scale.ndim == 1 and axis == inner):
+    block = next((size for size in _BLOCKS if length % size == 0), _BLOCKS[-1])
+    if scale.ndim == 1 and axis == inner:
         return None
-    counts = (shape[0] // block, shape[1]) if inner == 0 else (shape[0], shape[1] // block)
+    count = -(-length // block)
+    counts = (count, shape[1]) if inner == 0 else (shape[0], count)
     spread = [np.broadcast_to(a if a.ndim == 0 else np.expand_dims(a, inner), counts) for a in (scale, zeros)]
     return spread[0], spread[1], block
 
@@ -120,8 +121,9 @@ def _replace(builder: Builder, node: ir.Node, packed: _Packed) -> ir.Node:
     maker = None if value is None else value.producer()
     assert value is not None and maker is not None and node.inputs[0] is not None
     rows, inner = packed.codes.shape
-    blocks = inner // packed.block
-    pairs = packed.codes.reshape(rows, blocks, packed.block // 2, 2)
+    blocks = -(-inner // packed.block)
+    codes = np.pad(packed.codes, ((0, 0), (0, blocks * packed.block - inner)))  # the kernel reads no further than K
+    pairs = codes.reshape(rows, blocks, packed.block // 2, 2)
     stored = (pairs[..., 0] | pairs[..., 1] << 4).astype(np.uint8)
     constants = [
         builder.initializer(f"{value.name}_packed", stored),
@@ -187,6 +189,7 @@ def _restore(builder: Builder, outputs: Outputs, node: ir.Node) -> None:
     assert stored is not None and scales is not None and node.inputs[0] is not None
     rows, blocks, half = stored.shape
     codes = np.stack([stored & 15, stored >> 4], -1).reshape(rows, blocks * half * 2).astype(np.int8) - 8
+    codes = codes[:, : node.attributes.get_int("K", codes.shape[1])]
     packed = _array(node, 3)
     zeros = np.full((rows, blocks), 8, np.uint8)
     if packed is not None:

@@ -94,6 +94,8 @@ def store_constant(
     array = np.asarray(array, np.float32)
     check_shape(encoding, array.shape, site)
     fmt, codes = encoding.format, np.asarray(quantize(array, encoding))
+    if isinstance(fmt, FloatFormat) and fmt.codebook:  # no operator of ONNX looks numbers up and scales them in blocks
+        return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
     if is_small_float(fmt):  # its numbers are whole multiples of the smallest one
         steps = replace(encoding, scale=encoding.scale * np.float32(fmt.step))
         small = fmt.max / fmt.step <= 127 and width != 16
@@ -131,7 +133,8 @@ def _spread_along(param: NDArray[Any], small: Stored, rank: int) -> NDArray[Any]
     for axis in range(rank):
         if axis != small.axis and (param == param.take([0], axis)).all():
             param = param.take([0], axis)
-    return np.repeat(param, small.block, small.axis)
+    index = (*(slice(None),) * small.axis, slice(0, small.array.shape[small.axis]))
+    return np.repeat(param, small.block, small.axis)[index]
 
 
 def _scaled(codes: NDArray[Any], encoding: Encoding, shape: tuple[int, ...]) -> Stored:
@@ -143,7 +146,8 @@ def _scaled(codes: NDArray[Any], encoding: Encoding, shape: tuple[int, ...]) -> 
     axis = granularity.axis % len(shape)
     if isinstance(granularity, PerChannel):
         return Stored(codes, encoding.scale, zero_point, axis)
-    axis, size = _blocked_axis(encoding.scale.shape, shape) or (axis, granularity.size)
+    found = _blocked_axis(encoding.scale.shape, shape)
+    axis, size = (axis, granularity.size) if found is None or found[0] == axis else found
     # A zero point as large as the expanded scale is only worth its bytes when it says something.
     zeros = expanded(zero_point, axis, shape) if encoding.zero_point.any() else None
     return Stored(codes, expanded(encoding.scale, axis, shape), zeros, axis, size)

@@ -298,10 +298,10 @@ class Grid:
     def of(encoding: Encoding, layer: Layer, device: torch.device) -> Grid:
         """The grid of an integer ``encoding`` of the layer's weight."""
         shape, granularity = layer.shape, encoding.granularity
-        broadcast, view = granularity.broadcast_shape(shape), granularity.view_shape(shape)
+        view = granularity.view_shape(shape)
 
         def spread(values: Any) -> Tensor:
-            small = torch.from_numpy(np.array(values).reshape(broadcast)).to(device)
+            small = torch.from_numpy(np.array(granularity.spread(np.asarray(values), shape))).to(device)
             return layer.matrix(small.expand(view).reshape(shape)).contiguous()
 
         lo = (encoding.format.qmin - encoding.zero_point).astype("float32")  # type: ignore[union-attr]
@@ -313,12 +313,7 @@ class Grid:
 def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
     """``encoding`` with the scales of ``grid``, which was made from it."""
     granularity = encoding.granularity
-    broadcast = granularity.broadcast_shape(layer.shape)
-    scale = layer.tensor(grid.scale).reshape(granularity.view_shape(layer.shape))
-    if broadcast:
-        scale = scale[tuple(slice(0, n) for n in broadcast)]
-    else:
-        scale = scale.reshape(-1)[0]
+    scale = layer.tensor(grid.scale).reshape(layer.shape)[granularity.firsts(layer.shape)]
     values = scale.reshape(granularity.param_shape(layer.shape)).cpu().numpy()
     return with_scale(encoding, values)
 

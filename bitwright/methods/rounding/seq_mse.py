@@ -20,6 +20,7 @@ from torch import Tensor
 from bitwright.core.numerics.affine import encode, with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.granularity import PerBlock
+from bitwright.core.numerics.statistics import rows_of
 from bitwright.errors import ConfigError
 from bitwright.methods.rounding.driver import Choice, Task, check_finite
 from bitwright.methods.rounding.matrices import Grid, Layer, paired_rows
@@ -179,14 +180,9 @@ def _on_grid(w: Tensor, encoding: Encoding, layer: Layer) -> Tensor:
 
 def _per_scale(share: Tensor, encoding: Encoding, layer: Layer) -> np.ndarray:
     """``share``, the loss of each weight ``[G, O, K]``, summed over those of each scale."""
-    share = layer.tensor(share)
-    granularity = encoding.granularity
-    view, broadcast = granularity.view_shape(layer.shape), granularity.broadcast_shape(layer.shape)
-    if not broadcast:
-        return np.asarray(float(share.sum()))
-    summed = share.reshape(view)
-    axes = [i for i, (n, m) in enumerate(zip(broadcast, view, strict=True)) if n != m]
-    return summed.sum(axes).cpu().numpy().reshape(encoding.scale.shape)
+    rows = rows_of(layer.tensor(share).reshape(layer.shape), encoding.granularity)
+    found: np.ndarray = rows.sum(1).cpu().numpy().reshape(encoding.scale.shape)
+    return found
 
 
 def _block_of_input(encoding: Encoding, layer: Layer, device: torch.device) -> Tensor | None:

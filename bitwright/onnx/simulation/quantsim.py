@@ -527,7 +527,8 @@ class QuantizationSimModel(SimulationFiles):
         """Find the encodings: weights from their values, activations from the data that passes them.
 
         Weights are quantized meanwhile, activations are in float. Statistics merge exactly, so the encodings do not
-        depend on order or batch size.
+        depend on order or batch size. Where no range follows from data, as under a preset that quantizes weights alone,
+        nothing is run, whether data are given or not.
 
         Args:
             data: feeds (each a dict, an array for a model with one input, or a tuple in the model's order), or a
@@ -548,6 +549,9 @@ class QuantizationSimModel(SimulationFiles):
             ConfigError: there is no such policy.
             BusyError: another thread changes the simulation.
         """
+        if self._without_runs(data, (np.ndarray,)):
+            with self._calibration(resume, allow_unreached, non_finite, runs=False):
+                return
         with self.calibrating(resume=resume, allow_unreached=allow_unreached, non_finite=non_finite) as session:
             calibrator = session.calibrator
             for batch in bar(fed([] if data is None else data, args, session, (np.ndarray,)), "calibrating", progress):
@@ -596,7 +600,7 @@ class QuantizationSimModel(SimulationFiles):
         """
         return self._calibration(resume, allow_unreached, non_finite)
 
-    def _begin(self, resume: bool, ranks: Any) -> Calibrator:
+    def _begin(self, resume: bool, ranks: Any, runs: bool) -> Observer:
         self._close_large()  # the session to come is another one
         parameters = self._quantized_parameters()
         check_parameters(parameters)
@@ -606,10 +610,11 @@ class QuantizationSimModel(SimulationFiles):
         if not resume:
             self.quantizers.forget()
         self.calibrated, self._told_of_nan = False, False
-        return self._calibrator()
+        self._observe_constants()
+        return self._calibrator() if runs else Observer()
 
-    def _calibrator(self) -> Calibrator:
-        """Weights calibrated and quantized, activations watched."""
+    def _observe_constants(self) -> None:
+        """Find the encodings of weights and other constants."""
         for site in self.quantizers.values():
             quantizer, array = site.quantizer, self.constants.get(site.name)
             if array is None or not site.enabled or quantizer.derived or quantizer.frozen:
@@ -619,6 +624,9 @@ class QuantizationSimModel(SimulationFiles):
                 let_go(array)
             elif quantizer.statistics is None:  # a constant that starts a state, on the grid of that state
                 quantizer.observe(array)
+
+    def _calibrator(self) -> Calibrator:
+        """Weights quantized, activations watched."""
         simulation = self._watched_model()
         watched = {name: site.quantizer for name, site in self.quantizers.items() if name in simulation.taps}
         channels = {name: self.quantizers[name].channels for name in watched}
@@ -637,17 +645,19 @@ class QuantizationSimModel(SimulationFiles):
         return simulation_model(self.marked, encodings, file=self._weight_file())
 
     def _gate(self, observer: Observer, policy: NonFinite) -> BatchGate:
-        assert isinstance(observer, Calibrator)
-
         def blame(batch: Any) -> HealthReport:
             return self._diagnosed(self._watched_model().model, batch)
 
+        if not isinstance(observer, Calibrator):
+            return BatchGate((), policy)
         watched = {id(q): q for q in observer.quantizers.values() if q.enabled}
         return BatchGate(watched.values(), policy, blame, observer.channels.values())
 
     @contextmanager
-    def _observed(self, observer: Observer) -> Iterator[CalibrationSession]:
-        assert isinstance(observer, Calibrator)
+    def _observed(self, observer: Observer) -> Iterator[CalibrationSession | None]:
+        if not isinstance(observer, Calibrator):
+            yield None
+            return
         session = CalibrationSession(observer, self.output_names, self._occupancy)
         try:
             yield session
@@ -655,8 +665,8 @@ class QuantizationSimModel(SimulationFiles):
             session.ended = True
 
     def _find_encodings(self, observer: Observer) -> None:
-        assert isinstance(observer, Calibrator)
-        observer.finish()
+        if isinstance(observer, Calibrator):
+            observer.finish()
         self.quantizers.freeze_activations()
 
     def _set_calibrated(self) -> None:

@@ -70,11 +70,10 @@ def make_grid(encoding: Encoding, shape: tuple[int, ...], device: torch.device) 
     if encoding.scale.ndim == 0:
         # a tensor on the device: CUDA divides by a host number through its reciprocal, which is not the same division
         return Grid(torch.tensor(float(encoding.scale), device=device), float(lo), float(hi), zero, None)
-    broadcast = encoding.granularity.broadcast_shape(shape)
     view = encoding.granularity.view_shape(shape)
 
     def place(values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(values.reshape(broadcast).copy()).to(device)
+        return torch.from_numpy(encoding.granularity.spread(values, shape).copy()).to(device)
 
     # a compiler has no values to look at
     equal = not torch.compiler.is_dynamo_compiling() and lo.size > 0 and bool((lo == lo.flat[0]).all())
@@ -439,9 +438,8 @@ class _StraightThroughAny(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
         out = _slow(x, encoding)
-        shape = encoding.granularity.broadcast_shape(tuple(x.shape))
         lo, hi = (
-            torch.from_numpy(np.asarray(v.reshape(shape), np.float32)).to(x.device)
+            torch.from_numpy(np.array(encoding.granularity.spread(v, tuple(x.shape)), np.float32)).to(x.device)
             for v in (encoding.min, encoding.max)
         )
         viewed = x.reshape(encoding.granularity.view_shape(tuple(x.shape)))

@@ -34,6 +34,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
+from bitwright.core.numerics.granularity import PerBlock
+from bitwright.core.numerics.statistics import rows_of
 from bitwright.errors import ModelError
 from bitwright.torch.quantizers.fake_quantize import (
     EVERYWHERE,
@@ -241,8 +243,8 @@ class LearnedRange:
         """The grid of :attr:`encoding` for tensors of ``shape`` on the device of the parameters."""
         fmt, granularity, zeros = self.base.format, self.base.granularity, self.base.zero_point
         assert isinstance(fmt, IntFormat)
-        view, own = granularity.view_shape(shape), granularity.broadcast_shape(shape)
-        scale, zero = (found.reshape(own) if found.ndim else found for found in self._present())
+        view = granularity.view_shape(shape)
+        scale, zero = (granularity.spread(found, shape) if found.ndim else found for found in self._present())
         low: torch.Tensor | float = fmt.qmin - zero
         high: torch.Tensor | float = fmt.qmax - zero
         if self.offset is None and (zeros == zeros.flat[0]).all():
@@ -308,7 +310,7 @@ class LearnedRange:
     def traced(self, x: torch.Tensor, *, weight: bool) -> torch.Tensor:
         """The same as plain operations on the parameters, for ``torch.compile``, which must not keep their values."""
         granularity, shape = self.base.granularity, tuple(x.shape)
-        view, own = granularity.view_shape(shape), granularity.broadcast_shape(shape)
+        view = granularity.view_shape(shape)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         scaling, fmt = self.scaling(x, weight), self.base.format
         assert isinstance(fmt, IntFormat)
@@ -317,7 +319,7 @@ class LearnedRange:
         if self.offset is not None:
             zero = _with_gradient(zero, -scaling.factor / fmt.steps / scale.double().square(), self.offset)
         scale = _with_gradient(scale, scaling.factor / scale, self.log_scale)
-        scale, zero = scale.reshape(own).to(wide), zero.reshape(own).to(wide)
+        scale, zero = granularity.spread(scale, shape).to(wide), granularity.spread(zero, shape).to(wide)
         codes = round_ste(x.to(wide).reshape(view) / scale)
         codes = codes.clamp(
             fmt.qmin - zero, fmt.qmax - zero
@@ -331,7 +333,9 @@ class LearnedRange:
         examples = 1 if weight or not x.ndim else max(1, x.shape[0])
         shared = max(1.0, x.numel() / examples / max(1, params.size))
         positive = fmt.qmax if fmt.signed and self.offset is None else fmt.steps
-        return Scaling(1.0 / math.sqrt(shared * positive), fmt.steps, params.shape)
+        granularity, shape = self.base.granularity, tuple(x.shape)
+        blocks = granularity if isinstance(granularity, PerBlock) and granularity.padding(shape) else None
+        return Scaling(1.0 / math.sqrt(shared * positive), fmt.steps, params.shape, blocks)
 
 
 def _scale_and_zero(
@@ -348,11 +352,23 @@ def _scale_and_zero(
 
 @dataclass(frozen=True)
 class Scaling:
-    """What the gradients of a range need to know: LSQ's factor, steps of the grid, shape of the parameters."""
+    """What the gradients of a range need to know: LSQ's factor, steps of the grid, shape of the parameters.
+
+    ``blocks`` is the granularity where the last block lacks elements, so that a scale stands for each index of an axis.
+    """
 
     factor: float
     steps: int
     shape: tuple[int, ...]
+    blocks: PerBlock | None = None
+
+    def to_parameters(self, found: torch.Tensor) -> torch.Tensor:
+        """Gradients of what broadcasts against the tensor as those of the parameters."""
+        if self.blocks is not None and self.blocks.axis is not None:
+            axis = self.blocks.axis % found.ndim
+            every = tuple(i for i in range(found.ndim) if i != axis)
+            found = rows_of(found, PerBlock(self.blocks.size, axis, every)).sum(1)
+        return found.reshape(self.shape).float()
 
 
 def _with_gradient(value: torch.Tensor, slope: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -385,10 +401,10 @@ class _OnLearnedGrid(torch.autograd.Function):
         dense = grad.to_dense() if grad.is_sparse else grad
         inner, step, clipped = range_gradients(dense, x, grid, scaling, offset=ctx.has_offset)
         weight = scaling.factor / grid.scale  # of gradients by the scale, each divided by the scale
-        to_scale = (weight * step).reshape(scaling.shape).float().to(ctx.home)
+        to_scale = scaling.to_parameters(weight * step).to(ctx.home)
         to_offset = None
         if clipped is not None:
-            to_offset = (weight / scaling.steps * clipped).reshape(scaling.shape).float().to(ctx.home)
+            to_offset = scaling.to_parameters(weight / scaling.steps * clipped).to(ctx.home)
         if grad.is_sparse:
             inner = inner.sparse_mask(grad.coalesce())
         return inner if ctx.needs_input_grad[0] else None, to_scale, to_offset, None, None

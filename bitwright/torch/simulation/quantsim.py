@@ -366,13 +366,16 @@ class QuantizationSimModel(SimulatedModule):
     ) -> None:
         """Find the encodings: weights from their values, activations from the data that passes them.
 
+        Where no range follows from data, as under a preset that quantizes weights alone, nothing is run, whether data are
+        given or not.
+
         Runs in eval mode without gradients, with weights quantized and activations in float; the modules get their
         training flags back. Statistics merge exactly, so the encodings do not depend on order or batch size.
 
         Args:
             data: batches (each a tensor, a tuple of positional arguments, or a dict of keyword arguments), or a callback
                 that runs ``sim.model`` on them: ``callback(model)``, or ``callback(model, args)`` when ``args`` is given.
-                ``None`` calibrates the weights alone, on the example input.
+                ``None`` calibrates on the example input.
             args: second argument of the callback.
             progress: show a progress bar on a terminal when it takes more than two seconds.
             resume: keep the statistics of the last call and add to them, for example after Ctrl-C.
@@ -390,14 +393,16 @@ class QuantizationSimModel(SimulatedModule):
             ConfigError: there is no such policy.
             BusyError: another thread uses the simulation.
         """
-        with self.calibrating(
-            resume=resume, allow_unreached=allow_unreached, non_finite=non_finite, distributed=distributed
-        ):
+        ranks = calibrating_ranks(distributed)
+        if self._without_runs(data, (torch.Tensor, np.ndarray)):
+            with self._calibration(resume, allow_unreached, non_finite, ranks, runs=False):
+                return
+        with self._calibration(resume, allow_unreached, non_finite, ranks):
             batches = fed(self.examples if data is None else data, args, self.model, (torch.Tensor, np.ndarray))
             device = model_device(self.model)
             for i, batch in enumerate(bar(batches, "calibrating", progress)):
                 self._run_batch(i, to_device(batch, device))
-            if not self._simulator.runs and calibrating_ranks(distributed) is None:
+            if not self._simulator.runs and ranks is None:
                 raise nothing_ran(data, "the callback never ran the model", "its model")
 
     def _run_batch(self, index: int, batch: Any) -> None:
@@ -454,7 +459,7 @@ class QuantizationSimModel(SimulatedModule):
     def _merging(self, ranks: Ranks | None) -> AbstractContextManager[None]:
         return merged(self, self._simulator, ranks)
 
-    def _begin(self, resume: bool, ranks: Ranks | None) -> Simulator:
+    def _begin(self, resume: bool, ranks: Ranks | None, runs: bool) -> Simulator:
         check_parameters(self._quantized_parameters())
         self.quantizers.reconsider()
         if not resume:
@@ -485,11 +490,11 @@ class QuantizationSimModel(SimulatedModule):
 
     def _find_encodings(self, observer: Observer) -> None:
         self.quantizers.freeze_activations()
-        # weights that no batch reached: their ranges follow from their values, or from what the model makes of its parameters
+        # constants that no batch reached: their ranges follow from their values, or from what the model makes of its parameters
         computed: dict[str, torch.Tensor] | None = None
         for site in self.quantizers.unreached():
             param = self.graph.values[site.value].param
-            if site.role == "weight":
+            if site.role in ("weight", "bias", "constant"):
                 if param is None and computed is None:
                     computed = self._recorded_constants()
                 found = (computed or {}).get(site.value) if param is None else self._interceptor.named_tensor(param)

@@ -16,6 +16,7 @@ from torch import nn
 from bitwright.core.numerics.affine import with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.statistics import rows_of
 from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.errors import CalibrationError, ConfigError, ModelError, close_matches
@@ -215,16 +216,16 @@ def _inside(encoding: Encoding) -> bool:
 
 def _initial(w: torch.Tensor, encoding: Encoding, init: Init) -> Encoding:
     """The scales that LSQ (section 2.1) or LSQ+ (section 3.2) start weights with."""
-    fmt, shape = encoding.format, tuple(w.shape)
+    fmt = encoding.format
     assert isinstance(fmt, IntFormat)
-    x = w.detach().double().reshape(encoding.granularity.view_shape(shape))
-    own = (1,) * (x.ndim - len(encoding.granularity.broadcast_shape(shape)))
-    own += encoding.granularity.broadcast_shape(shape)
-    axes = [axis for axis, size in enumerate(own) if size == 1]
+    x = rows_of(w.detach().double(), encoding.granularity)
+    there = rows_of(torch.ones_like(w, dtype=torch.float64), encoding.granularity)  # not where a block is padded
+    count = there.sum(1)
     if init == "lsq":
-        scale = 2 * x.abs().mean(axes) / math.sqrt(max(1, fmt.qmax))
+        scale = 2 * x.abs().sum(1) / count / math.sqrt(max(1, fmt.qmax))
     else:
-        mean, std = x.mean(axes), x.std(axes, correction=0)
+        mean = x.sum(1) / count
+        std = ((x - mean[:, None]).square() * there).sum(1).div(count).sqrt()
         scale = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs()) / max(1, fmt.qmax)
     found = scale.cpu().numpy().reshape(encoding.scale.shape)
     found = np.where(found > 0, found, encoding.scale)  # a channel of zeros keeps what it has

@@ -19,6 +19,7 @@ from hypothesis.extra import numpy as hnp
 from bitwright.core.numerics import affine, arrays
 from bitwright.core.numerics.affine import (
     choose_qparams,
+    codebook_indices,
     dequantize,
     encode,
     fake_quantize,
@@ -31,7 +32,8 @@ from bitwright.core.numerics.arrays import to_numpy
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT_FORMATS, IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.numerics.spec import SYMMETRIES, QuantSpec
+from bitwright.core.numerics.ranges import choose_range_of
+from bitwright.core.numerics.spec import PRESETS, SYMMETRIES, QuantSpec
 from bitwright.errors import RangeError
 
 FLOAT32 = np.finfo(np.float32)
@@ -386,7 +388,58 @@ CASTS = {
 }
 
 
-@pytest.mark.parametrize("fmt", FLOAT_FORMATS.values(), ids=name)
+def bitsandbytes_index(x):
+    """``dQuantizeNF4`` of bitsandbytes (csrc/kernels.cu): the index of the number a value between -1 and 1 rounds to."""
+    tests = (
+        0.03979014977812767, 0.3893125355243683, 0.6427869200706482, 0.8614784181118011, 0.5016634166240692,
+        0.2035212516784668, 0.2920137718319893, 0.1202552504837513, -0.33967943489551544, -0.13791173323988914,
+        -0.045525018125772475, -0.23460740596055984, -0.6106329262256622, -0.4599952697753906, -0.8480964004993439,
+    )  # fmt: skip
+    return (x[:, None] > np.sort(np.array(tests, np.float32))).sum(1)
+
+
+def test_nf4_rounds_as_the_kernel_of_bitsandbytes():
+    fmt = FLOAT_FORMATS["nf4"]
+    book = np.array(fmt.codebook, np.float32)
+    middles = ((book[1:].astype(np.float64) + book[:-1]) / 2).astype(np.float32)
+    rng = np.random.default_rng(0)
+    near = [middles, np.nextafter(middles, np.float32(2)), np.nextafter(middles, np.float32(-2)), book]
+    x = np.concatenate([rng.uniform(-1, 1, 100_000).astype(np.float32), *near])
+    expected = bitsandbytes_index(x)
+    assert np.array_equal(codebook_indices(x, fmt), expected)
+    assert np.array_equal(round_to_float(x, fmt).astype(np.float32), book[expected])
+    assert same_bits(round_to_float(x, fmt), round_to_float(torch.from_numpy(x), fmt))
+    w = rng.normal(size=(8, 128)).astype(np.float32)
+    enc = encode(
+        *choose_range_of(w, PRESETS["nf4"].weight, PerBlock(64, 1, 0)), PRESETS["nf4"].weight, PerBlock(64, 1, 0)
+    )
+    blocks = w.reshape(8, 2, 64)
+    largest = np.abs(blocks).max(2, keepdims=True)
+    assert np.array_equal(enc.scale, largest[..., 0])
+    assert np.array_equal(
+        fake_quantize(w, enc).reshape(-1),
+        (book[bitsandbytes_index((blocks / largest).reshape(-1))].reshape(8, 2, 64) * largest).reshape(-1),
+    )
+
+
+@pytest.mark.parametrize("bits, codes", [(2, 2), (3, 4), (4, 7), (8, 127)])
+def test_symmetric_grids_of_two_and_three_bits_use_their_lowest_code(bits, codes):
+    """AIMET takes max / 2 for two bits; its lowest code would never be used with max / 1."""
+    for lo, hi in ((-1.0, 1.0), (-0.3, 1.0)):
+        scale, _ = choose_qparams(lo, hi, IntFormat(bits), symmetric=True)
+        assert scale == np.float32(1 / codes)
+    one_sided, _ = choose_qparams(-1.0, 0.1, IntFormat(bits), symmetric=True)
+    assert one_sided == np.float32(1 / (1 << (bits - 1)))
+    positive, _ = choose_qparams(0.0, 1.0, IntFormat(bits), symmetric=True)
+    assert positive == np.float32(1 / ((1 << (bits - 1)) - 1))
+    narrow, _ = choose_qparams(-1.0, 1.0, IntFormat(bits, narrow=True), symmetric=True)
+    assert narrow == np.float32(1 / ((1 << (bits - 1)) - 1))
+
+
+CASTED = [fmt for fmt in FLOAT_FORMATS.values() if not fmt.codebook]
+
+
+@pytest.mark.parametrize("fmt", CASTED, ids=name)
 def test_float_formats_round_as_the_casts_of_ml_dtypes(fmt):
     rng = np.random.default_rng(2)
     low = fmt.min_exponent - fmt.mantissa_bits - 2

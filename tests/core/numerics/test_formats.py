@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,7 +67,7 @@ def test_names_read_back(fmt):
     assert parse_format(fmt) is fmt
 
 
-@pytest.mark.parametrize("name", FLOAT_FORMATS)
+@pytest.mark.parametrize("name", ML_DTYPES)
 def test_float_formats_agree_with_ml_dtypes(name):
     fmt, info = FLOAT_FORMATS[name], ml_dtypes.finfo(ML_DTYPES[name])
     assert fmt.max == float(info.max)
@@ -112,6 +114,8 @@ SHAPES = {
     "block without channels": (PerBlock(4, 0), (8, 3), (2, 1)),
     "block of stacked matrices": (PerBlock(32, 1, (0, 2)), (4, 64, 8), (4, 2, 8)),
     "block of picked rows": (PerBlock(32, -1, (0, 1)), (4, 8, 64), (4, 8, 2)),
+    "block that lacks elements": (PerBlock(32, 1, 0), (8, 70), (8, 3)),
+    "block longer than its axis": (PerBlock(32, 0, 1), (5, 8), (1, 8)),
 }
 
 
@@ -124,15 +128,27 @@ def test_parameter_shapes(granularity, shape, expected):
 def test_parameters_broadcast_against_the_view(granularity, shape, expected):
     view, params = granularity.view_shape(shape), granularity.broadcast_shape(shape)
     assert np.broadcast_shapes(view, params) == view
-    assert np.prod(view) == np.prod(shape) and np.prod(params) == np.prod(expected)
+    assert np.prod(view) == np.prod(shape)
+    numbers = np.arange(np.prod(expected)).reshape(expected)
+    for param in (numbers, torch.from_numpy(numbers)):
+        spread = granularity.spread(param, shape)
+        assert tuple(spread.shape) == params
+        full = np.broadcast_to(np.asarray(spread), view).reshape(shape)
+        assert np.array_equal(full[granularity.firsts(shape)].reshape(expected), numbers)
+    assert sorted(np.unique(full)) == list(range(int(np.prod(expected))))
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 128])
-def test_the_largest_block_that_divides_is_suggested_and_fits(size):
-    shape = (4, 3 * size)
-    with pytest.raises(GranularityError, match=rf"use PerBlock\({size}\),"):
-        PerBlock(2 * size, 1, 0).param_shape(shape)
-    assert PerBlock(size, 1, 0).param_shape(shape) == (4, 3)
+def test_a_last_block_that_lacks_elements_is_as_if_padded_with_zeros():
+    w = np.random.default_rng(1).normal(size=(6, 70)).astype(np.float32)
+    full = np.pad(w, ((0, 0), (0, 26)))
+    for name in ("w4g32", "mxfp4", "nf4", "w4lpbq"):
+        spec = PRESETS[name].weight
+        granularity = PerBlock(32, 1, 0)
+        encodings = [encode(*choose_range_of(x, spec, granularity), spec, granularity) for x in (w, full)]
+        assert encodings[0] == encodings[1]
+        wanted = fake_quantize(full, encodings[1])[:, :70]
+        np.testing.assert_array_equal(fake_quantize(w, encodings[0]), wanted)
+        np.testing.assert_array_equal(fake_quantize(torch.from_numpy(w), encodings[0]).numpy(), wanted)
 
 
 def test_channel_axes_have_one_spelling():
@@ -143,13 +159,11 @@ def test_channel_axes_have_one_spelling():
         PerBlock(32, 1, (0, 3)).param_shape((4, 64, 8))
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_a_block_covers_neighbours_of_one_channel(channels, blocks, size):
-    granularity, shape = PerBlock(size, 1, 0), (channels, blocks * size)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
+def test_a_block_covers_neighbours_of_one_channel(channels, blocks, size, missing):
+    granularity, shape = PerBlock(size, 1, 0), (channels, blocks * size - min(missing, size - 1))
     numbers = np.arange(channels * blocks).reshape(granularity.param_shape(shape))
-    spread = np.broadcast_to(
-        numbers.reshape(granularity.broadcast_shape(shape)), granularity.view_shape(shape)
-    ).reshape(shape)
+    spread = np.broadcast_to(granularity.spread(numbers, shape), granularity.view_shape(shape)).reshape(shape)
     row, column = np.indices(shape)
     assert (spread == row * blocks + column // size).all()
 
@@ -176,8 +190,7 @@ def test_open_axes_come_from_the_operator(granularity, channel, block, expected)
         (PerChannel(), (4, 4), "no axis yet.*PerChannel"),
         (PerBlock(4), (4, 4), "no axis yet.*PerBlock"),
         (PerChannel(2), (4, 4), "axis 2 does not exist in a tensor of rank 2"),
-        (PerBlock(32, 1, 0), (4, 48), "axis 1 has 48 elements, which blocks of 32 do not divide.*PerBlock.16"),
-        (PerBlock(2, 0), (5, 4), "axis 0 has 5 elements.*PerChannel"),
+        (PerBlock(32, 2, 0), (4, 48), "axis 2 does not exist in a tensor of rank 2"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_site_and_a_remedy(granularity, shape, message):
@@ -312,6 +325,27 @@ def test_per_channel_scales_are_multiples_too():
 def test_formats_without_a_symmetric_scale_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("name, dtype", [("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16)])
+@pytest.mark.parametrize("symmetry", ["symmetric", "asymmetric"])
+def test_scales_of_half_types_are_the_casts_of_ml_dtypes(name, dtype, symmetry):
+    """Zero points follow from the stored scale, and everything reads back."""
+    fmt = IntFormat(4, signed=symmetry == "symmetric")
+    spec, granularity = QuantSpec(fmt, PerBlock(32), symmetry, scale_format=name), PerBlock(32, 1, 0)
+    lo, hi = choose_range_of(W, spec, granularity)
+    encoding = encode(lo, hi, spec, granularity)
+    plain = encode(lo, hi, replace(spec, scale_format="float32"), granularity)
+    np.testing.assert_array_equal(encoding.scale, plain.scale.astype(dtype).astype(np.float32))
+    if symmetry == "asymmetric":
+        zero = np.clip(np.rint(-np.minimum(lo, 0) / encoding.scale.astype(np.float64)), 0, 15)
+        np.testing.assert_array_equal(encoding.zero_point, zero)
+    assert is_sayable(encoding) and encoding_from_json(json.loads(json.dumps(encoding_to_json(encoding)))) == encoding
+    assert spec_from_json(spec_to_json(spec)) == spec and not is_sayable(
+        replace(plain, scale_format=encoding.scale_format)
+    )
+    tiny = with_scale(encoding, np.full_like(encoding.scale, 1e-12))
+    assert (tiny.scale > 0).all() and is_sayable(tiny)
 
 
 def test_unknown_names_are_refused_with_those_that_exist():

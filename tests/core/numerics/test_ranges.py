@@ -447,8 +447,8 @@ def test_no_finite_data_is_refused_by_index(method):
 
 
 def test_a_granularity_that_does_not_fit_names_the_site():
-    with pytest.raises(GranularityError, match="^conv1.weight: axis 1 has 48 elements"):
-        choose_range_of(np.zeros((4, 48)), spec_of("minmax"), PerBlock(32, 1, 0), site="conv1.weight")
+    with pytest.raises(GranularityError, match="^conv1.weight: axis 2 does not exist"):
+        choose_range_of(np.zeros((4, 48)), spec_of("minmax"), PerBlock(32, 2, 0), site="conv1.weight")
 
 
 def test_the_choice_between_signed_and_unsigned_changes_nothing_else():
@@ -667,7 +667,9 @@ def check_error(x, back, enc, spec, *, exact):
     bits = 22 if np.asarray(x).dtype == np.float32 else 7
     least = 2.0**-25 if np.asarray(x).dtype == np.float16 else 2.0**-149 if bits == 22 else 2.0**-134
     rounding = np.maximum(np.abs(result), np.abs(view)) * 2.0**-bits + least
-    if exact and not (isinstance(enc.format, FloatFormat) and not enc.format.scaled):
+    # symmetric grids of 2 and 3 bits clip positive values for the sake of their lowest code
+    few = isinstance(enc.format, IntFormat) and enc.format.bits <= 3 and spec.symmetry != "asymmetric"
+    if exact and not few and not (isinstance(enc.format, FloatFormat) and not enc.format.scaled):
         # the grid ends where float32 does, and then holds the end of the data to a step
         capped = np.maximum(-low, high) > 0.999 * MAX
         inside = (view >= low - bound - rounding) & (view <= high + bound + rounding)

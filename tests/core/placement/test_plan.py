@@ -743,19 +743,14 @@ def test_per_channel_activations_take_the_channel_axis():
 
 
 @pytest.mark.parametrize("name", ["w4g32", "mxfp4"])
-def test_blocks_of_a_preset_give_way_where_they_do_not_divide(name):
+def test_blocks_of_a_preset_are_padded_where_they_do_not_divide(name):
     b = Build()
-    x = b.linear(b.linear(b.input(shape=(1, 172)), "odd", 160, 172), "even", 48, 160)
-    graph = b.graph(b.linear(x, "half", 8, 48))
+    x = b.linear(b.linear(b.input(shape=(1, 172)), "odd", 24, 172), "short", 8, 24)
+    graph = b.graph(x)
     preset = PRESETS[name]
     made = place(graph, default_rules(preset.weight, preset.activation))
-    assert made.sites["odd.weight"].spec.granularity == PerChannel(0)
-    assert made.sites["even.weight"].spec.granularity == PerBlock(32, 1, 0)
-    assert made.sites["half.weight"].spec.granularity == PerBlock(16, 1, 0)
-    rows = {row.name: row.how for row in made.coverage(graph)}
-    assert "(per channel, because blocks of 32 do not divide its 172 elements)" in rows["odd.weight"]
-    assert "(blocks of 16, because blocks of 32 do not divide its 48 elements)" in rows["half.weight"]
-    assert "because" not in rows["even.weight"]
+    assert made.sites["odd.weight"].spec.granularity == PerBlock(32, 1, 0)
+    assert made.sites["short.weight"].spec.granularity == PerChannel(0)  # one block is all of a channel
 
 
 @pytest.mark.parametrize(
@@ -775,12 +770,6 @@ def test_a_bias_may_have_leading_axes_of_one(shape, reason):
     else:
         assert made.sites["fc.bias"].spec.granularity == PerChannel(1)
         assert made.sites["fc.bias"].follows == ("fc.input[0]", "fc.weight")
-
-
-def test_blocks_that_do_not_divide_name_the_weight():
-    with pytest.raises(GranularityError) as caught:
-        plan(conv_chain(1), Rule(port="weight", granularity=PerBlock(32)))
-    assert str(caught.value).startswith("0.conv.weight: axis 1 has 3 elements, which blocks of 32 do not divide")
 
 
 @pytest.mark.parametrize("port", ["weight", "input", "output", "bias"])

@@ -786,3 +786,18 @@ def test_a_kernel_that_answers_wrong_is_left_out_of_the_file(tmp_path, caplog):
     assert sqnr(wanted, found) > 20
     assert any("share.output[0]: in float in this file, because QLinearSoftmax" in note for note in exported.notes)
     assert "integer kernels of ONNX Runtime bring the output" in caplog.text
+
+
+@pytest.mark.parametrize("preset", ["w4g32", "nf4", "fp16"])
+def test_no_range_that_follows_from_data_needs_a_run(preset):
+    """Data are not read where weights alone are quantized, nor is a callback called or the example made up."""
+    sims = []
+    for data in (None, iter([1, 2]), lambda session: 1 / 0):
+        sim = QuantizationSimModel(net(), preset=preset)
+        assert not sim.needs_data
+        sim.compute_encodings(data)
+        assert sim.calibrated and not sim.quantizers.unreached()
+        sims.append(sim)
+    for name in sims[0].quantizers:
+        assert sims[0].quantizers[name].encoding == sims[1].quantizers[name].encoding is not None
+    assert QuantizationSimModel(net()).needs_data

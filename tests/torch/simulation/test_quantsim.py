@@ -292,12 +292,11 @@ def test_unknown_site_gets_close_matches(sim: QuantizationSimModel) -> None:
         sim.quantizers["conv.weight"].spec = 8  # type: ignore[assignment]
 
 
-def test_blocks_that_do_not_divide_name_site_and_remedy(sim: QuantizationSimModel) -> None:
+def test_an_axis_that_a_weight_lacks_names_site_and_remedy(sim: QuantizationSimModel) -> None:
     with pytest.raises(
-        GranularityError,
-        match=r"fc\.weight: axis 1 has 8 elements, which blocks of 3 do not divide.*Remedy: use PerBlock\(2\)",
+        GranularityError, match=r"fc\.weight: axis 4 does not exist.*Remedy: name an axis the tensor has"
     ):
-        sim.quantizers["fc.weight"].spec = QuantSpec(IntFormat(4), PerBlock(3))
+        sim.quantizers["fc.weight"].spec = QuantSpec(IntFormat(4), PerBlock(3, 4))
 
 
 def test_coverage_prints_every_value_with_its_reason(sim: QuantizationSimModel) -> None:
@@ -821,3 +820,42 @@ def test_encodings_are_read_where_the_user_had_switched_a_site_off(model, batche
     assert name in other.load_encodings(path)
     assert other.quantizers[name].enabled
     assert torch.equal(other.model(batches[0]), sim.model(batches[0]))
+
+
+class Counted(nn.Module):
+    """Counts its forwards; every kind of constant that a preset of weights quantizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lstm, self.head = nn.Embedding(20, 8), nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 4)
+        self.factor, self.runs = nn.Parameter(torch.randn(4, 4)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.head(self.lstm(self.table(x))[0]) @ self.factor
+
+
+@pytest.mark.parametrize("preset", ["w4g32", "nf4", "fp16"])
+@pytest.mark.parametrize("data", [None, [torch.zeros(2, 3, dtype=torch.long)], []], ids=["none", "data", "empty"])
+def test_no_range_that_follows_from_data_needs_a_run(preset: str, data: list[Tensor] | None) -> None:
+    torch.manual_seed(0)
+    x = torch.randint(0, 20, (2, 5))
+    sim = QuantizationSimModel(Counted(), x, preset=preset)
+    before = sim.model.runs
+    assert not sim.needs_data
+    sim.compute_encodings(data)
+    assert sim.model.runs == before and not sim.quantizers.unreached()
+    with sim.calibrating() as model:
+        model(x)  # as in a calibration of activations
+    with sim.calibrating():
+        pass
+    assert torch.isfinite(sim.model(x)).all()
+    assert QuantizationSimModel(Counted(), x, preset="w8a8").needs_data
+
+
+def test_what_no_calibration_reads_is_refused_if_it_is_not_data() -> None:
+    sim = QuantizationSimModel(nn.Linear(8, 4), torch.randn(2, 8), preset="w4")
+    with pytest.raises(
+        CalibrationError, match=r"data is a Tensor, not a list of batches.*compute_encodings\(\[batch\]\)"
+    ):
+        sim.compute_encodings(torch.randn(2, 8))
