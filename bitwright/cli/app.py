@@ -297,16 +297,16 @@ def details(*parts: Any) -> None:
             out.print()
 
 
-def print_report(text: str, result: int = -1, title_style: str = "bold") -> None:
-    """Print the text of a report, its remedies and notes in colour; with ``-q`` only the line of index ``result``."""
+def print_report(text: str, title_style: str = "bold") -> None:
+    """Print the text of a report, its remedies and notes in colour; with ``-q`` only the first line, its answer."""
     lines = text.rstrip("\n").splitlines()
     if is_quiet():
-        answer(lines[result])
+        answer(lines[0])
         return
     out = console()
     for i, line in enumerate(lines):
         shown = Text(line)
-        if i == 0 and result == 0:
+        if i == 0:
             shown.stylize(title_style)
         for word, style in (("remedy:", "bold green"), ("note:", "dim")):
             if line.lstrip().startswith(word):

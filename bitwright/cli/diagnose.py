@@ -100,7 +100,7 @@ def analyze_model(
         write_json(out, found)
     elif out is not None:
         found.report(out)
-    print_report(str(found), 0)
+    print_report(str(found))
     if out is not None:
         details(f"wrote {out}")
 
@@ -146,7 +146,7 @@ def doctor(
         typer.echo(report.to_json())
     else:
         write_json(json_file, report)
-        print_report(report.text(), 0, "bold green" if report.ok else "bold red")
+        print_report(report.text(), "bold green" if report.ok else "bold red")
     faults = [c for c in report.culprits if not (tolerant and c.cause == "bad input data")]
     if faults or report.bad_params:
         raise typer.Exit(NO)
@@ -232,7 +232,7 @@ def drift(
         feeds = next(reading.batches(data, input_specs(run.model)))
     report = compare(a, b, feeds, prefix=prefix, diagnoses=diagnoses)
     write_json(json_file, report)
-    print_report(report.to_text())
+    print_report(report.to_text(), "bold green" if report.ok else "bold red")
     if not report.ok:
         raise typer.Exit(NO)
 
@@ -268,6 +268,6 @@ def saturation(
     batches: Any = iter([kept]) if data is None else reading.batches(data, input_specs(side.model))
     report = take_apart(side.model, batches)
     write_json(json_file, report)
-    print_report(report.to_text())
+    print_report(report.to_text(), "bold green" if report.ok else "bold red")
     if not report.ok:
         raise typer.Exit(NO)

@@ -48,7 +48,7 @@ def verify(folder: Export, prefix: Prefix = None, runtime: Runtime = "onnxruntim
 
     report = verify_folder(folder, prefix, runtime=runtime)
     write_json(json_file, report)
-    print_report(report.to_text())
+    print_report(report.to_text(), "bold green" if report.ok else "bold red")
     if not report.ok:
         raise typer.Exit(NO)
 

@@ -280,7 +280,7 @@ def _verified(exported: Any, target: str) -> str:
     except BitwrightError as reason:
         return f"not possible: {reason}"
     more = "" if report.ok else f"; `bitwright verify {folder}` shows where"
-    return f"{report.to_text().rstrip().splitlines()[-1]}{more}"
+    return f"{report.answer}{more}"
 
 
 def _gathered(notes: Iterable[str]) -> Iterator[str]:

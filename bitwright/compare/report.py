@@ -142,7 +142,15 @@ class VerifyReport(Tabular):
         title = f"Simulation against the exported file{where}, layer by layer"
         numbered = [f"{number:>2}  {reason}" for reason, number in notes.items()]
         table = Table(("site", *self._columns(), "note"), rows, title, right=(3, 4, 5, 6))
-        return "\n".join([str(table), *numbered, *self._lines(), ""])
+        return "\n".join([self.answer, str(table), *numbered, *self._lines(), ""])
+
+    @property
+    def answer(self) -> str:
+        """Whether the file computes what the simulation does, in one line, which is the first of the text."""
+        good = sum(row.verdict == "agrees" for row in self.rows)
+        within = sum(row.verdict == "within" for row in self.rows)
+        more = f", {within} within what their kernel may do" if within else ""
+        return f"{good} of {len(self.rows)} places agree{more}: {'ok' if self.ok else 'NOT ok'}"
 
     @property
     def _modes(self) -> tuple[str, str]:
@@ -154,7 +162,9 @@ class VerifyReport(Tabular):
     def _repr_html_(self) -> str:
         head = ("site", "run", *self._columns(), "verdict", "reason")
         rows = [(row.site, row.run, *self._cells(row), row.verdict, row.reason or "") for row in self.rows]
-        return html_table(head, rows, "Simulation against the exported file, layer by layer", self._lines())
+        return html_table(
+            head, rows, "Simulation against the exported file, layer by layer", [self.answer, *self._lines()]
+        )
 
     def _columns(self) -> tuple[str, ...]:
         first, second = self._modes
@@ -180,10 +190,6 @@ class VerifyReport(Tabular):
             yield str(self.saturated)
         if self.otherwise is not None:
             yield str(self.otherwise)
-        good = sum(row.verdict == "agrees" for row in self.rows)
-        within = sum(row.verdict == "within" for row in self.rows)
-        more = f", {within} within what their kernel may do" if within else ""
-        yield f"{good} of {len(self.rows)} places agree{more}: {'ok' if self.ok else 'NOT ok'}"
 
 
 @dataclass(frozen=True)
@@ -292,13 +298,20 @@ class DriftReport(Tabular):
 
     def to_text(self) -> str:
         """A table, and the findings below it."""
-        title = f"{self.a} against {self.b}"
-        return "\n".join([title, text_table(_HEAD, map(_cells, self.rows)), "", *self._lines()])
+        return "\n".join([self.answer, text_table(_HEAD, map(_cells, self.rows)), "", *self._lines()])
 
     __str__ = to_text
 
     def _repr_html_(self) -> str:
-        return html_table(_HEAD, map(_cells, self.rows), f"{self.a} against {self.b}", self._lines())
+        return html_table(_HEAD, map(_cells, self.rows), self.answer, self._lines())
+
+    @property
+    def answer(self) -> str:
+        """Where the two executions part, in one line, which is the first of the text."""
+        first = self.first
+        found = f"{len(self.rows)} tensors agree" if first is None else f"{first.cause} at {first.name}"
+        verdict = "" if first is None else ": ok" if self.ok else ": NOT ok"
+        return f"{self.a} against {self.b}: {found}{verdict}"
 
     def _lines(self) -> Iterator[str]:
         for found in self.findings:
@@ -308,8 +321,6 @@ class DriftReport(Tabular):
                 yield f"    remedy: {found.remedy}"
         yield from self._growth()
         yield from (f"note: {note}" for note in self.notes)
-        if not self.findings:
-            yield f"{len(self.rows)} tensors agree"
 
     def _growth(self) -> Iterator[str]:
         finite = [(row.name, row.level) for row in self.rows if math.isfinite(row.level)]

@@ -280,8 +280,9 @@ class SaturationReport(Tabular):
         return tuple(layer.site for layer in self.layers if layer.touched)
 
     def to_text(self) -> str:
-        """A table."""
-        return "\n".join([text_table(_HEAD, map(_cells, self.layers)), "", *self._lines()])
+        """The answer, a table, and what is to be said of it."""
+        first, *rest = self._lines()
+        return "\n".join([first, text_table(_HEAD, map(_cells, self.layers)), "", *rest])
 
     __str__ = to_text
 
@@ -289,6 +290,8 @@ class SaturationReport(Tabular):
         return html_table(_HEAD, map(_cells, self.layers), "Sums in integer kernels", self._lines())
 
     def _lines(self) -> Iterator[str]:
+        if self.ok:
+            yield f"{len(self.layers)} layers: nothing saturates or overflows"
         if self.guilty:
             yield (
                 f"pairs saturate in {len(self.guilty)} of {len(self.layers)} layers on CPUs without VNNI: "
@@ -301,8 +304,6 @@ class SaturationReport(Tabular):
                 "split them along their inner axis, or give their weights fewer bits"
             )
         yield from (f"note: {note}" for note in self.notes)
-        if self.ok:
-            yield f"{len(self.layers)} layers: nothing saturates or overflows"
 
 
 def _cells(layer: LayerSums) -> tuple[str, ...]:
