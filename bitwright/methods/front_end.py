@@ -47,6 +47,14 @@ class Opened(ABC):
     def give_back(self) -> None:
         """Write the model as it stands into what the caller gave."""
 
+    @abstractmethod
+    def runnable(self) -> Any:
+        """What a metric is given: the module, or a session of the ONNX model as it stands."""
+
+    @abstractmethod
+    def outputs(self, batches: Iterable[Any]) -> Iterable[Sequence[Array]]:
+        """What the model as it stands returns for each batch."""
+
 
 class Correctable(ABC):
     """A simulation as bias correction sees it: float and quantized in one.

@@ -329,6 +329,17 @@ class OnnxOpened(Opened):
         self.view.tidy()
         give_back(self.loaded, self._given)
 
+    def runnable(self) -> Any:
+        """A session, made anew."""
+        return open_session(self.loaded.model, self._providers)
+
+    def outputs(self, batches: Iterable[Any]) -> Iterator[Sequence[Array]]:
+        """As the base class says; one session for all batches."""
+        session, specs = self.runnable(), input_specs(self.loaded.model)
+        for i, batch in enumerate(batches):
+            found = run_session(session, as_feeds(batch, specs, f"batch {i}"), f"batch {i}")
+            yield [one_array(y) for y in found]
+
 
 class OnnxGiven(GivenModel):
     """A model of this front end.

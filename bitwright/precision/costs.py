@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from bitwright.analysis.subject import Subject, open_subject
 from bitwright.core.files import read_document
-from bitwright.core.graph.cost import multiplications, size
+from bitwright.core.graph.cost import lifetimes, multiplications, size
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.operators import OPS
 from bitwright.core.numerics.spec import PRESETS, Preset
@@ -222,18 +222,6 @@ def _present(layer: str, sites: Mapping[int, Site], asked: Mapping[int, Site], c
     )
 
 
-def _spans(graph: Graph) -> dict[str, slice]:
-    """Value that a run makes -> the operators during which it is kept."""
-    ends = {name: len(graph.ops) for name in graph.outputs}
-    born = dict.fromkeys(graph.inputs, 0)
-    for i, op in enumerate(graph.ops):
-        born.update(dict.fromkeys(op.outputs, i))
-        for _, value in op.sources():
-            ends[value] = max(ends.get(value, 0), i)
-    live = [v for v in born if v in graph.values and not graph.values[v].is_static]
-    return {value: slice(born[value], ends.get(value, born[value]) + 1) for value in live}
-
-
 def activation_bytes(bits: Bits) -> Cost:
     """The largest sum of activations that an operator and later ones need at one time, of the recorded run."""
     graph: Graph = bits.sim.graph
@@ -242,7 +230,7 @@ def activation_bytes(bits: Bits) -> Cost:
     sites = {id(s.quantizer): s for s in bits.sim.quantizers.values() if not s.is_stored}
     table = np.zeros((len(graph.ops), len(bits.groups), len(bits.candidates)))
     fixed = np.zeros(len(graph.ops))
-    for value, span in _spans(graph).items():
+    for value, span in lifetimes(graph).items():
         count, key = size(graph, value), owner.get(value, 0)
         site, group = sites.get(key), bits.group_of.get(key)
         if group is None or site is None:

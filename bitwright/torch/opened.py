@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,15 @@ class TorchOpened(Opened):
     def give_back(self) -> None:
         """Let the view read the module anew."""
         self.view.refresh()
+
+    def runnable(self) -> nn.Module:
+        """The module."""
+        return self.model
+
+    def outputs(self, batches: Iterable[Any]) -> Iterator[Sequence[Array]]:
+        """As the base class says; in evaluation mode."""
+        for batch in batches:
+            yield [array for _, array in named_outputs_of(self.model, map_tensors(batch, torch.clone))]
 
 
 class TorchGiven(GivenModel):

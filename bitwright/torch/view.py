@@ -14,7 +14,7 @@ from torch import nn
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.calibration import with_samples
-from bitwright.core.simulation.float_model import AddBias, Array, Clamp, Edit, SetParam, Undo, Untie, carry_out
+from bitwright.core.simulation.float_model import AddBias, Array, Chain, Clamp, Edit, SetParam, Undo, Untie, carry_out
 from bitwright.errors import ModelError, checks_arguments
 from bitwright.torch.calls.functions import FUNCTIONS
 from bitwright.torch.calls.inputs import (
@@ -26,6 +26,7 @@ from bitwright.torch.calls.inputs import (
     to_device,
     walk_modules,
 )
+from bitwright.torch.factors import chain_of_modules, no_chain
 from bitwright.torch.interception.intercept import Interceptor
 from bitwright.torch.interception.record import Call, Recorder, Slot, record
 from bitwright.torch.simulation.simulate import CallPlan, Simulator
@@ -225,6 +226,8 @@ class TorchView:
             return self._no_clamp(call)
         if isinstance(edit, Untie):
             return None if self._own_attribute(edit) else "it is not a parameter of a module that makes the call"
+        if isinstance(edit, Chain):
+            return self._no_chain(call)
         if call.module is None or type(call.module) not in BATCH_NORMS or call.path == "":
             return "it is a call in the model's own code, not a batch-norm module that could be replaced by an identity"
         return self._read_elsewhere(call)
@@ -254,18 +257,28 @@ class TorchView:
 
     def edit(self, edits: Sequence[Edit]) -> Undo:
         """Carry out the edits; the function returned undoes them in reverse order."""
-        return carry_out(edits, self._one)
+        undo = carry_out(edits, self._one)
+        if not any(isinstance(edit, Chain) for edit in edits):
+            return undo
+        self.refresh()  # once for all of them
+
+        def restore() -> None:
+            undo()
+            self.refresh()
+
+        return restore
 
     def _one(self, edit: Edit) -> Undo:
         if isinstance(edit, SetParam):
-            before = self._tensor(edit.name).detach().clone()
+            tensor = self._tensor(edit.name)
+            before = tensor.detach().clone()
             self.set_param(edit.name, edit.value)
             self._edited = True
 
             def restore() -> None:
                 self._edited = True
                 with torch.no_grad():
-                    self._tensors[edit.name].copy_(before)
+                    tensor.copy_(before)
 
             return restore
         reason = self.can_edit(edit)
@@ -275,6 +288,8 @@ class TorchView:
             return self._add_bias(edit)
         if isinstance(edit, Untie):
             return self._untie(edit)
+        if isinstance(edit, Chain):
+            return self._chain(edit)
         return self._clamp(edit) if isinstance(edit, Clamp) else self._replace(edit.op, nn.Identity())
 
     def _no_clamp(self, call: Call) -> str | None:
@@ -282,6 +297,27 @@ class TorchView:
             return "it is a call in the model's own code, not a ReLU6 or Hardtanh module that could be replaced"
         others = [other.name for other in self._calls.values() if other.module is call.module and other is not call]
         return f"{others[0]} runs the same module" if others else None
+
+    def _no_chain(self, call: Call) -> str | None:
+        module, path = self._replaceable(call.name)
+        if module is None or path == "":
+            return "it is a call in the model's own code, not a module that could be replaced"
+        reason = no_chain(module, path, call.name)
+        if reason is None and not isinstance(module, nn.RNNBase):
+            return self._read_elsewhere(call)
+        return reason
+
+    def _replaceable(self, op: str) -> tuple[nn.Module | None, str]:
+        """The module that makes a call, or whose layer a recurrent operator is, and its path."""
+        call, graph_op = self._calls[op], self.graph().op(op)
+        if call.module is None and graph_op.type in ("LSTM", "GRU", "RNN") and graph_op.module:
+            return self.model.get_submodule(graph_op.module), graph_op.module
+        return call.module, call.path
+
+    def _chain(self, edit: Chain) -> Undo:
+        module, _ = self._replaceable(edit.op)
+        assert module is not None
+        return self._replace(edit.op, chain_of_modules(module, edit))
 
     def _clamp(self, edit: Clamp) -> Undo:
         value = self.graph().values[self.graph().op(edit.op).outputs[0]]
@@ -331,7 +367,7 @@ class TorchView:
 
     def _replace(self, op: str, module: nn.Module) -> Undo:
         """Put ``module`` wherever the module of the call ``op`` hangs."""
-        target = self._calls[op].module
+        target, _ = self._replaceable(op)
         module.training = bool(target is not None and target.training)
         places = self._parents().get(id(target), [])
         for parent, name in places:

@@ -33,6 +33,18 @@ def multiplications(graph: Graph, op: Op) -> float:
     return made * max(inner, 1)
 
 
+def lifetimes(graph: Graph) -> dict[str, slice]:
+    """Value that a run makes -> the operators during which it is kept."""
+    ends = {name: len(graph.ops) for name in graph.outputs}
+    born = dict.fromkeys(graph.inputs, 0)
+    for i, op in enumerate(graph.ops):
+        born.update(dict.fromkeys(op.outputs, i))
+        for _, value in op.sources():
+            ends[value] = max(ends.get(value, 0), i)
+    live = [v for v in born if v in graph.values and not graph.values[v].is_static]
+    return {value: slice(born[value], ends.get(value, born[value]) + 1) for value in live}
+
+
 @dataclass(frozen=True)
 class KernelTimes:
     """What layers take in float and on 8-bit codes in one runtime, in nanoseconds on one core. Only ratios count.

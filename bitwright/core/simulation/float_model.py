@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,7 +79,39 @@ class Untie:
     port: int
 
 
-Edit = SetParam | AddBias | Bypass | Clamp | Untie
+@dataclass(frozen=True)
+class Before:
+    """A layer without bias that a :class:`Chain` puts in front of an operator.
+
+    Attributes:
+        type: ``Conv`` with a weight ``[O, I, *kernel]``, or ``MatMul`` with one ``[K, O]``.
+        weight: its values.
+        attrs: of the convolution: ``kernel_shape``, ``strides``, ``pads``, ``dilations``, ``auto_pad``, ``group``.
+    """
+
+    type: str
+    weight: Array
+    attrs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Put layers in front of ``op`` and give it a weight of another shape, as for factors of its weight; its bias stays.
+
+    Attributes:
+        op: a layer; of a recurrent module with two directions the first of them.
+        before: in order of execution; what they make is what ``op`` reads then.
+        weight: in the layout of the operator's own; of a recurrent layer with the directions as first axis.
+        attrs: attributes of a convolution that change, as of :class:`Before`.
+    """
+
+    op: str
+    before: tuple[Before, ...]
+    weight: Array
+    attrs: Mapping[str, Any]
+
+
+Edit = SetParam | AddBias | Bypass | Clamp | Untie | Chain
 
 
 class FloatModel(Protocol):

@@ -12,7 +12,18 @@ import onnx_ir as ir
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.calibration import with_samples
-from bitwright.core.simulation.float_model import AddBias, Array, Bypass, Clamp, Edit, SetParam, Undo, Untie, carry_out
+from bitwright.core.simulation.float_model import (
+    AddBias,
+    Array,
+    Bypass,
+    Chain,
+    Clamp,
+    Edit,
+    SetParam,
+    Undo,
+    Untie,
+    carry_out,
+)
 from bitwright.errors import ModelError, checks_arguments, close_matches
 from bitwright.export.files.onnx_file import is_tensor
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
@@ -242,6 +253,8 @@ class OnnxView:
         if isinstance(edit, Untie):
             held = node.inputs[edit.port] if edit.port < len(node.inputs) else None
             return None if held is not None and held.is_initializer() else "it reads no initializer there"
+        if isinstance(edit, Chain):
+            return _no_chain(node)
         return _no_way_past(node)
 
     def edit(self, edits: Sequence[Edit]) -> Undo:
@@ -250,7 +263,16 @@ class OnnxView:
         Raises:
             ModelError: an edit is impossible; those before it are undone.
         """
-        return carry_out(edits, self._one)
+        undo = carry_out(edits, self._one)
+        if not any(isinstance(edit, Chain) for edit in edits):
+            return undo
+        self.refresh()  # once for all of them
+
+        def restore() -> None:
+            undo()
+            self.refresh()
+
+        return restore
 
     def _one(self, edit: Edit) -> Undo:
         if isinstance(edit, SetParam):
@@ -270,6 +292,8 @@ class OnnxView:
             return self._add_bias(edit)
         if isinstance(edit, Untie):
             return self._untie(edit)
+        if isinstance(edit, Chain):
+            return self._chain(edit)
         return self._clamp(edit) if isinstance(edit, Clamp) else self._bypass(edit)
 
     def _new_initializer(self, name: str, array: Array, dtype: ir.DataType | None) -> ir.Value:
@@ -379,6 +403,48 @@ class OnnxView:
             node.replace_input_with(edit.port, shared)
             self.model.graph.initializers.pop(str(own.name))
             self.refresh()
+
+        return restore
+
+    def _chain(self, edit: Chain) -> Undo:
+        """Layers in front of a node, whose weight and attributes change."""
+        node = self._read().node[edit.op]
+        source, weight, attributes = node.inputs[0], node.inputs[1], dict(node.attributes)
+        assert source is not None and weight is not None and node.graph is not None
+        made = [self._new_initializer(f"{edit.op}.factor", edit.weight, weight.dtype)]
+        nodes: list[ir.Node] = []
+        last = source
+        assert self._names is not None
+        for i, part in enumerate(edit.before):
+            factor = self._new_initializer(f"{edit.op}.factor{i + 1}", part.weight, weight.dtype)
+            first = ir.node(part.type, [last, factor], _conv_attributes(part.attrs), name=self._names.node(f"{edit.op}.{i + 1}"))
+            last = first.outputs[0]
+            last.name, last.type = self._names.value(f"{edit.op}.reduced{i + 1}"), source.type
+            node.graph.insert_before(node, first)
+            made.append(factor)
+            nodes.append(first)
+        node.replace_input_with(0, last)
+        node.replace_input_with(1, made[0])
+        for name in edit.attrs:
+            node.attributes.pop(name, None)
+        changed = _conv_attributes(edit.attrs)
+        node.attributes.update({a.name: a for a in ir.convenience.convert_attributes(changed)})
+        kept = weight.uses() or weight.is_graph_output() or weight.graph is not self.model.graph
+        if not kept:
+            self.model.graph.initializers.pop(str(weight.name))
+
+        def restore() -> None:
+            if not kept:
+                self.model.graph.register_initializer(weight)
+            node.replace_input_with(0, source)
+            node.replace_input_with(1, weight)
+            node.attributes.clear()
+            node.attributes.update(attributes)
+            for first in reversed(nodes):
+                assert first.graph is not None
+                first.graph.remove(first, safe=True)
+            for value in made:
+                self.model.graph.initializers.pop(str(value.name))
 
         return restore
 
@@ -524,6 +590,21 @@ def _no_bias_place(node: ir.Node) -> str | None:
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         return f"it has the bias {node.inputs[2].name}"
     return None
+
+
+def _no_chain(node: ir.Node) -> str | None:
+    """Why no layers can be put in front of a node whose weight changes."""
+    weight = node.inputs[1] if len(node.inputs) > 1 else None
+    if weight is None or not weight.is_initializer() or node.inputs[0] is None:
+        return "it has no stored weight"
+    return "another operator reads its weight" if len(weight.uses()) > 1 or weight.is_graph_output() else None
+
+
+def _conv_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """As ONNX has them: where the padding follows the input's size, none is written."""
+    automatic = str(attrs.get("auto_pad", "NOTSET")) != "NOTSET"
+    left_out = "pads" if automatic else "auto_pad"
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in attrs.items() if k != left_out}
 
 
 def _no_way_past(node: ir.Node) -> str | None:

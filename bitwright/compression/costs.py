@@ -1,0 +1,240 @@
+"""What a model costs, operator by operator: multiplications, bytes, memory of activations, measured milliseconds."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bitwright.core.graph.cost import lifetimes, multiplications, size
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.errors import ConfigError, checks_arguments, close_matches
+from bitwright.methods.front_end import front_end_of
+from bitwright.tables import Table, Tabular, html_table
+
+#: name of a cost -> its unit
+COSTS: dict[str, str] = {
+    "macs": "multiplications",
+    "bytes": "bytes of parameters",
+    "params": "parameters",
+    "activation_bytes": "bytes of activations at the peak",
+    "ms": "milliseconds in ONNX Runtime",
+}
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """What one operator costs in the recorded run.
+
+    Attributes:
+        op, type: the operator.
+        macs: multiplications.
+        params, bytes: of the parameters that it is the first to read.
+        activation_bytes: of everything that is kept while it runs, its own outputs included.
+        ms: measured in ONNX Runtime; ``None`` where it was not.
+    """
+
+    op: str
+    type: str
+    macs: float
+    params: float
+    bytes: float
+    activation_bytes: float
+    ms: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelCosts(Tabular):
+    """One row per operator; a table when printed.
+
+    Attributes:
+        rows: in order of execution.
+        samples: in the run that was recorded; all numbers are of this run.
+        ms: of the whole model; ``None`` where it was not measured.
+    """
+
+    _rows = "rows"
+
+    rows: tuple[OpCost, ...]
+    samples: int = 1
+    ms: float | None = None
+
+    def __getitem__(self, cost: str) -> float:
+        """The cost of the whole model: a key of :data:`COSTS`.
+
+        Raises:
+            ConfigError: there is no such cost, or it was not measured.
+        """
+        check_cost(cost)
+        if cost == "activation_bytes":
+            return max((row.activation_bytes for row in self.rows), default=0.0)
+        if cost == "ms":
+            if self.ms is None:
+                raise ConfigError("ms", "milliseconds were not measured", "call model_costs(..., milliseconds=True)")
+            return self.ms
+        return float(sum(getattr(row, cost) for row in self.rows))
+
+    def totals(self) -> dict[str, float]:
+        """Every cost that is known."""
+        return {name: self[name] for name in COSTS if name != "ms" or self.ms is not None}
+
+    def table(self) -> Table:
+        """Operators that multiply or hold parameters, then the whole model."""
+        head = ["operator", "type", "MACs", "params", "bytes", "activations"] + ["ms"] * (self.ms is not None)
+        rows = [self._cells(row) for row in self.rows if row.macs or row.params or (row.ms or 0) > 0]
+        whole = OpCost("all", "", *(self[c] for c in ("macs", "params", "bytes", "activation_bytes")), self.ms)
+        title = f"Costs of a run of {self.samples} sample{'s' * (self.samples != 1)}"
+        return Table(head, [*rows, self._cells(whole)], title, right=range(2, len(head)))
+
+    def _cells(self, row: OpCost) -> list[str]:
+        numbers = [f"{n:,.0f}" for n in (row.macs, row.params, row.bytes, row.activation_bytes)]
+        return [row.op, row.type, *numbers] + ["" if row.ms is None else f"{row.ms:.3f}"] * (self.ms is not None)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        found = self.table()
+        return html_table(found.head, found.rows, found.title)
+
+
+def check_cost(name: str) -> str:
+    """``name`` itself.
+
+    Raises:
+        ConfigError: it is no key of :data:`COSTS`.
+    """
+    if name not in COSTS:
+        raise ConfigError(
+            "cost", f"there is no cost {name!r}{close_matches(str(name), COSTS)}", f"use {', '.join(COSTS)}"
+        )  # fmt: skip
+    return name
+
+
+def graph_costs(graph: Graph, samples: int = 1) -> ModelCosts:
+    """The costs of a graph; linear in its operators and values."""
+    kept = np.zeros(len(graph.ops) + 1)  # differences, summed up below
+    for value, span in lifetimes(graph).items():
+        amount = size(graph, value) * _width(graph.values[value].dtype)
+        kept[span.start] += amount
+        kept[min(span.stop, len(graph.ops))] -= amount
+    live = np.cumsum(kept)[:-1]
+    seen: set[str] = set()
+    rows = []
+    for i, op in enumerate(graph.ops):
+        held = [graph.values[v] for _, v in op.sources() if graph.values[v].param is not None]
+        own = {str(v.param): v for v in held if v.param not in seen}
+        seen.update(own)
+        params = sum(float(math.prod(v.shape)) for v in own.values())
+        stored = sum(float(math.prod(v.shape)) * _width(v.dtype) for v in own.values())
+        macs = 0.0 if op.type == "Embedding" else multiplications(graph, op) * op.calls
+        rows.append(OpCost(op.name, op.type, macs, params, stored, float(live[i])))
+    return ModelCosts(tuple(rows), samples)
+
+
+def _width(dtype: str) -> float:
+    """Bytes of a number."""
+    digits = "".join(c if c.isdigit() else " " for c in dtype.replace("bool", "8")).split()
+    return int(digits[0]) / 8 if digits else 4.0
+
+
+@checks_arguments
+def model_costs(
+    model: Any,
+    data: Iterable[Any] | None = None,
+    *,
+    milliseconds: bool = False,
+    rounds: int = 15,
+    providers: Any = None,
+) -> ModelCosts:
+    """What a PyTorch or ONNX model costs, operator by operator.
+
+    Args:
+        model: a module, an ONNX model, or the path of one; left as it is.
+        data: batches, the first of which is run; an ONNX model can do without, on a random input.
+        milliseconds: measure in ONNX Runtime on one thread. An ONNX model is profiled node by node; of a module, which is exported
+            for it, the whole is measured.
+        rounds: runs that are timed.
+        providers: where ONNX Runtime computes while shapes are recorded.
+
+    Returns:
+        The table; ``costs["macs"]`` and so on is of the whole model.
+
+    Raises:
+        ModelError: the model cannot be read or run.
+        ConfigError: a module without data.
+
+    Example:
+        >>> import torch
+        >>> found = model_costs(torch.nn.Linear(8, 4), [torch.zeros(2, 8)])
+        >>> found["macs"], found["params"]
+        (64.0, 36.0)
+    """
+    from bitwright.methods.bias_correction import samples_in
+
+    first = next(iter(data), None) if data is not None else None
+    is_module = hasattr(model, "state_dict")
+    if is_module and first is None:
+        raise ConfigError("data", "a module does not say the shapes of its inputs", "give a batch: data=[x]")
+    opened = front_end_of(model).open_model(_loaded(model), None, first, "model_costs", providers)
+    found = graph_costs(opened.view.graph(), 1 if first is None else max(samples_in(first), 1))
+    if not milliseconds:
+        return found
+    times, whole = measure_ms(model, opened.example, [row.op for row in found.rows], rounds)
+    times = _of_layers(opened.view.graph(), times)
+    return replace(found, rows=tuple(replace(row, ms=times.get(row.op)) for row in found.rows), ms=whole)
+
+
+def _of_layers(graph: Graph, times: Mapping[str, float]) -> Mapping[str, float]:
+    """A layer that ONNX Runtime computes together with what follows it has its time under the name of the last operator."""
+    found = dict(times)
+    for op in graph.ops:
+        last: Op | None = op
+        while last is not None and not found.get(last.name) and found.get(op.name) == 0.0 and multiplications(graph, op):
+            last = graph.sole_consumer(last.outputs[0])
+            if last is None or multiplications(graph, last):
+                break
+            found[op.name], found[last.name] = found.get(last.name, 0.0), 0.0
+    return found
+
+
+def _loaded(model: Any) -> Any:
+    """A model given by its path is read into a copy that may be changed."""
+    if isinstance(model, (str, Path)):
+        from bitwright.onnx import load_model
+
+        return load_model(model)
+    return model
+
+
+def measure_ms(model: Any, example: Any, ops: Iterable[str], rounds: int = 15) -> tuple[Mapping[str, float], float]:
+    """Milliseconds of operators, and of the whole model, in ONNX Runtime on one thread.
+
+    Args:
+        model: a module, which is exported, or an ONNX model.
+        example: the input that is run.
+        ops: names of operators; those of a module have other names in its file and are not told.
+        rounds: runs that are timed; the least counts.
+    """
+    from bitwright.export.files.onnx_file import save_in_one_file
+    from bitwright.onnx import load_model
+    from bitwright.onnx.model.data import as_feeds, input_specs
+    from bitwright.runtimes.onnxruntime import layer_times
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        if hasattr(model, "state_dict"):
+            from bitwright.torch.factors import export_float
+
+            feeds = export_float(model, example, path)
+            return {}, layer_times({"model": path}, feeds, (), rounds=rounds)["model"].whole
+        loaded = model if hasattr(model, "model") else load_model(model)
+        save_in_one_file(loaded.model, path)
+        feeds = dict(as_feeds(example, input_specs(loaded.model)))
+        found = layer_times({"model": path}, feeds, list(ops), rounds=rounds)["model"]
+        return found.layers, found.whole

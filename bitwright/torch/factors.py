@@ -1,0 +1,200 @@
+"""Modules in the place of one whose weight was written as factors: layers in a row, of the classes that they had.
+
+A chain is an ``nn.Sequential``; a recurrent module reads what a linear layer in front of it makes. Both are built from
+:func:`chain_plan`, plain data, so that a state dict and the plan rebuild a compressed model from its original class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from bitwright.core.simulation.float_model import Array, Chain
+from bitwright.torch.calls.inputs import as_call, evaluation, flatten_tensors
+
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class ReducedInput(nn.Module):
+    """A recurrent module behind a linear layer: its input matrices, written as factors.
+
+    Args:
+        reduce: the linear layer, ``[..., inputs] -> [..., rank]``.
+        layer: ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` of ``rank`` inputs.
+    """
+
+    def __init__(self, reduce: nn.Linear, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.reduce, self.layer = reduce, layer
+        self.input_size, self.hidden_size, self.num_layers = reduce.in_features, layer.hidden_size, layer.num_layers
+        self.batch_first, self.bidirectional, self.proj_size = layer.batch_first, layer.bidirectional, layer.proj_size
+
+    def forward(self, x: torch.Tensor | PackedSequence, *state: Any, **named: Any) -> Any:
+        """As of the module that it replaces."""
+        if isinstance(x, PackedSequence):
+            return self.layer(PackedSequence(self.reduce(x.data), *x[1:]), *state, **named)
+        return self.layer(self.reduce(x), *state, **named)
+
+    def flatten_parameters(self) -> None:
+        """As of the module that it replaces."""
+        self.layer.flatten_parameters()
+
+
+def no_chain(module: nn.Module, path: str, op: str) -> str | None:
+    """Why a module cannot be replaced by a chain; ``None`` where it can.
+
+    Args:
+        module: that makes the call.
+        path: of the module.
+        op: name of the call.
+    """
+    kind = type(module).__name__
+    if isinstance(module, nn.RNNBase):
+        if type(module).forward not in (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward):
+            return f"{kind} has a forward of its own"
+        return None if ".l0." in op[len(path) :] or op == path else "it is an inner layer of a module of several layers"
+    known = (*_CONVS, *_TRANSPOSED, nn.Linear)
+    if kind == "Conv1D" and hasattr(module, "nf"):  # of transformers: a linear layer with its weight [inputs, outputs]
+        return None
+    base = next((cls for cls in known if isinstance(module, cls)), None)
+    if base is None or type(module).forward is not base.forward:
+        return f"{kind} is no convolution or linear layer of torch.nn, so its forward may do more than one product"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "its weight has a parametrization"
+    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "weight_g"):
+        return "it has hooks, which may read its weight"
+    if getattr(module, "padding_mode", "zeros") != "zeros":
+        return f"it pads by {module.padding_mode}"  # type: ignore[union-attr]
+    return None
+
+
+def chain_plan(module: nn.Module, chain: Chain) -> list[dict[str, Any]]:
+    """What :func:`chain_from_plan` builds, as plain data: class and arguments of every layer in a row."""
+    rows: list[dict[str, Any]] = []
+    for part in chain.before:
+        if part.type == "MatMul":
+            rows.append({"class": "Linear", "in": part.weight.shape[0], "out": part.weight.shape[1], "bias": False})
+        else:
+            rows.append(_conv_row(f"Conv{part.weight.ndim - 2}d", part.weight.shape, part.attrs, False))
+    bias = getattr(module, "bias", None) is not None
+    shape = chain.weight.shape
+    if isinstance(module, nn.RNNBase):
+        rows.append({"class": type(module).__name__, "in": int(shape[-1]), "recurrent": True})
+    elif isinstance(module, _CONVS):
+        attrs = chain.attrs or {
+            "strides": module.stride,
+            "dilations": module.dilation,
+            "pads": module.padding,
+            "kernel_shape": module.kernel_size,
+        }
+        rows.append(_conv_row(_base(module), shape, attrs, bias))
+    elif isinstance(module, _TRANSPOSED):
+        rows.append({
+            "class": _base(module), "in": shape[0], "out": shape[1], "kernel": list(module.kernel_size),
+            "stride": list(module.stride), "padding": list(module.padding), "dilation": list(module.dilation),
+            "output_padding": list(module.output_padding), "bias": bias,
+        })  # fmt: skip
+    else:
+        first, last = (shape[1], shape[0]) if isinstance(module, nn.Linear) else shape
+        rows.append({"class": "Linear", "in": int(first), "out": int(last), "bias": bias})
+    return [{k: int(v) if isinstance(v, np.integer) else v for k, v in row.items()} for row in rows]
+
+
+def _base(module: nn.Module) -> str:
+    return next(cls.__name__ for cls in (*_CONVS, *_TRANSPOSED) if isinstance(module, cls))
+
+
+def _conv_row(kind: str, shape: Sequence[int], attrs: Mapping[str, Any], bias: bool) -> dict[str, Any]:
+    n = len(shape) - 2
+    pads = attrs.get("pads", (0,) * n)
+    padding: Any = pads if isinstance(pads, str) else list(pads[:n])
+    if not isinstance(pads, str) and len(pads) == 2 * n and tuple(pads[:n]) != tuple(pads[n:]):
+        padding = "same"  # torch pads an even kernel unevenly under this name only
+    return {
+        "class": kind, "in": int(shape[1]), "out": int(shape[0]), "kernel": list(shape[2:]),
+        "stride": list(attrs.get("strides", (1,) * n)), "padding": padding,
+        "dilation": list(attrs.get("dilations", (1,) * n)), "bias": bias,
+    }  # fmt: skip
+
+
+def chain_from_plan(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> nn.Module:
+    """The layers of :func:`chain_plan` in the place of ``module``, of its dtype and on its device; values are not set."""
+    like = next(p for p in module.parameters() if p.is_floating_point())
+    options: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+    layers: list[nn.Module] = []
+    for row in rows:
+        if row.get("recurrent"):
+            assert isinstance(module, nn.RNNBase)
+            named = {"nonlinearity": module.nonlinearity} if isinstance(module, nn.RNN) else {}
+            if isinstance(module, nn.LSTM):
+                named["proj_size"] = module.proj_size
+            layers.append(
+                type(module)(
+                    row["in"], module.hidden_size, module.num_layers, bias=module.bias, batch_first=module.batch_first,
+                    dropout=module.dropout, bidirectional=module.bidirectional, **named, **options,
+                )  # fmt: skip
+            )
+        elif row["class"] == "Linear":
+            layers.append(nn.Linear(row["in"], row["out"], bias=row["bias"], **options))
+        else:
+            rest = {"output_padding": row["output_padding"]} if "output_padding" in row else {}
+            layers.append(
+                getattr(nn, row["class"])(
+                    row["in"], row["out"], tuple(row["kernel"]), tuple(row["stride"]),
+                    row["padding"] if isinstance(row["padding"], str) else tuple(row["padding"]),
+                    dilation=tuple(row["dilation"]), bias=row["bias"], **rest, **options,
+                )  # fmt: skip
+            )
+    if isinstance(module, nn.RNNBase):
+        reduce, layer = layers
+        assert isinstance(reduce, nn.Linear) and isinstance(layer, nn.RNNBase)
+        return ReducedInput(reduce, layer).train(module.training)
+    return nn.Sequential(*layers).train(module.training)
+
+
+def chain_of_modules(module: nn.Module, chain: Chain) -> nn.Module:
+    """The layers of a chain with their values, in the place of ``module``; parameters train where those of it do."""
+    made = chain_from_plan(module, chain_plan(module, chain))
+    layers = [made.reduce, made.layer] if isinstance(made, ReducedInput) else list(made)
+    with torch.no_grad():
+        for layer, part in zip(layers[:-1], chain.before, strict=True):
+            weight = part.weight.T if part.type == "MatMul" else part.weight
+            layer.weight.copy_(_tensor(weight))
+        last = layers[-1]
+        if isinstance(last, nn.RNNBase):
+            own = dict(module.named_parameters())
+            for name, parameter in last.named_parameters():
+                if name in ("weight_ih_l0", "weight_ih_l0_reverse"):
+                    parameter.copy_(_tensor(chain.weight[int(name.endswith("reverse"))]))
+                else:
+                    parameter.copy_(own[name])
+        else:
+            turned = isinstance(last, nn.Linear) and not isinstance(module, nn.Linear)
+            last.weight.copy_(_tensor(chain.weight.T if turned else chain.weight))
+            if last.bias is not None:
+                last.bias.copy_(module.bias)  # type: ignore[arg-type]
+    trains = any(p.requires_grad for p in module.parameters())
+    return made.requires_grad_(trains)
+
+
+def _tensor(values: Array) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def export_float(model: nn.Module, example: Any, path: Path) -> dict[str, Array]:
+    """Write a module as an ONNX file; returns the tensors of ``example`` by the names of its inputs."""
+    args, kwargs = as_call(example)
+    with torch.no_grad(), evaluation(model):
+        program = torch.onnx.export(model, args, kwargs=kwargs or None, dynamo=True, verbose=False)
+    assert program is not None
+    program.save(path)
+    names = [value.name for value in program.model.graph.inputs]
+    given = [tensor.detach().cpu().numpy() for _, tensor in flatten_tensors((args, kwargs))]
+    return dict(zip(names, given, strict=True))
