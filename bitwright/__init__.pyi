@@ -2,6 +2,7 @@ from bitwright.analysis.analyze import analyze as analyze
 from bitwright.analysis.layer_outputs import LayerOutputUtil as LayerOutputUtil
 from bitwright.compare.drift import drift as drift
 from bitwright.compression.compress import compress as compress
+from bitwright.compression.costs import model_costs as model_costs
 from bitwright.core.numerics.formats import FloatFormat as FloatFormat
 from bitwright.core.numerics.formats import IntFormat as IntFormat
 from bitwright.core.numerics.granularity import PerBlock as PerBlock

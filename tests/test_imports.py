@@ -46,16 +46,22 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"analysis", "torch", "onnx", "report"},
         NUMPY | ONNX | FILES_OUT | {"torch", "scipy", "ray"},
     ),
-    # removes channels from models of either front end, which `front_end` loads
-    "compression": (BELOW | {"interrupt", "precision", "report"}, NUMPY),
+    # makes models smaller of either front end, which `front_end` loads
+    "compression": (BELOW | {"analysis", "interrupt", "precision", "torch", "onnx", "report"}, NUMPY | {"torch"}),
     # AIMET's names on the public API; nobody imports them
     "aimet_common": ({"errors", "core", "methods", "analysis", "precision", "report"}, NUMPY),
-    "aimet_torch": (BELOW | {"analysis", "precision", "report", "torch", "aimet_common"}, NUMPY | {"torch", "onnx"}),
+    "aimet_torch": (
+        BELOW | {"analysis", "compression", "precision", "report", "torch", "aimet_common"},
+        NUMPY | {"torch", "onnx"},
+    ),
     "aimet_onnx": (BELOW | {"analysis", "precision", "onnx", "report", "aimet_common"}, NUMPY | ONNX),
     "migrate": ({"errors", "aimet_common"}, set()),
     # weights of simulated PyTorch models, and the files of engines
     "llm": (BELOW | {"__version__", "torch"}, NUMPY | FILES_OUT | {"torch", "transformers", "tokenizers"}),
-    "cli": (BELOW | {"interrupt", "llm", "torch", "onnx", "analysis", "precision", "migrate", "report"}, ANYTHING),
+    "cli": (
+        BELOW | {"interrupt", "llm", "torch", "onnx", "analysis", "compression", "precision", "migrate", "report"},
+        ANYTHING,
+    ),
 }
 # Files and folders that may import more than their part. Inside their functions: configuration files may be YAML, and
 # calibration data pictures; compiled loops are numba's where it is installed. Methods that learn weights, and estimates by

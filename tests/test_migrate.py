@@ -35,14 +35,14 @@ def test_imports_are_rewritten_and_nothing_else(before, after):
 def test_what_is_missing_and_what_differs_is_listed_by_line():
     found = migrate(
         "import aimet_torch\n"
-        "from aimet_torch.compress import ModelCompressor\n"
+        "from aimet_torch.gptvq import GPTVQ\n"
         "from aimet_torch.batch_norm_fold import fold_all_batch_norms, fold_all_batch_norms_to_scale\n"
         "aimet_torch.nn.QuantizedLinear(1, 1)\n"
         "aimet_torch.nn.QuantizedNonsense\n"
         "sim.export('.', 'x', export_to_torchscript=True)\n"
     )
     assert [(f.line, f.name) for f in found.missing] == [
-        (2, "aimet_torch.compress.ModelCompressor"),
+        (2, "aimet_torch.gptvq.GPTVQ"),
         (5, "aimet_torch.nn.QuantizedNonsense"),
     ]
     assert {(f.line, f.name) for f in found.findings if not f.missing} == {(6, "export"), (6, "export_to_torchscript")}

@@ -13,7 +13,6 @@ _LATER = "it is not in this version of Bitwright"
 
 #: dotted name below ``bitwright`` (a module, or a name in one) -> what to do instead
 ABSENT: dict[str, str] = {
-    "aimet_torch.compress": _LATER,
     "aimet_torch.peft": _LATER,
     "aimet_torch.gptvq": f"{_LATER}; bitwright.torch.apply_gptq rounds weights with error feedback",
     "aimet_torch.experimental.omniquant": f"{_LATER}; bitwright.torch.smooth_model moves outliers into weights",
@@ -22,11 +21,11 @@ ABSENT: dict[str, str] = {
     "aimet_torch.blockwise_sampler": "methods keep values between layers themselves: "
     "apply_reconstruction(sim, data, memory_budget=..., spill_dir=...)",
     "aimet_torch.deepspeed_utils": f"{_LATER}; simulations train under DDP and FSDP2 (docs/training-with.md)",
-    "aimet_torch.visualize_serialized_data": "it shows results of compress, which is not in this version of Bitwright",
+    "aimet_torch.visualize_serialized_data": "print the statistics that ModelCompressor.compress_model returns",
     "aimet_torch.lora": _LATER,
     "aimet_torch.winnow": "AIMET removed its public entry in 2.31; pruning is not in this version of Bitwright",
-    "aimet_torch.svd": _LATER,
-    "aimet_torch.channel_pruning": _LATER,
+    "aimet_torch.svd": "its steps are AIMET's internals; call ModelCompressor.compress_model, or bitwright.torch.svd_model",
+    "aimet_torch.channel_pruning": "its steps are AIMET's internals; call ModelCompressor.compress_model, or bitwright.compress",
     "aimet_torch.nn.transformers": "no quantized classes are needed: simulations quantize "
     "what the modules of transformers compute",
     "aimet_torch.experimental.export": f"{_LATER}; sim.export and sim.onnx.export write ONNX",
@@ -35,20 +34,6 @@ ABSENT: dict[str, str] = {
     "call apply_adaround(sim, inputs, num_iterations)",
     "aimet_onnx.prepare_passes": "models are prepared when they are loaded: give them to QuantizationSimModel as they are",
     "aimet_onnx.graph_passes": "supergroups are found by rules: sim.coverage() shows them",
-    **dict.fromkeys(
-        (
-            f"aimet_torch.defs.{name}"
-            for name in (
-                "SpatialSvdParameters",
-                "WeightSvdParameters",
-                "ChannelPruningParameters",
-                "GreedySelectionParameters",
-                "ModuleCompRatioPair",
-                "RankSelectScheme",
-            )
-        ),
-        f"it belongs to compress: {_LATER}",
-    ),
     "aimet_torch.v1": "AIMET removed it in 2.30; use bitwright.aimet_torch itself",
     "aimet_torch.quantsim.check_accumulator_overflow": f"{_LATER} (AIMET announced its removal for 2.44); int32 biases are "
     "checked for overflow when they are derived",

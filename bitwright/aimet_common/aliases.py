@@ -68,7 +68,7 @@ ALIASES: dict[str, str] = {
     "aimet_torch.bias_correction": "aimet_torch.float_methods",
     "aimet_torch.bn_reestimation": "torch.training.batch_norm",
     "aimet_torch.cross_layer_equalization": "aimet_torch.float_methods",
-    "aimet_torch.defs": "",
+    "aimet_torch.defs": "aimet_torch.compress",
     "aimet_torch.elementwise_ops": "aimet_torch.quantized_modules",
     "aimet_torch.experimental": "",
     "aimet_torch.experimental.adascale": "aimet_torch.rounding",

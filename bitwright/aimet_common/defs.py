@@ -113,6 +113,23 @@ class RankSelectScheme(Enum):
     greedy = 1
 
 
+@dataclass
+class GreedySelectionParameters:
+    """How compression ratios are chosen by the metric.
+
+    Attributes:
+        target_comp_ratio: part of the cost that the model may keep.
+        num_comp_ratio_candidates: ratios that are tried of each layer: 10 for 0.1, 0.2, ...
+        use_monotonic_fit: make scores rise with the ratio first.
+        saved_eval_scores_dict: JSON file of the scores of an earlier run.
+    """
+
+    target_comp_ratio: Any
+    num_comp_ratio_candidates: Any = 10
+    use_monotonic_fit: bool = False
+    saved_eval_scores_dict: str | None = None
+
+
 class SupportedKernelsAction(Enum):
     """What happens where no kernel of the target fits a layer."""
 
@@ -312,16 +329,6 @@ def kind_of(fmt: Format) -> qtype:
 def signed_as(fmt: str, signed: bool) -> Format:
     """The format called ``fmt``; an integer one signed or not as told."""
     return parse_format(re.sub(r"^u?int", "int" if signed else "uint", fmt))
-
-
-@dataclass
-class GreedySelectionParameters:
-    """How greedy selection of compression ratios works."""
-
-    target_comp_ratio: Any
-    num_comp_ratio_candidates: Any = 10
-    use_monotonic_fit: bool = False
-    saved_eval_scores_dict: str | None = None
 
 
 def supported_kernels(rules: Rules) -> dict[str, list[dict[str, Any]]]:

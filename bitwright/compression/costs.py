@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class ModelCosts(Tabular):
         """Operators that multiply or hold parameters, then the whole model."""
         head = ["operator", "type", "MACs", "params", "bytes", "activations"] + ["ms"] * (self.ms is not None)
         rows = [self._cells(row) for row in self.rows if row.macs or row.params or (row.ms or 0) > 0]
-        whole = OpCost("all", "", *(self[c] for c in ("macs", "params", "bytes", "activation_bytes")), self.ms)
+        whole = OpCost("all", "", self["macs"], self["params"], self["bytes"], self["activation_bytes"], self.ms)
         title = f"Costs of a run of {self.samples} sample{'s' * (self.samples != 1)}"
         return Table(head, [*rows, self._cells(whole)], title, right=range(2, len(head)))
 
@@ -157,8 +157,8 @@ def model_costs(
     Args:
         model: a module, an ONNX model, or the path of one; left as it is.
         data: batches, the first of which is run; an ONNX model can do without, on a random input.
-        milliseconds: measure in ONNX Runtime on one thread. An ONNX model is profiled node by node; of a module, which is exported
-            for it, the whole is measured.
+        milliseconds: measure in ONNX Runtime on one thread. An ONNX model is profiled node by node; a module is exported for it,
+            and the whole is measured.
         rounds: runs that are timed.
         providers: where ONNX Runtime computes while shapes are recorded.
 
@@ -185,7 +185,7 @@ def model_costs(
     found = graph_costs(opened.view.graph(), 1 if first is None else max(samples_in(first), 1))
     if not milliseconds:
         return found
-    times, whole = measure_ms(model, opened.example, [row.op for row in found.rows], rounds)
+    times, whole = measure_ms(model, cast(Any, opened).example, [row.op for row in found.rows], rounds)
     times = _of_layers(opened.view.graph(), times)
     return replace(found, rows=tuple(replace(row, ms=times.get(row.op)) for row in found.rows), ms=whole)
 
@@ -195,7 +195,9 @@ def _of_layers(graph: Graph, times: Mapping[str, float]) -> Mapping[str, float]:
     found = dict(times)
     for op in graph.ops:
         last: Op | None = op
-        while last is not None and not found.get(last.name) and found.get(op.name) == 0.0 and multiplications(graph, op):
+        while (
+            last is not None and not found.get(last.name) and found.get(op.name) == 0.0 and multiplications(graph, op)
+        ):
             last = graph.sole_consumer(last.outputs[0])
             if last is None or multiplications(graph, last):
                 break

@@ -9,7 +9,7 @@ choice of least noise within the target is then found exactly (:class:`bitwright
 measured; factors that explain the difference are fitted (:class:`~bitwright.precision.choice.Correction`), and the choice is made
 again, until it stays the same. A metric, where there is one, is asked of the best choices only.
 
-:func:`greedy`: the metric of every part at every ratio, then the largest score at which all parts together meet the target (AIMET).
+:func:`greedy`: the metric of every part at every ratio, then the largest score at which all parts meet the target (AIMET).
 """
 
 from __future__ import annotations
@@ -219,7 +219,9 @@ def checked_score(metric: Callable[[Any], Any], model: Any, which: str) -> float
     except (TypeError, ValueError) as error:
         shown = "None" if found is None else f"{found!r:.80} ({type(found).__name__})"
         raise CalibrationError(
-            "metric", f"of the {which} model it is {shown}, which is not a number", "end it with `return` and one number"
+            "metric",
+            f"of the {which} model it is {shown}, which is not a number",
+            "end it with `return` and one number",
         ) from error
     if not math.isfinite(score):
         raise CalibrationError(
@@ -440,7 +442,8 @@ def greedy(
     if cost_of(best) > most * (1 + 1e-9):
         raise ConfigError(
             "target_comp_ratio",
-            f"it cannot be met: with every layer at its smallest ratio the cost is {cost_of(best):,.0f}, and {most:,.0f} are asked",
+            f"it cannot be met: with every layer at its smallest ratio the cost is {cost_of(best):,.0f}, "
+            f"and {most:,.0f} are asked",
             "ask for more, raise num_comp_ratio_candidates, or ignore fewer modules",
         )
     for _ in range(60):

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,8 @@ from bitwright.compression.ratios import Chosen, Option, Part, choose
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import AddBias, Before, Chain, Edit, FloatModel, SetParam, Undo
-from bitwright.errors import CalibrationError, ConfigError, close_matches
-from bitwright.methods.front_end import Opened
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments, close_matches
+from bitwright.methods.front_end import Opened, front_end_of
 from bitwright.methods.layers import Reversible
 from bitwright.tables import Table, Tabular, plain
 
@@ -335,7 +335,7 @@ class LowRankLayer:
         key = (form, rank)
         if key not in self._known:
             self._known[key] = self._factored(form, rank)
-        return self._known[key]  # type: ignore[no-any-return]
+        return cast(Factored, self._known[key])
 
     def _most(self, form: str) -> int:
         o, i = self.W.shape[:2]
@@ -420,8 +420,8 @@ class LowRankLayer:
             error = self._factorization(_POINTWISE).error(composed)
             composed = composed.reshape(self.W.shape)
         elif self.op.type == "ConvTranspose":  # before its outputs are added up it is a product over the channels
-            flat = np.moveaxis(self.W, 1, -1).reshape(-1, self.W.shape[1], 1)
-            whole = Factorization(flat, self._moments)
+            product = np.moveaxis(self.W, 1, -1).reshape(-1, self.W.shape[1], 1)
+            whole = Factorization(product, self._moments)
             A, B = whole.at(rank[0])
             error, composed = whole.error(compose(A, B)), self.W
             before = [Before("Conv", A.reshape(*A.shape, *(1,) * n), self._part(()))]
@@ -450,7 +450,7 @@ class LowRankLayer:
         if key not in self._known:
             moments = None if self._moments is None else view.moments(self._moments, self.W.shape)
             self._known[key] = Factorization(view.weight(self.W), moments)
-        return self._known[key]  # type: ignore[no-any-return]
+        return cast(Factorization, self._known[key])
 
     def _two(self, form: str, view: _View, rank: int) -> tuple[Array, Array, float, Array]:
         found = self._factorization(view)
@@ -900,7 +900,7 @@ def svd(
         metric, lower_is_better, deadline, progress: as for :func:`bitwright.compression.ratios.choose`.
 
     Raises:
-        ConfigError: no target, or one that cannot be met; a ratio that is none; a layer that does not exist or cannot be factored.
+        ConfigError: no target, or one that cannot be met; a ratio that is none; a layer that is unknown or cannot be factored.
     """
     target = {name: value for name, value in (("macs", macs), ("params", params)) if value is not None}
     if bool(target) == bool(ratios):
@@ -932,3 +932,68 @@ def svd(
     )  # fmt: skip
     picked = [p.options[k].what for p, k in zip(space.parts, chosen.best.choice, strict=True) if k]
     return svd_report(space, picked, space.apply(chosen.best.choice), chosen)
+
+
+@checks_arguments
+def svd_model(
+    model: Any,
+    data: Iterable[Any],
+    dummy_input: Any = None,
+    *,
+    macs: float | None = None,
+    params: float | None = None,
+    ratios: Mapping[str, float] | None = None,
+    forms: Sequence[str] = tuple(FORMS),
+    multiple: int = 1,
+    exclude: Iterable[str] = (),
+    data_aware: bool = True,
+    metric: Callable[[Any], Any] | None = None,
+    lower_is_better: bool = False,
+    deadline: float | None = None,
+    providers: Any = None,
+    progress: bool = True,
+) -> SvdReport:
+    """Write layers of a PyTorch or ONNX model as two or three smaller ones in a row, in place.
+
+    Convolutions become k x 1 and 1 x k (spatial SVD), 1 x 1 and k x k, k x k and 1 x 1, or 1 x 1, k x k and 1 x 1 (Tucker-2);
+    linear layers, products with a stored matrix and the input matrices of recurrent layers become two products. Without
+    training; the errors of outputs on real inputs are made small, and a bias takes up their mean.
+
+    Args:
+        model: a module, or a loaded ONNX model; changed in place.
+        data: batches (feeds) of real inputs; a few hundred samples are enough.
+        dummy_input: the example input; the first batch by default.
+        macs, params: what the model may keep of its multiplications and of its parameters, 0.5 for half. Which layer keeps how
+            much is chosen exactly from estimates, see :func:`bitwright.compression.ratios.choose`.
+        ratios: layer -> ratio of its cost, in the place of ``macs`` and ``params``.
+        forms: ``spatial``, ``weight``, ``output``, ``tucker``; all of them by default, the best at each ratio.
+        multiple: ranks are multiples of it, as kernels of a target like them.
+        exclude: names of layers that are left as they are.
+        data_aware: ``False`` makes the errors of weights small, whatever the data.
+        metric: ``metric(model) -> float`` (of a session for ONNX): decides between the choices of least noise.
+        lower_is_better: of the metric.
+        deadline: seconds after which no further choice is measured.
+        providers: where ONNX Runtime computes.
+        progress: show progress bars on a terminal.
+
+    Returns:
+        The report: one row per layer, and why others were not touched. Of a module ``report.undo()`` gives it back as it was. The
+        change of an ONNX model is final.
+
+    Raises:
+        ConfigError: no target; one that cannot be met, with the nearest that can; a layer that is unknown or cannot be factored.
+        CalibrationError: no data, an input that is NaN or infinite, or a metric that is no finite number.
+
+    Reference: Jaderberg et al. 2014, arXiv:1405.3866; Kim et al. 2015, arXiv:1511.06530; Wang et al. 2024, arXiv:2403.07378.
+    """
+    batches = list(data)
+    if not batches:
+        raise CalibrationError("svd_model", "the data held no batch", "give some batches of real data")
+    example = batches[0] if dummy_input is None else dummy_input
+    opened = front_end_of(model).open_model(model, None, example, "svd_model", providers)
+    report = svd(
+        opened, batches, macs=macs, params=params, ratios=ratios, forms=forms, multiple=multiple, exclude=exclude,
+        data_aware=data_aware, metric=metric, lower_is_better=lower_is_better, deadline=deadline, progress=progress,
+    )  # fmt: skip
+    opened.finish(report)
+    return report

@@ -205,6 +205,12 @@ KINDS: dict[str, Kind] = {
         "weights of layer and RMS norms into the layers after them",
         run="bitwright.methods.folding.norm_fold.fold_norms",
     ),
+    "svd": Kind(
+        "float",
+        "layers as smaller ones in a row, by low-rank factors",
+        ("fold",),
+        run="bitwright.compression.svd.svd_model",
+    ),
     "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",), gain=0.0),
     "smooth": Kind(
         "float",

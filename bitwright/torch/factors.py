@@ -71,7 +71,7 @@ def no_chain(module: nn.Module, path: str, op: str) -> str | None:
     if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "weight_g"):
         return "it has hooks, which may read its weight"
     if getattr(module, "padding_mode", "zeros") != "zeros":
-        return f"it pads by {module.padding_mode}"  # type: ignore[union-attr]
+        return f"it pads by {module.padding_mode}"
     return None
 
 
@@ -137,8 +137,15 @@ def chain_from_plan(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> nn.
                 named["proj_size"] = module.proj_size
             layers.append(
                 type(module)(
-                    row["in"], module.hidden_size, module.num_layers, bias=module.bias, batch_first=module.batch_first,
-                    dropout=module.dropout, bidirectional=module.bidirectional, **named, **options,
+                    row["in"],
+                    module.hidden_size,
+                    module.num_layers,
+                    bias=module.bias,
+                    batch_first=module.batch_first,
+                    dropout=module.dropout,
+                    bidirectional=module.bidirectional,
+                    **named,
+                    **options,
                 )  # fmt: skip
             )
         elif row["class"] == "Linear":
@@ -147,9 +154,15 @@ def chain_from_plan(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> nn.
             rest = {"output_padding": row["output_padding"]} if "output_padding" in row else {}
             layers.append(
                 getattr(nn, row["class"])(
-                    row["in"], row["out"], tuple(row["kernel"]), tuple(row["stride"]),
+                    row["in"],
+                    row["out"],
+                    tuple(row["kernel"]),
+                    tuple(row["stride"]),
                     row["padding"] if isinstance(row["padding"], str) else tuple(row["padding"]),
-                    dilation=tuple(row["dilation"]), bias=row["bias"], **rest, **options,
+                    dilation=tuple(row["dilation"]),
+                    bias=row["bias"],
+                    **rest,
+                    **options,
                 )  # fmt: skip
             )
     if isinstance(module, nn.RNNBase):
@@ -162,7 +175,7 @@ def chain_from_plan(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> nn.
 def chain_of_modules(module: nn.Module, chain: Chain) -> nn.Module:
     """The layers of a chain with their values, in the place of ``module``; parameters train where those of it do."""
     made = chain_from_plan(module, chain_plan(module, chain))
-    layers = [made.reduce, made.layer] if isinstance(made, ReducedInput) else list(made)
+    layers: list[Any] = [made.reduce, made.layer] if isinstance(made, ReducedInput) else list(made.children())
     with torch.no_grad():
         for layer, part in zip(layers[:-1], chain.before, strict=True):
             weight = part.weight.T if part.type == "MatMul" else part.weight
@@ -179,7 +192,7 @@ def chain_of_modules(module: nn.Module, chain: Chain) -> nn.Module:
             turned = isinstance(last, nn.Linear) and not isinstance(module, nn.Linear)
             last.weight.copy_(_tensor(chain.weight.T if turned else chain.weight))
             if last.bias is not None:
-                last.bias.copy_(module.bias)  # type: ignore[arg-type]
+                last.bias.copy_(module.bias)
     trains = any(p.requires_grad for p in module.parameters())
     return made.requires_grad_(trains)
 
@@ -195,6 +208,6 @@ def export_float(model: nn.Module, example: Any, path: Path) -> dict[str, Array]
         program = torch.onnx.export(model, args, kwargs=kwargs or None, dynamo=True, verbose=False)
     assert program is not None
     program.save(path)
-    names = [value.name for value in program.model.graph.inputs]
+    names = [str(value.name) for value in program.model.graph.inputs]
     given = [tensor.detach().cpu().numpy() for _, tensor in flatten_tensors((args, kwargs))]
     return dict(zip(names, given, strict=True))

@@ -28,6 +28,9 @@ MODULES = {
     "aimet_torch.quantization.float": "FloatQuantizeDequantize",
     "aimet_torch.quantization.encoding_analyzer": "MinMaxEncodingAnalyzer PercentileEncodingAnalyzer SqnrEncodingAnalyzer",
     "aimet_torch.nn": "QuantizedLinear QuantizedConv2d QuantizationMixin compute_encodings compute_param_encodings",
+    "aimet_torch.compress": "ModelCompressor CompressionStats",
+    "aimet_torch.defs": "SpatialSvdParameters WeightSvdParameters ChannelPruningParameters GreedySelectionParameters "
+    "ModuleCompRatioPair RankSelectScheme CompressionScheme CostMetric",
     "aimet_torch.amp.mixed_precision_algo": "EvalCallbackFactory",
     "aimet_onnx": "int4 int8 int16 float16 QuantizationSimModel apply_seq_mse apply_adaround analyze_per_layer_sensitivity",
     "aimet_onnx.quantsim": "encodings_to_onnx_qdq load_encodings_to_sim clamp_activation_encodings set_param_type "

@@ -417,7 +417,9 @@ class OnnxView:
         assert self._names is not None
         for i, part in enumerate(edit.before):
             factor = self._new_initializer(f"{edit.op}.factor{i + 1}", part.weight, weight.dtype)
-            first = ir.node(part.type, [last, factor], _conv_attributes(part.attrs), name=self._names.node(f"{edit.op}.{i + 1}"))
+            first = ir.node(
+                part.type, [last, factor], _conv_attributes(part.attrs), name=self._names.node(f"{edit.op}.{i + 1}")
+            )
             last = first.outputs[0]
             last.name, last.type = self._names.value(f"{edit.op}.reduced{i + 1}"), source.type
             node.graph.insert_before(node, first)

@@ -1,0 +1,342 @@
+"""AIMET's compression: ``ModelCompressor.compress_model`` and the classes of its parameters.
+
+Layers are factored without data, as AIMET factors them; scores of layers are kept as JSON, never as a pickle.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitwright.aimet_common.absent import differs
+from bitwright.aimet_common.defs import CompressionScheme, CostMetric, GreedySelectionParameters, RankSelectScheme
+from bitwright.compression.ratios import Scores, greedy, load_scores, measure_scores, monotonic, save_scores
+from bitwright.compression.ratios import checked_score as _checked_score
+from bitwright.compression.svd import Factored, LowRankLayer, SvdSpace
+from bitwright.errors import ConfigError
+from bitwright.methods.front_end import front_end_of
+from bitwright.torch.calls.inputs import model_device
+
+#: where AIMET keeps the scores of a greedy search, as JSON
+SCORES_FILE = Path("data", "greedy_selection_eval_scores_dict.json")
+_FORMS = {CompressionScheme.spatial_svd: "spatial", CompressionScheme.weight_svd: "weight"}
+
+
+@dataclass
+class ModuleCompRatioPair:
+    """A module, and which part of its cost it may keep (0 to 1)."""
+
+    module: torch.nn.Module
+    comp_ratio: float
+
+
+class _Mode(Enum):
+    """How ratios are chosen."""
+
+    manual = 1
+    auto = 2
+
+
+@dataclass
+class _ManualModeParams:
+    """Ratios of modules that are given."""
+
+    list_of_module_comp_ratio_pairs: Sequence[ModuleCompRatioPair]
+
+
+@dataclass
+class _AutoModeParams:
+    """Ratios are chosen by the metric."""
+
+    greedy_select_params: GreedySelectionParameters
+    modules_to_ignore: Sequence[torch.nn.Module] = ()
+
+
+class SpatialSvdParameters:
+    """What :meth:`ModelCompressor.compress_model` takes for the scheme ``spatial_svd``.
+
+    Args:
+        mode: ``Mode.manual`` or ``Mode.auto``.
+        params: ``ManualModeParams`` or ``AutoModeParams``.
+        multiplicity: ranks are multiples of it.
+    """
+
+    Mode, ManualModeParams, AutoModeParams = _Mode, _ManualModeParams, _AutoModeParams
+
+    def __init__(self, mode: _Mode, params: Any, multiplicity: int = 1) -> None:
+        self.mode, self.mode_params, self.multiplicity = mode, params, multiplicity
+
+
+class WeightSvdParameters(SpatialSvdParameters):
+    """As :class:`SpatialSvdParameters`, for the scheme ``weight_svd``."""
+
+    class AutoModeParams(_AutoModeParams):
+        """Ratios are chosen by the metric; ``rank_select_scheme`` is ``greedy``."""
+
+        def __init__(
+            self,
+            rank_select_scheme: RankSelectScheme,
+            select_params: GreedySelectionParameters,
+            modules_to_ignore: Sequence[torch.nn.Module] = (),
+        ) -> None:
+            super().__init__(select_params, modules_to_ignore)
+            self.rank_select_scheme = rank_select_scheme
+
+
+class ChannelPruningParameters(SpatialSvdParameters):
+    """What the scheme ``channel_pruning`` takes.
+
+    Args:
+        data_loader: batches, perhaps with labels.
+        num_reconstruction_samples: samples that what is left is fitted on.
+        allow_custom_downsample_ops: not needed: channels are removed from whole groups of layers.
+        mode, params, multiplicity: as of :class:`SpatialSvdParameters`.
+    """
+
+    def __init__(
+        self,
+        data_loader: Iterable[Any],
+        num_reconstruction_samples: int,
+        allow_custom_downsample_ops: bool,
+        mode: _Mode,
+        params: Any,
+        multiplicity: int = 1,
+    ) -> None:
+        super().__init__(mode, params, multiplicity)
+        self.data_loader, self.num_reconstruction_samples = data_loader, num_reconstruction_samples
+        self.allow_custom_downsample_ops = allow_custom_downsample_ops
+
+
+@dataclass
+class CompressionStats:
+    """What a compression did; printed, a table.
+
+    Attributes:
+        baseline_model_accuracy, compressed_model_accuracy: what the callback returned, as text of six digits.
+        memory_compression_ratio, mac_compression_ratio: of the whole model, as text.
+        per_layer_stats: one per layer.
+        eval_scores_dictionary: layer -> ratio -> score, in automatic mode.
+    """
+
+    @dataclass
+    class LayerStats:
+        """A layer and the part of its cost that it keeps."""
+
+        name: str
+        compression_ratio: float
+
+    baseline_model_accuracy: str
+    compressed_model_accuracy: str
+    memory_compression_ratio: str
+    mac_compression_ratio: str
+    per_layer_stats: list[LayerStats]
+    eval_scores_dictionary: Scores | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        line = "*" * 94
+        layers = "".join(f"    Name:{s.name}, compression-ratio: {s.compression_ratio}\n" for s in self.per_layer_stats)
+        scores = ""
+        if self.eval_scores_dictionary:
+            rows = self.eval_scores_dictionary.items()
+            scores = "\nGreedy Eval Scores\n" + "".join(f"    Name:{n}, scores: {row}\n" for n, row in rows) + line
+        return (
+            f"{line}\nCompressed Model Statistics\nBaseline model accuracy: {self.baseline_model_accuracy}, "
+            f"Compressed model accuracy: {self.compressed_model_accuracy}\nCompression ratio for "
+            f"memory={self.memory_compression_ratio}, mac={self.mac_compression_ratio}\n{line}\n\n"
+            f"Per-layer Stats\n{layers}{line}\n{scores}"
+        )
+
+
+class ModelCompressor:
+    """AIMET's entry to compression."""
+
+    @staticmethod
+    def compress_model(
+        model: torch.nn.Module,
+        eval_callback: Callable[..., float],
+        eval_iterations: int | None,
+        input_shape: Any,
+        compress_scheme: CompressionScheme,
+        cost_metric: CostMetric,
+        parameters: SpatialSvdParameters,
+        trainer: Any = None,
+        visualization_url: str | None = None,
+    ) -> tuple[torch.nn.Module, CompressionStats]:
+        """A compressed copy of a model, and what it cost.
+
+        Args:
+            model: left as it is.
+            eval_callback: ``eval_callback(model, eval_iterations, use_cuda=...)``, a number; higher is better.
+            eval_iterations: handed on.
+            input_shape: of the input, with the batch; or several shapes.
+            compress_scheme: ``spatial_svd``, ``weight_svd`` or ``channel_pruning``.
+            cost_metric: ``mac`` or ``memory``.
+            parameters: of the scheme.
+            trainer: ``trainer.train_model(model, layer, train_flag=True)`` is called for each layer that was compressed.
+            visualization_url: no page is served; print the statistics.
+
+        Raises:
+            ConfigError: parameters of another scheme, a ratio that cannot be met (with the nearest that can), a module that is
+                not in the model or cannot be compressed, with the reason.
+            CalibrationError: the callback returns no finite number.
+        """
+        if visualization_url is not None:
+            differs("visualization_url", "no page is served; print the statistics that compress_model returns")
+        if compress_scheme not in _FORMS and compress_scheme is not CompressionScheme.channel_pruning:
+            known = ", ".join(f"CompressionScheme.{scheme.name}" for scheme in CompressionScheme)
+            raise ConfigError("compress_scheme", f"{compress_scheme!r} is not a scheme", f"use {known}")
+        _check_parameters(compress_scheme, parameters)
+        device = model_device(model)
+        on_gpu = device is not None and device.type == "cuda"
+
+        def metric(found: Any) -> float:
+            return eval_callback(found, eval_iterations, use_cuda=on_gpu)
+
+        baseline = _checked_score(metric, model, "original")
+        if compress_scheme is CompressionScheme.channel_pruning:
+            raise ConfigError(
+                "compress_scheme", "channel_pruning is not here yet", "call bitwright.compress(model, data)"
+            )
+        return _factored(
+            model,
+            metric,
+            baseline,
+            _inputs(model, input_shape),
+            _FORMS[compress_scheme],
+            cost_metric,
+            parameters,
+            trainer,
+        )
+
+
+def _check_parameters(scheme: CompressionScheme, parameters: Any) -> None:
+    wanted = {
+        CompressionScheme.spatial_svd: SpatialSvdParameters,
+        CompressionScheme.weight_svd: WeightSvdParameters,
+        CompressionScheme.channel_pruning: ChannelPruningParameters,
+    }[scheme]
+    if type(parameters) is not wanted:
+        raise ConfigError(
+            "parameters",
+            f"{type(parameters).__name__} does not belong to the scheme {scheme.name}",
+            f"pass {wanted.__name__}",
+        )
+
+
+def _inputs(model: torch.nn.Module, shape: Any) -> Any:
+    """Random inputs of one shape, or of several."""
+    device = model_device(model)
+    if isinstance(shape, (list, tuple)) and shape and isinstance(shape[0], (list, tuple)):
+        return tuple(torch.rand(*one, device=device) for one in shape)
+    return torch.rand(*shape, device=device)
+
+
+def _factored(
+    model: torch.nn.Module,
+    metric: Callable[[Any], float],
+    baseline: float,
+    example: Any,
+    form: str,
+    cost_metric: CostMetric,
+    parameters: SpatialSvdParameters,
+    trainer: Any,
+) -> tuple[torch.nn.Module, CompressionStats]:
+    names = {id(module): name for name, module in model.named_modules()}
+    work = copy.deepcopy(model)
+    opened = front_end_of(work).open_model(work, None, example, "compress_model", None)
+    cost = "macs" if cost_metric is CostMetric.mac else "params"
+    automatic = parameters.mode is SpatialSvdParameters.Mode.auto
+    params = parameters.mode_params
+    count = int(params.greedy_select_params.num_comp_ratio_candidates) if automatic else 1
+    offered = [k / count for k in range(1, count)] if automatic else []
+    space = SvdSpace(
+        opened, [example], ratios=offered, forms=(form,), cost=cost, multiple=parameters.multiplicity, data_aware=False
+    )  # fmt: skip
+    by_name = {layer.name: layer for layer in space.layers}
+    scores: Scores | None = None
+    if automatic:
+        ignored = {names.get(id(module)) for module in params.modules_to_ignore}
+        keep = [i for i, layer in enumerate(space.layers) if layer.name not in ignored]
+        space.layers = [space.layers[i] for i in keep]
+        left_out = [part for i, part in enumerate(space.parts) if i not in keep]
+        space.fixed = {
+            n: held + sum(part.options[0].costs[n] for part in left_out) for n, held in space.fixed.items()
+        }  # fmt: skip
+        space.parts = [space.parts[i] for i in keep]
+        ratios, scores = _chosen(space, metric, baseline, params.greedy_select_params, cost)
+    else:
+        ratios = {}
+        for pair in params.list_of_module_comp_ratio_pairs:
+            name = names.get(id(pair.module))
+            if name is None:
+                raise ConfigError(
+                    "ModuleCompRatioPair", "its module is not in the model", "pass a module of this model"
+                )
+            if name not in by_name:
+                reason = space.found.refused.get(name, "it is no layer that the model runs")
+                raise ConfigError(name, f"it cannot be compressed: {reason}", "leave it out of the list")
+            ratios[name] = _checked_ratio(name, pair.comp_ratio)
+    picked = [_layer(space, by_name[name], ratio) for name, ratio in ratios.items() if ratio < 1]
+    found = [one for one in picked if one is not None]
+    space.put(found)
+    opened.view.refresh()
+    for one in found if trainer is not None else ():
+        trainer.train_model(work, work.get_submodule(one.layer), train_flag=True)
+    saved = {c: sum(getattr(by_name[f.layer], c) - getattr(f, c) for f in found) for c in ("macs", "params")}
+    made = {one.layer: one for one in found}
+    stats = CompressionStats(
+        f"{baseline:f}",
+        f"{_checked_score(metric, work, 'compressed'):f}",
+        f"{1 - saved['params'] / max(space.whole['params'], 1):f}",
+        f"{1 - saved['macs'] / max(space.whole['macs'], 1):f}",
+        [
+            CompressionStats.LayerStats(
+                layer.name,
+                round(getattr(made[layer.name], cost) / getattr(layer, cost), 4) if layer.name in made else 1.0,
+            )
+            for layer in space.layers
+        ],
+        scores,
+    )
+    return work, stats
+
+
+def _checked_ratio(name: str, ratio: Any) -> float:
+    if not isinstance(ratio, (int, float, Decimal)) or not 0 < ratio <= 1:
+        raise ConfigError(name, f"{ratio!r} is not a ratio", "write a number above 0, 1 at most")
+    return float(ratio)
+
+
+def _layer(space: SvdSpace, layer: LowRankLayer, ratio: float) -> Factored | None:
+    """The layer at a ratio, or at rank 1 where that costs more."""
+    (form,) = space.forms
+    found = layer.at(form, layer.ranks(form, ratio, space.cost, space.multiple))
+    return found if getattr(found, space.cost) < getattr(layer, space.cost) else None
+
+
+def _chosen(
+    space: SvdSpace, metric: Callable[[Any], float], baseline: float, given: GreedySelectionParameters, cost: str
+) -> tuple[Mapping[str, float], Scores]:
+    """Ratios by AIMET's greedy search, and the scores, which are written down."""
+    names = [layer.name for layer in space.layers]
+    known = None if given.saved_eval_scores_dict is None else load_scores(given.saved_eval_scores_dict, names)
+    scores = measure_scores(space, metric, known)
+    save_scores(SCORES_FILE, scores)
+    used = {name: monotonic(row) for name, row in scores.items()} if given.use_monotonic_fit else scores
+
+    def cost_of(ratios: Mapping[str, float]) -> float:
+        total = space.fixed[cost]
+        for layer in space.layers:
+            made = _layer(space, layer, ratios[layer.name]) if ratios[layer.name] < 1 else None
+            total += getattr(layer if made is None else made, cost)
+        return float(total)
+
+    target = _checked_ratio("target_comp_ratio", given.target_comp_ratio)
+    return greedy(used, cost_of, target * space.whole[cost], baseline), scores
