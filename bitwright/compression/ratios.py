@@ -30,8 +30,7 @@ from bitwright.core.files import read_document
 from bitwright.core.simulation.float_model import Undo
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.export.files.atomic import write_json
-from bitwright.precision.choice import Choice, Correction, Knapsack, undominated
-from bitwright.precision.costs import Cost
+from bitwright.precision.choice import Choice, Correction, Cost, Knapsack, undominated
 from bitwright.progress import progress as progress_bar
 
 logger = logging.getLogger("bitwright")

@@ -21,14 +21,15 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.errors import ConfigError
-from bitwright.precision.candidates import Candidate
-from bitwright.precision.costs import Cost, Pair
+
+if TYPE_CHECKING:
+    from bitwright.precision.candidates import Candidate
 
 Floats = NDArray[np.float64]
 Choice = tuple[int, ...]
@@ -37,6 +38,53 @@ _TIGHT = 1e-7  # relative; the solver's own tolerance is 1e-6 of a bound scaled 
 _NOTHING = 1e-9  # of the room of a row; below what the solver can tell from zero
 _OUT_OF_TIME = 1  # status of scipy's milp
 _SECONDS = 20.0  # for one program: the best answer by then is taken
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What two groups add together.
+
+    Attributes:
+        first, second: places of the groups.
+        extra: ``[candidates, candidates]``, what is added where they have these candidates; >= 0.
+    """
+
+    first: int
+    second: int
+    extra: Floats
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One cost of every choice.
+
+    Attributes:
+        name: ``weight_bytes``, ``bit_ops``, ``activation_bytes``, or ``ms``.
+        unit: for tables.
+        table: ``[rows, groups, candidates]``, what a group adds to each row at each candidate.
+        fixed: ``[rows]``, what does not depend on the choice.
+        pairs: what pairs of groups add to every row.
+    """
+
+    name: str
+    unit: str
+    table: Floats
+    fixed: Floats
+    pairs: tuple[Pair, ...] = ()
+
+    def of(self, choice: Sequence[int]) -> float:
+        """The cost of ``choice``, a candidate per group."""
+        rows = self.table[:, np.arange(len(choice)), list(choice)].sum(1) + self.fixed
+        return float(rows.max()) + self.together(choice)
+
+    def together(self, choice: Sequence[int]) -> float:
+        """What the pairs add at ``choice``."""
+        return float(sum(pair.extra[choice[pair.first], choice[pair.second]] for pair in self.pairs))
+
+    @staticmethod
+    def noise(table: Floats, pairs: tuple[Pair, ...] = ()) -> Cost:
+        """Noise over signal of the outputs, ``[groups, candidates]``, as a sum that is bounded or made small like a cost."""
+        return Cost("noise", "", table[None], np.zeros(1), pairs)
 
 
 class Knapsack:

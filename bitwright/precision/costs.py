@@ -15,7 +15,6 @@ import logging
 import platform
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from bitwright.precision.candidates import (
     simulation_of,
     without,
 )
+from bitwright.precision.choice import Cost, Pair
 from bitwright.precision.prepared import PreparedPrecisions
 from bitwright.recipes.judge import values_on_grids
 from bitwright.runtimes.onnxruntime import LayerTimes, layer_times
@@ -55,53 +55,6 @@ Floats = NDArray[np.float64]
 _FLOAT = 32
 #: in files of times that were measured layer by layer
 TIMES_FORMAT = "bitwright-times"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """What two groups add together.
-
-    Attributes:
-        first, second: places of the groups.
-        extra: ``[candidates, candidates]``, what is added where they have these candidates; >= 0.
-    """
-
-    first: int
-    second: int
-    extra: Floats
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One cost of every choice.
-
-    Attributes:
-        name: ``weight_bytes``, ``bit_ops``, ``activation_bytes``, or ``ms``.
-        unit: for tables.
-        table: ``[rows, groups, candidates]``, what a group adds to each row at each candidate.
-        fixed: ``[rows]``, what does not depend on the choice.
-        pairs: what pairs of groups add to every row.
-    """
-
-    name: str
-    unit: str
-    table: Floats
-    fixed: Floats
-    pairs: tuple[Pair, ...] = ()
-
-    def of(self, choice: Sequence[int]) -> float:
-        """The cost of ``choice``, a candidate per group."""
-        rows = self.table[:, np.arange(len(choice)), list(choice)].sum(1) + self.fixed
-        return float(rows.max()) + self.together(choice)
-
-    def together(self, choice: Sequence[int]) -> float:
-        """What the pairs add at ``choice``."""
-        return float(sum(pair.extra[choice[pair.first], choice[pair.second]] for pair in self.pairs))
-
-    @staticmethod
-    def noise(table: Floats, pairs: tuple[Pair, ...] = ()) -> Cost:
-        """Noise over signal of the outputs, ``[groups, candidates]``, as a sum that is bounded or made small like a cost."""
-        return Cost("noise", "", table[None], np.zeros(1), pairs)
 
 
 class Bits:

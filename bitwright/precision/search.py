@@ -33,8 +33,8 @@ from bitwright.precision.candidates import (
     ties,
     without,
 )
-from bitwright.precision.choice import Choice, Correction, Interactions, Knapsack, told
-from bitwright.precision.costs import Bits, Cost, all_costs
+from bitwright.precision.choice import Choice, Correction, Cost, Interactions, Knapsack, told
+from bitwright.precision.costs import Bits, all_costs
 from bitwright.precision.measure import Metric, Noise, one_sided
 from bitwright.precision.prepared import PreparedPrecisions, noise_table
 from bitwright.precision.result import Book, Goal, MixedPrecision, Point, Seen, alone, confirmed, decibel

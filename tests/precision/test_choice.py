@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from bitwright import measure_times, mixed_precision
 from bitwright.errors import BitwrightError
 from bitwright.precision.candidates import as_candidates
-from bitwright.precision.choice import Choice, Correction, Interactions, Knapsack, undominated
-from bitwright.precision.costs import TIMES_FORMAT, Cost, Pair
+from bitwright.precision.choice import Choice, Correction, Cost, Interactions, Knapsack, Pair, undominated
+from bitwright.precision.costs import TIMES_FORMAT
 from bitwright.runtimes.onnxruntime import _attributed
 from tests.precision.nets import batches, model, simulation
 

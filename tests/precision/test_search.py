@@ -19,8 +19,8 @@ from bitwright.analysis.subject import open_subject
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import BitwrightError
 from bitwright.precision.candidates import as_candidates, find_groups
-from bitwright.precision.choice import Choice, Correction, Knapsack
-from bitwright.precision.costs import Cost, Pair, present_costs
+from bitwright.precision.choice import Choice, Correction, Cost, Knapsack, Pair
+from bitwright.precision.costs import present_costs
 from bitwright.precision.measure import Metric, Noise, Score
 from bitwright.precision.result import Book, Goal, Seen
 from bitwright.precision.search import Proposals, last_word, mixed_precision, why_none
