@@ -73,6 +73,8 @@ EXTRA: dict[str, set[str]] = {
     "recipes/widen.py": {"torch"},
     "core/compiled/loops.py": {"numba"},
     "core/files.py": {"yaml"},
+    "llm/decoder_export.py": {"onnx_ir"},
+    "llm/openvino_export.py": {"openvino", "openvino_tokenizers"},
     "onnx/program.py": {"torch"},
     "onnx/to_torch.py": {"torch"},
     "onnx/model/data.py": {"PIL"},

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bitwright.compare.agreement import Agreement
+from bitwright.compare.generation import GeneratedRow
 from bitwright.compare.reasons import DRAWN, Saturated
 from bitwright.compare.runtime import Mode, Otherwise
 from bitwright.tables import Table, Tabular, html_table, text_table
@@ -100,6 +101,7 @@ class VerifyReport(Tabular):
         saturated: where a session of ONNX Runtime with default settings does not have the sums of ``as_integer`` on this
             CPU, which are exact; ``None`` if nowhere.
         otherwise: an output that another runtime makes otherwise of the whole file than of its operators; ``None`` if none.
+        generated: of a decoder, one row per prompt: how many tokens are those of the simulation.
     """
 
     _rows = "rows"
@@ -113,6 +115,7 @@ class VerifyReport(Tabular):
     runtime: str = "onnxruntime"
     saturated: Saturated | None = None
     otherwise: Otherwise | None = None
+    generated: tuple[GeneratedRow, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -122,6 +125,7 @@ class VerifyReport(Tabular):
         are exact: what a CPU without VNNI makes of them by default is in ``saturated`` and does not count.
         """
         compared = all(r.ok for r in self.rows) if self.rows else self._outputs_agree
+        compared = compared and all(row.ok for row in self.generated)
         return compared and not self.unchecked and not self.failures and self.otherwise is None
 
     @property
@@ -190,6 +194,7 @@ class VerifyReport(Tabular):
             yield str(self.saturated)
         if self.otherwise is not None:
             yield str(self.otherwise)
+        yield from map(str, self.generated)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from bitwright.compare.agreement import Agreement, compare, level, spread
 from bitwright.compare.bodies import after_pools, open_bodies, runs_of, side_by_side
 from bitwright.compare.cut import Cut, Place, array_of, constant_at, cut_by_sites, zero_points
+from bitwright.compare.generation import verify_generation
 from bitwright.compare.litert import verify_litert
 from bitwright.compare.reasons import DRAWN, OTHER_CONSTANT, Evidence, explain, measured, reason_of, saturated_places
 from bitwright.compare.report import OutputRow, Row, VerifyReport
@@ -351,7 +352,7 @@ def _wrong_places(model: Path, samples: Path) -> dict[str, str]:
 def verify_folder(
     folder: str | os.PathLike[str], prefix: str | None = None, *, runtime: str = "onnxruntime"
 ) -> VerifyReport:
-    """Verify what an export wrote: hashes of the files, then every layer against the samples.
+    """Verify what an export wrote: hashes of the files, every layer against the samples, and the tokens that a decoder makes.
 
     Args:
         folder: where the files lie.
@@ -379,7 +380,9 @@ def verify_folder(
         )
     sites, inputs, outputs = read_samples(path / f"{stem}_samples.npz")
     flat = _flat_file(path, stem, listed) if find_runtime(runtime).suffix == ".tflite" else None
-    return verify_layers(path / f"{stem}.onnx", sites, inputs, outputs=outputs, runtime=runtime, flat=flat)
+    report = verify_layers(path / f"{stem}.onnx", sites, inputs, outputs=outputs, runtime=runtime, flat=flat)
+    generation = path / f"{stem}_generation.json"
+    return replace(report, generated=verify_generation(generation)) if generation.is_file() else report
 
 
 def _flat_file(folder: Path, stem: str, listed: set[str]) -> bytes:

@@ -1,5 +1,7 @@
 from bitwright.llm.checkpoint import Checkpoint as Checkpoint
 from bitwright.llm.checkpoint import open_checkpoint as open_checkpoint
+from bitwright.llm.decoder_export import DecoderExport as DecoderExport
+from bitwright.llm.decoder_export import export_decoder as export_decoder
 from bitwright.llm.engines import open_engine as open_engine
 from bitwright.llm.files.common import tokenizer_files as tokenizer_files
 from bitwright.llm.files.table import FILE_FORMATS as FILE_FORMATS
@@ -8,6 +10,9 @@ from bitwright.llm.files.table import read_checkpoint as read_checkpoint
 from bitwright.llm.files.table import write_checkpoint as write_checkpoint
 from bitwright.llm.likelihood import Perplexity as Perplexity
 from bitwright.llm.likelihood import perplexity as perplexity
+from bitwright.llm.openvino_export import AS_SIMULATED as AS_SIMULATED
+from bitwright.llm.openvino_export import OpenVinoDecoder as OpenVinoDecoder
+from bitwright.llm.openvino_export import export_openvino as export_openvino
 from bitwright.llm.packed import FloatWeight as FloatWeight
 from bitwright.llm.packed import PackedWeight as PackedWeight
 from bitwright.llm.packed import packed_weights as packed_weights

@@ -83,6 +83,12 @@ def _children(obj: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
+def _children_or_cached(obj: Any, caches: bool) -> list[tuple[str, Any]] | None:
+    if type(obj) in ATOMS:
+        return None
+    return _cached(obj) if caches and _is_cache(obj) else _children(obj)
+
+
 def _values(obj: Any) -> Collection[Any] | None:
     """What a container holds, without the names and caches; ``None`` of anything else."""
     kind = type(obj)
@@ -107,9 +113,7 @@ def flatten_tensors(obj: Any, name: str = "", *, caches: bool = False) -> list[t
         if isinstance(item, torch.Tensor):
             found.append((path or "output", item))
             continue
-        children = None if type(item) in ATOMS else _children(item)
-        if children is None and caches and _is_cache(item):
-            children = _cached(item)
+        children = _children_or_cached(item, caches)
         if children:
             prefix = f"{path}." if path else ""
             held = [(prefix + key, child) for key, child in children if type(child) not in ATOMS]
@@ -134,6 +138,13 @@ def tensors_in(obj: Any) -> list[torch.Tensor]:
     return found
 
 
+def _values_to_map(obj: Any, leaf: type) -> Collection[Any] | None:
+    """What a container or a cache holds in which there may be something to replace."""
+    if isinstance(obj, (leaf, torch.Tensor, nn.utils.rnn.PackedSequence)):
+        return None
+    return [value for _, value in _cached(obj)] if _is_cache(obj) else _values(obj)
+
+
 def _is_constant(obj: Any) -> bool:
     """Whether an object is an atom or a tuple of atoms, as strides and shapes are: nothing in it can be replaced."""
     kind = type(obj)
@@ -153,10 +164,7 @@ def map_tensors(obj: Any, function: Callable[[Any], Any], leaf: type = torch.Ten
     stack = [obj]
     while stack:
         item = stack.pop()
-        opaque = isinstance(item, (leaf, torch.Tensor, nn.utils.rnn.PackedSequence))
-        values = None if opaque else _values(item)
-        if values is None and not opaque and _is_cache(item):
-            values = [value for _, value in _cached(item)]
+        values = _values_to_map(item, leaf)
         if values is not None:
             order.append((item, values))
             stack.extend(_containers(values, leaf))

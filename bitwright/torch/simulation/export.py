@@ -146,6 +146,7 @@ def export_sim(
     ir_version: int | None = None,
     samples: bool = True,
     measure_speed: bool = False,
+    rewrite: Callable[[ir.Model], Sequence[str]] | None = None,
 ) -> Exported:
     """Write the model for deployment into the folder ``path``, which is made if need be.
 
@@ -187,6 +188,7 @@ def export_sim(
         samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
         measure_speed: run the files beside the float model for about a second, and warn where they are slower on this machine;
             ``exported.speed`` has the ratio. Off by default: it takes as long as some small exports.
+        rewrite: changes the marked model, whose inputs and outputs have their final names, in place, and returns notes.
 
     Raises:
         CalibrationError: the simulation has no encodings yet.
@@ -203,6 +205,7 @@ def export_sim(
         free = dynamic_batch is True
         marked = marked_onnx(sim, dummy_input, dynamic_batch=free, dynamic_shapes=dynamic_shapes, notes=notes)
     names = rename_ports(marked, input_names, output_names)
+    notes += [] if rewrite is None else rewrite(marked)
     exported = write_artefacts(
         sim,
         path,
@@ -432,7 +435,7 @@ def _free_batch(sim: SimulatedModule, dummy_input: Any) -> tuple[ir.Model, list[
 
 
 #: axis -> its length in the example that a model with a cache is traced on: none is 1, and no two are equal
-_LENGTHS = {"batch": 2, "sequence": 3, "past": 4, "past+sequence": 7}
+_LENGTHS = {"batch": 2, "sequence": 3, "past": 4, "total": 7}
 _TOKENS = {0: "batch", 1: "sequence"}
 #: input of a language model, by its rank where that decides -> the axes that vary
 _FREE_AXES: dict[str | tuple[str, int], dict[int, str]] = {
@@ -442,8 +445,8 @@ _FREE_AXES: dict[str | tuple[str, int], dict[int, str]] = {
     ("position_ids", 2): _TOKENS,
     ("position_ids", 3): {1: "batch", 2: "sequence"},
     "cache_position": {0: "sequence"},
-    ("attention_mask", 2): {0: "batch", 1: "past+sequence"},
-    ("attention_mask", 4): {0: "batch", 2: "sequence", 3: "past+sequence"},
+    ("attention_mask", 2): {0: "batch", 1: "total"},
+    ("attention_mask", 4): {0: "batch", 2: "sequence", 3: "total"},
     ("key", 4): {0: "batch", 2: "past"},
     ("value", 4): {0: "batch", 2: "past"},
 }
@@ -462,7 +465,7 @@ def _free_lengths(sim: SimulatedModule, dummy_input: Any) -> tuple[ir.Model, lis
     """
     _refuse_windows(dummy_input)
     named = dict(named_inputs(forward_signature(sim.model), *as_call(dummy_input)))
-    axes = {name: found for name, tensor in named.items() if (found := free_axes(name, tensor))}
+    axes = {name: free for name, tensor in named.items() if (free := free_axes(name, tensor))}
     longer = {id(named[name]): _of_lengths(named[name], free) for name, free in axes.items()}
     example = map_tensors(dummy_input, lambda t: longer.get(id(t), t))
     asked = {name: dict.fromkeys(free, torch.export.Dim.AUTO) for name, free in axes.items()}
@@ -472,18 +475,17 @@ def _free_lengths(sim: SimulatedModule, dummy_input: Any) -> tuple[ir.Model, lis
     except ExportError as error:
         notes = [f"lengths: batch, sequence and past are fixed to the example's: with free ones, {error.problem}"]
         return marked_onnx(sim, dummy_input, notes=notes), notes
-    symbols: dict[str, str] = {}
-    fixed: list[str] = []
-    for value in marked.graph.inputs:
-        for axis, kind in axes.get(str(value.name), {}).items():
-            dim = value.shape[axis] if value.shape else None
-            if not isinstance(dim, ir.SymbolicDim):
-                fixed.append(f"axis {axis} of {value.name} to {dim}")
-            else:
-                symbols.setdefault(str(dim.value), "total" if kind == "past+sequence" else kind)
+    found = [
+        (f"axis {axis} of {value.name}", value.shape[axis], kind)
+        for value in marked.graph.inputs
+        for axis, kind in axes.get(str(value.name), {}).items()
+        if value.shape is not None
+    ]
+    fixed = [f"{where} to {dim}" for where, dim, _ in found if not isinstance(dim, ir.SymbolicDim)]
     if fixed:
         notes = [f"lengths: all are fixed to the example's: the model itself fixes {', '.join(fixed[:3])}"]
         return marked_onnx(sim, dummy_input, notes=notes), notes
+    symbols = {str(dim.value): kind for _, dim, kind in reversed(found) if isinstance(dim, ir.SymbolicDim)}
     _replace_dims(marked, lambda text: text and re.sub(r"\w+", lambda found: symbols.get(found[0], found[0]), text))
     return marked, notes
 

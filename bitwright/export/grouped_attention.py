@@ -1,0 +1,267 @@
+"""Attention that continues a cache as ``GroupQueryAttention`` of ONNX Runtime (domain ``com.microsoft``).
+
+In plain operators a step of generation copies the whole cache: ``present = Concat(past, new)``. The operator writes the new
+keys and values into the buffer of the past instead, when a runtime hands it the same buffer for both (onnxruntime-genai with
+``past_present_share_buffer``), repeats no keys for grouped heads, and makes the causal mask itself, from the number of tokens in
+``attention_mask``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
+
+from bitwright.export.qdq.forms import Builder, Place, before
+from bitwright.export.qdq.markers import move_uses
+
+DOMAIN, OP_TYPE = "com.microsoft", "GroupQueryAttention"
+_MOVES = frozenset(("Unsqueeze", "Expand", "Reshape", "Transpose"))
+
+
+@dataclass(frozen=True)
+class CacheNames:
+    """Inputs and outputs of a model that hold the keys and values of one layer, ``[batch, heads, tokens, size]``."""
+
+    past_key: str
+    past_value: str
+    present_key: str
+    present_value: str
+
+
+@dataclass
+class _Attention:
+    """One attention: ``softmax(cap(q k * scale) + mask) v``, from the graph."""
+
+    query: ir.Value
+    key: ir.Node
+    value: ir.Node
+    scale: float
+    softcap: float
+    result: ir.Node
+
+
+class _Otherwise(Exception):  # noqa: N818, says why an attention is not of the form
+    pass
+
+
+def write_grouped_attention(
+    model: ir.Model, caches: Sequence[CacheNames], mask: str, windows: Sequence[int | None]
+) -> list[str]:
+    """Replace the attention of every layer, in place, where it has the form of the operator.
+
+    Args:
+        model: inputs ``past``, outputs ``present``, as in ``caches``, which are joined along axis 2; markers may stand anywhere.
+        caches: per layer.
+        mask: input ``[batch, past + new]`` of integers, 1 for every token.
+        windows: per layer, how many tokens back it sees, itself included; ``None`` for all.
+
+    Returns:
+        Why a layer keeps its plain operators, one sentence each; nothing where all are replaced. The mask of the model is not
+        looked at: compare the outputs of both models.
+    """
+    ends = {str(v.name): v for v in (*model.graph.inputs, *model.graph.outputs)}
+    found: list[_Attention] = []
+    kept: list[str] = []
+    for layer, names in enumerate(caches):
+        try:
+            found.append(_attention(ends, names))
+        except _Otherwise as reason:
+            kept.append(f"attention of layer {layer}: in plain operators, because {reason}")
+    if kept or not found:  # a buffer is shared by all layers or by none
+        return kept
+    builder = Builder(model)
+    lengths = _lengths(_Pen(builder, before(found[0].key)), ends[mask])
+    for attention, names, window in zip(found, caches, windows, strict=True):
+        _replace(builder, attention, names, window, lengths)
+    model.graph.opset_imports.setdefault(DOMAIN, 1)
+    common_passes.RemoveUnusedNodesPass()(model)
+    model.graph.sort()
+    return []
+
+
+def reads_past_length(model: ir.Model, caches: Sequence[CacheNames]) -> bool:
+    """Whether anything but the operator depends on how long the past is, which a buffer does not tell."""
+    past = {name for names in caches for name in (names.past_key, names.past_value)}
+    for value in (v for v in model.graph.inputs if v.name in past):
+        for use in value.uses():
+            node = use.node
+            if node.op_type == OP_TYPE:
+                continue
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", 4)
+            if node.op_type != "Shape" or start <= 2 < end:
+                return True
+    return False
+
+
+def _attention(ends: dict[str, ir.Value], names: CacheNames) -> _Attention:
+    key, value = (
+        _joined(ends, *pair) for pair in ((names.past_key, names.present_key), (names.past_value, names.present_value))
+    )
+    factor, product = _product_of(key.outputs[0])
+    query = product.inputs[0]
+    while query is not None and (scaled := _scaled(query.producer())) is not None:
+        query, factor = scaled[0], factor * scaled[1]
+    scale, softcap, weights = _to_softmax(product, factor)
+    heads = _only_reader(weights.outputs[0])
+    if heads.op_type == "Cast":
+        heads = _only_reader(heads.outputs[0])
+    if heads.op_type != "MatMul" or _moved_from(heads.inputs[1]) is not value.outputs[0]:
+        raise _Otherwise(f"the softmax is read by {heads.op_type} {heads.name}, not by a product with the values")
+    result = _only_reader(heads.outputs[0])
+    while result.op_type in ("Where", "Reshape"):
+        result = _only_reader(result.outputs[0])
+    if result.op_type != "Transpose" or list(result.attributes.get_ints("perm", [])) != [0, 2, 1, 3]:
+        raise _Otherwise(f"its result is read by {result.op_type} {result.name}, not by the transposition to tokens")
+    assert query is not None
+    if query.shape is None or not all(isinstance(query.shape[i], int) for i in (1, 3)):
+        raise _Otherwise("the numbers of heads are not in the file")
+    return _Attention(query, key, value, scale, softcap, result)
+
+
+def _joined(ends: dict[str, ir.Value], past: str, present: str) -> ir.Node:
+    node = ends[present].producer()
+    if node is None or node.op_type != "Concat" or node.inputs[0] is not ends[past] or len(node.inputs) != 2:
+        kind = "nothing" if node is None else node.op_type
+        what = "a quantizer stands at its cache" if kind == "Site" else f"its cache {present} is made by {kind}"
+        raise _Otherwise(what)
+    return node
+
+
+def _only_reader(value: ir.Value) -> ir.Node:
+    readers = [use.node for use in value.uses() if use.node.op_type != "Shape"]
+    if len(readers) != 1:
+        raise _Otherwise(f"{value.name} has {len(readers)} readers")
+    if readers[0].op_type == "Site":
+        raise _Otherwise(f"a quantizer stands at {value.name}")
+    return readers[0]
+
+
+def _product_of(keys: ir.Value) -> tuple[float, ir.Node]:
+    """The product of queries with ``keys``, and the factor that keys get on the way."""
+    factor, value = 1.0, keys
+    while True:
+        node = _only_reader(value)
+        scaled = _scaled(node)
+        if scaled is not None:
+            factor *= scaled[1]
+        elif node.op_type == "MatMul" and node.inputs[1] is value:
+            return factor, node
+        elif node.op_type not in _MOVES:
+            raise _Otherwise(f"{node.op_type} {node.name} reads its keys")
+        value = node.outputs[0]
+
+
+def _moved_from(value: ir.Value | None) -> ir.Value | None:
+    while value is not None and (node := value.producer()) is not None and node.op_type in _MOVES:
+        value = node.inputs[0]
+    return value
+
+
+def _scaled(node: ir.Node | None) -> tuple[ir.Value, float] | None:
+    """What a product or quotient with a scalar constant scales, and by how much."""
+    if node is None or node.op_type not in ("Mul", "Div"):
+        return None
+    for port in (1, 0) if node.op_type == "Mul" else (1,):
+        held, other = node.inputs[port], node.inputs[1 - port]
+        constant = None if held is None else ir.convenience.get_const_tensor(held)
+        if constant is not None and constant.size == 1 and other is not None:
+            number = float(constant.numpy().reshape(()))
+            return other, number if node.op_type == "Mul" else 1 / number
+    return None
+
+
+def _to_softmax(product: ir.Node, factor: float) -> tuple[float, float, ir.Node]:
+    """``(scale, softcap, softmax)`` from the product of queries and keys on."""
+    softcap, node = 0.0, product
+    while True:
+        value = node.outputs[0]
+        node = _only_reader(value)
+        scaled = _scaled(node)
+        if scaled is not None:
+            factor *= scaled[1]
+        elif node.op_type == "Tanh":
+            node = _only_reader(node.outputs[0])
+            cap = _scaled(node)
+            if cap is None:
+                raise _Otherwise(f"Tanh is followed by {node.op_type} {node.name}")
+            factor, softcap = factor * cap[1], cap[1]
+        elif node.op_type == "Softmax":
+            return factor, softcap, node
+        elif node.op_type not in ("Where", "Add", "Cast"):
+            raise _Otherwise(f"{node.op_type} {node.name} stands between the product with the keys and the softmax")
+
+
+def _lengths(pen: _Pen, mask: ir.Value) -> list[ir.Value]:
+    """``(seqlens_k, total_sequence_length)``: the index of the last token of each row, and the length of the mask."""
+    ints, to = ir.DataType.INT64, ir.AttrInt64("to", int(ir.DataType.INT32))
+    tokens = pen.emit("ReduceSum", [mask, pen.ints([1])], "mask_tokens", ints, ir.AttrInt64("keepdims", 0))
+    last = pen.emit("Sub", [tokens, pen.ints([1])], "last_token", ints)
+    total = pen.emit("Shape", [mask], "mask_length", ints, ir.AttrInt64("start", 1), ir.AttrInt64("end", 2))
+    scalar = pen.emit("Squeeze", [total], "total_tokens", ints)
+    return [pen.emit("Cast", [value], f"{value.name}_int32", ir.DataType.INT32, to) for value in (last, scalar)]
+
+
+@dataclass(frozen=True)
+class _Pen:
+    """Puts nodes at one place."""
+
+    builder: Builder
+    place: Place
+
+    def emit(
+        self, op: str, inputs: Sequence[ir.Value], name: str, dtype: ir.DataType, *attributes: ir.Attr
+    ) -> ir.Value:
+        value = self.builder.emit(self.place, op, inputs, name, dtype)
+        value.shape, node = None, value.producer()
+        assert node is not None
+        for attribute in attributes:
+            node.attributes.add(attribute)
+        return value
+
+    def ints(self, numbers: Sequence[int]) -> ir.Value:
+        return self.builder.initializer("grouped_attention_shape", np.array(numbers, np.int64))
+
+
+def _replace(
+    builder: Builder, attention: _Attention, names: CacheNames, window: int | None, lengths: Sequence[ir.Value]
+) -> None:
+    query, key, value = attention.query, attention.key, attention.value
+    past = key.inputs[0]
+    assert past is not None and past.shape is not None and query.shape is not None
+    heads, size, groups, dtype = query.shape[1], query.shape[3], past.shape[1], past.dtype or ir.DataType.FLOAT
+    assert isinstance(heads, int) and isinstance(size, int) and isinstance(groups, int)
+    pen = _Pen(builder, before(attention.result))
+    flat = []
+    for source, count in ((query, heads), (key.inputs[1], groups), (value.inputs[1], groups)):
+        assert source is not None
+        perm = ir.AttrInt64s("perm", [0, 2, 1, 3])
+        turned = pen.emit("Transpose", [source], f"{source.name}_tokens", dtype, perm)
+        flat.append(pen.emit("Reshape", [turned, pen.ints([0, 0, count * size])], f"{source.name}_rows", dtype))
+    attributes: list[ir.Attr] = [
+        ir.AttrInt64("num_heads", heads),
+        ir.AttrInt64("kv_num_heads", groups),
+        ir.AttrFloat32("scale", attention.scale),
+        ir.AttrInt64("local_window_size", -1 if window is None else window),
+    ]
+    if attention.softcap:
+        attributes.append(ir.AttrFloat32("softcap", attention.softcap))
+    inputs = [*flat, past, value.inputs[0], *lengths]
+    node_name = builder.names.node(f"{names.present_key}_attention")
+    node = ir.Node(DOMAIN, OP_TYPE, inputs, attributes, num_outputs=3, name=node_name)
+    pen.place(node)
+    for made, old in zip(node.outputs[1:], (key.outputs[0], value.outputs[0]), strict=True):
+        name = str(old.name)
+        made.type, made.shape, made.name = old.type, old.shape, name
+        move_uses(old, made)
+        old.name = builder.names.value(f"{name}_joined")
+        builder.outputs.replace(old, made)
+        made.name = name
+    rows, old = node.outputs[0], attention.result.outputs[0]
+    rows.dtype, rows.name = dtype, builder.names.value(f"{names.present_key}_rows")
+    split = pen.emit("Reshape", [rows, pen.ints([0, 0, heads, size])], f"{old.name}_heads", dtype)
+    split.shape = old.shape
+    move_uses(old, split)

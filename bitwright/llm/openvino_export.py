@@ -1,0 +1,155 @@
+"""Language models as OpenVINO's stateful IR: the cache stays inside the compiled model, as OpenVINO GenAI wants it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from bitwright.errors import ConfigError, ExportError
+from bitwright.export.files.atomic import atomic_files
+from bitwright.export.generation import Generated, Generation, read_generation
+from bitwright.llm.decoder_export import DecoderExport, export_decoder
+from bitwright.torch import QuantizationSimModel
+
+#: without these OpenVINO quantizes activations and caches to 8 bits, and may compute in bfloat16, as no simulation does
+AS_SIMULATED = {
+    "EXECUTION_MODE_HINT": "ACCURACY",
+    "INFERENCE_PRECISION_HINT": "f32",
+    "KV_CACHE_PRECISION": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+}
+_STEM = "openvino_model"  # what OpenVINO GenAI looks for
+_OF_ONNX = ("genai_config.json", "model.onnx")
+
+
+@dataclass(frozen=True)
+class OpenVinoDecoder:
+    """What :func:`export_openvino` wrote.
+
+    Attributes:
+        folder: what ``openvino_genai.LLMPipeline`` opens.
+        model: the IR; its weights lie beside it.
+        generated: prompts, and the tokens that the simulation continues them with.
+        notes: what is otherwise than asked for, with reasons.
+    """
+
+    folder: Path
+    model: Path
+    generated: tuple[Generated, ...]
+    notes: tuple[str, ...]
+
+
+def export_openvino(sim: QuantizationSimModel | nn.Module, folder: str | Path, **options: Any) -> OpenVinoDecoder:
+    """Write a causal language model of transformers as stateful IR, with integer weights, for OpenVINO and OpenVINO GenAI.
+
+    ``openvino_model.xml`` takes ``input_ids``, ``attention_mask``, ``position_ids`` and ``beam_idx`` and returns ``logits``;
+    keys and values are states. Compile it with :data:`AS_SIMULATED` for the numbers of the simulation: OpenVINO's defaults
+    quantize activations and caches to 8 bits. ``openvino_tokenizer.xml`` is written where ``openvino_tokenizers`` is installed
+    and the tokenizer is one of transformers.
+
+    Args:
+        sim: a calibrated simulation; a module is written as it is, in float.
+        folder: made if need be.
+        options: of :func:`export_decoder`; attention is in plain operators.
+
+    Raises:
+        ConfigError: OpenVINO is not installed.
+        ExportError: OpenVINO cannot read the model; and as :func:`export_decoder`.
+    """
+    try:
+        import openvino
+    except ImportError as error:
+        problem = "it is not installed, and writes the IR"
+        raise ConfigError("openvino", problem, "install it: pip install 'bitwright[openvino]'") from error
+    tokenizer = options.get("tokenizer")
+    with tempfile.TemporaryDirectory() as room:
+        options = {"target": "openvino_cpu", "samples": False, **options, "attention": "plain", "prefix": "model"}
+        made = export_decoder(sim, room, **options)
+        generation = read_generation(Path(room, "model_generation.json"))
+        try:
+            model = openvino.convert_model(str(made.exported.qdq))
+        except Exception as error:
+            raise ExportError(
+                str(folder),
+                f"OpenVINO cannot read the model: {str(error).strip().splitlines()[0]}",
+                "leave the layer that it names in float, or export for ONNX Runtime (export_decoder)",
+            ) from error
+        make_stateful(model, generation)
+        with atomic_files(folder, name=f"{_STEM}.xml", create=True) as staging:
+            openvino.save_model(model, staging / f"{_STEM}.xml", compress_to_fp16=False)
+            shutil.copyfile(Path(room, "model_generation.json"), staging / f"{_STEM}_generation.json")
+            for file in Path(room).iterdir():
+                if file.is_file() and not file.name.startswith("model") and file.name not in _OF_ONNX:
+                    shutil.copyfile(file, staging / file.name)
+            notes = [*made.notes, *_write_tokenizer(tokenizer, staging)]
+            settings = _generation_config(made)
+            (staging / "generation_config.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    return OpenVinoDecoder(Path(folder), Path(folder, f"{_STEM}.xml"), made.generated, tuple(notes))
+
+
+def make_stateful(model: Any, generation: Generation) -> None:
+    """Make states of the cache, in place, by OpenVINO's own pass; a state starts empty, and ``beam_idx`` chooses its rows.
+
+    Args:
+        model: of ``openvino.convert_model``.
+        generation: names the inputs and outputs of the cache.
+    """
+    from openvino import PartialShape, Type, opset13, passes
+
+    rows = opset13.parameter(PartialShape([-1]), dtype=Type.i32, name="beam_idx")
+    rows.output(0).get_tensor().add_names({"beam_idx"})
+    model.add_parameters([rows])
+    pairs = []
+    for past, present in zip(generation.past, generation.present, strict=True):
+        port = model.input(past)
+        readers = port.get_target_inputs()
+        chosen = opset13.gather(port, rows, opset13.constant(0))
+        for reader in readers:
+            reader.replace_source_output(chosen.output(0))
+        pairs.append((port.get_node(), model.output(present).get_node()))
+    manager = passes.Manager()
+    manager.register_pass(passes.MakeStateful(pairs))
+    manager.run_passes(model)
+    batch = opset13.gather(
+        opset13.shape_of(model.input("input_ids"), output_type="i64"), opset13.constant([0]), opset13.constant(0)
+    )
+    for node in model.get_ops():
+        if node.get_type_name() != "ReadValue":
+            continue
+        shape = node.get_output_partial_shape(0)
+        lengths = [
+            batch,
+            *(opset13.constant(np.array([n], np.int64)) for n in (shape[1].get_length(), 0, shape[3].get_length())),
+        ]
+        zero = opset13.constant(0.0, dtype=node.get_output_element_type(0))
+        node.set_arguments([opset13.broadcast(zero, opset13.concat(lengths, axis=0))])
+    model.validate_nodes_and_infer_types()
+
+
+def _generation_config(made: DecoderExport) -> dict[str, Any]:
+    config = json.loads((made.folder / "genai_config.json").read_text(encoding="utf-8"))["model"]
+    return {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path) -> Sequence[str]:
+    """The tokenizer as two models of OpenVINO, and why not where not."""
+    if tokenizer is None or isinstance(tokenizer, (str, Path)):
+        why = "there is none" if tokenizer is None else "it is a folder, and the converter takes one of transformers"
+        return [f"tokenizer: not written as openvino_tokenizer.xml, because {why}"]
+    try:
+        import openvino
+        from openvino_tokenizers import convert_tokenizer  # type: ignore[import-not-found]
+    except ImportError:
+        return ["tokenizer: not written as openvino_tokenizer.xml, because openvino_tokenizers is not installed"]
+    one, other = convert_tokenizer(tokenizer, with_detokenizer=True)
+    openvino.save_model(one, folder / "openvino_tokenizer.xml")
+    openvino.save_model(other, folder / "openvino_detokenizer.xml")
+    return []

@@ -1,0 +1,175 @@
+"""Decoders as one file for prefill and decode: names, attention, what stands beside the file, and the tokens it generates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from bitwright.compare.verify import verify_folder
+from bitwright.errors import ConfigError, ExportError, ModelError
+from bitwright.export.generation import read_generation
+from bitwright.llm import export_decoder
+from bitwright.torch import QuantizationSimModel
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {"vocab_size": 48, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128}
+OPT = {"vocab_size": 48, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+       "max_position_embeddings": 128, "word_embed_proj_dim": 32}  # fmt: skip
+WIDE = {"head_dim": 8}
+#: class of the model, of its configuration, and what is in it
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", SIZES),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", SIZES | WIDE),
+    "mistral": ("MistralForCausalLM", "MistralConfig", SIZES | {"sliding_window": 6}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", SIZES | WIDE),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", SIZES | WIDE | {"sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", SIZES),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "opt": ("OPTForCausalLM", "OPTConfig", OPT),
+}
+
+
+def decoder(name: str = "llama", **changes: Any) -> Any:
+    """A small model with random weights, whose norms are not all one."""
+    torch.manual_seed(0)
+    model, config, sizes = MODELS[name]
+    made = getattr(transformers, model)(getattr(transformers, config)(**sizes | changes)).eval()
+    with torch.no_grad():
+        for key, parameter in made.named_parameters():
+            if "norm" in key or "ln_" in key:
+                parameter += 0.5 * torch.rand(parameter.shape)
+    return made
+
+
+def simulation(model: nn.Module, preset: str = "w4g32") -> QuantizationSimModel:
+    example = {"input_ids": torch.arange(3, 9)[None]}
+    sim = QuantizationSimModel(model, example, preset=preset)
+    sim.compute_encodings([example], progress=False)
+    return sim
+
+
+@pytest.mark.quick_variants("llama")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_generates_what_its_simulation_generates(name: str, tmp_path: Path) -> None:
+    made = export_decoder(simulation(decoder(name)), tmp_path)
+    assert made.grouped and made.shared, made.notes
+    model = onnx.load(tmp_path / "model.onnx")
+    layers = range(len(read_generation(tmp_path / "model_generation.json").shapes))
+    assert [i.name for i in model.graph.input] == [
+        "input_ids", "attention_mask", "position_ids",
+        *(f"past_key_values.{i}.{kind}" for i in layers for kind in ("key", "value")),
+    ]  # fmt: skip
+    assert [o.name for o in model.graph.output] == [
+        "logits", *(f"present.{i}.{kind}" for i in layers for kind in ("key", "value"))
+    ]  # fmt: skip
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds.count("GroupQueryAttention") == len(layers) and "Softmax" not in kinds
+    report = verify_folder(tmp_path)
+    assert report.ok, report.to_text()
+    assert [(row.tokens, row.equal + row.close) for row in report.generated] == [(32, 32)] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_onnxruntime_genai_generates_the_same_tokens(name: str, tmp_path: Path) -> None:
+    genai = pytest.importorskip("onnxruntime_genai")
+    made = export_decoder(simulation(decoder(name, eos_token_id=None)), tmp_path)
+    model = genai.Model(str(tmp_path))
+    for generated in made.generated:
+        options = genai.GeneratorParams(model)
+        options.set_search_options(max_length=len(generated.prompt) + len(generated.tokens), do_sample=False)
+        generator = genai.Generator(model, options)
+        generator.append_tokens(np.array(generated.prompt, np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        found = tuple(generator.get_sequence(0)[len(generated.prompt) :])
+        stop = next((i for i, token in enumerate(generated.tokens) if token == 0), len(generated.tokens) - 1) + 1
+        assert found[:stop] == generated.tokens[:stop] or min(generated.margins) < 1e-4
+
+
+@pytest.mark.slow
+def test_attention_with_quantizers_keeps_its_operators(tmp_path: Path) -> None:
+    sim = simulation(decoder(num_hidden_layers=1), "w8a8")
+    with pytest.raises(
+        ExportError, match="attention of layer 0: in plain operators, because a quantizer stands at its cache"
+    ):
+        export_decoder(sim, tmp_path / "refused", attention="grouped")
+    made = export_decoder(sim, tmp_path)
+    assert not made.grouped and not made.shared
+    assert any("a quantizer stands at its cache" in note for note in made.notes)
+    settings = json.loads((tmp_path / "genai_config.json").read_text())
+    assert settings["search"]["past_present_share_buffer"] is False
+    assert verify_folder(tmp_path).ok
+
+
+@pytest.mark.slow
+def test_a_module_is_written_in_float(tmp_path: Path) -> None:
+    made = export_decoder(decoder(num_hidden_layers=1), tmp_path, attention="plain", prompts=[[5, 6], [7]], tokens=4)
+    assert [(len(g.prompt), len(g.tokens)) for g in made.generated] == [(2, 4), (1, 4)]
+    assert verify_folder(tmp_path).ok
+
+
+@pytest.mark.slow
+def test_openvino_keeps_the_cache_as_states(tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    from bitwright.llm import AS_SIMULATED, export_openvino
+
+    made = export_openvino(simulation(decoder()), tmp_path)
+    model = openvino.Core().read_model(made.model)
+    assert {name for port in model.inputs for name in port.get_names()} == {
+        "input_ids", "attention_mask", "position_ids", "beam_idx"
+    }  # fmt: skip
+    assert len(model.get_sinks()) == 4, "a key and a value of each layer"
+    weights = [node for node in model.get_ops() if node.get_type_name() == "Constant"]
+    assert sum(node.get_output_element_type(0) == openvino.Type.i4 for node in weights) == 16
+    compiled = openvino.compile_model(model, "CPU", AS_SIMULATED)
+    for generated in made.generated:
+        request, tokens, past = compiled.create_infer_request(), list(generated.prompt), 0
+        for expected in generated.tokens:
+            new = len(tokens)
+            feeds = {
+                "input_ids": np.array([tokens], np.int64),
+                "attention_mask": np.ones((1, past + new), np.int64),
+                "position_ids": np.arange(past, past + new)[None],
+                "beam_idx": np.zeros(1, np.int32),
+            }
+            assert int(np.argmax(request.infer(feeds)["logits"][0, -1])) == expected
+            tokens, past = [expected], past + new
+
+
+def test_wrong_uses_are_told_before_any_work(tmp_path: Path) -> None:
+    model = decoder(num_hidden_layers=1)
+    with pytest.raises(ConfigError, match=r"attention: 'groupd' is none.*grouped"):
+        export_decoder(model, tmp_path, attention="groupd")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="it has no config, so it is not a model of transformers"):
+        export_decoder(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(ConfigError, match="prompt 1 holds 48, and the vocabulary has 48 tokens"):
+        export_decoder(model, tmp_path, prompts=[[3], [48]])
+    with pytest.raises(ConfigError, match="prompt 0 is a text, and there is no tokenizer"):
+        export_decoder(model, tmp_path, prompts=["once"])
+    with pytest.raises(ConfigError, match=r"there is no tokenizer.json"):
+        export_decoder(model, tmp_path, tokenizer=tmp_path)
+    bert = transformers.BertModel(transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(ModelError, match="BertModel"):
+        export_decoder(bert, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_record_of_what_was_generated_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model_generation.json"
+    path.write_text('{"model": "model.onnx"}')
+    with pytest.raises(ExportError, match="model_generation.json: it is not what export_decoder writes: KeyError"):
+        read_generation(path)
