@@ -163,6 +163,13 @@ def test_command_line_imports_heavy_modules_inside_its_commands():
             "sim = Sim(torch.nn.Linear(2, 2), x); sim.compute_encodings([x], progress=False); sim.model(x)",
             {"torch._dynamo"},  # the compiler takes longer to load than the package
         ),
+        (
+            "import torch; from bitwright.torch import QuantizationSimModel as Sim, apply_gptq; x = torch.ones(4, 2, 8, 8)\n"
+            "class Every(torch.nn.Module):\n  def forward(self, x): return x[:, :, ::2, ::2]\n"
+            "sim = Sim(torch.nn.Sequential(torch.nn.Conv2d(2, 2, 1), Every(), torch.nn.Conv2d(2, 2, 1)), x)\n"
+            "sim.compute_encodings([x], progress=False); apply_gptq(sim, [x], progress=False)",
+            {"torch._dynamo"},  # indexing is watched for sizes that values decide
+        ),
     ],
 )
 def test_importing_stays_light(statement, kept_out):

@@ -53,6 +53,11 @@ class _SizeWatch(TorchDispatchMode):
         super().__init__()
         self.decided = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, as torch asks: keeping the compiler out of this function would import all of it, for two seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _BY_MASK:  # with integers alone the size is theirs
             self.decided |= any(t.dtype == torch.bool for t in tensors_in(args[1]))

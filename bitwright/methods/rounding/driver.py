@@ -387,20 +387,20 @@ class Task:
         """The float weights of a layer as a matrix, float32."""
         return layer.matrix(self.walk.model.weight(layer.site).float()).contiguous()
 
-    def moments(self, layer: Layer, rows_per_input: int | None = None, *, crossed: bool = True) -> Moments:
+    def moments(self, layer: Layer, rows_per_input: int | None = None, *, weight: Tensor | None = None) -> Moments:
         """Of what a layer multiplies, over all rows, or over as many for each input of one output.
 
         Args:
             layer: of the unit.
             rows_per_input: how many are drawn, evenly from the data; never fewer than 4096 in all.
-            crossed: whether the float inputs are looked at; otherwise the quantized ones are in their place.
+            weight: of the layer, where the float inputs are looked at too; otherwise the quantized ones are in their place.
         """
         most = math.inf if rows_per_input is None else max(rows_per_input * layer.fan_in, _ROWS)
         drawn = (
-            (real if crossed else quantized, quantized, most * share)
+            (quantized if weight is None else real, quantized, most * share)
             for real, quantized, share in self.walk.shares(layer)
         )
-        return moments(layer, drawn, self.generator)
+        return moments(layer, drawn, self.generator, weight)
 
 
 Method = Callable[[Task], Sequence[Choice]]

@@ -111,7 +111,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     (layer,) = task.layers.values()
     w = task.weight(layer)
     grid = task.grid(layer, w)
-    found = task.moments(layer, settings.rows_per_input, crossed=settings.match_float)
+    found = task.moments(layer, settings.rows_per_input, weight=w if settings.match_float else None)
     hessian, rows = found.own, found.rows
     check_finite(layer, hessian)
     check_rows(task.walk, layer, rows, int(w.shape[2]))
@@ -158,8 +158,8 @@ def _least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
     damped = hessian + torch.diag_embed(torch.where(diagonal > 0, share, torch.ones_like(share)))
     wide = w.double()
     # move from W along what the inputs differ by, so that directions without data stay as they are
-    step = wide @ (found.cross - hessian)
-    return (wide + torch.linalg.solve(damped, step.transpose(1, 2)).transpose(1, 2)).float()
+    assert found.moved is not None
+    return (wide + torch.linalg.solve(damped, found.moved.transpose(1, 2)).transpose(1, 2)).float()
 
 
 def method(settings: Settings) -> Callable[[Task], Sequence[Choice]]:

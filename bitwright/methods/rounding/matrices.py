@@ -23,6 +23,7 @@ from bitwright.core.numerics.encoding import Encoding
 
 RECURRENT = ("LSTM", "GRU", "RNN")
 _CHUNK = 1 << 24  # numbers of a patch matrix made at once: 64 MiB
+_BLOCKED = 256  # columns from which on half of a symmetric product is worth leaving out
 
 
 def conv_pads(attrs: Mapping[str, Any], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
@@ -324,31 +325,65 @@ class Moments:
 
     Attributes:
         own: sum of ``x_q x_q^T`` of the quantized inputs, ``[G, K, K]``.
-        cross: sum of ``x x_q^T`` of float and quantized inputs, ``[G, K, K]``.
+        moved: ``W`` times the sum of ``(x - x_q) x_q^T`` of float and quantized inputs, ``[G, O, K]``; ``None`` without ``W``.
         rows: how many.
     """
 
     own: Tensor
-    cross: Tensor
+    moved: Tensor | None
     rows: int
 
 
-def moments(layer: Layer, inputs: Iterable[tuple[Tensor, Tensor, float]], generator: torch.Generator) -> Moments:
+def moments(
+    layer: Layer,
+    inputs: Iterable[tuple[Tensor, Tensor, float]],
+    generator: torch.Generator,
+    weight: Tensor | None = None,
+) -> Moments:
     """The moments of ``(float, quantized, rows that are enough)``; which are taken is drawn from ``generator``.
 
     Products are float32 within a part of at most 2^24 numbers and float64 between parts.
+
+    Args:
+        layer: whose inputs they are.
+        inputs: of every batch.
+        generator: draws the rows.
+        weight: ``W``, ``[G, O, K]``.
     """
-    own = cross = None
+    own = moved = None
     count = 0
     for real, quantized, most in inputs:
         for x, x_q in paired_rows(layer, real, quantized, most, generator):
-            part = (x_q.transpose(1, 2) @ x_q).double()
+            part = gram(x_q).double()
             own = part if own is None else own.add_(part)
-            other = part if x is x_q else (x.transpose(1, 2) @ x_q).double()
-            cross = other.clone() if cross is None else cross.add_(other)
             count += int(x_q.shape[1])
-    assert own is not None and cross is not None, layer.name
-    return Moments(own, cross, count)
+            if weight is not None and x is not x_q:
+                other = _moved(weight, x - x_q, x_q)
+                moved = other if moved is None else moved.add_(other)
+    assert own is not None, layer.name
+    if weight is not None and moved is None:
+        moved = torch.zeros_like(weight, dtype=torch.float64)
+    return Moments(own, moved, count)
+
+
+def gram(x: Tensor) -> Tensor:
+    """``x^T x`` of ``[G, P, K]``, exactly symmetric; of many columns only blocks on and above the diagonal are computed."""
+    n = int(x.shape[2])
+    if n < _BLOCKED:
+        return x.transpose(1, 2) @ x
+    found, size = x.new_empty((len(x), n, n)), -(-n // 4)
+    for start in range(0, n, size):
+        stop = min(start + size, n)
+        found[:, start:stop, start:] = x[:, :, start:stop].transpose(1, 2) @ x[:, :, start:]
+        found[:, stop:, start:stop] = found[:, start:stop, stop:].transpose(1, 2)
+    return found
+
+
+def _moved(weight: Tensor, difference: Tensor, x: Tensor) -> Tensor:
+    """``W d^T x`` in the order of products that takes fewer multiplications: a layer has few outputs or few inputs."""
+    if 2 * weight.shape[1] < weight.shape[2]:
+        return ((difference @ weight.transpose(1, 2)).transpose(1, 2) @ x).double()
+    return weight.double() @ (difference.transpose(1, 2) @ x).double()
 
 
 def paired_rows(

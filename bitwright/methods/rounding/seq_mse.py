@@ -90,7 +90,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
 def _squared(task: Task, layer: Layer, settings: Settings) -> Errors:
     """Squared errors on what the quantized layers before made, from second moments."""
     w = task.weight(layer)
-    moments = task.moments(layer, settings.rows_per_input, crossed=False)
+    moments = task.moments(layer, settings.rows_per_input)
     check_finite(layer, moments.own)
     metric = _within_blocks(moments.own, task.encoding(layer), layer)
 

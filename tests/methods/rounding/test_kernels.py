@@ -18,7 +18,7 @@ from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.errors import ConfigError
 from bitwright.methods.rounding import gptq
 from bitwright.methods.rounding.gptq import Settings, inverse_factor, quadratic_error, round_columns
-from bitwright.methods.rounding.matrices import Grid, Layer, grid_encoding, moments, sample_rows
+from bitwright.methods.rounding.matrices import Grid, Layer, gram, grid_encoding, moments, sample_rows
 from bitwright.methods.rounding.reconstruct import (
     AdaptiveRounding,
     LearnedDivision,
@@ -112,7 +112,7 @@ def test_the_least_squares_step_makes_up_for_little_noise_that_other_rows_do_not
         return x, x + 0.2 * torch.randn(count, 64, generator=generator)
 
     seen, unseen, w = drawn(rows), drawn(2000), torch.randn(1, 8, 64, generator=generator)
-    found = moments(layer, [(*seen, rows)], generator)
+    found = moments(layer, [(*seen, rows)], generator, w)
     moved = gptq._least_squares(w, found, Settings())
     error = [float((w[0] @ unseen[0].t() - v[0] @ unseen[1].t()).square().sum()) for v in (w, moved)]
     assert error[1] < 1.2 * error[0]  # by the damping of the settings alone 1.3 and 5.9 times
@@ -293,18 +293,21 @@ def test_a_grid_is_its_encoding(granularity, shape):
     assert grid_encoding(grid, encoding, layer) == encoding
 
 
-def test_moments_and_samples_see_every_row():
+@pytest.mark.parametrize("outputs", [4, 20], ids=["few outputs", "many outputs"])
+def test_moments_and_samples_see_every_row(outputs):
     layer = conv((4, 3, 3, 3), pads=(1, 1, 1, 1))
     batches = [(torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 5)) for _ in range(3)]
     real = torch.cat([next(layer.rows(a)) for a, _ in batches], 1)
     quantized = torch.cat([next(layer.rows(b)) for _, b in batches], 1)
-    found = moments(layer, [(*pair, 50) for pair in batches], torch.Generator())
+    weight = torch.randn(1, outputs, 27)
+    found = moments(layer, [(*pair, 50) for pair in batches], torch.Generator(), weight)
     assert found.rows == 150
     torch.testing.assert_close(
         found.own, (quantized.double().transpose(1, 2) @ quantized.double()), rtol=1e-5, atol=1e-3
     )
-    crossed = real.double().transpose(1, 2) @ quantized.double()
-    torch.testing.assert_close(found.cross, crossed, rtol=1e-5, atol=1e-3)
+    moved = weight.double() @ (real - quantized).double().transpose(1, 2) @ quantized.double()
+    torch.testing.assert_close(found.moved, moved, rtol=1e-5, atol=1e-3)
+    assert moments(layer, [(b, b, 50) for _, b in batches], torch.Generator(), weight).moved.count_nonzero() == 0
     places = (torch.zeros(1, 150, 27), torch.zeros(1, 150, 27))
     sample_rows(layer, batches, 150, 150, torch.Generator(), places)
     assert torch.equal(places[0], real) and torch.equal(places[1], quantized)
@@ -319,14 +322,24 @@ def test_moments_of_drawn_rows_come_near_those_of_all_and_each_batch_has_its_sha
     smooth = F.avg_pool2d(torch.randn(12, 3, 34, 34, generator=generator), 5, 1)
     real, quantized = smooth, smooth + 0.05 * torch.randn(smooth.shape, generator=generator)
     parts = [(real[:8], quantized[:8], 2400 * 8 / 12), (real[8:], quantized[8:], 2400 * 4 / 12)]
-    few = moments(layer, parts, torch.Generator().manual_seed(1))
-    every = moments(layer, [(a, b, math.inf) for a, b, _ in parts], torch.Generator())
+    weight = torch.eye(27)[None]
+    few = moments(layer, parts, torch.Generator().manual_seed(1), weight)
+    every = moments(layer, [(a, b, math.inf) for a, b, _ in parts], torch.Generator(), weight)
     assert (few.rows, every.rows) == (2400, 12 * 30 * 30)
-    for found, wanted in ((few.own, every.own), (few.cross, every.cross)):
+    crossed = [found.own + found.moved for found in (few, every)]
+    for found, wanted in ((few.own, every.own), (crossed[0], crossed[1])):
         off = found / few.rows - wanted / every.rows
         assert float(off.norm()) < 0.05 * float((wanted / every.rows).norm())
-    again = moments(layer, parts, torch.Generator().manual_seed(1))
-    assert torch.equal(few.own, again.own) and torch.equal(few.cross, again.cross)
+    again = moments(layer, parts, torch.Generator().manual_seed(1), weight)
+    assert torch.equal(few.own, again.own) and torch.equal(few.moved, again.moved)
+
+
+@pytest.mark.parametrize("columns", [3, 255, 256, 258, 513])
+def test_a_gram_matrix_is_symmetric_and_that_of_one_product(columns):
+    x = torch.randn(2, 40, columns, generator=torch.Generator().manual_seed(columns))
+    found = gram(x)
+    torch.testing.assert_close(found.double(), x.double().transpose(1, 2) @ x.double(), rtol=1e-5, atol=1e-4)
+    assert columns < 256 or torch.equal(found, found.transpose(1, 2))
 
 
 def grid(scale: float = 0.5, lo: float = -8, hi: float = 7) -> Grid:
