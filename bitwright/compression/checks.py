@@ -62,46 +62,46 @@ def checked_dependencies(
 
 def tried(structure: Structured, found: Dependencies, groups: Sequence[Group], batch: Any) -> Problem | None:
     """What goes wrong when the last unit of each of ``groups`` is removed; the model is as before afterwards."""
-    graph = structure.graph()
     exact = [group for group in groups if not group.averaged]
     for chosen in [exact] if len(exact) == len(groups) else [list(groups), exact]:
-        if not chosen:
-            continue
-        removed = {group.name: np.array([group.units - 1]) for group in chosen}
-        cut = found.cut(removed)
-        try:
-            undo = structure.cut(cut)
-        except ConfigError as error:
-            return Problem(error.site, error.problem)
-        try:
-            problem = structure.problem(cut, graph)
-            if problem is not None:
-                return problem
-            after = structure.outputs(batch)
-        finally:
-            undo()
-        if chosen is exact:
-            problem = _difference(structure, chosen, removed, after, batch)
-            if problem is not None:
-                return problem
+        problem = _tried_at_once(structure, found, chosen, batch, chosen is exact) if chosen else None
+        if problem is not None:
+            return problem
     return None
 
 
-def _difference(
-    structure: Structured, groups: Sequence[Group], removed: dict[str, Array], after: Sequence[Array], batch: Any
+def _tried_at_once(
+    structure: Structured, found: Dependencies, groups: Sequence[Group], batch: Any, exact: bool
 ) -> Problem | None:
-    """Compare with the whole model in which the removed channels are zero."""
-    masked = masked_outputs(structure, groups, removed, batch)
-    for i, (a, b) in enumerate(zip(masked, after, strict=False)):
+    graph = structure.graph()
+    removed = {group.name: np.array([group.units - 1]) for group in groups}
+    cut = found.cut(removed)
+    try:
+        undo = structure.cut(cut)
+    except ConfigError as error:
+        return Problem(error.site, error.problem)
+    try:
+        problem = structure.problem(cut, graph)
+        after = structure.outputs(batch) if problem is None else []
+    finally:
+        undo()
+    if problem is not None or not exact:
+        return problem
+    return difference(masked_outputs(structure, groups, removed, batch), after)
+
+
+def difference(masked: Sequence[Array], after: Sequence[Array]) -> Problem | None:
+    """What differs between the outputs of the whole model, with the removed channels at zero, and those of the cut one."""
+    for i, (a, b) in enumerate(zip(masked, after, strict=True)):
         if a.shape != b.shape:
             return Problem("", f"output {i} has the shape {b.shape} after the cut and not {a.shape}")
         if not np.issubdtype(a.dtype, np.floating):
             continue
         finite = np.isfinite(a) & np.isfinite(b)
+        if not finite.all() and not np.array_equal(a[~finite], b[~finite], equal_nan=False):
+            return Problem("", f"output {i} is not finite where channels are zero, so that the cut cannot be checked")
         large = float(np.abs(a[finite]).max(initial=0.0))
         worst = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
-        if not finite.all() and not np.array_equal(np.isnan(a), np.isnan(b)):
-            return Problem("", f"output {i} is not finite where channels are zero, so that the cut cannot be checked")
         if worst > _NOISE * max(large, 1e-6):
             return Problem(
                 "",
@@ -141,19 +141,16 @@ def _guilty(found: Dependencies, problem: Problem) -> dict[str, str]:
     graph = found.graph
     ops = [op for op in graph.ops if op.name == problem.where]
     ops = ops or [op for op in graph.ops if f"{op.module}.".startswith(f"{problem.where}.")]
-    held = {v.param for v in graph.values.values() if v.param and v.param.startswith(f"{problem.where}.")}
-    roots: set[int] = set()
-    for op in ops:
-        for value in (*op.inputs, *op.outputs):
-            for atoms in found.axes(value):
-                if atoms is not None:
-                    roots.update(np.unique(found.roots[atoms]).tolist())
-    guilty = {}
-    for group in found.groups:
-        touches = any(m.param in held for m in group.members)
-        if touches or not roots.isdisjoint(found.roots[group.atoms[:, 0]].tolist()):
-            guilty[group.kin] = f"{problem.where}: {problem.text}"
-    return guilty
+    below = f"{problem.where}."
+    held = {v.param for v in graph.values.values() if v.param is not None and v.param.startswith(below)}
+    read = {value for op in ops for value in (*op.inputs, *op.outputs)}
+    reached = [atoms for value in read for atoms in found.walked(value) if atoms is not None]
+    roots = np.unique(found.roots[np.concatenate([np.zeros(0, np.int64), *reached])])
+    return {
+        group.kin: f"{problem.where}: {problem.text}"
+        for group in found.groups
+        if any(m.param in held for m in group.members) or np.isin(found.roots[group.atoms[:, 0]], roots).any()
+    }
 
 
 def _guilty_alone(structure: Structured, found: Dependencies, batch: Any) -> dict[str, str]:

@@ -175,9 +175,15 @@ def components(count: int, one: Index, other: Index) -> Index:
 
 # ------------------------------------------------------------------------------------------------- the walk
 
-_SAME = frozenset((*TRAITS["identity"], "Cast", "MaskedFill", "CumSum", "Trilu", "Roll"))
+_SAME = frozenset((
+    *TRAITS["identity"], "Cast", "MaskedFill", "CumSum", "Trilu", "Roll", "LpNormalization", "round",
+    "isneginf", "isposinf", "isinf", "isnan", "isfinite", "gt", "ge", "lt", "le", "eq", "ne",
+    "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "IsNaN", "IsInf",
+    *(f"{kind}{op}" for kind in ("", "logical_", "bitwise_") for op in ("not", "and", "or", "xor")),
+    "invert", "Not", "And", "Or", "Xor",
+))  # fmt: skip
 _POOLS = frozenset(("AveragePool", "GlobalAveragePool", "MaxPool", "GlobalMaxPool", "Resize", "ResizeNearest", "LRN"))
-_MEANS = frozenset(("ReduceMean", "Variance", "ReduceMax", "ReduceMin", "ReduceLogSumExp", "ReduceProd"))
+_MEANS = frozenset(("ReduceMean", "Variance", "ReduceMax", "ReduceMin", "ReduceLogSumExp", "ReduceProd", "all", "any"))
 _CHANNEL_NORMS = ("BatchNormalization", "InstanceNormalization")
 _MERGES_BY_ELEMENT = frozenset(("Where", "If", "Loop"))
 _MOVES = frozenset((
@@ -235,17 +241,8 @@ class Dependencies:
         self._kinds: list[tuple[Index, str]] = []
         for op in self.graph.ops:
             made = self._rule(op)
-            for value, axes in zip(op.outputs, made, strict=False):
-                shape = self.graph.values[value].shape
-                fits = len(axes) == len(shape) and all(
-                    a is None or len(a) == n for a, n in zip(axes, shape, strict=True)
-                )
-                if not fits:
-                    self._stay(axes, f"its shape {shape} is not the one that {op.type} is known to make", op)
-                    axes = [None] * len(shape)
-                self._axes[value] = axes
-            for value in op.outputs[len(made) :]:
-                self._axes[value] = [None] * len(self.graph.values[value].shape)
+            for i, value in enumerate(op.outputs):
+                self._axes[value] = self._fitting(op, made[i], value) if i < len(made) else self._all_stay(value)
             for port, value in op.also:  # later runs of the place
                 first = op.inputs[port] if port < len(op.inputs) else None
                 self._join_values(first, value, op)
@@ -253,6 +250,17 @@ class Dependencies:
             self._stay(self.axes(value), "the model returns it", None)
         for places in self.structure.tied():
             self._tie(places)
+
+    def _all_stay(self, value: str) -> Axes:
+        return [None] * len(self.graph.values[value].shape)
+
+    def _fitting(self, op: Op, axes: Axes, value: str) -> Axes:
+        """The axes that a rule has found, where the value has them."""
+        shape = self.graph.values[value].shape
+        if len(axes) == len(shape) and all(a is None or len(a) == n for a, n in zip(axes, shape, strict=True)):
+            return axes
+        self._stay(axes, f"its shape {shape} is not the one that {op.type} is known to make", op)
+        return self._all_stay(value)
 
     def _fresh(self, count: int) -> Index:
         self._count += count
@@ -273,6 +281,10 @@ class Dependencies:
             else:
                 self._axes[value] = [None] * len(known.shape)
         return self._axes[value]
+
+    def walked(self, value: str | None) -> Axes:
+        """:meth:`axes` of a value that a rule has looked at; no axes of any other."""
+        return self._axes.get(str(value), [])
 
     def _stay(self, axes: Sequence[Index | None], reason: str, op: Op | None) -> None:
         for atoms in axes:
@@ -342,27 +354,31 @@ class Dependencies:
             return self._pointwise(op)
         for value in op.inputs:
             self._stay(self.axes(value), f"{op.name} is a {op.type}, which the dependency graph has no rule for", op)
-        return [[None] * len(self.graph.values[v].shape) for v in op.outputs]
+        return [self._all_stay(v) for v in op.outputs]
 
     def _pointwise(self, op: Op) -> list[Axes]:
         if not op.outputs:
             return []
+        made = self._aligned(op, op.inputs, 0)
+        self._all_roles(op, "with")
+        return [made] * len(op.outputs)
+
+    def _aligned(self, op: Op, inputs: Sequence[str | None], left_out: int) -> Axes:
+        """Axes of the result, joined over inputs that are aligned at their ends; those of length 1 are spread."""
         shape = self.graph.values[op.outputs[0]].shape
         made: Axes = []
-        for back in range(len(shape), 0, -1):
-            at = len(shape) - back
+        for back in range(len(shape), left_out, -1):
             found: list[Index | None] = []
-            for value in op.inputs:
+            for value in inputs:
                 axes = self.axes(value)
-                held = self.graph.values[value].shape if value is not None else ()
-                if back <= len(held):
-                    if held[-back] == shape[at]:
-                        found.append(axes[-back])
-                        self._role(value, len(held) - back, "with", op)
-                    else:
-                        self._stay((axes[-back],), f"{op.name} spreads it over other channels", op)
+                if back > len(axes):
+                    continue
+                if self.graph.values[str(value)].shape[-back] == shape[-back]:
+                    found.append(axes[-back])
+                else:
+                    self._stay((axes[-back],), f"{op.name} spreads it over other channels", op)
             made.append(self._all_joined(found, op))
-        return [made] * len(op.outputs)
+        return made
 
     def _all_joined(self, found: Sequence[Index | None], op: Op) -> Index | None:
         if not found or all(a is None for a in found):
@@ -404,31 +420,23 @@ class Dependencies:
         self, op: Op, x: Index | None, first: Index | None, second: Index | None, group: int, transposed: bool
     ) -> Index | None:
         """Whole groups, with all channels that enter and leave them; or the same positions in every group."""
-        role = "out" if first is not None and x is not None and len(first) == group == len(x) else "out"
-        self._role(op.inputs[1], 0, role, op)
+        self._role(op.inputs[1], 0, "out", op)
         if first is None or x is None or second is None:
             self._stay((first, second, x), f"{op.name} reads groups of an axis that stays", op)
             return None
         rows, entering = first.reshape(group, -1), x.reshape(group, -1)
-        within = self.inner and second.size > 1 and rows.shape[1] > 1
-        if within:
-            if transposed:  # the first axis is the input's
-                read, out = rows, np.tile(second, group)
-            else:
-                read, out = np.tile(second, (group, 1)), first
-            self._join(x, read.reshape(-1), op)
+        if self.inner and second.size > 1 and rows.shape[1] > 1:
+            # the first axis of a transposed convolution is the input's
+            tiled = np.tile(second, group)
+            read, out = (first, tiled) if transposed else (tiled, first)
+            self._join(x, read, op)
             self._together(entering.T)
             self._together(out.reshape(group, -1).T)
             self._role(op.inputs[1], 1, "out" if transposed else "in", op)
             return out
         self._stay((second,), "positions inside a group" if second.size > 1 else "", None)
-        if transposed:
-            leaving = self._fresh(group * second.size).reshape(group, -1)
-            units = np.concatenate([rows, entering, leaving], 1)
-            out = leaving.reshape(-1)
-        else:
-            units, out = np.concatenate([rows, entering], 1), first
-        self._together(units)
+        out = self._fresh(group * second.size) if transposed else first
+        self._together(np.concatenate([rows, entering, out.reshape(group, -1)], 1))
         if rows.shape[1] > 1 or entering.shape[1] > 1:
             self._kinds.append((first, "groups"))
         return out
@@ -455,21 +463,9 @@ class Dependencies:
             rank = len(self.axes(value))
             self._role(value, rank - 1, "in" if port == 0 else "out", op)
             self._role(value, rank - 2, "out" if port == 0 else "in", op)
-        shape = self.graph.values[op.outputs[0]].shape
-        made: Axes = []
-        for back in range(len(shape), 2, -1):
-            found: list[Index | None] = []
-            for value, axes in zip(op.inputs[:2], (x, y), strict=True):
-                held = self.graph.values[str(value)].shape
-                if back <= len(held):
-                    if held[-back] == shape[-back]:
-                        found.append(axes[-back])
-                    else:
-                        self._stay((axes[-back],), f"{op.name} spreads it over other matrices", op)
-            made.append(self._all_joined(found, op))
-        made += [x[-2], y[-1]]
+        made = self._aligned(op, op.inputs[:2], 2)
         self._layer_bias(op, 2, y[-1])
-        return [made]
+        return [[*made, x[-2], y[-1]]]
 
     def _join_free(self, one: Index | None, other: Index | None, op: Op) -> None:
         if one is not None or other is not None:
@@ -550,7 +546,7 @@ class Dependencies:
         """Something that looks at all positions of some axes, of which it is not asked which."""
         x = self.axes(op.inputs[0])
         self._stay(x, f"{op.name} compares it with the others", op)
-        return [[None] * len(self.graph.values[v].shape) for v in op.outputs]
+        return [self._all_stay(v) for v in op.outputs]
 
     def _reduce(self, op: Op) -> list[Axes]:
         x = self.axes(op.inputs[0])
@@ -578,29 +574,27 @@ class Dependencies:
 
     def _concat(self, op: Op) -> list[Axes]:
         axis = op.attrs.get("axis", self.structure.argument(op, "dim"))
-        axis = axis if isinstance(axis, int) else 0
         rank = len(self.graph.values[op.outputs[0]].shape)
+        at = (axis if isinstance(axis, int) else 0) % rank
+        inputs = [self.axes(v) for v in op.inputs if v is not None and self.graph.values[v].shape != (0,)]
         if op.type == "Stack":
-            at = axis % rank
-            inputs = [[*a[:at], None, *a[at:]] for a in (self.axes(v) for v in op.inputs)]
-        else:
-            at = axis % rank
-            inputs = [self.axes(v) for v in op.inputs if v is not None and self.graph.values[v].shape != (0,)]
-        made: Axes = []
-        for i in range(rank):
-            found = [a[i] for a in inputs]
-            if i != at:
-                made.append(self._all_joined(found, op))
-            elif any(a is None for a in found):
-                self._stay(found, f"{op.name} puts it beside {FREE_CONSTANT} or an axis of the input", op)
-                made.append(None)
-            else:
-                made.append(np.concatenate([a for a in found if a is not None]))
-        if op.type != "Stack":
-            for value in op.inputs:
-                for i in range(len(self.axes(value))):
-                    self._role(value, i, "with", op)
+            inputs = [[*a[:at], None, *a[at:]] for a in inputs]
+        made = [None if i == at else self._all_joined([a[i] for a in inputs], op) for i in range(rank)]
+        made[at] = self._beside([a[at] for a in inputs], op)
+        self._all_roles(op, "with")
         return [made]
+
+    def _beside(self, found: Sequence[Index | None], op: Op) -> Index | None:
+        known = [a for a in found if a is not None]
+        if len(known) == len(found):
+            return np.concatenate(known)
+        self._stay(found, f"{op.name} puts it beside {FREE_CONSTANT} or an axis of the input", op)
+        return None
+
+    def _all_roles(self, op: Op, role: str) -> None:
+        for value in op.inputs:
+            for axis in range(len(self.axes(value))):
+                self._role(value, axis, role, op)
 
     def _prelu(self, op: Op) -> list[Axes]:
         slopes = self.graph.values[str(op.inputs[1])].shape
@@ -618,54 +612,46 @@ class Dependencies:
         return [x]
 
     def _recurrent(self, op: Op) -> list[Axes]:
-        def port(i: int) -> Axes:
-            return self.axes(op.inputs[i]) if i < len(op.inputs) else []
-
-        gates = len(CELLS[op.type].gates)
-        x, w, r = port(0), port(1), port(2)
-        if not w or not r or x[-1] is None and w[-1] is None:
-            return self._refuse(op, "has no weights of its own")
+        ports = [self.axes(value) for value in op.inputs]
+        ports += [[] for _ in range(10 - len(ports))]
+        x, w, r, projection = ports[0], ports[1], ports[2], ports[8]
+        hidden, out = (projection or r)[-1], projection[-2] if projection else (r or [None])[-1]
+        if hidden is None or out is None or any(a is None for a in (*w[-2:], *r[-2:])):
+            return self._refuse(op, "computes its weights")
         self._join(x[-1], w[-1], op)
         self._stay((*w[:-2], *r[:-2]), "directions of a recurrent layer", None)
-        projection = port(8)
-        hidden, out = (projection[-1], projection[-2]) if projection else (r[-1], r[-1])
-        if projection:
-            self._join(out, r[-1], op)
-        if hidden is None or w[-2] is None or r[-2] is None:
-            return self._refuse(op, "computes its weights")
-        for rows in (w[-2], r[-2]):
-            for part in rows.reshape(gates, -1):
+        self._join(out, r[-1], op)
+        self._gates((w[-2], r[-2], *(ports[at][-1] for at in (3, 7, 9) if ports[at])), hidden, op)
+        self._states(op, ports, out, hidden)
+        self._kinds.append((hidden, "hidden"))
+        for port, back, role in (
+            (1, 2, "out"),
+            (2, 2, "out"),
+            (1, 1, "in"),
+            (2, 1, "in"),
+            (3, 1, "with"),
+            (9, 1, "with"),
+        ):
+            if ports[port]:
+                self._role(op.inputs[port], len(ports[port]) - back, role, op)
+        returns = op.attrs.get("returns", ("hidden", "hidden", "cell"))
+        states = [hidden if returns[i] == "cell" else out for i in range(len(op.outputs))]
+        return [[*self._all_stay(value)[:-1], units] for value, units in zip(op.outputs, states, strict=True)]
+
+    def _gates(self, rows: Sequence[Index | None], hidden: Index, op: Op) -> None:
+        """Every hidden unit has a row in each gate."""
+        for atoms in rows:
+            for part in () if atoms is None else atoms.reshape(-1, len(hidden)):
                 self._join(hidden, part, op)
-        for at in (3, 9):
-            bias = port(at)
-            if bias and bias[-1] is not None:
-                for part in bias[-1].reshape(-1, len(hidden)):
-                    self._join(hidden, part, op)
-                self._role(op.inputs[at], len(bias) - 1, "with", op)
-        peephole = port(7)
-        if peephole and peephole[-1] is not None:
-            for part in peephole[-1].reshape(-1, len(hidden)):
-                self._join(hidden, part, op)
+
+    def _states(self, op: Op, ports: Sequence[Axes], out: Index, hidden: Index) -> None:
+        """Initial states; those that the model makes anew in every run follow by themselves."""
         for at, units in ((5, out), (6, hidden)):
-            state = port(at)
             value = op.inputs[at] if at < len(op.inputs) else None
-            if state and state[-1] is not None:
-                self._join(state[-1], units, op)
+            if ports[at] and ports[at][-1] is not None:
+                self._join(ports[at][-1], units, op)
             elif value is not None and self.graph.values[value].kind != "constant":
                 self._stay((units,), f"the model is given the state of {op.name}", op)
-        self._kinds.append((hidden, "hidden"))
-        self._role(op.inputs[1], len(w) - 2, "out", op)
-        self._role(op.inputs[1], len(w) - 1, "in", op)
-        self._role(op.inputs[2], len(r) - 2, "out", op)
-        self._role(op.inputs[2], len(r) - 1, "in", op)
-        made: list[Axes] = []
-        for i, value in enumerate(op.outputs):
-            axes: Axes = [None] * len(self.graph.values[value].shape)
-            returns = op.attrs.get("returns")
-            cell = returns[i] == "cell" if returns else i == 2
-            axes[-1] = hidden if cell else out
-            made.append(axes)
-        return made
 
     def _grouped_matmul(self, op: Op) -> list[Axes]:
         x, w = self.axes(op.inputs[0]), self.axes(op.inputs[1])
@@ -679,7 +665,7 @@ class Dependencies:
     def _refuse(self, op: Op, why: str) -> list[Axes]:
         for value in op.inputs:
             self._stay(self.axes(value), f"{op.name}, a {op.type}, {why}", op)
-        return [[None] * len(self.graph.values[v].shape) for v in op.outputs]
+        return [self._all_stay(v) for v in op.outputs]
 
     # -- movement
 
@@ -692,29 +678,35 @@ class Dependencies:
         if source is None or all(a is None for a in self.axes(source)):
             for value in op.inputs[1:]:
                 self._stay(self.axes(value), f"{op.name} takes it for a position", op)
-            return [[None] * len(shape) for shape in shapes]
+            return [self._all_stay(v) for v in op.outputs]
         x, shape = self.axes(source), self.graph.values[source].shape
-        if op.type in TRAITS["reshape"]:
-            plain = _unsplit(x, shape, shapes[0])
-            if plain is not None:
-                return [plain]
-        count = int(np.prod(shape))
-        numbers = np.arange(count).reshape(shape)
-        if op.type in TRAITS["reshape"]:
-            moved: list[Index] | None = [numbers.reshape(shapes[0])]
-        else:
-            moved = self.structure.moved(op, [numbers])
-        if moved is None or any(m.shape != s for m, s in zip(moved, shapes, strict=False)):
+        plain = _unsplit(x, shape, shapes[0]) if op.type in TRAITS["reshape"] else None
+        if plain is not None:
+            return [plain]
+        moved = self._elements(op, shape, shapes)
+        if moved is None:
             return self._refuse(op, "moves what the dependency graph cannot follow")
         made = [self._moved(op, i, part, x, shape) for i, part in enumerate(moved)]
         if op.type == "Split" and self.structure.equal_pieces(op):
-            for axis in range(len(shape)):
-                parts = [m[axis] for m in made if axis < len(m) and len(m) == len(shape)]
-                pieces = [p for p in parts if p is not None and len(p) == len(parts[0] if parts[0] is not None else ())]
-                if len(pieces) > 1 and not np.array_equal(pieces[0], pieces[1]):
-                    for other in pieces[1:]:
-                        self._joined.append((pieces[0], other))
+            self._join_pieces(made, len(shape))
         return made
+
+    def _elements(self, op: Op, shape: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[Index] | None:
+        """Per output the number of the element of the input at every position."""
+        numbers = np.arange(int(np.prod(shape))).reshape(shape)
+        if op.type in TRAITS["reshape"]:
+            return [numbers.reshape(shapes[0])]
+        moved = self.structure.moved(op, [numbers])
+        fits = moved is not None and all(m.shape == s for m, s in zip(moved, shapes, strict=False))
+        return moved if fits else None
+
+    def _join_pieces(self, made: Sequence[Axes], rank: int) -> None:
+        """The pieces of a split lose the same positions, as they have to stay of one length."""
+        for axis in range(rank):
+            parts = [m[axis] for m in made if len(m) == rank]
+            pieces = [p for p in parts if p is not None and parts[0] is not None and len(p) == len(parts[0])]
+            if len(pieces) > 1 and not np.array_equal(pieces[0], pieces[1]):
+                self._joined.extend((pieces[0], other) for other in pieces[1:])
 
     def _expand(self, op: Op, source: str, result: Sequence[int]) -> Axes:
         """Axes that are repeated have positions of their own: they can be made as long as is asked for."""
@@ -739,52 +731,45 @@ class Dependencies:
 
     def _numbers(self, op: Op) -> list[Axes]:
         """Lengths, which follow by themselves."""
-        return [[None] * len(self.graph.values[v].shape) for v in op.outputs]
+        return [self._all_stay(v) for v in op.outputs]
 
     def _moved(self, op: Op, output: int, moved: Index, x: Axes, shape: Sequence[int]) -> Axes:
         """The axes of one output of a movement, which holds the numbers ``moved``."""
         made: Axes = [None] * moved.ndim
-        held: dict[int, int] = {}  # axis of the result -> axis of the input that it has the units of
-        filled = moved < 0
-        stride = 1
-        strides: list[int] = []
-        for n in reversed(shape):
-            strides.insert(0, stride)
-            stride *= n
+        held: set[int] = set()  # axes of the result that have units
         soft = [a is not None and len(a) > 0 and int(a[0]) in self._soft for a in x]
         for axis in sorted(range(len(x)), key=soft.__getitem__):
             atoms = x[axis]
             if atoms is None or not moved.size:
                 continue
-            at = (
-                np.where(filled, -1, moved // strides[axis] % shape[axis])
-                if filled.any()
-                else moved // strides[axis] % shape[axis]
-            )
-            along = [b for b in range(moved.ndim) if _varies(at, b)]
-            along = [b for b in along if b not in held] or along
-            if not along:
+            at = moved // int(np.prod(shape[axis + 1 :])) % shape[axis]
+            at = np.where(moved < 0, -1, at)
+            chosen = self._along(op, f"{op.name}/{output}/{axis}", np.where(at < 0, -1, atoms[at]), at, held)
+            if chosen is None:
                 self._stay((atoms,), f"one position {PICKED} at {op.name}", op)
-                continue
-            order = along if not self.inner else along[::-1]
-            chosen = order[0]
-            if len(along) > 1:
-                order = [b for b in order if moved.shape[b] > 1]
-                key = f"{op.name}/{output}/{axis}"
-                chosen = order[min(self._choices.get(key, 0), len(order) - 1)]
-            if chosen in held and soft[axis]:
+            elif chosen in held and soft[axis]:
                 self._stay((atoms,), f"{op.name} puts the copies beside each other", op)
-                continue
-            if chosen in held:
+            elif chosen in held:
                 self._stay((atoms, made[chosen]), f"{op.name} merges two axes of channels", op)
                 made[chosen] = None
-                continue
-            rows = np.moveaxis(at, chosen, 0).reshape(moved.shape[chosen], -1)
-            labels = self._labels(op, rows, atoms)
-            if len(along) > 1:
-                self._split_sites[key] = (labels, len(order))
-            held[chosen], made[chosen] = axis, labels
+            else:
+                rows = np.moveaxis(at, chosen, 0).reshape(moved.shape[chosen], -1)
+                made[chosen] = labels = self._labels(op, rows, atoms)
+                held.add(chosen)
+                key = f"{op.name}/{output}/{axis}"
+                if key in self._split_sites:
+                    self._split_sites[key] = (labels, self._split_sites[key][1])
         return made
+
+    def _along(self, op: Op, key: str, units: Index, at: Index, held: set[int]) -> int | None:
+        """The axis of a result along which the unit changes, or else the position; one of them where an axis is cut apart."""
+        along = [b for b in range(at.ndim) if _varies(units, b)] or [b for b in range(at.ndim) if _varies(at, b)]
+        along = [b for b in along if b not in held] or along
+        if len(along) < 2:
+            return along[0] if along else None
+        order = along[::-1] if self.inner else along
+        self._split_sites[key] = (np.zeros(0, np.int64), len(order))
+        return order[min(self._choices.get(key, 0), len(order) - 1)]
 
     def _labels(self, op: Op, rows: Index, atoms: Index) -> Index:
         """One atom for each row of positions, which are joined; new ones where everything is filled in."""
@@ -826,91 +811,70 @@ class Dependencies:
 
     def _collect(self, forbidden: Mapping[str, str]) -> tuple[tuple[Group, ...], tuple[Refusal, ...]]:
         none = np.zeros(0, np.int64)
-        one = np.concatenate([a for a, _ in self._joined]) if self._joined else none
-        other = np.concatenate([b for _, b in self._joined]) if self._joined else none
-        self.roots = roots = components(self._count, one, other)
+        one = np.concatenate([none, *(a for a, _ in self._joined)])
+        other = np.concatenate([none, *(b for _, b in self._joined)])
+        self.roots = components(self._count, one, other)
+        units = _Units(self.roots, self._param_axes)
+        stays, averaged, kinds = self._notes()
+        rank = {op.name: i for i, op in enumerate(self.graph.ops)}
+        self._by_name: dict[str, Group] = {}
+        refused: dict[str, str] = {}
+        taken: dict[str, int] = {}
+        for alike in units.alike(stays):
+            root, places = units.root(alike[0]), units.places(alike[0])
+            base = self._first_maker(places, rank)
+            if base is None:
+                continue
+            if root not in stays:
+                count = taken[base] = taken.get(base, 0) + 1
+                name = base if count == 1 else f"{base}#{count}"
+                group = self._group(name, units, alike, averaged, kinds)
+                reason = forbidden.get(name, forbidden.get(group.kin, _why_useless(group)))
+            else:
+                reason = stays[root]
+            if reason is None:
+                self._by_name[name] = group
+            elif reason:
+                refused.setdefault(base, reason)
+        return tuple(self._by_name.values()), tuple(Refusal(name, reason) for name, reason in refused.items())
+
+    def _first_maker(self, places: Sequence[tuple[str, int]], rank: Mapping[str, int]) -> str | None:
+        makers = [op for role, op in map(self._role_of, places) if role == "out"]
+        return min(makers, key=lambda name: rank.get(name, len(rank)), default=None)
+
+    def _group(
+        self, name: str, units: _Units, alike: Sequence[int], averaged: Mapping[int, Mapping[str, None]],
+        kinds: Mapping[int, str],
+    ) -> Group:  # fmt: skip
+        atoms = units.atoms(alike)
+        members = tuple(
+            Member(*place, units.positions(alike, place), *self._role_of(place))
+            for place in dict.fromkeys(units.places(alike[0]))
+        )
+        means = dict.fromkeys(n for r in self.roots[atoms[:, 0]].tolist() for n in averaged.get(r, ()))
+        kind = kinds.get(units.root(alike[0]), "channels")
+        return Group(name, kind, len(alike), members, atoms, tuple(means))
+
+    def _role_of(self, place: tuple[str, int]) -> tuple[str, str]:
+        return self._roles.get(place, ("with", ""))
+
+    def _notes(self) -> tuple[dict[int, str], dict[int, dict[str, None]], dict[int, str]]:
+        """By root: the first reason to stay, the norms that average over it, the kind of its units."""
         stays: dict[int, str] = {}
         blocked = np.zeros(self._count, bool)
         for atoms, reason, _ in self._stays:
-            new = np.unique(roots[atoms])
+            new = np.unique(self.roots[atoms])
             new = new[~blocked[new]]
             blocked[new] = True
-            for root in new.tolist():
-                stays[root] = reason
+            stays.update(dict.fromkeys(new.tolist(), reason))
         averaged: dict[int, dict[str, None]] = {}
         for atoms, name in self._averaged:
-            for root in np.unique(roots[atoms]).tolist():
+            for root in np.unique(self.roots[atoms]).tolist():
                 averaged.setdefault(root, {})[name] = None
         kinds: dict[int, str] = {}
-        for atoms, kind in self._kinds:
-            for root in np.unique(roots[atoms]).tolist():
-                kinds.setdefault(root, kind)
-
-        places = list(self._param_axes)
-        atom = np.concatenate([self._param_axes[p] for p in places]) if places else none
-        where = np.repeat(np.arange(len(places)), [len(self._param_axes[p]) for p in places])
-        position = np.concatenate([np.arange(len(self._param_axes[p])) for p in places]) if places else none
-        owner = roots[atom]
-        order = np.lexsort((position, where, owner))
-        owner, where, position, atom = owner[order], where[order], position[order], atom[order]
-        starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]]) if owner.size else none
-        ends = np.r_[starts[1:], owner.size]
-        # atoms that are filled in belong to no parameter, and to the unit all the same
-        extra = np.argsort(roots, kind="stable")
-        bounds = np.searchsorted(roots[extra], np.arange(self._count + 1))
-
-        by_shape: dict[tuple[Any, ...], list[int]] = {}
-        for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-            root = int(owner[start])
-            if end - start < 2 and root not in stays:
-                continue  # on its own: read by nothing that the rules know
-            signature = (where[start:end].tobytes(), bounds[root + 1] - bounds[root], root in stays)
-            by_shape.setdefault(signature, []).append(i)
-
-        groups: list[Group] = []
-        refused: dict[str, str] = {}
-        taken: dict[str, int] = {}
-        sizes = {op.name: i for i, op in enumerate(self.graph.ops)}
-        found = sorted(by_shape.values(), key=lambda units: int(where[starts[units[0]]]))
-        for units in found:
-            start, end = int(starts[units[0]]), int(ends[units[0]])
-            root = int(owner[start])
-            axes = [places[w] for w in where[start:end].tolist()]
-            roles = [self._roles.get(place, ("with", "")) for place in axes]
-            makers = [op for role, op in roles if role == "out"]
-            if not makers:
-                continue
-            base = min(makers, key=lambda name: sizes.get(name, len(sizes)))
-            if root in stays:
-                if stays[root]:
-                    refused.setdefault(base, stays[root])
-                continue
-            if not any(role == "in" for role, _ in roles):
-                refused.setdefault(base, "no layer that is known reads its channels")
-                continue
-            count = taken.get(base, 0)
-            taken[base] = count + 1
-            name = base if not count else f"{base}#{count + 1}"
-            table = np.stack([position[starts[u] : ends[u]] for u in units])
-            columns = where[start:end]
-            members = []
-            for w in dict.fromkeys(columns.tolist()):
-                role, op = self._roles.get(places[w], ("with", ""))
-                members.append(Member(places[w][0], places[w][1], table[:, columns == w], role, op))
-            atoms = np.stack([extra[bounds[owner[starts[u]]] : bounds[owner[starts[u]] + 1]] for u in units])
-            lead = atoms[:, 0]
-            group = Group(
-                name, kinds.get(root, "channels"), len(units), tuple(members), atoms,
-                tuple(dict.fromkeys(n for r in roots[lead].tolist() for n in averaged.get(r, ()))),
-            )  # fmt: skip
-            why = forbidden.get(group.name) or forbidden.get(group.kin)
-            if why is not None:
-                refused.setdefault(base, why)
-            elif len(units) < 2:
-                refused.setdefault(base, "it is a single unit, which cannot be removed whole")
-            else:
-                groups.append(group)
-        return tuple(groups), tuple(Refusal(name, reason) for name, reason in refused.items())
+        for atoms, kind in reversed(self._kinds):
+            kinds.update(dict.fromkeys(np.unique(self.roots[atoms]).tolist(), kind))
+        return stays, averaged, kinds
 
     def group(self, name: str) -> Group:
         """The group of that name.
@@ -918,9 +882,8 @@ class Dependencies:
         Raises:
             ConfigError: there is none; the message says why where the layer is known.
         """
-        for group in self.groups:
-            if group.name == name:
-                return group
+        if name in self._by_name:
+            return self._by_name[name]
         reason = next(
             (str(r) for r in self.refused if r.name == name), "no layer of the model makes channels under this name"
         )
@@ -944,25 +907,91 @@ class Dependencies:
                     name, f"it has units 0 to {group.units - 1}, not {numbers[-1]}", "remove units that exist"
                 )
             gone[group.atoms[numbers].reshape(-1)] = True
-        kept: dict[str, tuple[Index | None, ...]] = {}
-        seen: dict[int, Index | None] = {}
-
-        def of(atoms: Index | None) -> Index | None:
-            if atoms is None:
-                return None
-            if id(atoms) not in seen:
-                lost = gone[atoms]
-                seen[id(atoms)] = np.flatnonzero(~lost) if lost.any() else None
-            return seen[id(atoms)]
-
-        for value, axes in self._axes.items():
-            left = tuple(of(atoms) for atoms in axes)
-            if any(k is not None for k in left):
-                kept[value] = left
+        cuts = _Cuts(gone)
+        found = ((value, tuple(map(cuts.of, axes))) for value, axes in self._axes.items())
+        kept = {value: left for value, left in found if any(k is not None for k in left)}
         for value, left in kept.items():
-            if any(k is not None and not k.size for k in left):
-                raise ConfigError(value, "no channel of it would be left", "remove fewer units")
+            _check_left(value, left)
         return Cut(kept)
+
+
+def _check_left(value: str, left: Sequence[Index | None]) -> None:
+    if any(k is not None and not k.size for k in left):
+        raise ConfigError(value, "no channel of it would be left", "remove fewer units")
+
+
+class _Cuts:
+    """Which positions of axes stay; of an axis that several values have, once."""
+
+    def __init__(self, gone: NDArray[np.bool_]) -> None:
+        self._gone = gone
+        self._seen: dict[int, Index | None] = {}
+
+    def of(self, atoms: Index | None) -> Index | None:
+        """``None`` where all do."""
+        if atoms is None:
+            return None
+        if id(atoms) not in self._seen:
+            lost = self._gone[atoms]
+            self._seen[id(atoms)] = np.flatnonzero(~lost) if lost.any() else None
+        return self._seen[id(atoms)]
+
+
+class _Units:
+    """The joined atoms of parameters, sorted by their roots.
+
+    Args:
+        roots: of every atom.
+        axes: atoms of every axis of every parameter.
+    """
+
+    def __init__(self, roots: Index, axes: Mapping[tuple[str, int], Index]) -> None:
+        none = np.zeros(0, np.int64)
+        self._places = list(axes)
+        atom = np.concatenate([none, *axes.values()])
+        where = np.repeat(np.arange(len(axes)), [len(a) for a in axes.values()])
+        position = np.concatenate([none, *(np.arange(len(a)) for a in axes.values())])
+        order = np.lexsort((position, where, roots[atom]))
+        self._owner, self._where, self._position = roots[atom][order], where[order], position[order]
+        self._starts = np.flatnonzero(np.r_[True, self._owner[1:] != self._owner[:-1]]) if order.size else none
+        self._ends = np.r_[self._starts[1:], order.size]
+        # atoms that are filled in belong to no parameter, and to the unit all the same
+        self._members = np.argsort(roots, kind="stable")
+        self._bounds = np.searchsorted(roots[self._members], np.arange(len(roots) + 1))
+
+    def alike(self, stays: Mapping[int, str]) -> list[list[int]]:
+        """Units that occupy the same axes as often, together, in the order of the model."""
+        found: dict[tuple[Any, ...], list[int]] = {}
+        for unit, (start, end) in enumerate(zip(self._starts.tolist(), self._ends.tolist(), strict=True)):
+            root = int(self._owner[start])
+            if end - start > 1 or root in stays:  # otherwise on its own: read by nothing that the rules know
+                size = self._bounds[root + 1] - self._bounds[root]
+                found.setdefault((self._where[start:end].tobytes(), size, root in stays), []).append(unit)
+        return sorted(found.values(), key=lambda units: int(self._where[self._starts[units[0]]]))
+
+    def root(self, unit: int) -> int:
+        """Of a unit."""
+        return int(self._owner[self._starts[unit]])
+
+    def places(self, unit: int) -> list[tuple[str, int]]:
+        """Parameter and axis of each of its atoms."""
+        return [self._places[w] for w in self._where[self._starts[unit] : self._ends[unit]].tolist()]
+
+    def positions(self, alike: Sequence[int], place: tuple[str, int]) -> Index:
+        """``[units, count]`` in one axis of a parameter."""
+        columns = np.array([p == place for p in self.places(alike[0])])
+        first = np.flatnonzero(columns)
+        return np.asarray(self._position[self._starts[list(alike)][:, None] + first])
+
+    def atoms(self, alike: Sequence[int]) -> Index:
+        """``[units, n]``, those that are filled in included."""
+        return np.stack([self._members[self._bounds[r] : self._bounds[r + 1]] for r in map(self.root, alike)])
+
+
+def _why_useless(group: Group) -> str | None:
+    if not group.readers:
+        return "no layer that is known reads its channels"
+    return "it is a single unit, which cannot be removed whole" if group.units < 2 else None
 
 
 _TRIES = 4  # axes of one reshape
@@ -1013,6 +1042,5 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("Shape", "Size"), Dependencies._numbers),
     "Glu": Dependencies._glu,
     "PRelu": Dependencies._prelu,
-    "LpNormalization": Dependencies._pointwise,
     **dict.fromkeys(CELLS, Dependencies._recurrent),
 }

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.compression.groups import Group, Member
-from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.float_model import Array
 from bitwright.errors import ConfigError, close_matches
 
@@ -169,25 +169,30 @@ def mean_squares(view: Any, graph: Graph, groups: Iterable[Group], batches: Iter
         graph: the one that ``groups`` are of.
         batches: data.
     """
-    readers = {m.op for g in groups for m in g.readers}
     known = {op.name: op for op in view.graph().ops}
-    sources = {
-        name: str(known[name].inputs[0]) for name in readers if name in known and known[name].inputs[0] is not None
-    }
-    wanted = [v for v in dict.fromkeys(sources.values()) if not view.graph().values[v].is_static]
+    names = dict.fromkeys(m.op for g in groups for m in g.readers)
+    read = [known[name] for name in names if name in known and _reads_data(view.graph(), known[name])]
+    sources = {op.name: str(op.inputs[0]) for op in read}
+    channels = {str(op.inputs[0]): channel_axis(op) for op in read}
     sums: dict[str, Array] = {}
-    count: dict[str, int] = {}
-    for captured in view.capture(wanted, batches):
+    count: dict[str, int] = dict.fromkeys(channels, 0)
+    for captured in view.capture(list(channels), batches):
         for value, arrays in captured.items():
-            for x in arrays:
-                rank = np.ndim(x)
-                channel = (
-                    1
-                    if any(sources[o] == value and known[o].type in ("Conv", "ConvTranspose") for o in sources)
-                    else -1
-                )
-                rows = np.square(np.moveaxis(np.asarray(x, np.float64), channel, -1)).reshape(-1, x.shape[channel])
-                if rank and rows.size:
-                    sums[value] = sums.get(value, 0) + rows.sum(0)
-                    count[value] = count.get(value, 0) + len(rows)
-    return {name: sums[value] / count[value] for name, value in sources.items() if value in sums}
+            rows = np.concatenate([_channels_last(x, channels[value]) for x in arrays])
+            sums[value] = sums.get(value, 0) + np.square(rows).sum(0)
+            count[value] += len(rows)
+    return {name: sums[value] / max(count[value], 1) for name, value in sources.items()}
+
+
+def channel_axis(op: Op) -> int:
+    """The axis of what a layer reads and makes that holds the channels."""
+    return 1 if op.type in ("Conv", "ConvTranspose") else -1
+
+
+def _reads_data(graph: Graph, op: Op) -> bool:
+    return op.inputs[0] is not None and not graph.values[op.inputs[0]].is_static
+
+
+def _channels_last(x: Array, channel: int) -> Array:
+    moved = np.moveaxis(np.asarray(x, np.float64), channel, -1)
+    return moved.reshape(-1, moved.shape[-1])

@@ -116,12 +116,10 @@ def _results(
     found: dict[str, list[tuple[Array, Array]]] = {op.name: [] for op in ops}
     for i, captured in enumerate(view.capture([op.outputs[0] for op in ops], batches)):
         for op in ops:
-            arrays = captured[op.outputs[0]]
-            if arrays:
-                y = np.asarray(arrays[0])
-                places = _places(op, y.shape, i)
-                rows, kept = _rows(y, 1 if op.type == "Conv" else y.ndim - 1, places), left[op.name]
-                found[op.name].append((places, rows if kept is None else rows[:, kept]))
+            y, kept = np.asarray(captured[op.outputs[0]][0]), left[op.name]
+            places = _places(op, y.shape, i)
+            rows = _rows(y, 1 if op.type == "Conv" else y.ndim - 1, places)
+            found[op.name].append((places, rows if kept is None else rows[:, kept]))
     return found
 
 
@@ -210,23 +208,29 @@ def estimate_batch_norms(
     """
     graph = pruned.graph()
     sources = {op.name: str(op.inputs[0]) for op in original.graph().ops if op.name in norms}
-    ops = [
-        op for op in graph.ops
-        if op.name in sources and not op.attrs.get("training") and len(op.inputs) > 4 and not op.also
-        and all(v is not None and graph.values[v].param for v in op.inputs[3:5])
-    ]  # fmt: skip
+    ops = [op for op in graph.ops if op.name in sources and _has_statistics(graph, op)]
     before = _moments(original, [sources[op.name] for op in ops], batches)
     for op in progress_bar(ops, "Batch norms", progress):
-        source, left = str(op.inputs[0]), norms[op.name]
+        left = norms[op.name]
         mean, variance = (a if left is None else a[left] for a in before[sources[op.name]])
-        new_mean, new_variance = _moments(pruned, [source], batches)[source]
-        names = [str(graph.values[str(v)].param) for v in op.inputs[3:5]]
-        held, spread = (np.asarray(pruned.param(name), np.float64) for name in names)
-        known = variance > 0
-        ratio = np.where(known, new_variance / np.where(known, variance, 1.0), 1.0)
-        moved = np.asarray(held + new_mean - mean, np.float32)
-        pruned.edit([SetParam(names[0], moved), SetParam(names[1], np.asarray(spread * ratio, np.float32))])
+        _move_statistics(pruned, graph, op, mean, variance, batches)
     return len(ops)
+
+
+def _move_statistics(view: Any, graph: Graph, op: Op, mean: Array, variance: Array, batches: Iterable[Any]) -> None:
+    source = str(op.inputs[0])
+    new_mean, new_variance = _moments(view, [source], batches)[source]
+    names = [str(graph.values[str(v)].param) for v in op.inputs[3:5]]
+    held, spread = (np.asarray(view.param(name), np.float64) for name in names)
+    ratio = np.where(variance > 0, new_variance / np.where(variance > 0, variance, 1.0), 1.0)
+    moved = np.asarray(held + new_mean - mean, np.float32)
+    view.edit([SetParam(names[0], moved), SetParam(names[1], np.asarray(spread * ratio, np.float32))])
+
+
+def _has_statistics(graph: Graph, op: Op) -> bool:
+    if op.attrs.get("training") or len(op.inputs) < 5 or op.also:
+        return False
+    return all(value is not None and graph.values[value].param is not None for value in op.inputs[3:5])
 
 
 def _moments(view: Any, values: Sequence[str], batches: Iterable[Any]) -> dict[str, tuple[Array, Array]]:

@@ -249,6 +249,14 @@ class Structured(ABC):
         """
 
 
+def kept_axes(rank: int, result: int, gone: set[int]) -> tuple[int | None, ...]:
+    """Axis of a reduction's input -> axis of its result, or ``None``."""
+    if result == rank:
+        return tuple(None if i in gone else i for i in range(rank))
+    kept = [i for i in range(rank) if i not in gone]
+    return tuple(kept.index(i) if i in kept and kept.index(i) < result else None for i in range(rank))
+
+
 class FrontEnd(ABC):
     """What opens models and simulations of a front end for methods; one object each."""
 

@@ -13,7 +13,7 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.qdq.markers import Names, move_uses
-from bitwright.methods.front_end import Kept, Problem, Structured
+from bitwright.methods.front_end import Kept, Problem, Structured, kept_axes
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.graph import GraphView, build_graph
 from bitwright.onnx.model.load import Loaded, clone_model, infer_shapes
@@ -129,15 +129,9 @@ class OnnxStructure(Structured):
         """From the attribute or the constant input ``axes``."""
         graph = self.graph()
         rank, result = len(graph.values[str(op.inputs[0])].shape), len(graph.values[op.outputs[0]].shape)
-        axes = op.attrs.get("axes")
         given = self._constant(op, 1)
-        if axes is None and given is not None:
-            axes = given.tolist()
-        gone = set(range(rank)) if axes is None or not len(axes) else {int(a) % rank for a in axes}
-        if result == rank:
-            return tuple(None if i in gone else i for i in range(rank))
-        kept = [i for i in range(rank) if i not in gone]
-        return tuple(kept.index(i) if i in kept else None for i in range(rank))
+        axes = op.attrs.get("axes", None if given is None else given.tolist())
+        return kept_axes(rank, result, {int(a) % rank for a in axes} if axes else set(range(rank)))
 
     def argument(self, op: Op, name: str) -> Any:
         """An attribute."""
@@ -222,23 +216,19 @@ def _untie(model: ir.Model) -> None:
         tensor = value.const_value
         if tensor is None or len(tensor.shape) != 1 or tensor.size < 2 or not tensor.dtype.is_floating_point():
             continue
-        readers = list(value.uses())
-        for node, _ in readers:
-            if node.op_type == "Identity" and not node.domain and not node.outputs[0].is_graph_output():
-                move_uses(node.outputs[0], value)
+        for node in [node for node, _ in value.uses() if _passes_on(node)]:
+            move_uses(node.outputs[0], value)
+            model.graph.remove(node, safe=True)
         for node, port in list(value.uses())[1:]:
-            if node.op_type == "Identity":
-                continue
             own = names.value(name)
             copied = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=own)
             new = ir.Value(name=own, shape=value.shape, type=value.type, const_value=copied)
             model.graph.register_initializer(new)
             node.replace_input_with(port, new)
-    for node in list(model.graph):
-        source = node.inputs[0] if node.op_type == "Identity" and node.inputs else None
-        if source is not None and source.is_initializer() and not list(node.outputs[0].uses()):
-            if not node.outputs[0].is_graph_output():
-                model.graph.remove(node, safe=True)
+
+
+def _passes_on(node: ir.Node) -> bool:
+    return node.op_type == "Identity" and not node.domain and not node.outputs[0].is_graph_output()
 
 
 def kept_params(graph: Graph, kept: Kept) -> list[str]:
@@ -397,19 +387,25 @@ def _repair_target(s: OnnxStructure, op: Op, node: Any, kept: Kept, names: Names
         new = [_renewed(int(n), before[i + front], after[i + front]) for i, n in enumerate(sizes)]
         node.replace_input_with(place, s.new_constant(names, f"{target.name}_cut", np.array(new, np.int64)))
     elif producer is not None and producer.op_type == "Concat":
-        at = 0
-        for port, piece in enumerate(producer.inputs):
-            held = piece.const_value
-            length = (
-                1 if held is None and piece.shape is None else int(held.size if held is not None else piece.shape[0])
-            )
-            if held is not None:
-                old = held.numpy().tolist()
-                new = [_renewed(n, before[at + i], after[at + i]) for i, n in enumerate(old)]
-                if new != old:
-                    constant = s.new_constant(names, f"{piece.name}_cut", np.array(new, np.int64))
-                    producer.replace_input_with(port, constant)
-            at += length
+        _repair_pieces(s, producer, before, after, names)
+
+
+def _repair_pieces(
+    s: OnnxStructure, concat: ir.Node, before: Sequence[int], after: Sequence[int], names: Names
+) -> None:
+    """A shape that is put together: of pieces that are constants the lengths are renewed, the others follow by themselves."""
+    at = 0
+    for port, piece in enumerate(concat.inputs):
+        assert piece is not None
+        held = piece.const_value
+        if held is None:
+            at += 1 if piece.shape is None else int(piece.shape.numpy()[0])
+            continue
+        old = held.numpy().tolist()
+        new = [_renewed(n, before[at + i], after[at + i]) for i, n in enumerate(old)]
+        at += len(old)
+        if new != old:
+            concat.replace_input_with(port, s.new_constant(names, f"{piece.name}_cut", np.array(new, np.int64)))
 
 
 def _renewed(given: int, before: int, after: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.files.atomic import atomic_files
-from bitwright.methods.front_end import Kept, Problem, Structured
+from bitwright.methods.front_end import Kept, Problem, Structured, kept_axes
 from bitwright.torch.calls.functions import function_of
 from bitwright.torch.calls.inputs import (
     evaluation,
@@ -76,22 +76,25 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
             yield (f"{path}.config" if path else "config"), held
 
 
+def _held(path: str, name: str, value: Any) -> Any:
+    """An integer or a tuple of integers that knows its place; anything else as it is."""
+    if type(value) is int:
+        return Held(value, (path, name, None))
+    if type(value) is tuple and value and all(type(v) is int for v in value):
+        return tuple(Held(v, (path, name, i)) for i, v in enumerate(value))
+    return value
+
+
 @contextmanager
 def _integers_held(model: nn.Module) -> Iterator[None]:
     """The integers among attributes know where they are held, while the context is open."""
     changed: list[tuple[dict[str, Any], str, Any]] = []
     for path, attributes in _holders(model):
         for name, value in list(attributes.items()):
-            if name in _INTERNAL:
-                continue
-            if type(value) is int:
-                new: Any = Held(value, (path, name, None))
-            elif type(value) is tuple and value and all(type(v) is int for v in value):
-                new = tuple(Held(v, (path, name, i)) for i, v in enumerate(value))
-            else:
-                continue
-            changed.append((attributes, name, value))
-            attributes[name] = new
+            new = value if name in _INTERNAL else _held(path, name, value)
+            if new is not value:
+                changed.append((attributes, name, value))
+                attributes[name] = new
     try:
         yield
     finally:
@@ -106,6 +109,16 @@ class _Use:
     number: Held
     at: int
     keyword: str | None
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Shapes of what a call reads first and makes first, before and after a cut."""
+
+    read: tuple[int, ...]
+    made: tuple[int, ...]
+    read_now: tuple[int, ...]
+    made_now: tuple[int, ...]
 
 
 class TorchStructure(Structured):
@@ -261,13 +274,11 @@ class TorchStructure(Structured):
         names: dict[int, str] = {}
         for name, tensor in named_state(self.model):
             names.setdefault(id(tensor), name)
+        recurrent = [module for _, module in walk_modules(self.model) if isinstance(module, nn.RNNBase)]
         found = []
-        for _, module in walk_modules(self.model):
-            if not isinstance(module, nn.RNNBase):
-                continue
-            for kind in ("weight_hh", "weight_hr"):
-                own = {n: p for n, p in module._parameters.items() if n.startswith(kind) and p is not None}
-                found.append([(names[id(p)], p.dim() - 1, 1) for p in own.values()])
+        for module, kind in ((module, kind) for module in recurrent for kind in ("weight_hh", "weight_hr")):
+            own = [p for n, p in module._parameters.items() if n.startswith(kind) and p is not None]
+            found.append([(names[id(p)], p.dim() - 1, 1) for p in own])
         return [places for places in found if len(places) > 1]
 
     # -- changing
@@ -278,45 +289,23 @@ class TorchStructure(Structured):
         Raises:
             ConfigError: one attribute would have to hold two widths.
         """
-        graph = self.graph()
+        self.graph()
         undos: list[Any] = []
-        step: dict[str, Any] = {"kind": "cut", "parameters": {}, "attributes": {}}
         new = self._widths(kept)
-        owners = {id(t): module for _, module in walk_modules(self.model)
-                  for t in (*module._parameters.values(), *module._buffers.values()) if t is not None}  # fmt: skip
-        touched: dict[int, nn.Module] = {}
-        for value in graph.values.values():
-            axes = kept.axes(value.name) if value.param is not None else ()
-            if not axes:
-                continue
-            assert value.param is not None
-            tensor = self._tensors[value.param]
-            before = tensor.data
-            cut = before
-            for axis, positions in enumerate(axes):
-                if positions is not None:
-                    cut = cut.index_select(axis, torch.from_numpy(positions).to(cut.device))
-            tensor.data = cut.contiguous()
-            if tensor.grad is not None:
-                tensor.grad = None
-            undos.append((setattr, tensor, "data", before))
-            touched[id(owners[id(tensor)])] = owners[id(tensor)]
-            step["parameters"][value.param] = {
-                str(axis): positions.tolist() for axis, positions in enumerate(axes) if positions is not None
-            }
+        parameters, touched = self._cut_tensors(kept, undos)
         paths = {id(module): path for path, module in walk_modules(self.model)}
-        for module in touched.values():
-            for name, width in _conventional(module).items():
-                if module.__dict__.get(name) != width:
-                    new.setdefault((paths[id(module)], name), width)
+        for module in touched:
+            wrong = {n: w for n, w in _conventional(module).items() if module.__dict__.get(n) != w}
+            new = {**{(paths[id(module)], name): width for name, width in wrong.items()}, **new}
         holders = dict(_holders(self.model))
+        attributes: dict[str, dict[str, Any]] = {}
         for (path, name), width in new.items():
             undos.append((holders[path].__setitem__, name, holders[path][name]))
             holders[path][name] = width
-            step["attributes"].setdefault(path, {})[name] = list(width) if isinstance(width, tuple) else width
-        for module in touched.values():
-            if isinstance(module, nn.RNNBase) and next(module.parameters()).is_cuda:
-                module.flatten_parameters()
+            attributes.setdefault(path, {})[name] = list(width) if isinstance(width, tuple) else width
+        for module in filter(_is_fused, touched):
+            module.flatten_parameters()
+        step = {"kind": "cut", "parameters": parameters, "attributes": attributes}
         self.steps.append(step)
 
         def undo() -> None:
@@ -327,82 +316,111 @@ class TorchStructure(Structured):
 
         return undo
 
+    def _cut_tensors(self, kept: Kept, undos: list[Any]) -> tuple[dict[str, dict[str, list[int]]], list[nn.Module]]:
+        """Cut parameters and buffers; returns what stays of each, and the modules that hold them."""
+        owners = {
+            id(tensor): module
+            for _, module in walk_modules(self.model)
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+        }
+        parameters: dict[str, dict[str, list[int]]] = {}
+        touched: dict[int, nn.Module] = {}
+        for value in self.graph().values.values():
+            axes = kept.axes(value.name) if value.param is not None else ()
+            if not axes:
+                continue
+            tensor = self._tensors[str(value.param)]
+            undos.append((setattr, tensor, "data", tensor.data))
+            left = {axis: positions for axis, positions in enumerate(axes) if positions is not None}
+            tensor.data = _taken(tensor.data, {axis: positions.tolist() for axis, positions in left.items()})
+            tensor.grad = None
+            touched[id(owners[id(tensor)])] = owners[id(tensor)]
+            parameters[str(value.param)] = {str(axis): positions.tolist() for axis, positions in left.items()}
+        return parameters, list(touched.values())
+
     def _widths(self, kept: Kept) -> dict[tuple[str, str], Any]:
         """``(holder, attribute) -> new value`` for the held integers that calls are given."""
         found: dict[tuple[str, str, int | None], tuple[int, str]] = {}
-        for op in self.graph().ops:
-            for use in _uses(self._calls[op.name]):
-                width = self._width(op, use, kept)
-                if width is None:
-                    continue
-                known = found.setdefault(use.number.place, (width, op.name))
-                if known[0] != width:
-                    path, name, _ = use.number.place
-                    raise ConfigError(
-                        f"{path}.{name}".strip("."),
-                        f"{known[1]} would need {known[0]} there and {op.name} {width}, and both read this one attribute",
-                        "remove as many units from both, uniform=True",
-                    )
+        uses = [(op, use) for op in self.graph().ops for use in _uses(self._calls[op.name])]
+        for op, use in uses:
+            width = self._width(op, use, kept)
+            known = (width, op.name) if width is None else found.setdefault(use.number.place, (width, op.name))
+            if known[0] != width:
+                path, name, _ = use.number.place
+                raise ConfigError(
+                    f"{path}.{name}".strip("."),
+                    f"{known[1]} would need {known[0]} there and {op.name} {width}, and both read this one attribute",
+                    "remove as many units from both: alike=True",
+                )
         holders = dict(_holders(self.model))
         new: dict[tuple[str, str], Any] = {}
         for (path, name, at), (width, _) in found.items():
-            old = holders[path][name]
-            if at is None:
-                if old != width:
-                    new[path, name] = width
-            elif old[at] != width:
-                value = list(new.get((path, name), old))
-                value[at] = width
-                new[path, name] = tuple(value)
+            value = new.get((path, name), holders[path][name])
+            renewed = width if at is None else (*value[:at], width, *value[at + 1 :])
+            if renewed != value:
+                new[path, name] = renewed
         return new
 
     def _width(self, op: Op, use: _Use, kept: Kept) -> int | None:
         """What a held integer has to be after the cut; ``None`` where the call does not take it for a width."""
-        graph, call = self.graph(), self._calls[op.name]
         if not op.outputs or op.inputs[:1] in ((), (None,)):
             return None
+        graph, call = self.graph(), self._calls[op.name]
         source, result = str(op.inputs[0]), op.outputs[0]
-        shape, made = graph.values[source].shape, graph.values[result].shape
-        now, then = kept.shape(source, shape), kept.shape(result, made)
+        change = _Change(
+            graph.values[source].shape, graph.values[result].shape, kept.shape(source, graph.values[source].shape),
+            kept.shape(result, graph.values[result].shape),
+        )  # fmt: skip
         name = getattr(call.func, "__name__", "")
-        value = int(use.number)
-        if op.type in ("Conv", "ConvTranspose"):
-            if use.keyword not in (None, "groups") or value != op.attrs.get("group"):
-                return None
-            if value == 1 or (use.keyword is None and use.at != _number_of(call, "groups")):
-                return None
-            within = kept.axes(op.inputs[1])
-            return value if within and within[1] is not None else now[1] * value // shape[1]
-        if op.type == "GroupNormalization":
-            return now[1] * value // shape[1] if value == self.argument(op, "num_groups") else None
-        if op.type == "LayerNormalization" or op.type == "RMSNormalization":
-            shape_given = self.argument(op, "normalized_shape")
-            if not isinstance(shape_given, tuple) or use.at >= len(shape_given):
-                return None
-            return now[len(shape) - len(shape_given) + use.at]
-        if name in _SIZES and use.keyword is None and use.at < len(then):
-            return then[use.at]
+        if name in _SIZES and use.keyword is None:
+            return change.made_now[use.at] if use.at < len(change.made_now) else None
         if name == "unflatten":
-            return then[int(call.args[1]) % len(shape) + use.at - 1] if use.at else None
-        if op.type == "Pad":
-            axis = len(made) - 1 - use.at // 2
-            positions = (kept.axes(result) or (None,) * len(made))[axis]
-            if positions is None:
-                return value
-            front = value if use.at % 2 == 0 else made[axis] - value
-            return int((positions < front).sum() if use.at % 2 == 0 else (positions >= front).sum())
-        if op.type == "Split":
-            piece = (
-                op.outputs[use.at] if isinstance(call.args[1] if len(call.args) > 1 else 0, (list, tuple)) else result
-            )
-            old, cut = graph.values[piece].shape, kept.shape(piece, graph.values[piece].shape)
-            return next((m for n, m, whole in zip(old, cut, shape, strict=True) if n == value != whole), None)
-        if op.type == "Slice":
-            changed = [a for a in (kept.axes(source) or ()) if a is not None]
-            return int((changed[0] < value).sum()) if len(changed) == 1 else None
-        if op.type not in TRAITS["reshape"] and op.type not in ("Expand", "Tile"):
+            return change.made_now[int(call.args[1]) % len(change.read) + use.at - 1] if use.at else None
+        rule = _WIDTHS.get(op.type)
+        return None if rule is None else rule(self, op, use, kept, change)
+
+    def _groups_of_conv(self, op: Op, use: _Use, kept: Kept, change: _Change) -> int | None:
+        groups, place = int(use.number), _number_of(self._calls[op.name], "groups")
+        if groups == 1 or use.keyword not in (None, "groups") or (use.keyword is None and use.at != place):
             return None
-        widths = {m for n, m in zip((*shape, *made), (*now, *then), strict=True) if n == value}
+        within = kept.axes(op.inputs[1])
+        return groups if within and within[1] is not None else change.read_now[1] * groups // change.read[1]
+
+    def _groups_of_norm(self, op: Op, use: _Use, kept: Kept, change: _Change) -> int | None:
+        groups = int(use.number)
+        return change.read_now[1] * groups // change.read[1] if groups == self.argument(op, "num_groups") else None
+
+    def _normalized(self, op: Op, use: _Use, kept: Kept, change: _Change) -> int | None:
+        shape = self.argument(op, "normalized_shape")
+        if not isinstance(shape, tuple) or use.at >= len(shape):
+            return None
+        return change.read_now[len(change.read) - len(shape) + use.at]
+
+    def _padding(self, op: Op, use: _Use, kept: Kept, change: _Change) -> int | None:
+        axis, value = len(change.made) - 1 - use.at // 2, int(use.number)
+        positions = (kept.axes(op.outputs[0]) or (None,) * len(change.made))[axis]
+        if positions is None:
+            return value
+        front = use.at % 2 == 0
+        return int((positions < value).sum() if front else (positions >= change.made[axis] - value).sum())
+
+    def _piece(self, op: Op, use: _Use, kept: Kept, change: _Change) -> int | None:
+        call, graph = self._calls[op.name], self.graph()
+        several = len(call.args) > 1 and isinstance(call.args[1], (list, tuple))
+        piece = op.outputs[use.at] if several else op.outputs[0]
+        old = graph.values[piece].shape
+        lengths = zip(old, kept.shape(piece, old), change.read, strict=False)
+        return next((m for n, m, whole in lengths if n == int(use.number) != whole), None)
+
+    def _end(self, op: Op, use: _Use, kept: Kept, change: _Change) -> int | None:
+        cut = [(axis, a) for axis, a in enumerate(kept.axes(op.inputs[0])) if a is not None]
+        if len(cut) != 1 or (len(change.made) == len(change.read) and change.made[cut[0][0]] == change.read[cut[0][0]]):
+            return None  # another axis is sliced
+        return int((cut[0][1] < int(use.number)).sum())
+
+    def _of_that_length(self, op: Op, use: _Use, kept: Kept, change: _Change) -> int | None:
+        before, after = (*change.read, *change.made), (*change.read_now, *change.made_now)
+        widths = {m for n, m in zip(before, after, strict=True) if n == int(use.number)}
         return widths.pop() if len(widths) == 1 else None
 
     def problem(self, kept: Kept, predicted: Graph) -> Problem | None:
@@ -412,9 +430,8 @@ class TorchStructure(Structured):
         except ModelError as error:
             _, _, where = error.site.partition(", in ")
             cause = error.__cause__ or error
-            return Problem(
-                where, f"the model fails after the cut: {type(cause).__name__}: {str(cause).splitlines()[0]}"
-            )
+            said = ": ".join([type(cause).__name__, *str(cause).splitlines()[:1]])
+            return Problem(where, f"the model fails after the cut: {said}")
         ops = {op.name: op for op in graph.ops}
         for op in predicted.ops:
             if op.name not in ops:
@@ -429,35 +446,40 @@ class TorchStructure(Structured):
         return None
 
 
-def kept_axes(rank: int, result: int, gone: set[int]) -> tuple[int | None, ...]:
-    """Axis of a reduction's input -> axis of its result, or ``None``."""
-    if result == rank:
-        return tuple(None if i in gone else i for i in range(rank))
-    kept = [i for i in range(rank) if i not in gone]
-    return tuple(kept.index(i) if i in kept and kept.index(i) < result else None for i in range(rank))
+#: operator -> what a held integer among its arguments has to be after a cut
+_WIDTHS: dict[str, Callable[..., int | None]] = {
+    **dict.fromkeys(("Conv", "ConvTranspose"), TorchStructure._groups_of_conv),
+    "GroupNormalization": TorchStructure._groups_of_norm,
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), TorchStructure._normalized),
+    "Pad": TorchStructure._padding,
+    "Split": TorchStructure._piece,
+    "Slice": TorchStructure._end,
+    **dict.fromkeys((*TRAITS["reshape"], "Expand", "Tile"), TorchStructure._of_that_length),
+}
 
 
 def _uses(call: Call) -> Iterator[_Use]:
     """The held integers among the arguments of a call."""
-    at = 0
-    for argument in call.args[1:]:
-        stack = [argument]
-        while stack:
-            item = stack.pop(0)
-            if isinstance(item, (tuple, list)) and not isinstance(item, Slot):
-                stack = [*item, *stack]
-                continue
-            if isinstance(item, slice):
-                stack = [item.start, item.stop, *stack]
-                continue
-            if isinstance(item, Held):
-                yield _Use(item, at, None)
-            at += 1
+    for at, item in enumerate(_flat(call.args[1:])):
+        if isinstance(item, Held):
+            yield _Use(item, at, None)
     for keyword, argument in call.kwargs.items():
-        items = argument if isinstance(argument, (tuple, list)) else (argument,)
-        for i, item in enumerate(items):
+        for at, item in enumerate(_flat((argument,))):
             if isinstance(item, Held):
-                yield _Use(item, i, keyword)
+                yield _Use(item, at, keyword)
+
+
+def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
+    """What arguments hold, lists and slices opened."""
+    stack = list(reversed(arguments))
+    while stack:
+        item = stack.pop()
+        if isinstance(item, (tuple, list)):
+            stack.extend(reversed(item))
+        elif isinstance(item, slice):
+            stack.extend((item.stop, item.start))
+        else:
+            yield item
 
 
 def _number_of(call: Call, name: str) -> int:
@@ -474,45 +496,56 @@ def _number_of(call: Call, name: str) -> int:
 
 def _conventional(module: nn.Module) -> dict[str, Any]:
     """Attributes of modules that say what shapes their parameters have, as these are now."""
-    weight = module._parameters.get("weight")
     if isinstance(module, nn.RNNBase):
-        own = module._parameters
-        recurrent, entering = own["weight_hh_l0"], own["weight_ih_l0"]
-        assert recurrent is not None and entering is not None
-        gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
-        projected = {"proj_size": recurrent.shape[1]} if module.proj_size else {}
-        return {"input_size": entering.shape[1], "hidden_size": recurrent.shape[0] // gates, **projected}
-    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d)):
-        held = weight if weight is not None else module._buffers.get("running_mean")
-        return {} if held is None else {"num_features": held.shape[0]}
+        return _recurrent_widths(module)
+    weight: torch.Tensor | None = module._parameters.get("weight")
+    if weight is None:
+        weight = module._buffers.get("running_mean")
     if weight is None:
         return {}
-    if isinstance(module, nn.Linear):
-        return {"out_features": weight.shape[0], "in_features": weight.shape[1]}
     if isinstance(module, nn.modules.conv._ConvNd):
-        assert isinstance(weight, torch.Tensor)
-        # the number of groups may have changed with the channels: what enters a group stays
-        made, read = (1, 0) if module.transposed else (0, 1)
-        groups = module.groups
-        if groups > 1 and weight.shape[read] == module.in_channels // groups and not module.transposed:
-            share = module.out_channels // groups
-            groups = weight.shape[0] // share
-        elif groups > 1 and module.transposed and weight.shape[1] == module.out_channels // groups:
-            groups = weight.shape[0] // (module.in_channels // groups)
-        width = {made: weight.shape[made], read: weight.shape[read]}
-        width[1] *= groups
-        return {"out_channels": width[made], "in_channels": width[read]}
+        return _conv_widths(module, weight)
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return {"normalized_shape": tuple(weight.shape)}
-    if isinstance(module, nn.GroupNorm):
-        return {"num_channels": weight.shape[0]}
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return {"embedding_dim": weight.shape[1]}
-    if isinstance(module, nn.PReLU):
-        return {"num_parameters": weight.shape[0]}
+    for kinds, axes in _SHAPES:
+        if isinstance(module, kinds):
+            return {name: weight.shape[axis] for name, axis in axes.items()}
     if {"nf", "nx"} <= vars(module).keys() and weight.dim() == 2:  # transformers' Conv1D
         return {"nf": weight.shape[1], "nx": weight.shape[0]}
     return {}
+
+
+#: classes -> attribute -> axis of the weight whose length it is
+_SHAPES: tuple[tuple[tuple[type[nn.Module], ...], dict[str, int]], ...] = (
+    ((nn.Linear,), {"out_features": 0, "in_features": 1}),
+    ((nn.modules.batchnorm._NormBase,), {"num_features": 0}),
+    ((nn.GroupNorm,), {"num_channels": 0}),
+    ((nn.Embedding, nn.EmbeddingBag), {"embedding_dim": 1}),
+    ((nn.PReLU,), {"num_parameters": 0}),
+)
+
+
+def _is_fused(module: nn.Module) -> TypeGuard[nn.RNNBase]:
+    return isinstance(module, nn.RNNBase) and next(module.parameters()).is_cuda
+
+
+def _recurrent_widths(module: nn.RNNBase) -> dict[str, Any]:
+    recurrent, entering = module._parameters["weight_hh_l0"], module._parameters["weight_ih_l0"]
+    assert recurrent is not None and entering is not None
+    gates = {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
+    projected = {"proj_size": recurrent.shape[1]} if module.proj_size else {}
+    return {"input_size": entering.shape[1], "hidden_size": recurrent.shape[0] // gates, **projected}
+
+
+def _conv_widths(module: nn.modules.conv._ConvNd, weight: torch.Tensor) -> dict[str, Any]:
+    """The number of groups changes with the first axis where what one group has on the second one stays."""
+    made, read = (1, 0) if module.transposed else (0, 1)
+    first, second = (module.in_channels, module.out_channels)[:: 1 if module.transposed else -1]
+    groups = module.groups
+    if groups > 1 and weight.shape[1] == second // groups:
+        groups = weight.shape[0] // (first // groups)
+    width = {0: weight.shape[0], 1: weight.shape[1] * groups}
+    return {"out_channels": width[made], "in_channels": width[read]}
 
 
 def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
@@ -537,32 +570,44 @@ def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
             raise ConfigError(
                 "plan", f"it has a step {step.get('kind')!r} that is not known", "use the version that wrote it"
             )
-        tensors = dict(named_state(model))
-        for name, axes in step["parameters"].items():
-            tensor = tensors.get(name)
-            if tensor is None:
-                raise ConfigError(
-                    name, "the plan cuts it, and the model has no such parameter", "rebuild the original class"
-                )
-            for axis, positions in axes.items():
-                if int(axis) >= tensor.dim() or max(positions, default=0) >= tensor.shape[int(axis)]:
-                    raise ConfigError(
-                        name,
-                        f"the plan keeps position {max(positions)} of axis {axis}, and its shape is {tuple(tensor.shape)}",
-                        "rebuild a model with the arguments of the one that was compressed",
-                    )
-                tensor.data = tensor.data.index_select(
-                    int(axis), torch.tensor(positions, device=tensor.device)
-                ).contiguous()
-        holders = dict(_holders(model))
-        for path, attributes in step["attributes"].items():
-            if path not in holders:
-                raise ConfigError(
-                    path, "the plan changes its widths, and the model has no such module", "rebuild the original class"
-                )
-            for name, value in attributes.items():
-                holders[path][name] = tuple(value) if isinstance(value, list) else value
+        _cut_again(model, step)
     return model
+
+
+def _cut_again(model: nn.Module, step: Mapping[str, Any]) -> None:
+    tensors, holders = dict(named_state(model)), dict(_holders(model))
+    strange = [name for name in step["parameters"] if name not in tensors]
+    if strange:
+        raise ConfigError(
+            strange[0], "the plan cuts it, and the model has no such parameter", "rebuild the original class"
+        )
+    strange = [path for path in step["attributes"] if path not in holders]
+    if strange:
+        raise ConfigError(
+            strange[0], "the plan changes its widths, and the model has no such module", "rebuild the original class"
+        )
+    for name, axes in step["parameters"].items():
+        _check_fits(name, tensors[name], axes)
+        tensors[name].data = _taken(tensors[name].data, {int(axis): positions for axis, positions in axes.items()})
+    for path, attributes in step["attributes"].items():
+        holders[path].update((name, tuple(v) if isinstance(v, list) else v) for name, v in attributes.items())
+
+
+def _check_fits(name: str, tensor: torch.Tensor, axes: Mapping[str, Sequence[int]]) -> None:
+    for axis, positions in axes.items():
+        if int(axis) >= tensor.dim() or max(positions, default=0) >= tensor.shape[int(axis)]:
+            raise ConfigError(
+                name,
+                f"the plan keeps position {max(positions)} of axis {axis}, and its shape is {tuple(tensor.shape)}",
+                "rebuild a model with the arguments of the one that was compressed",
+            )
+
+
+def _taken(tensor: torch.Tensor, axes: Mapping[int, Sequence[int]]) -> torch.Tensor:
+    """What is left of a tensor."""
+    for axis, positions in axes.items():
+        tensor = tensor.index_select(axis, torch.tensor(positions, device=tensor.device))
+    return tensor.contiguous()
 
 
 def save_compressed(model: nn.Module, plan: Mapping[str, Any], folder: Path, name: str) -> list[Path]:

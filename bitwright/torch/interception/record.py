@@ -200,8 +200,7 @@ class Recorder(Handler):
         read = [self.values[i] for i in inputs if i is not None]
         if self._trace is not None:
             self._trace.call(frame.path, op_type, args, kwargs, self._is_fixed, produced)
-        of_params = self._whole and any(v.kind == "param" for v in read)
-        if _is_constant(op_type, read) and not of_params:
+        if _is_constant(op_type, read) and not self._keeps(read):
             follows = self._follows_input(op_type, read, produced)
             self._note_constants(key, label, inputs, read, produced, follows)
             return output
@@ -217,6 +216,10 @@ class Recorder(Handler):
         for tensor, value in zip(produced, known.outputs, strict=False):
             self._bind(tensor, value)
         return output
+
+    def _keeps(self, read: Sequence[_Tensor]) -> bool:
+        """Whether what is computed of parameters alone becomes an operator."""
+        return self._whole and any(v.kind == "param" for v in read)
 
     def _note_constants(
         self, key: Key, label: str, inputs: Sequence[int | None], read: Sequence[_Tensor], produced: Sequence[torch.Tensor],

@@ -1,0 +1,154 @@
+"""Dependency graphs of architectures that nobody here wrote: 30 % of the units of every group removed, checked.
+
+    python benchmarks/compression_reach.py                  every architecture, one process each; results are kept
+    python benchmarks/compression_reach.py --only 'Llama*' --fresh
+    python benchmarks/compression_reach.py --markdown       writes benchmarks/results/compression_reach.md
+
+Each model has random weights. ``checked_dependencies`` finds its groups; then 30 % of the units of each (at least one) are
+removed, after the outputs of the whole model with these units at zero were noted. A row says how many groups there are, the
+parameters that are left, the largest difference of an output in parts of its largest number, and how many layers were refused.
+Needs the extras ``reach``; architectures whose package cannot be imported have no row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from measure import ROOT, machine  # puts the repository on the path and fixes one thread
+from reach_models import ARCHITECTURES, Architecture
+
+from bitwright.compression.checks import checked_dependencies, masked_outputs
+from bitwright.compression.prune import apply, costs_of
+from bitwright.methods.front_end import front_end_of
+from tests.support.cases import vary_norms_and_biases
+
+RESULTS, STATE = ROOT / "benchmarks" / "results" / "compression_reach.md", ROOT / "build" / "compression_reach"
+PART = 0.3
+LIMIT = 240.0  # seconds an architecture may take
+
+
+def measured(row: Architecture) -> dict[str, Any]:
+    """What became of one architecture."""
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model = row.build().float()
+    vary_norms_and_biases(model)
+    batch = row.batch(0)
+    structure = front_end_of(model).structured(model, batch, None)
+    before = costs_of(structure.graph())
+    found = checked_dependencies(structure, batch)
+    kinds = Counter(group.kind for group in found.groups)
+    reasons = [str(r) for r in found.refused]
+    result: dict[str, Any] = {
+        "groups": len(found.groups),
+        "kinds": dict(kinds),
+        "refused": len(reasons),
+        "reasons": reasons,
+    }
+    if found.groups:
+        removed = {g.name: np.arange(max(1, int(PART * g.units))) for g in found.groups}
+        masked = masked_outputs(structure, found.groups, removed, batch)
+        apply(structure, found, removed, batch)
+        after = structure.outputs(batch)
+        result["shapes"] = [a.shape == b.shape for a, b in zip(masked, after, strict=True)].count(False) == 0
+        result["noise"] = max(
+            (float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), 1e-9)
+             for a, b in zip(masked, after, strict=True) if np.issubdtype(a.dtype, np.floating) and a.shape == b.shape),
+            default=0.0,
+        )  # fmt: skip
+        result["params"] = costs_of(structure.graph())["params"] / before["params"]
+    result["seconds"] = round(time.perf_counter() - start, 1)
+    return result
+
+
+def _work(row: Architecture) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        found = measured(row)
+    except Exception as error:  # the row says so
+        found = {"error": f"{type(error).__name__}: {error}"[:600], "trace": traceback.format_exc()[-1500:]}
+    STATE.mkdir(parents=True, exist_ok=True)
+    (STATE / f"{row.name}.json").write_text(json.dumps(found))
+
+
+def run(only: str, fresh: bool) -> None:
+    """Every architecture in a process of its own; what all of them need is imported once."""
+    for package in (
+        "bitwright.torch.opened",
+        "transformers.modeling_utils",
+        "transformers.generation",
+        "torch._dynamo",
+    ):
+        importlib.import_module(package)
+    for row in ARCHITECTURES:
+        file = STATE / f"{row.name}.json"
+        if not fnmatch.fnmatch(row.name, only) or (file.exists() and not fresh):
+            continue
+        process = multiprocessing.get_context("fork").Process(target=_work, args=(row,))
+        process.start()
+        process.join(LIMIT)
+        if process.is_alive():
+            process.kill()
+            file.write_text(json.dumps({"error": f"more than {LIMIT:g} s"}))
+        found = (
+            json.loads(file.read_text()) if file.exists() else {"error": f"the process ended with {process.exitcode}"}
+        )
+        shown = {k: v for k, v in found.items() if k not in ("reasons", "trace")}
+        print(row.name, shown, flush=True)
+
+
+def markdown() -> None:
+    """Write the table."""
+    rows = {r.name: json.loads(f.read_text()) for r in ARCHITECTURES if (f := STATE / f"{r.name}.json").exists()}
+    rows = {name: r for name, r in rows.items() if "ModuleNotFoundError" not in r.get("error", "")}
+    done = [r for r in rows.values() if r.get("groups")]
+    lines = [
+        "# Dependency graphs of architectures", "",
+        f"`python benchmarks/compression_reach.py`, {machine()}. {PART:.0%} of the units of every group removed from models",
+        "with random weights; *noise* is the largest difference of an output from the whole model with these units at zero, in",
+        "parts of the largest number of the output. A refused layer keeps its channels, and the report says why.", "",
+        f"{len(rows)} architectures: {len(done)} pruned with the right shapes and outputs, "
+        f"{sum('groups' in r and not r['groups'] for r in rows.values())} refused as a whole, "
+        f"{sum('error' in r for r in rows.values())} failed.", "",
+        "| architecture | groups | refused layers | parameters left | noise |", "|---|---|--:|--:|--:|",
+    ]  # fmt: skip
+    for name, r in rows.items():
+        if "error" in r:
+            lines.append(f"| {name} | failed: {r['error'].splitlines()[0][:90]} | | | |")
+            continue
+        kinds = (
+            ", ".join(f"{n} {kind}" for kind, n in r["kinds"].items())
+            or f"none: {r['reasons'][0][:80] if r['reasons'] else ''}"
+        )
+        left = f"{r['params']:.0%}" if "params" in r else ""
+        noise = f"{r['noise']:.0e}" if "noise" in r else ""
+        lines.append(f"| {name} | {kinds} | {r['refused']} | {left} | {noise} |")
+    RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*")
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    given = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.path.insert(0, str(ROOT))
+    run(given.only, given.fresh)
+    if given.markdown:
+        markdown()
