@@ -94,7 +94,7 @@ def compress(
     loss: Callable[[Any], Any] | None = None,
     cap: float = 0.9,
     widths: str | int = "cpu",
-    alike: bool = False,
+    alike: bool | None = None,
     inner: bool = False,
     averaged: bool = False,
     include: Iterable[str] = (),
@@ -120,7 +120,8 @@ def compress(
         loss: ``loss(module)``, a number to differentiate, for ``importance="taylor"``.
         cap: largest part of the units of one group that may go.
         widths: a row of :data:`bitwright.compression.prune.WIDTHS`, or a number: what widths are multiples of.
-        alike: take as many units from groups at the same place of repeated blocks, so that one configuration describes all.
+        alike: take as many units from groups at the same place of repeated blocks, so that one configuration describes all;
+            by default for models of transformers, whose configuration is rewritten where it can say the new widths.
         inner: positions within heads, and within groups of convolutions, in the place of whole ones.
         averaged: also widths that a layer norm averages over, such as that of the embedding, whose removal changes what the norm
             computes.
@@ -147,10 +148,11 @@ def compress(
     metrics: dict[str, float] = {}
     if metric is not None:
         metrics["float"] = checked_metric("float", metric_of(metric, given.metric_target()))
-    options = PruneOptions(
-        importance, ranking, cap, widths, alike, inner, averaged, tuple(include), tuple(exclude), seed
-    )
     structure = front.structured(model, batches[0], providers)
+    same = structure.one_configuration() if alike is None else alike
+    options = PruneOptions(
+        importance, ranking, cap, widths, same, inner, averaged, tuple(include), tuple(exclude), seed
+    )
     before = costs_of(structure.graph())
     gradients = None if loss is None else lambda names: structure.gradients(loss, names)
     report = prune(structure, batches, target, options, gradients)
@@ -161,16 +163,11 @@ def compress(
             metrics[name] = checked_metric(name, metric_of(metric, structure.metric_target()))
 
     measured("pruned")
-    fits: tuple[Fit, ...] = ()
-    count = 0
-    if reconstruction or batch_norms:
-        view = structure.view()
-        original = front.structured(model, batches[0], providers).view()
-        if reconstruction:
-            fits = reconstruct(original, view, report.readers, batches, progress)
-        if batch_norms:
-            count = estimate_batch_norms(original, view, report.norms, batches, progress)
-        structure.refresh()
+    view = structure.view()
+    original = front.structured(model, batches[0], providers).view() if reconstruction or batch_norms else None
+    fits = reconstruct(original, view, report.readers, batches, progress) if reconstruction else ()
+    count = estimate_batch_norms(original, view, report.norms, batches, progress) if batch_norms else 0
+    structure.refresh()
     if metric is not None:
         metrics["compressed"] = metrics["pruned"]
     if any(fit.kept for fit in fits) or count:

@@ -236,6 +236,10 @@ class Structured(ABC):
     def finished(self) -> Any:
         """The model, as its users hold it."""
 
+    def one_configuration(self) -> bool:
+        """Whether one set of numbers describes the widths of all blocks of the model."""
+        return False
+
     @abstractmethod
     def metric_target(self) -> Any:
         """What a metric is given."""

@@ -8,9 +8,10 @@ result has another shape than was predicted, and is refused with the name of the
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,7 @@ class TorchStructure(Structured):
         self.model = model
         self._examples = [to_device(example, model_device(model)) for example in examples]
         self._graph: Graph | None = None
+        self._sizes: set[tuple[int, int]] = set()  # lengths of axes before and after the cuts
         self.steps: list[dict[str, Any]] = []
 
     def view(self) -> TorchView:
@@ -140,8 +142,16 @@ class TorchStructure(Structured):
         return TorchView(self.model, self._examples)
 
     def finished(self) -> nn.Module:
-        """The module."""
+        """The module, with a configuration that says its widths where one can."""
+        found = _new_config(self.model, self._sizes)
+        if found:
+            vars(self.model.config).update(found)
+            self.steps.append({"kind": "cut", "parameters": {}, "attributes": {"config": found}})
         return self.model
+
+    def one_configuration(self) -> bool:
+        """Whether it is a model of transformers or alike, which is saved as its configuration and its weights."""
+        return _is_pretrained(self.model)
 
     def metric_target(self) -> nn.Module:
         """The module."""
@@ -307,9 +317,12 @@ class TorchStructure(Structured):
             module.flatten_parameters()
         step = {"kind": "cut", "parameters": parameters, "attributes": attributes}
         self.steps.append(step)
+        sizes = self._sizes
+        self._sizes = sizes | _changed_lengths(self.graph(), kept)
 
         def undo() -> None:
             self.steps.remove(step)
+            self._sizes = sizes
             while undos:
                 function, *args = undos.pop()
                 function(*args)
@@ -523,6 +536,66 @@ _SHAPES: tuple[tuple[tuple[type[nn.Module], ...], dict[str, int]], ...] = (
     ((nn.Embedding, nn.EmbeddingBag), {"embedding_dim": 1}),
     ((nn.PReLU,), {"num_parameters": 0}),
 )
+
+
+def _changed_lengths(graph: Graph, kept: Kept) -> set[tuple[int, int]]:
+    pairs: set[tuple[int, int]] = set()
+    for name, value in graph.values.items():
+        left = kept.axes(name)
+        pairs.update((n, len(k)) for n, k in zip(value.shape, left, strict=False) if k is not None)
+    return pairs
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return hasattr(model, "save_pretrained") and hasattr(config, "to_dict") and hasattr(config, "save_pretrained")
+
+
+def _new_config(model: nn.Module, sizes: Collection[tuple[int, int]]) -> dict[str, int]:
+    """Numbers of a configuration with which its class builds a module of exactly these shapes; empty where none does.
+
+    Numbers that equal a length that was cut are tried one after the other, and kept where more shapes are right with them.
+
+    Args:
+        model: with a configuration.
+        sizes: lengths of axes before and after.
+    """
+    if not sizes or not _is_pretrained(model):
+        return {}
+    held = vars(model.config)
+    tries = [
+        (key, new) for key, value in held.items() if type(value) is int for old, new in sorted(sizes) if value == old
+    ]
+    starts: list[dict[str, int]] = [{}]
+    if {"hidden_size", "num_attention_heads"} <= held.keys() and "head_dim" not in held:
+        # classes that would compute the width of a head from the number of heads read it where it is given
+        starts.append({"head_dim": held["hidden_size"] // held["num_attention_heads"]})
+    return next((found for found in (_fitted(model, start, tries) for start in starts) if found is not None), {})
+
+
+def _fitted(model: nn.Module, start: Mapping[str, int], tries: Sequence[tuple[str, int]]) -> dict[str, int] | None:
+    """``start`` and the tries that make more shapes right; ``None`` where some stay wrong."""
+    found = dict(start)
+    left = _wrong_shapes(model, found)
+    for key, new in tries:
+        now = _wrong_shapes(model, {**found, key: new}) if left and key not in found else left
+        if now < left:
+            found[key], left = new, now
+    return None if left else found
+
+
+def _wrong_shapes(model: nn.Module, changed: Mapping[str, int]) -> int:
+    """How many parameters have other shapes in a module that its class makes of the changed configuration."""
+    have = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    config = copy.deepcopy(model.config)
+    vars(config).update(changed)
+    try:
+        with torch.device("meta"):
+            built = type(model)(config)
+    except (ValueError, ArithmeticError, RuntimeError, AssertionError):  # numbers that do not go together
+        return len(have) + 1
+    made = {name: tuple(t.shape) for name, t in built.state_dict().items()}
+    return sum(made.get(name) != shape for name, shape in have.items())
 
 
 def _is_fused(module: nn.Module) -> TypeGuard[nn.RNNBase]:

@@ -1,0 +1,225 @@
+"""What structured pruning costs networks without training, beside random choice and Torch-Pruning.
+
+    python benchmarks/pruning.py                                # a row at a time; what is done is kept in build/pruning
+    python benchmarks/pruning.py --models resnet20_aux --fresh --markdown
+
+Top-1 accuracy in per cent, or perplexity per token, on parts of the test data: 1,000 images of CIFAR-10, 200 of ImageNet, 1,000
+of MNIST, 16,384 characters, 64 stories; of the face detector, the SQNR of its worst output in dB. Calibration: 128 training
+images, 64 of ImageNet, 8,192 characters, 16 stories. Torch-Pruning (``pip install torch-pruning``) prunes with L2 norms and the
+same part of every layer, to the nearest part of the MACs that it reaches; it has no reconstruction. Needs the developer data set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import measure  # first: it puts the repository on the path
+import numpy as np
+import torch
+from torch import nn
+
+import bitwright
+from bitwright.core.simulation.float_model import sqnr
+from bitwright.errors import BitwrightError
+from tests.support import data
+
+RESULTS, STATE = measure.ROOT / "benchmarks" / "results" / "pruning.md", measure.ROOT / "build" / "pruning"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network: its form, calibration data and score."""
+
+    model: Callable[[], Any]
+    calibration: Callable[[], list[Any]]
+    score: Callable[[Any], float]
+    unit: str = "%"
+
+
+def _few(images: data.Images, count: int) -> data.Images:
+    return data.Images(images.x[:count], images.y[:count])
+
+
+def _resnet() -> nn.Module:
+    model = data.trained("resnet20_aux")
+    model.aux = None
+    return model
+
+
+def _mnist(session: Any) -> float:
+    pixels, labels = data.mnist()
+    name = session.get_inputs()[0].name
+    x = ((pixels / 255.0 - 0.1307) / 0.3081).astype(np.float32)[:, None]
+    return 100 * float(
+        np.mean([session.run(None, {name: x[i : i + 1]})[0].argmax() == labels[i] for i in range(len(x))])
+    )
+
+
+def _face_input(seed: int) -> np.ndarray[Any, Any]:
+    """A smooth picture: noise has none of the structure that the detector reads."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.normal(size=(1, 3, 8, 10)).astype(np.float32)
+    return np.repeat(np.repeat(coarse, 30, 2), 32, 3) * 0.5
+
+
+def _face(session: Any) -> float:
+    import onnxruntime as ort
+
+    reference = ort.InferenceSession(str(data.onnx_file("face_slim_320")), providers=["CPUExecutionProvider"])
+    rows = [
+        (reference.run(None, {"input": x}), session.run(None, {"input": x})) for x in map(_face_input, range(100, 104))
+    ]
+    return min(
+        sqnr(np.stack([a[i] for a, _ in rows]), np.stack([b[i] for _, b in rows])) for i in range(len(rows[0][0]))
+    )
+
+
+SUBJECTS = {
+    "resnet20_aux": Subject(
+        _resnet, lambda: list(data.cifar("train").x[:128].split(64)), lambda m: data.accuracy(m, _few(data.cifar(), 1000))
+    ),
+    "mobilenet_v2_cifar": Subject(
+        lambda: data.trained("mobilenet_v2_cifar"), lambda: list(data.cifar("train").x[:128].split(64)),
+        lambda m: data.accuracy(m, _few(data.cifar(), 1000)),
+    ),
+    "mobilenet_v1_025": Subject(
+        lambda: data.trained("mobilenet_v1_025"), lambda: list(data.imagenet("calibration").x[:64].split(32)),
+        lambda m: data.accuracy(m, _few(data.imagenet(), 200)),
+    ),
+    "lstm_char": Subject(
+        lambda: data.trained("lstm_char"), lambda: list(data.shakespeare("train")[:8192].reshape(32, 256).split(16)),
+        lambda m: data.perplexity(m, data.shakespeare()[: 64 * 257].reshape(64, 257)), "perplexity",
+    ),
+    "stories260k": Subject(
+        lambda: data.trained("stories260k"), lambda: list(data.stories("calib")[:16, :-1].split(8)),
+        lambda m: data.perplexity(m, data.stories()[:64]), "perplexity",
+    ),
+    "mnist_pytorch.onnx": Subject(
+        lambda: str(data.onnx_file("mnist_pytorch")),
+        lambda: [((p / 255.0 - 0.1307) / 0.3081).astype(np.float32)[None, None] for p in data.mnist()[0][-64:]], _mnist,
+    ),
+    "face_slim_320.onnx": Subject(
+        lambda: str(data.onnx_file("face_slim_320")), lambda: [_face_input(i) for i in range(8)], _face, "dB",
+    ),
+}  # fmt: skip
+METHODS: dict[str, dict[str, Any] | None] = {
+    "random": {"importance": "random", "reconstruction": False, "batch_norms": False},
+    "l2": {"reconstruction": False, "batch_norms": False},
+    "random, reconstructed": {"importance": "random"},
+    "l2, reconstructed": {},
+    "activation, reconstructed": {"importance": "activation"},
+    "Torch-Pruning, l2": None,
+}
+
+
+def torch_pruned(model: nn.Module, x: torch.Tensor, part: float) -> tuple[nn.Module, float]:
+    """A module pruned by Torch-Pruning to at most ``part`` of its MACs, and what is left of them."""
+    import copy
+
+    import torch_pruning
+
+    count = torch_pruning.utils.count_ops_and_params
+    whole = count(model, x)[0]
+    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+    low, high, best = 0.0, 0.9, None
+    for _ in range(6):
+        middle = (low + high) / 2
+        pruned = copy.deepcopy(model)
+        last = [m for m in pruned.modules() if isinstance(m, (nn.Linear, nn.Conv2d))][len(layers) - 1]
+        torch_pruning.pruner.MagnitudePruner(
+            pruned, x, torch_pruning.importance.MagnitudeImportance(p=2), pruning_ratio=middle, ignored_layers=[last]
+        ).step()
+        left = count(pruned, x)[0] / whole
+        if left <= part:
+            high, best = middle, (pruned, left)
+        else:
+            low = middle
+    if best is None:
+        raise RuntimeError(f"no ratio up to 0.9 leaves {part:g} of the MACs")
+    return best
+
+
+def row(name: str, method: str, part: float) -> dict[str, Any]:
+    """One measurement."""
+    subject, start = SUBJECTS[name], time.perf_counter()
+    model, batches = subject.model(), subject.calibration()
+    options = METHODS[method]
+    if options is None:
+        if isinstance(model, str):
+            raise RuntimeError("it reads no ONNX files")
+        pruned, left = torch_pruned(model, batches[0], part)
+        return {"macs": left, "score": subject.score(pruned), "seconds": time.perf_counter() - start}
+    result = bitwright.compress(
+        model, batches, {"macs": part}, metric=subject.score, widths=2, progress=False, **options
+    )
+    left = result.after["macs"] / result.before["macs"]
+    return {"macs": left, "score": result.metrics["compressed"], "float": result.metrics["float"],
+            "seconds": time.perf_counter() - start}  # fmt: skip
+
+
+def run(models: list[str], parts: list[float], fresh: bool) -> None:
+    """Every row that is not there yet."""
+    STATE.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        for name in models:
+            for method in METHODS:
+                file = STATE / f"{name}-{part:g}-{method.replace(', ', '_')}.json"
+                if file.exists() and not fresh:
+                    continue
+                try:
+                    found = row(name, method, part)
+                except (
+                    BitwrightError,
+                    RuntimeError,
+                    ValueError,
+                    AssertionError,
+                    IndexError,
+                    KeyError,
+                    TypeError,
+                ) as error:
+                    found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:120]}
+                file.write_text(json.dumps(found))
+                print(part, name, method, found, flush=True)
+
+
+def table() -> None:
+    """Write what is there."""
+    rows = []
+    for name, subject in SUBJECTS.items():
+        for part in (0.75, 0.5):
+            for method in METHODS:
+                file = STATE / f"{name}-{part:g}-{method.replace(', ', '_')}.json"
+                if not file.exists():
+                    continue
+                found = json.loads(file.read_text())
+                whole = json.loads((STATE / f"{name}-{part:g}-l2.json").read_text()).get("float")
+                before = "" if whole is None or subject.unit == "dB" else f"{whole:.2f}"
+                if "failed" in found:
+                    rows.append([name, f"{part:.0%}", method, "", before, found["failed"][:70], ""])
+                else:
+                    score = f"{found['score']:.2f} {subject.unit}"
+                    rows.append(
+                        [name, f"{part:.0%}", method, f"{found['macs']:.1%}", before, score, f"{found['seconds']:.0f}"]
+                    )
+    head = ["network", "target", "method", "MACs left", "float", "pruned, without training", "seconds"]
+    text = measure.markdown("Structured pruning", head, rows)
+    measure.write(RESULTS, text + f"\n{__doc__.partition('Top-1')[1]}{__doc__.partition('Top-1')[2]}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(SUBJECTS))
+    parser.add_argument("--parts", nargs="*", type=float, default=[0.5, 0.75])
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    run(given.models, given.parts, given.fresh)
+    if given.markdown:
+        table()
