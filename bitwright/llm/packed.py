@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.arrays import to_numpy
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat
+from bitwright.core.numerics.formats import BFLOAT16, FLOAT16, FloatFormat, Format, IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.simulation.quantizer import Quantizer
@@ -25,8 +25,6 @@ from bitwright.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-
-_LARGEST_TABLE = 8  # bits of a float format whose numbers are listed in a table
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Name, shape and storage of one weight before it is quantized; ``layout`` is ``None`` where it stays in float."""
+    """Name, shape and storage of one weight before it is quantized; ``layout`` is ``None`` where it stays in float.
+
+    ``axis`` is the one that groups run along, and that a layer sums over.
+    """
 
     name: str
     shape: tuple[int, ...]
     layout: Layout | None
+    axis: int = -1
 
     @property
     def elements(self) -> int:
@@ -104,8 +106,8 @@ class PackedWeight:
 
     Attributes:
         name: of the parameter in the state dictionary of the model, ``model.layers.0.mlp.up_proj.weight``.
-        codes: of the weight's shape. Integer formats: int8, uint8 or wider. Float formats of up to 8 bits: uint8, the bit
-            pattern of each number (sign, exponent, mantissa).
+        codes: of the weight's shape. Integer formats: int8, uint8 or wider. Float formats: the bit
+            pattern of each number (sign, exponent, mantissa), uint8, or uint16 for float16 and bfloat16.
         encoding: format, scales, zero points and granularity.
 
     Example:
@@ -177,7 +179,7 @@ class PackedWeight:
     @property
     def plan(self) -> WeightPlan:
         """Name, shape and layout."""
-        return WeightPlan(self.name, self.shape, self.layout)
+        return WeightPlan(self.name, self.shape, self.layout, _axis(self.granularity, len(self.shape)))
 
     def dequantize(self, dtype: str = "float32") -> NDArray[Any]:
         """The values that the codes stand for: what a simulation multiplies with, bit for bit."""
@@ -283,7 +285,17 @@ def planned(name: str, shape: Iterable[int], spec: QuantSpec | None) -> WeightPl
         return WeightPlan(name, tuple(shape), None)
     symmetric = isinstance(spec.format, FloatFormat) or spec.symmetry != "asymmetric"
     layout = Layout(spec.format, group_of(spec.granularity), symmetric, spec.scale_format.name)
-    return WeightPlan(name, tuple(shape), layout)
+    shape = tuple(shape)
+    return WeightPlan(name, shape, layout, _axis(spec.granularity, len(shape)))
+
+
+def _axis(granularity: Granularity, rank: int) -> int:
+    """The axis that groups run along, counted from the end; the last one where nothing says another."""
+    if isinstance(granularity, PerBlock) and granularity.axis is not None:
+        return granularity.axis % rank - rank
+    if isinstance(granularity, PerChannel) and granularity.axis is not None and rank == 2:
+        return -1 if granularity.axis % rank == 0 else -2
+    return -1
 
 
 def _stored_buffers(model: Any) -> Iterator[tuple[str, Any]]:
@@ -293,25 +305,32 @@ def _stored_buffers(model: Any) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _numbers(fmt: FloatFormat) -> NDArray[np.float32]:
-    """The numbers of a format without their signs, by bit pattern."""
-    assert fmt.bits <= _LARGEST_TABLE, fmt
+    """The numbers of a format of at most 8 bits without their signs, by bit pattern."""
     pattern = np.arange(1 << (fmt.bits - 1))
     exponent, mantissa = pattern >> fmt.mantissa_bits, pattern & ((1 << fmt.mantissa_bits) - 1)
     lead = np.where(exponent == 0, 0.0, 1.0) + mantissa * 2.0**-fmt.mantissa_bits
     return np.asarray(lead * 2.0 ** np.maximum(exponent - fmt.bias, fmt.min_exponent), np.float32)
 
 
-def float_bits(values: NDArray[Any], fmt: FloatFormat) -> NDArray[np.uint8]:
-    """The bit patterns of numbers of ``fmt``, which has at most 8 bits; one a byte, the sign in its highest bit.
+def float_bits(values: NDArray[Any], fmt: FloatFormat) -> NDArray[np.uint8] | NDArray[np.uint16]:
+    """The bit patterns of numbers of ``fmt``: sign, exponent, mantissa in the lower bits of uint8, or uint16 for half formats.
 
     >>> [f"{b:04b}" for b in float_bits(np.float32([0.5, -6.0]), FloatFormat("float4_e2m1", 2, 1, 6.0, scaled=True))]
     ['0001', '1111']
     """
+    if fmt == FLOAT16:
+        return values.astype(np.float16).view(np.uint16)
+    if fmt == BFLOAT16:
+        return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     magnitude = np.searchsorted(_numbers(fmt), np.abs(values)).astype(np.uint8)
     return magnitude | (np.signbit(values).astype(np.uint8) << (fmt.bits - 1))
 
 
-def float_values(bits: NDArray[np.uint8], fmt: FloatFormat) -> NDArray[np.float32]:
+def float_values(bits: NDArray[Any], fmt: FloatFormat) -> NDArray[np.float32]:
     """The numbers of ``fmt`` that have these bit patterns, float32; see :func:`float_bits`."""
+    if fmt == FLOAT16:
+        return bits.view(np.float16).astype(np.float32)
+    if fmt == BFLOAT16:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
     numbers = _numbers(fmt)
     return np.asarray(np.concatenate((numbers, -numbers))[bits], np.float32)

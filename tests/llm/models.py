@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from bitwright.core.numerics.spec import Preset, QuantSpec
 from bitwright.torch import QuantizationSimModel
 
-VOCABULARY = 96
+VOCABULARY = 128
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -21,7 +22,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 256,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -54,7 +55,7 @@ def weight_only(model: Any, spec: QuantSpec | str, *, tables: bool = False) -> Q
 
 def prompts(count: int = 8, length: int = 6) -> torch.Tensor:
     """Token ids without the special ones."""
-    return torch.randint(3, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(4, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(1))
 
 
 def greedy(model: Any, tokens: torch.Tensor, count: int = 32) -> torch.Tensor:
@@ -67,6 +68,7 @@ def greedy(model: Any, tokens: torch.Tensor, count: int = 32) -> torch.Tensor:
             do_sample=False,
             pad_token_id=0,
             eos_token_id=None,
+            suppress_tokens=[2, 3],  # tokens that end a text
         )
     return answer[:, tokens.shape[1] :]
 
@@ -84,3 +86,20 @@ def saved(folder: Path, config: type[PretrainedConfig], *, shard: str = "40KB", 
 def text(count: int = 1500) -> str:
     """Characters that are tokens, with a pattern in them."""
     return "".join(chr(40 + (i * i + i // 7) % 80) for i in range(count))
+
+
+def write_tokenizer(folder: Path) -> list[Path]:
+    """A tokenizer of byte-level BPE: printable characters, some pairs of them, and special tokens; returns its files."""
+    special = ["<unk>", "<s>", "</s>", "<|endoftext|>"]
+    tokens = {token: i for i, token in enumerate((*special, *map(chr, range(33, 127)), "Ġ", "Ċ"))}
+    merges = [(a, b) for a in "etaoin" for b in "nrsth"]
+    tokens |= {a + b: len(tokens) + i for i, (a, b) in enumerate(merges) if len(tokens) + i < VOCABULARY}
+    merges = [(a, b) for a, b in merges if a + b in tokens]
+    tokenizer = Tokenizer(BPE(tokens, merges))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return [folder / "tokenizer.json", folder / "tokenizer_config.json"]

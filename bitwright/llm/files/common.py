@@ -85,7 +85,7 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
     layout = plan.layout
     if layout is None:
         return
-    last = plan.shape[-1] if plan.shape else 1
+    last = plan.shape[plan.axis] if plan.shape else 1
     if isinstance(layout.group, int) and last % layout.group:
         sizes = [str(size) for size in (256, 128, 64, 32, 16) if last % size == 0]
         fix = (
@@ -93,7 +93,7 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
         )
         raise GranularityError(
             plan.name,
-            f"its rows have {last} elements, which groups of {layout.group} do not divide",
+            f"it sums over {last} elements, which groups of {layout.group} do not divide",
             f"{fix}, or leave it in float",
         )
     why = row.refuses(plan)

@@ -8,11 +8,11 @@ from typing import Any
 
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.files.atomic import AnyPath, settle
-from bitwright.llm.files import compressed_tensors
+from bitwright.llm.files import compressed_tensors, gguf
 from bitwright.llm.files.common import Extras, FileFormat, check_folder, check_room, check_weight, whole_folder
 from bitwright.llm.packed import Weight, WeightPlan
 
-FILE_FORMATS: dict[str, FileFormat] = {row.name: row for row in (compressed_tensors.FORMAT,)}
+FILE_FORMATS: dict[str, FileFormat] = {row.name: row for row in (compressed_tensors.FORMAT, gguf.FORMAT)}
 
 
 def find_format(name: str) -> FileFormat:

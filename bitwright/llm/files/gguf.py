@@ -1,0 +1,187 @@
+"""GGUF files, which llama.cpp and the programs built on it load.
+
+The codes and scales of the simulation are stored as they are; what llama.cpp unpacks are the simulation's numbers. It then
+rounds the inputs of each layer to 8 bits in blocks while it computes, which a weight-only simulation does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bitwright.errors import ExportError
+from bitwright.llm.files.common import Extras, FileFormat
+from bitwright.llm.files.gguf_blocks import (
+    BLOCKS,
+    FLOATS,
+    HALF_FORMATS,
+    STRING,
+    Reader,
+    Typed,
+    Writer,
+    block_of,
+    from_blocks,
+    to_blocks,
+    typed,
+)
+from bitwright.llm.files.gguf_models import Config, architecture_of, from_file, name_in_file, rope_factors, to_file
+from bitwright.llm.files.gguf_tokenizer import tokenizer_keys
+from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan
+
+FILE = "model.gguf"
+_CONFIG = "bitwright.config"  # key: the configuration, so that a file can be read back
+_MOSTLY = {"Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "MXFP4": 38, "float16": 1, "bfloat16": 32, "float32": 0}
+
+
+def refuses(plan: WeightPlan) -> str:
+    """Why GGUF has no type for a weight; empty where it has."""
+    layout = plan.layout
+    if layout is None or layout.format in HALF_FORMATS:
+        return ""
+    if block_of(layout) is not None:
+        return ""
+    if layout.group != 32:
+        return "the blocks of its types have 32 elements"
+    halves = layout.scale_format in ("float32", "bfloat16")
+    named = "float16" if layout.symmetric else "float12"
+    if halves and block_of(dataclasses.replace(layout, scale_format=named)) is not None:
+        return f"its scales are float16 numbers: quantize with scale_format={named!r}"
+    return "it has no such type"
+
+
+def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
+    """Write ``model.gguf`` into ``folder``."""
+    config = dict(extras.config)
+    architecture = architecture_of(config)
+    writer = Writer(folder / FILE)
+    used: dict[str, int] = {}
+    for weight in weights:
+        stored = to_file(weight, architecture, config)
+        kind = _add(writer, stored)
+        if len(stored.shape) == 2:
+            used[kind] = used.get(kind, 0) + stored.plan.elements
+    factors = rope_factors(config)
+    if factors is not None:
+        writer.add("rope_freqs.weight", factors.shape, FLOATS["float32"][0], factors)
+    tokenizer = tokenizer_keys(extras.tokenizer, config)
+    name = Path(str(config.get("_name_or_path") or "")).name or "model"
+    if "phi" in name.lower() and "<|endoftext|>" not in tokenizer.get("tokenizer.ggml.tokens", Typed((), 0)).value:
+        name = "model"  # llama.cpp looks for tokens of Phi-3 by the name of the model
+    mostly = max(used, key=lambda kind: used[kind], default="float32")
+    writer.keys = {
+        "general.architecture": Typed(architecture.name, STRING),
+        "general.name": Typed(name, STRING),
+        **typed({"general.file_type": _MOSTLY[mostly], "general.quantization_version": 2}),
+        **typed(architecture.keys(architecture.name, config)),
+        **tokenizer,
+        _CONFIG: Typed(json.dumps(config), STRING),
+    }
+    writer.finish()
+
+
+def _add(writer: Writer, weight: Weight) -> str:
+    """Store one tensor; returns the name of its type."""
+    import torch
+
+    if isinstance(weight, PackedWeight):
+        if weight.format in HALF_FORMATS:
+            kind = HALF_FORMATS[weight.format]
+            writer.add(weight.name, weight.shape, FLOATS[kind][0], weight.codes)
+            return kind
+        row = block_of(weight.layout)
+        assert row is not None, weight.layout  # checked before
+        writer.add(weight.name, weight.shape, row.number, to_blocks(weight, row))
+        return row.name
+    values = weight.values.detach().to("cpu")
+    if len(weight.shape) < 2 or str(values.dtype).removeprefix("torch.") not in FLOATS:
+        values = values.float()  # llama.cpp adds and multiplies vectors in float32
+    kind = str(values.dtype).removeprefix("torch.")
+    raw = values.contiguous().view(torch.int32 if kind == "float32" else torch.int16)
+    writer.add(weight.name, weight.shape, FLOATS[kind][0], raw.numpy())
+    return kind
+
+
+def read(folder: Path) -> Iterator[Weight]:
+    """The weights of ``model.gguf``, under the names of transformers where the file says its configuration."""
+    reader = Reader(_file(folder))
+    config = _configuration(reader)
+    architecture = architecture_of(config)
+    for name in reader:
+        if name == "rope_freqs.weight":
+            continue
+        yield from_file(_weight(reader, name), architecture, config)
+
+
+def _weight(reader: Reader, name: str) -> Weight:
+    import torch
+
+    shape, row, data = reader.tensors[name][0], reader.block_type(name), reader.bytes_of(name)
+    if row is not None:
+        return from_blocks(name, data, shape, row)
+    dtype: Any = getattr(torch, reader.dtype(name))
+    return FloatWeight(name, torch.from_numpy(np.array(data)).view(dtype).reshape(shape))
+
+
+def _configuration(reader: Reader) -> Config:
+    if _CONFIG in reader.keys:
+        found: Config = json.loads(reader.keys[_CONFIG])
+        return found
+    arch = reader.keys.get("general.architecture", "")
+    kind = {"gemma3": "gemma3_text"}.get(arch, arch)
+    heads = reader.keys.get(f"{arch}.attention.head_count", 0)
+    return {
+        "model_type": kind,
+        "num_attention_heads": heads,
+        "num_key_value_heads": reader.keys.get(f"{arch}.attention.head_count_kv", heads),
+    }
+
+
+def _file(folder: Path) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    raise ExportError(
+        str(folder), f"it holds {len(found)} GGUF files, and one is read", "name the folder of a model that is one file"
+    )
+
+
+def check(plans: Sequence[WeightPlan], extras: Extras) -> None:
+    """Refuse architectures, parameters and tokenizers that GGUF has no place for, before any work."""
+    config = dict(extras.config)
+    architecture = architecture_of(config)
+    for plan in plans:
+        name_in_file(plan.name, architecture)
+        if plan.layout is not None and architecture.norm_offset and plan.name.endswith("norm.weight"):
+            raise ExportError(plan.name, "a quantized norm is not written to GGUF", "leave norms in float")
+    architecture.keys(architecture.name, config)
+    tokenizer_keys(extras.tokenizer, config)
+    if extras.inputs or extras.cache:
+        raise ExportError(
+            "inputs" if extras.inputs else "cache",
+            "GGUF says nothing of them: llama.cpp rounds inputs in its own way, and the cache by its options",
+            "write compressed-tensors, or quantize weights alone",
+        )
+
+
+def _size(plan: WeightPlan) -> float:
+    row = None if plan.layout is None else block_of(plan.layout)
+    # the data are written to a spool and then to the file
+    return 2 * plan.elements * (4 if row is None else row.bytes / 32)
+
+
+FORMAT = FileFormat(
+    name="gguf",
+    engine="llama.cpp and programs built on it",
+    holds=f"{', '.join(BLOCKS)} (groups of 32, float16 scales), float16, bfloat16, float32",
+    refuses=refuses,
+    size=_size,
+    write=write,
+    read=read,
+    recognises=lambda folder: bool(list(folder.glob("*.gguf"))),
+    check=check,
+)

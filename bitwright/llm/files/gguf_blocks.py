@@ -1,0 +1,381 @@
+"""How GGUF stores numbers: block types, and the container that holds tensors and key-value pairs.
+
+A block holds neighbours of one row, its scale in front. Every type stands in :data:`BLOCKS` with the layout of weights that it
+holds, so that a weight of a simulation is moved, never rounded again: the numbers that llama.cpp unpacks are the simulation's.
+
+========  ==========================================  =========================================================
+type      numbers                                     weights that it holds
+========  ==========================================  =========================================================
+F32       float32                                     float
+F16       float16                                     float16
+BF16      bfloat16                                    bfloat16
+Q8_0      int8 x float16 in blocks of 32              symmetric int8, groups of 32, float16 scales
+Q4_0      (uint4 - 8) x float16                       symmetric int4, groups of 32, float16 scales
+Q4_1      uint4 x float16 + float16                   asymmetric 4 bits, groups of 32, scales whose multiples by a zero
+                                                      point are float16 numbers
+Q5_0      (uint5 - 16) x float16                      symmetric int5, groups of 32, float16 scales
+MXFP4     4-bit floats x a power of two               float4_e2m1, groups of 32, e8m0 scales
+========  ==========================================  =========================================================
+
+Source: ``ggml-common.h`` and ``docs/gguf.md`` of ggml.
+"""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.numerics.affine import with_scale
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import BFLOAT16, FLOAT4_E2M1, FLOAT16, IntFormat, ScaleFormat, parse_scale_format
+from bitwright.core.numerics.granularity import PerBlock
+from bitwright.errors import ExportError
+from bitwright.llm.packed import Layout, PackedWeight, signed
+
+Bytes = NDArray[np.uint8]
+MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
+_BLOCK = 32  # elements
+_HALVES = (0, 4)  # shifts of the two nibbles of a byte: the first half of a block in the lower ones
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """One type of GGUF for quantized weights.
+
+    Attributes:
+        number: in the file.
+        name: as llama.cpp says it.
+        bytes: of a block of 32 elements.
+        format: of the codes, on the signed grid.
+        symmetric: whether it has no offset.
+        scales: names of the scale formats whose numbers it can store.
+        pack: codes and the scales and zero points of blocks -> bytes, shapes ``(blocks, 32)``, ``(blocks, 1)``.
+        unpack: bytes ``(blocks, bytes)`` -> codes, scales, zero points.
+    """
+
+    number: int
+    name: str
+    bytes: int
+    format: Any
+    symmetric: bool
+    scales: tuple[str, ...]
+    pack: Callable[[NDArray[Any], NDArray[np.float32], NDArray[Any], str], Bytes]
+    unpack: Callable[[Bytes], tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]]
+
+    def holds(self, layout: Layout) -> bool:
+        """Whether weights of this layout are stored without a change."""
+        fmt = layout.format
+        same = isinstance(fmt, IntFormat) and isinstance(self.format, IntFormat) and fmt.bits == self.format.bits
+        return (
+            (same or fmt == self.format)
+            and layout.group == _BLOCK
+            and (layout.symmetric or not self.symmetric)
+            and layout.scale_format in self.scales
+        )
+
+
+def _half(numbers: NDArray[Any], what: str, name: str) -> Bytes:
+    """The bytes of float16 numbers.
+
+    Raises:
+        ExportError: one of them is no float16 number.
+    """
+    with np.errstate(over="ignore"):
+        stored = numbers.astype(np.float16)
+    wrong = stored.astype(np.float32) != numbers
+    if wrong.any():
+        raise ExportError(
+            name,
+            f"{what} {float(numbers[wrong][0])!r} is not a float16 number, as which GGUF stores it",
+            "quantize with QuantSpec(..., scale_format='float16'); with zero points, scale_format='float12'",
+        )
+    return np.ascontiguousarray(stored).view(np.uint8).reshape(len(numbers), -1)
+
+
+def _from_half(data: Bytes) -> NDArray[np.float32]:
+    return np.ascontiguousarray(data).view(np.float16).astype(np.float32)
+
+
+def _nibbles(codes: NDArray[Any]) -> Bytes:
+    halves = codes.astype(np.uint8).reshape(len(codes), 2, _BLOCK // 2)
+    return halves[:, 0] + halves[:, 1] * np.uint8(16)
+
+
+def _from_nibbles(data: Bytes) -> Bytes:
+    return np.concatenate([(data >> shift) & 15 for shift in _HALVES], axis=1)
+
+
+def _no_zero(scale: NDArray[np.float32]) -> NDArray[np.int32]:
+    return np.zeros(scale.shape, np.int32)
+
+
+def _pack_q8_0(codes: NDArray[Any], scale: NDArray[np.float32], zero: NDArray[Any], name: str) -> Bytes:
+    return np.concatenate((_half(scale, "the scale", name), codes.astype(np.int8).view(np.uint8)), axis=1)
+
+
+def _unpack_q8_0(data: Bytes) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
+    scale = _from_half(data[:, :2])
+    return np.ascontiguousarray(data[:, 2:]).view(np.int8), scale, _no_zero(scale)
+
+
+def _pack_q4_0(codes: NDArray[Any], scale: NDArray[np.float32], zero: NDArray[Any], name: str) -> Bytes:
+    return np.concatenate((_half(scale, "the scale", name), _nibbles(codes.astype(np.int16) + 8)), axis=1)
+
+
+def _unpack_q4_0(data: Bytes) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
+    scale = _from_half(data[:, :2])
+    return (_from_nibbles(data[:, 2:]).astype(np.int16) - 8).astype(np.int8), scale, _no_zero(scale)
+
+
+def _pack_q4_1(codes: NDArray[Any], scale: NDArray[np.float32], zero: NDArray[Any], name: str) -> Bytes:
+    least = -(zero.astype(np.float32) + 8) * scale  # exact: at most 11 bits times 4
+    parts = _half(scale, "the scale", name), _half(least + np.float32(0), "the offset of a group", name)
+    return np.concatenate((*parts, _nibbles(codes.astype(np.int16) + 8)), axis=1)
+
+
+def _unpack_q4_1(data: Bytes) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
+    scale, least = _from_half(data[:, :2]), _from_half(data[:, 2:4])
+    safe = np.where(scale == 0, np.float32(1), scale)
+    zero = np.rint(-least / safe).astype(np.int32) - 8
+    return (_from_nibbles(data[:, 4:]).astype(np.int16) - 8).astype(np.int8), scale, zero
+
+
+def _pack_q5_0(codes: NDArray[Any], scale: NDArray[np.float32], zero: NDArray[Any], name: str) -> Bytes:
+    unsigned = (codes.astype(np.int16) + 16).astype(np.uint8)
+    high = np.packbits(unsigned >> 4, axis=1, bitorder="little")
+    return np.concatenate((_half(scale, "the scale", name), high, _nibbles(unsigned & 15)), axis=1)
+
+
+def _unpack_q5_0(data: Bytes) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
+    scale, high = _from_half(data[:, :2]), np.unpackbits(data[:, 2:6], axis=1, bitorder="little")
+    codes = _from_nibbles(data[:, 6:]).astype(np.int16) + high * np.int16(16) - 16
+    return codes.astype(np.int8), scale, _no_zero(scale)
+
+
+def _pack_mxfp4(codes: NDArray[Any], scale: NDArray[np.float32], zero: NDArray[Any], name: str) -> Bytes:
+    exponent = (np.frexp(scale)[1] - 1 + 127).astype(np.uint8)
+    return np.concatenate((exponent, _nibbles(codes)), axis=1)
+
+
+def _unpack_mxfp4(data: Bytes) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
+    scale = np.ldexp(np.float32(1), data[:, :1].astype(np.int32) - 127)
+    return _from_nibbles(data[:, 1:]), scale, _no_zero(scale)
+
+
+_HALF = ("float16", "float12")
+BLOCKS: dict[str, BlockType] = {
+    row.name: row
+    for row in (
+        BlockType(8, "Q8_0", 34, IntFormat(8), True, _HALF, _pack_q8_0, _unpack_q8_0),
+        BlockType(2, "Q4_0", 18, IntFormat(4), True, _HALF, _pack_q4_0, _unpack_q4_0),
+        BlockType(3, "Q4_1", 20, IntFormat(4), False, ("float12",), _pack_q4_1, _unpack_q4_1),
+        BlockType(6, "Q5_0", 22, IntFormat(5), True, _HALF, _pack_q5_0, _unpack_q5_0),
+        BlockType(39, "MXFP4", 17, FLOAT4_E2M1, True, ("e8m0",), _pack_mxfp4, _unpack_mxfp4),
+    )
+}
+#: name of a torch dtype or of a float format -> number of the type, bytes of an element
+FLOATS: dict[str, tuple[int, int]] = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (30, 2)}
+_FLOAT_OF_NUMBER = {number: name for name, (number, _) in FLOATS.items()}
+
+
+def block_of(layout: Layout) -> BlockType | None:
+    """The first type that holds weights of this layout."""
+    return next((row for row in BLOCKS.values() if row.holds(layout)), None)
+
+
+def to_blocks(weight: PackedWeight, row: BlockType) -> Bytes:
+    """The bytes of a matrix, ``(rows, bytes of a row)``.
+
+    Raises:
+        ExportError: a scale is no number that the type stores.
+    """
+    codes, zero = signed(weight)
+    rows = weight.shape[0]
+    scale, zero = (np.asarray(array).reshape(-1, 1) for array in (weight.scale, zero))
+    return row.pack(codes.reshape(-1, _BLOCK), scale, zero, weight.name).reshape(rows, -1)
+
+
+def from_blocks(name: str, data: Bytes, shape: Sequence[int], row: BlockType) -> PackedWeight:
+    """The weight that :func:`to_blocks` stored."""
+    codes, scale, zero = row.unpack(np.ascontiguousarray(data).reshape(-1, row.bytes))
+    per_block = (*shape[:-1], shape[-1] // _BLOCK)
+    granularity = PerBlock(_BLOCK, len(shape) - 1, tuple(range(len(shape) - 1)))
+    encoding = Encoding(row.format, scale.reshape(per_block), zero.reshape(per_block), granularity)
+    fmt: ScaleFormat = parse_scale_format(row.scales[0])
+    return PackedWeight(name, codes.reshape(shape), with_scale(encoding, encoding.scale, fmt))
+
+
+# ------------------------------------------------------------------------------------------------ the container
+
+_KINDS: dict[int, str] = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
+}  # fmt: skip
+U32, I32, F32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A value of a key with the type it has in the file; ``of`` is that of the elements of an array."""
+
+    value: Any
+    kind: int
+    of: int = 0
+
+
+def _text(text: str | bytes) -> bytes:
+    raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(value: Any, kind: int, of: int = 0) -> bytes:
+    if kind == STRING:
+        return _text(value)
+    if kind != ARRAY:
+        return struct.pack(_KINDS[kind], value)
+    items = b"".join(_value(item, of) for item in value)
+    return struct.pack("<IQ", of, len(value)) + items
+
+
+class Writer:
+    """A GGUF file whose tensors are taken one at a time: their data are spooled beside it until the header is known."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._spool: IO[bytes] = open(path.with_suffix(".data"), "wb")
+        self._tensors: list[tuple[str, tuple[int, ...], int, int]] = []
+        self.keys: dict[str, Typed] = {}
+
+    def add(self, name: str, shape: Sequence[int], number: int, data: NDArray[Any]) -> None:
+        """Take one tensor; ``shape`` counts elements, slowest axis first."""
+        self._tensors.append((name, tuple(shape), number, self._spool.tell()))
+        self._spool.write(np.ascontiguousarray(data).tobytes())
+        self._spool.write(b"\0" * (-self._spool.tell() % ALIGNMENT))
+
+    def finish(self) -> None:
+        """Write header and data to the path, and remove the spool."""
+        self._spool.close()
+        with open(self.path, "wb") as file:
+            file.write(MAGIC + struct.pack("<IQQ", VERSION, len(self._tensors), len(self.keys)))
+            for key, typed in self.keys.items():
+                file.write(_text(key) + struct.pack("<I", typed.kind) + _value(typed.value, typed.kind, typed.of))
+            for name, shape, number, offset in self._tensors:
+                dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+                file.write(_text(name) + dimensions + struct.pack("<IQ", number, offset))
+            file.write(b"\0" * (-file.tell() % ALIGNMENT))
+            with open(self._spool.name, "rb") as data:
+                shutil.copyfileobj(data, file, 1 << 24)
+        Path(self._spool.name).unlink()
+
+
+class Reader:
+    """Keys and tensors of a GGUF file; tensors are read from the disk when they are asked for.
+
+    Raises:
+        ExportError: it is no GGUF file of version 3, or ends too early.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open(path, "rb") as file:
+            if file.read(4) != MAGIC:
+                raise self._damaged("it does not begin with GGUF")
+            file.seek(0)
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._at = 4
+        try:
+            version, tensors, keys = self._take("<IQQ")
+            if version != VERSION:
+                raise self._damaged(f"it is of version {version}, and version {VERSION} is read")
+            self.keys = {self._string(): self._typed(self._take("<I")[0]) for _ in range(keys)}
+            self.tensors: dict[str, tuple[tuple[int, ...], int, int]] = {}
+            for _ in range(tensors):
+                name, (count,) = self._string(), self._take("<I")
+                shape = tuple(reversed(self._take(f"<{count}Q")))
+                number, offset = self._take("<IQ")
+                self.tensors[name] = shape, number, offset
+        except (struct.error, UnicodeDecodeError, MemoryError, KeyError) as error:
+            raise self._damaged(f"its header cannot be read ({type(error).__name__}: {error})") from error
+        self._start = self._at + -self._at % int(self.keys.get("general.alignment", ALIGNMENT))
+
+    def _damaged(self, problem: str) -> ExportError:
+        return ExportError(str(self.path), problem, "copy or write the file again")
+
+    def _take(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return found
+
+    def _string(self) -> str:
+        (size,) = self._take("<Q")
+        (raw,) = self._take(f"<{size}s")
+        return str(raw, "utf-8", "surrogateescape")
+
+    def _typed(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            return self._take(_KINDS[kind])[0]
+        of, count = self._take("<IQ")
+        if of in (STRING, ARRAY):
+            return [self._typed(of) for _ in range(count)]
+        return list(self._take(f"<{count}{_KINDS[of][1]}"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def bytes_of(self, name: str) -> Bytes:
+        """The bytes of a tensor.
+
+        Raises:
+            ExportError: the file ends before them, or the type is not one that is read.
+        """
+        shape, number, offset = self.tensors[name]
+        elements = int(np.prod(shape, dtype=np.int64))
+        row = next((row for row in BLOCKS.values() if row.number == number), None)
+        if row is None and number not in _FLOAT_OF_NUMBER:
+            known = ", ".join((*BLOCKS, "F32", "F16", "BF16"))
+            raise ExportError(
+                f"{self.path}: {name}", f"its type has the number {number}", f"types that are read: {known}"
+            )
+        size = elements * FLOATS[_FLOAT_OF_NUMBER[number]][1] if row is None else elements // _BLOCK * row.bytes
+        start = self._start + offset
+        if start + size > len(self._data):
+            raise self._damaged(f"it ends before the data of {name}")
+        return np.frombuffer(self._data, np.uint8, size, start)
+
+    def block_type(self, name: str) -> BlockType | None:
+        """The type of a quantized tensor; ``None`` for floats."""
+        number = self.tensors[name][1]
+        return next((row for row in BLOCKS.values() if row.number == number), None)
+
+    def dtype(self, name: str) -> str:
+        """Name of the dtype of a float tensor."""
+        return _FLOAT_OF_NUMBER[self.tensors[name][1]]
+
+
+def typed(keys: Mapping[str, Any]) -> dict[str, Typed]:
+    """Keys with the types that llama.cpp reads: whole numbers as uint32, others as float32."""
+    found = {}
+    for key, value in keys.items():
+        if isinstance(value, Typed):
+            found[key] = value
+        elif isinstance(value, bool):
+            found[key] = Typed(value, BOOL)
+        elif isinstance(value, int):
+            found[key] = Typed(value, U32)
+        elif isinstance(value, float):
+            found[key] = Typed(value, F32)
+        else:
+            found[key] = Typed(str(value), STRING)
+    return found
+
+
+HALF_FORMATS = {FLOAT16: "float16", BFLOAT16: "bfloat16"}

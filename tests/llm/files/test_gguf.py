@@ -1,0 +1,234 @@
+"""GGUF files: read by the gguf package, read back, and run by llama.cpp."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from bitwright.core.numerics.granularity import PerBlock
+from bitwright.core.numerics.spec import PRESETS, QuantSpec
+from bitwright.errors import ExportError, GranularityError
+from bitwright.llm import FloatWeight, PackedWeight, packed_weights, read_checkpoint, write_checkpoint
+from bitwright.llm.files.gguf_blocks import Reader
+from bitwright.llm.packed import signed
+from tests.llm.models import VOCABULARY, greedy, prompts, tiny, weight_only, write_tokenizer
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+MODELS = {
+    "llama": (LlamaConfig, {}),
+    "llama-tied-with-biases": (LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama-3.1": (LlamaConfig, {"rope_parameters": LLAMA3}),
+    "mistral": (MistralConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "gemma": (GemmaConfig, {"head_dim": 16}),
+    "gemma2": (Gemma2Config, {**GEMMA, "num_hidden_layers": 4}),
+    "gemma3": (Gemma3TextConfig, {**GEMMA, "num_hidden_layers": 7}),
+    "phi3": (Phi3Config, {}),
+    "gpt2": (GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+}
+SPECS = {
+    "Q8_0": QuantSpec("int8", PerBlock(32), scale_format="float16"),
+    "Q4_0": QuantSpec("int4", PerBlock(32), scale_format="float16"),
+    "Q4_1": QuantSpec("uint4", PerBlock(32), "asymmetric", scale_format="float12"),
+    "Q5_0": QuantSpec("int5", PerBlock(32), scale_format="float16"),
+    "MXFP4": PRESETS["mxfp4"].weight,
+}
+
+
+def _model(name):
+    config, changes = MODELS[name]
+    return tiny(config, attn_implementation="eager", **changes)
+
+
+def _floats(model):
+    return [FloatWeight(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def _generated(path, tokens, count=32):
+    """The greedy tokens of llama.cpp, and the logarithm of the probability of the first, for each prompt."""
+    engine = pytest.importorskip("xllamacpp")
+    options = engine.CommonParams()
+    options.model.path, options.n_ctx, options.n_parallel, options.n_gpu_layers = str(path), 128, 1, 0
+    options.warmup, options.fit_params, options.verbosity, options.cpuparams.n_threads = False, False, -1, 1
+    options.cache_type_k = options.cache_type_v = engine.ggml_type.GGML_TYPE_F32
+    options.flash_attn_type = engine.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = engine.Server(options)
+    found, first = [], []
+    for prompt in tokens.tolist():
+        answer = server.handle_completions(
+            {"prompt": prompt, "max_tokens": count, "temperature": 0, "top_k": 1, "n_probs": 1, "ignore_eos": True}
+        )
+        content = answer["choices"][0]["logprobs"]["content"]
+        found.append([token["id"] for token in content])
+        first.append(content[0]["logprob"])
+    return torch.tensor(found), torch.tensor(first)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
+    """Names, numbers and forms of every architecture: in float32 both give the same tokens."""
+    model = _model(name)
+    tokenizer = write_tokenizer(tmp_path)
+    write_checkpoint(tmp_path / "out", _floats(model), model.config.to_dict(), to="gguf", tokenizer=tokenizer)
+    for stored, found in zip(_floats(model), read_checkpoint(tmp_path / "out"), strict=True):
+        assert stored.name == found.name
+        # of Gemma's norms the file holds the weight plus one
+        torch.testing.assert_close(found.values, stored.values, rtol=0, atol=1e-6 if "gemma" in name else 0)
+    tokens, first = _generated(tmp_path / "out/model.gguf", prompts())
+    with torch.no_grad():
+        expected = model(prompts()).logits[:, -1].log_softmax(-1).max(-1).values
+    assert (first - expected).abs().max() < 2e-3
+    assert torch.equal(tokens, greedy(model, prompts()))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_blocks_hold_the_simulation(name, spec, tmp_path, request):
+    """The gguf package unpacks the very numbers that the simulation computes with; codes come back."""
+    model = _model(name)
+    sim = weight_only(model, spec, tables=True)
+    write_checkpoint(tmp_path, packed_weights(sim), model.config.to_dict(), to="gguf")
+    back = {weight.name: weight for weight in read_checkpoint(tmp_path)}
+    for weight in packed_weights(sim):
+        found = back.pop(weight.name)
+        assert np.array_equal(found.dequantize(), weight.dequantize()), weight.name
+        if isinstance(weight, PackedWeight):
+            assert np.array_equal(signed(found)[0], signed(weight)[0])
+            assert found.layout.group == 32 and found.layout.scale_format == weight.layout.scale_format
+    assert not back
+    gguf = pytest.importorskip("gguf")
+    kind = request.node.callspec.id.removeprefix(f"{name}-")
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    up = read["blk.1.ffn_up.weight"]
+    values = gguf.quants.dequantize(up.data, up.tensor_type)
+    original = {"llama": "model.layers.1.mlp.up_proj.weight", "gpt2": "transformer.h.1.mlp.c_fc.weight"}[name]
+    expected = next(w for w in packed_weights(sim) if w.name == original).dequantize()
+    assert up.tensor_type.name == kind
+    assert np.array_equal(values, expected if name == "llama" else expected.T)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_llama_cpp_runs_the_quantized_model(spec, tmp_path):
+    """It rounds the inputs of layers to 8 bits by itself: the probabilities are near, not equal."""
+    model = _model("llama")
+    sim = weight_only(model, spec)
+    write_checkpoint(
+        tmp_path, packed_weights(sim), model.config.to_dict(), to="gguf", tokenizer=write_tokenizer(tmp_path)
+    )
+    tokens, first = _generated(tmp_path / "model.gguf", prompts(), 4)
+    with torch.no_grad():
+        expected, floats = (m(prompts()).logits[:, -1].log_softmax(-1) for m in (sim.model, model))
+    found = expected.gather(1, tokens[:, :1])[:, 0]
+    assert (first - found).abs().max() < 0.2
+    assert (expected - floats).abs().max() > 0.05
+
+
+def test_tokenizer_cuts_text_as_the_original(tmp_path):
+    from tokenizers import Tokenizer
+
+    files = write_tokenizer(tmp_path)
+    model = _model("llama")
+    write_checkpoint(tmp_path / "out", _floats(model), model.config.to_dict(), to="gguf", tokenizer=files)
+    keys = Reader(tmp_path / "out/model.gguf").keys
+    tokenizer = Tokenizer.from_file(str(files[0]))
+    assert keys["tokenizer.ggml.tokens"][:128] == [tokenizer.id_to_token(i) for i in range(VOCABULARY)]
+    assert keys["tokenizer.ggml.bos_token_id"] == 1 and keys["tokenizer.ggml.add_bos_token"] is False
+    engine = pytest.importorskip("xllamacpp")
+    assert engine is not None
+    text = "then an onion, not  12 tents"
+    with_text, _ = _generated_text(tmp_path / "out/model.gguf", text)
+    with_ids, _ = _generated(tmp_path / "out/model.gguf", torch.tensor([tokenizer.encode(text).ids]), 16)
+    assert with_text == with_ids[0].tolist()
+
+
+def _generated_text(path, text):
+    class Text:
+        def tolist(self):
+            return [text]
+
+    found, first = _generated(path, Text(), 16)
+    return found[0].tolist(), first
+
+
+WRONG = {
+    "group": (QuantSpec("int8", PerBlock(16), scale_format="float16"), ExportError, "blocks of its types have 32 elements"),
+    "scale": (QuantSpec("int8", PerBlock(32)), ExportError, "quantize with scale_format='float16'.*write compressed-tensors"),
+    "offset": (
+        QuantSpec("uint4", PerBlock(32), "asymmetric", scale_format="float16"), ExportError, "scale_format='float12'",
+    ),
+    "format": (PRESETS["fp8"].weight, ExportError, "write compressed-tensors, which hold it.*Q8_0, Q4_0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec, error, message", WRONG.values(), ids=WRONG)
+def test_what_has_no_type_is_refused_before_anything_is_written(spec, error, message, tmp_path):
+    model = _model("llama")
+    with pytest.raises(error, match=message):
+        write_checkpoint(tmp_path, list(packed_weights(weight_only(model, spec))), model.config.to_dict(), to="gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_that_have_no_place_in_gguf_are_refused(tmp_path):
+    model = _model("llama")
+    config, weights = model.config.to_dict(), _floats(model)
+    wrong = {
+        "model_type 'mamba' is not written to GGUF.*llama, mistral": ({"model_type": "mamba"}, weights),
+        "positions of type 'yarn'": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, weights),
+        "llama.cpp has no tensor for it": ({}, [FloatWeight("model.extra.weight", torch.zeros(2))]),
+    }
+    for message, (changes, held) in wrong.items():
+        with pytest.raises(ExportError, match=message):
+            write_checkpoint(tmp_path / "out", held, {**config, **changes}, to="gguf")
+    files = write_tokenizer(tmp_path)
+    with pytest.raises(ExportError, match="a token with id 127, and the model has 100 tokens"):
+        write_checkpoint(tmp_path / "out", weights, {**config, "vocab_size": 100}, to="gguf", tokenizer=files)
+    with pytest.raises(ExportError, match="no tokenizer.json among"):
+        write_checkpoint(tmp_path / "out", weights, config, to="gguf", tokenizer=files[1:])
+    document = json.loads(files[0].read_text())
+    files[0].write_text(json.dumps({**document, "model": {"type": "Unigram", "vocab": []}}))
+    with pytest.raises(ExportError, match="its model is Unigram, and only BPE"):
+        write_checkpoint(tmp_path / "out", weights, config, to="gguf", tokenizer=files)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_files_are_named(tmp_path):
+    model = _model("llama")
+    write_checkpoint(tmp_path, _floats(model), model.config.to_dict(), to="gguf")
+    path = tmp_path / "model.gguf"
+    whole = path.read_bytes()
+    for content, message in (
+        (b"GGML" + whole[4:], "does not begin with GGUF"),
+        (whole[:200], "its header cannot be read"),
+        (whole[:-100], "it ends before the data of lm_head|output"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ExportError, match=message):
+            list(read_checkpoint(tmp_path))
+
+
+def test_groups_that_do_not_divide_name_those_that_do(tmp_path):
+    model = _model("llama")
+    weight = next(w for w in packed_weights(weight_only(model, SPECS["Q8_0"])) if isinstance(w, PackedWeight))
+    plan = dataclasses.replace(weight.plan, shape=(8, 80))
+    with pytest.raises(GranularityError, match="sums over 80 elements, which groups of 32 do not divide.*groups of 16"):
+        write_checkpoint(tmp_path, iter([]), model.config.to_dict(), to="gguf", plans=[plan])
