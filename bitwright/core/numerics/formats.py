@@ -168,6 +168,8 @@ class ScaleFormat:
     ``float32``   a float32 number                       most runtimes
     ``float16``   a float16 number                       GGUF, MatMulNBits of float16 models, vLLM
     ``bfloat16``  a bfloat16 number                      compressed-tensors and torchao of bfloat16 models
+    ``float12``   a float16 number of 7 significant      Q4_1 of GGUF, which stores scale times zero point as float16
+                  bits, exact times a 4-bit zero point
     ``e8m0``      a power of two, 8 bits                 MX (OCP Microscaling Formats 1.0, section 5.1 and 6.3)
     ``e4m3``      a float8 number times one per tensor   NVFP4
     ``uint4``     1 to 16 times one number per channel   LPBQ (AIMET): 4-bit blocks of 8-bit channels
@@ -189,6 +191,7 @@ SCALE_FORMATS: dict[str, ScaleFormat] = {
         FLOAT32_SCALE,
         ScaleFormat("float16", number=FLOAT16),
         ScaleFormat("bfloat16", number=BFLOAT16),
+        ScaleFormat("float12", number=FloatFormat("float12", 5, 6, 65024.0, scaled=False)),
         ScaleFormat("e8m0"),
         ScaleFormat("e4m3", "tensor", FLOAT8_E4M3),
         *(ScaleFormat(f"uint{bits}", "channel", IntFormat(bits, signed=False)) for bits in range(2, 13)),

@@ -47,7 +47,7 @@ def refuses(plan: WeightPlan) -> str:
         return ""
     if layout.group != 32:
         return "the blocks of its types have 32 elements"
-    halves = layout.scale_format in ("float32", "bfloat16")
+    halves = layout.scale_format in ("float32", "bfloat16", "float16")
     named = "float16" if layout.symmetric else "float12"
     if halves and block_of(dataclasses.replace(layout, scale_format=named)) is not None:
         return f"its scales are float16 numbers: quantize with scale_format={named!r}"

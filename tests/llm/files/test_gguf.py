@@ -96,7 +96,7 @@ def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
         torch.testing.assert_close(found.values, stored.values, rtol=0, atol=1e-6 if "gemma" in name else 0)
     tokens, first = _generated(tmp_path / "out/model.gguf", prompts())
     with torch.no_grad():
-        expected = model(prompts()).logits[:, -1].log_softmax(-1).max(-1).values
+        expected = model(prompts()).logits[:, -1].log_softmax(-1).gather(1, tokens[:, :1])[:, 0]
     assert (first - expected).abs().max() < 2e-3
     assert torch.equal(tokens, greedy(model, prompts()))
 
@@ -140,7 +140,7 @@ def test_llama_cpp_runs_the_quantized_model(spec, tmp_path):
         expected, floats = (m(prompts()).logits[:, -1].log_softmax(-1) for m in (sim.model, model))
     found = expected.gather(1, tokens[:, :1])[:, 0]
     assert (first - found).abs().max() < 0.2
-    assert (expected - floats).abs().max() > 0.05
+    assert (expected - floats).abs().max() > 0.01
 
 
 def test_tokenizer_cuts_text_as_the_original(tmp_path):
