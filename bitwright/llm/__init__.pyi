@@ -8,13 +8,16 @@ from bitwright.llm.files.table import FILE_FORMATS as FILE_FORMATS
 from bitwright.llm.files.table import check_checkpoint as check_checkpoint
 from bitwright.llm.files.table import read_checkpoint as read_checkpoint
 from bitwright.llm.files.table import write_checkpoint as write_checkpoint
+from bitwright.llm.files.table import write_simulation as write_simulation
 from bitwright.llm.likelihood import Perplexity as Perplexity
 from bitwright.llm.likelihood import perplexity as perplexity
 from bitwright.llm.openvino_export import AS_SIMULATED as AS_SIMULATED
 from bitwright.llm.openvino_export import OpenVinoDecoder as OpenVinoDecoder
 from bitwright.llm.openvino_export import export_openvino as export_openvino
 from bitwright.llm.packed import FloatWeight as FloatWeight
+from bitwright.llm.packed import LayerInput as LayerInput
 from bitwright.llm.packed import PackedWeight as PackedWeight
+from bitwright.llm.packed import layer_inputs as layer_inputs
 from bitwright.llm.packed import packed_weights as packed_weights
 from bitwright.llm.quantized import Quantized as Quantized
 from bitwright.llm.quantized import quantize as quantize

@@ -192,6 +192,19 @@ class PackedWeight:
 Weight = PackedWeight | FloatWeight
 
 
+@dataclass(frozen=True)
+class LayerInput:
+    """How the input of a layer is quantized.
+
+    Attributes:
+        spec: what is asked for; a dynamic one has no encoding.
+        encoding: what calibration found, per tensor.
+    """
+
+    spec: QuantSpec
+    encoding: Encoding | None
+
+
 def signed(weight: PackedWeight) -> tuple[NDArray[Any], NDArray[Any]]:
     """Codes and zero points on the signed grid of the same width: those of an unsigned grid move by half of it.
 
@@ -239,10 +252,50 @@ def packed_weights(sim: Any) -> Iterator[Weight]:
         ConfigError: two operators read one parameter with different encodings.
     """
     found = weight_encodings(sim)
-    tensors = [*sim.model.named_parameters(), *_stored_buffers(sim.model)]
-    for name, tensor in tensors:
+    biases = {
+        sim.graph.values[site.value].param: site.quantizer.encoding
+        for site in sim.quantizers.values()
+        if site.role == "bias" and site.enabled
+    }
+    for name, tensor in (*sim.model.named_parameters(), *_stored_buffers(sim.model)):
         values = tensor.detach()
-        yield FloatWeight(name, values) if name not in found else PackedWeight.encoded(name, values, found[name])
+        if name in found:
+            yield PackedWeight.encoded(name, values, found[name])
+        elif biases.get(name) is not None:  # engines add biases in float: those that the simulation adds
+            yield FloatWeight(name, affine.fake_quantize(values, biases[name]))
+        else:
+            yield FloatWeight(name, values)
+
+
+def layer_inputs(sim: Any) -> dict[str, LayerInput]:
+    """The quantized inputs of a simulated model's layers, by the name of the layer.
+
+    Raises:
+        ConfigError: something else than inputs of layers with quantized weights is quantized, which files of engines cannot
+            say.
+        CalibrationError: an input has no encoding.
+    """
+    sites = list(sim.quantizers.values())
+    layers = {
+        site.op: str(sim.graph.values[site.value].param).removesuffix(".weight")
+        for site in sites
+        if site.role == "weight" and site.enabled
+    }
+    found: dict[str, LayerInput] = {}
+    for site in sites:
+        if not site.enabled or site.role in ("weight", "bias"):
+            continue
+        if site.role != "input" or site.port != 0 or site.op not in layers:
+            raise ConfigError(
+                site.name,
+                f"the simulation quantizes this {site.role}, and files of engines say how inputs of layers with quantized "
+                "weights are quantized, and of nothing else",
+                "leave it in float with rules: Rule('*', port='output', quantized=False), Rule('*', port='input', "
+                "quantized=False), and then Rule('*', op='Gemm', port='input', format='int8') for inputs of layers",
+            )
+        spec = site.quantizer.spec
+        found[layers[site.op]] = LayerInput(spec, None if getattr(spec, "dynamic", False) else site.quantizer.required)
+    return found
 
 
 def weight_encodings(sim: Any) -> dict[str, Encoding]:

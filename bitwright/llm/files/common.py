@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitwright import __version__
 from bitwright.core.files import read_document
+from bitwright.core.numerics.encoding import Encoding
 from bitwright.errors import ExportError, GranularityError
 from bitwright.export.files.atomic import AnyPath, atomic_files, read_error, settle
-from bitwright.llm.packed import Layout, Weight, WeightPlan
+from bitwright.llm.packed import LayerInput, Layout, PackedWeight, Weight, WeightPlan
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +27,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
+logger = logging.getLogger("bitwright")
+
 _MAX_CONFIG = 64 << 20  # bytes of a JSON file that is read
 _ROOM = 1.02  # of the bytes that are expected: headers, configuration
 
@@ -36,16 +40,14 @@ class Extras:
     Attributes:
         config: of the model, as ``config.json`` has it.
         tokenizer: paths of tokenizer files, which are copied or read.
-        inputs: quantized inputs of layers: name of the layer -> what an engine does with them.
-        cache: what an engine does with keys and values of attention.
-        options: of the kind of files.
+        inputs: quantized inputs of layers, by the layer's name.
+        cache: keys and values of attention, by the name of the attention module, both per tensor.
     """
 
     config: Mapping[str, Any]
     tokenizer: Sequence[Path] = ()
-    inputs: Mapping[str, Any] = ()  # type: ignore[assignment]
-    cache: Any = None
-    options: Mapping[str, Any] = ()  # type: ignore[assignment]
+    inputs: Mapping[str, LayerInput] = field(default_factory=dict)
+    cache: Mapping[str, tuple[Encoding, Encoding]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,7 @@ class Shards:
         self._held: dict[str, torch.Tensor] = {}
         self._bytes, self._total = 0, 0
         self._shards: list[list[str]] = []
+        self.metadata: dict[str, str] = {}  # of every shard
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor."""
@@ -230,8 +233,13 @@ class Shards:
 
     def finish(self) -> None:
         """Write what is held, and the index where there is more than one shard."""
+        from safetensors.torch import load_file, save_file
+
         self._flush()
         count = len(self._shards)
+        if self.metadata:
+            for i in range(count):  # known only now
+                save_file(load_file(self._part(i)), self._part(i), {"format": "pt", **self.metadata})
         if count == 1:
             self._part(0).rename(self.folder / "model.safetensors")
             return
@@ -281,6 +289,14 @@ class StoredTensors:
         except SafetensorError as error:
             raise ExportError(str(file), f"it is damaged: {error}", "copy or write the file again") from error
 
+    def metadata(self) -> dict[str, str]:
+        """The metadata of all files together."""
+        found: dict[str, str] = {}
+        for file in dict.fromkeys(self._where.values()):
+            with self._opened(file) as opened:
+                found.update(opened.metadata() or {})
+        return found
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 
@@ -293,6 +309,62 @@ class StoredTensors:
         with self._opened(self._where[name]) as opened:
             found: torch.Tensor = opened.get_tensor(name)
             return found
+
+
+def is_table(name: str) -> bool:
+    """Whether a parameter is a table that tokens or positions look up, by the names that transformers gives these."""
+    layer = name.removesuffix(".weight").rpartition(".")[2]
+    return ("embed" in layer and layer != "embed_out") or layer in ("wte", "wpe")
+
+
+def stored_table(weight: PackedWeight, config: Mapping[str, Any]) -> torch.Tensor:
+    """The numbers of a quantized table, in the floats of the model: engines load no packed tables."""
+    import torch
+
+    logger.warning(
+        "%s: stored in float, as the numbers that its %s codes stand for: engines load no packed tables",
+        weight.name, weight.format.name,
+    )  # fmt: skip
+    kind = asked_dtype(config)
+    return torch.from_numpy(weight.dequantize()).to(getattr(torch, kind))
+
+
+def asked_dtype(config: Mapping[str, Any]) -> str:
+    """Name of the dtype that the configuration of a model asks for."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
+def stored_dtype(config: Mapping[str, Any], dtypes: set[torch.dtype], only: str = "") -> str:
+    """Name of the dtype that an engine shall compute in, so that no weight or scale is rounded when it is loaded.
+
+    Args:
+        config: of the model.
+        dtypes: of its float weights and of its scales.
+        only: why it is bfloat16 whatever these are, where it is.
+    """
+    if only:
+        dtype, why = "bfloat16", only
+    else:
+        dtype = dtype_name(*dtypes) if len(dtypes) == 1 else "float32"
+        why = "some weights or scales are stored so; scales of the model's own format keep it"
+    if dtype != asked_dtype(config):
+        logger.warning("the engine will compute in %s, not in %s: %s", dtype, asked_dtype(config), why)
+    return dtype
+
+
+def refuse_inputs(extras: Extras, name: str) -> None:
+    """Refuse quantized inputs and caches for files that hold weights alone.
+
+    Raises:
+        ExportError: there are some.
+    """
+    if extras.inputs or extras.cache:
+        what = "inputs of layers" if extras.inputs else "the cache"
+        raise ExportError(
+            what,
+            f"they are quantized, and {name} files say nothing of them",
+            "write compressed-tensors, or quantize weights alone",
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

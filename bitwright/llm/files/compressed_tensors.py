@@ -17,7 +17,6 @@ Source: the library's own readers, ``compressed_tensors`` 0.20, and the configur
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,14 +46,15 @@ from bitwright.llm.files.common import (
     bits_of,
     copy_tokenizer,
     dtype_name,
+    is_table,
     read_json,
+    stored_dtype,
+    stored_table,
 )
-from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan, signed
+from bitwright.llm.packed import FloatWeight, LayerInput, PackedWeight, Weight, WeightPlan, signed
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger("bitwright")
 
 _WORD = 32  # bits of the integers that codes are packed into
 _E8M0_BIAS = 127
@@ -156,12 +156,6 @@ class _Groups:
         }
 
 
-def _is_table(name: str) -> bool:
-    """Whether a parameter is a table that tokens or positions look up, by the names that transformers gives these."""
-    layer = name.removesuffix(".weight").rpartition(".")[2]
-    return ("embed" in layer and layer != "embed_out") or layer in ("wte", "wpe")
-
-
 def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
     """Fill ``folder`` with ``config.json``, shards, their index and the tokenizer's files.
 
@@ -175,7 +169,7 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
     tied = bool(config.get("tie_word_embeddings"))
 
     def add_packed(layer: str, weight: PackedWeight) -> None:
-        tensors, scheme = _tensors(weight, extras.inputs.get(layer))
+        tensors, scheme = _tensors(weight, extras.inputs.get(layer), layer)
         kind = scheme["format"]
         dtypes.add(torch.bfloat16 if kind in _IN_BFLOAT16 else tensors["weight_scale"].dtype)
         for key, tensor in tensors.items():
@@ -184,18 +178,14 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
 
     for weight in weights:
         layer = weight.name.removesuffix(".weight")
-        is_table = _is_table(weight.name)
-        ties = is_table and tied and layer.rpartition(".")[2] != "wpe"
-        if isinstance(weight, PackedWeight) and not is_table:
+        table = is_table(weight.name)
+        ties = table and tied and layer.rpartition(".")[2] != "wpe"
+        if isinstance(weight, PackedWeight) and not table:
             add_packed(layer, weight)
         elif isinstance(weight, PackedWeight):
-            logger.warning(
-                "%s: stored in float, as the numbers that its %s codes stand for: engines load no packed tables",
-                weight.name, weight.format.name,
-            )  # fmt: skip
-            kind = getattr(torch, _HALF.get(str(config.get("dtype")), "float32"))
-            shards.add(weight.name, torch.from_numpy(weight.dequantize()).to(kind))
-            dtypes.add(kind)
+            values = stored_table(weight, config)
+            shards.add(weight.name, values)
+            dtypes.add(values.dtype)
             if ties:
                 add_packed("lm_head", weight)
                 config["tie_word_embeddings"] = False
@@ -204,35 +194,83 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
             shards.add(weight.name, weight.values)
             if ties:
                 groups.floats.append("lm_head")
-            elif len(weight.shape) == 2 and not is_table:
+            elif len(weight.shape) == 2 and not table:
                 groups.floats.append(layer)
+    cache = None
+    if extras.cache:
+        cache = _add_cache(shards, extras.cache, torch.float32 if len(dtypes) != 1 else next(iter(dtypes)))
     shards.finish()
-    asked = str(config.pop("torch_dtype", None) or config.get("dtype") or "float32").removeprefix("torch.")
-    packed_in = {json.loads(scheme)["format"] for scheme in groups.layers}
-    if only := packed_in & _IN_BFLOAT16:
-        dtype = "bfloat16"
-        why = f"compressed-tensors unpacks {', '.join(sorted(only))} weights to it"
-    else:
-        half = dtypes if len(dtypes) == 1 else {torch.float32}
-        dtype, why = (
-            dtype_name(*half),
-            "some weights or scales are stored so; scales of its own format keep the model's",
-        )
-    if dtype != asked:
-        logger.warning("the engine will compute in %s, not in %s: %s", dtype, asked, why)
-    config["dtype"] = dtype
-    config["quantization_config"] = groups.configuration(extras.cache)
+    only = {json.loads(scheme)["format"] for scheme in groups.layers} & _IN_BFLOAT16
+    why = f"compressed-tensors unpacks {', '.join(sorted(only))} weights to it" if only else ""
+    config["dtype"] = stored_dtype(config, dtypes, why)
+    config.pop("torch_dtype", None)
+    config["quantization_config"] = groups.configuration(cache)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     copy_tokenizer(extras.tokenizer, folder)
 
 
-def _tensors(weight: PackedWeight, input_args: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _input_args(found: LayerInput, name: str) -> dict[str, Any]:
+    """What the configuration says of the input of a layer.
+
+    Raises:
+        ExportError: the library has no such way to quantize an input.
+    """
+    spec, granularity = found.spec, found.spec.granularity
+    fmt, dynamic = spec.format, found.encoding is None
+    token = type(granularity).__name__ == "PerToken"
+    group = getattr(granularity, "size", None) if token else None
+    known = (isinstance(fmt, IntFormat) and fmt.bits in (4, 8)) or fmt in (FLOAT8_E4M3, FLOAT4_E2M1)
+    if not known or not (token or isinstance(granularity, PerTensor)):
+        raise ExportError(
+            f"{name}.input",
+            f"compressed-tensors has no inputs that are {spec.describe()}",
+            "use int8 or float8_e4m3, per tensor or, chosen at run time, per token",
+        )
+    symmetric = isinstance(fmt, FloatFormat) or (
+        found.encoding.symmetric if found.encoding is not None else spec.symmetry != "asymmetric"
+    )
+    return {
+        "num_bits": fmt.bits, "type": "int" if isinstance(fmt, IntFormat) else "float", "symmetric": symmetric,
+        "group_size": group, "strategy": "group" if group else "token" if token else "tensor", "dynamic": dynamic,
+        "observer": None,
+    }  # fmt: skip
+
+
+def _add_input(tensors: dict[str, torch.Tensor], encoding: Encoding, kind: torch.dtype) -> None:
+    """The scale and, where there is one, the zero point of an input, on the signed grid that the library computes on."""
+    import torch
+
+    tensors["input_scale"] = torch.from_numpy(np.array(encoding.scale).reshape(1)).to(kind)
+    fmt = encoding.format
+    if not encoding.symmetric:
+        middle = 0 if not isinstance(fmt, IntFormat) or fmt.signed else 1 << (fmt.bits - 1)
+        tensors["input_zero_point"] = torch.from_numpy((encoding.zero_point.reshape(1) - middle).astype(np.int8))
+
+
+def _add_cache(shards: Shards, cache: Mapping[str, tuple[Encoding, Encoding]], kind: torch.dtype) -> dict[str, Any]:
+    """Store the scales of keys and values; returns what the configuration says of them."""
+    import torch
+
+    args: dict[str, Any] = {}
+    for module, pair in cache.items():
+        for letter, encoding in zip("kv", pair, strict=True):
+            shards.add(f"{module}.{letter}_scale", torch.from_numpy(np.array(encoding.scale).reshape(1)).to(kind))
+            args = {
+                "num_bits": encoding.format.bits, "type": "int" if isinstance(encoding.format, IntFormat) else "float",
+                "symmetric": True, "strategy": "tensor", "dynamic": False, "group_size": None, "observer": None,
+            }  # fmt: skip
+    return args
+
+
+def _tensors(
+    weight: PackedWeight, found: LayerInput | None, name: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of one layer by the last part of their names, and its scheme in the configuration."""
     import torch
 
     layout, (rows, columns) = weight.layout, weight.shape
     fmt, encoding = weight.format, weight.encoding
-    stored = _stored_as(fmt, layout.group, layout.scale_format, inputs=input_args is not None)
+    stored = _stored_as(fmt, layout.group, layout.scale_format, inputs=found is not None)
     scale = encoding.scale.reshape(rows, -1) if encoding.scale.size > 1 or layout.group != "tensor" else encoding.scale
     kind = getattr(torch, _HALF.get(layout.scale_format, "float32"))
     tensors = {"weight_scale": torch.from_numpy(np.array(scale.reshape(scale.shape or (1,)))).to(kind)}
@@ -267,7 +305,12 @@ def _tensors(weight: PackedWeight, input_args: Any) -> tuple[dict[str, torch.Ten
         tensors["weight_scale"] = torch.from_numpy(multiples.reshape(rows, -1)).to(torch.float8_e4m3fn)
         tensors["weight_global_scale"] = torch.from_numpy(np.float32(1) / common.reshape(1))
         args |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
-    return tensors, {"weights": args, "input_activations": None, "output_activations": None, "format": stored}
+    inputs = None
+    if found is not None:
+        inputs = _input_args(found, name)
+        if found.encoding is not None:
+            _add_input(tensors, found.encoding, kind)
+    return tensors, {"weights": args, "input_activations": inputs, "output_activations": None, "format": stored}
 
 
 def read(folder: Path) -> Iterator[Weight]:
@@ -279,9 +322,11 @@ def read(folder: Path) -> Iterator[Weight]:
     seen: set[str] = set()
     for name in stored:
         layer, _, key = name.rpartition(".")
-        if layer not in parts:
+        if key in ("k_scale", "v_scale", "input_scale", "input_zero_point"):
+            continue
+        if layer not in parts or not key.startswith("weight"):
             yield FloatWeight(name, stored[name])
-        elif layer not in seen and key.startswith("weight"):
+        elif layer not in seen:
             seen.add(layer)
             yield _read_layer(layer, stored, _scheme_of(layer, schemes))
 
@@ -356,7 +401,17 @@ def _recognises(folder: Path) -> bool:
 
 
 def _check(plans: Sequence[WeightPlan], extras: Extras) -> None:
-    """Everything that is asked of a model as a whole: nothing yet beside its weights."""
+    for name, found in extras.inputs.items():
+        _input_args(found, name)
+    for module, pair in extras.cache.items():
+        formats = {encoding.format for encoding in pair}
+        if len(formats) > 1 or not all(e.scale.size == 1 and e.symmetric for e in pair):
+            raise ExportError(
+                module,
+                "keys and values of the cache have other formats or are not symmetric per tensor, as compressed-tensors has "
+                "them",
+                "quantize both to int8 or float8_e4m3, symmetric and per tensor",
+            )
 
 
 FORMAT = FileFormat(
@@ -364,7 +419,7 @@ FORMAT = FileFormat(
     engine="transformers, vLLM, SGLang",
     holds="integers of 2 to 8 bits per group, channel or tensor; float8_e4m3; NVFP4; MXFP4; MXFP8",
     refuses=refuses,
-    size=lambda plan: plan.elements * (32 if _is_table(plan.name) else bits_of(plan.layout)) / 8,
+    size=lambda plan: plan.elements * (32 if is_table(plan.name) else bits_of(plan.layout)) / 8,
     write=write,
     read=read,
     recognises=_recognises,

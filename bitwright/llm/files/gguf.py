@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.errors import ExportError
-from bitwright.llm.files.common import Extras, FileFormat
+from bitwright.llm.files.common import Extras, FileFormat, refuse_inputs
 from bitwright.llm.files.gguf_blocks import (
     BLOCKS,
     FLOATS,
@@ -160,12 +160,7 @@ def check(plans: Sequence[WeightPlan], extras: Extras) -> None:
             raise ExportError(plan.name, "a quantized norm is not written to GGUF", "leave norms in float")
     architecture.keys(architecture.name, config)
     tokenizer_keys(extras.tokenizer, config)
-    if extras.inputs or extras.cache:
-        raise ExportError(
-            "inputs" if extras.inputs else "cache",
-            "GGUF says nothing of them: llama.cpp rounds inputs in its own way, and the cache by its options",
-            "write compressed-tensors, or quantize weights alone",
-        )
+    refuse_inputs(extras, "GGUF")
 
 
 def _size(plan: WeightPlan) -> float:

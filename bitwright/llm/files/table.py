@@ -6,13 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bitwright.errors import ConfigError, ExportError, close_matches
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.errors import ConfigError, ExportError, ModelError, close_matches
 from bitwright.export.files.atomic import AnyPath, settle
-from bitwright.llm.files import compressed_tensors, gguf
+from bitwright.llm.files import compressed_tensors, gguf, torchao
 from bitwright.llm.files.common import Extras, FileFormat, check_folder, check_room, check_weight, whole_folder
-from bitwright.llm.packed import Weight, WeightPlan
+from bitwright.llm.packed import LayerInput, Weight, WeightPlan, layer_inputs, packed_weights
+from bitwright.llm.packed import plans as planned_weights
 
-FILE_FORMATS: dict[str, FileFormat] = {row.name: row for row in (compressed_tensors.FORMAT, gguf.FORMAT)}
+FILE_FORMATS: dict[str, FileFormat] = {
+    row.name: row for row in (compressed_tensors.FORMAT, gguf.FORMAT, torchao.FORMAT)
+}
 
 
 def find_format(name: str) -> FileFormat:
@@ -62,9 +66,8 @@ def write_checkpoint(
     to: str = "compressed-tensors",
     tokenizer: Iterable[AnyPath] = (),
     plans: Sequence[WeightPlan] | None = None,
-    inputs: Mapping[str, Any] | None = None,
-    cache: Any = None,
-    options: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, LayerInput] | None = None,
+    cache: Mapping[str, tuple[Encoding, Encoding]] | None = None,
 ) -> None:
     """Write a quantized language model as files that an engine loads; all files appear, or none.
 
@@ -77,19 +80,47 @@ def write_checkpoint(
         tokenizer: paths of tokenizer files.
         plans: what ``weights`` will yield, so that everything is checked before the first is made; taken from ``weights``
             where these are a list.
-        inputs: quantized inputs of layers, by the layer's name.
-        cache: how keys and values of attention are quantized.
-        options: of the kind of files.
+        inputs: quantized inputs of layers, by the layer's name, as :func:`bitwright.llm.layer_inputs` finds them.
+        cache: encodings of keys and values, per tensor, by the name of the attention module.
 
     Raises:
         ConfigError, GranularityError, ExportError: see :func:`check_checkpoint`; or the disk is full.
     """
-    extras = Extras(dict(config), [Path(p) for p in tokenizer], dict(inputs or {}), cache, dict(options or {}))
+    extras = Extras(dict(config), [Path(p) for p in tokenizer], dict(inputs or {}), dict(cache or {}))
     if plans is None and isinstance(weights, Sequence):
         plans = [weight.plan for weight in weights]
     row = check_checkpoint(folder, plans or (), to=to, extras=extras)
     with whole_folder(folder, row) as staging:
         row.write(staging, _checked(weights, row), extras)
+
+
+def write_simulation(
+    folder: AnyPath, sim: Any, *, to: str = "compressed-tensors", tokenizer: Iterable[AnyPath] = ()
+) -> None:
+    """Write the model of a simulation as files that an engine loads: its quantized weights and inputs of layers.
+
+    Args:
+        folder: new, empty, or written by an earlier call.
+        sim: a calibrated :class:`bitwright.torch.QuantizationSimModel` of a model of transformers.
+        to: the kind of files, a row of :data:`FILE_FORMATS`.
+        tokenizer: paths of tokenizer files.
+
+    Raises:
+        ModelError: the model has no configuration of transformers.
+        ConfigError, GranularityError, ExportError: see :func:`write_checkpoint`; or the simulation quantizes activations
+            other than inputs of layers.
+    """
+    config = getattr(sim.model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        raise ModelError(
+            type(sim.model).__name__,
+            "it has no configuration of transformers, which the files begin with",
+            "use write_checkpoint(folder, packed_weights(sim), config)",
+        )
+    write_checkpoint(
+        folder, packed_weights(sim), config.to_dict(), to=to, tokenizer=tokenizer, plans=planned_weights(sim),
+        inputs=layer_inputs(sim),
+    )  # fmt: skip
 
 
 def _checked(weights: Iterable[Weight], row: FileFormat) -> Iterator[Weight]:
