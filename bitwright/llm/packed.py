@@ -21,7 +21,7 @@ from bitwright.core.numerics.formats import BFLOAT16, FLOAT16, FloatFormat, Form
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.simulation.quantizer import Quantizer
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, GranularityError
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,9 @@ class PackedWeight:
             GranularityError: blocks do not divide the last axis; names a size that does.
             CalibrationError: a value is NaN or infinite.
         """
-        quantizer = Quantizer(name, "weight", replace(spec, granularity=of_rows(spec.granularity, len(values.shape))))
+        spec = replace(spec, granularity=of_rows(spec.granularity, len(values.shape)))
+        check_groups(planned(name, tuple(values.shape), spec))
+        quantizer = Quantizer(name, "weight", spec)
         quantizer.observe_once(values)
         return cls.encoded(name, values, quantizer.required)
 
@@ -340,6 +342,27 @@ def planned(name: str, shape: Iterable[int], spec: QuantSpec | None) -> WeightPl
     layout = Layout(spec.format, group_of(spec.granularity), symmetric, spec.scale_format.name)
     shape = tuple(shape)
     return WeightPlan(name, shape, layout, _axis(spec.granularity, len(shape)))
+
+
+def check_groups(plan: WeightPlan) -> None:
+    """Refuse groups that do not divide the axis they run along: files have no places for the rest of a group.
+
+    Raises:
+        GranularityError: names the sizes that do.
+    """
+    if plan.layout is None or not isinstance(plan.layout.group, int):
+        return
+    last = plan.shape[plan.axis] if plan.shape else 1
+    if last % plan.layout.group:
+        sizes = [str(size) for size in (256, 128, 64, 32, 16) if last % size == 0]
+        fix = (
+            f"use groups of {' or '.join(sizes)}" if sizes else "no group of 16 or more does: use one scale per channel"
+        )
+        raise GranularityError(
+            plan.name,
+            f"it sums over {last} elements, which groups of {plan.layout.group} do not divide",
+            f"{fix}, or leave it in float",
+        )
 
 
 def _axis(granularity: Granularity, rank: int) -> int:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 from bitwright.core.numerics.spec import Preset, QuantSpec
 from bitwright.torch import QuantizationSimModel
 
-VOCABULARY = 128
+VOCABULARY = 96
+TOKENS = 128  # of the tokenizer that is written here
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -93,7 +94,7 @@ def write_tokenizer(folder: Path) -> list[Path]:
     special = ["<unk>", "<s>", "</s>", "<|endoftext|>"]
     tokens = {token: i for i, token in enumerate((*special, *map(chr, range(33, 127)), "Ġ", "Ċ"))}
     merges = [(a, b) for a in "etaoin" for b in "nrsth"]
-    tokens |= {a + b: len(tokens) + i for i, (a, b) in enumerate(merges) if len(tokens) + i < VOCABULARY}
+    tokens |= {a + b: len(tokens) + i for i, (a, b) in enumerate(merges) if len(tokens) + i < TOKENS}
     merges = [(a, b) for a, b in merges if a + b in tokens]
     tokenizer = Tokenizer(BPE(tokens, merges))
     tokenizer.add_special_tokens(special)

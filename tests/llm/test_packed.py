@@ -60,7 +60,7 @@ def test_nearest_is_the_simulation_of_one_weight():
         assert np.abs(packed.dequantize() - values.numpy()).max() <= packed.scale.max() / 2 + 1e-6
         assert packed.layout.symmetric is False
     with pytest.raises(
-        GranularityError, match=r"up.weight: axis 1 has 64 elements, which blocks of 48 do not divide.*32"
+        GranularityError, match=r"up.weight: it sums over 64 elements, which groups of 48 do not.*64 or 32"
     ):
         PackedWeight.nearest("up.weight", values, QuantSpec("int4", PerBlock(48)))
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from bitwright import __version__
 from bitwright.core.files import read_document
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.errors import ExportError, GranularityError
+from bitwright.errors import ExportError
 from bitwright.export.files.atomic import AnyPath, atomic_files, read_error, settle
-from bitwright.llm.packed import LayerInput, Layout, PackedWeight, Weight, WeightPlan
+from bitwright.llm.packed import LayerInput, Layout, PackedWeight, Weight, WeightPlan, check_groups
 
 if TYPE_CHECKING:
     import torch
@@ -87,17 +87,7 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
     layout = plan.layout
     if layout is None:
         return
-    last = plan.shape[plan.axis] if plan.shape else 1
-    if isinstance(layout.group, int) and last % layout.group:
-        sizes = [str(size) for size in (256, 128, 64, 32, 16) if last % size == 0]
-        fix = (
-            f"use groups of {' or '.join(sizes)}" if sizes else "no group of 16 or more does: use one scale per channel"
-        )
-        raise GranularityError(
-            plan.name,
-            f"it sums over {last} elements, which groups of {layout.group} do not divide",
-            f"{fix}, or leave it in float",
-        )
+    check_groups(plan)
     why = row.refuses(plan)
     if not why:
         return

@@ -9,11 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaConfig, Qwen2Config
 
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.numerics.spec import PRESETS, QuantSpec
-from bitwright.llm import PackedWeight, packed_weights, read_checkpoint, write_checkpoint
+from bitwright.core.numerics.spec import PRESETS, QuantSpec, activation_spec, weight_spec
+from bitwright.core.placement.rules import Rule, default_rules
+from bitwright.errors import ConfigError, ExportError, GranularityError
+from bitwright.llm import PackedWeight, packed_weights, read_checkpoint, write_checkpoint, write_simulation
 from bitwright.llm.files.compressed_tensors import pack_int32, unpack_int32
 from bitwright.llm.packed import signed
+from bitwright.torch import QuantizationSimModel
 from tests.llm.models import greedy, prompts, tiny, weight_only
 
 SPECS = {
@@ -92,10 +97,14 @@ def test_tied_tables_and_layers_of_another_format(tmp_path, caplog):
     """A table is written in float, the output layer tied to it as codes; layers may have formats of their own."""
     pytest.importorskip("compressed_tensors")
     model = tiny(LlamaConfig, tie_word_embeddings=True, intermediate_size=80)
-    sim = weight_only(model, "w4g32", tables=True)  # rows of 80 are quantized in groups of 16
+    sim = weight_only(model, "w4g32", tables=True)
+    with pytest.raises(GranularityError, match=r"down_proj.weight: it sums over 80 elements.*use groups of 16"):
+        write_simulation(tmp_path, sim)
+    for layer in (0, 1):
+        sim.quantizers[f"model.layers.{layer}.mlp.down_proj.weight"].spec = QuantSpec("int4", PerBlock(16))
     sim.quantizers["model.layers.1.mlp.up_proj.weight"].enabled = False
     sim.compute_encodings(progress=False)
-    write_checkpoint(tmp_path, packed_weights(sim), model.config.to_dict())
+    write_simulation(tmp_path, sim)
     assert "model.embed_tokens.weight: stored in float" in caplog.text
     config = json.loads((tmp_path / "config.json").read_text())
     groups = config["quantization_config"]["config_groups"]
@@ -106,3 +115,80 @@ def test_tied_tables_and_layers_of_another_format(tmp_path, caplog):
     with torch.no_grad():
         assert (sim.model(prompts()).logits - engine(prompts()).logits).abs().max() < 1e-4
     assert torch.equal(greedy(engine, prompts()), greedy(sim.model, prompts()))
+
+
+def _with_inputs(model, weight, inputs, symmetry):
+    """A simulation of linear layers whose inputs are quantized, and nothing else."""
+    rules = default_rules(weight_spec(weight), activation_spec(inputs, symmetry=symmetry)).extended(
+        [
+            Rule("*", port="output", quantized=False),
+            Rule("*", port="input", quantized=False),
+            Rule("*", op="Gemm", port="input", format=inputs),
+            Rule("lm_head", quantized=False),
+            Rule("model.embed_tokens", quantized=False),
+        ]
+    )
+    sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, config_file=rules)
+    sim.compute_encodings([prompts(8, 12)], progress=False)
+    return sim
+
+
+INPUTS = {
+    "w8a8": ("int8", "int8", "symmetric", "int-quantized"),
+    "w8a8-asymmetric": ("int8", "uint8", "asymmetric", "int-quantized"),
+    "fp8": ("float8_e4m3", "float8_e4m3", "symmetric", "float-quantized"),
+}
+
+
+@pytest.mark.parametrize("weight, inputs, symmetry, stored", INPUTS.values(), ids=INPUTS)
+def test_static_inputs_are_those_of_the_simulation(weight, inputs, symmetry, stored, tmp_path):
+    """Weights, inputs and biases: transformers computes the same sums of the same numbers."""
+    model = tiny(Qwen2Config)
+    sim = _with_inputs(model, weight, inputs, symmetry)
+    write_simulation(tmp_path, sim)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["format"] == stored
+    names = [name for name, _ in sim.model.named_parameters()]
+    assert sorted(weight.name for weight in read_checkpoint(tmp_path)) == sorted(names)
+    pytest.importorskip("compressed_tensors")
+    engine = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    with torch.no_grad():
+        expected, found = sim.model(prompts()).logits, engine(prompts()).logits
+        assert (expected - found).abs().max() < 1e-4 < (expected - model(prompts()).logits).abs().max()
+    assert torch.equal(greedy(engine, prompts()), greedy(sim.model, prompts()))
+
+
+def test_scales_of_the_cache_are_stored(tmp_path):
+    model = tiny(LlamaConfig)
+    sim = weight_only(model, "w8")
+    pair = Encoding(IntFormat(8), np.float32(0.02), np.int32(0)), Encoding(IntFormat(8), np.float32(0.01), np.int32(0))
+    cache = {f"model.layers.{layer}.self_attn": pair for layer in (0, 1)}
+    write_checkpoint(tmp_path, packed_weights(sim), model.config.to_dict(), cache=cache)
+    scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
+    assert (scheme["num_bits"], scheme["type"], scheme["strategy"]) == (8, "int", "tensor")
+    pytest.importorskip("compressed_tensors")
+    engine = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    assert engine.model.layers[1].self_attn.k_scale.item() == pair[0].scale
+    with torch.no_grad():
+        cached = engine(prompts(1), use_cache=True).past_key_values.layers[0].values
+    step = torch.from_numpy(pair[1].scale)
+    codes = (cached / step).round()
+    assert torch.equal(cached, codes * step) and codes.abs().max() <= 128
+    bad = {"model.layers.0.self_attn": (pair[0], Encoding(IntFormat(4), np.float32(1), np.int32(0)))}
+    with pytest.raises(ExportError, match="keys and values of the cache have other formats"):
+        write_checkpoint(tmp_path, packed_weights(sim), model.config.to_dict(), cache=bad)
+
+
+def test_activations_that_files_cannot_say_are_refused(tmp_path):
+    sim = QuantizationSimModel(tiny(LlamaConfig), {"input_ids": prompts(1)}, preset="w8a8")
+    sim.compute_encodings([prompts()], progress=False)
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens.output\[0\]: the simulation quantizes this output.*Rule\('\*'"
+    ):
+        write_simulation(tmp_path, sim)
+    inputs = _with_inputs(tiny(LlamaConfig), "int8", "int8", "symmetric")
+    for kind in ("gguf", "torchao"):
+        with pytest.raises(
+            ExportError, match="they are quantized, and .* files say nothing of them|blocks of its types"
+        ):
+            write_simulation(tmp_path, inputs, to=kind)
+    assert not list(tmp_path.iterdir())
