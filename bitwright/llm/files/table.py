@@ -9,13 +9,13 @@ from typing import Any
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.errors import ConfigError, ExportError, ModelError, close_matches
 from bitwright.export.files.atomic import AnyPath, settle
-from bitwright.llm.files import compressed_tensors, gguf, torchao
+from bitwright.llm.files import compressed_tensors, gguf, gptq_awq, torchao
 from bitwright.llm.files.common import Extras, FileFormat, check_folder, check_room, check_weight, whole_folder
 from bitwright.llm.packed import LayerInput, Weight, WeightPlan, layer_inputs, packed_weights
 from bitwright.llm.packed import plans as planned_weights
 
 FILE_FORMATS: dict[str, FileFormat] = {
-    row.name: row for row in (compressed_tensors.FORMAT, gguf.FORMAT, torchao.FORMAT)
+    row.name: row for row in (compressed_tensors.FORMAT, gguf.FORMAT, torchao.FORMAT, *gptq_awq.FORMATS)
 }
 
 

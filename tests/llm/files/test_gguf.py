@@ -99,7 +99,9 @@ def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
         expected = model(prompts()).logits[:, -1].log_softmax(-1).gather(1, tokens[:, :1])[:, 0]
     assert (first - expected).abs().max() < 2e-3
     with torch.no_grad():
-        logits = model(torch.cat((prompts(), tokens), 1)).logits[:, 5:-1].index_fill(2, torch.tensor([2, 3]), -torch.inf)
+        logits = (
+            model(torch.cat((prompts(), tokens), 1)).logits[:, 5:-1].index_fill(2, torch.tensor([2, 3]), -torch.inf)
+        )
     behind = logits.max(-1).values - logits.gather(2, tokens[..., None])[..., 0]
     assert behind.max() < 2e-3
     if "gemma" not in name:  # whose activation llama.cpp looks up in a table of float16 numbers
