@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -89,13 +91,13 @@ def text(count: int = 1500) -> str:
     return "".join(chr(40 + (i * i + i // 7) % 80) for i in range(count))
 
 
-def write_tokenizer(folder: Path) -> list[Path]:
-    """A tokenizer of byte-level BPE: printable characters, some pairs of them, and special tokens; returns its files."""
+def write_tokenizer(folder: Path, size: int = TOKENS) -> list[Path]:
+    """A tokenizer of byte-level BPE: printable characters, pairs of them, and special tokens; returns its files."""
     special = ["<unk>", "<s>", "</s>", "<|endoftext|>"]
     tokens = {token: i for i, token in enumerate((*special, *map(chr, range(33, 127)), "Ġ", "Ċ"))}
-    merges = [(a, b) for a in "etaoin" for b in "nrsth"]
-    tokens |= {a + b: len(tokens) + i for i, (a, b) in enumerate(merges) if len(tokens) + i < TOKENS}
-    merges = [(a, b) for a, b in merges if a + b in tokens]
+    pairs = itertools.product("etaoinshrdlucm", "nrsthaeioudlcmfgpwyb")
+    merges = list(itertools.islice(pairs, size - len(tokens)))
+    tokens |= {a + b: len(tokens) + i for i, (a, b) in enumerate(merges)}
     tokenizer = Tokenizer(BPE(tokens, merges))
     tokenizer.add_special_tokens(special)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
@@ -104,3 +106,26 @@ def write_tokenizer(folder: Path) -> list[Path]:
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+
+
+def llama_cpp(path: Path, given: list[Any], count: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """The greedy tokens of llama.cpp after each prompt (text or token ids), and the logarithm of the first one's probability.
+
+    Its cache holds float32 numbers, as that of transformers does.
+    """
+    engine = pytest.importorskip("xllamacpp")
+    options = engine.CommonParams()
+    options.model.path, options.n_ctx, options.n_parallel, options.n_gpu_layers = str(path), 128, 1, 0
+    options.warmup, options.fit_params, options.verbosity, options.cpuparams.n_threads = False, False, -1, 1
+    options.cache_type_k = options.cache_type_v = engine.ggml_type.GGML_TYPE_F32
+    options.flash_attn_type = engine.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = engine.Server(options)
+    found, first = [], []
+    for prompt in given:
+        answer = server.handle_completions(
+            {"prompt": prompt, "max_tokens": count, "temperature": 0, "top_k": 1, "n_probs": 1, "ignore_eos": True}
+        )
+        content = answer["choices"][0]["logprobs"]["content"]
+        found.append([token["id"] for token in content])
+        first.append(content[0]["logprob"])
+    return torch.tensor(found), torch.tensor(first)

@@ -26,7 +26,7 @@ from bitwright.errors import ExportError, GranularityError
 from bitwright.llm import FloatWeight, PackedWeight, packed_weights, read_checkpoint, write_checkpoint
 from bitwright.llm.files.gguf_blocks import Reader
 from bitwright.llm.packed import signed
-from tests.llm.models import TOKENS, greedy, prompts, tiny, weight_only, write_tokenizer
+from tests.llm.models import TOKENS, greedy, llama_cpp, prompts, tiny, weight_only, write_tokenizer
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -64,26 +64,6 @@ def _floats(model):
     return [FloatWeight(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
-def _generated(path, tokens, count=32):
-    """The greedy tokens of llama.cpp, and the logarithm of the probability of the first, for each prompt."""
-    engine = pytest.importorskip("xllamacpp")
-    options = engine.CommonParams()
-    options.model.path, options.n_ctx, options.n_parallel, options.n_gpu_layers = str(path), 128, 1, 0
-    options.warmup, options.fit_params, options.verbosity, options.cpuparams.n_threads = False, False, -1, 1
-    options.cache_type_k = options.cache_type_v = engine.ggml_type.GGML_TYPE_F32
-    options.flash_attn_type = engine.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = engine.Server(options)
-    found, first = [], []
-    for prompt in tokens.tolist():
-        answer = server.handle_completions(
-            {"prompt": prompt, "max_tokens": count, "temperature": 0, "top_k": 1, "n_probs": 1, "ignore_eos": True}
-        )
-        content = answer["choices"][0]["logprobs"]["content"]
-        found.append([token["id"] for token in content])
-        first.append(content[0]["logprob"])
-    return torch.tensor(found), torch.tensor(first)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
     """Names, numbers and forms of every architecture: in float32 both give the same tokens."""
@@ -94,7 +74,7 @@ def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
         assert stored.name == found.name
         # of Gemma's norms the file holds the weight plus one
         torch.testing.assert_close(found.values, stored.values, rtol=0, atol=1e-6 if "gemma" in name else 0)
-    tokens, first = _generated(tmp_path / "out/model.gguf", prompts())
+    tokens, first = llama_cpp(tmp_path / "out/model.gguf", prompts().tolist())
     with torch.no_grad():
         expected = model(prompts()).logits[:, -1].log_softmax(-1).gather(1, tokens[:, :1])[:, 0]
     assert (first - expected).abs().max() < 2e-3
@@ -142,7 +122,7 @@ def test_llama_cpp_runs_the_quantized_model(spec, tmp_path):
     write_checkpoint(
         tmp_path, packed_weights(sim), model.config.to_dict(), to="gguf", tokenizer=write_tokenizer(tmp_path)
     )
-    tokens, first = _generated(tmp_path / "model.gguf", prompts(), 4)
+    tokens, first = llama_cpp(tmp_path / "model.gguf", prompts().tolist(), 4)
     with torch.no_grad():
         expected, floats = (m(prompts()).logits[:, -1].log_softmax(-1) for m in (sim.model, model))
     found = expected.gather(1, tokens[:, :1])[:, 0]
@@ -160,21 +140,10 @@ def test_tokenizer_cuts_text_as_the_original(tmp_path):
     tokenizer = Tokenizer.from_file(str(files[0]))
     assert keys["tokenizer.ggml.tokens"][:128] == [tokenizer.id_to_token(i) for i in range(TOKENS)]
     assert keys["tokenizer.ggml.bos_token_id"] == 1 and keys["tokenizer.ggml.add_bos_token"] is False
-    engine = pytest.importorskip("xllamacpp")
-    assert engine is not None
     text = "then an onion, not  12 tents"
-    with_text, _ = _generated_text(tmp_path / "out/model.gguf", text)
-    with_ids, _ = _generated(tmp_path / "out/model.gguf", torch.tensor([tokenizer.encode(text).ids]), 16)
-    assert with_text == with_ids[0].tolist()
-
-
-def _generated_text(path, text):
-    class Text:
-        def tolist(self):
-            return [text]
-
-    found, first = _generated(path, Text(), 16)
-    return found[0].tolist(), first
+    with_text, _ = llama_cpp(tmp_path / "out/model.gguf", [text], 16)
+    with_ids, _ = llama_cpp(tmp_path / "out/model.gguf", [tokenizer.encode(text).ids], 16)
+    assert torch.equal(with_text, with_ids)
 
 
 WRONG = {

@@ -1,0 +1,152 @@
+"""Checkpoint files of a language model, each loaded by its engine: are the codes the same, and the answers?
+
+    python benchmarks/llm_files.py                      # a minute on one core
+
+``stories260k`` as a Llama of transformers, its ``down_proj`` layers (172 inputs, no multiple of 32) in float. The perplexity is
+of 128 stories; tokens are 32 greedy ones after each of 8 beginnings of stories. Needs the developer data set (see
+tests/support/data.py) and ``pip install 'bitwright[engines]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import measure  # first: it puts the repository on the path
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaConfig, LlamaForCausalLM
+
+from bitwright.core.numerics.granularity import PerBlock
+from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, activation_spec, weight_spec
+from bitwright.core.placement.rules import Rule, default_rules
+from bitwright.llm import PackedWeight, packed_weights, read_checkpoint, write_simulation
+from bitwright.llm.packed import signed
+from bitwright.torch import QuantizationSimModel
+from tests.llm.models import greedy, llama_cpp, write_tokenizer
+from tests.support import data
+
+G32 = PerBlock(32)
+ROWS: list[tuple[str, str, QuantSpec | str]] = [
+    ("compressed-tensors", "int4 g32", QuantSpec("int4", G32)),
+    ("compressed-tensors", "uint4 g32 asymmetric", QuantSpec("uint4", G32, "asymmetric")),
+    ("compressed-tensors", "int8 per channel", PRESETS["w8"].weight),  # type: ignore[list-item]
+    ("compressed-tensors", "W8A8, static inputs", "w8a8"),
+    ("compressed-tensors", "NVFP4", PRESETS["nvfp4"].weight),  # type: ignore[list-item]
+    ("compressed-tensors", "MXFP4", PRESETS["mxfp4"].weight),  # type: ignore[list-item]
+    ("torchao", "int4 g32", QuantSpec("int4", G32)),
+    ("torchao", "float8 per channel", PRESETS["fp8"].weight),  # type: ignore[list-item]
+    ("gptq", "int4 g32", QuantSpec("int4", G32)),
+    ("awq", "uint4 g32 asymmetric", QuantSpec("uint4", G32, "asymmetric")),
+    ("gguf", "Q8_0", QuantSpec("int8", G32, scale_format="float16")),
+    ("gguf", "Q4_0", QuantSpec("int4", G32, scale_format="float16")),
+    ("gguf", "Q4_1", QuantSpec("uint4", G32, "asymmetric", scale_format="float12")),
+]
+
+
+def stories() -> Any:
+    """The checkpoint as a model of transformers, which pairs the halves of a head where the original pairs neighbours."""
+    state = data.trained("stories260k").state_dict()
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=5, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    names = {
+        "self_attn.q_proj": "wq", "self_attn.k_proj": "wk", "self_attn.v_proj": "wv", "self_attn.o_proj": "wo",
+        "mlp.gate_proj": "w1", "mlp.down_proj": "w2", "mlp.up_proj": "w3", "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    found = {"model.embed_tokens.weight": state["tok_embeddings.weight"], "model.norm.weight": state["norm.weight"]}
+    for layer in range(5):
+        for new, old in names.items():
+            values = state[f"layers.{layer}.{old}.weight"]
+            if old in ("wq", "wk"):
+                values = values.view(-1, 4, 2, 64).transpose(1, 2).reshape(values.shape)
+            found[f"model.layers.{layer}.{new}.weight"] = values
+    model.load_state_dict(found, strict=False)
+    return model
+
+
+def simulated(model: Any, spec: QuantSpec | str) -> QuantizationSimModel:
+    rules: Any = Preset(spec, None) if isinstance(spec, QuantSpec) else None
+    batches = [batch[:, :-1] for batch in data.stories("calib").split(8)]
+    config = None
+    if rules is None:
+        config = default_rules(weight_spec("int8"), activation_spec("int8", symmetry="symmetric")).extended(
+            [
+                Rule("*", port="output", quantized=False),
+                Rule("*", port="input", quantized=False),
+                Rule("*", op="Gemm", port="input", format="int8"),
+            ]
+        )
+    sim = QuantizationSimModel(model, {"input_ids": batches[0][:1]}, preset=rules, config_file=config)
+    for site in sim.quantizers.values():
+        if any(name in site.name for name in ("embed_tokens", "lm_head", "down_proj")):
+            site.enabled = False
+    sim.compute_encodings(batches, progress=False)
+    return sim
+
+
+def row_of(model: Any, kind: str, name: str, spec: QuantSpec | str) -> list[str]:
+    sim = simulated(model, spec)
+    begun, scored = data.stories()[:8, :6], data.stories()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = write_tokenizer(Path(folder), 300)
+        write_simulation(f"{folder}/out", sim, to=kind, tokenizer=tokenizer)
+        back = {weight.name: weight for weight in read_checkpoint(f"{folder}/out")}
+        codes = [w for w in packed_weights(sim) if isinstance(w, PackedWeight)]
+        equal = np.mean([(signed(w)[0] == signed(back[w.name])[0]).mean() for w in codes])  # type: ignore[arg-type]
+        expected = greedy(sim.model, begun)
+        here = data.perplexity(lambda x: sim.model(x).logits, scored)
+        there = "-"
+        if kind == "gguf":
+            tokens, _ = llama_cpp(Path(folder, "out/model.gguf"), begun.tolist())
+        elif kind in ("gptq", "awq"):
+            return [kind, name, f"{equal:.0%}", f"{here:.4f}", "-", "-"]
+        else:
+            # transformers 5.23 has no room for packed zero points, and loads such layers unpacked
+            unpacked = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if "asymmetric" in name else {}
+            engine = AutoModelForCausalLM.from_pretrained(f"{folder}/out", dtype="auto", **unpacked).eval()
+            tokens = greedy(engine, begun)
+            there = f"{data.perplexity(lambda x: engine(x).logits.float(), scored):.4f}"
+    same = (tokens == expected).all(1).sum().item()
+    return [
+        kind,
+        name,
+        f"{equal:.0%}",
+        f"{here:.4f}",
+        there,
+        f"{(tokens == expected).sum().item()} of 256, {same} of 8 prompts",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", type=Path, help="write the table there")
+    parser.add_argument("--json", type=Path, help="write the numbers there")
+    options = parser.parse_args(arguments)
+    logging.getLogger("bitwright").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    model = stories()
+    print(f"float: {data.perplexity(lambda x: model(x).logits, data.stories()):.4f}", file=sys.stderr)
+    rows = []
+    for kind, name, spec in ROWS:
+        rows.append(row_of(model, kind, name, spec))
+        print(*rows[-1], sep="\t", file=sys.stderr, flush=True)
+    title = "Checkpoint files of stories260k, and what their engines compute"
+    columns = ["files", "weights", "codes equal", "perplexity, simulation", "perplexity, engine", "greedy tokens equal"]
+    measure.show(title, columns, rows)
+    measure.save(
+        options.json, options.markdown, title, columns, rows, [dict(zip(columns, row, strict=True)) for row in rows]
+    )
+
+
+if __name__ == "__main__":
+    main()
