@@ -146,17 +146,14 @@ class Runner:
         return self.read(name)
 
     @contextmanager
-    def ends(self, *, embedding: bool) -> Iterator[None]:
-        """What stands outside of blocks, with its weights; the table of tokens or the output layer as asked for."""
+    def ends(self, *left: nn.Module | None) -> Iterator[None]:
+        """What stands outside of blocks, with its weights, but for those of the modules ``left``."""
         if self.read is None:
             yield
             return
-        which = "get_output_embeddings" if embedding else "get_input_embeddings"
-        skipped = getattr(self.model, which, lambda: None)()
-        other = getattr(self.model, "get_input_embeddings" if embedding else "get_output_embeddings", lambda: None)()
         names = {id(module): name for name, module in self.model.named_modules()}
-        left = "" if skipped is None or skipped is other else names[id(skipped)]
-        wanted = [name for name in self.outside() if not left or not name.startswith(f"{left}.")]
+        skipped = tuple(f"{names[id(module)]}." for module in left if module is not None)
+        wanted = [name for name in self.outside() if not name.startswith(skipped)] if skipped else self.outside()
         materialize(self.model, wanted, self._read)
         try:
             yield
@@ -164,19 +161,39 @@ class Runner:
             for name in wanted:
                 assign(self.model, name, self.model.get_parameter(name).detach().to("meta"))
 
+    @property
+    def table(self) -> nn.Module | None:
+        """The table of tokens, if the model tells."""
+        found: nn.Module | None = getattr(self.model, "get_input_embeddings", lambda: None)()
+        return found
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The output layer, if the model tells."""
+        found: nn.Module | None = getattr(self.model, "get_output_embeddings", lambda: None)()
+        return None if found is self.table else found
+
     def block(self, index: int) -> Block:
         """The block with all that it is handed beside hidden states; :meth:`enter` has run."""
         call = self._calls[index]
         return Block(self.blocks[index], call.args, call.kwargs, call.keyword)
 
     @torch.no_grad()
-    def enter(self, samples: Iterable[Tensor]) -> Iterator[Tensor]:
+    def enter(self, samples: Iterable[Tensor], *, random: bool = False) -> Iterator[Tensor]:
         """Hidden states before the first block, of samples ``[1, T]`` of one length.
+
+        Args:
+            samples: rows of tokens.
+            random: put random numbers in the place of the table's rows, which is not read then.
 
         Raises:
             ModelError: a block is handed other things that depend on the tokens, or runs twice.
         """
-        with self.ends(embedding=True):
+        table = self.table if random and self.read is not None else None
+        with (
+            self.ends(self.head, table),
+            _replaced([] if table is None else [table], lambda _: _rows_of(table, torch.randn)),
+        ):
             for tokens in samples:
                 yield self._entered(tokens)
 
@@ -240,37 +257,33 @@ class Runner:
     @torch.no_grad()
     def leave(self, samples: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Iterator[list[Tensor]]:
         """Logits ``[1, T, V]`` of each hidden state after the last block, for tokens ``[1, T]`` and several such states."""
-        table = getattr(self.model, "get_input_embeddings", lambda: None)()
-        with self.ends(embedding=False):
+        table = self.table if self.read is not None else None
+        left = table if self.head is not None else None  # a model may use the table for its logits
+        with self.ends(left), _replaced([] if table is None else [table], lambda _: _rows_of(table, torch.zeros)):
             for tokens, states in samples:
-                yield [self._left(tokens, state, table) for state in states]
+                yield [self._left(tokens, state) for state in states]
 
-    def _left(self, tokens: Tensor, state: Tensor, table: nn.Module | None) -> Tensor:
-        def stand_in(index: int) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                return (state, None) if self._is_tuple else state
+    def _left(self, tokens: Tensor, state: Tensor) -> Tensor:
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            return (state, None) if self._is_tuple else state
 
-            return forward
-
-        modules = [*self.blocks, *([] if self.read is None or table is None else [table])]
-
-        def make(index: int) -> Callable[..., Any]:
-            if index < len(self.blocks):
-                return stand_in(index)
-            assert table is not None
-            width = int(table.get_parameter("weight").shape[1])
-            return lambda *args, **kwargs: torch.zeros(*tokens.shape, width)
-
-        with _replaced(modules, make):
+        with _replaced(self.blocks, lambda _: stand_in):
             found = self.model(tokens, use_cache=False)
         logits: Tensor = getattr(found, "logits", found)
         return logits.float()
 
 
+def _rows_of(table: nn.Module | None, fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of a table whose rows are not there."""
+    assert table is not None
+    width = int(table.get_parameter("weight").shape[1])
+    return lambda tokens, *args, **kwargs: fill(*tokens.shape, width)
+
+
 def view_by_blocks(runner: Runner) -> Transformer:
     """The roles of a model's parameters, found from one block of each structure and from the ends of the model."""
     tokens = torch.arange(1, 9)[None]
-    hidden = next(iter(runner.enter([tokens])))
+    hidden = next(iter(runner.enter([tokens], random=True)))
     known: dict[Any, dict[str, Use]] = {}
     roles: dict[str, Use] = {}
     for index, module in enumerate(runner.blocks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.llm.blocks import Block, Runner, Spill, States, fingerprint, of_checkpoint, view_by_blocks
 from bitwright.llm.checkpoint import Checkpoint, assign, check_room, open_checkpoint
 from bitwright.llm.files.common import Extras, tokenizer_files
-from bitwright.llm.files.table import check_checkpoint, write_checkpoint
+from bitwright.llm.files.table import FILE_FORMATS, check_checkpoint, write_checkpoint
 from bitwright.llm.likelihood import Perplexity, Sums, split_tokens, text_tokens
 from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan, planned
 from bitwright.llm.roles import QUANTIZED, Part, Transformer, refuse_unused
@@ -38,8 +40,11 @@ from bitwright.tables import Tabular
 logger = logging.getLogger("bitwright")
 
 RECIPES = ("nearest", "awq", *METHODS)
+#: files of a whole model in memory, which are made of a simulation
+GRAPHS = ("genai", "onnx", "openvino")
 _NAME = re.compile(r"w(?P<bits>[2-8])(?:g(?P<group>\d+))?(?P<asym>_asym)?")
 _ACTIVATIONS = 256 << 20  # bytes of activations within a block that are held in memory
+_AT_ONCE = 1 << 20  # numbers that are rounded at once
 _TOGETHER = 8  # samples that a block is run on at once
 
 
@@ -232,40 +237,52 @@ class _Source:
     """Where weights come from: a folder, or a module."""
 
     runner: Runner
-    raw: Callable[[str], Tensor]
+    raw: Callable[..., Tensor]
     nbytes: int
     config: Mapping[str, Any]
     checkpoint: Checkpoint | None
     module: nn.Module | None
-    identity: str
+    identity: Callable[[], str]
 
 
 def _of_folder(checkpoint: Checkpoint) -> _Source:
     stamps = sorted(
         (e.file.name, e.file.stat().st_size, e.file.stat().st_mtime_ns) for e in checkpoint.entries.values()
     )
-    identity = fingerprint(sorted(set(stamps)), json.dumps(dict(checkpoint.config), sort_keys=True))
+    described = fingerprint(sorted(set(stamps)), json.dumps(dict(checkpoint.config), sort_keys=True))
+
+    def raw(name: str, rows: slice | None = None) -> Tensor:
+        return checkpoint.read(name, rows=rows)
+
     return _Source(
-        of_checkpoint(checkpoint), checkpoint.read, checkpoint.nbytes, checkpoint.config, checkpoint, None, identity
+        of_checkpoint(checkpoint), raw, checkpoint.nbytes, checkpoint.config, checkpoint, None, lambda: described
     )
 
 
 def _of_module(model: nn.Module, checkpoint: Checkpoint | None = None) -> _Source:
-    held = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
-    tied = {name: first[id(p)] for name, p in held.items() if first.setdefault(id(p), name) != name}
-    empty = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in held.values()}
+    named = model.named_parameters(remove_duplicate=False)
+    tied = {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
+    empty = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in model.parameters()}
     buffers = {id(b): b for b in model.buffers()}
     skeleton = copy.deepcopy(model, {**empty, **buffers}).eval()
 
     def read(name: str) -> Tensor:
-        return held[name].detach().to("cpu", torch.float32)
+        return model.get_parameter(name).detach().to("cpu", torch.float32)
+
+    def raw(
+        name: str, rows: slice | None = None
+    ) -> Tensor:  # asks the model each time, so that what it lets go of is freed
+        return model.get_parameter(name).detach()[slice(None) if rows is None else rows].cpu()
 
     config = getattr(model, "config", None)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    identity = fingerprint(*(float(p.detach().float().sum()) for p in model.parameters()))
+
+    def identity() -> str:
+        return fingerprint(*(float(p.detach().double().sum()) for p in model.parameters()))
+
     return _Source(
-        Runner(skeleton, read, tied), lambda name: held[name].detach(), nbytes, {} if config is None else config.to_dict(),
+        Runner(skeleton, read, tied), raw, nbytes, {} if config is None else config.to_dict(),
         checkpoint, model, identity,
     )  # fmt: skip
 
@@ -431,7 +448,8 @@ def quantize(
         recipe: methods before nearest rounding: ``"awq,gptq"`` or a list of ``awq``, ``gptq``, ``seq_mse`` and the others of
             :func:`bitwright.apply_reconstruction`. None rounds to nearest and needs no data.
         data: text (a string), the path of a text file, or tokens ``[T]``. The last tenth is held out for the perplexity.
-        to: kind of files, a row of ``bitwright.llm.files.table.FILE_FORMATS``; with ``out``.
+        to: kind of files, a row of ``bitwright.llm.FILE_FORMATS``, or ``genai``, ``onnx`` or ``openvino``, for which the model
+            is held in memory; with ``out``.
         out: folder of the files.
         group_size: in place of the preset's; 0 for one scale per channel.
         rules: pattern -> preset or ``None`` for float; a pattern is ``role:down`` or a glob of names. Later ones win.
@@ -480,7 +498,7 @@ def quantize(
         spill = None
         if rows is not None:
             key = fingerprint(
-                source.identity,
+                source.identity(),
                 sorted((k, repr(v)) for k, v in specs.items()),
                 methods,
                 options,
@@ -497,7 +515,10 @@ def quantize(
         kept: list[Weight] = []
         result_model = None
         total = _Bytes()
-        if to is not None:
+        if to in GRAPHS:
+            with clock.stage("write"):
+                _write_graph(source, total.over(made), spec, to, Path(out))
+        elif to is not None:
             with clock.stage("write"):
                 shown = progress_bar(_Counted(made, len(plans)), "writing", progress)
                 write_checkpoint(
@@ -533,8 +554,55 @@ def _tokenizer_files(source: _Source) -> list[Path]:
 
 
 def _check(source: _Source, plans: Sequence[WeightPlan], to: str, out: Any) -> None:
+    """Refuse files that cannot be made, before any work."""
+    if to in GRAPHS:
+        needed = 4 * sum(plan.elements for plan in plans)
+        check_room(Path(out), needed // 2, f"writing {to} files")
+        if to == "openvino" and importlib.util.find_spec("openvino") is None:
+            raise ConfigError(
+                "to", "openvino is not installed, and writes its files", "pip install 'bitwright[openvino]'"
+            )
+        return
+    if to not in FILE_FORMATS:
+        known = (*FILE_FORMATS, *GRAPHS)
+        raise ConfigError(
+            "to", f"there is no kind of files {to!r}{close_matches(to, known)}", f"use one of {', '.join(known)}"
+        )
     extras = Extras(dict(source.config), _tokenizer_files(source))
     check_checkpoint(out, plans, to=to, extras=extras)
+
+
+def _write_graph(source: _Source, weights: Iterable[Weight], spec: QuantSpec, to: str, out: Path) -> None:
+    """Write the files of a simulation of the whole model that has these codes."""
+    from bitwright.llm.decoder_export import export_decoder
+    from bitwright.llm.openvino_export import export_openvino
+    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+    if source.module is not None:
+        model = copy.deepcopy(source.module).eval()
+    else:
+        assert source.checkpoint is not None
+        model = source.checkpoint.load()
+    found: dict[str, PackedWeight] = {}
+    for weight in weights:
+        values = torch.from_numpy(weight.dequantize()) if isinstance(weight, PackedWeight) else weight.values
+        held = model.get_parameter(weight.name)
+        held.data = values.to(held.dtype)
+        if isinstance(weight, PackedWeight):
+            found[weight.name] = weight
+    sim = QuantizationSimModel(model, {"input_ids": torch.arange(1, 9)[None]}, preset=Preset(spec, None), in_place=True)
+    for site in sim.quantizers.values():
+        name = sim.graph.values[site.value].param
+        if name in found:
+            site.encoding, site.frozen = found[name].encoding, True
+        else:
+            site.enabled = False
+    sim.compute_encodings(progress=False)
+    tokenizer = None if source.checkpoint is None else str(source.checkpoint.folder)
+    if to == "openvino":
+        export_openvino(sim, out, tokenizer=tokenizer)
+    else:
+        export_decoder(sim, out, tokenizer=tokenizer, attention="plain" if to == "onnx" else "auto")
 
 
 def _check_spill(folder: Path, source: _Source, rows: Any, context: int) -> None:
@@ -639,7 +707,7 @@ def _weights(
         part = parts[at]
         if part.block is None or spill is None:
             at += 1
-            yield _nearest(part.name, source.raw(part.name), specs.get(part.name))
+            yield _nearest(part, source.raw, specs.get(part.name))
             continue
         prefix = f"{view.stack}.{part.block}."
         found = dict(spill.get(part.block))
@@ -653,8 +721,30 @@ def _weights(
                 yield FloatWeight(name, weight.to(source.raw(name).dtype))
 
 
-def _nearest(name: str, values: Tensor, spec: QuantSpec | None) -> Weight:
-    return FloatWeight(name, values) if spec is None else PackedWeight.nearest(name, values.float(), spec)
+def _nearest(part: Part, raw: Callable[..., Tensor], spec: QuantSpec | None) -> Weight:
+    """A parameter as it is stored; a large matrix is rounded some rows at a time, where rows have scales of their own."""
+    if spec is None:
+        return FloatWeight(part.name, raw(part.name))
+    own = (
+        spec.scale_format.shared == "none"
+        and len(part.shape) == 2
+        and spec.granularity.param_shape(part.shape)[:1] == (part.shape[0],)
+    )
+    rows = max(1, _AT_ONCE // part.shape[-1])
+    if not own or rows >= part.shape[0]:
+        return PackedWeight.nearest(part.name, raw(part.name).float(), spec)
+    codes = scale = zero_point = None
+    for start in range(0, part.shape[0], rows):
+        piece = slice(start, start + rows)
+        made = PackedWeight.nearest(part.name, raw(part.name, piece).float(), spec)
+        if codes is None or scale is None or zero_point is None:
+            codes = np.empty(part.shape, made.codes.dtype)
+            scale, zero_point = (
+                np.empty((part.shape[0], *a.shape[1:]), a.dtype) for a in (made.scale, made.zero_point)
+            )
+        codes[piece], scale[piece], zero_point[piece] = made.codes, made.scale, made.zero_point
+    assert codes is not None and scale is not None and zero_point is not None
+    return PackedWeight(part.name, codes, replace(made.encoding, scale=scale, zero_point=zero_point))
 
 
 class _Counted:

@@ -1,0 +1,210 @@
+"""Memory and time of quantizing a language model that is larger than what is held of it: a generated Llama, block by block.
+
+The folder is made shard by shard (random bfloat16 weights, norm weights scaled at random). Every row runs in its own process.
+``peak`` is its resident memory, imports and pages of files included; ``beyond`` is the anonymous memory beyond that of the loaded
+model (rows ``module`` and ``torchao``) or of the imports. ``torchao`` quantizes the loaded model, where it is installed.
+
+    python benchmarks/llm_memory.py --parameters 0.5 --to compressed-tensors --recipes nearest,gptq,awq
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+# billions of parameters -> hidden size, intermediate size, layers, heads, heads of keys, vocabulary
+SIZES = {
+    0.1: (768, 2048, 12, 12, 4, 16000),
+    0.3: (1024, 2816, 20, 16, 4, 32000),
+    0.5: (1536, 4096, 16, 12, 4, 32000),
+    1.0: (2048, 5632, 20, 16, 4, 32000),
+    3.0: (3072, 8192, 28, 24, 8, 128256),
+}
+
+
+def make(folder: Path, parameters: float) -> int:
+    """Write a Llama of that size, one layer a shard; its number of parameters."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    hidden, inner, layers, heads, keys, vocabulary = SIZES[parameters]
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": keys, "vocab_size": vocabulary,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "dtype": "bfloat16",
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    letters = {chr(32 + code): code for code in range(90)}
+    Tokenizer(BPE(vocab=letters, merges=[])).save(str(folder / "tokenizer.json"))
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / math.sqrt(shape[-1])).bfloat16()
+
+    def norm() -> torch.Tensor:
+        return (torch.rand(hidden, generator=generator) * 1.5 + 0.5).bfloat16()
+
+    width = hidden // heads * keys
+    weight_map: dict[str, str] = {}
+    count = 0
+    for index in range(layers + 2):
+        name = f"model-{index + 1:05d}-of-{layers + 2:05d}.safetensors"
+        if index == 0:
+            tensors = {"model.embed_tokens.weight": matrix(vocabulary, hidden)}
+        elif index == layers + 1:
+            tensors = {"model.norm.weight": norm(), "lm_head.weight": matrix(vocabulary, hidden)}
+        else:
+            prefix = f"model.layers.{index - 1}."
+            shapes = {
+                "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (width, hidden), "self_attn.v_proj": (width, hidden),
+                "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+            }  # fmt: skip
+            tensors = {f"{prefix}{part}.weight": matrix(*shape) for part, shape in shapes.items()}
+            tensors |= {f"{prefix}{part}.weight": norm() for part in ("input_layernorm", "post_attention_layernorm")}
+        save_file(tensors, folder / name, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        count += sum(tensor.numel() for tensor in tensors.values())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return count
+
+
+class Anonymous:
+    """The largest anonymous memory of this process, looked at 200 times a second."""
+
+    def __init__(self) -> None:
+        self.start = self.peak = self._now()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _now() -> int:
+        text = Path("/proc/self/status").read_text()
+        return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("RssAnon")))
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self.peak = max(self.peak, self._now())
+
+    def stop(self) -> dict[str, int]:
+        """Bytes beyond the start: at most, and now."""
+        self._over.set()
+        self._thread.join()
+        return {"beyond": self.peak - self.start, "held": self._now() - self.start}
+
+
+def loaded(folder: Path) -> Any:
+    """The model in memory of its own."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def run(folder: Path, recipe: str, to: str, out: Path, rows: int, context: int) -> dict[str, Any]:
+    """Quantize in this process; what it took."""
+    import torch
+
+    from bitwright.llm import quantize
+
+    torch.set_num_threads(1)
+    in_memory = recipe in ("torchao", "module", "module_in_place")
+    model: Any = loaded(folder) if in_memory else folder
+    if recipe == "torchao":
+        from torchao.quantization import IntxWeightOnlyConfig, quantize_
+        from torchao.quantization.granularity import PerGroup
+    gc.collect()
+    memory, start, cpu = Anonymous(), time.perf_counter(), time.process_time()
+    more: dict[str, Any] = {}
+    if recipe == "torchao":
+        quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(128)))
+    elif in_memory:
+        result = quantize(model, "w4g128", in_place=recipe.endswith("in_place"), progress=False)
+        more = {"seconds": result.seconds}
+    else:
+        data = None
+        if recipe != "nearest":
+            data = torch.randint(0, 90, (rows * context,), generator=torch.Generator().manual_seed(1))
+        result = quantize(
+            folder, "w4g128", recipe=recipe, data=data, context=context, samples=rows, to=to, out=out, progress=False
+        )
+        more = {"bytes": result.bytes, "seconds": result.seconds}
+        if result.after is not None:
+            more["divergence"] = result.after.divergence
+    took = {"wall": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+    return {"peak": _peak(), **memory.stop(), **took, **more}
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    """Make the model, run every row, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=float, default=0.5, choices=sorted(SIZES), help="billions")
+    parser.add_argument("--recipes", default="nearest,gptq,awq", help="rows; module, module_in_place and torchao, too")
+    parser.add_argument("--to", default="compressed-tensors")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--folder", type=Path, help="where the model is, or is made")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.folder or Path(scratch) / "model"
+        if not folder.exists():
+            print(f"{make(folder, given.parameters) / 1e9:.2f} B parameters in {folder}", flush=True)
+        if given.one:
+            print(json.dumps(run(folder, given.one, given.to, Path(scratch) / "out", given.rows, given.context)))
+            return
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        print(
+            f"model {size / 2**30:.2f} GiB\nrow                 peak GiB     beyond       held   wall s    cpu s  by stage"
+        )
+        for recipe in given.recipes.split(","):
+            command = [
+                sys.executable,
+                __file__,
+                "--one",
+                recipe.replace("+", ","),
+                "--folder",
+                str(folder),
+                "--to",
+                given.to,
+            ]
+            command += ["--rows", str(given.rows), "--context", str(given.context)]
+            found = subprocess.run(command, capture_output=True, text=True)
+            if found.returncode:
+                print(f"{recipe:18}  failed: {found.stderr.strip().splitlines()[-1]}")
+                continue
+            row = json.loads(found.stdout.strip().splitlines()[-1])
+            stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in row.get("seconds", {}).items())
+            print(
+                f"{recipe:18} {row['peak'] / 2**30:9.2f} {row['beyond'] / size:9.3f}x {row['held'] / size:9.3f}x "
+                f"{row['wall']:8.1f} {row['cpu']:8.1f}  {stages}",
+                flush=True,
+            )
+            shutil.rmtree(Path(scratch) / "out", ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The commands for language models: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner, Result
+
+from bitwright.cli import app
+from tests.llm.models import saved, text
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["llm", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    saved(made, LlamaConfig)
+    (made / "text.txt").write_text(text())
+    return made
+
+
+def test_quantize_prints_the_result_first_and_writes_files(folder: Path, tmp_path: Path):
+    made, report = tmp_path / "w4", tmp_path / "report.json"
+    options = (
+        "--preset",
+        "w4g32",
+        "--data",
+        folder / "text.txt",
+        "--context",
+        24,
+        "--samples",
+        4,
+        "--rule",
+        "role:v=float",
+    )
+    result = run("quantize", folder, *options, "--to", "compressed-tensors", "--out", made, "--json", report)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("perplexity ") and "->" in lines[0] and "bits per weight; 12 parameters" in result.output
+    assert json.loads((made / "config.json").read_text())["quantization_config"] and (made / "tokenizer.json").exists()
+    written = json.loads(report.read_text())
+    assert len(written["rows"]) == 12 and written["after"]["value"] > 1 and "weights" not in written
+
+
+def test_perplexity_and_generate_run_a_folder(folder: Path):
+    result = run(
+        "perplexity", folder, "--text", folder / "text.txt", "--context", 32, "--tokens", 200, "--reference", folder
+    )
+    assert result.exit_code == 0 and result.stdout.startswith("perplexity ") and "KL " in result.output
+    result = run("generate", folder, "--prompt", "abc", "--tokens", 5)
+    assert result.exit_code == 0 and result.stdout.startswith("abc") and len(result.stdout) > len("abc") + 5
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        pytest.param(("quantize", "nowhere"), "it is not a folder; nothing is downloaded", id="folder"),
+        pytest.param(
+            ("quantize", "MODEL", "--to", "compressed", "--out", "x"), "did you mean 'compressed-tensors'", id="kind"
+        ),
+        pytest.param(("quantize", "MODEL", "--rule", "role:v"), "has no '='", id="rule"),
+        pytest.param(("generate", "MODEL", "--prompt", ""), "it has no token", id="prompt"),
+        pytest.param(("perplexity", "EMPTY", "--text", "TEXT"), "it has no tokenizer", id="tokenizer"),
+        pytest.param(
+            ("perplexity", "EMPTY", "--text", "TEXT", "--tokenizer", "MODEL"),
+            "it holds no language model",
+            id="no-model",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: tuple[str, ...], message: str, folder: Path, tmp_path: Path):
+    places = {"MODEL": folder, "EMPTY": tmp_path, "TEXT": folder / "text.txt"}
+    result = run(*(places.get(argument, argument) for argument in arguments))
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
