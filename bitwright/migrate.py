@@ -18,8 +18,7 @@ from bitwright.errors import ConfigError
 
 PACKAGES = ("aimet_torch", "aimet_onnx", "aimet_common")
 
-_LEARNED = "of learned ranges: distances from the calibrated ones, beside the model"
-_TRAIN = "ranges train: give sim.range_parameters() to the optimizer too, with a learning rate of their own"
+_LEARNED = "also the ranges of functional calls (x + y), which AIMET does not quantize; they train once this is called"
 _NO_KERNELS = "not here: there are no kernels to plug in"
 
 #: name that a script reads or calls -> what is different about it here
@@ -35,8 +34,6 @@ DIFFERENCES: dict[str, str] = {
     "add_pattern_check": "an error: pass rules= to check_model_arch",
     "set_export_dir": "an error: pass result_dir= to check_model_arch",
     "register_quantization_parameter": "not here: ranges are min and max",
-    "training_range_learning_with_tf_init": _TRAIN,
-    "training_range_learning_with_tf_enhanced_init": _TRAIN,
     "set_kernel": _NO_KERNELS,
     "set_default_kernel": _NO_KERNELS,
 }

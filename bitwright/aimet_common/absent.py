@@ -49,8 +49,6 @@ ABSENT: dict[str, str] = {
         ),
         "there are no kernels to plug in: run the exported model in ONNX Runtime",
     ),
-    "aimet_torch.quantsim.QuantizationSimModel.quantizer_state_dict": "ranges are not parameters; "
-    "sim.save_checkpoint(folder) and sim.load_checkpoint(folder) keep quantizers and weights",
     "aimet_onnx.quantsim.QuantizationSimModel.save_model_graph": "print sim.coverage()",
     "aimet_onnx.qc_quantize_op.QcQuantizeOp.get_stats_histogram": f"{_LATER}; sim.health() has the ranges seen",
     "aimet_onnx.qc_quantize_op.QcQuantizeOp.set_zero_point_shift": "codes between the integers are not supported",

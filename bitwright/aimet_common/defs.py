@@ -65,12 +65,6 @@ def range_method(scheme: Any) -> Any:
     return _METHOD.get(scheme, scheme) if isinstance(scheme, QuantScheme) else scheme
 
 
-def learns_ranges(scheme: Any) -> bool:
-    """Whether ranges are to be trained: by the member of either enumeration, or its name."""
-    name = scheme.name if isinstance(scheme, Enum) else scheme
-    return isinstance(name, str) and name.startswith("training_range_learning")
-
-
 class QuantizationDataType(Enum):
     """Kind of number format."""
 

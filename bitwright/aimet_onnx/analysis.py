@@ -14,7 +14,7 @@ from bitwright.aimet_common.analyzer import QuantAnalyzerBase, RawFiles, Scores,
 from bitwright.aimet_common.defs import CallbackFunc, QuantScheme
 from bitwright.aimet_onnx.float_methods import fold_all_batch_norms_to_weight
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel
-from bitwright.aimet_onnx.utils import build_session, peak_signal_to_noise, proto_of
+from bitwright.aimet_onnx.utils import build_session, peak_signal_to_noise, proto_of, shown_outputs
 from bitwright.analysis.layer_outputs import layer_values
 from bitwright.analysis.subject import open_subject
 from bitwright.core.files import read_document
@@ -122,8 +122,8 @@ class LayerOutput:
     """What the nodes of a model return, by the names of their tensors.
 
     Args:
-        model: a float model (``ModelProto``, ``ONNXModel``, a path), or a calibrated :class:`QuantizationSimModel`. (AIMET takes
-            the model inside of a simulation; here quantizers are not nodes of it.)
+        model: a float model (``ModelProto``, ``ONNXModel``, a path), a calibrated :class:`QuantizationSimModel`, or the model
+            inside of one, ``sim.model.model``.
         dir_path, providers: AIMET's arguments; sessions are on the CPU unless ``providers`` says otherwise.
     """
 
@@ -133,9 +133,10 @@ class LayerOutput:
         if self._sim is not None:
             return
         watched = onnx.shape_inference.infer_shapes(proto_of(model))
-        self._names = [name for node in watched.graph.node for name in node.output if name]
+        pairs = shown_outputs(watched) or [(name, name) for node in watched.graph.node for name in node.output if name]
+        self._names, self._shown = [name for name, _ in pairs], [shown for _, shown in pairs]
         there = {value.name for value in watched.graph.output}
-        watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._names if name not in there)
+        watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._shown if name not in there)
         self._session = build_session(watched, providers or ["CPUExecutionProvider"])
 
     def get_outputs(self, input_dict: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class LayerOutput:
             graph = self._sim.graph
             values = {name: quantized for name, _, quantized in layer_values(self._sim, input_dict)}
             return {graph.op(name).outputs[0]: x for name, x in values.items() if "[" not in name and "#" not in name}
-        found = self._session.run(self._names, input_dict)
+        found = self._session.run(self._shown, input_dict)
         return {
             n: x
             for n, x in zip(self._names, found, strict=True)

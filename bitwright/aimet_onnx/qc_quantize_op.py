@@ -10,7 +10,7 @@ import numpy as np
 
 from bitwright.aimet_common.absent import absent_attribute, absent_names
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, kind_of, number_format, qtype, range_method
-from bitwright.aimet_common.sites import SiteView, grouped_bits, grouped_scale_format
+from bitwright.aimet_common.sites import SiteView, grouped_bits, grouped_scale_format, qnn_record
 from bitwright.aimet_onnx import defs
 from bitwright.core.numerics.affine import fake_quantize, scale_multiples
 from bitwright.core.numerics.arrays import to_numpy
@@ -20,6 +20,7 @@ from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, ModelError
+from bitwright.export.encodings.records import check_version
 
 __all__ = ["GroupedBlockQuantizeDequantize", "OpMode", "QcQuantizeOp", "TensorQuantizerParams", "TfEncoding"]
 
@@ -341,10 +342,18 @@ class QcQuantizeOp(SiteView):
         return quantized_constant(input_tensor, self._site.quantizer.required)
 
     def export_encodings(self, encoding_version: str = "0.6.1") -> Any:
-        """The encoding as encodings files have it; ``None`` without a range."""
+        """The encoding as encodings files of version 0.6.1, 1.0.0 or 2.0.0 have it; ``None`` without a range.
+
+        Raises:
+            EncodingsError: (a RuntimeError) there is no such version.
+        """
+        check_version("export_encodings", encoding_version)
         found = self.get_encodings()
         if found is None:
             return None
+        if encoding_version == "2.0.0":
+            encoding = self._site.encoding
+            return None if encoding is None else qnn_record(encoding) or None
         if isinstance(self._format, FloatFormat):
             return [{"bitwidth": self.bitwidth, "dtype": "float"}]
         if encoding_version == "0.6.1":

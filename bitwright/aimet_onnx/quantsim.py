@@ -26,7 +26,7 @@ from bitwright.aimet_common.defs import (
 from bitwright.aimet_common.sites import grouped_scale_format
 from bitwright.aimet_onnx import defs
 from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp, quantized_constant, quantizer_of
-from bitwright.aimet_onnx.utils import build_session, proto_of, wrapped
+from bitwright.aimet_onnx.utils import build_session, proto_of, simulated_proto, wrapped
 from bitwright.core.graph.operators import block_axes
 from bitwright.core.numerics.formats import FloatFormat
 from bitwright.core.numerics.granularity import PerBlock
@@ -444,17 +444,38 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     @property
     def model(self) -> Any:
-        """The float model in ONNX Runtime's ``ONNXModel`` wrapper; quantizers are not nodes of it."""
-        return wrapped(copy.deepcopy(self._source))
+        """The simulation as a model, in ONNX Runtime's ``ONNXModel`` wrapper; the float model until something is calibrated.
+
+        Quantizers are QuantizeLinear and DequantizeLinear. :func:`~bitwright.aimet_onnx.utils.build_session` runs it as
+        :attr:`session` does, and :class:`LayerOutputUtil` knows its tensors by the names that they have in the float model.
+        """
+        plain = wrapped(copy.deepcopy(self._source))
+        if not self._all_calibrated():
+            return plain
+        simulation = self.simulation()
+        if simulation.file is not None:
+            differs(
+                "sim.model",
+                "it is the float model, since the simulation is too large for one protobuf; use sim.session",
+            )
+            return plain
+        shown = {self.quantizers[n].value: str(v[0].name) for n, v in simulation.results.items() if v}
+        outputs = [name for op in self.graph.ops for name in op.outputs]
+        made = wrapped(simulated_proto(simulation.model, [(name, shown.get(name, name)) for name in outputs]))
+        made.float_model = plain.model
+        return made
+
+    def _all_calibrated(self) -> bool:
+        sites = [s for s in self.quantizers.values() if s.enabled and not s.quantizer.derived]
+        self.calibrated = self.calibrated or all(site.encoding is not None for site in sites)
+        return self.calibrated
 
     @property
     def session(self) -> Any:
         """The simulation as a session; in float as long as nothing is calibrated, as in AIMET."""
         if self._watching is not None:
             return self._watching
-        sites = [s for s in self.quantizers.values() if s.enabled and not s.quantizer.derived]
-        self.calibrated = self.calibrated or all(site.encoding is not None for site in sites)
-        if self.calibrated:
+        if self._all_calibrated():
             return super().session
         return _float_session(self)
 
@@ -519,8 +540,9 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     @classmethod
     def remove_quantizers(cls, model: Any) -> Any:
-        """The float model: what :attr:`model` of a simulation is already."""
-        return model
+        """The float model that :attr:`model` of a simulation was made from, in the same wrapper; others as they are."""
+        found = getattr(model, "float_model", None)
+        return model if found is None else wrapped(copy.deepcopy(found))
 
     def fold_param_quantizers(self) -> None:
         """Write the quantized values into the parameters and switch their quantizers off."""

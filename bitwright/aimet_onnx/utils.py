@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from bitwright.aimet_common.absent import absent_names
 from bitwright.onnx.model.data import input_specs, random_feeds
 from bitwright.onnx.model.load import load_model
+from bitwright.onnx.model.session import open_session
 from bitwright.runtimes.onnxruntime import new_session
 
 __all__ = ["OrtInferenceSession", "build_session", "make_dummy_input", "make_psnr_eval_fn"]
@@ -37,6 +40,27 @@ def wrapped(model: onnx.ModelProto) -> Any:
     return ONNXModel(model)
 
 
+_SIMULATION = (
+    "bitwright.simulation"  # property of a model: pairs of a tensor of the float model and the one that shows it
+)
+
+
+def simulated_proto(model: ir.Model, outputs: Sequence[tuple[str, str]]) -> onnx.ModelProto:
+    """The protobuf of a simulation, which notes what it is, and which of its tensors shows one of the float model."""
+    proto: onnx.ModelProto = ir.to_proto(model)
+    proto.metadata_props.add(key=_SIMULATION, value=json.dumps(outputs))
+    return proto
+
+
+def shown_outputs(proto: onnx.ModelProto) -> list[tuple[str, str]] | None:
+    """Tensor of the float model -> the one that shows it, for a simulation's :func:`simulated_proto`; ``None`` for others."""
+    noted = next((p.value for p in proto.metadata_props if p.key == _SIMULATION), None)
+    if noted is None:
+        return None
+    there = {name for node in proto.graph.node for name in node.output}
+    return [(name, shown) for name, shown in json.loads(noted) if shown in there]
+
+
 # ------------------------------------------------------------------------------------ sessions
 
 
@@ -48,8 +72,11 @@ def make_dummy_input(model: Any, dynamic_size: int = 1) -> dict[str, Any]:
 def build_session(
     model: Any, providers: Sequence[Any], user_onnx_libs: list[str] | None = None, path: str | None = None
 ) -> Any:
-    """A session of ONNX Runtime."""
-    return new_session(proto_of(model).SerializeToString(), providers=providers)
+    """A session of ONNX Runtime; of ``sim.model.model`` one that computes the simulation, with float kernels."""
+    proto = proto_of(model)
+    if shown_outputs(proto) is not None:
+        return open_session(ir.from_proto(proto), providers)
+    return new_session(proto.SerializeToString(), providers=providers)
 
 
 OrtInferenceSession = build_session

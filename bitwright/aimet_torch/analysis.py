@@ -23,7 +23,7 @@ from bitwright.aimet_torch.quantsim import QuantizationSimModel
 from bitwright.analysis.layer_outputs import names_of_export
 from bitwright.errors import ConfigError, close_matches
 from bitwright.report.page import ranges_chart, scores_chart, write_page
-from bitwright.torch.calls.inputs import walk_modules
+from bitwright.torch.calls.inputs import is_leaf, walk_modules
 
 __all__ = [
     "CallbackFunc",
@@ -141,7 +141,7 @@ class LayerOutput:
         onnx_export_args: Any = None,
     ) -> None:
         self._model = model
-        self._leaves = [(name, m) for name, m in walk_modules(model) if not list(m.children()) and name]
+        self._leaves = [(name, m) for name, m in walk_modules(model) if is_leaf(m) and name]
         self._names = {} if naming_scheme is NamingScheme.PYTORCH else _tensors(model, naming_scheme, dummy_input)
         self._renames = naming_scheme is not NamingScheme.PYTORCH
 

@@ -17,6 +17,7 @@ from bitwright.aimet_torch.quantizers import (
 )
 from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat
 from bitwright.errors import FormatError
+from bitwright.export.encodings.records import check_version
 from bitwright.torch.quantizers import functional
 
 __all__ = ["FloatEncoding", "FloatQuantizeDequantize", "QuantizeDequantize"]
@@ -93,9 +94,19 @@ class FloatEncoding(EncodingBase):
         return functional.float_quantize_dequantize(input, self.format, self.scale, self.block_size)
 
     def to_qnn_encoding_dict(self, encoding_version: str | None = None) -> Any:
-        """The encoding as encodings files have it."""
-        if encoding_version == "0.6.1":
+        """The encoding as encodings files have it; empty in version 2.0.0 for float16 and bfloat16, which have no scale.
+
+        Raises:
+            EncodingsError: (a RuntimeError) there is no such version.
+        """
+        version = check_version("to_qnn_encoding_dict", encoding_version or "1.0.0")
+        if version == "0.6.1":
             return [{"bitwidth": self.bitwidth, "dtype": "float"}]
+        if version == "2.0.0":
+            name = {"float8_e4m3": "float8e4m3fn", "float8_e5m2": "float8e5m2", "float4_e2m1": "float4e2m1"}.get(
+                self.format.name
+            )
+            return {} if name is None else {"output_dtype": name, "y_scale": self.scale.detach().tolist()}
         return {"bw": self.bitwidth, "dtype": "FLOAT", "enc_type": "PER_TENSOR"}
 
 

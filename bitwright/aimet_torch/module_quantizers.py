@@ -1,17 +1,20 @@
 """Quantizers of a simulation as AIMET's scripts see them: on the modules of ``sim.model``, with ``bitwidth``, ``min``, ``max``.
 
-A view of a quantizer holds no state of its own. It reads and writes the sites of one place, so that two views of a place
-agree. ``param_quantizers``, ``input_quantizers`` and ``output_quantizers`` are attributes of the instances, set by simulations
-of this layer alone: classes, parameters and ``state_dict`` stay as they are, and a copy of the model has copies of them that
-belong to the copy's own quantizers.
+A view of a quantizer is an ``nn.Module`` that holds no state of its own. It reads and writes the sites of one place, so that
+two views of a place agree; its parameters ``min`` and ``max`` are those of the core quantizer
+(:class:`bitwright.torch.quantizers.learned_range.RangeEnds`). ``param_quantizers``, ``input_quantizers`` and
+``output_quantizers`` are sub-modules of the instances, set by simulations of this layer alone: classes stay as they are, and a
+copy of the model has copies of them that belong to the copy's own quantizers. What Bitwright itself walks over is the model
+without them (:class:`bitwright.torch.calls.inputs.NotOfModel`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,7 +23,14 @@ import torch
 from torch import nn
 
 from bitwright.aimet_common.absent import differs
-from bitwright.aimet_common.sites import SiteView, granularity_of, grouped_bits, grouped_scale_format, int_format_of
+from bitwright.aimet_common.sites import (
+    SiteView,
+    aimet_shape,
+    granularity_of,
+    grouped_bits,
+    grouped_scale_format,
+    int_format_of,
+)  # fmt: skip
 from bitwright.aimet_common.utils import Handle
 from bitwright.aimet_torch.float_quantizers import FloatEncoding, FloatQuantizeDequantize
 from bitwright.aimet_torch.quantizers import (
@@ -40,7 +50,8 @@ from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChanne
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, EncodingsError, FormatError, GranularityError, ModelError
-from bitwright.torch.calls.inputs import walk_modules
+from bitwright.torch.calls.inputs import NotOfModel, is_leaf, model_device, walk_modules
+from bitwright.torch.quantizers.learned_range import RangeEnds
 
 # ------------------------------------------------------------------------------------ views of single quantizers
 
@@ -64,8 +75,57 @@ class Snapshot(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class SiteQuantizer(Described, SiteView):
+class SiteQuantizer(Described, SiteView, NotOfModel, nn.Module):
     """The quantizer of one place of a simulation."""
+
+    training = True
+    #: the class of AIMET's that it is shown as
+    shown_as = "QuantizeDequantize"
+
+    def __init__(self, sites: tuple[Site, ...]) -> None:
+        nn.Module.__init__(self)
+        SiteView.__init__(self, sites)
+
+    @property
+    def _ends(self) -> RangeEnds | None:
+        core: Any = self._site.quantizer
+        ends: RangeEnds | None = core.ends
+        return ends
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter | None]:
+        return {} if self._ends is None else {**self._ends.parameters()}
+
+    @_parameters.setter
+    def _parameters(self, value: Any) -> None:
+        """Of ``nn.Module.__init__``: the parameters are those of the core quantizer."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        SiteView.__setattr__(self, name, value)
+
+    # -- state
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        """Which of the parameters hold a range, as AIMET writes it."""
+        return dict.fromkeys(self._parameters, torch.tensor(self.is_initialized()))
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
+        error_msgs: Any,
+    ) -> None:  # fmt: skip
+        own: dict[str, Any] = self._parameters
+        found = {name: state_dict[prefix + name] for name in own if prefix + name in state_dict}
+        missing_keys.extend(prefix + name for name in own if name not in found)
+        wrong = [name for name, value in found.items() if value.numel() not in (1, own[name].numel())]
+        error_msgs.extend(
+            f"size mismatch for {prefix}{name}: {tuple(found[name].shape)} in the state, {tuple(own[name].shape)} here"
+            for name in wrong
+        )
+        if wrong or not own or len(found) != len(own):
+            return
+        state = state_dict.get(f"{prefix}_extra_state") or {}
+        if all(bool(state.get(name, True)) for name in own):
+            self.set_range(found["min"], found["max"])
 
     # -- range
 
@@ -96,8 +156,8 @@ class SiteQuantizer(Described, SiteView):
 
     @property
     def min(self) -> torch.Tensor | None:
-        """Lowest representable value; assign a tensor to move it."""
-        return self.get_min()
+        """The parameter of the lower end, which may lie between codes (:meth:`get_min`); assign a tensor to move it."""
+        return self.get_min() if self._ends is None else self._ends.min
 
     @min.setter
     def min(self, value: Any) -> None:
@@ -105,27 +165,33 @@ class SiteQuantizer(Described, SiteView):
 
     @property
     def max(self) -> torch.Tensor | None:
-        """Highest representable value; assign a tensor to move it."""
-        return self.get_max()
+        """The parameter of the upper end, which may lie between codes (:meth:`get_max`); assign a tensor to move it."""
+        return self.get_max() if self._ends is None else self._ends.max
 
     @max.setter
     def max(self, value: Any) -> None:
         self.set_range(None if value is None else self.get_min(), value)
 
     def set_range(self, min: Any, max: Any) -> None:
-        """Put the ends of the grid at ``min`` and ``max``; ``None`` forgets the range.
+        """Put the ends of the grid at ``min`` and ``max``; without one of them that end stays, without both the range is lost.
 
         Raises:
-            ConfigError: only one end is given, or the shapes do not fit.
+            ConfigError: there is no other end yet, or the shapes do not fit.
             RangeError: an end is not finite, or they are exchanged.
         """
-        if (min is None) != (max is None):
-            raise ConfigError(self._site.name, "only one end of the range is known", "give set_range both ends")
-        if min is None:
+        if min is None and max is None:
             for site in self.sites:
                 site.encoding = None
             return
-        self.set_ends(_array(min), _array(max))
+        if (min is None or max is None) and not self.is_initialized():
+            raise ConfigError(self._site.name, "only one end of the range is known", "give set_range both ends")
+        low, high = _array(self.min if min is None else min), _array(self.max if max is None else max)
+        self.set_ends(low, high)
+        for site in self.sites:
+            core: Any = site.quantizer
+            if core.ends is not None:
+                count = core.ends.base.scale.size
+                core.ends.show(*(np.broadcast_to(e.reshape(-1), count) for e in (low, high)))
 
     # -- encodings
 
@@ -250,15 +316,6 @@ class SiteQuantizer(Described, SiteView):
 
     # -- calibration and use
 
-    def requires_grad_(self, requires_grad: bool = True) -> SiteQuantizer:
-        """Without effect, with a warning: ``sim.learn_ranges(sites)`` makes ranges of a simulation trainable."""
-        if requires_grad:
-            differs(
-                f"{self._site.name}.requires_grad_(True)",
-                f"call sim.learn_ranges({self._site.name!r}) instead, and give sim.range_parameters() to the optimizer",
-            )
-        return self
-
     @contextmanager
     def compute_encodings(self) -> Iterator[None]:
         """Find the range of the tensors that this quantizer gets inside the block."""
@@ -272,7 +329,7 @@ class SiteQuantizer(Described, SiteView):
         for site in self.sites:
             site.quantizer.freeze()
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``input`` on the grid.
 
         Raises:
@@ -285,9 +342,16 @@ class SiteQuantizer(Described, SiteView):
         apply: Any = self._site.quantizer
         return with_encoding(DequantizedTensor, apply(plain), self.get_encodings())
 
-    def __repr__(self) -> str:
-        grid = f"bitwidth={self.bitwidth}, symmetric={self.symmetric}"
-        return f"{type(self).__name__}({self._site.name}: shape={self.shape}, {grid})"
+    def extra_repr(self) -> str:
+        """Place, shape, blocks and grid."""
+        blocks = "" if self.block_size is None else f"block_size={self.block_size}, "
+        return f"{self._site.name}: shape={self.shape}, {blocks}{self._shown_grid()}"
+
+    def _shown_grid(self) -> str:
+        return f"qmin={self.qmin}, qmax={self.qmax}, symmetric={self.symmetric}"
+
+    def _get_name(self) -> str:
+        return self.shown_as
 
 
 class AffineSiteQuantizer(SiteQuantizer):
@@ -296,6 +360,8 @@ class AffineSiteQuantizer(SiteQuantizer):
 
 class GroupedSiteQuantizer(AffineSiteQuantizer):
     """The quantizer of one place of a simulation whose block scales are multiples of one per channel (LPBQ)."""
+
+    shown_as = "GroupedBlockQuantizeDequantize"
 
     @property
     def decompressed_bw(self) -> int:
@@ -326,6 +392,18 @@ class GroupedSiteQuantizer(AffineSiteQuantizer):
 
 class FloatSiteQuantizer(SiteQuantizer):
     """The float quantizer of one place of a simulation."""
+
+    shown_as = "FloatQuantizeDequantize"
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter | None]:
+        return {}  # as AIMET's without an encoding analyzer
+
+    @_parameters.setter
+    def _parameters(self, value: Any) -> None: ...
+
+    def _shown_grid(self) -> str:
+        return f"exponent_bits={self.exponent_bits}, mantissa_bits={self.mantissa_bits}"
 
     @property
     def exponent_bits(self) -> int:
@@ -424,51 +502,79 @@ class Slot:
         view_of(self.sites).assign(quantizer)
 
 
-class QuantizerList(Sequence[Any]):
-    """The quantizers of a module's inputs or outputs; items are read and assigned, the length stays."""
+class _Slots(NotOfModel):
+    """The quantizers of a module by place: a container of modules whose items are read and assigned, and whose places stay."""
+
+    _slots: dict[str, Slot]
+
+    @property
+    def _modules(self) -> dict[str, Any]:
+        return {name: slot.get() for name, slot in self.__dict__.get("_slots", {}).items()}
+
+    @_modules.setter
+    def _modules(self, value: Any) -> None:
+        """Of ``nn.Module.__init__``: what is in the places is read from the simulation."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_slots", {}):
+            return self._slots[name].get()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_slots", {}) or isinstance(value, nn.Module):
+            self.add_module(name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def add_module(self, name: str, module: Any) -> None:
+        """Put a quantizer in a place that there is.
+
+        Raises:
+            KeyError, IndexError: there is no such place.
+        """
+        if name not in self._slots:
+            kind = IndexError if isinstance(self, nn.ModuleList) else KeyError
+            raise kind(f"{name}: the places of quantizers stay: {', '.join(self._slots) or 'there are none here'}")
+        self._slots[name].set(module)
+
+    def __delitem__(self, name: Any) -> None:
+        slot = self._slots[list(self._slots)[name] if isinstance(name, int) else name]
+        raise ConfigError(slot.name, "the place of a quantizer stays", f"assign None: quantizers[{name!r}] = None")
+
+    def pop(self, key: Any) -> Any:
+        """Always an error: the place of a quantizer stays."""
+        del self[key]
+
+    def clear(self) -> None:
+        """Always an error: the place of a quantizer stays."""
+        del self[next(iter(self._slots))]
+
+
+class QuantizerList(_Slots, nn.ModuleList):
+    """The quantizers of a module's inputs or outputs."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = tuple(slots)
+        self.__dict__["_slots"] = {str(index): slot for index, slot in enumerate(slots)}
+        super().__init__()
 
     def __getitem__(self, index: Any) -> Any:
-        found = self._slots[index]
+        found = list(self._slots.values())[index]
         return [slot.get() for slot in found] if isinstance(index, slice) else found.get()
 
     def __setitem__(self, index: int, quantizer: Any) -> None:
-        self._slots[index].set(quantizer)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __repr__(self) -> str:
-        return repr(list(self))
+        list(self._slots.values())[index].set(quantizer)
 
 
-class QuantizerDict(MutableMapping[str, Any]):
-    """The quantizers of a module's parameters by name; items are read and assigned, the names stay."""
+class QuantizerDict(_Slots, nn.ModuleDict):
+    """The quantizers of a module's parameters by name."""
 
     def __init__(self, slots: Mapping[str, Slot]) -> None:
-        self._slots = dict(slots)
+        self.__dict__["_slots"] = dict(slots)
+        super().__init__()
 
-    def __getitem__(self, name: str) -> Any:
-        return self._slots[name].get()
-
-    def __setitem__(self, name: str, quantizer: Any) -> None:
-        self._slots[name].set(quantizer)
-
-    def __delitem__(self, name: str) -> None:
-        raise ConfigError(
-            self._slots[name].name, "the place of a quantizer stays", f"assign None: param_quantizers[{name!r}] = None"
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
+    def get(self, name: str, default: Any = None) -> Any:
+        """The quantizer of a parameter, or ``default``."""
+        return self[name] if name in self else default
 
 
 class Record:
@@ -498,7 +604,7 @@ class Record:
         for name, slot in self.params._slots.items():
             yield f"param_quantizers.{name}", slot
         for kind, slots in (("input", self.inputs), ("output", self.outputs)):
-            for index, slot in enumerate(slots._slots):
+            for index, slot in slots._slots.items():
                 yield f"{kind}_quantizers.{index}", slot
 
 
@@ -510,7 +616,7 @@ def record_of(module: Any) -> Record | None:
 
 def is_quantized(module: Any) -> bool:
     """Whether a module shows quantizers."""
-    return record_of(module) is not None and PUBLIC[0] in vars(module)
+    return record_of(module) is not None and isinstance(module._modules.get(PUBLIC[0]), QuantizerDict)
 
 
 def attach(sim: Any) -> None:
@@ -522,16 +628,44 @@ def attach(sim: Any) -> None:
         by_module.setdefault(op.module, []).append(op)
         below_module.setdefault(_nearest(op.module, modules), []).append(op.name)
     by_param, by_op = _sites_by_place(sim)
+    device = model_device(sim.model)
     for path, module in modules.items():
         inputs, outputs = QuantizerList(()), QuantizerList(())
-        if not module._modules:  # what the forward of others computes lies between their sub-modules
+        if is_leaf(module):  # what the forward of others computes lies between their sub-modules
             inputs, outputs = _edges(sim, path, by_module.get(path, []), by_op)
         own = [site for op in below_module.get(path, ()) for site in by_op.get(op, ())]
         params = _param_slots(path, module, by_param)
-        record = Record(sim, path, params, inputs, outputs, _not_among(own, (*inputs._slots, *outputs._slots)))
+        record = Record(sim, path, params, inputs, outputs, _not_among(own, _edge_slots(inputs, outputs)))
         vars(module)[RECORD] = record
-        if not module._modules and not any(hasattr(type(module), name) for name in PUBLIC):
-            vars(module).update(param_quantizers=record.params, input_quantizers=inputs, output_quantizers=outputs)
+        if is_leaf(module) and not any(hasattr(type(module), name) for name in PUBLIC):
+            for slot in (*params._slots.values(), *_edge_slots(inputs, outputs)):
+                _show_ends(slot.sites[:1], device)
+            module._modules.update(param_quantizers=params, input_quantizers=inputs, output_quantizers=outputs)
+
+
+def _edge_slots(*lists: QuantizerList) -> list[Slot]:
+    return [slot for each in lists for slot in each._slots.values()]
+
+
+def _show_ends(sites: Iterable[Site], device: torch.device | None) -> None:
+    """Show the ranges of ``sites`` as parameters, which train where the format lets them."""
+    for site in sites:
+        core: Any = site.quantizer
+        if core.ends is None and not core.derived:
+            shape_of = partial(aimet_shape, shape=site._graph.values[site.value].shape)
+            core.ends = RangeEnds(core.name, shape_of, core.spec.granularity, device)
+            if core.encoding is not None:
+                core.encoding = core.encoding
+
+
+def show_all_ends(sim: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of all ranges by name: of quantizers on modules as in the model's state, others by their sites.
+
+    What is quantized inside of forwards trains from the first call on.
+    """
+    _show_ends(sim.quantizers.values(), model_device(sim.model))
+    for name, quantizer in sim.named_quantizers():
+        yield from ((f"{name}.{end}", parameter) for end, parameter in quantizer.named_parameters())
 
 
 def _sites_by_place(sim: Any) -> tuple[dict[str, list[Site]], dict[str, list[Site]]]:
@@ -696,8 +830,11 @@ def original_model(model: nn.Module, qdq_weights: bool) -> nn.Module:
 def detach(model: nn.Module) -> None:
     """Remove the attributes of this package from the modules of a model."""
     for _, module in walk_modules(model):
-        for name in (RECORD, *PUBLIC, *METHODS):
+        for name in (RECORD, *METHODS):
             vars(module).pop(name, None)  # what the module's class has is not in vars
+        for name in PUBLIC:
+            if isinstance(module._modules.get(name), NotOfModel):
+                del module._modules[name]
 
 
 # ------------------------------------------------------------------------------------ weights on the grids of MXFP4 and NVFP4

@@ -435,7 +435,8 @@ class ModuleCalls(QuantizedModule):
 
     def compute_param_encodings(self) -> None:
         """Find the ranges of the parameters' quantizers."""
-        for name, quantizer in self._record.params.items():
+        quantizers: Any = self._record.params
+        for name, quantizer in quantizers.items():
             if quantizer is not None:
                 parameter: Any = self._module._parameters[name]
                 with quantizer.compute_encodings():

@@ -14,16 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
-from bitwright.aimet_common.sites import steps_format
+from bitwright.aimet_common.sites import granularity_of, int_format, qnn_record, steps_format
 from bitwright.core.numerics.affine import encode
-from bitwright.core.numerics.granularity import PerChannel
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.numerics.ranges import choose_range, find_range_method, needs
 from bitwright.core.numerics.spec import QuantSpec, RangeMethod
 from bitwright.core.numerics.statistics import Statistics, start, update
-from bitwright.errors import CalibrationError, ConfigError, FormatError
+from bitwright.errors import CalibrationError, ConfigError, EncodingsError, FormatError
+from bitwright.export.encodings.read import read_encodings
+from bitwright.export.encodings.records import GroupedScale, check_version
 from bitwright.torch.quantizers import functional
 
 __all__ = [
@@ -749,15 +754,67 @@ class AffineEncoding(EncodingBase):
         return quantize_dequantize(input, self.scale, self.offset, self.qmin, self.qmax, self.block_size)
 
     def to_qnn_encoding_dict(self, encoding_version: str | None = None) -> Any:
-        """The encoding as encodings files have it: a list of records (0.6.1), or one record (1.0.0)."""
-        return qnn_dict(self, encoding_version or "1.0.0")
+        """The encoding as encodings files have it: a list of records (0.6.1), or one record (1.0.0, 2.0.0).
+
+        Raises:
+            EncodingsError: (a RuntimeError) there is no such version.
+        """
+        return qnn_dict(self, check_version("to_qnn_encoding_dict", encoding_version or "1.0.0"))
+
+    @classmethod
+    def from_qnn_encoding_dict(
+        cls, encoding_dict: Any, version: str | None = None, ndim: int | None = None
+    ) -> AffineEncoding:
+        """The encoding of a record of any version.
+
+        Args:
+            encoding_dict: what :meth:`to_qnn_encoding_dict` returns.
+            version: of the record; found out by its keys if ``None``.
+            ndim: axes of the tensor; without it, several scales of one axis are a tensor of one axis.
+
+        Raises:
+            EncodingsError: (a RuntimeError) no readable record, or one of a float format.
+        """
+        if version is None:
+            v2 = {"y_scale", "per_block_int_scale"}
+            version = "0.6.1" if isinstance(encoding_dict, list) else "2.0.0" if v2 & set(encoding_dict) else "1.0.0"
+        named: Any = {"x": encoding_dict} if version == "0.6.1" else [{**encoding_dict, "name": "x"}]
+        section = "encodings" if version == "2.0.0" else "param_encodings"
+        sections = {"param_encodings": type(named)(), "activation_encodings": type(named)(), section: named}
+        record = read_encodings({"version": version, **sections}).by_name["x"]
+        found = record.encoding
+        if not isinstance(found.format, IntFormat):
+            raise EncodingsError("encoding", f"{found.format.name} is no affine grid", "read it with FloatEncoding")
+        shape, block_size = tuple(found.scale.shape), None
+        if isinstance(found.granularity, PerBlock) and len(shape) > 1:
+            axis, size = found.granularity.axis, found.granularity.size
+            block_size = tuple(size if at == axis else 1 if n > 1 else -1 for at, n in enumerate(shape))
+        elif isinstance(found.granularity, PerChannel) and ndim is not None:
+            axis = (found.granularity.axis or 0) % ndim
+            shape = tuple(found.scale.size if at == axis else 1 for at in range(ndim))
+        scale, zero_point = (
+            torch.tensor(v.reshape(shape), dtype=torch.float32) for v in (found.scale, found.zero_point)
+        )
+        ends = found.format.qmin, found.format.qmax
+        symmetric = found.format.signed and not bool(zero_point.any())
+        if record.grouped is None or block_size is None:
+            return AffineEncoding(scale, -zero_point, *ends, symmetric, block_size)
+        return GroupedBlockEncoding(
+            scale, -zero_point, *ends, symmetric, block_size,
+            block_grouping=tuple(n if at == axis else 1 for at, n in enumerate(shape)),
+            decompressed_bw=record.grouped.decompressed_bits, per_channel_scale=torch.tensor(record.grouped.channel),
+        )  # fmt: skip
+
+    _from_qnn_encoding_dict = from_qnn_encoding_dict  # AIMET's name in 2.42
 
     def __repr__(self) -> str:
         return f"AffineEncoding({self.bitwidth} bits, scale {tuple(self.scale.shape)}, {self.granularity})"
 
 
 def qnn_dict(encoding: AffineEncoding, version: str) -> Any:
-    """An encoding in the form of AIMET's files; offsets are those of the unsigned grid there."""
+    """An encoding in the form of AIMET's files; offsets are those of the unsigned grid in versions before 2.0.0."""
+    if version == "2.0.0":
+        return _qnn_2_0_0(encoding)
     shift = encoding.qmin if encoding.signed else 0
     lo, hi, scale, offset = (
         t.detach().flatten().tolist() for t in (encoding.min, encoding.max, encoding.scale, encoding.offset + shift)
@@ -787,6 +844,28 @@ def qnn_dict(encoding: AffineEncoding, version: str) -> Any:
     if encoding.block_size is not None:
         record["block_size"] = max(encoding.block_size)
     return record
+
+
+def _qnn_2_0_0(encoding: AffineEncoding) -> dict[str, Any]:
+    fmt, params = int_format(encoding.qmin, encoding.qmax), tuple(encoding.scale.shape)
+    blocks = encoding.block_size or (1,) * len(params)
+    shape = tuple(n * max(size, 1) for n, size in zip(params, blocks, strict=True))
+    granularity = granularity_of(params, encoding.block_size, shape)
+    if fmt is None or granularity is None:
+        raise EncodingsError(
+            "to_qnn_encoding_dict",
+            f"version 2.0.0 has no record for the grid {encoding.qmin} to {encoding.qmax} with scales of shape {params} and "
+            f"blocks {encoding.block_size}",
+            "use an integer format with one scale, or one per channel, or blocks along one axis",
+        )
+    values = granularity.param_shape(shape)
+    scale, zero_point = (v.detach().cpu().numpy().reshape(values) for v in (encoding.scale, -encoding.offset))
+    core, grouped = Encoding(fmt, scale, zero_point.astype(np.int64), granularity), None
+    if isinstance(encoding, GroupedBlockEncoding) and encoding.per_channel_scale is not None:
+        multiples = encoding.per_block_int_scale.detach().cpu().numpy().astype(np.int64).reshape(values)
+        channel = encoding.per_channel_scale.detach().cpu().numpy()
+        grouped = GroupedScale(multiples, channel, encoding.decompressed_bw)
+    return qnn_record(core, grouped)
 
 
 class VectorEncoding(AffineEncoding):

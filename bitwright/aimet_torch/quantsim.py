@@ -24,14 +24,7 @@ from torch import nn
 from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_attribute, differs
 from bitwright.aimet_common.aliases import names_below
-from bitwright.aimet_common.defs import (
-    QuantizationDataType,
-    QuantScheme,
-    data_type,
-    learns_ranges,
-    range_method,
-    supported_kernels,
-)
+from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method, supported_kernels
 from bitwright.aimet_torch.float_quantizers import FloatQuantizeDequantize
 from bitwright.aimet_torch.module_quantizers import (
     attach,
@@ -41,6 +34,7 @@ from bitwright.aimet_torch.module_quantizers import (
     is_quantized,
     original_model,
     record_of,
+    show_all_ends,
     switched_off,
     view_of,
 )
@@ -50,7 +44,7 @@ from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError
-from bitwright.torch.calls.inputs import walk_modules
+from bitwright.torch.calls.inputs import NotOfModel, walk_modules
 from bitwright.torch.quantizers.fake_quantize import Grid as TensorGrid
 from bitwright.torch.training.oscillation import PivotGradient
 
@@ -186,6 +180,14 @@ def load_encodings(
         for name in found:
             sim.quantizers[name].frozen = not allow_overwrite
     return found
+
+
+def train_ends(sim: front.QuantizationSimModel, names: Sequence[str], train: bool) -> None:
+    """Let the ranges of places train, or not."""
+    for name in names:
+        core: Any = sim.quantizers[name].quantizer
+        for parameter in () if core.ends is None else core.ends.parameters().values():
+            parameter.requires_grad_(train and core.learned is not None)
 
 
 def _without_encoding(sim: front.QuantizationSimModel, loaded: Sequence[str]) -> list[str]:
@@ -435,6 +437,9 @@ class QuantizationSimModel(front.QuantizationSimModel):
         self.original_names: Any = WeakKeyDictionary({m: name for name, m in walk_modules(model)})
         self.show_quantizers()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "original_names": {}}  # modules of another model
+
     def get_supported_kernels(self) -> dict[str, list[dict[str, Any]]]:
         """Kernels of the target by operator type, and ``defaults``, from the configuration in AIMET's form."""
         return supported_kernels(self.rules)
@@ -473,19 +478,12 @@ class QuantizationSimModel(front.QuantizationSimModel):
         given = forward_pass_callback_args is not NOT_GIVEN
         if not callable(forward_pass_callback) or isinstance(forward_pass_callback, torch.Tensor):
             super().compute_encodings(forward_pass_callback, **options)
-            self._learn_if_asked()
             return
 
         def callback(model: nn.Module) -> None:
             forward_pass_callback(model, forward_pass_callback_args) if given else forward_pass_callback(model)
 
         calibrate(self, callback, super().compute_encodings, options)
-        self._learn_if_asked()
-
-    def _learn_if_asked(self) -> None:
-        """Make ranges trainable after calibration if the scheme is ``training_range_learning_...``."""
-        if learns_ranges(self._scheme):
-            self.learn_ranges(["*"])
 
     def compute_param_encodings(self) -> None:
         """Find the encodings of the parameters alone; the others stay as they are."""
@@ -544,21 +542,21 @@ class QuantizationSimModel(front.QuantizationSimModel):
                 yield name, view_of((site,))
 
     def quantizer_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of all ranges, for the optimizer; they train from the first call on.
+        """``min`` and ``max`` of all ranges, for the optimizer.
 
-        AIMET's parameters are the ends of the ranges, and in ``sim.model.parameters()``; these are distances from the calibrated
-        ranges (:meth:`learn_ranges`), and beside the model.
-
-        Raises:
-            CalibrationError: no encodings yet.
+        Those of modules are in ``sim.model.parameters()``. What is quantized inside of forwards (``x + y``), where AIMET has no
+        quantizer, is here alone, and trains from the first call on.
         """
         return (parameter for _, parameter in self.named_quantizer_parameters())
 
     def named_quantizer_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """:meth:`quantizer_parameters` with the names of their sites."""
-        if not any(True for _ in self.named_range_parameters()):
-            self.learn_ranges(["*"])
-        return self.named_range_parameters()
+        """:meth:`quantizer_parameters` with their names."""
+        return show_all_ends(self)
+
+    def quantizer_state_dict(self) -> dict[str, Any]:
+        """What ``sim.model.state_dict()`` has of quantizers; ``sim.model.load_state_dict(state, strict=False)`` takes it."""
+        own = tuple(f"{name}." for name, module in self.model.named_modules() if isinstance(module, NotOfModel))
+        return {name: value for name, value in self.model.state_dict().items() if name.startswith(own)}
 
     def exclude_layers_from_quantization(self, layers_to_exclude: Sequence[nn.Module]) -> None:
         """Leave these modules of ``sim.model`` and everything below them in float."""
@@ -578,7 +576,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         """Leave every parameter of this name (``weight``) in float."""
         for record in below(self.model):
             if param_name_to_exclude in record.params:
-                record.params[param_name_to_exclude] = None
+                record.params.add_module(param_name_to_exclude, None)
 
     # -- files
 
@@ -638,25 +636,26 @@ class QuantizationSimModel(front.QuantizationSimModel):
             encodings: path or dict, of versions 0.6.1, 1.0.0, 2.0.0, or without a version.
             strict: refuse names that the model does not have, and encodings of places that are switched off.
             partial: leave quantizers without an encoding as they are; otherwise they are switched off.
-            requires_grad: train ranges from these on; ``False`` and ``None`` leave that as it is.
+            requires_grad: whether the loaded ranges train; ``None`` leaves that as it is.
             allow_overwrite: whether calibration may change what was loaded; ``None`` leaves it as it is.
 
         Raises:
             EncodingsError: (a ValueError) see :meth:`bitwright.torch.QuantizationSimModel.load_encodings`.
         """
-        load_encodings(self, encodings, strict, partial, allow_overwrite)
-        if requires_grad:
-            self.learn_ranges(["*"])
+        found = load_encodings(self, encodings, strict, partial, allow_overwrite)
+        if requires_grad is not None:
+            train_ends(self, found, requires_grad)
 
     def load_and_freeze_encodings(
         self, encoding_path: str | Path | dict[str, Any], ignore_when_quantizer_disabled: bool = False
     ) -> None:
-        """Load the encodings of a file and freeze them: calibration does not change them."""
-        load_encodings(self, encoding_path, not ignore_when_quantizer_disabled, True, False)
+        """Load the encodings of a file and freeze them: neither calibration nor training changes them."""
+        train_ends(self, load_encodings(self, encoding_path, not ignore_when_quantizer_disabled, True, False), False)
 
     def set_and_freeze_param_encodings(self, encoding_path: str | Path | dict[str, Any]) -> None:
-        """Load the parameter encodings of a file and freeze them: calibration does not change them."""
+        """Load the parameter encodings of a file and freeze them: neither calibration nor training changes them."""
         super().set_and_freeze_param_encodings(encoding_path)
+        train_ends(self, [name for name, site in self.quantizers.items() if site.is_stored and site.frozen], False)
 
     # -- weights
 

@@ -12,7 +12,7 @@ from torch import nn
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_common.utils import Handle
 from bitwright.aimet_torch.module_quantizers import below, record_of, switched_off
-from bitwright.torch.calls.inputs import to_device, walk_modules
+from bitwright.torch.calls.inputs import is_leaf, to_device, walk_modules
 
 __getattr__ = absent_names(__name__)
 
@@ -132,7 +132,7 @@ def is_model_on_gpu(model: nn.Module) -> bool:
 
 def is_leaf_module(module: nn.Module) -> bool:
     """Whether a module has no sub-modules."""
-    return not module._modules
+    return is_leaf(module)
 
 
 def get_module_to_name_dict(model: nn.Module, prefix: str = "") -> dict[nn.Module, str]:

@@ -15,8 +15,10 @@ from bitwright.aimet_common.defs import QuantScheme
 from bitwright.aimet_onnx import QSpec
 from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
 from bitwright.aimet_onnx import compute_encodings as onnx_compute_encodings
+from bitwright.aimet_onnx.layer_output_utils import LayerOutput
 from bitwright.aimet_onnx.quantsim import set_grouped_blockwise_quantization_for_weights as onnx_set_grouped
 from bitwright.aimet_onnx.quantsim import set_param_type
+from bitwright.aimet_onnx.utils import build_session as onnx_build_session
 from bitwright.aimet_torch import QuantizationSimModel
 from bitwright.aimet_torch import quantization as Q
 from bitwright.aimet_torch.batch_norm_fold import fold_all_batch_norms_to_scale
@@ -344,29 +346,152 @@ def test_encodings_of_another_model_are_a_runtime_error_and_change_nothing(sim, 
     assert before == {name: (site.enabled, site.encoding) for name, site in sim.quantizers.items()}
 
 
-def test_range_learning_schemes_train_ranges():
-    for scheme in (
-        QuantScheme.training_range_learning_with_tf_init,
-        QuantScheme.training_range_learning_with_tf_enhanced_init,
-        "training_range_learning_with_tf_init",
-    ):
-        sim = make(scheme)
-        ranges = list(sim.quantizer_parameters())
-        optimizer = torch.optim.SGD([*sim.model.parameters(), *ranges], lr=0.1)
-        before = sim.model[0].param_quantizers["weight"].get_scale().clone()
-        sim.model(X).square().mean().backward()
-        optimizer.step()
-        assert not torch.equal(sim.model[0].param_quantizers["weight"].get_scale(), before)
+@pytest.mark.parametrize(
+    "grid, record",
+    [
+        (((), 0, 255, False), {"output_dtype": "uint8", "y_scale": 0.5, "y_zero_point": 2}),
+        (((), -128, 127, True), {"output_dtype": "int8", "y_scale": 0.5}),
+        (((3, 1), -8, 7, True), {"output_dtype": "int4", "y_scale": [0.5] * 3, "axis": 0}),
+        (
+            ((2, 2), -8, 7, True, (1, 4)),
+            {"output_dtype": "int4", "y_scale": [[0.5] * 2] * 2, "axis": 1, "block_size": 4},
+        ),
+    ],
+    ids=["asymmetric", "symmetric", "per-channel", "blocks"],
+)
+def test_encodings_of_version_2_are_written_and_read(grid, record):
+    shape, qmin, qmax, symmetric, *blocks = grid
+    offset = torch.full(shape, 0.0 if symmetric else -2.0)
+    encoding = Q.affine.AffineEncoding(torch.full(shape, 0.5), offset, qmin, qmax, symmetric, *blocks)
+    assert encoding.to_qnn_encoding_dict("2.0.0") == record
+    for version in ("0.6.1", "1.0.0", "2.0.0") if not blocks else ("2.0.0",):
+        again = type(encoding).from_qnn_encoding_dict(encoding.to_qnn_encoding_dict(version), ndim=len(shape) or None)
+        assert torch.equal(again.min, encoding.min) and torch.equal(again.max, encoding.max)
+        assert (again.qmin, again.qmax, again.symmetry, again.block_size) == (
+            qmin,
+            qmax,
+            symmetric,
+            *(blocks or (None,)),
+        )
+    with pytest.raises(RuntimeError, match="version '3.0.0' is not known"):
+        encoding.to_qnn_encoding_dict("3.0.0")
 
 
-def test_other_schemes_train_ranges_when_their_parameters_are_asked_for():
+def test_factors_of_block_scales_are_kept_in_version_2():
+    quantizer = Q.affine.GroupedBlockQuantizeDequantize((4, 3), 4, True, 8, block_size=(1, 8), block_grouping=(1, 3))
+    quantizer.set_range(-torch.rand(4, 3) - 0.1, torch.rand(4, 3) + 0.1)
+    encoding = quantizer.get_encodings()
+    record = encoding.to_qnn_encoding_dict("2.0.0")
+    assert set(record) == {"output_dtype", "per_block_int_scale", "per_channel_float_scale", "axis", "block_size"}
+    again = Q.affine.AffineEncoding.from_qnn_encoding_dict(record)
+    assert torch.equal(again.scale, encoding.scale) and again.decompressed_bw == 8
+
+
+def test_quantizers_of_onnx_export_version_2(onnx_sim):
+    onnx_sim.compute_encodings(feeds())
+    weight = onnx_sim.qc_quantize_op_dict[
+        next(n for n, q in onnx_sim.get_qc_quantize_op().items() if len(q.get_encodings() or ()) > 1)
+    ]
+    record = weight.export_encodings("2.0.0")
+    assert record["output_dtype"] == "int8" and record["axis"] == 0
+    assert record["y_scale"] == [e.delta for e in weight.get_encodings()]
+    with pytest.raises(RuntimeError, match="version '3' is not known"):
+        weight.export_encodings("3")
+
+
+@pytest.mark.parametrize("scheme", [QuantScheme.training_range_learning_with_tf_init, QuantScheme.post_training_tf])
+def test_ranges_are_parameters_of_the_model_and_train_with_it(scheme):
+    sim = QuantizationSimModel(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), X, quant_scheme=scheme)
+    names = [name for name, _ in sim.model.named_parameters() if "quantizers" in name]
+    assert names == [
+        f"{place}.{end}"
+        for place in ("0.param_quantizers.weight", "0.input_quantizers.0", "1.output_quantizers.0")
+        for end in ("min", "max")
+    ]
+    optimizer = torch.optim.SGD(sim.model.parameters(), lr=0.1)  # before there are ranges
+    sim.compute_encodings(lambda m: m(X))
+    before = {name: (q.get_min(), q.get_max()) for name, q in sim.named_quantizers()}
+    frozen = sim.model[0].input_quantizers[0].requires_grad_(False)
+    sim.model(X).square().mean().backward()
+    optimizer.step()
+    moved = [n for n, q in sim.named_quantizers() if not all(map(torch.equal, before[n], (q.get_min(), q.get_max())))]
+    assert moved == ["0.param_quantizers.weight", "1.output_quantizers.0"] and frozen.min.grad is None
+
+
+@pytest.mark.parametrize("place", ["input_quantizers.0", "param_quantizers.weight"])
+def test_gradients_of_ends_are_those_of_the_quantizer_alone(place):
+    """Both with the derivatives of AIMET's quantizers: rounding passes straight through."""
+    sim = QuantizationSimModel(nn.Linear(8, 16).eval(), torch.randn(32, 8), default_param_bw=4)
+    values = torch.randn(16, 8)
+    sim.compute_encodings(lambda m: m(torch.randn(32, 8)))
+    own = sim.model.get_submodule(place)
+    assert isinstance(own, Q.base.QuantizerBase) and isinstance(own, Q.affine.QuantizeDequantize)
+    with torch.no_grad():
+        own.min.mul_(0.7)
+        own.max.mul_(0.6)
+    alone = Q.affine.QuantizeDequantize(tuple(own.shape), own.bitwidth, own.symmetric)
+    alone.set_range(own.min, own.max)
+    one, other = (values.clone().requires_grad_() for _ in range(2))
+    upstream = torch.randn(16, 8)
+    out = own.sites[0].quantizer(one)
+    torch.testing.assert_close(out, alone(other).as_subclass(torch.Tensor))
+    out.backward(upstream)
+    alone(other).backward(upstream)
+    torch.testing.assert_close(one.grad, other.grad.as_subclass(torch.Tensor))
+    for end in ("min", "max"):
+        assert bool(getattr(alone, end).grad.abs().max() > 0.1)
+        torch.testing.assert_close(getattr(own, end).grad, getattr(alone, end).grad)
+
+
+def test_state_of_quantizers_is_saved_and_loaded_under_names_of_aimet(tmp_path):
     sim = make(QuantScheme.post_training_tf)
-    assert not list(sim.named_range_parameters())
-    names = [name for name, _ in sim.named_quantizer_parameters()]
-    assert "0.weight.log_scale" in names and len(names) == len(list(sim.quantizer_parameters()))
-    again = make(QuantScheme.post_training_tf)
-    encodings = {n: s.encoding for n, s in again.quantizers.items()}
-    assert {n: s.encoding for n, s in sim.quantizers.items()} == encodings, "they start where calibration found them"
+    with torch.no_grad():
+        sim.model[0].param_quantizers["weight"].max.mul_(0.5)
+        wanted = sim.model(X)
+    torch.save(sim.model.state_dict(), tmp_path / "state.pth")
+    again = QuantizationSimModel(sim.get_original_model(sim.model), X, default_param_bw=4)
+    state = torch.load(tmp_path / "state.pth")
+    again.model.load_state_dict({name: value for name, value in state.items() if not name.endswith("_extra_state")})
+    with torch.no_grad():
+        assert torch.equal(again.model(X), wanted)
+    torch.save(sim.model, tmp_path / "model.pth")
+    with torch.no_grad():
+        assert torch.equal(torch.load(tmp_path / "model.pth", weights_only=False)(X), wanted)
+    own = {name for name in state if "quantizers" in name}
+    assert sim.quantizer_state_dict().keys() == own and {n.rpartition(".")[2] for n in own} == {
+        "min",
+        "max",
+        "_extra_state",
+    }
+    with pytest.raises(RuntimeError, match="size mismatch for 0.param_quantizers.weight.min"):
+        again.model.load_state_dict({**state, "0.param_quantizers.weight.min": torch.ones(3)})
+
+
+def test_loaded_and_frozen_encodings_do_not_train():
+    sim = make(QuantScheme.post_training_tf)
+    record = {
+        "bitwidth": 8,
+        "dtype": "int",
+        "is_symmetric": "False",
+        "max": 2.55,
+        "min": 0.0,
+        "offset": 0,
+        "scale": 0.01,
+    }
+    sim.load_and_freeze_encodings({"activation_encodings": {"2": {"output": {"0": record}}}, "param_encodings": {}})
+    train = [name for name, p in sim.model.named_parameters() if "quantizers" in name and p.requires_grad]
+    assert train and not any(name.startswith("2.output_quantizers") for name in train)
+
+
+def test_ranges_inside_of_forwards_train_when_their_parameters_are_asked_for():
+    x = batch()
+    sim = QuantizationSimModel(Residual().eval(), x)
+    sim.compute_encodings(lambda m: m(x))
+    of_model = {id(p) for p in sim.model.parameters()}
+    inside = {name: p for name, p in sim.named_quantizer_parameters() if id(p) not in of_model}
+    assert inside and not any("quantizers" in name for name in inside)
+    sim.model(x).square().mean().backward()
+    assert any(p.grad is not None and bool(p.grad.any()) for p in inside.values())
 
 
 def test_batch_norms_are_estimated_anew_and_folded_into_scales():
@@ -449,6 +574,22 @@ def test_what_cannot_be_simulated_is_refused(onnx_sim):
         set_param_type(onnx_sim, "int4", nodes_to_include={"nobody"})
     with pytest.raises(ConfigError, match="there is no node 'nobody'"):
         onnx_sim.get_op_quantizers("nobody")
+
+
+def test_model_of_an_onnx_simulation_computes_the_simulation(onnx_sim):
+    feed = feeds()[0]
+    assert onnx_sim.model.model == folded(), "nothing is calibrated"
+    onnx_sim.compute_encodings(feeds())
+    (wanted,) = onnx_sim.session.run(None, feed)
+    (inside,) = onnx_build_session(onnx_sim.model.model, ["CPUExecutionProvider"]).run(None, feed)
+    assert np.array_equal(inside, wanted)
+    assert onnx_sim.remove_quantizers(onnx_sim.model).model == folded()
+    found, simulated = (LayerOutput(model, "").get_outputs(feed) for model in (onnx_sim.model.model, onnx_sim))
+    assert list(found) == list(simulated) and np.array_equal(found["output"], wanted)
+    float_outputs = LayerOutput(folded(), "").get_outputs(feed)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, simulated[name], atol=1e-5)
+        assert not np.array_equal(value, float_outputs[name])
 
 
 def test_session_is_the_simulation_again_after_the_block(onnx_sim):

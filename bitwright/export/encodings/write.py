@@ -227,6 +227,16 @@ _WRITERS: dict[str, Callable[[NamedEncoding], tuple[Any, str | None]]] = {
 }
 
 
+def entry_of(record: NamedEncoding, version: str) -> dict[str, Any] | None:
+    """The entry of one record in a file of this version; ``None`` where the version has none for it.
+
+    Raises:
+        EncodingsError: there is no such version, or it needs axes that the record does not have.
+    """
+    entry: dict[str, Any] | None = _WRITERS[check_version("encodings", version)](record)[0]
+    return entry
+
+
 def _unsigned(encoding: Encoding, fmt: IntFormat) -> tuple[NDArray[np.int64], bool, str | None]:
     """``offset`` and ``is_sym`` of 0.6.1 and 1.0.0, how that departs from the encoding, if it does."""
     offset = fmt.qmin - encoding.zero_point.astype(np.int64)

@@ -208,6 +208,33 @@ def _rebuild(item: Any, values: list[Any]) -> Any:
     return dataclasses.replace(item, **dict(zip((f.name for f in dataclasses.fields(item)), values, strict=True)))
 
 
+class NotOfModel:
+    """Mixin of modules that stand in a model and show its quantizers: whoever walks over the model passes them by."""
+
+
+@contextmanager
+def model_alone(root: nn.Module) -> Iterator[None]:
+    """Take all :class:`NotOfModel` out of the modules of a model inside the block."""
+    taken = [
+        (module, name, child)
+        for _, module in walk_modules(root)
+        for name, child in module._modules.items()
+        if isinstance(child, NotOfModel)
+    ]
+    for module, name, _ in taken:
+        del module._modules[name]
+    try:
+        yield
+    finally:
+        for module, name, child in taken:
+            module._modules[name] = child
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module has no modules of the model below it."""
+    return all(child is None or isinstance(child, NotOfModel) for child in module._modules.values())
+
+
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``(path, module)`` of ``root`` and everything below it, each module once, parents first, in registration order."""
     seen: set[int] = set()
@@ -222,7 +249,7 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             stack.extend(
                 (f"{path}.{name}" if path else name, child)
                 for name, child in reversed(module._modules.items())
-                if child is not None
+                if child is not None and not isinstance(child, NotOfModel)
             )
 
 

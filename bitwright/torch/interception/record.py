@@ -30,6 +30,7 @@ from bitwright.torch.calls.inputs import (
     evaluation,
     flatten_tensors,
     holds_arrays,
+    is_leaf,
     map_arguments,
     named_state,
     tensors_in,
@@ -499,9 +500,7 @@ def _frame_of(call: Call) -> Key:
 
 
 def _is_stock_leaf(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules") and not any(
-        child is not None for child in module._modules.values()
-    )
+    return type(module).__module__.startswith("torch.nn.modules") and is_leaf(module)
 
 
 def record(

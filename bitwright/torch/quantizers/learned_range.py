@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
-from bitwright.core.numerics.granularity import PerBlock
+from bitwright.core.numerics.granularity import Granularity, PerBlock
 from bitwright.core.numerics.statistics import rows_of
 from bitwright.errors import ModelError
 from bitwright.torch.quantizers.fake_quantize import (
@@ -147,12 +147,16 @@ class LearnedRange:
 
     def _content(self) -> bytes:
         # compared by value: writes through `.data`, as an average of weights does them, leave no other trace
-        return b"".join([values.tobytes() for values in self.values()])
+        return b"".join([values.tobytes() for values in self._read()])
 
     def values(self) -> list[np.ndarray[Any, Any]]:
+        """``log_scale`` and, where there is one, ``offset`` as arrays."""
+        return self._read()
+
+    def _read(self) -> list[np.ndarray[Any, Any]]:
         """The parameters as arrays, read past the function modes and tracers that may be active."""
         with torch._C.DisableTorchFunction():
-            found = [p for p in (self.log_scale, self.offset) if p is not None]
+            found = list(self.parameters().values())
             if any(not on_host(p.device) for p in found):
                 with _disable_current_modes():  # of an exporter, whose copies would hold no values
                     return [p.detach().cpu().numpy() for p in found]
@@ -219,7 +223,12 @@ class LearnedRange:
     @property
     def is_remote(self) -> bool:
         """Whether reading the parameters would wait for the device that they are on."""
-        return not on_host(self.log_scale.device)
+        return not on_host(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.parameters().values())).device
 
     def _present(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point, float32, where the parameters are."""
@@ -227,7 +236,7 @@ class LearnedRange:
 
     def _there(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point of :attr:`base`, float64, where the parameters are."""
-        device, known = self.log_scale.device, self._given_there
+        device, known = self.device, self._given_there
         if known is not None and known[0] == device:
             return known[1]
         found = self._given[0].to(device), self._given[1].to(device)
@@ -247,7 +256,8 @@ class LearnedRange:
         scale, zero = (granularity.spread(found, shape) if found.ndim else found for found in self._present())
         low: torch.Tensor | float = fmt.qmin - zero
         high: torch.Tensor | float = fmt.qmax - zero
-        if self.offset is None and (zeros == zeros.flat[0]).all():
+        compiled = torch.compiler.is_dynamo_compiling()  # which does not branch on arrays
+        if not (self.with_offset or compiled) and (zeros == zeros.flat[0]).all():
             low, high = float(fmt.qmin - zeros.flat[0]), float(fmt.qmax - zeros.flat[0])
         nothing = torch.zeros((), device=scale.device)
         return Grid(scale, low, high, nothing, None if not scale.ndim or view == shape else view)
@@ -316,9 +326,10 @@ class LearnedRange:
         assert isinstance(fmt, IntFormat)
         given = self._given[0].to(x.device), self._given[1].to(x.device)
         scale, zero = _scale_and_zero(given, self.log_scale, self.offset, self.base)
+        by_log_scale, by_offset = scaling.slopes(scale.double())
         if self.offset is not None:
-            zero = _with_gradient(zero, -scaling.factor / fmt.steps / scale.double().square(), self.offset)
-        scale = _with_gradient(scale, scaling.factor / scale, self.log_scale)
+            zero = _with_gradient(zero, -by_offset / scale.double(), self.offset)
+        scale = _with_gradient(scale, by_log_scale, self.log_scale)
         scale, zero = granularity.spread(scale, shape).to(wide), granularity.spread(zero, shape).to(wide)
         codes = round_ste(x.to(wide).reshape(view) / scale)
         codes = codes.clamp(
@@ -338,6 +349,126 @@ class LearnedRange:
         return Scaling(1.0 / math.sqrt(shared * positive), fmt.steps, params.shape, blocks)
 
 
+class RangeEnds(LearnedRange):
+    """The ends of a range as parameters, ``min`` and ``max``: there before calibration, they follow every encoding.
+
+    Arithmetic and forward pass are those of :class:`LearnedRange`: its two distances are computed from the ends, and are zero
+    where an end is what the encoding gave it. The gradients are the derivatives of the result by the ends, rounding passed
+    straight through: a value that is clipped has the derivative 1 by the end that it is clipped to.
+
+    Args:
+        site: name, for messages.
+        shape_of: the shape of the ends for a granularity.
+        granularity: what is asked for before calibration.
+        device: of the ends.
+
+    Attributes:
+        min, max: float32 parameters; -1 and 1 until there is an encoding.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        shape_of: Callable[[Granularity], tuple[int, ...]],
+        granularity: Granularity,
+        device: torch.device | None,
+    ) -> None:
+        self.site, self._shape_of, self._shifts = site, shape_of, False
+        shape = shape_of(granularity)
+        self.min = nn.Parameter(-torch.ones(shape, device=device))
+        self.max = nn.Parameter(torch.ones(shape, device=device))
+        self._memory = ([], [])
+        self._known: Any = (b"", None)
+        self._hooked = False
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """``min`` and ``max``."""
+        return {"min": self.min, "max": self.max}
+
+    def follow(self, encoding: Encoding, *, offset: bool) -> bool:
+        """Take the ends of ``encoding``; whether they train, with the zero point if ``offset``."""
+        self._shifts = offset
+        self.rebase(encoding)
+        if unlearnable(encoding) is None:
+            return True
+        for parameter in self.parameters().values():
+            parameter.requires_grad_(False)
+        return False
+
+    def accepts(self, encoding: Encoding) -> bool:
+        """Whether the ends train on ``encoding``."""
+        return unlearnable(encoding) is None
+
+    def rebase(self, encoding: Encoding) -> None:
+        """Go on from ``encoding``; the parameters stay the optimizer's."""
+        self.base = encoding
+        self.show(encoding.min, encoding.max)
+
+    def show(self, lo: Any, hi: Any) -> None:
+        """Put the parameters at ends that :attr:`base` was made of, which may lie between its codes."""
+        shape = self._shape_of(self.base.granularity)
+        for parameter, values in ((self.min, lo), (self.max, hi)):
+            given = torch.from_numpy(np.asarray(values, np.float32).reshape(shape).copy())
+            if parameter.shape == given.shape:
+                with torch.no_grad():
+                    parameter.copy_(given)
+            else:
+                parameter.data = given.to(parameter)
+        self._written = tuple(p.detach().cpu().float().clone() for p in self.parameters().values())
+        self._known = (self._content(), self.base)
+
+    def put(self, state: tuple[Encoding, dict[str, torch.Tensor]]) -> None:
+        """Bring back what :meth:`state` gave; the parameters stay the same objects."""
+        base, values = state
+        self.rebase(base)
+        for name, parameter in self.parameters().items():
+            parameter.data.copy_(values[name])
+
+    def values(self) -> list[np.ndarray[Any, Any]]:
+        """The distances from :attr:`base`, float64."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            found = self._distances(torch.device("cpu"))
+            return [values.numpy() for values in found if values is not None]
+
+    @property
+    def log_scale(self) -> torch.Tensor:  # type: ignore[override]
+        """The logarithm of the scale over that of :attr:`base`, a function of the ends."""
+        return self._distances(self.device)[0]
+
+    @property
+    def offset(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The way of the lower end in widths of the range, a function of the ends."""
+        return self._distances(self.device)[1]
+
+    @property
+    def with_offset(self) -> bool:
+        """Whether the zero point is learned too."""
+        return self._shifts
+
+    def _distances(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        fmt, shape = self.base.format, self.base.scale.shape
+        assert isinstance(fmt, IntFormat)
+        lo, hi = (end.to(device).double().reshape(shape) for end in (self.min, self.max))
+        scale, zero_point = (given.to(device) for given in self._given)
+        with torch.no_grad():  # what nobody moved has the encoding that it was calibrated to, bit for bit
+            there = [end.to(device).to(self.min.dtype).double().reshape(shape) for end in self._written]
+            same = (lo == there[0]) & (hi == there[1])
+        step = ((hi - lo) / fmt.steps).clamp_min(_TINY)
+        log_scale = _zero_where(same, (step / scale).log())
+        if not self._shifts:
+            return log_scale, None
+        return log_scale, _zero_where(same, (zero_point - fmt.qmin + lo / step) / fmt.steps)
+
+    def scaling(self, x: torch.Tensor, weight: bool) -> Scaling:
+        """What the gradients are multiplied by: nothing but what makes those of the ends."""
+        return replace(super().scaling(x, weight), by_ends=True)
+
+
+def _zero_where(same: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``values``, zero where ``same``, with their gradient everywhere."""
+    return values - values.detach() + values.detach().masked_fill(same, 0.0)
+
+
 def _scale_and_zero(
     given: tuple[torch.Tensor, torch.Tensor], log_scale: torch.Tensor, offset: torch.Tensor | None, base: Encoding
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -355,12 +486,14 @@ class Scaling:
     """What the gradients of a range need to know: LSQ's factor, steps of the grid, shape of the parameters.
 
     ``blocks`` is the granularity where the last block lacks elements, so that a scale stands for each index of an axis.
+    ``by_ends``: the parameters of the optimizer are the ends of the range (:class:`RangeEnds`), without LSQ's factor.
     """
 
     factor: float
     steps: int
     shape: tuple[int, ...]
     blocks: PerBlock | None = None
+    by_ends: bool = False
 
     def to_parameters(self, found: torch.Tensor) -> torch.Tensor:
         """Gradients of what broadcasts against the tensor as those of the parameters."""
@@ -369,6 +502,12 @@ class Scaling:
             every = tuple(i for i in range(found.ndim) if i != axis)
             found = rows_of(found, PerBlock(self.blocks.size, axis, every)).sum(1)
         return found.reshape(self.shape).float()
+
+    def slopes(self, scale: Any) -> tuple[Any, Any]:
+        """What the derivatives by the scale and by the lower end are multiplied by for ``log_scale`` and ``offset``."""
+        if self.by_ends:  # the true derivatives, which those by the ends follow from
+            return scale, scale * self.steps
+        return self.factor / scale, self.factor / scale / self.steps
 
 
 def _with_gradient(value: torch.Tensor, slope: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -400,11 +539,9 @@ class _OnLearnedGrid(torch.autograd.Function):
         (x,), grid, scaling = ctx.saved_tensors, ctx.grid, ctx.scaling
         dense = grad.to_dense() if grad.is_sparse else grad
         inner, step, clipped = range_gradients(dense, x, grid, scaling, offset=ctx.has_offset)
-        weight = scaling.factor / grid.scale  # of gradients by the scale, each divided by the scale
-        to_scale = scaling.to_parameters(weight * step).to(ctx.home)
-        to_offset = None
-        if clipped is not None:
-            to_offset = scaling.to_parameters(weight / scaling.steps * clipped).to(ctx.home)
+        by_log_scale, by_offset = scaling.slopes(grid.scale)
+        to_scale = scaling.to_parameters(by_log_scale * step).to(ctx.home)
+        to_offset = None if clipped is None else scaling.to_parameters(by_offset * clipped).to(ctx.home)
         if grad.is_sparse:
             inner = inner.sparse_mask(grad.coalesce())
         return inner if ctx.needs_input_grad[0] else None, to_scale, to_offset, None, None
@@ -438,7 +575,7 @@ class _ClampedOnLearnedGrid(torch.autograd.Function):
             low, high = ctx.ends
             inner, step, _ = range_gradients(grad, x.clamp(low, high), grid, scaling, offset=False)
             inner = torch.ops.aten.hardtanh_backward(inner, x, low, high)
-        to_scale = (scaling.factor / grid.scale * step).reshape(scaling.shape).float()
+        to_scale = (scaling.slopes(grid.scale)[0] * step).reshape(scaling.shape).float()
         return inner, to_scale, None, None, None, None
 
 
@@ -476,7 +613,7 @@ def learned_side_by_side(
     """
     first, count = ranges[0], len(encodings)
     fmt = first.base.format
-    alike = all(r.with_offset == first.with_offset and r.base.format == fmt for r in ranges)
+    alike = all(type(r) is type(first) and r.with_offset == first.with_offset and r.base.format == fmt for r in ranges)
     if len(ranges) != count or not alike:
         return None
     assert isinstance(fmt, IntFormat)
@@ -490,8 +627,7 @@ def learned_side_by_side(
     grid = Grid(column([e.scale for e in encodings]), low, high, zero, (-1, count, like.shape[-1]))
     log_scale = torch.stack([r.log_scale for r in ranges])
     offset = torch.stack([r.offset for r in ranges if r.offset is not None]) if first.with_offset else None
-    factor = first.scaling(like, False).factor
-    scaling = Scaling(factor, fmt.steps, tuple(log_scale.shape))
+    scaling = replace(first.scaling(like, False), shape=tuple(log_scale.shape))
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _OnLearnedGrid.apply(x, log_scale, offset, grid, scaling)

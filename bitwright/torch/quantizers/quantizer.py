@@ -29,7 +29,7 @@ from bitwright.torch.quantizers.fake_quantize import (
     on_host,
     round_within,
 )
-from bitwright.torch.quantizers.learned_range import LearnedRange, learned_side_by_side
+from bitwright.torch.quantizers.learned_range import LearnedRange, RangeEnds, learned_side_by_side
 
 _INT32 = IntFormat(32)
 logger = logging.getLogger("bitwright")
@@ -40,12 +40,13 @@ class Quantizer(core.Quantizer):
 
     Attributes:
         learned: the parameters its range is trained by, from which :attr:`encoding` follows; ``None`` for a fixed range.
+        ends: the parameters that every encoding is shown in, and trained by where it can be; ``None`` where none are.
         pivot: what is done to the gradients of its input (:mod:`bitwright.torch.training.oscillation`); ``None`` for nothing.
         correction: adds to a weight on its grid what trains beside it (:mod:`bitwright.torch.training.low_rank`).
     """
 
     _ATTRIBUTES = core.Quantizer._ATTRIBUTES | {
-        "_columns", "_grids", "_kept", "_scales", "correction", "learned", "pivot",
+        "_columns", "_grids", "_kept", "_scales", "correction", "ends", "learned", "pivot",
     }  # fmt: skip
 
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
@@ -55,12 +56,13 @@ class Quantizer(core.Quantizer):
         self._kept: tuple[torch.Tensor, Encoding, torch.Tensor] | None = None
         self._columns: tuple[Any, tuple[Encoding, ...], tuple[Grid, bool]] | None = None
         self.learned: LearnedRange | None = None
+        self.ends: RangeEnds | None = None
         self.pivot: Callable[[torch.Tensor, Grid], torch.Tensor] | None = None
         self.correction: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def learn(self, *, offset: bool) -> LearnedRange:
         """Make the range trainable from the present encoding on; parameters that are there already stay."""
-        if self.learned is None or self.learned.with_offset != offset:
+        if self.learned is None or (self.ends is None and self.learned.with_offset != offset):
             self.learned = LearnedRange(self.name, self.required, offset=offset)
         return self.learned
 
@@ -69,10 +71,10 @@ class Quantizer(core.Quantizer):
         self._spec, self._enabled, self.frozen = other._spec, other._enabled, other.frozen
         self.why_float, self.why_spec, self.statistics = other.why_float, other.why_spec, other.statistics
         self.pivot, self.correction = other.pivot, other.correction
-        self.learned = None
+        self.learned = self.ends = None
         self._set_encoding(other._encoding)
         self.range_note, self.poor_range = other.range_note, other.poor_range
-        self.learned = other.learned
+        self.learned, self.ends = other.learned, other.ends
         if encoding is not None:
             self.encoding = encoding
 
@@ -83,6 +85,10 @@ class Quantizer(core.Quantizer):
         """Without an encoding the parameters of a learned range wait for the next; one of another kind ends them."""
         super()._set_encoding(encoding)
         self._grids, self._scales, self._kept, self._columns = {}, {}, None, None
+        if self.ends is not None:
+            follows = encoding is not None and self.ends.follow(encoding, offset=self._spec.symmetry == "asymmetric")
+            self.learned = self.ends if follows else None
+            return
         if self.learned is None or encoding is None:
             return
         if self.learned.accepts(encoding):
@@ -132,7 +138,7 @@ class Quantizer(core.Quantizer):
             return False
         if torch.compiler.is_dynamo_compiling():
             return False  # the graph reads the parameters, and the grids of biases are those of its first run
-        return any(learned is not None and learned.log_scale.device == device for learned in self._sources())
+        return any(learned is not None and learned.device == device for learned in self._sources())
 
     @property
     def trains_elsewhere(self) -> bool:
@@ -159,7 +165,7 @@ class Quantizer(core.Quantizer):
 
     def _scale_on(self, device: torch.device) -> torch.Tensor:
         """The float32 scale in effect, on ``device``."""
-        if self.learned is not None and self.learned.log_scale.device == device:
+        if self.learned is not None and self.learned.device == device:
             return self.learned.present_scale()
         return self._bias_scale(self.required, device)
 
@@ -199,7 +205,8 @@ class Quantizer(core.Quantizer):
         """``x``, with the gradient that :attr:`pivot` makes of its own."""
         if self.pivot is None or not x.requires_grad or not torch.is_grad_enabled():
             return x
-        if self._trains_on(x.device) and self.learned is not None:
+        there = torch.compiler.is_dynamo_compiling() or self._trains_on(x.device)  # compiled code reads no numbers
+        if there and self.learned is not None and self._encoding is not None:
             return self.pivot(x, self.learned.present_grid(tuple(x.shape)))
         grid = self._grid(x, self.required)
         return x if grid is None or self.role == "bias" else self.pivot(x, grid)

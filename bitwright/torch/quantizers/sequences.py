@@ -375,10 +375,10 @@ class _Ranges:
         to_scale, to_offset = [], []
         slopes, outside = (sums.sum(1, np.float64) for sums in (self.slopes, self.outside))
         for one, slope, clipped in zip(self.learned, slopes, outside, strict=True):
-            weight = one.scaling.factor / float(one.numbers[0])
-            to_scale.append(weight * slope)
-            if one.range.offset is not None:
-                to_offset.append(weight / one.scaling.steps * clipped)
+            by_log_scale, by_offset = one.scaling.slopes(float(one.numbers[0]))
+            to_scale.append(by_log_scale * slope)
+            if one.range.with_offset:
+                to_offset.append(by_offset * clipped)
         made = (torch.tensor(found, dtype=torch.float32) if found else None for found in (to_scale, to_offset))
         return next(made), next(made)
 

@@ -27,6 +27,7 @@ from bitwright.export.encodings.write import names_error
 from bitwright.export.files.atomic import atomic_files, settle
 from bitwright.export.files.manifest import FileEntry, read_manifest, write_manifest
 from bitwright.torch.calls.inputs import model_device, named_state
+from bitwright.torch.quantizers.learned_range import RangeEnds
 from bitwright.torch.simulation.ranges import (
     learned_from_json,
     learned_ranges,
@@ -98,8 +99,8 @@ def _state(sim: SimulatedModule) -> dict[str, Any]:
 def _learned(site: Site) -> dict[str, Any]:
     """The parameters of a learned range and the encoding that they are distances from."""
     learned = getattr(site.quantizer, "learned", None)
-    if learned is None or site.encoding is None:
-        return {}
+    if learned is None or site.encoding is None or isinstance(learned, RangeEnds):
+        return {}  # ends follow from the encoding
     return {"learned": {"base": encoding_to_json(learned.base), "parameters": learned_to_json(learned)}}
 
 

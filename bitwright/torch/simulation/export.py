@@ -51,6 +51,7 @@ from bitwright.torch.calls.inputs import (
     evaluation,
     flatten_tensors,
     map_tensors,
+    model_alone,
     model_device,
     named_state,
     to_device,
@@ -353,7 +354,8 @@ def marked_onnx(
     returned: list[list[str]] = []
     try:
         # torch.export puts stand-ins in the place of the parameters meanwhile
-        with sim._interceptor.occupancy.exclusive("export"), evaluation(sim.model), torch.no_grad(), _quiet():
+        alone = sim._interceptor.occupancy.exclusive("export")
+        with alone, evaluation(sim.model), torch.no_grad(), _quiet(), model_alone(sim.model):
             flat = _Flat(sim.model, args, kwargs, returned.append).eval()
             program, told = captured(sim, flat, (args, kwargs), tensors, shapes)
             model = to_onnx(program)

@@ -494,8 +494,11 @@ def quantizer_set_range():
     quantizer.allow_overwrite(False)
     sim.compute_encodings(lambda model: model(batch()))
     assert torch.allclose(quantizer.max, torch.tensor(6.0)) and quantizer.min == 0
+    with torch.no_grad():
+        quantizer.max.copy_(torch.tensor(3.0))  # a parameter
+    assert torch.allclose(quantizer.get_max(), torch.tensor(3.0))
     with pytest.raises(ValueError, match="set_range"):
-        quantizer.min.copy_(torch.tensor(-1.0))
+        quantizer.get_min().copy_(torch.tensor(-1.0))  # a value read
 
 
 def quantizer_symmetric():

@@ -121,7 +121,8 @@ def copies():
     model, x = Net().eval(), batch()
     sim = QuantizationSimModel(model, x)
     sim.compute_encodings(lambda m: m(x))
-    assert sim.model.state_dict().keys() == model.state_dict().keys()
+    own = {name for name in sim.model.state_dict() if "_quantizers." not in name}
+    assert own == model.state_dict().keys()
     twin = copy.deepcopy(sim.model)
     twin.conv1.param_quantizers["weight"].bitwidth = 2
     assert sim.model.conv1.param_quantizers["weight"].bitwidth == 8
