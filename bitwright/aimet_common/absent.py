@@ -72,6 +72,18 @@ ABSENT: dict[str, str] = {
         ),
         "call the function itself: simulations see it as it is",
     ),
+    "aimet_torch.amp.quantizer_groups.QuantizerGroup": "groups follow from the graph: "
+    "bitwright.mixed_precision(sim, ...) finds them",
+    "aimet_torch.experimental.propagate_output_encodings": "values that an operator only joins or moves lie on one grid by "
+    "rules: sim.coverage() shows whose (docs/rules.md)",
+    **dict.fromkeys(
+        (
+            f"{package}.quantsim_config.quantsim_config.QuantSimConfigurator"
+            for package in ("aimet_common", "aimet_torch")
+        ),
+        "configurations are read by the simulation: QuantizationSimModel(..., config_file=...)",
+    ),
+    "aimet_onnx.lpbq_utils": "its steps are AIMET's internals; call set_lpbq_for_params(sim, ...)",
     "aimet_onnx.llm_configurator": _LATER,
     "aimet_onnx.llm_topology": "no topology is asked for: blocks are found in the graph",
     "aimet_onnx.experimental": _LATER,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -114,7 +115,8 @@ class AutoQuant:
         model: the float model.
         dummy_input: taken from the data; kept for AIMET's order of arguments.
         data_loader: batches without labels.
-        eval_callback: ``(model or session) -> accuracy``; higher is better.
+        eval_callback: ``(model or session) -> accuracy``, or ``(model or session, num_samples) -> accuracy``, where
+            ``num_samples`` is ``None``: all of them; higher is better.
         results_dir: folder of the trials; a search that was ended goes on there.
         options: others of AIMET's arguments.
     """
@@ -124,16 +126,19 @@ class AutoQuant:
         model: Any,
         dummy_input: Any,
         data_loader: Iterable[Any],
-        eval_callback: Callable[[Any], float],
+        eval_callback: Callable[..., float],
         results_dir: str = "./autoquant",
         **options: Any,
     ) -> None:
-        self._model, self._data, self._metric, self._folder = (
-            model,
-            list(data_loader),
-            eval_callback,
-            Path(results_dir),
-        )
+        if not callable(eval_callback):
+            raise ConfigError("eval_callback", f"{eval_callback!r} cannot be called", "pass a function of a model")
+        if not isinstance(data_loader, Iterable) or isinstance(data_loader, (str, bytes)):
+            raise ConfigError("data_loader", f"{data_loader!r} holds no batches", "pass batches without labels")
+        self._model, self._data, self._folder = model, list(data_loader), Path(results_dir)
+        self._metric: Callable[[Any], float] = eval_callback
+        if _takes_samples(eval_callback):
+            self._metric = lambda target: eval_callback(target, None)
+        self._mixed: tuple[str, ...] = ("w8a8", "w8a16")
         self._adaround: dict[str, Any] | None = None
         self._result: AutoResult | None = None
         self._schemes: list[tuple[str, str]] = list(_SCHEMES)
@@ -161,6 +166,31 @@ class AutoQuant:
         found = {key: getattr(adaround_params, name) for key, name in names.items()}
         self._adaround = {key: value for key, value in found.items() if value is not None}
 
+    def set_export_params(self, onnx_export_args: Any = -1, propagate_encodings: bool | None = None) -> None:
+        """Without effect, with a warning: names and axes of the exported files are those of the model."""
+        differs(
+            "set_export_params", "the search writes its files with their defaults; export the simulation it returns"
+        )
+
+    def set_model_preparer_params(self, modules_to_exclude: Any = None, **options: Any) -> None:
+        """Without effect: models need no preparation."""
+
+    def set_mixed_precision_params(self, candidates: Sequence[Any], *args: Any, **options: Any) -> None:
+        """Use these precisions, ``((activation bits, type), (weight bits, type))``, in the trial of mixed precision.
+
+        Raises:
+            ConfigError: one is not of integers.
+        """
+        if any(kind.name != "int" for candidate in candidates for _, kind in candidate):
+            raise ConfigError(
+                "candidates", f"{candidates!r} has float formats", "give integer formats of 4, 8 or 16 bits"
+            )
+        if args or options:
+            differs(
+                "set_mixed_precision_params", "only the candidates have an effect: sensitivities are estimated at once"
+            )
+        self._mixed = tuple(f"w{weight}a{activation}" for (activation, _), (weight, _) in candidates)
+
     def get_quant_scheme_candidates(self) -> tuple[tuple[str, str], ...]:
         """Range methods that are tried: (weights, activations)."""
         return tuple(self._schemes)
@@ -181,7 +211,7 @@ class AutoQuant:
         rest = [
             Trial("w8a8-recipe", "w8a8", why="the default recipe"),
             *rounding,
-            Trial("mixed", "w8a16", mixed=("w8a8", "w8a16"), why="16-bit activations where they matter"),
+            Trial("mixed", "w8a16", mixed=self._mixed, why="16-bit activations where they matter"),
         ]
         return [FIRST, *found, *rest]
 
@@ -211,3 +241,16 @@ class AutoQuant:
     def _search(self, trials: list[Trial] | None, drop: float) -> AutoResult:
         folder = self._folder / ("inference" if drop >= 1e9 else f"drop-{drop:g}")
         return auto_quantize(self._model, self._data, self._metric, allowed_drop=drop, folder=folder, trials=trials)
+
+
+AutoQuantWithAutoMixedPrecision = AutoQuant  # whose last trial is one of mixed precision
+
+
+def _takes_samples(callback: Callable[..., Any]) -> bool:
+    """Whether a callback is called with the number of samples too, as AIMET calls it."""
+    try:
+        parameters = inspect.signature(callback).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        return False
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) == 2 or any(p.name == "num_samples" for p in parameters)

@@ -24,6 +24,7 @@ from bitwright.aimet_common.defs import (
     supported_kernels,
 )
 from bitwright.aimet_common.sites import grouped_scale_format
+from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_onnx import defs
 from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp, quantized_constant, quantizer_of
 from bitwright.aimet_onnx.utils import build_session, proto_of, simulated_proto, wrapped
@@ -520,7 +521,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
             options: of :meth:`bitwright.onnx.QuantizationSimModel.export`.
         """
         options.update(option(export_int32_bias, force_activation_as))
-        options["encoding_version"] = encoding_version or os.environ.get("AIMET_ENCODING_VERSION", "1.0.0")
+        options["encoding_version"] = file_version(encoding_version)
         export_files(super().export, Path(path), filename_prefix, export_model, options)
 
     def to_onnx_qdq(

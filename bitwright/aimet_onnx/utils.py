@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,23 @@ import onnx
 import onnx_ir as ir
 
 from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.utils import CachedDataset as Batches
+from bitwright.errors import ModelError
 from bitwright.onnx.model.data import input_specs, random_feeds
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.session import open_session
 from bitwright.runtimes.onnxruntime import new_session
 
-__all__ = ["OrtInferenceSession", "build_session", "make_dummy_input", "make_psnr_eval_fn"]
+__all__ = [
+    "CachedDataset",
+    "OrtInferenceSession",
+    "ParamUtils",
+    "build_session",
+    "disable_quantizers",
+    "make_dummy_input",
+    "make_psnr_eval_fn",
+    "replace_relu6_with_relu",
+]
 
 __getattr__ = absent_names(__name__)
 
@@ -40,9 +53,86 @@ def wrapped(model: onnx.ModelProto) -> Any:
     return ONNXModel(model)
 
 
-_SIMULATION = (
-    "bitwright.simulation"  # property of a model: pairs of a tensor of the float model and the one that shows it
-)
+class ParamUtils:
+    """Parameters of a node of a model by port."""
+
+    @staticmethod
+    def get_param(model: Any, node: Any, param_index: int) -> onnx.TensorProto | None:
+        """The initializer (or the value of the Constant) at an input of ``node``; ``None`` for an activation."""
+        return ParamUtils.get_param_by_name(model, node.input[param_index]) if len(node.input) > param_index else None
+
+    @staticmethod
+    def get_param_by_name(model: Any, param_name: str) -> onnx.TensorProto | None:
+        """The initializer, or the value of the Constant, called ``param_name``."""
+        graph = proto_of(model).graph
+        constants = (n.attribute[0].t for n in graph.node if n.op_type == "Constant" and param_name in n.output)
+        return next((t for t in graph.initializer if t.name == param_name), None) or next(constants, None)
+
+    @staticmethod
+    def get_shape(model: Any, node: Any, param_index: int) -> list[int] | None:
+        """The shape of a parameter."""
+        found = ParamUtils.get_param(model, node, param_index)
+        return None if found is None else list(found.dims)
+
+
+@contextmanager
+def disable_quantizers(sim: Any, quantizer_names: Iterable[str]) -> Iterator[None]:
+    """Switch the quantizers of tensors off inside the block.
+
+    Raises:
+        ModelError: (a RuntimeError) there is no such tensor.
+    """
+    table, names = sim.qc_quantize_op_dict, list(quantizer_names)
+    missing = sorted(set(names) - set(table))
+    if missing:
+        raise ModelError(
+            "disable_quantizers", f"there are no tensors {missing}", "use names of sim.qc_quantize_op_dict"
+        )
+    kept = [(site, site.enabled) for name in names for site in table[name].sites]
+    for site, _ in kept:
+        site.enabled = False
+    try:
+        yield
+    finally:
+        for site, enabled in kept:
+            site.enabled = enabled
+
+
+class CachedDataset(Batches):
+    """:class:`bitwright.aimet_common.utils.CachedDataset` of arrays: one, or dicts of them by name."""
+
+    def _write(self, path: Path, batch: Any) -> None:
+        with path.open("wb") as file:
+            np.savez(file, **(batch if isinstance(batch, dict) else {"": np.asarray(batch)}))
+
+    def _read(self, path: Path) -> Any:
+        with np.load(path) as found:
+            arrays = dict(found)
+        return arrays[""] if set(arrays) == {""} else arrays
+
+
+def replace_relu6_with_relu(model: Any) -> None:
+    """Make a Relu of every Clip from zero between two convolutions, in place."""
+    graph = proto_of(model).graph
+    made = {name: node for node in graph.node for name in node.output}
+    readers: dict[str, list[Any]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    for node in graph.node:
+        if node.op_type != "Clip":
+            continue
+        lowest = next((a.f for a in node.attribute if a.name == "min"), None)
+        given = ParamUtils.get_param(model, node, 1)
+        lowest = float(onnx.numpy_helper.to_array(given)) if given is not None else lowest
+        around = [made.get(node.input[0]), *readers.get(node.output[0], [None])]
+        if lowest == 0 and all(n is not None and n.op_type in ("Conv", "ConvTranspose") for n in around):
+            node.op_type = "Relu"
+            del node.input[1:], node.attribute[:]
+
+
+#: property of a model: pairs of a tensor of the float model and the one that shows it
+_SIMULATION = "bitwright.simulation"
 
 
 def simulated_proto(model: ir.Model, outputs: Sequence[tuple[str, str]]) -> onnx.ModelProto:

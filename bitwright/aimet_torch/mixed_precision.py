@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import torch
 from torch import nn
 
 from bitwright.aimet_common.absent import differs
-from bitwright.aimet_common.defs import CallbackFunc
+from bitwright.aimet_common.defs import CallbackFunc, QuantizationDataType
 from bitwright.aimet_common.search import MOST_BATCHES, AMPSearchAlgo, choose
 from bitwright.errors import ConfigError
 from bitwright.precision.manual import MODEL_INPUT, MODEL_OUTPUT, PrecisionReport, PrecisionRequest, set_precisions
 from bitwright.torch.calls.inputs import walk_modules
 
-__all__ = ["AMPSearchAlgo", "EvalCallbackFactory", "MixedPrecisionConfigurator", "choose_mixed_precision"]
+__all__ = [
+    "AMPSearchAlgo",
+    "EvalCallbackFactory",
+    "MixedPrecisionConfigurator",
+    "Precision",
+    "SupportedDType",
+    "choose_mixed_precision",
+]
+
+
+SupportedDType = Literal["int16", "int8", "int4", "fp16"]
+
+
+@dataclass(order=True)
+class Precision:
+    """A number format; int before float of the same width.
+
+    Attributes:
+        bitwidth, data_type: as AIMET has them.
+    """
+
+    _order: tuple[int, bool] = field(init=False, repr=False)
+    data_type: QuantizationDataType = field(compare=False)
+    bitwidth: int = field(compare=False)
+
+    def __post_init__(self) -> None:
+        self._order = self.bitwidth, self.data_type is not QuantizationDataType.int
+
+    def __repr__(self) -> str:
+        return f"{self.data_type.name}{self.bitwidth}"
 
 
 class MixedPrecisionConfigurator:

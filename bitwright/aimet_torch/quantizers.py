@@ -41,11 +41,13 @@ __all__ = [
     "GroupedBlockEncoding",
     "GroupedBlockQuantizeDequantize",
     "MinMaxEncodingAnalyzer",
+    "MinMaxQuantizer",
     "PercentileEncodingAnalyzer",
     "Quantize",
     "QuantizeDequantize",
     "QuantizedTensor",
     "QuantizedTensorBase",
+    "ScaleOffsetQuantizer",
     "SqnrEncodingAnalyzer",
     "StatisticsNotFoundError",
     "TfEnhancedEncodingAnalyzer",
@@ -1091,6 +1093,27 @@ class AffineQuantizerBase(QuantizerBase):
     def extra_repr(self) -> str:
         """Shape, grid and symmetry."""
         return f"shape={self.shape}, qmin={self.qmin}, qmax={self.qmax}, symmetric={self.symmetric}"
+
+
+class _Parametrized(type):
+    """Metaclass of what quantizers are by their parameters; nothing is an instance of such a class itself."""
+
+    names: tuple[str, ...] = ()
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, QuantizerBase) and set(cls.names) <= {n for n, _ in instance.named_parameters()}
+
+
+class MinMaxQuantizer(metaclass=_Parametrized):
+    """Quantizers whose parameters are ``min`` and ``max``, as all of them are here."""
+
+    names = ("min", "max")
+
+
+class ScaleOffsetQuantizer(metaclass=_Parametrized):
+    """Quantizers whose parameters are ``scale`` and ``offset``; none is."""
+
+    names = ("scale", "offset")
 
 
 class Quantize(AffineQuantizerBase):

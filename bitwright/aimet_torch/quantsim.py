@@ -25,6 +25,7 @@ from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_attribute, differs
 from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method, supported_kernels
+from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_torch.float_quantizers import FloatQuantizeDequantize
 from bitwright.aimet_torch.module_quantizers import (
     attach,
@@ -54,6 +55,7 @@ __all__ = [
     "QuantScheme",
     "QuantizationDataType",
     "QuantizationSimModel",
+    "clip_weights_to_7f7f",
     "compute_encodings_for_sims",
     "disable_pgs",
     "enable_pgs",
@@ -66,6 +68,7 @@ __all__ = [
     "set_activation_quantizers_to_float",
     "set_blockwise_quantization_for_weights",
     "set_grouped_blockwise_quantization_for_weights",
+    "set_matmul_second_input_producer_to_8bit_symmetric",
 ]
 
 __path__: list[str] = []  # its older submodules are rows of the table of aliases
@@ -229,10 +232,11 @@ def export_files(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        made = write(work, prefix, dummy_input, samples=False, **{"every_tensor": True, **options})
+        options = {"every_tensor": True, **options, "encoding_version": file_version(options.get("encoding_version"))}
+        made = write(work, prefix, dummy_input, samples=False, **options)
         _tell_fixed_batch(made, options)
         target = folder / f"{encodings}_torch.encodings"
-        sim.save_encodings(target, options.get("encoding_version", "1.0.0"))
+        sim.save_encodings(target, options["encoding_version"])
         files = [target, _moved(made.encodings, folder / f"{encodings}.encodings")]
         files.append(_moved(made.sites, folder / f"{encodings}_sites.json"))
         if form["export_model"]:
@@ -302,7 +306,7 @@ class OnnxExporter:
             TypeError: ``f`` is not a path.
         """
         made, work = _exported(
-            self._sim, args, f, export_int32_bias, force_activation_as, encoding_version or "1.0.0", kwargs
+            self._sim, args, f, export_int32_bias, force_activation_as, file_version(encoding_version), kwargs
         )
         with work:
             target = Path(f)
@@ -617,10 +621,12 @@ class QuantizationSimModel(front.QuantizationSimModel):
         """``sim.onnx.export(args, f)``."""
         return OnnxExporter(self)
 
-    def save_encodings_to_json(self, path: str | Path, filename_prefix: str, encoding_version: str = "1.0.0") -> None:
+    def save_encodings_to_json(
+        self, path: str | Path, filename_prefix: str, encoding_version: str | None = None
+    ) -> None:
         """Write ``<path>/<filename_prefix>.json`` with every encoding under its site's name."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        self.save_encodings(Path(path) / f"{filename_prefix}.json", encoding_version)
+        self.save_encodings(Path(path) / f"{filename_prefix}.json", file_version(encoding_version))
 
     def load_encodings(  # type: ignore[override]
         self,
@@ -860,6 +866,35 @@ def set_grouped_blockwise_quantization_for_weights(
         made.append((module, quantizer))
     for module, quantizer in made:
         module.param_quantizers["weight"] = quantizer
+
+
+def clip_weights_to_7f7f(sim: QuantizationSimModel) -> None:
+    """Clip symmetric 16-bit weights at code 0x7f7f, the largest that some accelerators take."""
+    for _, module in sim.named_qmodules():
+        own: Any = module
+        quantizer = own.param_quantizers.get("weight")
+        if quantizer is not None and quantizer.symmetric and quantizer.bitwidth == 16 and quantizer.is_initialized():
+            largest = quantizer.get_scale().as_subclass(torch.Tensor).to(own.weight.device) * 0x7F7F
+            with torch.no_grad():
+                own.weight.copy_(torch.minimum(own.weight, largest))
+
+
+def set_matmul_second_input_producer_to_8bit_symmetric(sim: QuantizationSimModel) -> None:
+    """Give what products of two activations read second a symmetric grid of 8 bits, where its values are computed."""
+    sites: dict[str, list[Any]] = {}
+    for site in sim.quantizers.values():
+        sites.setdefault(site.value, []).append(site)
+    made = {value: op for op in sim.graph.ops for value in op.outputs}
+    for op in sim.graph.ops:
+        value = op.inputs[1] if op.type == "MatMul" and len(op.inputs) > 1 else None
+        if value is None or sim.graph.values[value].is_static:
+            continue
+        while value not in sites and value in made and made[value].inputs[0] is not None:
+            value = str(made[value].inputs[0])
+        found = tuple(site for site in sites.get(value, ()) if site.enabled)
+        if found:
+            quantizer = view_of(found)
+            quantizer.bitwidth, quantizer.symmetric = 8, True
 
 
 @dataclass

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.utils import CachedDataset as Batches
 from bitwright.aimet_common.utils import Handle
+from bitwright.aimet_common.utils import StopForwardException as StopForwardException
 from bitwright.aimet_torch.module_quantizers import below, record_of, switched_off
-from bitwright.torch.calls.inputs import is_leaf, to_device, walk_modules
+from bitwright.torch.calls.inputs import is_leaf, model_device, to_device, walk_modules
 
 __getattr__ = absent_names(__name__)
 
@@ -30,7 +35,10 @@ __all__ = [
     "has_no_quantizers",
     "in_eval_mode",
     "in_train_mode",
+    "CachedDataset",
+    "StopForwardException",
     "is_leaf_module",
+    "place_model",
     "is_model_on_gpu",
     "remove_activation_quantizers",
     "remove_all_quantizers",
@@ -128,6 +136,35 @@ def get_device(model: nn.Module) -> torch.device:
 def is_model_on_gpu(model: nn.Module) -> bool:
     """Whether the model's first parameter is on a GPU."""
     return get_device(model).type == "cuda"
+
+
+class CachedDataset(Batches):
+    """:class:`bitwright.aimet_common.utils.CachedDataset` of tensors: one, or a tuple, list or dict of them."""
+
+    def _write(self, path: Path, batch: Any) -> None:
+        kind = "tensor" if isinstance(batch, torch.Tensor) else type(batch).__name__
+        items = batch.items() if isinstance(batch, dict) else enumerate([batch] if kind == "tensor" else batch)
+        save_file({str(key): value.detach().contiguous().clone() for key, value in items}, path, {"kind": kind})
+
+    def _read(self, path: Path) -> Any:
+        with safe_open(path, "pt") as file:
+            kind = file.metadata()["kind"]
+            found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, no dict
+        in_order = [found[key] for key in sorted(found, key=int)] if kind != "dict" else []
+        return (
+            found if kind == "dict" else in_order[0] if kind == "tensor" else {"tuple": tuple}.get(kind, list)(in_order)
+        )
+
+
+@contextmanager
+def place_model(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Place a model on ``device`` inside the block."""
+    before = model_device(model)
+    try:
+        model.to(device)
+        yield
+    finally:
+        model.to(before)
 
 
 def is_leaf_module(module: nn.Module) -> bool:
