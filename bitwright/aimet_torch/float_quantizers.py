@@ -12,7 +12,7 @@ from bitwright.aimet_torch.quantizers import (
     EncodingBase,
     MinMaxEncodingAnalyzer,
     QuantizerBase,
-    check_input,
+    is_float,
     with_encoding,
 )
 from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat
@@ -255,7 +255,9 @@ class FloatQuantizeDequantize(QuantizerBase):
 
     def forward(self, input: torch.Tensor) -> DequantizedTensor:
         """``input`` rounded to the format."""
-        plain = check_input(input, self).as_subclass(torch.Tensor)
+        if not is_float(input, self):
+            return input  # type: ignore[return-value]
+        plain = input.as_subclass(torch.Tensor)
         if self.observing and self.encoding_analyzer is not None:
             self.encoding_analyzer.update_stats(plain)
             scale = self._largest(self.encoding_analyzer) / self._format.max

@@ -242,16 +242,15 @@ class QuantizerBase(Described, abc.ABC, nn.Module):
         return made
 
 
-def check_input(input: Any, quantizer: object) -> torch.Tensor:
-    """``input``, if it is a floating-point tensor.
+def is_float(input: Any, quantizer: object) -> bool:
+    """Whether ``input`` is a floating-point tensor; others, such as indices and masks, pass a quantizer unchanged.
 
     Raises:
-        TypeError: it is not one.
+        TypeError: it is no tensor.
     """
-    if not isinstance(input, torch.Tensor) or not input.is_floating_point():
-        kind = input.dtype if isinstance(input, torch.Tensor) else type(input).__name__
-        raise TypeError(f"{type(quantizer).__name__} quantizes floating-point tensors, not {kind}")
-    return input
+    if not isinstance(input, torch.Tensor):
+        raise TypeError(f"{type(quantizer).__name__} quantizes tensors, not {type(input).__name__}")
+    return input.is_floating_point()
 
 
 # ------------------------------------------------------------------------------------ tensors that carry their encoding
@@ -386,7 +385,9 @@ def _for_rank(encoding: Any, rank: int) -> Any:
 
 
 def with_encoding(kind: type[T], values: torch.Tensor, encoding: Any) -> T:
-    """``values`` as a tensor of ``kind`` that has ``encoding``."""
+    """``values`` as a tensor of ``kind`` that has ``encoding``; ``values`` themselves while a program is exported."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # noqa: TID251, of torch's older exporter
+        return values  # type: ignore[return-value]
     with torch._C.DisableTorchFunctionSubclass():
         made = values.as_subclass(kind)
     made.encoding = encoding
@@ -1070,8 +1071,10 @@ class AffineQuantizerBase(QuantizerBase):
         lo, hi = self.encoding_analyzer.compute_dynamic_encodings(input, self.qmax - self.qmin, self._symmetric)
         return functional.grid_of_range(lo, hi, self.qmin, self.qmax, symmetric=self._symmetric)
 
-    def get_extra_state(self) -> dict[str, torch.Tensor]:
-        """State beside the range for the state dict."""
+    def get_extra_state(self) -> Any:
+        """State beside the range for the state dict; an empty tensor for torch's older exporter, which takes nothing else."""
+        if torch.onnx.is_in_onnx_export():
+            return torch.tensor([])
         return {
             "symmetric": torch.tensor(self._symmetric),
             "min_overwrite": torch.tensor(self._overwrite["min"]),
@@ -1125,7 +1128,8 @@ class Quantize(AffineQuantizerBase):
         Raises:
             CalibrationError: (a RuntimeError) there is no range yet.
         """
-        check_input(input, self)
+        if not is_float(input, self):
+            return input  # type: ignore[return-value]
         if self.bound is not None and not self.observing:
             return self.bound(input).quantize()
         encoding = self._encoding(*self._observed_grid(input))
@@ -1141,7 +1145,8 @@ class QuantizeDequantize(AffineQuantizerBase):
         Raises:
             CalibrationError: (a RuntimeError) there is no range yet.
         """
-        check_input(input, self)
+        if not is_float(input, self):
+            return input  # type: ignore[return-value]
         if self.bound is not None and not self.observing:
             return self.bound(_plain(input))
         encoding = self._encoding(*self._observed_grid(input))

@@ -23,7 +23,7 @@ from bitwright.aimet_torch import QuantizationSimModel
 from bitwright.aimet_torch import quantization as Q
 from bitwright.aimet_torch.batch_norm_fold import fold_all_batch_norms_to_scale
 from bitwright.aimet_torch.bn_reestimation import reestimate_bn_stats
-from bitwright.aimet_torch.nn import QuantizationMixin, QuantizedLinear, compute_encodings
+from bitwright.aimet_torch.nn import QuantizationMixin, QuantizedLinear, QuantizedMSELoss, compute_encodings
 from bitwright.aimet_torch.quantsim import QuantizationSimModel as TorchSim
 from bitwright.aimet_torch.quantsim import load_encodings_to_sim
 from bitwright.aimet_torch.quantsim.config_utils import set_grouped_blockwise_quantization_for_weights
@@ -619,3 +619,109 @@ def test_example_made_up_for_a_simulation_is_not_called_calibration(caplog):
     make_dummy_input(folded())
     onnx_sim.compute_encodings(feeds())
     assert "random data" not in caplog.text
+
+
+# ------------------------------------------------------------------------------------ helpers that scripts import
+
+
+@pytest.mark.parametrize("batch", [torch.arange(3), (torch.ones(2), torch.zeros(1)), {"a": torch.ones(2, 2)}])
+def test_batches_are_cached_in_files(batch, tmp_path):
+    from bitwright.aimet_torch.utils import CachedDataset
+
+    data = CachedDataset([batch, batch, batch], 2, str(tmp_path / "cache"))
+    again = CachedDataset(None, 2, str(tmp_path / "cache"))
+    for found in (*data, *again):
+        torch.testing.assert_close(found, batch)
+    assert len(data) == len(again) == 2
+    with pytest.raises(ValueError, match="2 batches are there, 5 are asked for"):
+        CachedDataset(None, 5, str(tmp_path / "cache"))
+
+
+def test_onnx_helpers_of_scripts(onnx_sim, tmp_path):
+    from bitwright.aimet_onnx.utils import CachedDataset, ParamUtils, disable_quantizers
+
+    model = folded()
+    conv = model.graph.node[0]
+    assert ParamUtils.get_shape(model, conv, 1) == list(ParamUtils.get_param(model, conv, 1).dims)
+    assert ParamUtils.get_param(model, conv, 0) is None
+    data = CachedDataset(feeds(), 2, str(tmp_path))
+    assert all(np.array_equal(found["input"], feed["input"]) for found, feed in zip(data, feeds(), strict=False))
+    weights = [name for name in onnx_sim.param_names if onnx_sim.qc_quantize_op_dict[name].enabled]
+    with disable_quantizers(onnx_sim, weights):
+        assert not any(onnx_sim.qc_quantize_op_dict[name].enabled for name in weights)
+    assert all(onnx_sim.qc_quantize_op_dict[name].enabled for name in weights)
+    with pytest.raises(RuntimeError, match="there are no tensors"), disable_quantizers(onnx_sim, ["nowhere"]):
+        pass
+
+
+@pytest.mark.parametrize("lowest, wanted", [(0.0, "Relu"), (-1.0, "Clip")])
+def test_clip_between_convolutions_becomes_relu_where_it_begins_at_zero(lowest, wanted):
+    import onnx
+
+    from bitwright.aimet_onnx.utils import replace_relu6_with_relu
+
+    text = """<ir_version: 10, opset_import: ["" : 21]> g (float[1,2,4,4] x) => (float[1,2,4,4] y) <
+        float[2,2,1,1] w = {1, 0, 0, 1}, float lo = {%f}, float hi = {6}> { a = Conv(x, w) b = Clip(a, lo, hi) y = Conv(b, w) }"""
+    model = onnx.parser.parse_model(text % lowest)
+    replace_relu6_with_relu(model)
+    assert model.graph.node[1].op_type == wanted
+    onnx.checker.check_model(model)
+
+
+def test_version_of_files_is_set_for_the_process_as_in_aimet(sim, tmp_path, monkeypatch):
+    from bitwright.aimet_common import quantsim
+
+    sim.compute_encodings(lambda model: model(batch()))
+    monkeypatch.setattr(quantsim, "encoding_version", "2.0.0", raising=False)
+    sim.save_encodings_to_json(tmp_path, "net")
+    assert '"version": "2.0.0"' in (tmp_path / "net.json").read_text()
+
+
+def test_weights_are_clipped_and_second_operands_get_eight_symmetric_bits():
+    from bitwright.aimet_torch.v2.experimental import (
+        clip_weights_to_7f7f,
+        set_matmul_second_input_producer_to_8bit_symmetric,
+    )
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.q(x) @ self.k(x).transpose(-1, -2)
+
+    x = torch.randn(2, 4, 8)
+    sim = QuantizationSimModel(Attention().eval(), x, default_output_bw=16, default_param_bw=16)
+    set_matmul_second_input_producer_to_8bit_symmetric(sim)
+    first, second = (sim.model.get_submodule(name).output_quantizers[0] for name in ("q", "k"))
+    assert (first.bitwidth, first.symmetric, second.bitwidth, second.symmetric) == (16, False, 8, True)
+    sim.compute_encodings(lambda model: model(x))
+    clip_weights_to_7f7f(sim)
+    codes = sim.model.q.weight / sim.model.q.param_quantizers["weight"].get_scale()
+    assert float(codes.max()) <= 0x7F7F + 0.5
+
+
+def test_evaluation_of_autoquant_may_take_a_number_of_samples():
+    from bitwright.aimet_torch.auto_quant import AutoQuant
+
+    model = nn.Linear(4, 2).eval()
+    counts = []
+    search = AutoQuant(model, torch.randn(1, 4), [torch.randn(2, 4)], lambda m, n: counts.append(n) or 1.0)
+    assert search._metric(model) == 1.0 and counts == [None]
+    with pytest.raises(ValueError, match="eval_callback"):
+        AutoQuant(model, torch.randn(1, 4), [], "accuracy")
+
+
+@pytest.mark.parametrize("given", [torch.tensor([1, 2]), torch.tensor([True])])
+def test_what_is_no_float_passes_quantizers(given):
+    assert Q.affine.QuantizeDequantize((), 8, False)(given) is given
+
+
+def test_losses_are_quantized():
+    loss = QuantizedMSELoss()
+    loss.output_quantizers[0] = Q.affine.QuantizeDequantize((), 8, False)
+    a, b = torch.rand(4, 3), torch.rand(4, 3)
+    with loss.compute_encodings():
+        loss(a, b)
+    assert float(loss(a, b)) == pytest.approx(float(nn.functional.mse_loss(a, b)), rel=1e-2)

@@ -21,7 +21,7 @@ MODULES = {
     "aimet_torch.quantsim.config_utils": "set_blockwise_quantization_for_weights "
     "set_grouped_blockwise_quantization_for_weights set_activation_quantizers_to_float",
     "aimet_torch.utils": "remove_all_quantizers remove_param_quantizers remove_activation_quantizers remove_input_quantizers "
-    "remove_output_quantizers in_eval_mode",
+    "remove_output_quantizers in_eval_mode place_model CachedDataset StopForwardException",
     "aimet_torch.quantization": "QuantizedTensor DequantizedTensor",
     "aimet_torch.quantization.affine": "Quantize QuantizeDequantize Dequantize GroupedBlockQuantizeDequantize AffineEncoding "
     "quantize dequantize quantize_dequantize",
@@ -32,6 +32,22 @@ MODULES = {
     "aimet_torch.defs": "SpatialSvdParameters WeightSvdParameters ChannelPruningParameters GreedySelectionParameters "
     "ModuleCompRatioPair RankSelectScheme CompressionScheme CostMetric",
     "aimet_torch.amp.mixed_precision_algo": "EvalCallbackFactory",
+    "aimet_torch.amp.quantizer_groups": "",
+    "aimet_torch.auto_quant": "AutoQuant AutoQuantWithAutoMixedPrecision",
+    "aimet_torch.experimental.adascale.adascale_optimizer": "apply_adascale",
+    "aimet_torch.experimental.spinquant.spinquant_optimizer": "apply_spinquant",
+    "aimet_torch.quantsim_config.quantsim_config": "",
+    "aimet_torch.v2": "quantsim nn quantization experimental visualization_tools mixed_precision",
+    "aimet_torch.v2.adaround": "Adaround AdaroundParameters",
+    "aimet_torch.v2.auto_quant": "AutoQuant",
+    "aimet_torch.v2.experimental": "clip_weights_to_7f7f set_matmul_second_input_producer_to_8bit_symmetric",
+    "aimet_torch.v2.mixed_precision": "MixedPrecisionConfigurator Precision SupportedDType choose_mixed_precision",
+    "aimet_torch.v2.quantization.affine": "MinMaxQuantizer ScaleOffsetQuantizer AffineQuantizerBase",
+    "aimet_common.quantsim": "encoding_version",
+    "aimet_common.quantsim_config.quantsim_config": "",
+    "aimet_onnx.amp.mixed_precision_algo": "",
+    "aimet_onnx.amp.quantizer_groups": "",
+    "aimet_onnx.utils": "ParamUtils CachedDataset disable_quantizers replace_relu6_with_relu make_dummy_input build_session",
     "aimet_onnx": "int4 int8 int16 float16 QuantizationSimModel apply_seq_mse apply_adaround analyze_per_layer_sensitivity",
     "aimet_onnx.quantsim": "encodings_to_onnx_qdq load_encodings_to_sim clamp_activation_encodings set_param_type "
     "set_lpbq_for_params set_blockwise_quantization_for_weights set_grouped_blockwise_quantization_for_weights",
@@ -40,7 +56,7 @@ TORCH_SIM = (
     "qmodules named_qmodules quant_wrappers quantizers named_quantizers compute_encodings load_encodings "
     "load_and_freeze_encodings save_encodings_to_json set_percentile_value exclude_layers_from_quantization "
     "exclude_param_from_quantization get_original_model fold_param_quantizers set_and_freeze_param_encodings "
-    "get_supported_kernels export onnx"
+    "get_supported_kernels export onnx quantizer_parameters named_quantizer_parameters quantizer_state_dict"
 )
 TORCH_QUANTIZER = (
     "bitwidth symmetric min max get_scale get_offset get_min get_max allow_overwrite is_overwrite_allowed enabled "

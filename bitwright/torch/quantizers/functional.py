@@ -235,7 +235,7 @@ def block_rows(x: torch.Tensor, params: Sequence[int], block_size: Sequence[int]
     groups = 1
     for axis in kept:
         groups *= broadcast[axis]
-    return x.reshape(view).permute(*kept, *shared).reshape(groups, -1)
+    return x.reshape(view).permute((*kept, *shared)).reshape(groups, -1)
 
 
 def grouped_scale(scale: torch.Tensor, grouping: Sequence[int], multiples: int) -> tuple[torch.Tensor, torch.Tensor]:
