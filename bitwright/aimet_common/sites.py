@@ -24,8 +24,6 @@ from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod, activation_spec, weight_spec
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.errors import ConfigError
-from bitwright.export.encodings.records import GroupedScale, NamedEncoding
-from bitwright.export.encodings.write import entry_of
 
 __all__ = [
     "Encoding",
@@ -52,7 +50,6 @@ __all__ = [
     "grouped_bits",
     "grouped_scale_format",
     "int_format",
-    "qnn_record",
     "range_encoding",
     "scale_multiples",
     "signed_as",
@@ -164,12 +161,6 @@ def _of_one_block(block_size: tuple[int, ...], shape: tuple[int, ...], whole: tu
     size = next((n for n, b in zip(shape, block_size, strict=True) if b in (-1, n) and n > 1), 0)
     axis = next((axis for axis, n in enumerate(shape) if axis not in whole and n == size), None)
     return PerBlock(size, axis, whole) if size and axis is not None else None
-
-
-def qnn_record(encoding: Encoding, grouped: GroupedScale | None = None) -> dict[str, Any]:
-    """One encoding as files of version 2.0.0 have it; empty for a format that it does not count as quantized."""
-    entry = entry_of(NamedEncoding("encoding", "unknown", encoding, grouped), "2.0.0") or {}
-    return {key: value for key, value in entry.items() if key != "name"}
 
 
 def aimet_shape(granularity: Granularity, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bitwright.aimet_common.defs import CallbackFunc as CallbackFunc  # its older path
 from bitwright.core.placement.aimet_config import ALIASES, shipped_config
 from bitwright.core.simulation.float_model import Handle as Handle
@@ -107,10 +109,24 @@ class CachedDataset:
         return self._folder / f"model_inputs_{index}"
 
     def _write(self, path: Path, batch: Any) -> None:
-        raise NotImplementedError
+        kind = type(batch).__name__ if isinstance(batch, (tuple, list, dict)) else "array"
+        items = batch.items() if isinstance(batch, dict) else enumerate([batch] if kind == "array" else batch)
+        with path.open("wb") as file:
+            np.savez(file, **{f"{kind}:{key}": self._array(value) for key, value in items})
 
     def _read(self, path: Path) -> Any:
-        raise NotImplementedError
+        with np.load(path) as file:
+            found = {name.partition(":")[2]: self._value(file[name]) for name in file.files}
+            kind = next(iter(file.files), "tuple:").partition(":")[0]
+        if kind == "dict":
+            return found
+        return next(iter(found.values())) if kind == "array" else {"tuple": tuple}.get(kind, list)(found.values())
+
+    def _array(self, value: Any) -> Any:
+        return np.asarray(value)
+
+    def _value(self, array: Any) -> Any:
+        return array
 
     def __len__(self) -> int:
         return self._count

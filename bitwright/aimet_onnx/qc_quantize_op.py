@@ -10,7 +10,7 @@ import numpy as np
 
 from bitwright.aimet_common.absent import absent_attribute, absent_names
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, kind_of, number_format, qtype, range_method
-from bitwright.aimet_common.sites import SiteView, grouped_bits, grouped_scale_format, qnn_record
+from bitwright.aimet_common.sites import SiteView, grouped_bits, grouped_scale_format
 from bitwright.aimet_onnx import defs
 from bitwright.core.numerics.affine import fake_quantize, scale_multiples
 from bitwright.core.numerics.arrays import to_numpy
@@ -21,6 +21,7 @@ from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.encodings.records import check_version
+from bitwright.export.encodings.write import record_2_0_0
 
 __all__ = ["GroupedBlockQuantizeDequantize", "OpMode", "QcQuantizeOp", "TensorQuantizerParams", "TfEncoding"]
 
@@ -353,7 +354,7 @@ class QcQuantizeOp(SiteView):
             return None
         if encoding_version == "2.0.0":
             encoding = self._site.encoding
-            return None if encoding is None else qnn_record(encoding) or None
+            return None if encoding is None else record_2_0_0(encoding) or None
         if isinstance(self._format, FloatFormat):
             return [{"bitwidth": self.bitwidth, "dtype": "float"}]
         if encoding_version == "0.6.1":

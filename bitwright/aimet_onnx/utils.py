@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from bitwright.aimet_common.absent import absent_names
-from bitwright.aimet_common.utils import CachedDataset as Batches
+from bitwright.aimet_common.utils import CachedDataset as CachedDataset
 from bitwright.errors import ModelError
 from bitwright.onnx.model.data import input_specs, random_feeds
 from bitwright.onnx.model.load import load_model
@@ -96,19 +95,6 @@ def disable_quantizers(sim: Any, quantizer_names: Iterable[str]) -> Iterator[Non
     finally:
         for site, enabled in kept:
             site.enabled = enabled
-
-
-class CachedDataset(Batches):
-    """:class:`bitwright.aimet_common.utils.CachedDataset` of arrays: one, or dicts of them by name."""
-
-    def _write(self, path: Path, batch: Any) -> None:
-        with path.open("wb") as file:
-            np.savez(file, **(batch if isinstance(batch, dict) else {"": np.asarray(batch)}))
-
-    def _read(self, path: Path) -> Any:
-        with np.load(path) as found:
-            arrays = dict(found)
-        return arrays[""] if set(arrays) == {""} else arrays
 
 
 def replace_relu6_with_relu(model: Any) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.aimet_common.sites import granularity_of, int_format, qnn_record, steps_format
+from bitwright.aimet_common.sites import granularity_of, int_format, steps_format
 from bitwright.core.numerics.affine import encode
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
@@ -29,6 +29,7 @@ from bitwright.core.numerics.statistics import Statistics, start, update
 from bitwright.errors import CalibrationError, ConfigError, EncodingsError, FormatError
 from bitwright.export.encodings.read import read_encodings
 from bitwright.export.encodings.records import GroupedScale, check_version
+from bitwright.export.encodings.write import record_2_0_0
 from bitwright.torch.quantizers import functional
 
 __all__ = [
@@ -868,7 +869,7 @@ def _qnn_2_0_0(encoding: AffineEncoding) -> dict[str, Any]:
         multiples = encoding.per_block_int_scale.detach().cpu().numpy().astype(np.int64).reshape(values)
         channel = encoding.per_channel_scale.detach().cpu().numpy()
         grouped = GroupedScale(multiples, channel, encoding.decompressed_bw)
-    return qnn_record(core, grouped)
+    return record_2_0_0(core, grouped)
 
 
 class VectorEncoding(AffineEncoding):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from bitwright.aimet_common.absent import absent_names
@@ -141,19 +138,11 @@ def is_model_on_gpu(model: nn.Module) -> bool:
 class CachedDataset(Batches):
     """:class:`bitwright.aimet_common.utils.CachedDataset` of tensors: one, or a tuple, list or dict of them."""
 
-    def _write(self, path: Path, batch: Any) -> None:
-        kind = "tensor" if isinstance(batch, torch.Tensor) else type(batch).__name__
-        items = batch.items() if isinstance(batch, dict) else enumerate([batch] if kind == "tensor" else batch)
-        save_file({str(key): value.detach().contiguous().clone() for key, value in items}, path, {"kind": kind})
+    def _array(self, value: Any) -> Any:
+        return value.detach().cpu().numpy()
 
-    def _read(self, path: Path) -> Any:
-        with safe_open(path, "pt") as file:
-            kind = file.metadata()["kind"]
-            found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, no dict
-        in_order = [found[key] for key in sorted(found, key=int)] if kind != "dict" else []
-        return (
-            found if kind == "dict" else in_order[0] if kind == "tensor" else {"tuple": tuple}.get(kind, list)(in_order)
-        )
+    def _value(self, array: Any) -> Any:
+        return torch.from_numpy(array)
 
 
 @contextmanager

@@ -227,14 +227,14 @@ _WRITERS: dict[str, Callable[[NamedEncoding], tuple[Any, str | None]]] = {
 }
 
 
-def entry_of(record: NamedEncoding, version: str) -> dict[str, Any] | None:
-    """The entry of one record in a file of this version; ``None`` where the version has none for it.
+def record_2_0_0(encoding: Encoding, grouped: GroupedScale | None = None) -> dict[str, Any]:
+    """One encoding as files of version 2.0.0 have it, without a name; empty for formats that it does not count as quantized.
 
     Raises:
-        EncodingsError: there is no such version, or it needs axes that the record does not have.
+        EncodingsError: its axes are open.
     """
-    entry: dict[str, Any] | None = _WRITERS[check_version("encodings", version)](record)[0]
-    return entry
+    entry = _write_2_0_0(NamedEncoding("encoding", "unknown", encoding, grouped))[0] or {}
+    return {key: value for key, value in entry.items() if key != "name"}
 
 
 def _unsigned(encoding: Encoding, fmt: IntFormat) -> tuple[NDArray[np.int64], bool, str | None]:
