@@ -16,7 +16,7 @@ from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
-from bitwright.aimet_common.absent import absence, absent_names, refuse
+from bitwright.aimet_common.absent import ABSENT, absence, absent_names, refuse
 
 _ROOT = "bitwright."
 
@@ -151,7 +151,10 @@ def names_below(path: str, home: str | None = None) -> Callable[[str], Any]:
         path: the module that gets the function.
         home: the module whose names it has; ``None`` for one with names of its own.
     """
-    missing = absent_names(path)
+    name_of = path.removeprefix(_ROOT)
+    for package, real in PREFIXES.items():
+        name_of = real + name_of.removeprefix(package) if name_of.startswith(f"{package}.") else name_of
+    missing = absent_names(_ROOT + name_of)
 
     def found(name: str) -> Any:
         if name == "__all__" and home is not None:
@@ -159,7 +162,7 @@ def names_below(path: str, home: str | None = None) -> Callable[[str], Any]:
         if name.startswith("__"):
             raise AttributeError(name)
         there = None if home is None else importlib.import_module(home)
-        if hasattr(there, name):
+        if hasattr(there, name) and f"{name_of}.{name}" not in ABSENT:
             return getattr(there, name)
         below = f"{path}.{name}"
         if home_of(below.removeprefix(_ROOT)) is not None and _FINDER.find_spec(below) is not None:
