@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bitwright import __version__
 from bitwright.core.files import read_document
 from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.spec import QuantSpec
 from bitwright.errors import ExportError
 from bitwright.export.files.atomic import AnyPath, atomic_files, read_error, settle
 from bitwright.llm.packed import LayerInput, Layout, PackedWeight, Weight, WeightPlan, check_groups
@@ -64,6 +65,7 @@ class FileFormat:
         read: yields the weights that a folder holds.
         recognises: whether a folder holds files of this kind.
         check: refuses a model as a whole: an architecture, inputs, a cache that the files cannot say.
+        fitted: a spec with the scales that the files store, where it asks for none in particular.
     """
 
     name: str
@@ -75,6 +77,7 @@ class FileFormat:
     read: Callable[[Path], Iterator[Weight]]
     recognises: Callable[[Path], bool]
     check: Callable[[Sequence[WeightPlan], Extras], None]
+    fitted: Callable[[QuantSpec], QuantSpec] = lambda spec: spec
 
 
 def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]) -> None:

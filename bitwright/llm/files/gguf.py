@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from bitwright.core.numerics.formats import SCALE_FORMATS, IntFormat
+from bitwright.core.numerics.spec import QuantSpec
 from bitwright.errors import ExportError
 from bitwright.llm.files.common import Extras, FileFormat, refuse_inputs
 from bitwright.llm.files.gguf_blocks import (
@@ -169,6 +171,18 @@ def _size(plan: WeightPlan) -> float:
     return 2 * plan.elements * (4 if row is None else row.bytes / 32)
 
 
+def fitted(spec: QuantSpec) -> QuantSpec:
+    """``spec`` with float16 scales where it is of integers and says float32, which every scale is by default.
+
+    >>> fitted(QuantSpec("uint4", symmetry="asymmetric")).scale_format.name
+    'float12'
+    """
+    if not isinstance(spec.format, IntFormat) or spec.scale_format.name != "float32":
+        return spec
+    name = "float12" if spec.symmetry == "asymmetric" else "float16"
+    return dataclasses.replace(spec, scale_format=SCALE_FORMATS[name])
+
+
 FORMAT = FileFormat(
     name="gguf",
     engine="llama.cpp and programs built on it",
@@ -179,4 +193,5 @@ FORMAT = FileFormat(
     read=read,
     recognises=lambda folder: bool(list(folder.glob("*.gguf"))),
     check=check,
+    fitted=fitted,
 )

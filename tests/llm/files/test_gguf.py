@@ -23,7 +23,7 @@ from transformers import (
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import PRESETS, QuantSpec
 from bitwright.errors import ExportError, GranularityError
-from bitwright.llm import FloatWeight, PackedWeight, packed_weights, read_checkpoint, write_checkpoint
+from bitwright.llm import FloatWeight, PackedWeight, packed_weights, quantize, read_checkpoint, write_checkpoint
 from bitwright.llm.files.gguf_blocks import Reader
 from bitwright.llm.packed import signed
 from tests.llm.models import TOKENS, greedy, llama_cpp, prompts, tiny, weight_only, write_tokenizer
@@ -208,3 +208,10 @@ def test_groups_that_do_not_divide_name_those_that_do(tmp_path):
     plan = dataclasses.replace(weight.plan, shape=(8, 80))
     with pytest.raises(GranularityError, match="sums over 80 elements, which groups of 32 do not divide.*groups of 16"):
         write_checkpoint(tmp_path, iter([]), model.config.to_dict(), to="gguf", plans=[plan])
+
+
+@pytest.mark.parametrize("preset, stored", [("w4g32", "float16"), ("w4g32_asym", "float12"), ("w8g32", "float16")])
+def test_presets_get_the_scales_of_the_file(preset, stored, tmp_path):
+    quantize(_model("qwen2"), preset, to="gguf", out=tmp_path, progress=False)
+    packed = [weight for weight in read_checkpoint(tmp_path) if isinstance(weight, PackedWeight)]
+    assert len(packed) == 14 and {weight.layout.scale_format for weight in packed} == {stored}
