@@ -29,7 +29,7 @@ from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.llm.blocks import Block, Runner, Spill, States, fingerprint, of_checkpoint, view_by_blocks
 from bitwright.llm.checkpoint import Checkpoint, assign, check_room, open_checkpoint
 from bitwright.llm.files.common import Extras, tokenizer_files
-from bitwright.llm.files.table import FILE_FORMATS, check_checkpoint, find_format, write_checkpoint
+from bitwright.llm.files.table import FILE_FORMATS, check_checkpoint, write_checkpoint
 from bitwright.llm.likelihood import Perplexity, Sums, split_tokens, text_tokens
 from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan, planned
 from bitwright.llm.roles import QUANTIZED, Part, Transformer, refuse_unused
@@ -488,8 +488,8 @@ def quantize(
         source = _opened(model, tokenizer=isinstance(data, (str, os.PathLike)) or to is not None)
         view = view_by_blocks(source.runner)
         specs = specs_of(view, spec, rules, embedding, lm_head)
-        if to is not None:
-            specs = {name: find_format(to).fitted(asked) for name, asked in specs.items()}
+        if to in FILE_FORMATS:
+            specs = {name: FILE_FORMATS[to].fitted(asked) for name, asked in specs.items()}
         plans = [planned(part.name, part.shape, specs.get(part.name)) for part in view.parts]
         if to is not None:
             _check(source, plans, to, out)
