@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,6 +246,20 @@ class Factored:
     bias: Array | None = field(default=None, repr=False)
 
 
+class ReadsInputs(Protocol):
+    """A layer that :func:`measure_inputs` shows its inputs."""
+
+    name: str
+    source: str
+    op: Op
+
+    def rows(self, x: Array) -> Array:
+        """What it multiplies, ``[rows, K]``."""
+
+    def see(self, moments: Array, mean: Array) -> None:
+        """Take their second moments and mean into account."""
+
+
 class LowRankLayer:
     """A layer whose weight can be written as factors.
 
@@ -296,6 +310,11 @@ class LowRankLayer:
         self._known: dict[Any, Any] = {}
 
     # -- data
+
+    @property
+    def measured(self) -> bool:
+        """Whether its inputs were seen."""
+        return self._moments is not None
 
     def rows(self, x: Array) -> Array:
         """What the layer multiplies, ``[rows, K]``: patches of a convolution, else the last axis; float64."""
@@ -607,7 +626,7 @@ def _directions(graph: Graph, op: Op) -> list[Op]:
 
 
 def measure_inputs(
-    view: FloatModel, layers: Sequence[LowRankLayer], batches: Iterable[Any], *, most_rows: int = 16384, seed: int = 0
+    view: FloatModel, layers: Sequence[ReadsInputs], batches: Iterable[Any], *, most_rows: int = 16384, seed: int = 0
 ) -> int:
     """Second moments of what the layers read, in one run of the batches.
 
@@ -656,7 +675,7 @@ def measure_inputs(
     return len(held)
 
 
-def _few_samples(layer: LowRankLayer, x: Array, rows: int, random: np.random.Generator) -> Array:
+def _few_samples(layer: ReadsInputs, x: Array, rows: int, random: np.random.Generator) -> Array:
     """As many samples of a convolution's input as have about four times the rows that are kept."""
     if layer.op.type not in ("Conv", "ConvTranspose") or len(x) < 2:
         return x
@@ -722,6 +741,9 @@ class SvdSpace:
         self.whole = graph_costs(self.view.graph())
         if data_aware and self.layers:
             measure_inputs(self.view, self.layers, batches)
+            for layer in [layer for layer in self.layers if not layer.measured]:
+                self.found.refused[layer.name] = "the data did not reach it"
+                self.layers.remove(layer)
         self.batches = batches if judged is None else list(judged)
         self._wanted = [[np.array(y) for y in outputs] for outputs in opened.outputs(self.batches)]
         self.parts = [self._part(layer, ratios) for layer in self.layers]
@@ -749,6 +771,11 @@ class SvdSpace:
                 found += [one] if paid <= ratio * (1 + 1e-6) else []
         return min(found, key=lambda one: one.error, default=None)
 
+    def plan_step(self, one: Factored) -> dict[str, Any] | None:
+        """What rebuilds the layer, as plain data; ``None`` in ONNX, whose file says it."""
+        step: dict[str, Any] | None = self.plans.get(one.layer)
+        return step
+
     def apply(self, choice: Sequence[int]) -> Undo:
         """Put the factors of all layers that are not as they are into the model."""
         return self.put([p.options[k].what for p, k in zip(self.parts, choice, strict=True) if k])
@@ -756,6 +783,11 @@ class SvdSpace:
     def put(self, factored: Iterable[Factored]) -> Undo:
         """Put factors into the model."""
         edits: list[Edit] = []
+        factored = list(factored)
+        described = getattr(self.view, "chain_step", lambda edit, bias: None)
+        self.plans = {
+            one.layer: described(one.edit, one.bias is not None and bool(np.any(one.bias))) for one in factored
+        }  # before they are there
         for one in factored:
             edits += self.found.of[one.layer].edits(one, self.view, self.found.bias[one.layer])
         return self.view.edit(edits)
@@ -807,6 +839,7 @@ class SvdReport(Reversible, Tabular):
         refused: layer -> why it could not.
         before, after: costs of the whole model.
         chosen: the search, where ratios were chosen.
+        plan: of a module, what :func:`bitwright.torch.rebuild` takes to give one of the original class these layers.
     """
 
     _rows = "rows"
@@ -816,6 +849,7 @@ class SvdReport(Reversible, Tabular):
     before: Mapping[str, float]
     after: Mapping[str, float]
     chosen: Chosen | None = field(default=None, repr=False)
+    plan: Mapping[str, Any] = field(default_factory=dict, repr=False)
     _undos: list[Undo] = field(default_factory=list, repr=False)
 
     @property
@@ -867,7 +901,9 @@ def svd_report(space: SvdSpace, factored: Sequence[Factored], undo: Undo, chosen
         rows.append(SvdRow(layer.name, form, rank, (layer.macs, made[0]), (layer.params, made[1]), error))
         saved = _costs(layer.macs - made[0], layer.params - made[1])
         after = {name: after[name] - saved[name] for name in after}
-    return SvdReport(tuple(rows), dict(space.found.refused), before, after, chosen, [undo])
+    steps = [space.plan_step(one) for one in factored]
+    plan = {} if None in steps else {"format": 1, "steps": steps}
+    return SvdReport(tuple(rows), dict(space.found.refused), before, after, chosen, plan, [undo])
 
 
 def svd(

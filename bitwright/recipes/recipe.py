@@ -211,6 +211,12 @@ KINDS: dict[str, Kind] = {
         ("fold",),
         run="bitwright.compression.svd.svd_model",
     ),
+    "sparsify": Kind(
+        "float",
+        "zeros in weights, by magnitude, Wanda or SparseGPT",
+        ("fold", "svd", "equalize", "smooth", "rotate", "awq"),
+        run="bitwright.compression.sparsify.sparsify_model",
+    ),
     "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",), gain=0.0),
     "smooth": Kind(
         "float",

@@ -1,3 +1,4 @@
+from bitwright.compression.sparsify import sparsify_model as sparsify_model
 from bitwright.compression.svd import svd_model as svd_model
 from bitwright.core.health.diagnosis import Stabilized as Stabilized
 from bitwright.core.simulation.sites import Site as Site
@@ -20,6 +21,7 @@ from bitwright.methods.stabilize import stabilize as stabilize
 from bitwright.recipes.quantize import Result as Result
 from bitwright.recipes.quantize import quantize as quantize
 from bitwright.torch.calls.inputs import Inputs as Inputs
+from bitwright.torch.masks import keep_masks as keep_masks
 from bitwright.torch.ranks import gather_batches as gather_batches
 from bitwright.torch.simulation.quantsim import QuantizationSimModel as QuantizationSimModel
 from bitwright.torch.structure import load_compressed as load_compressed

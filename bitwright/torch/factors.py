@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from bitwright.core.simulation.float_model import Array, Chain
+from bitwright.errors import ConfigError
 from bitwright.torch.calls.inputs import as_call, evaluation, flatten_tensors
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -170,6 +171,29 @@ def chain_from_plan(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> nn.
         assert isinstance(reduce, nn.Linear) and isinstance(layer, nn.RNNBase)
         return ReducedInput(reduce, layer).train(module.training)
     return nn.Sequential(*layers).train(module.training)
+
+
+def rebuild_chain(model: nn.Module, step: Mapping[str, Any]) -> None:
+    """Give a module of the original class the layers of a step of a plan; values are not set.
+
+    Raises:
+        ConfigError: the plan is of another model: it has no such module, or one of another kind or width.
+    """
+    path, rows = str(step.get("module")), step.get("layers", [])
+    found = dict(model.named_modules()).get(path)
+    remedy = "rebuild the original class, with the arguments of the model that was compressed"
+    if found is None or not path:
+        raise ConfigError(path, "the plan replaces it, and the model has no such module", remedy)
+    width = getattr(found, "in_features", getattr(found, "in_channels", getattr(found, "input_size", None)))
+    if not rows or (width is not None and width != rows[0]["in"]) or next(found.parameters(), None) is None:
+        raise ConfigError(
+            path, f"the plan replaces a layer of {rows[0]['in'] if rows else 0} inputs, and it is {found}"[:300], remedy
+        )
+    made = chain_from_plan(found, rows)
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is found:
+                parent._modules[name] = made
 
 
 def chain_of_modules(module: nn.Module, chain: Chain) -> nn.Module:

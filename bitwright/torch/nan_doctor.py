@@ -146,7 +146,7 @@ class Doctor(Recorder):
             self._look_at_inputs(args, kwargs)
 
     def _look_at_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for name, tensor in named_inputs(self._signature, args, kwargs):
+        for name, tensor in named_inputs(self.signature, args, kwargs):
             if not _is_readable(tensor):
                 continue
             if self._rows is None and tensor.dim():

@@ -38,6 +38,7 @@ from bitwright.torch.calls.inputs import (
     to_device,
     walk_modules,
 )
+from bitwright.torch.factors import rebuild_chain
 from bitwright.torch.interception.record import Call, Slot, record
 from bitwright.torch.view import TorchView
 
@@ -639,6 +640,9 @@ def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
             "plan", "it is not a plan that compress() has written", "give result.plan or the file plan.json"
         )
     for step in plan["steps"]:
+        if step.get("kind") == "chain":
+            rebuild_chain(model, step)
+            continue
         if step.get("kind") != "cut":
             raise ConfigError(
                 "plan", f"it has a step {step.get('kind')!r} that is not known", "use the version that wrote it"

@@ -26,9 +26,9 @@ from bitwright.torch.calls.inputs import (
     to_device,
     walk_modules,
 )
-from bitwright.torch.factors import chain_of_modules, no_chain
+from bitwright.torch.factors import chain_of_modules, chain_plan, no_chain
 from bitwright.torch.interception.intercept import Interceptor
-from bitwright.torch.interception.record import Call, Recorder, Slot, record
+from bitwright.torch.interception.record import Call, Recorder, Slot, named_inputs, record
 from bitwright.torch.simulation.simulate import CallPlan, Simulator
 
 
@@ -151,7 +151,7 @@ class TorchView:
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
     def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
-        """Run the batches one by one; yield the named op outputs of each, one array per run of the op."""
+        """Run the batches one by one; yield the named inputs and op outputs of each, one array per run of the op."""
         self.graph()
         simulator = Simulator(
             {
@@ -170,6 +170,9 @@ class TorchView:
                 for batch in with_samples(batches):
                     simulator.taps = {name: [] for name in values}
                     args, kwargs = as_call(to_device(batch, device))
+                    for name, tensor in named_inputs(self._recorder.signature, args, kwargs):
+                        if name in simulator.taps:
+                            simulator.taps[name].append(tensor.clone())  # a model may write into its input
                     self.model(*args, **kwargs)
                     yield {name: [t.float().cpu().numpy() for t in kept] for name, kept in simulator.taps.items()}
         finally:
@@ -313,6 +316,19 @@ class TorchView:
         if call.module is None and graph_op.type in ("LSTM", "GRU", "RNN") and graph_op.module:
             return self.model.get_submodule(graph_op.module), graph_op.module
         return call.module, call.path
+
+    def chain_step(self, edit: Chain, bias: bool) -> dict[str, Any]:
+        """A step of a plan from which :func:`bitwright.torch.rebuild` makes the modules of a chain.
+
+        Args:
+            edit: that has not been carried out.
+            bias: whether the last module gets one that the original does not have.
+        """
+        module, path = self._replaceable(edit.op)
+        assert module is not None
+        rows = chain_plan(module, edit)
+        rows[-1]["bias"] = rows[-1].get("bias", False) or bias
+        return {"kind": "chain", "module": path, "layers": rows}
 
     def _chain(self, edit: Chain) -> Undo:
         module, _ = self._replaceable(edit.op)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import numpy as np
 import onnx
@@ -23,7 +24,7 @@ from bitwright.compression.svd import (
 )
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.onnx import OnnxView, load_model
-from bitwright.torch import TorchView
+from bitwright.torch import TorchView, rebuild
 from bitwright.torch.factors import ReducedInput, chain_from_plan, chain_plan
 
 RNG = np.random.default_rng(0)
@@ -228,6 +229,17 @@ def test_a_plan_and_a_state_dict_rebuild_the_module(mixed):
     again = copy.deepcopy(net)
     again.recurrent = made
     assert torch.equal(again(x)[0], view.model(x)[0])
+
+
+def test_the_plan_of_a_report_rebuilds_the_class_and_refuses_another(small):
+    net, x, _ = small
+    work = copy.deepcopy(net)
+    report = svd_model(work, [x], macs=0.5, progress=False)
+    again = rebuild(Small().eval(), json.loads(json.dumps(report.plan)))
+    again.load_state_dict(work.state_dict())
+    assert torch.equal(again(x), work(x))
+    with pytest.raises(ConfigError, match="the plan replaces it, and the model has no such module"):
+        rebuild(nn.Sequential(nn.Linear(2, 2)), report.plan)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,10 @@
 Frantar et al. 2022, arXiv:2210.17323. Letters of the paper: ``W [O, K]``, ``H = 2 X X^T [K, K]``, and ``U``, the upper
 Cholesky factor of the inverse of ``H``. Matrices of groups (grouped and depthwise convolutions) are done side by side:
 ``W [G, O, K]``, ``H [G, K, K]``.
+
+With a ``sparsity`` weights are set to zero in the same pass (SparseGPT; Frantar and Alistarh 2023, arXiv:2301.00774): those
+of the least ``w^2 / U_kk^2`` among the columns of a block, or the least of every ``m`` neighbours for a pattern ``n:m``, and the
+columns still to come make up for them as for errors of rounding.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bitwright.errors import CalibrationError, ConfigError
 from bitwright.methods.rounding.driver import Choice, Task, check_finite, check_rows
 from bitwright.methods.rounding.matrices import Grid, Moments
 
@@ -28,6 +33,9 @@ class Settings:
         block: columns between two updates of everything after them.
         match_float: aim at the outputs of the float model on its own inputs, and not at the float weights' outputs on the
             quantized predecessor's: the weights are first moved to the least-squares solution.
+        sparsity: share of the weights that become zero; 0 rounds only.
+        pattern: ``unstructured``, or ``n:m`` for ``n`` weights other than zero in every ``m`` along the inputs, which decides
+            the sparsity; columns keep their order then.
         rows_per_input: as many rows of a layer's inputs as this, for each input of one output, are drawn evenly from the
             data; ``None`` takes all. A convolution has a row for each position of its output.
     """
@@ -36,43 +44,87 @@ class Settings:
     act_order: bool = True
     block: int = 128
     match_float: bool = True
+    sparsity: float = 0.0
+    pattern: str = "unstructured"
     rows_per_input: int | None = None
 
 
-def round_columns(w: Tensor, hessian: Tensor, grid: Grid, settings: Settings) -> Tensor:
+def round_columns(w: Tensor, hessian: Tensor, grid: Grid | None, settings: Settings) -> Tensor:
     """Codes of ``w`` that keep ``(W - W_q) H (W - W_q)^T`` small.
 
     Args:
         w: ``[G, O, K]`` float32.
         hessian: ``[G, K, K]`` float64, symmetric and positive semidefinite; any factor before it is without effect.
-        grid: of every weight.
+        grid: of every weight; ``None`` rounds nothing, so that what is returned is weights: pruning alone.
 
     Returns:
         Codes, ``[G, O, K]`` float32. Columns whose inputs are all zero ("dead") are rounded to nearest.
     """
-    if settings.act_order:
+    every = group_of_pattern(settings.pattern)
+    if settings.act_order and every is None:
         order = torch.argsort(torch.diagonal(hessian, dim1=1, dim2=2), dim=1, descending=True, stable=True)
     else:
         order = torch.arange(w.shape[2], device=w.device).expand(w.shape[0], -1)
     columns = order[:, None, :].expand(w.shape)
     upper = inverse_factor(_permuted(hessian, order), settings.damping).float()
     w = w.gather(2, columns)
-    scale, lo, hi = (t.expand(columns.shape).gather(2, columns) for t in (grid.scale, grid.lo, grid.hi))
+    if grid is not None:
+        scale, lo, hi = (t.expand(columns.shape).gather(2, columns) for t in (grid.scale, grid.lo, grid.hi))
     codes = torch.empty_like(w)
     n = int(w.shape[2])
-    for start in range(0, n, settings.block):
-        stop = min(start + settings.block, n)
+    size = settings.block if every is None else max(settings.block // every[1], 1) * every[1]
+    diagonal = torch.diagonal(upper, dim1=1, dim2=2)
+    for start in range(0, n, size):
+        stop = min(start + size, n)
+        gone = torch.zeros_like(w[:, :, start:stop], dtype=torch.bool)
+        if every is None and settings.sparsity > 0:
+            gone = _least(w[:, :, start:stop] / diagonal[:, None, start:stop], settings.sparsity)
         block, errors = w[:, :, start:stop].clone(), w.new_empty((*w.shape[:2], stop - start))
         for j in range(stop - start):
             k = start + j
+            if every is not None and k % every[1] == 0:
+                last = min(j + every[1], stop - start)
+                near = (block[:, :, j:last] / diagonal[:, None, k : start + last]).square()
+                drop = max(last - j - every[0], 0)
+                gone[:, :, j:last].scatter_(2, near.argsort(2)[:, :, :drop], True)
             column = block[:, :, j]
-            code = torch.clamp((column / scale[:, :, k]).round_(), lo[:, :, k], hi[:, :, k])
+            if grid is None:
+                code = value = column.masked_fill(gone[:, :, j], 0.0)
+            else:
+                code = torch.clamp((column / scale[:, :, k]).round_(), lo[:, :, k], hi[:, :, k])
+                code = code.masked_fill(gone[:, :, j], 0.0)
+                value = code * scale[:, :, k]
             codes[:, :, k] = code
-            error = (column - code * scale[:, :, k]) / upper[:, k, k, None]
+            error = (column - value) / upper[:, k, k, None]
             block[:, :, j:] -= error[:, :, None] * upper[:, k, None, k:stop]
             errors[:, :, j] = error
         w[:, :, stop:] -= errors @ upper[:, start:stop, stop:]
     return torch.empty_like(codes).scatter_(2, columns, codes)
+
+
+def group_of_pattern(pattern: str) -> tuple[int, int] | None:
+    """``(n, m)`` of a pattern ``n:m``; ``None`` for ``unstructured``.
+
+    Raises:
+        ConfigError: it is neither.
+
+    >>> group_of_pattern("2:4")
+    (2, 4)
+    """
+    if pattern == "unstructured":
+        return None
+    n, _, m = pattern.partition(":")
+    if not (n.isdigit() and m.isdigit() and 0 < int(n) < int(m)):
+        raise ConfigError("pattern", f"{pattern!r} is no pattern of zeros", "use unstructured, or n:m as in 2:4")
+    return int(n), int(m)
+
+
+def _least(scores: Tensor, share: float) -> Tensor:
+    """Where the least ``share`` of squares are, per matrix, ``[G, O, K]``."""
+    flat = scores.square().flatten(1)
+    count = round(share * flat.shape[1])
+    gone = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, flat.argsort(1)[:, :count], True)
+    return gone.reshape(scores.shape)
 
 
 def _permuted(hessian: Tensor, order: Tensor) -> Tensor:
@@ -118,6 +170,16 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     seen = bool(hessian.any())
     target = _least_squares(w, found, settings) if settings.match_float and seen else w
     nearest = grid.nearest(w)
+    if settings.sparsity > 0 or group_of_pattern(settings.pattern) is not None:
+        if not seen:
+            raise CalibrationError(
+                layer.name, "its inputs are all zero, so that no weight is worth more", "give other data"
+            )
+        codes = round_columns(target.clone(), hessian, grid, settings)
+        both = [quadratic_error(grid.values(c) - target, hessian).sum() / rows for c in (nearest, codes)]
+        note = f"{float((codes == 0).float().mean()):.1%} of its weights are zero"
+        weight = layer.tensor(grid.values(codes))
+        return [Choice(layer.name, weight, task.encoding(layer), float(both[0]), float(both[1]), note)]
     codes = round_columns(target.clone(), hessian, grid, settings) if seen else nearest
     before, after = (quadratic_error(grid.values(c) - target, hessian).sum(1) / rows for c in (nearest, codes))
     worse = after > before

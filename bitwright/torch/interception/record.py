@@ -93,7 +93,7 @@ class Recorder(Handler):
         keep_arguments: bool = True,
         whole: bool = False,
     ) -> None:
-        self._interceptor_of, self._signature, self._keep_arguments = (interceptor_of, signature, keep_arguments)
+        self._interceptor_of, self.signature, self._keep_arguments = (interceptor_of, signature, keep_arguments)
         self._whole = whole
         self.calls: dict[Key, Call] = {}
         self.values: list[_Tensor] = []
@@ -120,7 +120,7 @@ class Recorder(Handler):
         self._continues = bool(caches_in((args, dict(kwargs))))
         if self._trace is not None:
             self._trace.begin()
-        for path, tensor in named_inputs(self._signature, args, kwargs):
+        for path, tensor in named_inputs(self.signature, args, kwargs):
             if path not in self.inputs:
                 self.inputs[path] = self._new("input", tensor, path)
             self._bind(tensor, self.inputs[path])
