@@ -6,7 +6,7 @@ toolkit's own errors, which the application turns into three lines and exit code
 where its answer is no. A new file of commands needs to be imported below.
 """
 
-from bitwright.cli import diagnose, exported, llm, names, quantize  # noqa: F401  (each registers its commands)
+from bitwright.cli import compress, diagnose, exported, llm, names, quantize  # noqa: F401  (each registers its commands)
 from bitwright.cli.app import app, main
 
 __all__ = ["app", "main"]

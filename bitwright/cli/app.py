@@ -160,6 +160,7 @@ def _options(
       bitwright quantize m.onnx --data d.npz --out exported/
       bitwright doctor m.onnx --data d.npz   where do NaN and Inf come from?
       bitwright inspect m.onnx           what would be quantized, and why not the rest
+      bitwright compress m.onnx --data d.npz --macs 0.5 --out small/   fewer operations
       bitwright verify exported/         does it compute what the simulation did?
       bitwright show exported/           every site: format, scale, range
       bitwright report exported/         one HTML file that shows all of it

@@ -135,14 +135,31 @@ def show(
 
 
 @command()
-def inspect(model: OnnxFile, preset: Preset = "w8a8", config: Config = None, match: Match = "*") -> None:
+def inspect(
+    model: OnnxFile,
+    preset: Preset = "w8a8",
+    config: Config = None,
+    match: Match = "*",
+    costs: Annotated[
+        bool,
+        typer.Option("--costs", help="Print multiplications, bytes, memory and milliseconds of the operators instead."),
+    ] = False,
+) -> None:
     """Print what an ONNX model consists of, and what would be quantized and why not the rest.
 
     \b
     Examples:
       bitwright inspect model.onnx
       bitwright inspect model.onnx --preset w4a8 --match '*.weight'
+      bitwright inspect model.onnx --costs
     """
+    if costs:
+        from bitwright.compression.costs import COSTS, model_costs
+
+        found = model_costs(model, milliseconds=True)
+        details(found.table())
+        answer(", ".join(f"{value:,.6g} {COSTS[name]}" for name, value in found.totals().items()))
+        return
     from collections import Counter
 
     from bitwright.onnx import QuantizationSimModel

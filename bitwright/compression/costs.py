@@ -23,7 +23,7 @@ COSTS: dict[str, str] = {
     "bytes": "bytes of parameters",
     "params": "parameters",
     "activation_bytes": "bytes of activations at the peak",
-    "ms": "milliseconds in ONNX Runtime",
+    "ms": "milliseconds in ONNX Runtime on one thread",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 
 import numpy as np
@@ -11,7 +12,10 @@ import onnxruntime
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+from bitwright import model_costs
+from bitwright.cli import app
 from bitwright.compression.svd import (
     Factorization,
     compose,
@@ -266,3 +270,21 @@ def test_bad_input_names_place_value_and_remedy(small, options, message):
 def test_no_data_is_refused(small):
     with pytest.raises(CalibrationError, match="no batch"):
         svd_model(small[0], [], macs=0.5)
+
+
+def test_commands_write_a_smaller_file_and_print_costs(small, tmp_path):
+    _, x, path = small
+    np.savez(tmp_path / "data.npz", x=x.numpy())
+    run = functools.partial(CliRunner().invoke, app)
+    out = run(["compress", str(path), "--data", str(tmp_path / "data.npz"), "--method", "svd", "--macs", "0.6",
+               "--batch-size", "16", "--out", str(tmp_path / "small"), "--metric", "agreement"])  # fmt: skip
+    assert out.exit_code == 0, out.output
+    assert "layers in factors: macs 0." in out.output
+    before, after = (model_costs(p)["macs"] for p in (path, tmp_path / "small" / "small.onnx"))
+    assert after <= 0.6 * before
+    shown = run(["inspect", str(path), "--costs"])
+    assert shown.exit_code == 0 and "multiplications" in shown.output and "activations" in shown.output
+    wrong = run(
+        ["compress", str(path), "--data", str(tmp_path / "data.npz"), "--out", str(tmp_path), "--method", "svg"]
+    )
+    assert wrong.exit_code == 2 and "did you mean 'svd'" in wrong.output

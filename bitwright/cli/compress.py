@@ -1,0 +1,86 @@
+"""The command that makes models smaller by fewer operations: ``compress``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from bitwright.cli.app import command, methods_option, output_option, print_report
+from bitwright.cli.options import Data, JsonFile, Metric, OnnxFile, Reading, write_json
+from bitwright.errors import ConfigError, close_matches
+
+_METHODS = ("prune", "svd", "sparsify")
+
+
+@command("compress")
+def compress_model(
+    model: OnnxFile,
+    data: Data,
+    out: Annotated[Path, output_option(help="Folder for the model; created if missing.")],
+    reading: Reading,
+    judged: Metric,
+    method: Annotated[
+        str,
+        methods_option(
+            help="prune: remove channels, heads and hidden units; svd: low-rank factors; sparsify: zeros (half of each weight).",
+            autocompletion=lambda incomplete: [m for m in _METHODS if m.startswith(incomplete)],
+        ),
+    ] = "prune",
+    macs: Annotated[float | None, methods_option(help="Part of the multiplications that may be left, as 0.5.")] = None,
+    params: Annotated[float | None, methods_option(help="Part of the parameters that may be left, as 0.5.")] = None,
+    sparsity: Annotated[float, methods_option(help="With sparsify: the part of each weight that becomes zero.")] = 0.5,
+    pattern: Annotated[
+        str, methods_option(help="With sparsify: unstructured, 2:4, or blocks of outputs and inputs as 4x1.")
+    ] = "unstructured",
+    prefix: Annotated[str | None, output_option(help="Name of the file; the model's name by default.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Make an ONNX model compute less: prune channels, or write layers as low-rank factors.
+
+    The file that is written is an ordinary float model, which `bitwright
+    quantize` takes next. Without --metric the outputs alone decide.
+
+    \b
+    Examples:
+      bitwright compress model.onnx --data samples.npz --macs 0.5 --out small/
+      bitwright compress model.onnx --data photos/ --method svd --macs 0.75 --out small/
+      bitwright compress model.onnx --data samples.npz --method svd --params 0.6 \\
+          --metric accuracy --labels labels.npy --out small/
+      bitwright compress model.onnx --data samples.npz --method sparsify --pattern 2:4 --out small/
+    """
+    if method not in _METHODS:
+        raise ConfigError(
+            "--method", f"there is no method {method!r}{close_matches(method, _METHODS)}", f"use {', '.join(_METHODS)}"
+        )  # fmt: skip
+    target = {name: part for name, part in (("macs", macs), ("params", params)) if part is not None}
+    if not target and method != "sparsify":
+        raise ConfigError("--macs", "no target is given", "write --macs 0.5 or --params 0.5")
+    if target and method == "sparsify":
+        raise ConfigError("--macs", "zeros leave as many multiplications", "write --sparsity 0.5, or --method svd")
+    from bitwright.export.files.onnx_file import save_model
+    from bitwright.onnx import load_model
+    from bitwright.onnx.model.data import input_specs
+
+    loaded = load_model(model)
+    batches = list(reading.batches(data, input_specs(loaded.model)))
+    score, lower = judged.of_sessions(loaded.model, lambda: batches)
+    name = prefix or model.stem
+    report: Any
+    if method == "prune":
+        from bitwright.compression.compress import compress
+
+        report = compress(model, batches, target, metric=score)
+        report.save(out, name)
+        print_report(str(report), 0)
+    else:
+        from bitwright.compression.sparsify import sparsify_model
+        from bitwright.compression.svd import svd_model
+
+        if method == "svd":
+            report = svd_model(loaded, batches, **target, metric=score, lower_is_better=lower)
+        else:
+            report = sparsify_model(loaded, batches, sparsity=sparsity, pattern=pattern)
+        out.mkdir(parents=True, exist_ok=True)
+        save_model(loaded.model, out / f"{name}.onnx")
+        print_report(f"{report.summary}\n{report}", 0)
+    write_json(json_file, report)
