@@ -71,16 +71,16 @@ def compress_model(
 
         report = compress(model, batches, target, metric=score)
         report.save(out, name)
-        print_report(str(report), 0)
+        print_report(str(report))
     else:
         from bitwright.compression.sparsify import sparsify_model
         from bitwright.compression.svd import svd_model
 
         if method == "svd":
-            report = svd_model(loaded, batches, **target, metric=score, lower_is_better=lower)
+            report = svd_model(loaded, batches, macs=macs, params=params, metric=score, lower_is_better=lower)
         else:
             report = sparsify_model(loaded, batches, sparsity=sparsity, pattern=pattern)
         out.mkdir(parents=True, exist_ok=True)
         save_model(loaded.model, out / f"{name}.onnx")
-        print_report(f"{report.summary}\n{report}", 0)
+        print_report(f"{report.summary}\n{report}")
     write_json(json_file, report)
