@@ -26,6 +26,7 @@ AS_SIMULATED = {
     "KV_CACHE_PRECISION": "f32",
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
 }
+_MOST = 600  # characters of what OpenVINO says, which names the operator after some lines
 _STEM = "openvino_model"  # what OpenVINO GenAI looks for
 _OF_ONNX = ("genai_config.json", "model.onnx")
 
@@ -79,7 +80,7 @@ def export_openvino(sim: QuantizationSimModel | nn.Module, folder: str | Path, *
         except Exception as error:
             raise ExportError(
                 str(folder),
-                f"OpenVINO cannot read the model: {str(error).strip().splitlines()[0]}",
+                f"OpenVINO cannot read the model: {' '.join(str(error).split())[:_MOST]}",
                 "leave the layer that it names in float, or export for ONNX Runtime (export_decoder)",
             ) from error
         make_stateful(model, generation)
