@@ -117,9 +117,10 @@ def markdown() -> None:
     rows = {r.name: json.loads(f.read_text()) for r in ARCHITECTURES if (f := STATE / f"{r.name}.json").exists()}
     rows = {name: r for name, r in rows.items() if "ModuleNotFoundError" not in r.get("error", "")}
     done = [r for r in rows.values() if r.get("groups")]
+    where = ", ".join(f"{k}: {v}" for k, v in machine().items())
     lines = [
         "# Dependency graphs of architectures", "",
-        f"`python benchmarks/compression_reach.py`, {machine()}. {PART:.0%} of the units of every group removed from models",
+        f"`python benchmarks/compression_reach.py`, {where}. {PART:.0%} of the units of every group removed from models",
         "with random weights; *noise* is the largest difference of an output from the whole model with these units at zero, in",
         "parts of the largest number of the output. A refused layer keeps its channels, and the report says why.", "",
         f"{len(rows)} architectures: {len(done)} pruned with the right shapes and outputs, "

@@ -239,6 +239,7 @@ class Dependencies:
         self._roles: dict[tuple[str, int], tuple[str, str]] = {}
         self._split_sites: dict[str, tuple[Index, int]] = {}
         self._kinds: list[tuple[Index, str]] = []
+        self._contracted: list[Index] = []  # summed over in a product of two computed matrices
         for op in self.graph.ops:
             made = self._rule(op)
             for i, value in enumerate(op.outputs):
@@ -459,6 +460,7 @@ class Dependencies:
         if len(x) < 2 or len(y) < 2:
             return self._refuse(op, "multiplies by a vector")
         self._join_free(x[-1], y[-2], op)
+        self._contracted += [a for a in (x[-1], y[-2]) if a is not None]
         for value, port in ((op.inputs[0], 0), (op.inputs[1], 1)):
             rank = len(self.axes(value))
             self._role(value, rank - 1, "in" if port == 0 else "out", op)
@@ -815,6 +817,7 @@ class Dependencies:
         other = np.concatenate([none, *(b for _, b in self._joined)])
         self.roots = components(self._count, one, other)
         units = _Units(self.roots, self._param_axes)
+        contracted = set(np.unique(self.roots[np.concatenate([none, *self._contracted])]).tolist())
         stays, averaged, kinds = self._notes()
         rank = {op.name: i for i, op in enumerate(self.graph.ops)}
         self._by_name: dict[str, Group] = {}
@@ -829,7 +832,7 @@ class Dependencies:
                 count = taken[base] = taken.get(base, 0) + 1
                 name = base if count == 1 else f"{base}#{count}"
                 group = self._group(name, units, alike, averaged, kinds)
-                reason = forbidden.get(name, forbidden.get(group.kin, _why_useless(group)))
+                reason = forbidden.get(name, forbidden.get(group.kin, _why_useless(group, root in contracted)))
             else:
                 reason = stays[root]
             if reason is None:
@@ -988,8 +991,8 @@ class _Units:
         return np.stack([self._members[self._bounds[r] : self._bounds[r + 1]] for r in map(self.root, alike)])
 
 
-def _why_useless(group: Group) -> str | None:
-    if not group.readers:
+def _why_useless(group: Group, contracted: bool) -> str | None:
+    if not group.readers and not contracted:
         return "no layer that is known reads its channels"
     return "it is a single unit, which cannot be removed whole" if group.units < 2 else None
 

@@ -210,7 +210,9 @@ class Selector:
         best = dict(removed)
         groups = {g.name: g for g in self.groups}
         waiting = [] if self.alike else list(best)
-        while waiting:
+        for _ in range(_REFILLS * len(best)):
+            if not waiting:
+                break
             name = max(waiting, key=lambda n: float(np.max(comparable(self.scores[n])[best[n]])))
             step, scores = step_of(groups[name], self.multiple), self.scores[name]
             order = best[name][np.argsort(scores[best[name]], kind="stable")]
@@ -226,6 +228,7 @@ class Selector:
 
 
 _BISECTIONS = 14
+_REFILLS = 4  # of each group, at most on average
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,23 @@ def test_half_of_the_operations(net: Net, form: str, tmp_path: Path) -> None:
             sum(np.prod(t.dims) for t in onnx.load(f).graph.initializer) for f in (tmp_path / "net.onnx", files[0])
         )
         assert after < 0.6 * before
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import numpy as np
+import bitwright
+batches = [np.random.default_rng(i).normal(size=(8, 3, 8, 8)).astype(np.float32) for i in range(2)]
+print(bitwright.compress("net.onnx", batches, {"macs": 0.5}, widths=2).headline)
+"""
+
+
+def test_onnx_without_torch(net: Net, tmp_path: Path) -> None:
+    given(net, "onnx", tmp_path)
+    run = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "of the macs" in run.stdout
 
 
 def test_a_plan_is_of_one_model(net: Net) -> None:

@@ -158,11 +158,16 @@ def test_key_and_value_heads_go_with_their_query_heads(tmp_path: Path) -> None:
 
 
 def test_inner_positions_of_heads(tmp_path: Path) -> None:
-    """Widths of queries and keys go together, those of values with the columns of the projection."""
+    """Widths of queries and keys go together, those of values with the columns of the projection; groups keep their number."""
     structure, x, _ = opened("attention", "torch", tmp_path)
     found = checked_dependencies(structure, x, inner=True)
     rows = {tuple(m.positions[0].tolist()) for g in found.groups for m in g.members if m.param == "qkv.weight"}
-    assert rows == set() or rows == {(0, 2, 4, 6, 8, 10), (12, 14)}
+    assert rows == {(0, 2, 4, 6, 8, 10), (12, 14)}
+    structure, x, _ = opened("mobile", "torch", tmp_path)
+    members = {
+        m.param: m.positions.tolist() for m in checked_dependencies(structure, x, inner=True).group("stem").members
+    }
+    assert members["stem.weight"] == [[0, 2, 4, 6], [1, 3, 5, 7]] and members["grouped.weight"] == [[0], [1]]
 
 
 def test_reasons(tmp_path: Path) -> None:
