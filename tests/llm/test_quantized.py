@@ -193,7 +193,7 @@ def test_matrices_of_inputs_times_outputs_have_groups_along_the_inputs():
         pytest.param(
             {"rules": {"role:down": "w4g80"}, "to": "compressed-tensors", "out": "unused"},
             GranularityError,
-            "down_proj.weight: its rows have 96 elements, which groups of 80 do not divide. Remedy: use groups of 32 or 16",
+            "down_proj.weight: it sums over 96 elements, which groups of 80 do not divide. Remedy: use groups of 32 or 16",
             id="groups",
         ),
     ],
