@@ -34,7 +34,7 @@ from bitwright.compression.ratios import Chosen, Option, Part, choose
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import AddBias, Before, Chain, Edit, FloatModel, SetParam, Undo
-from bitwright.errors import CalibrationError, ConfigError, checks_arguments, close_matches
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments, close_matches, first_few
 from bitwright.methods.front_end import Opened, front_end_of
 from bitwright.methods.layers import Reversible
 from bitwright.tables import Table, Tabular, plain
@@ -744,6 +744,13 @@ class SvdSpace:
             for layer in [layer for layer in self.layers if not layer.measured]:
                 self.found.refused[layer.name] = "the data did not reach it"
                 self.layers.remove(layer)
+        if not self.layers:
+            reasons = [f"{name}: {reason}" for name, reason in self.found.refused.items()]
+            raise ConfigError(
+                "svd",
+                f"no layer can be written as factors: {first_few(reasons, 6) or 'none multiplies by a stored weight'}",
+                "allow other forms, or exclude fewer layers",
+            )
         self.batches = batches if judged is None else list(judged)
         self._wanted = [[np.array(y) for y in outputs] for outputs in opened.outputs(self.batches)]
         self.parts = [self._part(layer, ratios) for layer in self.layers]

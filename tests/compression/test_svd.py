@@ -267,6 +267,11 @@ def test_bad_input_names_place_value_and_remedy(small, options, message):
     assert torch.equal(work(x), net(x))
 
 
+def test_a_model_without_a_layer_for_the_form_says_why():
+    with pytest.raises(ConfigError, match="no layer can be written as factors: 0: it has no form of spatial"):
+        svd_model(nn.Sequential(nn.Linear(8, 8)), [torch.randn(4, 8)], macs=0.5, forms=("spatial",), progress=False)
+
+
 def test_no_data_is_refused(small):
     with pytest.raises(CalibrationError, match="no batch"):
         svd_model(small[0], [], macs=0.5)
