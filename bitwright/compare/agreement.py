@@ -104,14 +104,16 @@ def step_of(one: Array, other: Array, facts: Mapping[str, Any], scale: Array | N
     return _spacing(one, other, fmt, step) if isinstance(fmt, FloatFormat) else step
 
 
-def spread(scale: Array, axis: int | None, like: Array) -> Array:
-    """``scale`` so that it broadcasts against ``like``."""
+def spread(scale: Array, axis: int | None, like: Array, block: int = 0) -> Array:
+    """``scale`` so that it broadcasts against ``like``; of blocks with ``block`` elements, or as many as divide its axis."""
     scale = scale.astype(np.float64)
     if scale.ndim == 0 or axis is None:
         return scale
     if scale.ndim == 1:
         return scale.reshape([-1 if i == axis % like.ndim else 1 for i in range(like.ndim)])
-    return np.repeat(scale, like.shape[axis] // scale.shape[axis], axis)
+    axis %= like.ndim
+    size = block or -(-like.shape[axis] // scale.shape[axis])
+    return np.repeat(scale, size, axis)[(*(slice(None),) * axis, slice(0, like.shape[axis]))]
 
 
 def output_step(array: Array) -> Array:

@@ -342,6 +342,8 @@ def cut_by_sites(model: ir.Model, values: Values, outputs: Mapping[str, Array]) 
             raise damaged_metadata(node)
         else:
             scale = array_of(copy.graph.initializers.get(facts["scale"] or ""))
+            if facts.get("reach"):  # chosen at run time: no step is longer than that of the largest value
+                scale = np.array(max(float(np.abs(expected).max(initial=0.0)), 1e-30) / facts["reach"])
             places.append(Place(facts, quantizer_chain(node, entry), entry, node.outputs[0], expected, scale))
     places += _output_places(copy.graph, outputs, {place.result for place in places})
     return Cut(copy, places, unchecked)

@@ -265,7 +265,8 @@ def _stored_value(node: ir.Node) -> tuple[Array, Array | None]:
         return np.asarray(held, np.float32), None
     scale = constant_at(node, 1)
     assert held is not None and scale is not None
-    steps = spread(scale, node.attributes.get_int("axis", 1), held).astype(np.float32)
+    block = node.attributes.get_int("block_size", 0)
+    steps = spread(scale, node.attributes.get_int("axis", 1), held, block).astype(np.float32)
     return (held.astype(np.float32) - zero_points(node).astype(np.float32)) * steps, scale
 
 

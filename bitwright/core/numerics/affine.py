@@ -23,7 +23,9 @@ from bitwright.core.numerics.arrays import (
     is_torch,
     like,
     namespace,
+    padded,
     rint,
+    to_numpy,
 )
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import (
@@ -35,7 +37,7 @@ from bitwright.core.numerics.formats import (
     ScaleFormat,
     largest_code,
 )
-from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerBlock, PerChannel
+from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerBlock, PerChannel, PerToken
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.errors import RangeError
 
@@ -349,6 +351,8 @@ def quantize(x: Array, enc: Encoding) -> Array:
         array([   0,    2, -128], dtype=int8)
     """
     x = as_array(x)
+    if enc.dynamic:
+        return quantize_at_run_time(x, enc)[0]
     if _is_large(x, enc):
         return _in_pieces(quantize, x, enc)
     codes = _codes(x, enc).reshape(x.shape)
@@ -395,10 +399,95 @@ def fake_quantize(x: Array, enc: Encoding) -> Array:
         array([ 0.5, 63.5], dtype=float32)
     """
     x = as_array(x)
+    if enc.dynamic:
+        codes, scale, zero_point, restore = _chosen_at_run_time(x, enc)
+        return _narrowed(restore((codes - zero_point) * scale), x.dtype if is_floating(x) else "float32")
     if _is_large(x, enc):
         return _in_pieces(fake_quantize, x, enc)
     values = _values(_codes(x, enc), x, enc, wide=dtype_name(x) == "float64").reshape(x.shape)
     return _narrowed(values, x.dtype if is_floating(x) else "float32")
+
+
+def quantize_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array]:
+    """Codes of ``x``, and the scale and the zero point that they have, chosen of ``x``; the arithmetic is float32.
+
+    - signed integers: ``scale = max|x| / qmax``, codes ``rint(x * (qmax / max|x|))`` from ``-qmax`` to ``qmax``: what ONNX
+      Runtime's MatMulNBits computes at accuracy level 4 and llama.cpp as Q8_0 on x86, whose scales are then rounded to
+      float16 (``enc.scale_format``), while the codes are those of the scale that is not rounded;
+    - unsigned integers: as ONNX DynamicQuantizeLinear, whose zero point is that of a range widened to contain zero;
+    - float formats: ``scale = max|x| / fmt.max``, or the power of two of OCP MX where scales are stored as ``e8m0``; codes are
+      ``x / scale`` rounded to the format.
+
+    Args:
+        x: numpy array or torch tensor.
+        enc: dynamic; its granularity says which elements are looked at together.
+
+    Returns:
+        Codes of the shape of ``x`` as :func:`quantize` gives them; scale and zero point with 1 in the place of the elements
+        that share them, blocks on an axis of their own after the token's.
+    """
+    codes, scale, zero_point, restore = _chosen_at_run_time(as_array(x), enc)
+    codes = restore(codes)
+    if isinstance(enc.format, IntFormat):
+        codes = namespace(codes).where(namespace(codes).isnan(codes), enc.format.qmin, codes)
+        codes = cast(codes, storage_dtype(enc.format, torch=is_torch(x)))
+    return codes, scale, zero_point
+
+
+_SMALLEST_REACH = 2.0**-100  # of a range that is chosen at run time: reciprocals of smaller ones overflow
+
+
+def _chosen_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
+    """Codes in floating point with their scale and zero point, and what brings such an array back to the shape of ``x``."""
+    dtype, shape, fmt = "float64" if dtype_name(x) == "float64" else "float32", tuple(x.shape), enc.format
+    view, axis, cut = cast(x, dtype), 0, None
+    if not isinstance(enc.granularity, PerToken) or not shape:
+        view = view.reshape(-1)
+    else:
+        axis = enc.granularity.axis % len(shape)
+        if size := enc.granularity.block:
+            view = padded(view, axis, -shape[axis] % size) if shape[axis] % size else view
+            view = view.reshape((*shape[:axis], -1, size, *shape[axis + 1 :]))
+            axis, cut = axis + 1, (*(slice(None),) * axis, slice(0, shape[axis]))
+
+    def restore(y: Array) -> Array:
+        if cut is None:
+            return y.reshape(shape)
+        return y.reshape((*shape[: axis - 1], -1, *shape[axis:]))[cut]
+
+    if 0 in shape:
+        return view, view[:0], view[:0], lambda y: y.reshape(shape)
+    xp = namespace(x)
+
+    def end(name: str) -> Array:
+        return (
+            getattr(view, f"a{name}")(axis, keepdim=True) if is_torch(x) else getattr(view, name)(axis, keepdims=True)
+        )
+
+    def wide(value: Array) -> Array:
+        return cast(value, dtype)
+
+    def stored(scale: Array) -> Array:
+        number = enc.scale_format.number
+        return scale if number is None else xp.clip(wide(round_to_float(scale, number)), number.step, None)
+
+    zero = like(np.zeros(()), x, dtype)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
+        if isinstance(fmt, IntFormat) and not fmt.signed:
+            lo, hi = xp.clip(end("min"), None, 0), xp.clip(end("max"), 0, None)
+            scale = stored(xp.clip((hi - lo) / fmt.qmax, _SMALLEST_REACH, None))
+            zero_point = rint(xp.clip(0 - lo / scale, 0, fmt.qmax))
+            return xp.clip(rint(view / scale) + zero_point, 0, fmt.qmax), scale, zero_point, restore
+        low, high = end("min"), end("max")
+        reach = xp.clip(xp.maximum(-low, high), _SMALLEST_REACH, None)
+        if isinstance(fmt, IntFormat):
+            most = like(np.array(fmt.qmax), x, dtype)
+            return rint(view * (most / reach)), stored(reach / most), zero, restore
+        if enc.scale_format.name == "e8m0":
+            scale = wide(like(power_of_two_scale(to_numpy(reach), fmt), x, dtype))
+        else:
+            scale = stored(reach / like(np.array(fmt.max), x, dtype))
+        return wide(round_to_float(view / scale, fmt)), scale, zero, restore
 
 
 def storage_dtype(fmt: IntFormat, *, torch: bool = False) -> str:
@@ -453,7 +542,7 @@ def codebook_indices(x: Array, fmt: FloatFormat) -> Array:
 
 def _is_large(x: Array, enc: Encoding) -> bool:
     """Whether ``x`` is a numpy array of several pieces whose encodings are parts of ``enc``."""
-    if is_torch(x) or x.size <= _PIECE or len(x) == 1 or isinstance(enc.granularity, PerBlock):
+    if enc.dynamic or is_torch(x) or x.size <= _PIECE or len(x) == 1 or isinstance(enc.granularity, PerBlock):
         return False
     return enc.scale.shape == enc.granularity.param_shape(x.shape)
 

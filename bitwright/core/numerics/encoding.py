@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.numerics.formats import FLOAT32_SCALE, Format, IntFormat, ScaleFormat
-from bitwright.core.numerics.granularity import Granularity, PerTensor
+from bitwright.core.numerics.granularity import Granularity, PerTensor, phrase
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,8 @@ class Encoding:
         scale_format: what the scales are stored as; ``scale`` holds only numbers that it can say.
         common: float32, the number of which the scales are multiples, where ``scale_format`` has one: shape P with 1 on
             every axis that shares it; else ``None``.
+        dynamic: every run chooses scale and zero point of the tensor that passes (:func:`affine.choose_at_run_time`); those
+            here are 1 and 0 and mean nothing, and nothing lies beyond ``min`` and ``max``, which are infinite.
 
     Two encodings are equal when every field is equal, bit for bit.
     """
@@ -33,13 +35,14 @@ class Encoding:
     granularity: Granularity = PerTensor()
     scale_format: ScaleFormat = FLOAT32_SCALE
     common: NDArray[np.float32] | None = None
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         scale = np.array(self.scale, np.float32)
         zero_point = np.array(self.zero_point, np.int64).astype(np.int32 if self._narrow() else np.int64)
         assert scale.shape == zero_point.shape, (scale.shape, zero_point.shape)
         scale.flags.writeable = zero_point.flags.writeable = False
-        assert (self.common is None) == (self.scale_format.shared == "none"), self.scale_format
+        assert self.dynamic or (self.common is None) == (self.scale_format.shared == "none"), self.scale_format
         if self.common is not None:
             common = np.array(self.common, np.float32)
             common.flags.writeable = False
@@ -63,6 +66,8 @@ class Encoding:
     @property
     def min(self) -> NDArray[np.float64]:
         """Lowest representable value, shape P."""
+        if self.dynamic:
+            return np.full(self.scale.shape, -np.inf)
         if isinstance(self.format, IntFormat):
             return (self.format.qmin - self.zero_point.astype(np.float64)) * self.scale
         return -self.format.max * self.scale.astype(np.float64)
@@ -70,6 +75,8 @@ class Encoding:
     @property
     def max(self) -> NDArray[np.float64]:
         """Highest representable value, shape P."""
+        if self.dynamic:
+            return np.full(self.scale.shape, np.inf)
         if isinstance(self.format, IntFormat):
             return (self.format.qmax - self.zero_point.astype(np.float64)) * self.scale
         return self.format.max * self.scale.astype(np.float64)
@@ -83,6 +90,7 @@ class Encoding:
             and np.array_equal(self.scale, other.scale)
             and np.array_equal(self.zero_point, other.zero_point)
             and self.scale_format == other.scale_format
+            and self.dynamic == other.dynamic
             and (self.common is None) == (other.common is None)
             and (other.common is None or np.array_equal(np.asarray(self.common), other.common))
         )
@@ -91,6 +99,8 @@ class Encoding:
         return hash((self.format, self.granularity, self.scale.tobytes(), self.zero_point.tobytes()))
 
     def __repr__(self) -> str:
+        if self.dynamic:
+            return f"Encoding({self.format.name}, {phrase(self.granularity)}, range at run time)"
         if self.scale.ndim == 0:
             return f"Encoding({self.format.name}, scale={float(self.scale):.6g}, zero_point={int(self.zero_point)})"
         return (

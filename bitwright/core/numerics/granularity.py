@@ -223,6 +223,31 @@ class PerGate(PerTensor):
         return PerTensor()
 
 
+@dataclass(frozen=True)
+class PerToken(PerTensor):
+    """One scale per token, or per ``block`` elements of each token: every run has its own, so that none is stored.
+
+    It goes with ranges that are chosen at run time (``QuantSpec.dynamic``). ``axis`` is the axis of a token's elements.
+
+    ================  =====================  =======================
+    tensor shape      granularity            scales at run time
+    ================  =====================  =======================
+    ``(2, 7, 64)``    ``PerToken()``         ``(2, 7, 1)``
+    ``(2, 7, 64)``    ``PerToken(32)``       ``(2, 7, 2)``
+    ``(2, 64, 7)``    ``PerToken(axis=1)``   ``(2, 1, 7)``
+    ================  =====================  =======================
+    """
+
+    block: int | None = None
+    axis: int = -1
+
+    def __post_init__(self) -> None:
+        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
+            raise GranularityError(
+                f"PerToken({self.block!r})", "a block needs at least one element", "use 16, 32, 64 or 128"
+            )
+
+
 Granularity = PerTensor | PerChannel | PerBlock
 
 PER_TENSOR = PerTensor()
@@ -234,6 +259,8 @@ def phrase(granularity: Granularity) -> str:
     >>> phrase(PerTensor()), phrase(PerChannel()), phrase(PerChannel(1)), phrase(PerBlock(32, 1, (0, 2)))
     ('per tensor', 'per channel', 'per channel (axis 1)', 'per block of 32 of each matrix (axis 1)')
     """
+    if isinstance(granularity, PerToken):
+        return f"per token in blocks of {granularity.block}" if granularity.block else "per token"
     if isinstance(granularity, PerTensor):
         return "per tensor"
     axis = "" if granularity.axis is None else f" (axis {granularity.axis})"

@@ -130,6 +130,8 @@ def underivable(input_encoding: Encoding, weight_encoding: Encoding, channels: i
     """
     if not isinstance(input_encoding.format, IntFormat) or not isinstance(weight_encoding.format, IntFormat):
         return "its input or weight is not on an integer grid"
+    if input_encoding.dynamic:
+        return "the scale of its input is chosen at run time"
     if input_encoding.format.bits > 16 or weight_encoding.format.bits > 8:
         return "its input has more than 16 bits or its weight more than 8"
     if not isinstance(input_encoding.granularity, PerTensor):

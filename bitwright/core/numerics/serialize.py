@@ -11,7 +11,7 @@ import numpy as np
 from bitwright.core.numerics.affine import is_sayable
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat, parse_format, parse_scale_format
-from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from bitwright.core.numerics.spec import QuantSpec, RangeMethod
 from bitwright.errors import BitwrightError, EncodingsError
 
@@ -31,6 +31,8 @@ def granularity_to_json(granularity: Granularity) -> JsonDict:
             "axis": granularity.axis,
             "channel_axis": list(channels) if isinstance(channels, tuple) else channels,
         }
+    if isinstance(granularity, PerToken):
+        return {"kind": "per_token", "block": granularity.block, "axis": granularity.axis}
     return {"kind": "per_tensor"}
 
 
@@ -48,6 +50,9 @@ def granularity_from_json(data: JsonDict) -> Granularity:
             return PerBlock(size, _axis(data["axis"]), _axis(channels))
         held = tuple(axis for axis in map(_axis, channels) if axis is not None)
         return PerBlock(size, _axis(data["axis"]), held)
+    if kind == "per_token":
+        axis = _axis(data["axis"])
+        return PerToken(data["block"], -1 if axis is None else axis)
     if kind != "per_tensor":
         raise ValueError(f"{kind!r:.40} is not a granularity")
     return PerTensor()
@@ -68,6 +73,7 @@ def encoding_to_json(encoding: Encoding) -> JsonDict:
         "scale": [float(s) for s in encoding.scale.ravel()],
         "zero_point": [int(z) for z in encoding.zero_point.ravel()],
         **_scale_format_to_json(encoding),
+        **({"dynamic": True} if encoding.dynamic else {}),
     }
 
 
@@ -107,11 +113,12 @@ def encoding_from_json(data: JsonDict, site: str = "encoding") -> Encoding:
         if ((zero_point < lowest) | (zero_point > highest)).any():
             raise ValueError(f"a zero point lies outside {lowest} to {highest}, the grid of {fmt.name}")
         scale_format = parse_scale_format(data.get("scale_format", FLOAT32_SCALE))
+        dynamic = data.get("dynamic", False) is True
         common = None
         if scale_format.shared != "none":
             common = np.array(_numbers(data["common"], int, float), np.float64).astype(np.float32)
             common = common.reshape(tuple(data["common_shape"]))
-        encoding = Encoding(fmt, scale, zero_point, granularity, scale_format, common)
+        encoding = Encoding(fmt, scale, zero_point, granularity, scale_format, common, dynamic)
         if not is_sayable(encoding):
             raise ValueError(f"its scales are not of the format {scale_format.name}")
         return encoding
@@ -119,7 +126,7 @@ def encoding_from_json(data: JsonDict, site: str = "encoding") -> Encoding:
 
 def _rank(granularity: Granularity, given: int) -> int:
     """Axes of the parameters; those of blocks have as many as the tensor."""
-    fixed = {PerTensor: 0, PerChannel: 1}
+    fixed = {PerTensor: 0, PerToken: 0, PerChannel: 1}
     return fixed.get(type(granularity), max(1, given))
 
 
@@ -153,6 +160,7 @@ def spec_to_json(spec: QuantSpec) -> JsonDict:
         "fixed_range": None if spec.fixed_range is None else list(spec.fixed_range),
         **({} if spec.non_finite is None else {"non_finite": spec.non_finite}),
         **({} if spec.scale_format == FLOAT32_SCALE else {"scale_format": spec.scale_format.name}),
+        **({"dynamic": True} if spec.dynamic else {}),
     }
 
 
@@ -185,4 +193,5 @@ def spec_from_json(data: JsonDict, site: str = "spec") -> QuantSpec:
             None if fixed is None else (fixed[0], fixed[1]),
             data.get("non_finite"),
             parse_scale_format(data.get("scale_format", FLOAT32_SCALE)),
+            data.get("dynamic", False) is True,
         )

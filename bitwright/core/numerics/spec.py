@@ -16,7 +16,7 @@ from bitwright.core.numerics.formats import (
     parse_format,
     parse_scale_format,
 )
-from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, phrase
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken, phrase
 from bitwright.errors import ConfigError, close_matches
 
 Symmetry = Literal["asymmetric", "symmetric", "strict_symmetric", "unsigned_symmetric"]
@@ -73,6 +73,8 @@ class QuantSpec:
             the whole batch out of all statistics, ``clamp`` uses the finite elements only; ``None`` is the
             policy of the call.
         scale_format: what scales are stored as, a row of ``formats.SCALE_FORMATS`` or its name.
+        dynamic: every run chooses the range of the tensor that passes, per tensor or per token; nothing is calibrated. Of
+            activations; signed grids are symmetric then, unsigned ones have a zero point, as ONNX DynamicQuantizeLinear.
     """
 
     format: Format = field(default_factory=lambda: IntFormat(8))
@@ -82,6 +84,7 @@ class QuantSpec:
     fixed_range: tuple[float | None, float | None] | None = None
     non_finite: NonFinite | None = None
     scale_format: ScaleFormat = FLOAT32_SCALE
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.granularity, Granularity):
@@ -106,6 +109,7 @@ class QuantSpec:
         if self.non_finite is not None:
             check_policy(self.non_finite, "QuantSpec.non_finite")
         object.__setattr__(self, "scale_format", parse_scale_format(self.scale_format))
+        self._check_dynamic()
         if self.scale_format == FLOAT32_SCALE:
             return
         has_zero_point = isinstance(self.format, IntFormat) and self.symmetry == "asymmetric"
@@ -121,11 +125,42 @@ class QuantSpec:
                 else "set scale_format to 'float32'",
             )
 
+    def _check_dynamic(self) -> None:
+        """Refuse what no range that is chosen at run time can be."""
+        if not self.dynamic:
+            if isinstance(self.granularity, PerToken):
+                raise ConfigError(
+                    "QuantSpec.granularity",
+                    "scales per token follow from each run, and dynamic is False",
+                    "set dynamic to True, or use PerTensor() or PerChannel()",
+                )
+            return
+        fmt, problem, remedy = self.format, "", ""
+        if type(self.granularity) not in (PerTensor, PerToken):
+            problem = f"a range that is chosen at run time is of a tensor or of a token, not {phrase(self.granularity)}"
+            remedy = "use PerTensor(), PerToken() or PerToken(32)"
+        elif self.fixed_range is not None:
+            problem, remedy = "a range that is chosen at run time has no fixed ends", "leave out fixed_range or dynamic"
+        elif self.method.name != "minmax":
+            problem = f"a range that is chosen at run time is all that the tensor holds, not {self.method.name}"
+            remedy = "leave out the method, or calibrate the range: dynamic=False"
+        elif self.scale_format.multiples is not None:
+            problem = f"scales chosen at run time share no number, as those of {self.scale_format.name} do"
+            remedy = "use float32, float16, bfloat16 or e8m0"
+        elif isinstance(fmt, FloatFormat) and not fmt.scaled:
+            problem, remedy = f"{fmt.name} has no range", "leave out dynamic"
+        elif isinstance(fmt, IntFormat) and (fmt.bits > 16 or fmt.signed != (self.symmetry != "asymmetric")):
+            problem = f"{fmt.name} {self.symmetry} cannot be chosen at run time"
+            remedy = "use int2 to int16 with symmetric, or uint2 to uint16 with asymmetric"
+        if problem:
+            raise ConfigError("QuantSpec.dynamic", problem, remedy)
+
     def describe(self) -> str:
         """One short phrase: ``int8 symmetric per channel (axis 0), minmax``."""
         symmetry = f" {self.symmetry.replace('_', ' ')}" if isinstance(self.format, IntFormat) else ""
         scales = "" if self.scale_format == FLOAT32_SCALE else f" ({self.scale_format.name} scales)"
-        return f"{self.format.name}{symmetry} {phrase(self.granularity)}{scales}, {self.method.name}"
+        range_of = "range at run time" if self.dynamic else self.method.name
+        return f"{self.format.name}{symmetry} {phrase(self.granularity)}{scales}, {range_of}"
 
 
 @dataclass(frozen=True)
@@ -144,7 +179,19 @@ def weight_spec(format: str | Format = "int8", granularity: Granularity | None =
 def activation_spec(format: str | Format = "uint8", **changes: Any) -> QuantSpec:
     """An activation spec: asymmetric and per tensor unless told otherwise."""
     changes.setdefault("symmetry", "asymmetric")
-    return QuantSpec(parse_format(format), PerTensor(), **changes)
+    changes.setdefault("granularity", PerTensor())
+    return QuantSpec(parse_format(format), **changes)
+
+
+def dynamic_spec(format: str | Format = "int8", granularity: Granularity | None = None, **changes: Any) -> QuantSpec:
+    """An activation spec whose range is chosen at run time: per token unless told otherwise.
+
+    >>> dynamic_spec().describe(), dynamic_spec("uint8", PerTensor()).describe()
+    ('int8 symmetric per token, range at run time', 'uint8 asymmetric per tensor, range at run time')
+    """
+    fmt = parse_format(format)
+    changes.setdefault("symmetry", "symmetric" if isinstance(fmt, FloatFormat) or fmt.signed else "asymmetric")
+    return QuantSpec(fmt, PerToken() if granularity is None else granularity, dynamic=True, **changes)
 
 
 _E8M0 = SCALE_FORMATS["e8m0"]
@@ -159,6 +206,18 @@ PRESETS: dict[str, Preset] = {
     "w4g32": Preset(weight_spec("int4", PerBlock(32)), None),
     "w8a8_per_tensor": Preset(weight_spec("int8", PerTensor()), activation_spec("uint8")),
     "fp8": Preset(weight_spec("float8_e4m3"), activation_spec("float8_e4m3", symmetry="symmetric")),
+    "w8a8_dynamic": Preset(weight_spec("int8"), dynamic_spec("int8")),
+    "w8a8_dynamic_tensor": Preset(weight_spec("int8"), dynamic_spec("uint8", PerTensor())),
+    "w4a8_dynamic": Preset(weight_spec("int4", PerBlock(32)), dynamic_spec("int8", PerToken(32))),
+    "fp8_dynamic": Preset(weight_spec("float8_e4m3"), dynamic_spec("float8_e4m3")),
+    "mxfp4_dynamic": Preset(
+        weight_spec("float4_e2m1", PerBlock(32), scale_format=_E8M0),
+        dynamic_spec("float4_e2m1", PerToken(32), scale_format=_E8M0),
+    ),
+    "q8_0": Preset(
+        weight_spec("int8", PerBlock(32), symmetry="strict_symmetric", scale_format=SCALE_FORMATS["float16"]),
+        dynamic_spec("int8", PerToken(32), scale_format=SCALE_FORMATS["float16"]),
+    ),
     "w4lpbq": Preset(weight_spec("int4", PerBlock(64), scale_format=SCALE_FORMATS["uint4"]), None),
     "mxfp4": Preset(weight_spec("float4_e2m1", PerBlock(32), scale_format=_E8M0), None),
     "mxfp6_e2m3": Preset(weight_spec("float6_e2m3", PerBlock(32), scale_format=_E8M0), None),

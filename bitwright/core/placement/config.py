@@ -27,7 +27,7 @@ from typing import Any, ParamSpec
 from bitwright.core.files import read_document
 from bitwright.core.graph.patterns import DEFAULT_SUPERGROUPS, MASKED_SOFTMAX, MATMUL_ADD, Pattern
 from bitwright.core.numerics.formats import Format, IntFormat, parse_format, parse_scale_format
-from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor, PerToken
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import (
     PRESETS,
@@ -59,7 +59,17 @@ _PORTS = {
     "all": "*",
 }
 _RULE = ("match", "op", "optional", *_PORTS, "params")
-_FACETS = ("quantized", "format", "symmetry", "granularity", "method", "fixed_range", "non_finite", "scale_format")
+_FACETS = (
+    "quantized",
+    "format",
+    "symmetry",
+    "granularity",
+    "method",
+    "fixed_range",
+    "non_finite",
+    "scale_format",
+    "dynamic",
+)
 _GROUPS = {"default": DEFAULT_SUPERGROUPS, "masked_softmax": MASKED_SOFTMAX, "matmul_add": MATMUL_ADD}
 
 
@@ -225,6 +235,7 @@ def _facets(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
         "fixed_range": _range,
         "non_finite": check_policy,
         "scale_format": lambda value, where: _at(where, parse_scale_format, value),
+        "dynamic": _boolean,
     }
     return {key: readers[key](value, f"{at}.{key}") for key, value in entry.items()}
 
@@ -243,7 +254,9 @@ def _symmetry(value: Any, at: str) -> str:
 
 
 def _granularity(value: Any, at: str) -> Granularity:
-    words: dict[str, Granularity] = {"per_tensor": PerTensor(), "per_channel": PerChannel(), "per_gate": PerGate()}
+    words: dict[str, Granularity] = {
+        "per_tensor": PerTensor(), "per_channel": PerChannel(), "per_gate": PerGate(), "per_token": PerToken(),
+    }  # fmt: skip
     if isinstance(value, str) and value in words:
         return words[value]
     if isinstance(value, Mapping) and len(value) == 1:
@@ -254,12 +267,15 @@ def _granularity(value: Any, at: str) -> Granularity:
             if word == "per_block":
                 block: Granularity = _at(at, PerBlock, number)
                 return block
+            if word == "per_token":
+                part: Granularity = _at(at, PerToken, number)
+                return part
     word = next(iter(value), "") if isinstance(value, Mapping) else value
     near = close_matches(str(word), (*words, "per_block"))
     raise ConfigError(
         at,
         f"{value!r} is not a granularity{near}",
-        "use per_tensor, per_channel, per_gate, {per_channel: axis} or {per_block: size}",
+        "use per_tensor, per_channel, per_gate, per_token, {per_channel: axis}, {per_block: size} or {per_token: size}",
     )
 
 

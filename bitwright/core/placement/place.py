@@ -32,7 +32,7 @@ from bitwright.core.graph.operators import (
 from bitwright.core.graph.patterns import Match, find_matches, folds_into
 from bitwright.core.graph.recurrence import CELL, CELLS, RETURNS, STATE_PORTS, activation_range, is_wide
 from bitwright.core.numerics.formats import FloatFormat, IntFormat, parse_format
-from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, fitted
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken, fitted
 from bitwright.core.numerics.integer_sums import bias_entries
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.core.placement.plan import Plan, RangeFrom, Role, SitePlan
@@ -155,6 +155,8 @@ class Facts:
         """The open axis of an activation: axis 1 of images and what convolutions handle, else the last
         one."""
         rank = len(self.graph.values[value].shape)
+        if isinstance(granularity, PerToken):
+            return granularity
         if rank == 0 or isinstance(granularity, PerTensor):
             return PerTensor()
         axis = 1 if rank > 3 or (rank == 3 and op.type in _CHANNELS_FIRST) else rank - 1
@@ -281,6 +283,7 @@ def _mask_operands(graph: Graph, match: Match, static: set[str], computed: set[s
 FLOAT_OP = "{} runs in float on integer runtimes"
 NO_ACTIVATIONS = "activations stay in float under {}"
 NO_WEIGHTS = "weights stay in float under {}"
+AT_RUN_TIME = "activations are quantized at run time, where products with quantized weights read them"
 TAIL = "{} follows the last layer, where float is as fast and more exact"
 MOVED = "only moved where it is read"
 
@@ -319,13 +322,13 @@ class Ledger:
         spec = setting.apply(self.facts.rules.activation, weight=False)
         if spec is None:
             return None
-        if value in self.facts.symmetry:
+        if value in self.facts.symmetry and not spec.dynamic:
             spec = replace(spec, symmetry=self.facts.symmetry[value][0])
         return self.pinned(spec, setting, row.fixed_range)
 
     def pinned(self, spec: QuantSpec | None, setting: Setting, fixed: tuple[float, float] | None) -> QuantSpec | None:
         """``spec`` with the range that the values have whatever the input, unless a rule says otherwise."""
-        if spec is None or not self.facts.rules.fixed_ranges or not isinstance(spec.format, IntFormat):
+        if spec is None or not self.facts.rules.fixed_ranges or not isinstance(spec.format, IntFormat) or spec.dynamic:
             return spec
         if fixed and setting.fixed_range is None and spec.fixed_range is None:
             if spec.symmetry == "asymmetric" or fixed[0] == -fixed[1]:
@@ -497,6 +500,8 @@ def no_int32_reason(ledger: Ledger, op: Op, bias: Value, grids: dict[int, str]) 
     if weight is None or weight.role != "weight":
         return "float: its weight is not the same in every run"
     data = ledger.spec_of[grids[0]]
+    if data.dynamic:
+        return "float: the scale of its input is chosen at run time"
     if not isinstance(data.granularity, PerTensor):
         return "float: its input has several scales"
     if not isinstance(data.format, IntFormat) or not isinstance(weight.spec.format, IntFormat):
@@ -630,6 +635,8 @@ class Operands:
         if not reason:
             reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, row))
             wanted = self._input_wanted(op, row, setting, from_model, reason)
+            if spec is not None and spec.dynamic and setting.quantized is not True and not self._reads_weight(op, port):
+                wanted, reason = False, reason or AT_RUN_TIME
             if self._multiplies_a_reciprocal(op, value) and not groups and setting.quantized is not True:
                 wanted = False
                 ledger.why[origin] = reason or _RECIPROCAL.format(facts.reciprocals[value], op.name)
@@ -643,6 +650,20 @@ class Operands:
         ledger.add(SitePlan(site, ledger.spec_of.get(group, spec), "input", op.name, port, value, group))
         grids[port] = group
         ledger.read_at.setdefault(origin, []).append(site)
+
+    def _reads_weight(self, op: Op, port: int) -> bool:
+        """Whether ``op`` multiplies what it reads at ``port`` by a weight that is quantized, as dynamic kernels do."""
+        if (
+            op.type not in ("MatMul", "Gemm")
+            or port != 0
+            or len(op.inputs) < 2
+            or op.inputs[1] not in self.facts.static
+        ):
+            return False
+        weight = self.facts.graph.values[op.inputs[1] or ""]
+        name = self._constant_name(op, 1, weight, "weight", several=False)
+        setting = self.ledger.setting(op, _PARAM_PORTS["weight"], "weight", name, weight.param or weight.name)
+        return setting.quantized is not False and setting.apply(self.facts.rules.weight, weight=True) is not None
 
     def _multiplies_a_reciprocal(self, op: Op, value: str) -> bool:
         return op.type == "Mul" and value in self.facts.reciprocals and op.name not in self.facts.normalisations
@@ -679,6 +700,8 @@ class Operands:
         reason = constant_reason(ledger, op, row, port, value, param)
         if param and not reason and op.name in ledger.float_ops and ledger.in_tail(op, setting):
             reason = TAIL.format(op.type)
+        if not param and not reason and spec is not None and spec.dynamic and setting.quantized is None:
+            reason = AT_RUN_TIME
         wanted, reason = self._constant_wanted(
             op, setting, param, value, reason or self.facts.exact_reason(value.name, spec)
         )
@@ -868,6 +891,9 @@ class Outputs:
         base = self.facts.rules.activation
         base = _wide(base) if base is not None and is_wide(op.type, name) else base
         spec = self.ledger.pinned(setting.apply(base, weight=False), setting, activation_range(op.type, op.attrs, name))
+        if spec is not None and spec.dynamic:
+            self.ledger.why[value] = AT_RUN_TIME
+            return
         if self.ledger.verdict(setting, setting.quantized is not False, spec, site, "", value, NO_ACTIVATIONS):
             assert spec is not None
             spec = with_granularity(spec, self.facts.concrete(spec.granularity, op, value))
@@ -928,6 +954,10 @@ class Outputs:
         if inside and self.facts.rules.activation is not None and setting.quantized is not True:
             self.ledger.float_ops.add(op.name)
             reason = inside
+        if not reason and spec is not None and spec.dynamic and not (setting.quantized or setting.dynamic):
+            if row.kind != "compute":
+                self.ledger.float_ops.add(op.name)
+            reason = AT_RUN_TIME
         unfit = self.facts.exact_reason(value, spec)
         reason = (unfit or reason) if setting.quantized else (reason or unfit)
         asked = None if unfit and not is_meant(setting.decided_by) else setting.quantized

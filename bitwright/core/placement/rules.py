@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from bitwright.core.graph.patterns import DEFAULT_SUPERGROUPS, Pattern
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.formats import Format, IntFormat, ScaleFormat, parse_format
-from bitwright.core.numerics.granularity import Granularity
+from bitwright.core.numerics.granularity import Granularity, PerToken
 from bitwright.core.numerics.spec import (
     PRESETS,
     SYMMETRIES,
@@ -26,6 +26,7 @@ from bitwright.core.numerics.spec import (
     Symmetry,
     activation_spec,
     check_policy,
+    dynamic_spec,
     weight_spec,
 )
 from bitwright.errors import ConfigError, close_matches
@@ -61,6 +62,8 @@ class Rule:
         fixed_range: ``(lo, hi)`` in input units; ``None`` at either end calibrates that end.
         non_finite: what calibration does about NaN and Inf, see :class:`~bitwright.core.numerics.spec.QuantSpec`.
         scale_format: what scales are stored as, see :class:`~bitwright.core.numerics.formats.ScaleFormat`.
+        dynamic: whether every run chooses the range, see :class:`~bitwright.core.numerics.spec.QuantSpec`. ``True`` without
+            a granularity is per token.
         origin: where the rule was written; shown instead of the rule when it is cited.
         optional: the rule describes a target rather than this model, so matching nothing is not reported.
         reaches_producer: with ``port="input"``, set ``symmetry`` on the tensor that is read, wherever it is
@@ -85,6 +88,7 @@ class Rule:
     fixed_range: FixedRange | None = None
     non_finite: NonFinite | None = None
     scale_format: ScaleFormat | None = None
+    dynamic: bool | None = None
     origin: str = field(default="", compare=False)
     optional: bool = field(default=False, compare=False)
     reaches_producer: bool = False
@@ -123,6 +127,7 @@ class Rule:
             "fixed_range",
             "non_finite",
             "scale_format",
+            "dynamic",
         ):
             value = getattr(self, facet)
             if value not in (None, "*"):
@@ -260,6 +265,7 @@ class Setting:
     fixed_range: FixedRange | None = None
     non_finite: NonFinite | None = None
     scale_format: ScaleFormat | None = None
+    dynamic: bool | None = None
     decided_by: Rule | None = None
     matched: tuple[int, ...] = ()
     range_of_target: bool = False
@@ -275,6 +281,8 @@ class Setting:
             if self.format is None:
                 return None
             base = weight_spec(self.format) if weight else activation_spec(self.format)
+        if self.dynamic is not None and not weight and self.dynamic != base.dynamic:
+            base = self._in_other_time(base)
         if not self.matched:
             return base
         fixed = base.fixed_range if self.fixed_range is None else self.fixed_range
@@ -288,6 +296,16 @@ class Setting:
             non_finite=self.non_finite or base.non_finite,
             scale_format=self.scale_format or base.scale_format,
         )
+
+    def _in_other_time(self, base: QuantSpec) -> QuantSpec:
+        """``base`` with a range chosen at run time instead of a calibrated one, or the other way round."""
+        fmt = base.format if self.format is None else self.format
+        if not self.dynamic:
+            return activation_spec(fmt, symmetry="asymmetric" if isinstance(fmt, IntFormat) else "symmetric")
+        granularity = self.granularity or PerToken()
+        if isinstance(fmt, IntFormat) and self.symmetry is None:  # the grid of the same width that has such kernels
+            fmt = IntFormat(fmt.bits, signed=self.format is None or fmt.signed)
+        return dynamic_spec(fmt, granularity, **({} if self.symmetry is None else {"symmetry": self.symmetry}))
 
     def followed_by(self, index: int, rule: Rule) -> Setting:
         """This setting after one more matching rule."""
@@ -305,6 +323,7 @@ class Setting:
             self.fixed_range if rule.fixed_range is None else rule.fixed_range,
             rule.non_finite or self.non_finite,
             rule.scale_format or self.scale_format,
+            self.dynamic if rule.dynamic is None else rule.dynamic,
             decided_by,
             (*self.matched, index),
             self.range_of_target if rule.fixed_range is None else rule.optional,

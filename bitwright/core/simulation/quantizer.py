@@ -253,7 +253,7 @@ class Quantizer(OnlyKnownAttributes):
     def observe(self, x: Array) -> None:
         """Add the values of ``x`` (numpy array or torch tensor) to the statistics."""
         shape = tuple(x.shape)
-        if self.frozen:
+        if self.frozen or self._spec.dynamic:
             return
         if 0 in shape:
             self.empty += 1
@@ -273,7 +273,7 @@ class Quantizer(OnlyKnownAttributes):
         """Whether both ends of the range are given, so that no data is needed."""
         fixed = self._spec.fixed_range
         unscaled = isinstance(self._spec.format, FloatFormat) and not self._spec.format.scaled
-        return unscaled or (fixed is not None and None not in fixed)
+        return unscaled or self._spec.dynamic or (fixed is not None and None not in fixed)
 
     @property
     def follows_data(self) -> bool:
@@ -283,7 +283,8 @@ class Quantizer(OnlyKnownAttributes):
     @property
     def checks_range(self) -> bool:
         """Whether calibration asks the data if the fixed range serves them."""
-        return bool(self.range_from) and self.is_fixed and isinstance(self._spec.format, IntFormat)
+        fixed = self.is_fixed and not self._spec.dynamic
+        return bool(self.range_from) and fixed and isinstance(self._spec.format, IntFormat)
 
     def freeze(self) -> None:
         """Turn the statistics into the encoding; does nothing when nothing was seen or the encoding is frozen."""
@@ -298,7 +299,14 @@ class Quantizer(OnlyKnownAttributes):
             self._take_range(ranges.explained_range(self.statistics, self._spec, self.name))
 
     def _freeze_fixed(self, shape: tuple[int, ...]) -> None:
-        """Both ends of the range are given, or the format has none (fp16, bf16: one scale of 1)."""
+        """Both ends of the range are given, or the format has none (fp16, bf16: one scale of 1), or every run chooses its own."""
+        if self._spec.dynamic:
+            spec, one = self._spec, np.ones((), np.float32)
+            encoding = Encoding(
+                spec.format, one, np.zeros((), np.int64), spec.granularity, spec.scale_format, None, True
+            )
+            self.encoding = encoding
+            return
         lo, hi = self._spec.fixed_range or (0.0, 0.0)
         assert lo is not None and hi is not None
         granularity = PerTensor() if self._spec.fixed_range is None else self._spec.granularity
@@ -355,7 +363,12 @@ def fulfilled_by(spec: QuantSpec, encoding: Encoding) -> QuantSpec:
         symmetry = middle if plain and spec.symmetry != "asymmetric" else "asymmetric"
         if fmt.narrow and plain:
             symmetry = "strict_symmetric"
-    return replace(spec, format=fmt, granularity=encoding.granularity, symmetry=symmetry)
+    if encoding.dynamic:
+        symmetry = "symmetric" if isinstance(fmt, FloatFormat) or fmt.signed else "asymmetric"
+    return replace(
+        spec, format=fmt, granularity=encoding.granularity, symmetry=symmetry, dynamic=encoding.dynamic,
+        fixed_range=None if encoding.dynamic else spec.fixed_range,
+    )  # fmt: skip
 
 
 def _can_serve(seen: statistics.Statistics | None, before: QuantSpec, spec: QuantSpec) -> bool:
@@ -367,6 +380,11 @@ def _can_serve(seen: statistics.Statistics | None, before: QuantSpec, spec: Quan
 
 def _fits(spec: QuantSpec, encoding: Encoding) -> bool:
     """Whether calibration under ``spec`` could end in an encoding like this one."""
+    if spec.dynamic or encoding.dynamic:
+        return spec.dynamic == encoding.dynamic and (spec.format, spec.granularity) == (
+            encoding.format,
+            encoding.granularity,
+        )
     same_width = spec.format.bits == encoding.format.bits and type(spec.format) is type(encoding.format)
     symmetric = spec.symmetry == "asymmetric" or encoding.symmetric
     return same_width and symmetric and spec.granularity == encoding.granularity

@@ -92,6 +92,8 @@ def write_encodings(
     for record in records:
         _check_record(record, version, seen)
         entry, reason = _WRITERS[version](record)
+        if record.encoding.dynamic:
+            entry, reason = None, "every run chooses its range; left out"
         if reason is not None:
             notes.append(NotExpressed(record.name, reason, written=entry is not None))
         if entry is not None:

@@ -38,15 +38,15 @@ from numpy.typing import NDArray
 
 from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import FloatFormat, IntFormat
-from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor
+from bitwright.core.numerics.formats import FloatFormat, IntFormat, largest_code
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor, PerToken
 from bitwright.errors import ExportError
 from bitwright.export.qdq.markers import Names, Outputs, is_site
 from bitwright.export.qdq.stored import FLOAT8, HALVES, INTEGERS, check_shape, expanded, is_small_float
 
 METADATA = "bitwright"  # key of the node metadata that tells what a quantizer is, and of the model's: who wrote it
 D = ir.DataType
-_USUAL: dict[str, Any] = {"role": None, "scale": None, "entry": None, "axis": None, "perm": [], "pooled": 0}
+_USUAL: dict[str, Any] = {"role": None, "scale": None, "entry": None, "axis": None, "perm": [], "pooled": 0, "reach": 0}
 _LONGEST = 32  # characters of the name of a tensor that an export adds, where it is a path
 # The opset whose QuantizeLinear and DequantizeLinear know a type; 13 knows 8 bits per channel.
 _SINCE = {**dict.fromkeys((D.INT4, D.UINT4, D.INT16, D.UINT16), 21), **dict.fromkeys(FLOAT8.values(), 19)}
@@ -291,6 +291,8 @@ _Form = Callable[[_Pen, ir.Value, Encoding, Encoding], Quantizer]
 def _form(encoding: Encoding, narrow: bool) -> _Form:
     """The function that writes ``encoding``; ``narrow`` allows QuantizeLinear to 4 bits and to float8."""
     fmt = encoding.format
+    if encoding.dynamic:
+        return _write_at_run_time
     if isinstance(fmt, IntFormat):
         return _write_wide if fmt.bits > 16 else partial(_write_pair, narrow=narrow)
     if fmt.name in HALVES:
@@ -417,21 +419,32 @@ def _write_half(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding)
 
 def _write_float8(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
     """float8 without QuantizeLinear; Clip first, so that Cast saturates in every runtime."""
+    scale = pen.constant("scale", _spread(encoding.scale, encoding.granularity, value, pen.site))
+    return Quantizer(_float8(pen, value, encoding, scale), scale)
+
+
+def _float8(pen: _Pen, value: ir.Value, encoding: Encoding, scale: ir.Value) -> ir.Value:
     fmt = encoding.format
     assert isinstance(fmt, FloatFormat)
     dtype = FLOAT8[fmt.name]
     pen.builder.need(dtype, pen.site)
-    scale = pen.constant("scale", _spread(encoding.scale, encoding.granularity, value, pen.site))
     ratio = _clip_to(pen, pen.emit("Div", [value, scale], "ratio"), fmt.max)
     grid = pen.cast(pen.cast(ratio, "q", dtype), "grid", D.FLOAT)
-    return Quantizer(pen.emit("Mul", [grid, scale], "dq"), scale)
+    return pen.emit("Mul", [grid, scale], "dq")
 
 
 def _write_small_float(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
     """The spacing doubles at every power of two from the smallest normal number on; so nothing but Div rounds."""
+    scale = pen.constant("scale", _spread(encoding.scale, encoding.granularity, value, pen.site))
+    return Quantizer(_small_float(pen, value, encoding, scale), scale)
+
+
+def _small_float(pen: _Pen, value: ir.Value, encoding: Encoding, scale: ir.Value) -> ir.Value:
     fmt = encoding.format
     assert isinstance(fmt, FloatFormat)
-    scale = pen.constant("scale", _spread(encoding.scale, encoding.granularity, value, pen.site))
+    if fmt.codebook:
+        problem = f"ONNX has no operators that round to {fmt.name} while a model runs"
+        raise ExportError(pen.site, problem, "quantize activations to another format: nf4 is for weights")
     ratio = pen.emit("Div", [value, scale], "ratio")
     size = pen.emit("Abs", [ratio], "size")
     ends = range(fmt.min_exponent + 1, int(np.log2(fmt.max)) + 1)
@@ -443,7 +456,120 @@ def _write_small_float(pen: _Pen, value: ir.Value, encoding: Encoding, shown: En
         step = pen.emit("Where", [below, finer, step], "step")
     steps = pen.emit("Round", [pen.emit("Div", [ratio, step], "steps")], "rounded")
     codes = _clip_to(pen, pen.emit("Mul", [steps, step], "grid"), fmt.max)
-    return Quantizer(pen.emit("Mul", [codes, scale], "dq"), scale)
+    return pen.emit("Mul", [codes, scale], "dq")
+
+
+def _write_at_run_time(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
+    """Scales of the tensor that passes, as :func:`bitwright.core.numerics.affine.quantize_at_run_time` chooses them.
+
+    Float operators, none of which rounds where the reference does not; a kernel in integers takes their place where it is asked
+    for (:mod:`bitwright.export.qdq.run_time`).
+    """
+    fmt, granularity = encoding.format, encoding.granularity
+    token = granularity if isinstance(granularity, PerToken) else None
+    rank = None if value.shape is None else len(value.shape)
+    view, whole, axis, length = value, value, None, 0
+    if token is not None and rank:
+        axis = token.axis % rank
+        if token.block:
+            view, axis, length = _in_blocks(pen, value, token.block, axis)
+    low, high = (_reduced(pen, view, name, axis) for name in ("Min", "Max"))
+    least = pen.constant("least", np.float32(2.0**-100))
+    if isinstance(fmt, IntFormat) and not fmt.signed:
+        nothing, top = pen.constant("zero", np.float32(0)), pen.constant("qmax", np.float32(fmt.qmax))
+        low, high = pen.emit("Min", [low, nothing], "low"), pen.emit("Max", [high, nothing], "high")
+        width = pen.emit("Div", [pen.emit("Sub", [high, low], "width"), top], "step")
+        scale = _stored(pen, pen.emit("Max", [width, least], "scale"), encoding)
+        zero = pen.emit("Neg", [pen.emit("Div", [low, scale], "lowest")], "zero_point")
+        zero = pen.emit("Round", [pen.emit("Clip", [zero, nothing, top], "zero_point")], "zero_point")
+        steps = pen.emit("Round", [pen.emit("Div", [view, scale], "ratio")], "rounded")
+        codes = pen.emit("Clip", [pen.emit("Add", [steps, zero], "codes"), nothing, top], "codes")
+        result = pen.emit("Mul", [pen.emit("Sub", [codes, zero], "centred"), scale], "dq")
+    else:
+        reach = pen.emit("Max", [pen.emit("Max", [pen.emit("Neg", [low], "low"), high], "reach"), least], "reach")
+        most = pen.constant("most", np.float32(largest_code(fmt)))
+        if isinstance(fmt, IntFormat):
+            scale = _stored(pen, pen.emit("Div", [reach, most], "scale"), encoding)
+            factor = pen.emit("Div", [most, reach], "factor")
+            factor.shape = None
+            codes = pen.emit("Round", [pen.emit("Mul", [view, factor], "ratio")], "rounded")
+            result = pen.emit("Mul", [codes, scale], "dq")
+        else:
+            if encoding.scale_format.name == "e8m0":
+                scale = _power_of_two(pen, reach, fmt)
+            else:
+                scale = _stored(pen, pen.emit("Div", [reach, most], "scale"), encoding)
+            result = (_small_float if is_small_float(fmt) else _float8)(pen, view, encoding, scale)
+    if view is not whole:
+        result = _out_of_blocks(pen, result, length, axis)
+    return Quantizer(result)
+
+
+def _reduced(pen: _Pen, value: ir.Value, name: str, axis: int | None) -> ir.Value:
+    """The least or largest number of ``value``, along ``axis`` or of all of it, with axes of length 1 left."""
+    inputs = [value]
+    opset = pen.builder.graph.opset_imports.get("", 0)
+    if axis is not None and opset >= 18:
+        inputs.append(pen.constant("axes", np.array([axis], np.int64)))
+    made = pen.emit(f"Reduce{name}", inputs, name.lower(), keepdims=1)
+    node = made.producer()
+    assert node is not None
+    if axis is not None and opset < 18:
+        node.attributes.add(ir.AttrInt64s("axes", [axis]))
+    made.shape = None
+    return made
+
+
+def _stored(pen: _Pen, scale: ir.Value, encoding: Encoding) -> ir.Value:
+    """``scale`` rounded to what it is stored as."""
+    number = encoding.scale_format.number
+    if number is None:
+        return scale
+    scale = _clip_to(pen, scale, number.max)
+    scale = pen.cast(pen.cast(scale, "stored", HALVES[number.name]), "scale", D.FLOAT)
+    return pen.emit("Max", [scale, pen.constant("least", np.float32(number.step))], "scale")
+
+
+def _power_of_two(pen: _Pen, reach: ir.Value, fmt: FloatFormat) -> ir.Value:
+    """The largest power of two not above ``reach``, over that of the format: Rump's unit in the first place, all exact.
+
+    Reference: Rump, Ogita, Oishi 2008, "Accurate floating-point summation part I", algorithm 3.5 (float32: u = 2 ** -24).
+    """
+    large = pen.emit("Mul", [reach, pen.constant("phi", np.float32(2.0**23 + 1))], "large")
+    near = pen.emit("Mul", [large, pen.constant("near", np.float32(1 - 2.0**-24))], "near")
+    power = pen.emit("Abs", [pen.emit("Sub", [large, near], "power")], "power")
+    emax = int(np.frexp(fmt.max)[1]) - 1
+    scale = pen.emit("Mul", [power, pen.constant("emax", np.float32(2.0**-emax))], "scale")
+    return pen.emit("Max", [scale, pen.constant("least", np.float32(2.0**-126))], "scale")
+
+
+def _in_blocks(pen: _Pen, value: ir.Value, size: int, axis: int) -> tuple[ir.Value, int, int]:
+    """``value`` with its last axis as blocks of ``size``; the axis of a block's elements, and how long the last axis was."""
+    rank = len(value.shape or ())
+    last = value.shape[rank - 1] if value.shape is not None else None
+    if axis != rank - 1 or not isinstance(last, int):
+        problem = (
+            f"blocks of a token need the length of its axis {axis}, and its tensor has {value.shape or 'no shape'}"
+        )
+        raise ExportError(pen.site, problem, "export with this length fixed, or quantize this site per token")
+    missing = -last % size
+    if missing:
+        ends = pen.constant("pads", np.array([0] * (2 * rank - 1) + [missing], np.int64))
+        value = pen.emit("Pad", [value, ends], "padded")
+        value.shape = None
+    shape = pen.constant("blocks", np.array([0] * (rank - 1) + [(last + missing) // size, size], np.int64))
+    view = pen.emit("Reshape", [value, shape], "blocks")
+    view.shape = None
+    return view, rank, last
+
+
+def _out_of_blocks(pen: _Pen, value: ir.Value, length: int, axis: int | None) -> ir.Value:
+    """The opposite of :func:`_in_blocks`."""
+    assert axis is not None
+    whole = pen.emit("Reshape", [value, pen.constant("whole", np.array([0] * (axis - 1) + [-1], np.int64))], "whole")
+    whole.shape = None
+    ends = [np.array([n], np.int64) for n in (0, length, axis - 1)]
+    return pen.emit("Slice", [whole, *(pen.constant("slice", end) for end in ends)], "dq")
 
 
 def _clip_to(pen: _Pen, value: ir.Value, end: float) -> ir.Value:

@@ -49,26 +49,26 @@ def can_say(node: ir.Node) -> bool:
     It cannot for other widths than 4 bits, a Gemm with factors or a transposed input, and a weight that several products
     share.
     """
-    return _packed(node) is not None
+    return packed_weight(node) is not None
 
 
 def write_nbits(builder: Builder, products: list[ir.Node]) -> list[ir.Node]:
     """Replace ``products``, for which :func:`can_say` holds; returns what stands in their place."""
     written = []
     for node in products:
-        packed = _packed(node)
+        packed = packed_weight(node)
         assert packed is not None
-        written.append(_replace(builder, node, packed))
+        written.append(replace_product(builder, node, packed))
     if written:
         builder.graph.opset_imports.setdefault(DOMAIN, 1)
     return written
 
 
-def _packed(node: ir.Node) -> _Packed | None:
+def packed_weight(node: ir.Node) -> _Packed | None:
     """The weight of ``node`` as the operator has it, or ``None``."""
     value = node.inputs[1]
     maker = None if value is None else value.producer()
-    if maker is None or len(maker.outputs[0].uses()) != 1 or not _is_plain(node):
+    if maker is None or len(maker.outputs[0].uses()) != 1 or not is_plain(node):
         return None
     tensor = maker.inputs[0].const_value if maker.inputs[0] is not None else None
     scale = _array(maker, 1)
@@ -89,7 +89,8 @@ def _packed(node: ir.Node) -> _Packed | None:
     return _Packed((codes + shift).astype(np.uint8), scales.astype(np.float32), (zeros + shift).astype(np.uint8), block)
 
 
-def _is_plain(node: ir.Node) -> bool:
+def is_plain(node: ir.Node) -> bool:
+    """Whether ``node`` is a MatMul, or a Gemm that is one with a bias at most."""
     if node.op_type == "MatMul":
         return True
     factors = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
@@ -116,7 +117,8 @@ def _blocks(
     return spread[0], spread[1], block
 
 
-def _replace(builder: Builder, node: ir.Node, packed: _Packed) -> ir.Node:
+def replace_product(builder: Builder, node: ir.Node, packed: _Packed, level: int = _FLOAT_LEVEL) -> ir.Node:
+    """Write ``node`` as MatMulNBits with this accuracy level."""
     value = node.inputs[1]
     maker = None if value is None else value.producer()
     assert value is not None and maker is not None and node.inputs[0] is not None
@@ -140,7 +142,7 @@ def _replace(builder: Builder, node: ir.Node, packed: _Packed) -> ir.Node:
         inputs.append(None)
     if bias is not None:
         inputs += [None, bias]
-    attributes = {"K": inner, "N": rows, "bits": 4, "block_size": packed.block, "accuracy_level": _FLOAT_LEVEL}
+    attributes = {"K": inner, "N": rows, "bits": 4, "block_size": packed.block, "accuracy_level": level}
     made = ir.Node(
         DOMAIN,
         OP_TYPE,

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat, largest_code
 from bitwright.errors import ConfigError, close_matches
 from bitwright.export.qdq.forms import METADATA, Pair, note_metadata, write_activation, write_follower
 from bitwright.export.qdq.lookups import write_lookups
@@ -40,6 +41,7 @@ from bitwright.export.qdq.products import (
     keep_apart,
 )
 from bitwright.export.qdq.rewrites import close_scans, keep_after_pool, measure_codes, round_after_pools
+from bitwright.export.qdq.run_time import write_run_time_products
 from bitwright.export.qdq.stored import unsigned
 from bitwright.export.qdq.trace import carried, data_outputs, trace
 from bitwright.export.qdq.weights import write_biases, write_constant
@@ -163,13 +165,15 @@ def _write_activation(w: Writing, node: ir.Node, site: str) -> None:
         return
     if node in w.pooled:
         keep_after_pool(w, node)
-    shown = unsigned(encoding) if w.activation == "unsigned" else encoding
+    shown = unsigned(encoding) if w.activation == "unsigned" and not encoding.dynamic else encoding
     found = write_activation(w.builder, node, encoding, shown, site)
     if found.pair is not None:
         w.pairs[result] = found.pair
     w.quantized[source, encoding, graph] = w.quantized[result, encoding, graph] = result
     written = Written([place], "activation", encoding, found.scale, found.axis, source, pooled=w.pooled.get(node, 0))
     w.record(result, written)
+    if encoding.dynamic:
+        w.at_run_time[result] = source, encoding
 
 
 def _write_followers(w: Writing) -> None:
@@ -186,6 +190,14 @@ def _write_followers(w: Writing) -> None:
 
 def _write_products(w: Writing) -> None:
     """Keep float activations of products with quantized weights in float, or say that the runtime will not."""
+    if w.at_run_time and w.weight_only == "fused":
+        done, left = write_run_time_products(w.builder, w.model, w.at_run_time)
+        text = f"{done} product{'s' if done != 1 else ''} of activations quantized at run time computed in integers"
+        w.note(
+            "model",
+            "float product",
+            f"{text}; {len(left)} in float, because no operator computes them" if left else text,
+        )
     found = float_products(w.model)
     if not found:
         return
@@ -206,6 +218,12 @@ def _write_products(w: Writing) -> None:
     w.note("model", "float product", text)
 
 
+def _reach(encoding: Encoding) -> float:
+    """How many steps there are at least between zero and the largest value of a range that is chosen at run time."""
+    whole = largest_code(encoding.format)
+    return whole / 2 if isinstance(encoding.format, IntFormat) and not encoding.format.signed else whole
+
+
 def _tidy(w: Writing) -> None:
     """Drop float originals, give their names to what replaced them, write metadata and versions."""
     for source, heir in w.heirs.items():
@@ -216,7 +234,7 @@ def _tidy(w: Writing) -> None:
             heir.name = name
     for result, written in w.written.items():
         node = result.producer()
-        if node is None or not written.places:
+        if node is None or not written.places or node.graph is None:
             continue
         note_metadata(
             node,
@@ -228,6 +246,7 @@ def _tidy(w: Writing) -> None:
             entry=written.entry.name if written.entry is not None else None,
             perm=list(written.perm),
             pooled=written.pooled,
+            reach=_reach(written.encoding) if written.encoding.dynamic else 0,
         )
     close(w.model)
     w.model.metadata_props[METADATA] = "qdq"  # a model may have no quantizer to tell it by

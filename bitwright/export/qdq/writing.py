@@ -93,6 +93,7 @@ class Writing:
     # values of the QDQ model -> the pair they come from
     pairs: dict[ir.Value, Pair] = field(default_factory=dict)
     quantized: dict[tuple[ir.Value, Encoding, ir.Graph], ir.Value] = field(default_factory=dict)
+    at_run_time: dict[ir.Value, tuple[ir.Value, Encoding]] = field(default_factory=dict)  # result -> what is quantized
     stored: dict[tuple[object, ...], tuple[Stored, list[ir.Value]]] = field(default_factory=dict)
     heirs: dict[ir.Value, ir.Value] = field(default_factory=dict)
     places: dict[ir.Node, tuple[str, int]] = field(default_factory=dict)

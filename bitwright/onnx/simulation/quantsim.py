@@ -261,7 +261,8 @@ def _structure(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> 
 def _is_input(encoding: Encoding) -> bool:
     """Whether the grid can be fed: one scale for the tensor, at most 16 bits."""
     fmt = encoding.format
-    return isinstance(fmt, IntFormat) and fmt.bits <= _WIDEST and isinstance(encoding.granularity, PerTensor)
+    wide = isinstance(fmt, IntFormat) and fmt.bits <= _WIDEST
+    return wide and isinstance(encoding.granularity, PerTensor) and not encoding.dynamic
 
 
 class _Inputs:

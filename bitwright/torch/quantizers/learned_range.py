@@ -59,6 +59,8 @@ FARTHEST = math.log(2.0**20)
 
 def unlearnable(encoding: Encoding) -> str | None:
     """Why a range like this one cannot be learned; ``None`` where it can."""
+    if encoding.dynamic:
+        return "every run chooses it of the tensor that passes"
     if not is_fast(encoding):
         return f"{encoding.format.name} is not an integer grid of up to 16 bits"
     if encoding.scale_format != FLOAT32_SCALE:

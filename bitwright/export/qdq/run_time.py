@@ -1,0 +1,172 @@
+"""Products of activations whose range is chosen at run time, as operators of ONNX Runtime that compute in integers.
+
+=================================================  ======================================================================
+activation, weight                                 operators
+=================================================  ======================================================================
+unsigned 8 bits per tensor, 8 bits                 DynamicQuantizeLinear, MatMulInteger, Cast, Mul
+8 bits per token, 8 bits                           the range of a token, codes counted from zero, MatMulInteger, Cast, Mul
+8 bits per token in blocks, 4 bits in such blocks  MatMulNBits with accuracy level 4, which quantizes the activation itself
+=================================================  ======================================================================
+
+Weights of MatMulInteger are written unsigned, around 128: signed ones saturate on CPUs without VNNI, where two products are
+added in 16 bits. The sums are exact; results differ from the simulation's by the rounding of its float sums.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerToken
+from bitwright.export.qdq.forms import Builder, before
+from bitwright.export.qdq.markers import remove_unread
+from bitwright.export.qdq.nbits import is_plain, packed_weight, replace_product
+
+D = ir.DataType
+_MIDDLE = 128  # of codes that are counted from zero
+
+
+def write_run_time_products(
+    builder: Builder, model: ir.Model, chosen: dict[ir.Value, tuple[ir.Value, Encoding]]
+) -> tuple[int, list[ir.Node]]:
+    """Let MatMul and Gemm of such activations with quantized weights compute in integers, where an operator does.
+
+    Args:
+        builder: of the model.
+        model: with each activation written in float operators.
+        chosen: result of a quantizer -> what it reads, and its encoding.
+
+    Returns:
+        How many products were written, and those that no operator computes.
+    """
+    done, left = 0, []
+    for node in tuple(model.graph.all_nodes()):
+        given = node.inputs[0] if node.op_type in ("MatMul", "Gemm") and not node.domain else None
+        if given is None or given not in chosen:
+            continue
+        source, encoding = chosen[given]
+        if _write_nbits(builder, node, source, encoding) or _write_integer(builder, node, source, encoding):
+            done += 1
+        else:
+            left.append(node)
+    for result in chosen:
+        remove_unread(result)
+    return done, left
+
+
+def _write_nbits(builder: Builder, node: ir.Node, source: ir.Value, encoding: Encoding) -> bool:
+    token, packed = encoding.granularity, packed_weight(node)
+    if packed is None or not isinstance(token, PerToken) or token.block != packed.block or token.axis != -1:
+        return False
+    if encoding.format != IntFormat(8) or encoding.scale_format.number is not None:
+        return False
+    node.replace_input_with(0, source)
+    replace_product(builder, node, packed, level=4)
+    builder.graph.opset_imports.setdefault("com.microsoft", 1)
+    return True
+
+
+def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: Encoding) -> bool:
+    fmt, token = encoding.format, encoding.granularity
+    signed = isinstance(fmt, IntFormat) and fmt.signed
+    tokens = isinstance(token, PerToken) and token.block is None and token.axis == -1 and signed
+    whole = not isinstance(token, PerToken) and not signed
+    weight = _weight(node)
+    if weight is None or not (tokens or whole) or not isinstance(fmt, IntFormat) or fmt.bits != 8:
+        return False
+    if encoding.scale_format.number is not None or source.dtype not in (None, D.FLOAT):
+        return False
+    codes, scale = weight
+    place, base = before(node), str(node.inputs[1].name if node.inputs[1] is not None else node.name)
+    zero = builder.initializer(f"{base}_middle", np.array(_MIDDLE, np.uint8))
+    stored = builder.initializer(f"{base}_unsigned", (codes.astype(np.int16) + _MIDDLE).astype(np.uint8))
+    steps = builder.initializer(f"{base}_steps", scale)
+    name = str(source.name)
+    if whole:
+        quantize = ir.Node(
+            "", "DynamicQuantizeLinear", [source], name=builder.names.node(f"{name}_quantize"), num_outputs=3
+        )
+        for made, suffix, dtype in zip(
+            quantize.outputs, ("q", "scale", "zero"), (D.UINT8, D.FLOAT, D.UINT8), strict=True
+        ):
+            made.name, made.type = builder.names.value(f"{name}_{suffix}"), ir.TensorType(dtype)
+        place(quantize)
+        found, step, offset = quantize.outputs
+    else:
+        found, step = _tokens(builder, node, source)
+        offset = zero
+    product = builder.emit(place, "MatMulInteger", [found, stored, offset, zero], f"{base}_sums", D.INT32)
+    product.shape = node.outputs[0].shape
+    wide = builder.emit(place, "Cast", [product], f"{base}_wide", D.FLOAT, to=int(D.FLOAT))
+    if whole:  # in this order ONNX Runtime makes one operator of all, DynamicQuantizeMatMul
+        factor = builder.emit(place, "Mul", [step, steps], f"{base}_factor", D.FLOAT)
+        factor.shape = None
+        result = builder.emit(place, "Mul", [wide, factor], f"{base}_product", D.FLOAT)
+    else:  # in the other it makes MatMulIntegerToFloat, which reads one scale and leaves out those of other tokens (1.31)
+        wide = builder.emit(place, "Mul", [wide, steps], f"{base}_columns", D.FLOAT)
+        result = builder.emit(place, "Mul", [wide, step], f"{base}_product", D.FLOAT)
+    bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
+    if bias is not None:
+        result = builder.emit(place, "Add", [result, bias], f"{base}_biased", D.FLOAT)
+    old, graph, maker = node.outputs[0], node.graph, node.inputs[1]
+    assert graph is not None
+    result.shape, wanted = old.shape, old.name
+    for use in tuple(old.uses()):
+        use.node.replace_input_with(use.idx, result)
+    builder.outputs.replace(old, result)
+    graph.remove(node, safe=True)
+    result.name = wanted
+    if maker is not None:
+        remove_unread(maker)
+    return True
+
+
+def _tokens(builder: Builder, node: ir.Node, source: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Codes of the tokens, counted from zero, and the scale of each."""
+    place, name = before(node), str(source.name)
+
+    def emit(op: str, inputs: list[ir.Value], suffix: str, dtype: D = D.FLOAT, **attributes: int) -> ir.Value:
+        made = builder.emit(place, op, inputs, f"{name}_{suffix}", dtype, **attributes)
+        made.shape = None
+        return made
+
+    def constant(suffix: str, value: float) -> ir.Value:
+        return builder.initializer(f"{name}_{suffix}", np.array(value, np.float32))
+
+    size = emit("Abs", [source], "size")
+    if builder.graph.opset_imports.get("", 0) >= 18:
+        axes = builder.initializer(f"{name}_axes", np.array([-1], np.int64))
+        reach = emit("ReduceMax", [size, axes], "reach", keepdims=1)
+    else:
+        reach = emit("ReduceMax", [size], "reach", keepdims=1)
+        maker = reach.producer()
+        assert maker is not None
+        maker.attributes.add(ir.AttrInt64s("axes", [-1]))
+    reach = emit("Max", [reach, constant("least", 2.0**-100)], "reach")
+    most = constant("most", 127.0)
+    rounded = emit("Round", [emit("Mul", [source, emit("Div", [most, reach], "factor")], "ratio")], "rounded")
+    shifted = emit("Add", [rounded, constant("shift", _MIDDLE)], "shifted")
+    return emit("Cast", [shifted], "codes", D.UINT8, to=int(D.UINT8)), emit("Div", [reach, most], "scale")
+
+
+def _weight(node: ir.Node) -> tuple[NDArray[np.int8], NDArray[np.float32]] | None:
+    """Codes ``[K, N]`` of an 8-bit weight without a zero point, and its scales, one or ``[N]``; ``None`` for another."""
+    value = node.inputs[1]
+    maker = None if value is None else value.producer()
+    if maker is None or maker.op_type != "DequantizeLinear" or not is_plain(node):
+        return None
+    tensor, scale = (held.const_value if held is not None else None for held in maker.inputs[:2])
+    if tensor is None or scale is None or tensor.dtype != D.INT8 or len(tensor.shape) != 2:
+        return None
+    zero = maker.inputs[2].const_value if len(maker.inputs) > 2 and maker.inputs[2] is not None else None
+    if zero is not None and zero.numpy().any():
+        return None
+    turned = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
+    steps = scale.numpy()
+    if steps.ndim > 1 or (steps.ndim == 1 and maker.attributes.get_int("axis", 1) % 2 != (0 if turned else 1)):
+        return None
+    codes = tensor.numpy()
+    return (codes.T if turned else codes), np.asarray(steps, np.float32)
