@@ -9,6 +9,7 @@ from bitwright.core.numerics.granularity import PerBlock as PerBlock
 from bitwright.core.numerics.granularity import PerChannel as PerChannel
 from bitwright.core.numerics.granularity import PerGate as PerGate
 from bitwright.core.numerics.granularity import PerTensor as PerTensor
+from bitwright.core.numerics.granularity import PerToken as PerToken
 from bitwright.core.numerics.spec import PRESETS as PRESETS
 from bitwright.core.numerics.spec import Preset as Preset
 from bitwright.core.numerics.spec import QuantSpec as QuantSpec

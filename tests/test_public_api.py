@@ -26,7 +26,7 @@ PUBLIC = {
     "compress", "model_costs",
     "set_precisions", "PrecisionRequest",
     "QuantSpec", "RangeMethod", "Preset", "PRESETS", "Rule",
-    "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate",
+    "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate", "PerToken",
     "BitwrightError", "BusyError", "CalibrationError", "ConfigError", "EncodingsError", "ExportError", "FormatError",
     "GranularityError", "ModelError", "RangeError", "UnknownAttributeError",
 }  # fmt: skip

@@ -165,7 +165,7 @@ KERNELS = {"w8a8_dynamic": "MatMulInteger", "w8a8_dynamic_tensor": "MatMulIntege
 def test_kernels_in_integers_compute_what_is_simulated(preset: str, tmp_path: Path) -> None:
     """Codes of up to 255 and weights of up to 127: products of signed weights would saturate on CPUs without VNNI."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False))
+    net = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False), nn.Linear(32, 32))
     with torch.no_grad():
         net[0].weight.sign_().mul_(0.1)  # all codes are 127 or -127
     x = X.abs() if preset.endswith("tensor") else X
@@ -173,7 +173,7 @@ def test_kernels_in_integers_compute_what_is_simulated(preset: str, tmp_path: Pa
     sim.compute_encodings()
     sim.export(tmp_path, "net", x, weight_only="fused")
     types = [node.op_type for node in onnx.load(tmp_path / "net.onnx").graph.node]
-    assert types.count(KERNELS[preset]) == 2 and ("DynamicQuantizeLinear" in types) == preset.endswith("tensor")
+    assert types.count(KERNELS[preset]) == 3 and ("DynamicQuantizeLinear" in types) == preset.endswith("tensor")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), options, providers=["CPUExecutionProvider"])

@@ -42,43 +42,46 @@ def write_run_time_products(
     Returns:
         How many products were written, and those that no operator computes.
     """
-    done, left = 0, []
+    moved: dict[ir.Value, ir.Value] = {}  # result of a product -> that of what took its place
+    left = []
     for node in tuple(model.graph.all_nodes()):
         given = node.inputs[0] if node.op_type in ("MatMul", "Gemm") and not node.domain else None
         if given is None or given not in chosen:
             continue
         source, encoding = chosen[given]
-        if _write_nbits(builder, node, source, encoding) or _write_integer(builder, node, source, encoding):
-            done += 1
-        else:
+        source, old = moved.get(source, source), node.outputs[0]
+        made = _write_nbits(builder, node, source, encoding) or _write_integer(builder, node, source, encoding)
+        if made is None:
             left.append(node)
+        else:
+            moved[old] = made
     for result in chosen:
         remove_unread(result)
-    return done, left
+    return len(moved), left
 
 
-def _write_nbits(builder: Builder, node: ir.Node, source: ir.Value, encoding: Encoding) -> bool:
+def _write_nbits(builder: Builder, node: ir.Node, source: ir.Value, encoding: Encoding) -> ir.Value | None:
     token, packed = encoding.granularity, packed_weight(node)
     if packed is None or not isinstance(token, PerToken) or token.block != packed.block or token.axis != -1:
-        return False
+        return None
     if encoding.format != IntFormat(8) or encoding.scale_format.number is not None:
-        return False
+        return None
     node.replace_input_with(0, source)
-    replace_product(builder, node, packed, level=4)
+    made = replace_product(builder, node, packed, level=4)
     builder.graph.opset_imports.setdefault("com.microsoft", 1)
-    return True
+    return made.outputs[0]
 
 
-def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: Encoding) -> bool:
+def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: Encoding) -> ir.Value | None:
     fmt, token = encoding.format, encoding.granularity
     signed = isinstance(fmt, IntFormat) and fmt.signed
     tokens = isinstance(token, PerToken) and token.block is None and token.axis == -1 and signed
     whole = not isinstance(token, PerToken) and not signed
     weight = _weight(node)
     if weight is None or not (tokens or whole) or not isinstance(fmt, IntFormat) or fmt.bits != 8:
-        return False
+        return None
     if encoding.scale_format.number is not None or source.dtype not in (None, D.FLOAT):
-        return False
+        return None
     codes, scale = weight
     place, base = before(node), str(node.inputs[1].name if node.inputs[1] is not None else node.name)
     zero = builder.initializer(f"{base}_middle", np.array(_MIDDLE, np.uint8))
@@ -121,7 +124,7 @@ def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: 
     result.name = wanted
     if maker is not None:
         remove_unread(maker)
-    return True
+    return result
 
 
 def _tokens(builder: Builder, node: ir.Node, source: ir.Value) -> tuple[ir.Value, ir.Value]:
