@@ -10,19 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from bitwright.core.graph.attention import MOVES, attention_products, data_readers, has_attention, sole_reader
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.operators import TRAITS
-from bitwright.methods.layers import Layer, Layers, data_readers, sole_reader
+from bitwright.methods.layers import Layer, Layers
 
-_MOVES = frozenset((
-    *TRAITS["identity"], *TRAITS["reshape"], "Transpose", "Slice", "Split", "Expand", "Tile", "Concat", "Stack", "Gather",
-))  # fmt: skip
+__all__ = ["Attention", "attention_products", "find_attention", "has_attention"]
+
 _JOINS = frozenset(("Concat", "Stack", "Mul", "Add", "Sub"))
-_LINEAR = _MOVES | {"Mul", "Div", "Add", "Sub", "Neg"}
-_BEFORE_SOFTMAX = frozenset((  # scales, masks, soft caps, sinks, heads and batch as one axis, the largest subtracted
-    "Mul", "Div", "Add", "Sub", "Where", "MaskedFill", "Clip", "Max", "Tanh", "Concat",
-    *TRAITS["identity"], *TRAITS["reshape"],
-))  # fmt: skip
+_LINEAR = MOVES | {"Mul", "Div", "Add", "Sub", "Neg"}
 
 
 @dataclass(frozen=True)
@@ -60,41 +55,10 @@ def find_attention(layers: Layers) -> list[Attention]:
     return [_read(layers, scores, product) for scores, product in attention_products(layers.graph)]
 
 
-def attention_products(graph: Graph) -> Iterator[tuple[Op, Op]]:
-    """The two products of every attention: queries with keys, and what softmax makes of it with values."""
-    for op in graph.ops:
-        if op.type == "Softmax" and op.inputs[0] is not None and len(op.outputs) == 1:
-            scores = _product_before(graph, op.inputs[0])
-            product = _reader(graph, op.outputs[0])
-            if scores is not None and product is not None:
-                yield scores, product
-
-
-def has_attention(graph: Graph) -> bool:
-    """Whether there is one."""
-    return next(attention_products(graph), None) is not None
-
-
-def _product_before(graph: Graph, value: str) -> Op | None:
-    """The product of two activations that scaling and masking lead to ``value`` from."""
-    op = graph.producer(value)
-    while op is not None and op.type in _BEFORE_SOFTMAX:
-        active = [s for s in op.inputs if s is not None and graph.producer(s) is not None]
-        op = graph.producer(active[0]) if active else None
-    return op if op is not None and op.type == "MatMul" and len(op.inputs) > 1 else None
-
-
-def _reader(graph: Graph, value: str) -> Op | None:
-    """The product whose first operand is ``value``, across operators that only move it."""
-    while (op := sole_reader(graph, value)) is not None and op.type in _MOVES and len(op.outputs) == 1:
-        value = op.outputs[0]
-    return op if op is not None and op.type == "MatMul" and op.inputs[0] == value else None
-
-
 def _read(layers: Layers, scores: Op, product: Op) -> Attention:
     graph = layers.graph
     query, key = (_origin(layers, scores, port, _LINEAR) for port in (0, 1))
-    value = _origin(layers, product, 1, _MOVES)
+    value = _origin(layers, product, 1, MOVES)
     dim = graph.values[str(scores.inputs[0])].shape[-1:] or (0,)
     value_dim = graph.values[str(product.inputs[1])].shape[-1:] or (0,)
     return Attention(
@@ -156,6 +120,6 @@ def _chain(graph: Graph, op: Op) -> Iterator[Op]:
         if reader is None:
             return
         yield reader
-        if reader.type not in _MOVES:
+        if reader.type not in MOVES:
             return
         op = reader

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.graph.attention import data_readers, sole_reader
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.core.graph.recurrence import CELLS
@@ -454,17 +455,6 @@ class Layers:
 @dataclass(frozen=True)
 class _Odd:
     reason: str
-
-
-def data_readers(graph: Graph, value: str) -> list[tuple[Op, int]]:
-    """Each ``(op, port)`` that reads the elements of ``value``, not only its shape."""
-    return [(op, port) for op, port in graph.consumers(value) if op.type not in ("Shape", "Size")]
-
-
-def sole_reader(graph: Graph, value: str) -> Op | None:
-    """The only op that reads the elements of ``value``; ``None`` when there are several or the model returns it."""
-    readers = data_readers(graph, value)
-    return readers[0][0] if len(readers) == 1 and not graph.is_output(value) else None
 
 
 def holds_layer_weight(graph: Graph, op: str, role: str, port: int) -> bool:

@@ -142,12 +142,17 @@ class PerBlock:
     def param_shape(self, shape: Shape, site: str = "tensor") -> Shape:
         """Shape of ``scale`` and ``zero_point`` for a tensor of ``shape``."""
         axis, channels = self._concrete(shape, site)
-        return tuple(-(-n // self.size) if i == axis else n if i in channels else 1 for i, n in enumerate(shape))
+        size = self._length(shape, axis)
+        return tuple(-(-n // size) if i == axis else n if i in channels else 1 for i, n in enumerate(shape))
+
+    def _length(self, shape: Shape, axis: int) -> int:
+        """Elements of a block, which is no longer than its axis."""
+        return min(self.size, max(1, shape[axis]))
 
     def padding(self, shape: Shape, site: str = "tensor") -> int:
         """How many elements the last block lacks; 0 where the size divides the axis."""
         axis, _ = self._concrete(shape, site)
-        return -shape[axis] % self.size
+        return -shape[axis] % self._length(shape, axis)
 
     def broadcast_shape(self, shape: Shape, site: str = "tensor") -> Shape:
         """Shape of what :meth:`spread` makes of a parameter."""
@@ -162,7 +167,8 @@ class PerBlock:
         axis, _ = self._concrete(shape, site)
         if self.padding(shape, site):
             return shape
-        return (*shape[:axis], shape[axis] // self.size, self.size, *shape[axis + 1 :])
+        size = self._length(shape, axis)
+        return (*shape[:axis], shape[axis] // size, size, *shape[axis + 1 :])
 
     def spread(self, param: Any, shape: Shape) -> Any:
         """A parameter (numpy array or torch tensor) so that it broadcasts against the view of a tensor of ``shape``.
@@ -266,6 +272,8 @@ def phrase(granularity: Granularity) -> str:
     axis = "" if granularity.axis is None else f" (axis {granularity.axis})"
     if isinstance(granularity, PerChannel):
         return f"per channel{axis}"
+    if isinstance(granularity, PerBlock) and granularity.size >= 1 << 24:  # all of the axis, however long it is
+        return f"per {'channel' if len(granularity.channel_axes) > 1 else 'head'} over all tokens"
     each = " of each matrix" if len(granularity.channel_axes) > 1 else ""
     return f"per block of {granularity.size}{each}{axis}"
 

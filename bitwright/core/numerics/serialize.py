@@ -161,6 +161,7 @@ def spec_to_json(spec: QuantSpec) -> JsonDict:
         **({} if spec.non_finite is None else {"non_finite": spec.non_finite}),
         **({} if spec.scale_format == FLOAT32_SCALE else {"scale_format": spec.scale_format.name}),
         **({"dynamic": True} if spec.dynamic else {}),
+        **({} if spec.recent is None else {"recent": list(spec.recent)}),
     }
 
 
@@ -194,4 +195,5 @@ def spec_from_json(data: JsonDict, site: str = "spec") -> QuantSpec:
             data.get("non_finite"),
             parse_scale_format(data.get("scale_format", FLOAT32_SCALE)),
             data.get("dynamic", False) is True,
+            None if data.get("recent") is None else (int(data["recent"][0]), int(data["recent"][1])),
         )

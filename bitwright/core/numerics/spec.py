@@ -75,6 +75,7 @@ class QuantSpec:
         scale_format: what scales are stored as, a row of ``formats.SCALE_FORMATS`` or its name.
         dynamic: every run chooses the range of the tensor that passes, per tensor or per token; nothing is calibrated. Of
             activations; signed grids are symmetric then, unsigned ones have a zero point, as ONNX DynamicQuantizeLinear.
+        recent: (axis, count): the last ``count`` indices of ``axis`` stay in float, as the newest tokens of a cache.
     """
 
     format: Format = field(default_factory=lambda: IntFormat(8))
@@ -85,6 +86,7 @@ class QuantSpec:
     non_finite: NonFinite | None = None
     scale_format: ScaleFormat = FLOAT32_SCALE
     dynamic: bool = False
+    recent: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.granularity, Granularity):
@@ -160,7 +162,8 @@ class QuantSpec:
         symmetry = f" {self.symmetry.replace('_', ' ')}" if isinstance(self.format, IntFormat) else ""
         scales = "" if self.scale_format == FLOAT32_SCALE else f" ({self.scale_format.name} scales)"
         range_of = "range at run time" if self.dynamic else self.method.name
-        return f"{self.format.name}{symmetry} {phrase(self.granularity)}{scales}, {range_of}"
+        recent = f", the last {self.recent[1]} tokens in float" if self.recent else ""
+        return f"{self.format.name}{symmetry} {phrase(self.granularity)}{scales}, {range_of}{recent}"
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,11 @@ from bitwright.core.placement.aimet_config import (
     read_aimet_config,
     shipped_config,
 )
+from bitwright.core.placement.kv_cache import KvCache, parse_kv_cache
 from bitwright.core.placement.rules import BOUNDARY_ONLY, FixedRange, Rule, Rules, default_rules
 from bitwright.errors import BitwrightError, ConfigError, close_matches
 
-_TOP = ("preset", "rules", "supergroups", "recurrent", "tail")
+_TOP = ("preset", "rules", "supergroups", "recurrent", "tail", "kv_cache")
 _RECURRENT, _TAILS = ("inside", "boundary_only"), ("float", "quantized")
 _PORTS = {
     **{
@@ -138,7 +139,7 @@ def read_config(data: Mapping[str, Any], preset: Preset | None = None, source: s
     """The rules of a configuration in our form.
 
     Args:
-        data: keys ``preset``, ``rules``, ``supergroups``, ``recurrent`` and ``tail``, each optional.
+        data: keys ``preset``, ``rules``, ``supergroups``, ``recurrent``, ``tail`` and ``kv_cache``, each optional.
         preset: base specs if ``data`` names no preset.
         source: name for messages.
 
@@ -155,7 +156,10 @@ def read_config(data: Mapping[str, Any], preset: Preset | None = None, source: s
         rules.insert(0, BOUNDARY_ONLY)
     groups = _supergroups(data.get("supergroups", ["default"]), f"{source}: supergroups")
     in_float = _one_of(data.get("tail", "float"), f"{source}: tail", _TAILS) == "float"
-    return Rules(chosen.weight, chosen.activation, tuple(rules), groups, float_tail=in_float, source=source)
+    cache = parse_kv_cache(data.get("kv_cache"), f"{source}: kv_cache")
+    return Rules(
+        chosen.weight, chosen.activation, tuple(rules), groups, float_tail=in_float, source=source, kv_cache=cache
+    )
 
 
 def _keys(data: Any, at: str, known: tuple[str, ...], also: tuple[str, ...] = ()) -> Mapping[str, Any]:
@@ -367,6 +371,7 @@ def make_rules(
     output_bw: int = 8,
     data_type: str = "int",
     names: tuple[str, str] = ("default_param_bw", "default_output_bw"),
+    kv_cache: KvCache | Mapping[str, Any] | None = None,
 ) -> Rules:
     """Rules from the arguments of a ``QuantizationSimModel``.
 
@@ -377,17 +382,20 @@ def make_rules(
             rules of another simulation are taken as they are, and nothing else of the arguments is.
         param_bw, output_bw, data_type: bits of weights and of activations, integer or float.
         names: what the front end calls the two widths, for messages.
+        kv_cache: what keys and values of attention are stored as; ``None`` is what the configuration says.
 
     Raises:
         FormatError: an impossible bit width.
         ConfigError: an unknown scheme or preset, or a configuration that cannot be read.
     """
+    cache = parse_kv_cache(kv_cache)
     if isinstance(config_file, Rules):
-        return config_file
+        return config_file if cache is None else replace(config_file, kv_cache=cache)
     method = _method(quant_scheme)
     if preset is None:
         preset = _preset(param_bw, output_bw, data_type, names)
-    return _scheme_rules(config_file, _with_method(find_preset(preset), method))
+    rules = _scheme_rules(config_file, _with_method(find_preset(preset), method))
+    return rules if cache is None else replace(rules, kv_cache=cache)
 
 
 def _method(scheme: str | RangeMethod | None) -> RangeMethod | None:

@@ -35,6 +35,7 @@ from bitwright.core.numerics.formats import FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken, fitted
 from bitwright.core.numerics.integer_sums import bias_entries
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
+from bitwright.core.placement.kv_cache import cache_places, describe
 from bitwright.core.placement.plan import Plan, RangeFrom, Role, SitePlan
 from bitwright.core.placement.rules import Resolver, Rule, Rules, Setting
 from bitwright.errors import ConfigError, close_matches
@@ -61,6 +62,7 @@ class Facts:
         tail: operators after the last layer that are left in float unless a rule asks for more, see :meth:`_float_tail`.
         exact: value -> what it is needed for exactly, and the operator that needs it.
         reciprocals: value that is a reciprocal, or a multiple of one -> the operator that divides.
+        cache: operator and port -> keys or values of attention, where the rules ask for a cache.
         normalisations: operator that is part of a normalisation written out -> the last operator of it.
     """
 
@@ -79,6 +81,7 @@ class Facts:
         self.reciprocals = reciprocals(graph, self.static)
         self.normalisations = find_normalisations(graph, self.static)
         self.tail = self._float_tail()
+        self.cache = cache_places(graph, rules.kv_cache)
 
     def is_float(self, value: str) -> bool:
         """Whether a value is of a floating-point type."""
@@ -611,6 +614,9 @@ class Operands:
     def _activation(self, op: Op, row: OpRow, port: int, values: list[str], grids: dict[int, str]) -> None:
         """Quantize what arrives at ``port`` unless its producers have done so."""
         ledger, facts = self.ledger, self.facts
+        if (op.name, port) in facts.cache:
+            self._cached(op, port, values, grids)
+            return
         match = facts.match_of.get(op.name)
         inner = match.inner if match else ()
         groups = {ledger.group_of[v] for v in values if v in ledger.group_of}
@@ -619,6 +625,17 @@ class Operands:
             self._loose(op, row, port, loose, groups, grids)
         elif len(groups) == 1:
             grids[port] = groups.pop()
+
+    def _cached(self, op: Op, port: int, values: list[str], grids: dict[int, str]) -> None:
+        """Keys or values of attention: on the grid of the cache, whatever grid their producer has."""
+        site, value = f"{op.name}.input[{port}]", values[0]
+        setting = self.ledger.setting(op, frozenset(("input",)), None, site)
+        spec = self.facts.cache[op.name, port].spec
+        wanted = setting.quantized is not False
+        if self.ledger.verdict(setting, wanted, spec, site, "", self.ledger.origin.get(value, value), NO_ACTIVATIONS):
+            self.ledger.add(SitePlan(site, spec, "input", op.name, port, value, site))
+            grids[port] = site
+            self.ledger.read_at.setdefault(self.ledger.origin.get(value, value), []).append(site)
 
     def _loose(self, op: Op, row: OpRow, port: int, loose: list[str], groups: set[str], grids: dict[int, str]) -> None:
         """Quantize what arrives at ``port`` in some runs without a grid; ``groups`` are those of the other runs."""
@@ -1065,7 +1082,8 @@ def place(graph: Graph, rules: Rules) -> Plan:
             if value in ledger.outputs:
                 ledger.sites[ledger.outputs[value].name] = ledger.outputs[value]
     _share_model_inputs(ledger)
-    notes = (*map(str, facts.misses), *rules.notes)
+    cached = (describe(facts.cache),) if facts.cache else ()
+    notes = (*cached, *map(str, facts.misses), *rules.notes)
     return Plan(ledger.sites, _floats(ledger), ledger.shared, tuple(facts.matches), notes, tuple(_unused(ledger)))
 
 

@@ -29,6 +29,7 @@ from bitwright.core.numerics.spec import (
     dynamic_spec,
     weight_spec,
 )
+from bitwright.core.placement.kv_cache import KvCache
 from bitwright.errors import ConfigError, close_matches
 
 Port = Literal["output", "input", "inner", "weight", "bias", "param", "constant", "model_input", "model_output", "*"]
@@ -201,6 +202,7 @@ class Rules:
             decided of the other operators there.
         source: where the rules come from, for messages.
         notes: what was read and has no effect, one sentence each.
+        kv_cache: what keys and values of attention are stored as, see :mod:`bitwright.core.placement.kv_cache`.
         kernels: operator type, or ``defaults``, -> what the target runs; a search for precisions keeps to it.
     """
 
@@ -214,6 +216,7 @@ class Rules:
     source: str = "default rules"
     notes: tuple[str, ...] = ()
     kernels: Mapping[str, tuple[Kernel, ...]] = field(default_factory=dict)
+    kv_cache: KvCache | None = None
 
     @property
     def allowed_kernels(self) -> Callable[[str, Any], str | None] | None:

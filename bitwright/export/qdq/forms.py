@@ -293,6 +293,8 @@ def _form(encoding: Encoding, narrow: bool) -> _Form:
     fmt = encoding.format
     if encoding.dynamic:
         return _write_at_run_time
+    if isinstance(fmt, IntFormat) and fmt.bits <= 16 and _spans_axis(encoding.granularity):
+        return _write_spanning
     if isinstance(fmt, IntFormat):
         return _write_wide if fmt.bits > 16 else partial(_write_pair, narrow=narrow)
     if fmt.name in HALVES:
@@ -388,6 +390,23 @@ def _write_clip(pen: _Pen, value: ir.Value, encoding: Encoding) -> ir.Value:
     if isinstance(encoding.granularity, PerTensor):
         return pen.emit("Clip", [value, low, high], "clip")
     return pen.emit("Min", [pen.emit("Max", [value, low], "low"), high], "clip")
+
+
+def _spans_axis(granularity: Granularity) -> bool:
+    """Whether the blocks are as long as their axis, however long that is."""
+    return isinstance(granularity, PerBlock) and granularity.size >= 1 << 24
+
+
+def _write_spanning(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
+    """Scales that broadcast against the tensor, for which QuantizeLinear has no form: the same steps in float32."""
+    fmt = encoding.format
+    assert isinstance(fmt, IntFormat)
+    zero_point = encoding.zero_point.astype(np.float32)
+    scale = pen.constant("scale", encoding.scale)
+    ends = [pen.constant(name, np.float32(end) - zero_point) for name, end in (("qmin", fmt.qmin), ("qmax", fmt.qmax))]
+    steps = pen.emit("Round", [pen.emit("Div", [value, scale], "ratio")], "rounded")
+    codes = pen.emit("Min", [pen.emit("Max", [steps, ends[0]], "low"), ends[1]], "codes")
+    return Quantizer(pen.emit("Mul", [codes, scale], "dq"))
 
 
 def _write_wide(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:

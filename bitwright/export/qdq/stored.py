@@ -49,7 +49,7 @@ def unsigned(encoding: Encoding) -> Encoding:
     The unsigned format cannot say that a grid is narrow; the writer's float Clip keeps its lowest code at 1.
     """
     fmt = encoding.format
-    if not isinstance(fmt, IntFormat) or not fmt.signed:
+    if not isinstance(fmt, IntFormat) or not fmt.signed or encoding.dynamic:
         return encoding
     shift = 1 << (fmt.bits - 1)
     wide = encoding.zero_point.astype(np.int64) + shift

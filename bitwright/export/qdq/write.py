@@ -165,7 +165,7 @@ def _write_activation(w: Writing, node: ir.Node, site: str) -> None:
         return
     if node in w.pooled:
         keep_after_pool(w, node)
-    shown = unsigned(encoding) if w.activation == "unsigned" and not encoding.dynamic else encoding
+    shown = unsigned(encoding) if w.activation == "unsigned" else encoding
     found = write_activation(w.builder, node, encoding, shown, site)
     if found.pair is not None:
         w.pairs[result] = found.pair
@@ -246,7 +246,7 @@ def _tidy(w: Writing) -> None:
             entry=written.entry.name if written.entry is not None else None,
             perm=list(written.perm),
             pooled=written.pooled,
-            reach=_reach(written.encoding) if written.encoding.dynamic else 0,
+            reach=_reach(written.encoding) if written.encoding.dynamic or written.scale is None else 0,
         )
     close(w.model)
     w.model.metadata_props[METADATA] = "qdq"  # a model may have no quantizer to tell it by

@@ -24,12 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from bitwright.core.graph.attention import sole_reader
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import FloatModel
 from bitwright.errors import ConfigError
 from bitwright.methods.bias_correction import Moments, moments_behind
-from bitwright.methods.layers import Array, Bar, Group, Layer, bounds_of, no_bar, sole_reader
+from bitwright.methods.layers import Array, Bar, Group, Layer, bounds_of, no_bar
 from bitwright.methods.scaling.smooth import observe
 
 #: largest values are smoothed to ``log(sum(x**SHARPNESS)) / SHARPNESS``, so that descent has a gradient

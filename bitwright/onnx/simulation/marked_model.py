@@ -279,8 +279,7 @@ def simulation_model(
 def _write_site(node: ir.Node, source: ir.Value, encoding: Encoding | None, site: str, builder: Builder) -> ir.Value:
     """Put a quantizer in the place of a marker; what its readers see."""
     if encoding is not None:
-        shown = encoding if encoding.dynamic else unsigned(encoding)
-        return write_activation(builder, node, encoding, shown, site).value
+        return write_activation(builder, node, encoding, unsigned(encoding), site).value
     result = node.outputs[0]
     bypass(node, builder.outputs)
     return source if node.graph is None else result  # it stays where the name of an output needs a node

@@ -41,6 +41,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod
 from bitwright.core.placement.config import bit_widths, make_rules
+from bitwright.core.placement.kv_cache import KvCache
 from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.calibration import BatchGate, Observer
 from bitwright.core.simulation.float_model import Undo
@@ -409,6 +410,8 @@ class QuantizationSimModel(SimulationFiles):
         memory_budget: bytes of activations that calibration may hold beside what the model itself needs; a quarter
             of the free memory by default.
         threads: of one operator; 0 takes ``OMP_NUM_THREADS``, where it is set, or leaves the number to ONNX Runtime.
+        kv_cache: what keys and values of attention are stored as: ``{"key": "int8", "value": "int4"}``, see
+            :func:`~bitwright.core.placement.kv_cache.parse_kv_cache`.
 
     Raises:
         ModelError: the model cannot be read, converted or run.
@@ -436,12 +439,20 @@ class QuantizationSimModel(SimulationFiles):
         preset: str | Preset | None = None,
         memory_budget: int | None = None,
         threads: int = 0,
+        kv_cache: KvCache | Mapping[str, Any] | None = None,
     ) -> None:
         check_providers(providers)
         self._threads, self._lock = Occupancy(_INSTEAD), Lock()
         names = ("default_param_bw", "default_activation_bw")
-        bits = {"param_bw": default_param_bw, "output_bw": default_activation_bw}
-        self._set_up(make_rules(quant_scheme, preset, config_file, **bits, data_type=default_data_type, names=names))
+        bits: dict[str, Any] = {"param_bw": default_param_bw, "output_bw": default_activation_bw}
+        options: dict[str, Any] = {"data_type": default_data_type, "names": names, "kv_cache": kv_cache}
+        self._set_up(make_rules(quant_scheme, preset, config_file, **bits, **options))
+        if self.rules.kv_cache is not None and self.rules.kv_cache.recent:
+            raise ConfigError(
+                "kv_cache.recent",
+                "tokens that stay in float as long as they are the last are simulated for PyTorch models only",
+                "leave out recent, or simulate the PyTorch model",
+            )
         self.providers, self.threads = providers, threads
         self.memory_budget = free_memory() // 4 if memory_budget is None else int(memory_budget)
         self._told_of_nan = False

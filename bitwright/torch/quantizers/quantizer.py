@@ -15,6 +15,7 @@ import torch
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.placement.kv_cache import with_heads
 from bitwright.core.placement.plan import Role
 from bitwright.core.simulation import quantizer as core
 from bitwright.core.simulation.float_model import Undo
@@ -120,12 +121,26 @@ class Quantizer(core.Quantizer):
         """``x`` on the grid; ``overwrite`` lets the result take the memory of ``x``. Without elements it needs no grid."""
         if self._encoding is None and not x.numel():
             return x
+        if self._spec.recent is not None:
+            return self._without_recent(x, *self._spec.recent)
+        return self._on_grid(x, overwrite)
+
+    def _without_recent(self, x: torch.Tensor, axis: int, count: int) -> torch.Tensor:
+        """``x`` on the grid but for the last ``count`` indices of ``axis``."""
+        older = x.shape[axis] - count
+        if older <= 0:
+            return x
+        return torch.cat([self._on_grid(x.narrow(axis, 0, older), False), x.narrow(axis, older, count)], axis)
+
+    def _on_grid(self, x: torch.Tensor, overwrite: bool) -> torch.Tensor:
         x = self._pivoted(x)
         if self.learned is not None and self._encoding is not None and torch.compiler.is_dynamo_compiling():
             return self.learned.traced(x, weight=self.role == "weight")
         if self._trains_on(x.device):
             return self._trained_there(x)
         encoding = self.required
+        if encoding.scale.ndim == 4 and self.role == "input" and x.ndim == 4 and x.shape[1] != encoding.scale.shape[1]:
+            encoding = with_heads(encoding, x.shape[1])
         if self.role == "bias" and encoding.format == _INT32:
             return self._bias(x, self._bias_scale(encoding, x.device))
         if self.learned is not None and torch.is_grad_enabled():

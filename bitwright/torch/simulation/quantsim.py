@@ -22,6 +22,7 @@ from bitwright.core.graph.operators import op_row
 from bitwright.core.health.report import HealthReport, check_parameters
 from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod
 from bitwright.core.placement.config import bit_widths, make_rules
+from bitwright.core.placement.kv_cache import KvCache
 from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.calibration import BatchGate, Observer
 from bitwright.core.simulation.simulation import fed, nothing_ran
@@ -48,7 +49,7 @@ from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.ranks import Ranks, calibrating_ranks, merged
 from bitwright.torch.simulation import ranges
 from bitwright.torch.simulation.simulate import CallPlan, Simulator, call_plans
-from bitwright.torch.simulation.simulated_module import SimulatedModule
+from bitwright.torch.simulation.simulated_module import SavesDequantized, SimulatedModule
 
 logger = logging.getLogger("bitwright")
 
@@ -256,6 +257,8 @@ class QuantizationSimModel(SimulatedModule):
         default_data_type: ``int``, or ``float`` (bit widths 16 or 8: float16, float8_e4m3).
         preset: instead of the bit widths: ``"w8a8"``, ``"w4a8"``, ``"w4a16"``, ... (``PRESETS``).
         examples: more inputs to record, so that every side of a data-dependent branch gets its quantizers.
+        kv_cache: what keys and values of attention are stored as: ``{"key": "int8", "value": "int4", "recent": 32}``, see
+            :func:`~bitwright.core.placement.kv_cache.parse_kv_cache`.
 
     Raises:
         ModelError: the model fails on the example input.
@@ -278,11 +281,14 @@ class QuantizationSimModel(SimulatedModule):
         *,
         preset: str | Preset | None = None,
         examples: Sequence[Any] = (),
+        kv_cache: KvCache | Mapping[str, Any] | None = None,
     ) -> None:
         require_module(model)
         refuse_simulated(model)
         bits: dict[str, Any] = {"param_bw": default_param_bw, "output_bw": default_output_bw}
-        self._set_up(make_rules(quant_scheme, preset, config_file, **bits, data_type=default_data_type))
+        self._set_up(
+            make_rules(quant_scheme, preset, config_file, **bits, data_type=default_data_type, kv_cache=kv_cache)
+        )
         self.examples = [dummy_input, *examples]
         self._merged = False  # whether the statistics are those of several ranks
         self._shared = ranges.shared_gradients(self)
@@ -297,6 +303,8 @@ class QuantizationSimModel(SimulatedModule):
             except BaseException:
                 self._interceptor.detach()
                 raise
+        if callable(getattr(type(self.model), "save_pretrained", None)):
+            vars(self.model)["save_pretrained"] = SavesDequantized(self)
 
     @trainable_tensors()
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizationSimModel:

@@ -17,7 +17,7 @@ from bitwright.core.health.diagnosis import Repair
 from bitwright.core.health.report import HealthReport, HealthTable
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.simulation import Occupancy
-from bitwright.errors import checks_arguments
+from bitwright.errors import ModelError, checks_arguments
 from bitwright.export.encodings.of_simulation import SimulationFiles
 from bitwright.torch.calls.inputs import (
     as_call,
@@ -37,6 +37,30 @@ from bitwright.torch.ranks import SharedGradients
 from bitwright.torch.simulation.simulate import Simulator
 
 logger = logging.getLogger("bitwright")
+
+
+class SavesDequantized:
+    """``save_pretrained`` of a simulated model of transformers: writes the weights on their grids, not the float ones."""
+
+    def __init__(self, sim: SimulatedModule) -> None:
+        self.sim = sim
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the class does, with the dequantized state dict."""
+        if kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = self.sim.dequantized_state_dict()
+            others = [
+                name
+                for name, site in self.sim.quantizers.items()
+                if site.enabled and site.role not in ("weight", "bias")
+            ]
+            logger.warning(
+                "save_pretrained writes the weights as the simulation computes with them, on their grids, in the type of the "
+                "model%s; sim.export writes integers, and sim.remove().save_pretrained the float weights",
+                f", and none of the {len(others)} quantizers of activations" if others else "",
+            )
+        model = self.sim.model
+        return type(model).save_pretrained(model, *args, **kwargs)  # type: ignore[attr-defined]
 
 
 class SimulatedModule(SimulationFiles):
@@ -209,7 +233,48 @@ class SimulatedModule(SimulationFiles):
         """The first of the inputs that the model was recorded on."""
         return self.examples[0]
 
+    def dequantized_state_dict(self) -> dict[str, torch.Tensor]:
+        """``sim.model.state_dict()`` with every quantized parameter as the simulation computes with it: on its grid.
+
+        Raises:
+            CalibrationError: a weight has no encoding yet.
+            ModelError: what is quantized is no parameter but computed of some, or one is read on two grids.
+        """
+        state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            aliases.setdefault(id(tensor), []).append(name)
+        done: dict[int, str] = {}
+        for name, site in self.quantizers.items():
+            value = self.graph.values[site.value]
+            if not site.enabled or site.role not in ("weight", "bias"):
+                continue
+            tensor = None if value.param is None else self._interceptor.named_tensor(value.param)
+            if tensor is None or id(tensor) not in aliases:
+                raise ModelError(
+                    name,
+                    "what is quantized here is computed of parameters in every run, so that no state dict can hold it",
+                    "write files with sim.export, or keep simulation and float weights with sim.save_checkpoint",
+                )
+            assert isinstance(site.quantizer, Quantizer)
+            if site.quantizer.encoding is None and site.quantizer.derived:
+                continue  # a bias that stays in float
+            found = site.quantizer.constant(tensor.detach())
+            first = aliases[id(tensor)][0]
+            if id(tensor) in done and not torch.equal(state[first], found):
+                raise ModelError(
+                    name,
+                    f"its parameter is read on another grid at {done[id(tensor)]}, and one tensor cannot hold both",
+                    "give both places one grid with a rule, or write files with sim.export",
+                )
+            done[id(tensor)] = name
+            for alias in aliases[id(tensor)]:
+                state[alias] = found
+        return state
+
     def remove(self) -> nn.Module:
         """Take the simulation off again and return the model; useful with ``in_place``."""
         self._interceptor.detach()
+        if isinstance(vars(self.model).get("save_pretrained"), SavesDequantized):
+            del vars(self.model)["save_pretrained"]
         return self.model

@@ -85,7 +85,7 @@ def test_the_target_decides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("preset", "target", "said"),
     [
-        ("w4g32", "packed", "with target='ort_cpu' or weight_only='nbits', 2 run as MatMulNBits"),
+        ("w4g32", "packed", "with target='ort_cpu' or weight_only='nbits', 3 run as MatMulNBits"),
         ("w8", "packed", "(MatMulNBits has no form for them)"),
         ("w8", "ort_cpu", "(MatMulNBits has no form for them)"),
     ],
@@ -117,7 +117,12 @@ def test_a_runtime_is_compared_with_the_form_for_it(tmp_path: Path) -> None:
 
 def test_openvino_tells_what_it_does_with_the_operator(tmp_path: Path) -> None:
     pytest.importorskip("openvino")
-    sim, x = simulated((2, 3, 64), "w4g32")
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64)
+    blocks = {"weight": {"granularity": {"per_block": 16}}}  # padded ones it computes in float
+    rules = {"preset": "w4", "rules": [{"match": "*", **blocks}, {"match": "odd", "weight": "int8"}]}
+    sim = QuantizationSimModel(Net().eval(), x, config_file=rules)
+    sim.compute_encodings()
     sim.export(tmp_path, "net", x)
     report = verify_folder(tmp_path, runtime="openvino")
     assert not report.ok and "export for it: target='openvino_cpu'" in str(report)
