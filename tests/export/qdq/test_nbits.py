@@ -115,17 +115,12 @@ def test_a_runtime_is_compared_with_the_form_for_it(tmp_path: Path) -> None:
             assert one.drift("file", runtime, batch).ok
 
 
-def test_openvino_tells_what_it_does_with_the_operator(tmp_path: Path) -> None:
+def test_openvino_computes_the_operator_as_simulated(tmp_path: Path) -> None:
+    """Also of an inner length that no block divides: as DequantizeLinear and Gemm it rounded the activations of that layer."""
     pytest.importorskip("openvino")
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 64)
-    blocks = {"weight": {"granularity": {"per_block": 16}}}  # padded ones it computes in float
-    rules = {"preset": "w4", "rules": [{"match": "*", **blocks}, {"match": "odd", "weight": "int8"}]}
-    sim = QuantizationSimModel(Net().eval(), x, config_file=rules)
-    sim.compute_encodings()
+    sim, x = simulated((2, 3, 64), "w4g32")
     sim.export(tmp_path, "net", x)
-    report = verify_folder(tmp_path, runtime="openvino")
-    assert not report.ok and "export for it: target='openvino_cpu'" in str(report)
+    assert verify_folder(tmp_path, runtime="openvino").ok
 
 
 @pytest.mark.parametrize("preset", ["w8", "w4"])
