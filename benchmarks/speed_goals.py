@@ -80,6 +80,7 @@ def _layer(row: str) -> Callable[[int], Any]:
 ROWS: dict[str, tuple[float, str, Callable[[int], Any]]] = {
     "simulated forward, MobileNetV2": (1.15, "x", _model("forward")),
     "min-max calibration, MobileNetV2, 8 batches": (1.25, "x", _model("min-max")),
+    "min-max calibration, ResNet-18, 8 batches": (1.15, "x", _model("min-max", "resnet18")),
     "histogram calibration, MobileNetV2, 8 batches": (2.5, "x", _model("histogram")),
     "training step, MobileNetV2": (1.3, "x", _model("training step")),
     "LSTM, simulated forward": (2.0, "x", _layer("simulated forward")),
