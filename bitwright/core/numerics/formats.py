@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from bitwright.errors import FormatError, close_matches
@@ -181,7 +181,7 @@ class ScaleFormat:
     name: str
     shared: Literal["none", "tensor", "channel"] = "none"
     multiples: FloatFormat | IntFormat | None = None
-    number: FloatFormat | None = None
+    number: FloatFormat | None = field(default=None, repr=False)  # told by the name
 
 
 FLOAT32_SCALE = ScaleFormat("float32")

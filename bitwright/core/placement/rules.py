@@ -89,10 +89,10 @@ class Rule:
     fixed_range: FixedRange | None = None
     non_finite: NonFinite | None = None
     scale_format: ScaleFormat | None = None
-    dynamic: bool | None = None
     origin: str = field(default="", compare=False)
     optional: bool = field(default=False, compare=False)
     reaches_producer: bool = False
+    dynamic: bool | None = None
 
     def __post_init__(self) -> None:
         _check_choice(self, "port", self.port, PORTS)
