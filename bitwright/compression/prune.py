@@ -210,9 +210,9 @@ class Selector:
         best = dict(removed)
         groups = {g.name: g for g in self.groups}
         waiting = [] if self.alike else list(best)
-        for _ in range(_REFILLS * len(best)):
-            if not waiting:
-                break
+        left_over = _REFILLS * len(best)
+        while waiting and left_over > 0:
+            left_over -= 1
             name = max(waiting, key=lambda n: float(np.max(comparable(self.scores[n])[best[n]])))
             step, scores = step_of(groups[name], self.multiple), self.scores[name]
             order = best[name][np.argsort(scores[best[name]], kind="stable")]
