@@ -14,7 +14,9 @@ The gradients are those of learned step sizes (LSQ, Esser et al. 2020, arXiv:190
 Bhalgat et al. 2020, arXiv:2004.09576, eq. 4), divided by the scale (by the width of the range for offsets). With that a step
 of SGD moves the scale to first order as the same step does in the papers, and one of Adam moves every range by about its
 learning rate in relative terms, however small the scale is. The true derivative by ``log_scale`` would be multiplied by the
-scale, and lose the balance with the weights' gradients that the papers' factor ``1 / sqrt(N * Qp)`` is made for.
+scale, and lose the balance with the weights' gradients that the papers' factor ``1 / sqrt(N * Qp)`` is made for. Where the
+scale is small against the gradient, as on small batches, one step of SGD would move it by orders of magnitude: gradients of
+the parameters are at most 10 (:data:`STEEPEST`), beyond what the papers have.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ from bitwright.torch.quantizers.functional import round_ste
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 #: largest ``|log_scale|``: a range a million times wider or narrower than calibration found it holds nothing of the tensor
 FARTHEST = math.log(2.0**20)
+#: largest gradient of a distance: a step of SGD moves a scale by at most ten times its learning rate, in relative terms
+STEEPEST = 10.0
 
 
 def unlearnable(encoding: Encoding) -> str | None:
@@ -330,8 +334,8 @@ class LearnedRange:
         scale, zero = _scale_and_zero(given, self.log_scale, self.offset, self.base)
         by_log_scale, by_offset = scaling.slopes(scale.double())
         if self.offset is not None:
-            zero = _with_gradient(zero, -by_offset / scale.double(), self.offset)
-        scale = _with_gradient(scale, by_log_scale, self.log_scale)
+            zero = _with_gradient(zero, -by_offset / scale.double(), _bounded(self.offset, scaling))
+        scale = _with_gradient(scale, by_log_scale, _bounded(self.log_scale, scaling))
         scale, zero = granularity.spread(scale, shape).to(wide), granularity.spread(zero, shape).to(wide)
         codes = round_ste(x.to(wide).reshape(view) / scale)
         codes = codes.clamp(
@@ -503,7 +507,8 @@ class Scaling:
             axis = self.blocks.axis % found.ndim
             every = tuple(i for i in range(found.ndim) if i != axis)
             found = rows_of(found, PerBlock(self.blocks.size, axis, every)).sum(1)
-        return found.reshape(self.shape).float()
+        found = found.reshape(self.shape).float()
+        return found if self.by_ends else within_bounds(found)
 
     def slopes(self, scale: Any) -> tuple[Any, Any]:
         """What the derivatives by the scale and by the lower end are multiplied by for ``log_scale`` and ``offset``."""
@@ -519,6 +524,28 @@ def _with_gradient(value: torch.Tensor, slope: torch.Tensor, parameter: torch.Te
     """
     line = slope.detach().double() * parameter.double()
     return value.detach() + (line - line.detach()).to(value.dtype)
+
+
+class _Bounded(torch.autograd.Function):
+    """Its argument, with a gradient of at most :data:`STEEPEST`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return within_bounds(grad)
+
+
+def within_bounds(grad: torch.Tensor) -> torch.Tensor:
+    """``grad``, at most :data:`STEEPEST`; what is not finite stays so, for those who look for it."""
+    return torch.where(grad.isinf(), grad, grad.clamp(-STEEPEST, STEEPEST))
+
+
+def _bounded(parameter: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    found: torch.Tensor = parameter if scaling.by_ends else _Bounded.apply(parameter)
+    return found
 
 
 class _OnLearnedGrid(torch.autograd.Function):
@@ -577,7 +604,7 @@ class _ClampedOnLearnedGrid(torch.autograd.Function):
             low, high = ctx.ends
             inner, step, _ = range_gradients(grad, x.clamp(low, high), grid, scaling, offset=False)
             inner = torch.ops.aten.hardtanh_backward(inner, x, low, high)
-        to_scale = (scaling.slopes(grid.scale)[0] * step).reshape(scaling.shape).float()
+        to_scale = scaling.to_parameters(scaling.slopes(grid.scale)[0] * step)
         return inner, to_scale, None, None, None, None
 
 

@@ -295,6 +295,28 @@ def output_of(sim: QuantizationSimModel, x: Tensor) -> Tensor:
 IMAGES = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
 
+def test_a_step_of_sgd_moves_a_range_by_a_bounded_part():
+    """A gradient over a small scale threw ranges of 8 bits off their tensors within three steps."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()
+    x, y = torch.randn(4, 3, 8, 8), torch.randint(0, 4, (4,))
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x], progress=False)
+    sim.learn_ranges()
+    optimizer = torch.optim.SGD([{"params": list(sim.model.parameters())}, {"params": sim.range_parameters()}], lr=1e-2)
+    losses = []
+    for _ in range(8):
+        before = [p.detach().clone() for p in sim.range_parameters()]
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(sim.model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        steps = [float((p.detach() - b).abs().max()) for p, b in zip(sim.range_parameters(), before, strict=True)]
+        assert max(steps) <= 0.1 + 1e-6
+    assert losses[-1] < 0.8 * losses[0]
+
+
 @pytest.mark.slow
 def test_compiled_training_has_the_numbers_and_gradients_of_the_eager_one():
     torch.manual_seed(0)
