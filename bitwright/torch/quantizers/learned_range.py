@@ -15,8 +15,8 @@ Bhalgat et al. 2020, arXiv:2004.09576, eq. 4), divided by the scale (by the widt
 of SGD moves the scale to first order as the same step does in the papers, and one of Adam moves every range by about its
 learning rate in relative terms, however small the scale is. The true derivative by ``log_scale`` would be multiplied by the
 scale, and lose the balance with the weights' gradients that the papers' factor ``1 / sqrt(N * Qp)`` is made for. Where the
-scale is small against the gradient, as on small batches, one step of SGD would move it by orders of magnitude: gradients of
-the parameters are at most 10 (:data:`STEEPEST`), beyond what the papers have.
+scale is small against the gradient, as on small batches, one step of SGD would move it by orders of magnitude: in a simulation
+the gradients of the parameters are at most 10 (:data:`STEEPEST`), which the papers do not have.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from bitwright.torch.quantizers.functional import round_ste
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 #: largest ``|log_scale|``: a range a million times wider or narrower than calibration found it holds nothing of the tensor
 FARTHEST = math.log(2.0**20)
-#: largest gradient of a distance: a step of SGD moves a scale by at most ten times its learning rate, in relative terms
+#: largest gradient of a distance in training: a step of SGD moves a scale by at most ten times its rate, in relative terms
 STEEPEST = 10.0
 
 
@@ -76,6 +76,11 @@ def _call_with(parameter: weakref.ref[torch.Tensor], hook: Callable[[torch.Tenso
     present = parameter()  # a hook that holds its own tensor would keep it
     if present is not None:
         hook(present)
+
+
+def within_bounds(grad: torch.Tensor) -> torch.Tensor:
+    """``grad``, at most :data:`STEEPEST`; what is not finite stays so, for those who look for it."""
+    return torch.where(grad.isinf(), grad, grad.clamp(-STEEPEST, STEEPEST))
 
 
 class LearnedRange:
@@ -100,6 +105,9 @@ class LearnedRange:
         self._known: tuple[bytes, Encoding] = (self._content(), base)
         self._hooked = False
 
+    #: whether gradients are kept within :data:`STEEPEST`
+    bounded = True
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": ([], []), "_hooked": False}
 
@@ -110,6 +118,8 @@ class LearnedRange:
         if not self._hooked:
             self._hooked = True
             for parameter in self.parameters().values():
+                if self.bounded:
+                    parameter.register_hook(within_bounds)
                 parameter.register_hook(partial(_call_with, weakref.ref(parameter), before))
                 parameter.register_post_accumulate_grad_hook(after)
 
@@ -334,8 +344,8 @@ class LearnedRange:
         scale, zero = _scale_and_zero(given, self.log_scale, self.offset, self.base)
         by_log_scale, by_offset = scaling.slopes(scale.double())
         if self.offset is not None:
-            zero = _with_gradient(zero, -by_offset / scale.double(), _bounded(self.offset, scaling))
-        scale = _with_gradient(scale, by_log_scale, _bounded(self.log_scale, scaling))
+            zero = _with_gradient(zero, -by_offset / scale.double(), self.offset)
+        scale = _with_gradient(scale, by_log_scale, self.log_scale)
         scale, zero = granularity.spread(scale, shape).to(wide), granularity.spread(zero, shape).to(wide)
         codes = round_ste(x.to(wide).reshape(view) / scale)
         codes = codes.clamp(
@@ -371,6 +381,8 @@ class RangeEnds(LearnedRange):
     Attributes:
         min, max: float32 parameters; -1 and 1 until there is an encoding.
     """
+
+    bounded = False
 
     def __init__(
         self,
@@ -507,8 +519,7 @@ class Scaling:
             axis = self.blocks.axis % found.ndim
             every = tuple(i for i in range(found.ndim) if i != axis)
             found = rows_of(found, PerBlock(self.blocks.size, axis, every)).sum(1)
-        found = found.reshape(self.shape).float()
-        return found if self.by_ends else within_bounds(found)
+        return found.reshape(self.shape).float()
 
     def slopes(self, scale: Any) -> tuple[Any, Any]:
         """What the derivatives by the scale and by the lower end are multiplied by for ``log_scale`` and ``offset``."""
@@ -524,28 +535,6 @@ def _with_gradient(value: torch.Tensor, slope: torch.Tensor, parameter: torch.Te
     """
     line = slope.detach().double() * parameter.double()
     return value.detach() + (line - line.detach()).to(value.dtype)
-
-
-class _Bounded(torch.autograd.Function):
-    """Its argument, with a gradient of at most :data:`STEEPEST`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return within_bounds(grad)
-
-
-def within_bounds(grad: torch.Tensor) -> torch.Tensor:
-    """``grad``, at most :data:`STEEPEST`; what is not finite stays so, for those who look for it."""
-    return torch.where(grad.isinf(), grad, grad.clamp(-STEEPEST, STEEPEST))
-
-
-def _bounded(parameter: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    found: torch.Tensor = parameter if scaling.by_ends else _Bounded.apply(parameter)
-    return found
 
 
 class _OnLearnedGrid(torch.autograd.Function):
@@ -604,7 +593,7 @@ class _ClampedOnLearnedGrid(torch.autograd.Function):
             low, high = ctx.ends
             inner, step, _ = range_gradients(grad, x.clamp(low, high), grid, scaling, offset=False)
             inner = torch.ops.aten.hardtanh_backward(inner, x, low, high)
-        to_scale = scaling.to_parameters(scaling.slopes(grid.scale)[0] * step)
+        to_scale = (scaling.slopes(grid.scale)[0] * step).reshape(scaling.shape).float()
         return inner, to_scale, None, None, None, None
 
 

@@ -28,7 +28,7 @@ from bitwright.core.compiled.loops import Loops, loops
 from bitwright.core.graph.recurrence import ACTIVATION_RANGES, CELL, HIDDEN
 from bitwright.torch.calls.recurrent import ORDER, Sequences, StackedStep
 from bitwright.torch.quantizers.fake_quantize import Grid, codes_from_to, grid_numbers, is_plain, on_host
-from bitwright.torch.quantizers.learned_range import LearnedRange, Scaling, within_bounds
+from bitwright.torch.quantizers.learned_range import LearnedRange, Scaling
 from bitwright.torch.quantizers.quantizer import Quantizer, side_by_side
 
 Floats = NDArray[np.float32]
@@ -379,8 +379,7 @@ class _Ranges:
             to_scale.append(by_log_scale * slope)
             if one.range.with_offset:
                 to_offset.append(by_offset * clipped)
-        bounded = within_bounds if not any(one.scaling.by_ends for one in self.learned) else torch.clone
-        made = (bounded(torch.tensor(found, dtype=torch.float32)) if found else None for found in (to_scale, to_offset))
+        made = (torch.tensor(found, dtype=torch.float32) if found else None for found in (to_scale, to_offset))
         return next(made), next(made)
 
 
