@@ -11,8 +11,6 @@ unstructured   the least scores: of the layer (magnitude), of each output (Wanda
 ============== ==============================================================================
 
 Zeros save nothing by themselves: kernels of CPUs in ONNX Runtime and PyTorch multiply by them as by other numbers.
-
-:func:`permute_inputs` orders input channels so that ``n:m`` keeps more (Pool and Yu, NeurIPS 2021); the model computes the same.
 """
 
 from __future__ import annotations
@@ -120,51 +118,6 @@ def sparse_gpt(W: Array, moments: Array, sparsity: float, pattern: Pattern) -> A
     settings = Settings(act_order=False, sparsity=sparsity, pattern=text)
     w, hessian = torch.from_numpy(np.array(W[None], np.float32)), torch.from_numpy(np.array(moments[None], np.float64))
     return np.asarray(round_columns(w, hessian, None, settings)[0].numpy())
-
-
-def best_order(scores: Array, every: int, keep: int, *, sweeps: int = 20, seed: int = 0) -> Array:
-    """An order of columns under which ``keep`` of ``every`` neighbours hold a larger sum of scores.
-
-    Swaps of two columns of different groups are tried, the best swap of each column is taken, until none gains.
-
-    Args:
-        scores: ``[O, K]``, at least 0.
-        every, keep: of the pattern.
-        sweeps: over all columns, at most.
-        seed: of the order in which columns are visited.
-    """
-    columns = scores.shape[1] // every * every
-    order = np.arange(scores.shape[1])
-    random = np.random.default_rng(seed)
-
-    def kept(groups: Array) -> Array:
-        """``[..., O, every]`` -> what is kept, summed over outputs."""
-        return np.sort(groups, axis=-1)[..., every - keep :].sum((-2, -1))
-
-    for _ in range(sweeps):
-        gained = False
-        for place in random.permutation(columns):
-            group = place // every
-            mine = order[group * every : (group + 1) * every]
-            others = np.array([p for p in range(columns) if p // every != group])
-            if not others.size:
-                return order
-            # what this group and each other keep before, and after the swap of this column with one of theirs
-            their = order.reshape(-1)[:columns].reshape(-1, every)[others // every]
-            before = kept(scores[:, mine]) + kept(np.moveaxis(scores[:, their], 1, 0))
-            swapped = np.repeat(mine[None], len(others), 0)
-            swapped[:, place % every] = order[others]
-            left = their.copy()
-            left[np.arange(len(others)), others % every] = order[place]
-            after = kept(np.moveaxis(scores[:, swapped], 1, 0)) + kept(np.moveaxis(scores[:, left], 1, 0))
-            best = int(np.argmax(after - before))
-            if after[best] - before[best] > 1e-9 * max(float(before[best]), 1e-300):
-                other = others[best]
-                order[place], order[other] = order[other], order[place]
-                gained = True
-        if not gained:
-            break
-    return order
 
 
 # ------------------------------------------------------------------------------------------------ layers
@@ -303,7 +256,6 @@ class SparsityReport(Reversible, Tabular):
         rows: one per weight.
         refused: layer -> why it was not touched.
         masks: parameter -> which numbers stay, boolean.
-        permuted: groups of channels that were put into another order first.
     """
 
     _rows = "rows"
@@ -311,7 +263,6 @@ class SparsityReport(Reversible, Tabular):
     rows: tuple[SparseRow, ...]
     refused: Mapping[str, str]
     masks: Mapping[str, Array] = field(repr=False)
-    permuted: tuple[str, ...] = ()
     _undos: list[Undo] = field(default_factory=list, repr=False)
 
     @property
@@ -323,7 +274,7 @@ class SparsityReport(Reversible, Tabular):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, without the masks."""
-        found: dict[str, Any] = plain({"rows": self.rows, "refused": self.refused, "permuted": self.permuted})
+        found: dict[str, Any] = plain({"rows": self.rows, "refused": self.refused})
         return found
 
     def __str__(self) -> str:
@@ -408,7 +359,7 @@ def sparsify_model(
         rows.append(SparseRow(layer.name, layer.param, float((new == 0).mean()), _error(old, new, layer.moments)))
         masks[layer.param] = layer.tensor(new) != 0
         edits.append(SetParam(layer.param, np.ascontiguousarray(layer.tensor(new))))
-    report = SparsityReport(tuple(rows), refused, masks, (), [view.edit(edits)])
+    report = SparsityReport(tuple(rows), refused, masks, [view.edit(edits)])
     opened.finish(report)
     return report
 

@@ -16,7 +16,7 @@ import bitwright.torch as bt
 from bitwright import Preset
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.placement.kv_cache import KvCache, parse_kv_cache
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, ExportError
 
 FLOAT = Preset(None, None)
 X = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
@@ -84,7 +84,7 @@ def test_what_attention_reads_is_on_the_grids_of_the_cache(fused: bool, kv_cache
     assert scales == ((1, 4, 8, 1) if kv_cache["key"] in ("int8", "fp8") else ())
 
 
-def test_the_newest_tokens_stay_in_float() -> None:
+def test_the_newest_tokens_stay_in_float(tmp_path: Path) -> None:
     given = {"key": "int4", "value": "int4"}
     outputs = []
     for recent in (0, 5, 12):
@@ -98,6 +98,8 @@ def test_the_newest_tokens_stay_in_float() -> None:
     )
     assert torch.equal(late_value[:, :, :-5], value[:, :, :-5]) and not torch.equal(value, float_value)
     assert not torch.equal(late_key[..., :-5], float_key[..., :-5]) and not torch.equal(key, float_key)
+    with pytest.raises(ExportError, match=r"the last 12 tokens of the cache stay in float there.*without recent"):
+        sim.export(tmp_path, "net", X)
 
 
 def test_bytes_of_a_token_count_repeated_heads_once() -> None:

@@ -243,6 +243,13 @@ def _check(sim: SimulatedModule, version: str) -> None:
 
 def _check_exportable(sim: SimulatedModule) -> None:
     refuse_corrections(sim, "export")
+    window = next((site for site in sim.quantizers.values() if site.enabled and site.spec.recent), None)
+    if window is not None:
+        raise ExportError(
+            window.name,
+            f"the last {window.spec.recent[1]} tokens of the cache stay in float there, which no operator of a file does",
+            "make the simulation without recent in kv_cache; sim.save_encodings(path) writes the encodings of this one",
+        )
     for name, tensor in named_state(sim.model):
         if tensor.dtype in (torch.bfloat16, torch.float64) and _computes(sim, name, tensor.dtype):
             raise ExportError(
