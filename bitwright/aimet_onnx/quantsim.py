@@ -147,12 +147,12 @@ def _set_blocks(found: list[QcQuantizeOp], spec: defs.QSpec, strict: bool) -> No
         op, shape = site._graph.op(site.op), quantizer._value_shape
         axes = block_axes(op.type, op.attrs, site.port, shape)
         granularity = PerBlock(blocks.block_size).resolve(*axes)
-        if isinstance(granularity, PerBlock) and granularity.padding(shape, site.name):  # AIMET has no padded blocks
+        axis = granularity.axis if isinstance(granularity, PerBlock) else None
+        if axis is not None and blocks.block_size > 0 and shape[axis] % blocks.block_size:  # AIMET has no padded blocks
             if strict:
                 raise GranularityError(
                     site.name,
-                    f"axis {granularity.axis} has {shape[granularity.axis or 0]} elements, which blocks of "
-                    f"{blocks.block_size} do not divide",
+                    f"axis {axis} has {shape[axis]} elements, which blocks of {blocks.block_size} do not divide",
                     "choose a block size that divides it, or strict=False to leave such layers as they are",
                 )
             continue

@@ -143,13 +143,7 @@ class _Tracer(Handler):
         places = self._places(row, args, kwargs, slots)
         output = self._run(row, func, args, kwargs, slots)
         produced = tensors_in(args[0] if func is SET_ITEM else output)
-        if getattr(func, "__name__", "") in _DRAWS:  # of this batch, as its inputs are, whoever repeats the calls
-            self.inputs.update({self._bind(tensor): tensor.detach().clone() for tensor in produced})
-            return output
-        if not plan.op and slots.keys() <= self.constants.keys():
-            self._keep_constants(produced, slots)
-            return output
-        if not produced:
+        if self._is_given(func, plan, slots, produced) or not produced:
             return output
         in_place = func is SET_ITEM or (row is not None and (row.in_place or bool(kwargs.get("inplace"))))
         self.steps.append(
@@ -165,6 +159,18 @@ class _Tracer(Handler):
             )
         )
         return output
+
+    def _is_given(
+        self, func: Callable[..., Any], plan: CallPlan, slots: Mapping[int, int], produced: Sequence[Tensor]
+    ) -> bool:
+        """Keep what a call made, where it depends on no input: what is drawn is of this batch, other things are constants."""
+        if getattr(func, "__name__", "") in _DRAWS:
+            self.inputs.update({self._bind(tensor): tensor.detach().clone() for tensor in produced})
+            return True
+        constant = not plan.op and slots.keys() <= self.constants.keys()
+        if constant:
+            self._keep_constants(produced, slots)
+        return constant
 
     def _bind_computed(self, op: str, reads: Mapping[int, int], produced: Sequence[Tensor]) -> tuple[int, ...]:
         """Values of what a call made, with a note of those that floating-point numbers of the input lead to."""

@@ -1,6 +1,6 @@
 """Scripts in the style of AIMET's documentation run when their imports are prefixed, and nothing else is changed.
 
-Every function of ``scripts/*.py`` is one script. They are not collected as modules: they import AIMET under its own name.
+Every public function of ``scripts/*.py`` is one script. They are not collected as modules: they import AIMET under its own name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCRIPTS = [
     (path, node.name)
     for path in FILES
     for node in ast.parse(path.read_text()).body
-    if isinstance(node, ast.FunctionDef)
+    if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
 ]
 
 

@@ -306,20 +306,28 @@ def _hide(model: ir.Model) -> dict[str, ir.TensorProtocol]:
             use.node.replace_input_with(use.idx, value)
         model.graph.inputs.append(value)
         hidden[name] = tensor
+    for name, stored in _merged_or_mistaken(model):
+        hidden[name] = stored
+        value = model.graph.initializers.pop(name)
+        value.const_value = None
+        model.graph.inputs.append(value)
+    return hidden
+
+
+def _merged_or_mistaken(model: ir.Model) -> list[tuple[str, ir.TensorProtocol]]:
+    """Initializers that the exporter would merge with an equal one before them, or take for zero or one."""
     largest = common_passes.DeduplicateInitializersPass().size_limit
     seen: set[tuple[Any, ...]] = set()
-    for name, value in list(model.graph.initializers.items()):
+    found = []
+    for name, value in model.graph.initializers.items():
         stored = value.const_value
         if stored is None or value.is_graph_output():
             continue
         content = (stored.dtype, tuple(stored.shape), stored.tobytes()) if stored.size <= largest else (name,)
         if content in seen or _is_mistaken(stored):
-            hidden[name] = stored
-            del model.graph.initializers[name]
-            value.const_value = None
-            model.graph.inputs.append(value)
+            found.append((name, stored))
         seen.add(content)
-    return hidden
+    return found
 
 
 def _is_mistaken(tensor: ir.TensorProtocol) -> bool:
@@ -693,35 +701,46 @@ def in_order_of_memory(module: fx.GraphModule) -> None:
     """Permute what ``as_strided`` reads into the order in which it lies in memory.
 
     ``as_strided`` counts elements of the memory; its translation of torch's exporter counts those of the tensor in the order of
-    its axes, which is another one behind a transpose, and answers other values without a word.
+    its axes, which is another one after a transpose, and answers other values without a word.
 
     Raises:
         ModelError: the elements are not dense in memory (expanded, sliced), or others than those of the tensor are read.
     """
     for part in _graphs(module):
-        found = [node for node in part.graph.nodes if node.target is _aten.as_strided.default]
-        for node in found:
-            tensor, size, stride, *rest = node.args
-            offset = rest[0] if rest else node.kwargs.get("storage_offset")
-            read: torch.Tensor = tensor.meta["val"]
-            order = sorted(range(read.dim()), key=lambda i: read.stride(i), reverse=True)
-            counted = isinstance(offset, int)  # otherwise it follows a free axis
-            first = offset - read.storage_offset() if counted else 0 if offset is None else -1
-            lengths, steps = ([n.meta["val"] if isinstance(n, fx.Node) else n for n in of] for of in (size, stride))
-            last = first + sum((n - 1) * step for n, step in zip(lengths, steps, strict=True))
-            if not read.permute(order).is_contiguous() or first < 0 or last >= read.numel():
-                raise ModelError(
-                    line_of(node),
-                    f"as_strided reads memory there that the tensor, of shape {tuple(read.shape)} and strides "
-                    f"{read.stride()}, does not hold in this order",
-                    "call .contiguous() on the tensor before, or use unfold or indices, which a file has operators for",
-                )
-            with part.graph.inserting_before(node):
-                ordered = part.graph.call_function(_aten.permute.default, (tensor, order))
-            ordered.meta["val"] = read.permute(order)
-            node.args, node.kwargs = (ordered, size, stride, first), {}
-        if found:
-            part.recompile()
+        for node in [node for node in part.graph.nodes if node.target is _aten.as_strided.default]:
+            _read_in_order(part.graph, node)
+        part.recompile()
+
+
+def _read_in_order(graph: fx.Graph, node: fx.Node) -> None:
+    """The same for one call of ``as_strided``."""
+    tensor: Any = node.args[0]
+    size: Any = node.args[1]
+    stride: Any = node.args[2]
+    read, first = tensor.meta["val"], _first_read(node)
+    order = sorted(range(read.dim()), key=read.stride, reverse=True)
+    lengths, steps = ([n.meta["val"] if isinstance(n, fx.Node) else n for n in of] for of in (size, stride))
+    last = first + sum((n - 1) * step for n, step in zip(lengths, steps, strict=True))
+    if not read.permute(order).is_contiguous() or first < 0 or last >= read.numel():
+        raise ModelError(
+            line_of(node),
+            f"as_strided reads memory there that the tensor, of shape {tuple(read.shape)} and strides {read.stride()}, does not "
+            "hold in this order",
+            "call .contiguous() on the tensor before, or use unfold or indices, which a file has operators for",
+        )
+    with graph.inserting_before(node):
+        ordered = graph.call_function(_aten.permute.default, (tensor, order))
+    ordered.meta["val"] = read.permute(order)
+    node.args, node.kwargs = (ordered, size, stride, first), {}
+
+
+def _first_read(node: fx.Node) -> int:
+    """The first element that ``as_strided`` reads, counted from the first of its tensor; -1 where it follows a free axis."""
+    tensor: Any = node.args[0]
+    offset: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+    if offset is None:
+        return 0
+    return int(offset - tensor.meta["val"].storage_offset()) if isinstance(offset, int) else -1
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[fx.GraphModule]:

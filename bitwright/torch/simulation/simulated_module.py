@@ -17,6 +17,7 @@ from bitwright.core.health.diagnosis import Repair
 from bitwright.core.health.report import HealthReport, HealthTable
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.simulation import Occupancy
+from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError, checks_arguments
 from bitwright.export.encodings.of_simulation import SimulationFiles
 from bitwright.torch.calls.inputs import (
@@ -233,6 +234,11 @@ class SimulatedModule(SimulationFiles):
         """The first of the inputs that the model was recorded on."""
         return self.examples[0]
 
+    def _stored_sites(self) -> dict[str, Site]:
+        """Sites of weights, and of biases that are not left in float."""
+        sites = {n: s for n, s in self.quantizers.items() if s.enabled and s.role in ("weight", "bias")}
+        return {n: s for n, s in sites.items() if s.encoding is not None or not getattr(s.quantizer, "derived", False)}
+
     def dequantized_state_dict(self) -> dict[str, torch.Tensor]:
         """``sim.model.state_dict()`` with every quantized parameter as the simulation computes with it: on its grid.
 
@@ -245,10 +251,8 @@ class SimulatedModule(SimulationFiles):
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             aliases.setdefault(id(tensor), []).append(name)
         done: dict[int, str] = {}
-        for name, site in self.quantizers.items():
+        for name, site in self._stored_sites().items():
             value = self.graph.values[site.value]
-            if not site.enabled or site.role not in ("weight", "bias"):
-                continue
             tensor = None if value.param is None else self._interceptor.named_tensor(value.param)
             if tensor is None or id(tensor) not in aliases:
                 raise ModelError(
@@ -257,8 +261,6 @@ class SimulatedModule(SimulationFiles):
                     "write files with sim.export, or keep simulation and float weights with sim.save_checkpoint",
                 )
             assert isinstance(site.quantizer, Quantizer)
-            if site.quantizer.encoding is None and site.quantizer.derived:
-                continue  # a bias that stays in float
             found = site.quantizer.constant(tensor.detach())
             first = aliases[id(tensor)][0]
             if id(tensor) in done and not torch.equal(state[first], found):
@@ -268,8 +270,7 @@ class SimulatedModule(SimulationFiles):
                     "give both places one grid with a rule, or write files with sim.export",
                 )
             done[id(tensor)] = name
-            for alias in aliases[id(tensor)]:
-                state[alias] = found
+            state.update(dict.fromkeys(aliases[id(tensor)], found))
         return state
 
     def remove(self) -> nn.Module:
