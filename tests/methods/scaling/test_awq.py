@@ -49,8 +49,8 @@ def inputs_of(x: np.ndarray, room: int = 1 << 20, parts: int = 4) -> Inputs:
     return inputs
 
 
-def int3(matrix: np.ndarray) -> np.ndarray:
-    spec = weight_spec("int3", PerChannel(0))
+def int4(matrix: np.ndarray) -> np.ndarray:
+    spec = weight_spec("int4", PerChannel(0))
     w = matrix.astype(np.float32)
     return fake_quantize(w, encode(*choose_range_of(w, spec, PerChannel(0)), spec, PerChannel(0)))
 
@@ -97,13 +97,13 @@ def test_the_search_finds_what_trying_everything_on_the_data_finds():
     x, random = rows_with_outliers(), np.random.default_rng(1)
     weights = [random.standard_normal((7, 12)), random.standard_normal((3, 12))]
     inputs = inputs_of(x)
-    found = search_scales(inputs.magnitude, [Reader(W, inputs, int3) for W in weights], alphas=10)
+    found = search_scales(inputs.magnitude, [Reader(W, inputs, int4) for W in weights], alphas=10)
 
     def brute_force(alpha: float) -> float:
         s = np.abs(x).mean(0) ** alpha if alpha else np.ones(12)
         s = s / np.sqrt(s.max() * s.min())
         wide = x.astype(np.float64)
-        wrong = sum(np.square((wide / s) @ int3(W * s).T - wide @ W.T).sum() for W in weights)
+        wrong = sum(np.square((wide / s) @ int4(W * s).T - wide @ W.T).sum() for W in weights)
         return wrong / sum(np.square(wide @ W.T).sum() for W in weights)
 
     errors = {i / 10: brute_force(i / 10) for i in range(11)}
@@ -115,16 +115,16 @@ def test_the_search_finds_what_trying_everything_on_the_data_finds():
 
 
 def test_weights_that_lie_on_their_grid_are_left_alone():
-    x, W = rows_with_outliers(), int3(np.random.default_rng(1).standard_normal((7, 12)))
+    x, W = rows_with_outliers(), int4(np.random.default_rng(1).standard_normal((7, 12)))
     inputs = inputs_of(x)
-    found = search_scales(inputs.magnitude, [Reader(np.float64(W), inputs, int3)])
+    found = search_scales(inputs.magnitude, [Reader(np.float64(W), inputs, int4)])
     assert found.alpha == 0 and found.before == found.after == pytest.approx(0, abs=1e-10)
     np.testing.assert_array_equal(found.scales, 1)
 
 
 def test_layers_that_read_nothing_but_zeros_are_left_alone():
     inputs = inputs_of(np.zeros((9, 12), np.float32))
-    found = search_scales(inputs.magnitude, [Reader(np.ones((2, 12)), inputs, int3)])
+    found = search_scales(inputs.magnitude, [Reader(np.ones((2, 12)), inputs, int4)])
     assert (found.alpha, found.before, found.after) == (0, 0, 0)
 
 
@@ -171,7 +171,7 @@ def test_the_report_reads(caplog):
     assert "  left       gate: silu (Silu) reads gate.output[0]" in lines
 
 
-@pytest.mark.parametrize("weight", ["w4", "w4a16", weight_spec("int3", PerBlock(8)), "mxfp4"], ids=str)
+@pytest.mark.parametrize("weight", ["w4", "w4a16", weight_spec("int4", PerBlock(8)), "mxfp4"], ids=str)
 def test_the_error_found_is_the_error_of_the_simulation(weight):
     """What the search promises for the output of one layer is what its simulation shows."""
     torch.manual_seed(0)
