@@ -58,6 +58,7 @@ class Target:
         measures_codes: whether Shape and Size read codes, where every reader of a DequantizeLinear gets one of its own.
         packs_odd_rows: whether 4-bit weights of an odd inner length take 4 bits. OpenVINO 2026.4 reads their rows at wrong places
             where the data has more than two axes: 11 to 24 dB, without a word.
+        short_blocks: whether the last block of a weight may be shorter than the others, which OpenVINO 2026.4 refuses.
         closes_scans: whether bodies of Scan nodes hold the constants that they read, which OpenVINO asks for.
         unsigned_in_bodies: whether codes of weights in bodies of If, Loop and Scan are unsigned. ONNX Runtime's products of uint8
             and int8 saturate on CPUs without VNNI; what it does against that where a session asks for it leaves bodies out.
@@ -86,6 +87,7 @@ class Target:
     pools_floats: bool = False
     measures_codes: bool = False
     packs_odd_rows: bool = True
+    short_blocks: bool = True
     closes_scans: bool = False
     unsigned_in_bodies: bool = False
     exact_session: str = ""
@@ -149,7 +151,8 @@ TARGETS: dict[str, Target] = {
                rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True, measures_codes=True,
                pools_floats=True, float_results=False, wide_bits=None, kernel_times=_ORT_TIMES, unsigned_in_bodies=True),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
-               rules=_BOUNDARY, packs_odd_rows=False, closes_scans=True, exact_session=_OPENVINO_SESSION, wide_bits=None),
+               rules=_BOUNDARY, packs_odd_rows=False, short_blocks=False, closes_scans=True, exact_session=_OPENVINO_SESSION,
+               wide_bits=None),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",
                "tflite", _LITERT, _LITERT_WIDE, wide_bits=None),
         Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), False, "scan", "onnxruntime"),

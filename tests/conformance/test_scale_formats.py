@@ -185,7 +185,7 @@ def test_ranges_of_padded_blocks_train(init: str) -> None:
             for name in ("0.weight",):  # the same start, whatever the padding says of means
                 sim.quantizers[name].encoding = found[0][0]
         encoding = sim.quantizers["0.weight"].encoding
-        sim.model(given).square().sum().backward()
+        sim.model(given).square().mean().backward()  # small: large gradients are bounded
         found.append((encoding, sim.range_parameters()[0].grad * (24 * model[0].weight.shape[1]) ** 0.5))
     assert found[0][0].scale.shape == (24, 3)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -123,6 +124,23 @@ def folded(small: Stored, rank: int) -> Stored:
         return Stored(small.array, scale, None, small.axis)
     zeros = _spread_along(small.zero_point, small, rank).astype(np.float32)
     return Stored(small.array, scale, zeros, small.axis)
+
+
+def in_whole_blocks(small: Stored) -> Stored:
+    """``small`` with blocks of a size that divides the axis, the largest one; values unchanged, scales repeated.
+
+    A last block that is shorter is allowed by ONNX (DequantizeLinear, ``block_size``), not by every runtime.
+    """
+    axis, block = small.axis, small.block
+    if axis is None or block is None or small.array.shape[axis] % block == 0:
+        return small
+    length = small.array.shape[axis]
+    size = math.gcd(block, length)
+    index = (*(slice(None),) * axis, slice(0, length // size))
+    scale, zeros = (
+        None if p is None else np.repeat(p, block // size, axis)[index] for p in (small.scale, small.zero_point)
+    )
+    return replace(small, scale=scale, zero_point=zeros, block=size)
 
 
 def _spread_along(param: NDArray[Any], small: Stored, rank: int) -> NDArray[Any]:

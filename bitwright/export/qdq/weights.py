@@ -27,7 +27,7 @@ from bitwright.core.numerics.integer_sums import (
 from bitwright.export.files.onnx_file import let_go
 from bitwright.export.qdq.forms import before
 from bitwright.export.qdq.markers import bypass, is_site, remove_unread, site_of
-from bitwright.export.qdq.stored import Stored, folded, store_constant, transpose_encoding, unsigned
+from bitwright.export.qdq.stored import Stored, folded, in_whole_blocks, store_constant, transpose_encoding, unsigned
 from bitwright.export.qdq.trace import bias_place, permutation
 from bitwright.export.qdq.writing import Weight, Writing, Written
 
@@ -302,6 +302,8 @@ def _store(
         small = store_constant(array.transpose(perm) if perm else array, encoding, shown, site, width=width)
         if folds and small.op == "DequantizeLinear":
             small = folded(small, small.array.ndim)
+        elif not w.target.short_blocks:
+            small = in_whole_blocks(small)
         let_go(w.constants[source])
         w.builder.need(ir.DataType.from_numpy(small.array.dtype), site, small.block is not None)
         base = f"{source.name}_transposed" if perm else str(source.name)
