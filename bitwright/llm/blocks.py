@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,17 +198,14 @@ class Runner:
                 yield self._entered(tokens)
 
     def _entered(self, tokens: Tensor) -> Tensor:
-        calls: dict[int, _Call] = {}
-        entered: list[Tensor] = []
+        calls: dict[int, tuple[_Call, Tensor]] = {}
 
         def stand_in(index: int) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 call, hidden = _taken_apart(args, kwargs)
                 if index in calls:
                     self._refuse(index, "runs twice in one forward")
-                calls[index] = call
-                if index == 0:
-                    entered.append(hidden.float())
+                calls[index] = call, hidden
                 if not self._calls and index == 0:
                     self._is_tuple = self._first(call, hidden)
                 if index == len(self.blocks) - 1:
@@ -217,18 +214,14 @@ class Runner:
 
             return forward
 
-        with _replaced(self.blocks, stand_in):
-            try:
-                self.model(tokens, use_cache=False)
-            except _Entered:
-                pass
-        found = [calls[index] for index in range(len(self.blocks))]
-        if not self._calls:
-            self._calls = found
+        with _replaced(self.blocks, stand_in), suppress(_Entered):
+            self.model(tokens, use_cache=False)
+        found = [calls[index][0] for index in range(len(self.blocks))]
+        self._calls = self._calls or found
         for index, (one, other) in enumerate(zip(self._calls, found, strict=True)):
             if not _same(one, other):
                 self._refuse(index, "is handed tensors beside the hidden states that depend on the tokens")
-        return entered[0]
+        return calls[0][1].float()
 
     def _first(self, call: _Call, hidden: Tensor) -> bool:
         """Whether blocks return a tuple: the first one is run in earnest, once."""

@@ -357,15 +357,11 @@ def _match(folder: Path, model: nn.Module, entries: Mapping[str, Entry]) -> dict
     """Name of every parameter and saved buffer -> name in the files; empty where transformers must convert the tensors."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     state = model.state_dict()
-    names: dict[str, str] = {}
-    missing = []
-    for name in state:
-        spellings = (name, name.removeprefix(prefix), prefix + name)
-        found = next((one for one in spellings if one in entries), None)
-        if found is None:
-            missing.append(name)
-        else:
-            names[name] = found
+    # the files may lack the prefix, or have one more; a name as it stands goes first
+    spellings = {entry.removeprefix(prefix): entry for entry in entries}
+    spellings |= {prefix + entry: entry for entry in entries} | dict(zip(entries, entries, strict=True))
+    names = {name: spellings[name] for name in state if name in spellings}
+    missing = [name for name in state if name not in names]
     tied = tied_parameters(model)
     for name in list(missing):
         source = next((names[other] for other in tied.get(name, ()) if other in names), None)
@@ -379,13 +375,17 @@ def _match(folder: Path, model: nn.Module, entries: Mapping[str, Entry]) -> dict
             str(folder), f"{len(missing)} of {len(state)} parameters are in no shard: {some_of(missing)}",
             "copy the shards and config.json of one and the same model",
         )  # fmt: skip
+    _check_shapes(state, names, entries)
+    return names
+
+
+def _check_shapes(state: Mapping[str, Tensor], names: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
     for name, found in names.items():
         if tuple(state[name].shape) != entries[found].shape:
             raise ModelError(
                 str(entries[found].file), f"{found} has shape {entries[found].shape}, where config.json makes it "
                 f"{tuple(state[name].shape)}", "copy the shards and config.json of one and the same model",
             )  # fmt: skip
-    return names
 
 
 def tied_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:

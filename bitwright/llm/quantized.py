@@ -191,14 +191,23 @@ def specs_of(
     ends = {"embedding": embedding, "lm_head": lm_head}
     given = {f"role:{role}": preset for role, preset in ends.items() if preset is not None and view.of(role)}
     for pattern, preset in (*given.items(), *(rules or {}).items()):
-        for part in view.matching(pattern):
-            if len(part.shape) >= 2:
-                asked[part.name] = None if preset is None else spec_of(preset)
+        asked.update((part.name, _ruled(preset)) for part in view.matching(pattern) if len(part.shape) >= 2)
     shapes = {part.name: part for part in view.parts}
     found = {name: _resolved(wanted, shapes[name]) for name, wanted in asked.items() if wanted is not None}
     for name, wanted in found.items():
         wanted.granularity.param_shape(shapes[name].shape, name)
     return found
+
+
+def _fitted(specs: dict[str, QuantSpec], to: str | None) -> dict[str, QuantSpec]:
+    """Specs as files of a kind hold them."""
+    if to not in FILE_FORMATS:
+        return specs
+    return {name: FILE_FORMATS[to].fitted(asked) for name, asked in specs.items()}
+
+
+def _ruled(preset: str | Preset | QuantSpec | None) -> QuantSpec | None:
+    return None if preset is None else spec_of(preset)
 
 
 def _resolved(spec: QuantSpec, part: Part) -> QuantSpec:
@@ -337,36 +346,23 @@ def treat(
     Returns:
         Every parameter by its name in the block, and what the methods say.
     """
-    notes = []
+    notes: list[str] = []
+    options = options or {}
     rules = _rules(block.block, specs)
     rounding = [name for name in methods if name != "awq"]
     if "awq" in methods:
         from bitwright.methods.scaling.awq import awq_model
 
-        own = dict((options or {}).get("awq", {}))
+        own = dict(options.get("awq", {}))
         report = awq_model(block, inputs, config_file=rules, progress=False, memory_budget=_ACTIVATIONS, **own)
         notes.append(f"awq: output error x {report.gain:.3f}")
         del report
     encodings: dict[str, Any] = {}
     chosen: dict[str, Tensor] = {}
     if rounding and specs:
-        from bitwright.methods.rounding.apply import apply_reconstruction
-        from bitwright.torch.simulation.quantsim import QuantizationSimModel
-
-        sim = QuantizationSimModel(block, inputs[0], config_file=rules)
-        for name in rounding:
-            found = apply_reconstruction(
-                sim, inputs, name, progress=False, seed=seed, memory_budget=_ACTIVATIONS, spill_dir=spill_dir,
-                **(options or {}).get(name, {}),
-            )  # fmt: skip
-            notes.append(f"{name}: output error x {found.gain:.3f}")
-        encodings = {  # a layer that a method left has none yet
-            sim.graph.values[site.value].param or site.value: site.quantizer.encoding
-            for site in sim.quantizers.values()
-            if site.role == "weight" and site.quantizer.encoding is not None
-        }
-        chosen = dict(sim.model.named_parameters())
-        del sim
+        given = {name: options.get(name, {}) for name in rounding}
+        chosen, encodings, said = _reconstructed(block, inputs, rules, given, seed=seed, spill_dir=spill_dir)
+        notes += said
     made: dict[str, PackedWeight | Tensor] = {}
     for name, parameter in block.block.named_parameters():
         values = chosen.get(f"block.{name}", parameter).detach()
@@ -377,6 +373,29 @@ def treat(
         else:
             made[name] = PackedWeight.nearest(name, values, specs[name])
     return made, notes
+
+
+def _reconstructed(
+    block: Block, inputs: Sequence[Tensor], rules: Rules, methods: Mapping[str, Mapping[str, Any]],
+    *, seed: int, spill_dir: Path | None,
+) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:  # fmt: skip
+    """Parameters and encodings that methods of rounding choose, each with its options, and what the methods say."""
+    from bitwright.methods.rounding.apply import apply_reconstruction
+    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+    notes = []
+    sim = QuantizationSimModel(block, inputs[0], config_file=rules)
+    for name, own in methods.items():
+        found = apply_reconstruction(
+            sim, inputs, name, progress=False, seed=seed, memory_budget=_ACTIVATIONS, spill_dir=spill_dir, **own
+        )
+        notes.append(f"{name}: output error x {found.gain:.3f}")
+    encodings = {  # a layer that a method left has none yet
+        sim.graph.values[site.value].param or site.value: site.quantizer.encoding
+        for site in sim.quantizers.values()
+        if site.role == "weight" and site.quantizer.encoding is not None
+    }
+    return dict(sim.model.named_parameters()), encodings, notes
 
 
 def _rules(block: nn.Module, specs: Mapping[str, QuantSpec]) -> Rules:
@@ -474,22 +493,12 @@ def quantize(
     """
     spec = spec_of(preset, group_size)
     methods = methods_of(recipe)
-    if methods and data is None:
-        raise ConfigError(
-            "data", f"{methods[0]} chooses codes by what the layers read, and no data was given",
-            "give data='text.txt' (--data), some 100 KB of text like the model will see; or recipe=() for nearest rounding",
-        )  # fmt: skip
-    if (to is None) != (out is None):
-        raise ConfigError(
-            "to", "to and out go together", "give the kind of files and the folder: to='gguf', out='model-w4'"
-        )
+    _check_together(methods, data, to, out)
     clock = _Clock()
     with clock.stage("open"), torch.no_grad():
         source = _opened(model, tokenizer=isinstance(data, (str, os.PathLike)) or to is not None)
         view = view_by_blocks(source.runner)
-        specs = specs_of(view, spec, rules, embedding, lm_head)
-        if to in FILE_FORMATS:
-            specs = {name: FILE_FORMATS[to].fitted(asked) for name, asked in specs.items()}
+        specs = _fitted(specs_of(view, spec, rules, embedding, lm_head), to)
         plans = [planned(part.name, part.shape, specs.get(part.name)) for part in view.parts]
         if to is not None:
             _check(source, plans, to, out)
@@ -517,20 +526,12 @@ def quantize(
         kept: list[Weight] = []
         result_model = None
         total = _Bytes()
-        if to in GRAPHS:
-            with clock.stage("write"):
-                _write_graph(source, total.over(made), spec, to, Path(out))
-        elif to is not None:
-            with clock.stage("write"):
-                shown = progress_bar(_Counted(made, len(plans)), "writing", progress)
-                write_checkpoint(
-                    Path(out), total.over(shown), source.config, to=to, plans=plans, tokenizer=_tokenizer_files(source)
-                )
-        elif source.module is not None:
-            with clock.stage("quantize"):
+        with clock.stage("quantize" if to is None else "write"):
+            if to is not None:
+                _write(source, total.over(made), plans, spec, to, Path(out), progress=progress)
+            elif source.module is not None:
                 result_model = _into_module(source.module, total.over(made), in_place=in_place)
-        else:
-            with clock.stage("quantize"):
+            else:
                 kept = list(total.over(made))
         if spill is not None:
             spill.clear()
@@ -539,6 +540,19 @@ def quantize(
         found, view, before, after, source.nbytes, total.bytes, dict(clock.seconds), _peak(), None if out is None else Path(out),
         result_model, tuple(kept), tuple(notes),
     )  # fmt: skip
+
+
+def _check_together(methods: Sequence[str], data: Any, to: str | None, out: Any) -> None:
+    """Refuse an argument without the one that goes with it."""
+    if methods and data is None:
+        raise ConfigError(
+            "data", f"{methods[0]} chooses codes by what the layers read, and no data was given",
+            "give data='text.txt' (--data), some 100 KB of text like the model will see; or recipe=() for nearest rounding",
+        )  # fmt: skip
+    if (to is None) != (out is None):
+        raise ConfigError(
+            "to", "to and out go together", "give the kind of files and the folder: to='gguf', out='model-w4'"
+        )
 
 
 def _opened(model: Any, *, tokenizer: bool) -> _Source:
@@ -572,6 +586,17 @@ def _check(source: _Source, plans: Sequence[WeightPlan], to: str, out: Any) -> N
         )
     extras = Extras(dict(source.config), _tokenizer_files(source))
     check_checkpoint(out, plans, to=to, extras=extras)
+
+
+def _write(
+    source: _Source, weights: Iterator[Weight], plans: Sequence[WeightPlan], spec: QuantSpec, to: str, out: Path,
+    *, progress: bool,
+) -> None:  # fmt: skip
+    if to in GRAPHS:
+        _write_graph(source, weights, spec, to, out)
+    else:
+        shown = progress_bar(_Counted(weights, len(plans)), "writing", progress)
+        write_checkpoint(out, shown, source.config, to=to, plans=plans, tokenizer=_tokenizer_files(source))
 
 
 def _write_graph(source: _Source, weights: Iterable[Weight], spec: QuantSpec, to: str, out: Path) -> None:
@@ -651,22 +676,12 @@ def _walk(
     evaluated, used = range(len(held)), range(len(held), len(every))
     start = spill.done
     with clock.stage("enter"):
-        entered = runner.enter(every if start == 0 else every[:1])
-        first = next(entered)
-        shape = (int(first.shape[1]), int(first.shape[2]))
-        if start == 0:
-            real, made = (spill.states(name, 0, shape) for name in ("float", "quantized"))
-            for index, state in enumerate((first, *entered)):
-                made.write(index, state)
-                if index < len(held):
-                    real.write(index, state)
-        entered.close()  # type: ignore[attr-defined]
+        shape = _enter(runner, spill, every, len(held))
     if start:
         logger.info("going on at block %d of %d", start, len(runner.blocks))
     together = 0
     for index in progress_bar(range(start, len(runner.blocks)), "blocks", progress):
-        sources = [spill.states(name, index, shape) for name in ("float", "quantized")]
-        targets = [spill.states(name, index + 1, shape) for name in ("float", "quantized")]
+        sources, targets = _streams(spill, index, shape), _streams(spill, index + 1, shape)
         for target in targets:
             target.path.unlink(missing_ok=True)
         with runner.loaded(index) as module:
@@ -675,28 +690,64 @@ def _walk(
             prefix = f"{runner.stack}.{index}."
             mine = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
             block = runner.block(index)
-            if not together and len(used) > 1:
-                together = _TOGETHER if _takes_batches(block, *(sources[1].read(used[i]) for i in (0, 1))) else 1
+            together = together or _at_once(block, sources[1], used)
             with clock.stage("+".join(methods) or "nearest"), torch.enable_grad():
-                inputs = _Inputs(sources[1], used, max(1, together))
+                inputs = _Inputs(sources[1], used, together)
                 weights, notes = treat(block, inputs, mine, methods, seed=seed, spill_dir=spill.folder, options=options)
-            for name, weight in weights.items():
-                if isinstance(weight, PackedWeight):
-                    assign(module, name, torch.from_numpy(weight.dequantize()))
+            _assign_codes(module, weights)
             with clock.stage("run"):
                 runner.run(index, sources[1], targets[1], range(len(every)))
             with clock.stage("spill"):
                 spill.put(index, weights, [f"{prefix.rstrip('.')}: {note}" for note in notes])
             del weights
-    sums = Sums(), Sums()
-    last = [spill.states(name, len(runner.blocks), shape) for name in ("float", "quantized")]
     with clock.stage("logits"):
-        states = ((held[i], [stream.read(i) for stream in last]) for i in evaluated)
-        for row, (real_logits, made_logits) in zip(held, runner.leave(states), strict=True):
-            sums[0].add(real_logits[0], row[0])
-            sums[1].add(made_logits[0], row[0], reference=real_logits[0])
+        before, after = _perplexities(runner, held, _streams(spill, len(runner.blocks), shape))
     notes = [note for block_notes in spill.notes for note in block_notes or ()]
-    return sums[0].result(), sums[1].result(), notes
+    return before, after, notes
+
+
+def _streams(spill: Spill, index: int, shape: tuple[int, int]) -> tuple[States, States]:
+    """The float model's states before a block, and the quantized one's."""
+    return spill.states("float", index, shape), spill.states("quantized", index, shape)
+
+
+def _enter(runner: Runner, spill: Spill, samples: list[Tensor], held: int) -> tuple[int, int]:
+    """Shape of a state; where no block is finished, states of samples are written: in the float stream of the ``held`` first."""
+    fresh = spill.done == 0
+    entered = runner.enter(samples if fresh else samples[:1])
+    first = next(entered)
+    shape = (int(first.shape[1]), int(first.shape[2]))
+    real, made = _streams(spill, 0, shape)
+    for index, state in enumerate((first, *entered) if fresh else ()):
+        made.write(index, state)
+        if index < held:
+            real.write(index, state)
+    entered.close()  # type: ignore[attr-defined]
+    return shape
+
+
+def _at_once(block: Block, states: States, samples: Sequence[int]) -> int:
+    """Number of samples that a block is run on at once."""
+    if len(samples) > 1 and _takes_batches(block, states.read(samples[0]), states.read(samples[1])):
+        return _TOGETHER
+    return 1
+
+
+def _assign_codes(module: nn.Module, weights: Mapping[str, PackedWeight | Tensor]) -> None:
+    """Let a block compute with what its codes mean."""
+    for name, weight in weights.items():
+        if isinstance(weight, PackedWeight):
+            assign(module, name, torch.from_numpy(weight.dequantize()))
+
+
+def _perplexities(runner: Runner, held: list[Tensor], last: tuple[States, States]) -> tuple[Perplexity, Perplexity]:
+    """Of the float and of the quantized model, by states after the last block."""
+    before, after = Sums(), Sums()
+    states = ((row, [stream.read(index) for stream in last]) for index, row in enumerate(held))
+    for row, (real_logits, made_logits) in zip(held, runner.leave(states), strict=True):
+        before.add(real_logits[0], row[0])
+        after.add(made_logits[0], row[0], reference=real_logits[0])
+    return before.result(), after.result()
 
 
 def _weights(

@@ -26,7 +26,7 @@ role                parameter
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,6 +241,12 @@ def roles_of(graph: Graph, *, whole: bool = True) -> dict[str, Use]:
     return _Search(graph).run(whole)
 
 
+def _projection(letters: Set[str]) -> str:
+    """The role of a layer that makes what these letters of an attention stand for."""
+    both = "".join(letter for letter in "qkv" if letter in letters)
+    return both if both in ROLES else "qkv"
+
+
 def _parameters(value: Value | None) -> tuple[str, ...]:
     if value is None or not value.is_static:
         return ()
@@ -292,12 +298,14 @@ class _Search:
             seen.add((value, curved))
             if maker.name in self.layers:
                 found[maker.name] = found.get(maker.name, True) and curved
-                continue
-            if maker.type == "Embedding" or (not through_sums and self._is_sum(maker)):
-                continue
-            curved = curved or (maker.type in _CURVES and maker.name not in self.norms)
-            waiting += [(source, curved) for source in maker.inputs]
+            elif maker.type != "Embedding" and (through_sums or not self._is_sum(maker)):
+                curved |= self._is_curve(maker)
+                waiting += [(source, curved) for source in maker.inputs]
         return found
+
+    def _is_curve(self, op: Op) -> bool:
+        """Whether it is an activation; a norm has curves within itself."""
+        return op.type in _CURVES and op.name not in self.norms
 
     def _is_sum(self, op: Op) -> bool:
         """Whether activations of one shape are added up, as where a block ends; a norm adds within itself."""
@@ -331,9 +339,7 @@ class _Search:
             for reader in self._after(product.outputs):
                 if reader.name in self.layers:
                     self.role[reader.name] = "o"
-        for name, letters in uses.items():
-            both = "".join(letter for letter in "qkv" if letter in letters)
-            self.role[name] = both if both in ROLES else "qkv"
+        self.role.update((name, _projection(letters)) for name, letters in uses.items())
 
     def _choice(self, op: Op) -> None:
         """A layer whose outputs are ranked chooses experts; one with a single output weighs one."""
@@ -371,16 +377,19 @@ class _Search:
             sources = {
                 source: curved
                 for source, curved in self._before(op, 0, through_sums=False).items()
-                if source not in self.role or self.role[source] in ("up", "gate", "gate_up")
+                if self.role.get(source, "up") in ("up", "gate", "gate_up")
             }
-            curves = self._curve_between(op)
-            if not sources or not curves:
+            if not sources or not self._curve_between(op):
                 continue
             self.role[name] = "down"
             for source, curved in sources.items():
-                gated = len(sources) > 1
-                joint = not gated and self._is_halved(source)
-                self.role.setdefault(source, "gate_up" if joint else "gate" if gated and curved else "up")
+                self.role.setdefault(source, self._widening(source, curved=curved, gated=len(sources) > 1))
+
+    def _widening(self, name: str, *, curved: bool, gated: bool) -> str:
+        """The role of a layer that ``down`` reads; in a gated network there are several of them."""
+        if gated:
+            return "gate" if curved else "up"
+        return "gate_up" if self._is_halved(name) else "up"
 
     def _curve_between(self, op: Op) -> bool:
         """Whether any way back to the next layers passes an activation."""
@@ -392,7 +401,7 @@ class _Search:
             if maker is None or maker.name in seen or maker.name in self.layers or self._is_sum(maker):
                 continue
             seen.add(maker.name)
-            if maker.type in _CURVES and maker.name not in self.norms:
+            if self._is_curve(maker):
                 return True
             waiting += maker.inputs
         return False
@@ -422,12 +431,10 @@ class _Search:
         for name in self.layers:
             if name in self.role:
                 continue
-            readers = {r.name for r in self._after(self.graph.op(name).outputs) if r.name in self.layers}
-            roles = {self.role.get(reader, "") for reader in readers}
+            after = self._after(self.graph.op(name).outputs)
+            roles = {self.role.get(reader.name, "") for reader in after if reader.name in self.layers}
             if roles and roles <= {"q", "k", "v", "kv", "qkv"}:
-                letters = {letter for role in roles for letter in role}
-                both = "".join(letter for letter in "qkv" if letter in letters)
-                self.role[name] = both if both in ROLES else "qkv"
+                self.role[name] = _projection({letter for role in roles for letter in role})
 
     # ---- parameters
 
@@ -443,25 +450,31 @@ class _Search:
 
     def _use(self, op: Op, port: int, parameter: str) -> Use:
         if op.name in self.layers:
-            if parameter not in self.layers[op.name] or port != 1:
-                return Use("bias")
-            axis = self._summed(op)
-            if op.name in self.role:
-                return Use(self.role[op.name], axis=axis)
-            return Use("other", f"weight of {op.name} ({op.type}), which is in no attention and no network", axis)
+            return self._use_of_layer(op, port, parameter)
         if op.type == "Embedding":
             return Use("embedding" if self._is_token(op.inputs[1]) else "position", axis=-1)
-        if op.type in _NORMS or op.name in self.norms:
+        if self._is_norm(op):
             return Use("norm")
         shape = self.graph.values[str(op.inputs[port])].shape
         maker = self._other_maker(op, port)
         if op.type == "Add" and maker is not None and maker.name in self.layers:
             return Use("bias")
-        if len(shape) == 1 and maker is not None and (maker.type in _NORMS or maker.name in self.norms):
+        if len(shape) == 1 and maker is not None and self._is_norm(maker):
             return Use("norm")
         if len(shape) == 2 and op.type == "Add" and shape == self.graph.values[op.outputs[0]].shape[-2:]:
             return Use("position")
         return Use("other", f"read by {op.name} ({op.type})")
+
+    def _use_of_layer(self, op: Op, port: int, parameter: str) -> Use:
+        if parameter not in self.layers[op.name] or port != 1:
+            return Use("bias")
+        axis = self._summed(op)
+        if op.name in self.role:
+            return Use(self.role[op.name], axis=axis)
+        return Use("other", f"weight of {op.name} ({op.type}), which is in no attention and no network", axis)
+
+    def _is_norm(self, op: Op) -> bool:
+        return op.type in _NORMS or op.name in self.norms
 
     def _summed(self, op: Op) -> int | None:
         """The axis of the stored matrix that a product sums over; a constant made of a parameter is its transpose."""
