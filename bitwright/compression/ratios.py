@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -198,12 +199,19 @@ def sensitivities(space: Space, progress: bool = True) -> list[float]:
         middle = min(others, key=lambda k, part=part: abs(part.options[k].ratio - 0.5))  # type: ignore[misc]
         choice = [0] * len(space.parts)
         choice[i] = middle
-        undo = space.apply(choice)
-        try:
+        with _applied(space, choice):
             found.append(space.noise() / part.options[middle].error)
-        finally:
-            undo()
     return found
+
+
+@contextmanager
+def _applied(space: Space, choice: Sequence[int]) -> Iterator[None]:
+    """Carries out a choice for the length of a ``with`` block."""
+    undo = space.apply(choice)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def checked_score(metric: Callable[[Any], Any], model: Any, which: str) -> float:
@@ -260,14 +268,14 @@ def choose(
         ConfigError: see :func:`bounds_of`.
         CalibrationError: the metric is no finite number.
     """
-    begin, notes = time.monotonic(), []
+    ends = time.monotonic() + (math.inf if deadline is None else deadline)
+    notes = []
     bounds = bounds_of(space, target)
     tables = Tables(space, {**{n: 0 for n in space.parts[0].options[0].costs}, **target})
     if metric is not None:
         checked_score(metric, space.runnable(), "original")  # before any work is lost
     found = list(sensitivity) if sensitivity is not None else sensitivities(space, progress)
     correction = Correction(np.maximum(tables.noise(found), 0.0))
-    correction.coarser = ()
     knapsack = Knapsack(tables.allowed, tables.costs)
     seen: dict[Choice, Tried] = {}
     for _ in range(rounds):
@@ -276,37 +284,36 @@ def choose(
             break
         seen[choice] = _measured(space, tables, choice)
         correction.see(choice, seen[choice].noise)
-        if deadline is not None and time.monotonic() - begin > deadline:
+        if time.monotonic() > ends:
             notes.append("the search ended because time was used up")
             break
     best = sorted(seen.values(), key=lambda t: t.noise)
     assert best, "bounds_of has found that some choice meets the target"
-    evaluations = int(metric is not None)
+    evaluations = 0
     if metric is not None:
-        rated = []
-        for one in best[:tried]:
-            undo = space.apply(one.choice)
-            try:
-                score = checked_score(metric, space.runnable(), "compressed")
-            finally:
-                undo()
-            evaluations += 1
-            rated.append(Tried(one.choice, one.costs, one.noise, score))
-            seen[one.choice] = rated[-1]
-            if deadline is not None and time.monotonic() - begin > deadline:
-                break
-        best = sorted(rated, key=lambda t: (t.score or 0.0) * (1 if lower_is_better else -1))
+        best = _scored(space, best[:tried], metric, ends)
+        evaluations = 1 + len(best)
+        seen.update((one.choice, one) for one in best)
+        best.sort(key=lambda t: t.score or 0.0, reverse=not lower_is_better)
     names = [part.name for part in tables.parts]
     return Chosen(best[0], tuple(seen.values()), dict(zip(names, found, strict=True)), evaluations, tuple(notes))
 
 
 def _measured(space: Space, tables: Tables, choice: Choice) -> Tried:
-    undo = space.apply(choice)
-    try:
+    with _applied(space, choice):
         noise = space.noise()
-    finally:
-        undo()
     return Tried(choice, {name: cost.of(choice) for name, cost in tables.costs.items()}, noise)
+
+
+def _scored(space: Space, choices: Iterable[Tried], metric: Callable[[Any], Any], ends: float) -> list[Tried]:
+    """The metric of choices in their order, until the clock has passed ``ends``."""
+    rated = []
+    for one in choices:
+        with _applied(space, one.choice):
+            rated.append(replace(one, score=checked_score(metric, space.runnable(), "compressed")))
+        if time.monotonic() > ends:
+            break
+    return rated
 
 
 def front(
@@ -344,11 +351,8 @@ def front(
     for choice in progress_bar(list(choices), "points of the front", enabled=progress):
         one = _measured(space, tables, choice)
         if metric is not None:
-            undo = space.apply(choice)
-            try:
-                one = Tried(choice, one.costs, one.noise, checked_score(metric, space.runnable(), "compressed"))
-            finally:
-                undo()
+            with _applied(space, choice):
+                one = replace(one, score=checked_score(metric, space.runnable(), "compressed"))
         seen.append(one)
     return undominated(seen, lambda t: t.costs[cost], lambda t: t.noise)
 
@@ -384,11 +388,8 @@ def measure_scores(
             continue
         choice = [0] * len(space.parts)
         choice[i] = k
-        undo = space.apply(choice)
-        try:
+        with _applied(space, choice):
             found[part.name][ratio] = checked_score(metric, space.runnable(), "compressed")
-        finally:
-            undo()
     return found
 
 

@@ -15,9 +15,8 @@ Zeros save nothing by themselves: kernels of CPUs in ONNX Runtime and PyTorch mu
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.compression.svd import measure_inputs, patches
-from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.graph import Op, Value
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import FloatModel, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, close_matches
@@ -135,13 +134,15 @@ class SparseLayer:
 
     def __init__(self, op: Op, port: int, param: str, weight: Array) -> None:
         self.op, self.port, self.param, self.weight = op, port, param, weight
-        self.name, self.source = op.name if port == 1 else f"{op.name}.input[{port}]", str(op.inputs[0])
+        self.name, self.source = _name(op, port), str(op.inputs[0])
         self.moments: Array | None = None
 
     def matrix(self, weight: Array) -> Array:
         """``[O, K]``."""
-        if self.op.type == "Conv" or self.op.type in _RECURRENT:
-            return weight.reshape(-1, math.prod(weight.shape[1:]) if self.op.type == "Conv" else weight.shape[-1])
+        if self.op.type == "Conv":
+            return weight.reshape(len(weight), -1)
+        if self.op.type in _RECURRENT:
+            return weight.reshape(-1, weight.shape[-1])
         if self.op.type == "ConvTranspose":
             return weight.reshape(len(weight), -1).T
         return weight if self.op.attrs.get("transB") else weight.T
@@ -206,30 +207,45 @@ METHODS: dict[str, Method] = {
 
 def find_sparse_layers(view: FloatModel, reads: bool) -> tuple[list[SparseLayer], dict[str, str]]:
     """Weights that zeros can be put into, and why not the others."""
-    graph: Graph = view.graph()
-    found, refused = [], {}
-    seen: set[str] = set()
-    for op in graph.ops:
-        ports = (1, 2) if op.type in _RECURRENT else (1,) if op.type in TRAITS["layer"] else ()
-        for port in ports:
-            value = graph.values[str(op.inputs[port])] if port < len(op.inputs) and op.inputs[port] else None
-            if value is None or not value.is_static:
-                continue
-            name = op.name if port == 1 else f"{op.name}.input[{port}]"
-            if value.param is None or value.kind != "param":
-                refused[name] = "its weight is computed by the model"
-            elif value.param in seen:
-                refused[name] = f"its weight {value.param} is that of an earlier layer"
-            elif op.type in ("Conv", "ConvTranspose") and int(op.attrs.get("group", 1)) > 1:
-                refused[name] = "it is grouped: its filters have few weights"
-            elif op.type not in _RECURRENT and op.type in ("Gemm", "MatMul") and len(value.shape) != 2:
-                refused[name] = "its weight is a stack of matrices"
-            elif reads and port == 2:
-                refused[name] = "its inputs are hidden states, which are not measured; magnitude can prune it"
-            else:
-                seen.add(value.param)
-                found.append(SparseLayer(op, port, value.param, view.param(value.param)))
-    return found, refused
+    graph = view.graph()
+    ports = {**dict.fromkeys(TRAITS["layer"], (1,)), **dict.fromkeys(_RECURRENT, (1, 2))}
+    places = [
+        (op, port, graph.values[str(op.inputs[port])])
+        for op in graph.ops
+        for port in ports.get(op.type, ())
+        if port < len(op.inputs) and op.inputs[port]
+    ]
+    found: dict[str, SparseLayer] = {}  # by parameter
+    refused = {}
+    for op, port, value in places:
+        if not value.is_static:
+            continue  # a product of two activations
+        why = _obstacle(op, port, value, found, reads)
+        if why is not None:
+            refused[_name(op, port)] = why
+            continue
+        param = str(value.param)
+        found[param] = SparseLayer(op, port, param, view.param(param))
+    return list(found.values()), refused
+
+
+def _obstacle(op: Op, port: int, weight: Value, seen: Container[str], reads: bool) -> str | None:
+    """Why no zeros are put into a weight; ``None`` where they can be. ``seen`` are the parameters of earlier layers."""
+    if weight.param is None or weight.kind != "param":
+        return "its weight is computed by the model"
+    if weight.param in seen:
+        return f"its weight {weight.param} is that of an earlier layer"
+    if op.type in ("Conv", "ConvTranspose") and int(op.attrs.get("group", 1)) > 1:
+        return "it is grouped: its filters have few weights"
+    if op.type in ("Gemm", "MatMul") and len(weight.shape) != 2:
+        return "its weight is a stack of matrices"
+    if reads and port == 2:
+        return "its inputs are hidden states, which are not measured; magnitude can prune it"
+    return None
+
+
+def _name(op: Op, port: int) -> str:
+    return op.name if port == 1 else f"{op.name}.input[{port}]"
 
 
 @dataclass(frozen=True)
@@ -336,23 +352,13 @@ def sparsify_model(
     opened = front_end_of(model).open_model(model, None, example, "sparsify_model", providers)
     view, row = opened.view, METHODS[method]
     layers, refused = find_sparse_layers(view, row.reads)
-    names = [layer.name for layer in layers]
-    for name in (*(include or ()), *exclude):
-        if name not in names:
-            why = refused.get(name)
-            problem = (
-                f"it cannot be pruned: {why}" if why else f"the model has no such layer{close_matches(name, names)}"
-            )
-            raise ConfigError(name, problem, "name a layer of the report")
-    kept = set(names if include is None else include) - set(exclude)
-    layers = [layer for layer in layers if layer.name in kept]
+    layers = _chosen(layers, refused, include, exclude)
     if row.reads and layers:
         measure_inputs(view, layers, batches)
-    unread = [layer for layer in layers if row.reads and layer.moments is None]
-    refused.update((layer.name, "the data did not reach it") for layer in unread)
     rows, masks, edits = [], {}, []
     for layer in layers:
-        if layer in unread:
+        if row.reads and layer.moments is None:
+            refused[layer.name] = "the data did not reach it"
             continue
         new = row.run(layer, sparsity, wanted).astype(np.float32)
         old = layer.matrix(layer.weight)
@@ -362,6 +368,25 @@ def sparsify_model(
     report = SparsityReport(tuple(rows), refused, masks, [view.edit(edits)])
     opened.finish(report)
     return report
+
+
+def _chosen(
+    layers: Sequence[SparseLayer], refused: Mapping[str, str], include: Iterable[str] | None, exclude: Iterable[str]
+) -> list[SparseLayer]:
+    """The layers of some names.
+
+    Raises:
+        ConfigError: a name is none of a layer that can be pruned; says why not.
+    """
+    names = [layer.name for layer in layers]
+    for name in (*(include or ()), *exclude):
+        if name in refused:
+            raise ConfigError(name, f"it cannot be pruned: {refused[name]}", "name a layer of the report")
+        if name not in names:
+            problem = f"the model has no such layer{close_matches(name, names)}"
+            raise ConfigError(name, problem, "name a layer of the report")
+    kept = set(names if include is None else include) - set(exclude)
+    return [layer for layer in layers if layer.name in kept]
 
 
 def _error(old: Array, new: Array, moments: Array | None) -> float:

@@ -143,10 +143,14 @@ def spatial_svd(W: Array, rank: int, G: Array | None = None, *, vertical_first: 
     """
     view = _SPATIAL if vertical_first else _SPATIAL_ACROSS
     A, B = Factorization(view.weight(W), None if G is None else view.moments(G, W.shape)).at(rank)
-    o, i, kh, kw = W.shape
-    if vertical_first:
-        return A.reshape(rank, i, kh, 1), B.reshape(o, rank, 1, kw)
-    return A.reshape(rank, i, 1, kw), B.reshape(o, rank, kh, 1)
+    return _spatial_kernels(A, B, W.shape, across=not vertical_first)
+
+
+def _spatial_kernels(A: Array, B: Array, shape: Sequence[int], across: bool) -> tuple[Array, Array]:
+    """``A [r, P]`` and ``B [O, r, Q]`` as weights of convolutions; ``across``: 1 x kw, then kh x 1."""
+    o, i, kh, kw = shape
+    first, last = ((1, kw), (kh, 1)) if across else ((kh, 1), (1, kw))
+    return A.reshape(-1, i, *first), B.reshape(o, -1, *last)
 
 
 def tucker2(W: Array, ranks: tuple[int, int], G: Array | None = None) -> tuple[Array, Array, Array]:
@@ -244,6 +248,18 @@ class Factored:
     error: float
     edit: Chain = field(repr=False)
     bias: Array | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Layers in the place of one, see :class:`Chain`; what they compute together, ``[O, I, *kernel]``, and its error."""
+
+    before: tuple[Before, ...]
+    last: Array
+    attrs: Mapping[str, Any]
+    error: float
+    composed: Array
+    across: bool = False  # of ``spatial``: 1 x k comes first
 
 
 class ReadsInputs(Protocol):
@@ -413,56 +429,63 @@ class LowRankLayer:
         }
 
     def _factored(self, form: str, rank: tuple[int, ...]) -> Factored:
-        n = len(self.kernel)
-        everywhere = tuple(range(n))
-        across = False
-        if form == "spatial":
-            both = [self._two(form, view, rank[0]) for view in (_SPATIAL, _SPATIAL_ACROSS)]
-            across = both[1][2] < both[0][2]
-            A, B, error, composed = both[across]
-            i, (kh, kw) = self.W.shape[1], self.kernel
-            first = A.reshape(-1, i, 1, kw) if across else A.reshape(-1, i, kh, 1)
-            last = B.reshape(len(self.W), -1, kh, 1) if across else B.reshape(len(self.W), -1, 1, kw)
-            before = [Before("Conv", first, self._part((1,) if across else (0,)))]
-            attrs = self._part((0,) if across else (1,))
-        elif form == "output":
-            A, B, error, composed = self._two(form, _WHOLE, rank[0])
-            before = [Before("Conv", A.reshape(-1, *self.W.shape[1:]), self._part(everywhere))]
-            last, attrs = B.reshape(len(self.W), -1, *(1,) * n), self._part(())
-        elif form == "tucker":
-            first, core, last = _tucker(self._factorization(_POINTWISE), self.W.shape, (rank[0], rank[1]))
-            before = [Before("Conv", first, self._part(())), Before("Conv", core, self._part(everywhere))]
-            attrs = self._part(())
-            flat = [w.reshape(*w.shape[:2], -1) for w in (first, core, last)]
-            outer = np.tensordot(flat[2][:, :, 0], flat[1], (1, 0))  # [O, r1, Q]
-            composed = np.tensordot(outer, flat[0][:, :, 0], (1, 0)).transpose(0, 2, 1)
-            error = self._factorization(_POINTWISE).error(composed)
-            composed = composed.reshape(self.W.shape)
-        elif self.op.type == "ConvTranspose":  # before its outputs are added up it is a product over the channels
-            product = np.moveaxis(self.W, 1, -1).reshape(-1, self.W.shape[1], 1)
-            whole = Factorization(product, self._moments)
-            A, B = whole.at(rank[0])
-            error, composed = whole.error(compose(A, B)), self.W
-            before = [Before("Conv", A.reshape(*A.shape, *(1,) * n), self._part(()))]
-            last = np.moveaxis(B.reshape(len(self.W), *self.kernel, -1), -1, 0)
-            attrs = {}
-        else:
-            A, B, error, composed = self._two(form, _POINTWISE, rank[0])
-            kind = "Conv" if self.op.type == "Conv" else "MatMul"
-            first = A.reshape(*A.shape, *(1,) * n) if kind == "Conv" else A.T
-            before = [Before(kind, first, self._part(()) if kind == "Conv" else {})]
-            last, attrs = B.reshape(len(self.W), -1, *self.kernel), {}
-            if self.op.type in _RECURRENT:
-                last = last.reshape(*self._layout[:-1], -1)
-            elif self.op.type != "Conv" and not self.op.attrs.get("transB"):
-                last = last.T
-        macs, params = self._cost(form, rank, across)
+        by_form = {
+            "spatial": self._as_spatial, "weight": self._as_weight, "output": self._as_output, "tucker": self._as_tucker,
+        }  # fmt: skip
+        made = by_form[form](rank)
+        macs, params = self._cost(form, rank, made.across)
         bias = None
         if self._mean is not None:
-            bias = (self.W - composed).reshape(len(self.W), -1) @ self._mean
-        return Factored(
-            self.name, form, rank, macs, params, error, Chain(self.name, tuple(before), last, attrs), bias
-        )  # fmt: skip
+            bias = (self.W - made.composed).reshape(len(self.W), -1) @ self._mean
+        edit = Chain(self.name, made.before, made.last, made.attrs)
+        return Factored(self.name, form, rank, macs, params, made.error, edit, bias)
+
+    def _as_spatial(self, rank: tuple[int, ...]) -> _Factors:
+        """The better of k x 1 first and 1 x k first."""
+        both = [self._two(view, rank[0]) for view in (_SPATIAL, _SPATIAL_ACROSS)]
+        across = both[1][2] < both[0][2]
+        A, B, error, composed = both[across]
+        first, last = _spatial_kernels(A, B, self.W.shape, across)
+        before = Before("Conv", first, self._part((int(across),)))
+        return _Factors((before,), last, self._part((int(not across),)), error, composed, across)
+
+    def _as_output(self, rank: tuple[int, ...]) -> _Factors:
+        n = len(self.kernel)
+        A, B, error, composed = self._two(_WHOLE, rank[0])
+        before = Before("Conv", A.reshape(-1, *self.W.shape[1:]), self._part(range(n)))
+        return _Factors((before,), B.reshape(len(self.W), -1, *(1,) * n), self._part(()), error, composed)
+
+    def _as_tucker(self, rank: tuple[int, ...]) -> _Factors:
+        whole = self._factorization(_POINTWISE)
+        first, core, last = _tucker(whole, self.W.shape, (rank[0], rank[1]))
+        flat = [w.reshape(*w.shape[:2], -1) for w in (first, core, last)]
+        outer = np.tensordot(flat[2][:, :, 0], flat[1], (1, 0))  # [O, r1, Q]
+        composed = compose(flat[0][:, :, 0], outer)
+        before = Before("Conv", first, self._part(())), Before("Conv", core, self._part(range(len(self.kernel))))
+        return _Factors(before, last, self._part(()), whole.error(composed), composed.reshape(self.W.shape))
+
+    def _as_weight(self, rank: tuple[int, ...]) -> _Factors:
+        if self.op.type == "ConvTranspose":
+            return self._as_product(rank)
+        A, B, error, composed = self._two(_POINTWISE, rank[0])
+        last = B.reshape(len(self.W), -1, *self.kernel)
+        if self.op.type == "Conv":
+            before = Before("Conv", A.reshape(*A.shape, *(1,) * len(self.kernel)), self._part(()))
+        else:
+            before = Before("MatMul", A.T, {})
+        if self.op.type in _RECURRENT:
+            last = last.reshape(*self._layout[:-1], -1)
+        elif self.op.type != "Conv" and not self.op.attrs.get("transB"):
+            last = last.T
+        return _Factors((before,), last, {}, error, composed)
+
+    def _as_product(self, rank: tuple[int, ...]) -> _Factors:
+        """Of a transposed convolution: before its outputs are added up it is a product over the channels."""
+        product = Factorization(np.moveaxis(self.W, 1, -1).reshape(-1, self.W.shape[1], 1), self._moments)
+        A, B = product.at(rank[0])
+        before = Before("Conv", A.reshape(*A.shape, *(1,) * len(self.kernel)), self._part(()))
+        last = np.moveaxis(B.reshape(len(self.W), *self.kernel, -1), -1, 0)
+        return _Factors((before,), last, {}, product.error(compose(A, B)), self.W)
 
     def _factorization(self, view: _View) -> Factorization:
         key = ("view", id(view))
@@ -471,7 +494,7 @@ class LowRankLayer:
             self._known[key] = Factorization(view.weight(self.W), moments)
         return cast(Factorization, self._known[key])
 
-    def _two(self, form: str, view: _View, rank: int) -> tuple[Array, Array, float, Array]:
+    def _two(self, view: _View, rank: int) -> tuple[Array, Array, float, Array]:
         found = self._factorization(view)
         A, B = found.at(min(rank, found.max_rank))
         composed = compose(A, B)
@@ -558,63 +581,62 @@ def find_low_rank_layers(view: FloatModel) -> LowRankLayers:
     """The layers whose weights can be written as factors; iterative, linear in the size of the graph."""
     graph, found = view.graph(), LowRankLayers()
     for op in graph.ops:
-        if op.type not in (*TRAITS["layer"], *_RECURRENT):
+        if op.type not in (*TRAITS["layer"], *_RECURRENT) or len(op.inputs) < 2 or op.inputs[1] is None:
             continue
-        port = op.inputs[1] if len(op.inputs) > 1 else None
-        value = None if port is None else graph.values[port]
-        if value is None or value.is_static is False:
+        if not graph.values[op.inputs[1]].is_static:
             continue  # a product of two activations
-        if value.kind != "param" or value.param is None:
-            found.refused[op.name] = "its weight is computed by the model"
+        reason = _obstacle(graph, op) or view.can_edit(Chain(op.name, (), np.zeros(1), {}))
+        if reason is not None:
+            found.refused[op.name] = reason
             continue
-        reason = _obstacle(graph, op)
-        weight = view.param(value.param)
-        chain_reason = None
-        if reason is None:
-            directions = _directions(graph, op)
-            if directions[0] is not op:
-                found.refused[op.name] = f"the input matrix is factored with that of {directions[0].name}"
-                continue
-            if op.type in _RECURRENT and weight.ndim == 2:
-                weight = np.stack([view.param(str(graph.values[str(o.inputs[1])].param)) for o in directions])
-        if reason is None:
-            first = np.zeros((1, *weight.shape[1:])) if op.type == "Conv" else np.zeros((weight.shape[0], 1))
-            chain_reason = view.can_edit(Chain(op.name, (), first, {}))
-        if reason is not None or chain_reason is not None:
-            found.refused[op.name] = str(reason or chain_reason)
-            continue
-        bias = op.inputs[2] if len(op.inputs) > 2 and op.type not in _RECURRENT else None
-        own = bias is not None and graph.values[bias].kind == "param" and len(graph.consumers(bias)) == 1
-        added = op.type not in _RECURRENT and bias is None and view.can_edit(AddBias(op.name, np.zeros(1))) is None
-        found.of[op.name] = LowRankLayer(graph, op, weight, own or added)
-        found.bias[op.name] = graph.values[bias].param if own and bias is not None else None
+        weights = [view.param(str(graph.values[str(one.inputs[1])].param)) for one in _directions(graph, op)]
+        weight = np.stack(weights) if op.type in _RECURRENT and weights[0].ndim == 2 else weights[0]
+        takes_bias, found.bias[op.name] = _bias(view, graph, op)
+        found.of[op.name] = LowRankLayer(graph, op, weight, takes_bias)
     return found
+
+
+def _bias(view: FloatModel, graph: Graph, op: Op) -> tuple[bool, str | None]:
+    """Whether a bias can take up a mean, and the parameter that does; ``None`` where a bias is added."""
+    if op.type in _RECURRENT:
+        return False, None
+    if len(op.inputs) < 3 or op.inputs[2] is None:
+        return view.can_edit(AddBias(op.name, np.zeros(1))) is None, None
+    bias = graph.values[op.inputs[2]]
+    own = bias.kind == "param" and len(graph.consumers(bias.name)) == 1
+    return own, bias.param if own else None
 
 
 def _obstacle(graph: Graph, op: Op) -> str | None:
     """Why a layer is not written as factors; ``None`` where it can be."""
     weight = graph.values[str(op.inputs[1])]
-    readers = [reader.name for reader, _ in graph.consumers(weight.name) if reader is not op]
+    if weight.kind != "param" or weight.param is None:
+        return "its weight is computed by the model"
     if op.attrs.get("varies"):
         return "its attributes change from call to call"
-    if op.also:
-        others = [value for port, value in op.also if port == 1]
-        if others:
-            return "it runs several times with different weights"
+    if any(port == 1 for port, _ in op.also):
+        return "it runs several times with different weights"
+    readers = [reader.name for reader, _ in graph.consumers(weight.name) if reader is not op]
     if readers:
         return f"{readers[0]} reads the same weight"
-    if op.type in ("Conv", "ConvTranspose") and int(op.attrs.get("group", 1)) > 1:
-        depthwise = op.type == "Conv" and weight.shape[1] == 1
-        return "it is depthwise: each channel has one filter" if depthwise else "it is grouped"
     if op.attrs.get("transA"):
         return "it reads its input transposed"
-    if op.type in ("Gemm", "MatMul") and len(weight.shape) != 2:
-        return "its weight is a stack of matrices"
-    if op.type in _RECURRENT and op.attrs.get("layout"):
+    if op.type not in _RECURRENT:
+        return _no_matrix(op, weight.shape)
+    if op.attrs.get("layout"):
         return "its layout has the batch first"
-    if op.type in ("Gemm", "MatMul", "Conv", "ConvTranspose") and min(weight.shape[:2]) < 2:
-        return "one of its sides has a single channel"
-    return None
+    first = _directions(graph, op)[0]
+    return None if first is op else f"the input matrix is factored with that of {first.name}"
+
+
+def _no_matrix(op: Op, shape: Sequence[int]) -> str | None:
+    """Why a weight is not one matrix of several inputs and outputs; ``None`` where it is."""
+    if int(op.attrs.get("group", 1)) > 1:
+        depthwise = op.type == "Conv" and shape[1] == 1
+        return "it is depthwise: each channel has one filter" if depthwise else "it is grouped"
+    if op.type in ("Gemm", "MatMul") and len(shape) != 2:
+        return "its weight is a stack of matrices"
+    return "one of its sides has a single channel" if min(shape[:2]) < 2 else None
 
 
 def _directions(graph: Graph, op: Op) -> list[Op]:
@@ -647,6 +669,7 @@ def measure_inputs(
     if not held:
         raise CalibrationError("compress", "the data held no batch", "give some batches of real data")
     random = np.random.default_rng(seed)
+    share = max(1, most_rows // len(held))
     sums: dict[str, Array] = {}
     means: dict[str, Array] = {}
     counts: dict[str, int] = {}
@@ -659,29 +682,25 @@ def measure_inputs(
                         "it is NaN or infinite on this data",
                         "leave out the samples that cause it; `bitwright doctor` finds the operator",
                     )
-                share = max(1, most_rows // len(held))
-                few = _few_samples(layer, x, share, random)
-                rows = layer.rows(few)
-                if len(rows) > share:
-                    rows = rows[random.permutation(len(rows))[:share]]
-                name = layer.name
+                rows, name = _few_rows(layer, x, share, random), layer.name
                 sums[name] = sums.get(name, 0) + rows.T @ rows
                 means[name] = means.get(name, 0) + rows.sum(0)
                 counts[name] = counts.get(name, 0) + len(rows)
     for layer in layers:
-        if counts.get(layer.name):
-            n = counts[layer.name]
+        n = counts.get(layer.name, 0)
+        if n:
             layer.see(sums[layer.name] / n, means[layer.name] / n)
     return len(held)
 
 
-def _few_samples(layer: ReadsInputs, x: Array, rows: int, random: np.random.Generator) -> Array:
-    """As many samples of a convolution's input as have about four times the rows that are kept."""
-    if layer.op.type not in ("Conv", "ConvTranspose") or len(x) < 2:
-        return x
-    per_sample = max(1, math.prod(x.shape[2:]))
-    wanted = max(1, math.ceil(4 * rows / per_sample))
-    return x if wanted >= len(x) else x[random.permutation(len(x))[:wanted]]
+def _few_rows(layer: ReadsInputs, x: Array, most: int, random: np.random.Generator) -> Array:
+    """At most ``most`` rows of what a layer multiplies; of a convolution, from samples that have about four times as many."""
+    if layer.op.type in ("Conv", "ConvTranspose"):
+        per_sample = max(1, math.prod(x.shape[2:]))
+        samples = max(1, math.ceil(4 * most / per_sample))
+        x = x if samples >= len(x) else x[random.permutation(len(x))[:samples]]
+    rows = layer.rows(x)
+    return rows if len(rows) <= most else rows[random.permutation(len(rows))[:most]]
 
 
 # ------------------------------------------------------------------------------------------------ a whole model
@@ -705,7 +724,7 @@ class SvdSpace:
         judged: batches that the outputs are compared on; the data by default.
 
     Raises:
-        ConfigError: a form or layer that does not exist; a ratio that is none.
+        ConfigError: a form or layer that does not exist; no layer can be written as factors.
         CalibrationError: no data.
     """
 
@@ -723,27 +742,23 @@ class SvdSpace:
         data_aware: bool = True,
         judged: Iterable[Any] | None = None,
     ) -> None:
-        for form in forms:
-            if form not in FORMS:
-                raise ConfigError(
-                    "forms", f"there is no form {form!r}{close_matches(str(form), FORMS)}", f"use {', '.join(FORMS)}"
-                )
+        unknown = next((form for form in forms if form not in FORMS), None)
+        if unknown is not None:
+            problem = f"there is no form {unknown!r}{close_matches(str(unknown), FORMS)}"
+            raise ConfigError("forms", problem, f"use {', '.join(FORMS)}")
         self.opened, self.view, self.cost, self.multiple, self.forms = opened, opened.view, cost, multiple, forms
         batches = list(data)
         if not batches:
             raise CalibrationError("compress", "the data held no batch", "give some batches of real data")
         self.found = find_low_rank_layers(self.view)
         every = self.found.chosen(include, exclude)
-        self.layers = [layer for layer in every if set(layer.forms) & set(forms)]
-        for layer in every:
-            if layer not in self.layers:
-                self.found.refused[layer.name] = f"it has no form of {', '.join(forms)}"
+        self.layers = self._kept(
+            every, lambda layer: bool(set(layer.forms) & set(forms)), f"it has no form of {', '.join(forms)}"
+        )
         self.whole = graph_costs(self.view.graph())
         if data_aware and self.layers:
             measure_inputs(self.view, self.layers, batches)
-            for layer in [layer for layer in self.layers if not layer.measured]:
-                self.found.refused[layer.name] = "the data did not reach it"
-                self.layers.remove(layer)
+            self.layers = self._kept(self.layers, lambda layer: layer.measured, "the data did not reach it")
         if not self.layers:
             reasons = [f"{name}: {reason}" for name, reason in self.found.refused.items()]
             raise ConfigError(
@@ -754,9 +769,17 @@ class SvdSpace:
         self.batches = batches if judged is None else list(judged)
         self._wanted = [[np.array(y) for y in outputs] for outputs in opened.outputs(self.batches)]
         self.parts = [self._part(layer, ratios) for layer in self.layers]
-        own = [sum(p.options[0].costs[c] for p in self.parts) for c in ("macs", "params", "bytes")]
-        named = zip(("macs", "params", "bytes"), own, strict=True)
-        self.fixed = {name: self.whole[name] - held for name, held in named}
+        self.fixed = {
+            name: self.whole[name] - sum(part.options[0].costs[name] for part in self.parts)
+            for name in ("macs", "params", "bytes")
+        }
+
+    def _kept(
+        self, layers: Sequence[LowRankLayer], keeps: Callable[[LowRankLayer], bool], reason: str
+    ) -> list[LowRankLayer]:
+        """Those that ``keeps`` holds of; the others are refused for ``reason``."""
+        self.found.refused.update((layer.name, reason) for layer in layers if not keeps(layer))
+        return [layer for layer in layers if keeps(layer)]
 
     def _part(self, layer: LowRankLayer, ratios: Sequence[float]) -> Part:
         options = [Option("as it is", _costs(layer.macs, layer.params), 0.0)]
@@ -951,30 +974,35 @@ def svd(
     cost = "params" if target.keys() == {"params"} else "macs"
     common: dict[str, Any] = {"forms": forms, "cost": cost, "multiple": multiple, "data_aware": data_aware}
     if ratios:
-        for name, ratio in ratios.items():
-            if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-                raise ConfigError(name, f"{ratio!r} is not a ratio", "write a number above 0, 1 at most")
-        space = SvdSpace(opened, data, ratios=(), include=ratios, **common)
-        found = []
-        for layer in space.layers:
-            one = space.factored(layer, ratios[layer.name]) if ratios[layer.name] < 1 else None
-            if one is None and ratios[layer.name] < 1:
-                least = min(
-                    space.found.of[layer.name].at(f, layer._pair(f, 1)).macs for f in layer.forms if f in forms
-                )  # fmt: skip
-                raise ConfigError(
-                    layer.name,
-                    f"{ratios[layer.name]:g} of its cost cannot be met: the nearest that can is {least / layer.macs:.3f}",
-                    "ask for more",
-                )
-            found += [one] if one is not None else []
-        return svd_report(space, found, space.put(found))
+        return _at_ratios(opened, data, ratios, common)
     space = SvdSpace(opened, data, exclude=exclude, **common)
     chosen = choose(
         space, target, metric=metric, lower_is_better=lower_is_better, deadline=deadline, progress=progress
     )  # fmt: skip
     picked = [p.options[k].what for p, k in zip(space.parts, chosen.best.choice, strict=True) if k]
     return svd_report(space, picked, space.apply(chosen.best.choice), chosen)
+
+
+def _at_ratios(
+    opened: Opened, data: Iterable[Any], ratios: Mapping[str, float], common: Mapping[str, Any]
+) -> SvdReport:
+    """:func:`svd` with a given ratio for each layer."""
+    for name, ratio in ratios.items():
+        if not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+            raise ConfigError(name, f"{ratio!r} is not a ratio", "write a number above 0, 1 at most")
+    space = SvdSpace(opened, data, ratios=(), include=ratios, **common)
+    found = []
+    for layer in space.layers:
+        ratio = ratios[layer.name]
+        if ratio == 1:
+            continue
+        one = space.factored(layer, ratio)
+        if one is None:
+            least = min(layer.at(form, layer._pair(form, 1)).macs for form in layer.forms if form in space.forms)
+            problem = f"{ratio:g} of its cost cannot be met: the nearest that can is {least / layer.macs:.3f}"
+            raise ConfigError(layer.name, problem, "ask for more")
+        found.append(one)
+    return svd_report(space, found, space.put(found))
 
 
 @checks_arguments

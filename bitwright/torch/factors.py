@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from bitwright.core.simulation.float_model import Array, Chain
+from bitwright.core.simulation.float_model import Array, Before, Chain
 from bitwright.errors import ConfigError
 from bitwright.torch.calls.inputs import as_call, evaluation, flatten_tensors
 
@@ -61,10 +61,9 @@ def no_chain(module: nn.Module, path: str, op: str) -> str | None:
         if type(module).forward not in (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward):
             return f"{kind} has a forward of its own"
         return None if ".l0." in op[len(path) :] or op == path else "it is an inner layer of a module of several layers"
-    known = (*_CONVS, *_TRANSPOSED, nn.Linear)
     if kind == "Conv1D" and hasattr(module, "nf"):  # of transformers: a linear layer with its weight [inputs, outputs]
         return None
-    base = next((cls for cls in known if isinstance(module, cls)), None)
+    base = _base(module)
     if base is None or type(module).forward is not base.forward:
         return f"{kind} is no convolution or linear layer of torch.nn, so its forward may do more than one product"
     if nn.utils.parametrize.is_parametrized(module):
@@ -78,38 +77,38 @@ def no_chain(module: nn.Module, path: str, op: str) -> str | None:
 
 def chain_plan(module: nn.Module, chain: Chain) -> list[dict[str, Any]]:
     """What :func:`chain_from_plan` builds, as plain data: class and arguments of every layer in a row."""
-    rows: list[dict[str, Any]] = []
-    for part in chain.before:
-        if part.type == "MatMul":
-            rows.append({"class": "Linear", "in": part.weight.shape[0], "out": part.weight.shape[1], "bias": False})
-        else:
-            rows.append(_conv_row(f"Conv{part.weight.ndim - 2}d", part.weight.shape, part.attrs, False))
-    bias = getattr(module, "bias", None) is not None
-    shape = chain.weight.shape
-    if isinstance(module, nn.RNNBase):
-        rows.append({"class": type(module).__name__, "in": int(shape[-1]), "recurrent": True})
-    elif isinstance(module, _CONVS):
-        attrs = chain.attrs or {
-            "strides": module.stride,
-            "dilations": module.dilation,
-            "pads": module.padding,
-            "kernel_shape": module.kernel_size,
-        }
-        rows.append(_conv_row(_base(module), shape, attrs, bias))
-    elif isinstance(module, _TRANSPOSED):
-        rows.append({
-            "class": _base(module), "in": shape[0], "out": shape[1], "kernel": list(module.kernel_size),
-            "stride": list(module.stride), "padding": list(module.padding), "dilation": list(module.dilation),
-            "output_padding": list(module.output_padding), "bias": bias,
-        })  # fmt: skip
-    else:
-        first, last = (shape[1], shape[0]) if isinstance(module, nn.Linear) else shape
-        rows.append({"class": "Linear", "in": int(first), "out": int(last), "bias": bias})
+    rows = [_row_before(part) for part in chain.before]
+    rows.append(_last_row(module, chain))
     return [{k: int(v) if isinstance(v, np.integer) else v for k, v in row.items()} for row in rows]
 
 
-def _base(module: nn.Module) -> str:
-    return next(cls.__name__ for cls in (*_CONVS, *_TRANSPOSED) if isinstance(module, cls))
+def _row_before(part: Before) -> dict[str, Any]:
+    if part.type == "MatMul":
+        return {"class": "Linear", "in": part.weight.shape[0], "out": part.weight.shape[1], "bias": False}
+    return _conv_row(f"Conv{part.weight.ndim - 2}d", part.weight.shape, part.attrs, False)
+
+
+def _last_row(module: nn.Module, chain: Chain) -> dict[str, Any]:
+    bias, shape, base = getattr(module, "bias", None) is not None, chain.weight.shape, _base(module)
+    if isinstance(module, nn.RNNBase):
+        return {"class": type(module).__name__, "in": shape[-1], "recurrent": True}
+    if base is None or base is nn.Linear:
+        first, last = shape if base is None else (shape[1], shape[0])
+        return {"class": "Linear", "in": first, "out": last, "bias": bias}
+    if isinstance(module, _TRANSPOSED):
+        return {
+            "class": base.__name__, "in": shape[0], "out": shape[1], "kernel": list(module.kernel_size),
+            "stride": list(module.stride), "padding": list(module.padding), "dilation": list(module.dilation),
+            "output_padding": list(module.output_padding), "bias": bias,
+        }  # fmt: skip
+    assert isinstance(module, _CONVS)
+    own = {"strides": module.stride, "dilations": module.dilation, "pads": module.padding}
+    return _conv_row(base.__name__, shape, chain.attrs or own, bias)
+
+
+def _base(module: nn.Module) -> type[nn.Module] | None:
+    """The class of torch.nn that a convolution or linear layer is of."""
+    return next((cls for cls in (*_CONVS, *_TRANSPOSED, nn.Linear) if isinstance(module, cls)), None)
 
 
 def _conv_row(kind: str, shape: Sequence[int], attrs: Mapping[str, Any], bias: bool) -> dict[str, Any]:
@@ -129,48 +128,49 @@ def chain_from_plan(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> nn.
     """The layers of :func:`chain_plan` in the place of ``module``, of its dtype and on its device; values are not set."""
     like = next(p for p in module.parameters() if p.is_floating_point())
     options: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-    layers: list[nn.Module] = []
-    for row in rows:
-        if row.get("recurrent"):
-            assert isinstance(module, nn.RNNBase)
-            named = {"nonlinearity": module.nonlinearity} if isinstance(module, nn.RNN) else {}
-            if isinstance(module, nn.LSTM):
-                named["proj_size"] = module.proj_size
-            layers.append(
-                type(module)(
-                    row["in"],
-                    module.hidden_size,
-                    module.num_layers,
-                    bias=module.bias,
-                    batch_first=module.batch_first,
-                    dropout=module.dropout,
-                    bidirectional=module.bidirectional,
-                    **named,
-                    **options,
-                )  # fmt: skip
-            )
-        elif row["class"] == "Linear":
-            layers.append(nn.Linear(row["in"], row["out"], bias=row["bias"], **options))
-        else:
-            rest = {"output_padding": row["output_padding"]} if "output_padding" in row else {}
-            layers.append(
-                getattr(nn, row["class"])(
-                    row["in"],
-                    row["out"],
-                    tuple(row["kernel"]),
-                    tuple(row["stride"]),
-                    row["padding"] if isinstance(row["padding"], str) else tuple(row["padding"]),
-                    dilation=tuple(row["dilation"]),
-                    bias=row["bias"],
-                    **rest,
-                    **options,
-                )  # fmt: skip
-            )
     if isinstance(module, nn.RNNBase):
-        reduce, layer = layers
-        assert isinstance(reduce, nn.Linear) and isinstance(layer, nn.RNNBase)
-        return ReducedInput(reduce, layer).train(module.training)
-    return nn.Sequential(*layers).train(module.training)
+        reduce, last = rows
+        made: nn.Module = ReducedInput(_layer_of(reduce, options), _recurrent_like(module, last["in"], options))
+    else:
+        made = nn.Sequential(*(_layer_of(row, options) for row in rows))
+    return made.train(module.training)
+
+
+def _layer_of(row: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The linear layer or convolution of a row of :func:`chain_plan`."""
+    if row["class"] == "Linear":
+        return nn.Linear(row["in"], row["out"], bias=row["bias"], **options)
+    rest = {"output_padding": row["output_padding"]} if "output_padding" in row else {}
+    return getattr(nn, row["class"])(
+        row["in"],
+        row["out"],
+        tuple(row["kernel"]),
+        tuple(row["stride"]),
+        row["padding"] if isinstance(row["padding"], str) else tuple(row["padding"]),
+        dilation=tuple(row["dilation"]),
+        bias=row["bias"],
+        **rest,
+        **options,
+    )
+
+
+def _recurrent_like(module: nn.RNNBase, inputs: int, options: Mapping[str, Any]) -> Any:
+    """A recurrent module that differs from ``module`` in the number of its inputs."""
+    named: dict[str, Any] = {"nonlinearity": module.nonlinearity} if isinstance(module, nn.RNN) else {}
+    if isinstance(module, nn.LSTM):
+        named["proj_size"] = module.proj_size
+    cls: type[Any] = type(module)  # RNNBase itself has another first argument
+    return cls(
+        inputs,
+        module.hidden_size,
+        module.num_layers,
+        bias=module.bias,
+        batch_first=module.batch_first,
+        dropout=module.dropout,
+        bidirectional=module.bidirectional,
+        **named,
+        **options,
+    )
 
 
 def rebuild_chain(model: nn.Module, step: Mapping[str, Any]) -> None:
@@ -185,10 +185,11 @@ def rebuild_chain(model: nn.Module, step: Mapping[str, Any]) -> None:
     if found is None or not path:
         raise ConfigError(path, "the plan replaces it, and the model has no such module", remedy)
     width = getattr(found, "in_features", getattr(found, "in_channels", getattr(found, "input_size", None)))
-    if not rows or (width is not None and width != rows[0]["in"]) or next(found.parameters(), None) is None:
-        raise ConfigError(
-            path, f"the plan replaces a layer of {rows[0]['in'] if rows else 0} inputs, and it is {found}"[:300], remedy
-        )
+    first, last = (rows[0], rows[-1]) if rows else ({}, {})
+    same_kind = rows and bool(last.get("recurrent")) == isinstance(found, nn.RNNBase)
+    if not same_kind or width not in (None, first["in"]) or next(found.parameters(), None) is None:
+        replaced = f"{last.get('class', 'layer')} of {first.get('in', 0)} inputs"
+        raise ConfigError(path, f"the plan replaces a {replaced}, and it is {found}"[:300], remedy)
     made = chain_from_plan(found, rows)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
@@ -200,25 +201,21 @@ def chain_of_modules(module: nn.Module, chain: Chain) -> nn.Module:
     """The layers of a chain with their values, in the place of ``module``; parameters train where those of it do."""
     made = chain_from_plan(module, chain_plan(module, chain))
     layers: list[Any] = [made.reduce, made.layer] if isinstance(made, ReducedInput) else list(made.children())
+    *before, last = layers
     with torch.no_grad():
-        for layer, part in zip(layers[:-1], chain.before, strict=True):
-            weight = part.weight.T if part.type == "MatMul" else part.weight
-            layer.weight.copy_(_tensor(weight))
-        last = layers[-1]
+        for layer, part in zip(before, chain.before, strict=True):
+            layer.weight.copy_(_tensor(part.weight.T if part.type == "MatMul" else part.weight))
         if isinstance(last, nn.RNNBase):
-            own = dict(module.named_parameters())
+            values: dict[str, torch.Tensor] = dict(module.named_parameters())
+            values |= zip(("weight_ih_l0", "weight_ih_l0_reverse"), map(_tensor, chain.weight), strict=False)
             for name, parameter in last.named_parameters():
-                if name in ("weight_ih_l0", "weight_ih_l0_reverse"):
-                    parameter.copy_(_tensor(chain.weight[int(name.endswith("reverse"))]))
-                else:
-                    parameter.copy_(own[name])
+                parameter.copy_(values[name])
         else:
             turned = isinstance(last, nn.Linear) and not isinstance(module, nn.Linear)
             last.weight.copy_(_tensor(chain.weight.T if turned else chain.weight))
             if last.bias is not None:
                 last.bias.copy_(module.bias)
-    trains = any(p.requires_grad for p in module.parameters())
-    return made.requires_grad_(trains)
+    return made.requires_grad_(any(p.requires_grad for p in module.parameters()))
 
 
 def _tensor(values: Array) -> torch.Tensor:

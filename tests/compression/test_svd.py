@@ -244,6 +244,11 @@ def test_the_plan_of_a_report_rebuilds_the_class_and_refuses_another(small):
     assert torch.equal(again(x), work(x))
     with pytest.raises(ConfigError, match="the plan replaces it, and the model has no such module"):
         rebuild(nn.Sequential(nn.Linear(2, 2)), report.plan)
+    inputs = report.plan["steps"][0]["layers"][0]["in"]
+    other = Small().eval()
+    other.set_submodule(report.plan["steps"][0]["module"], nn.GRU(inputs, 4))
+    with pytest.raises(ConfigError, match=f"the plan replaces a Conv2d of {inputs} inputs, and it is GRU"):
+        rebuild(other, report.plan)
 
 
 @pytest.mark.parametrize(
