@@ -20,13 +20,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from bitwright.errors import ConfigError, GranularityError
+from bitwright.errors import ConfigError, ExportError, GranularityError
 from bitwright.llm import blocks, quantize
 from bitwright.llm.blocks import of_checkpoint, view_by_blocks
 from bitwright.llm.checkpoint import open_checkpoint
 from bitwright.llm.coded import CodedLinear
+from bitwright.llm.files.table import read_checkpoint
 from bitwright.llm.likelihood import perplexity, split_tokens, text_tokens
-from bitwright.llm.packed import PackedWeight
+from bitwright.llm.packed import FloatWeight, PackedWeight
 from bitwright.llm.quantized import spec_of
 from bitwright.llm.roles import transformer
 from tests.llm.models import prompts, saved, text, tiny
@@ -201,3 +202,23 @@ def test_matrices_of_inputs_times_outputs_have_groups_along_the_inputs():
 def test_what_cannot_be_done_is_refused(arguments: dict[str, Any], error: type[Exception], message: str, llama: Path):
     with pytest.raises(error, match=message):
         quantize(llama, **{"preset": "w4g32", "progress": False, **arguments})
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "torchao"])
+def test_stacks_of_experts_are_refused_and_the_rule_of_the_message_leaves_them_in_float(to: str, tmp_path: Path):
+    model = saved(tmp_path / "model", MixtralConfig, num_local_experts=4)
+    arguments: dict[str, Any] = {"to": to, "out": tmp_path / "out", "progress": False}
+    with pytest.raises(
+        ExportError,
+        match=r"experts.gate_up_proj.*Remedy: .*--rule 'role:expert=float' \(rules=\{'role:expert': None\}\)",
+    ):
+        quantize(tmp_path / "model", "w4g32", **arguments)
+    assert not (tmp_path / "out").exists()
+    result = quantize(tmp_path / "model", "w4g32", rules={"role:expert": None}, **arguments)
+    assert {row.role for row in result.rows} == {"q", "k", "v", "o"}
+    stored = {weight.name: weight for weight in read_checkpoint(tmp_path / "out")}
+    experts = [part.name for part in result.view.of("expert")]
+    assert len(experts) == 4
+    for name in experts:
+        weight = stored[name]
+        assert isinstance(weight, FloatWeight) and torch.equal(weight.values, model.get_parameter(name))

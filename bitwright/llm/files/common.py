@@ -85,7 +85,8 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
 
     Raises:
         GranularityError: its groups do not divide the summed axis; names the sizes that do.
-        ExportError: the format is not one of these files; names kinds of files that hold it.
+        ExportError: the format is not one of these files; names kinds of files that hold it, or of a stack of matrices the
+            rule that leaves it in float.
     """
     layout = plan.layout
     if layout is None:
@@ -96,11 +97,13 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
         return
     able = [other.name for other in others if other is not row and not other.refuses(plan)]
     instead = f"write {' or '.join(able)}, which hold it" if able else "no kind of files that is written here holds it"
-    raise ExportError(
-        plan.name,
-        f"{layout} cannot be stored in {row.name} files ({row.engine}): {why}",
-        f"{instead}; or quantize it to what {row.name} holds: {row.holds}",
-    )
+    remedy = f"{instead}; or quantize it to what {row.name} holds: {row.holds}"
+    if len(plan.shape) > 2:
+        remedy = (
+            "leave stacks of experts in float with the rule --rule 'role:expert=float' (rules={'role:expert': None}); "
+            "in a simulation, set enabled = False of the quantizers of such weights"
+        )
+    raise ExportError(plan.name, f"{layout} cannot be stored in {row.name} files ({row.engine}): {why}", remedy)
 
 
 def check_room(folder: AnyPath, plans: Iterable[WeightPlan], row: FileFormat) -> None:
