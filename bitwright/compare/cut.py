@@ -338,15 +338,20 @@ def cut_by_sites(model: ir.Model, values: Values, outputs: Mapping[str, Array]) 
         expected, entry = _expected(copy, node, facts["places"], values, runs), named.get(facts["entry"])
         if isinstance(expected, str):
             unchecked.update(dict.fromkeys((site for site, _ in facts["places"]), expected))
-        elif entry is None:
+            continue
+        if entry is None:
             raise damaged_metadata(node)
-        else:
-            scale = array_of(copy.graph.initializers.get(facts["scale"] or ""))
-            if facts.get("reach"):  # chosen at run time: no step is longer than that of the largest value
-                scale = np.array(max(float(np.abs(expected).max(initial=0.0)), 1e-30) / facts["reach"])
-            places.append(Place(facts, quantizer_chain(node, entry), entry, node.outputs[0], expected, scale))
+        step = _step(copy.graph, facts, expected)
+        places.append(Place(facts, quantizer_chain(node, entry), entry, node.outputs[0], expected, step))
     places += _output_places(copy.graph, outputs, {place.result for place in places})
     return Cut(copy, places, unchecked)
+
+
+def _step(graph: ir.Graph, facts: Mapping[str, Any], expected: Array) -> Array | None:
+    """The scale of a quantizer; where it is chosen at run time, that of the largest value: no step is longer."""
+    if facts.get("reach"):
+        return np.array(max(float(np.abs(expected).max(initial=0.0)), 1e-30) / facts["reach"])
+    return array_of(graph.initializers.get(facts["scale"] or ""))
 
 
 def _output_places(graph: ir.Graph, outputs: Mapping[str, Array], quantized: Container[ir.Value]) -> Iterator[Place]:

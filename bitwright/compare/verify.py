@@ -93,25 +93,40 @@ def verify_layers(
         if find_runtime(runtime).suffix == ".tflite":
             content = to_tflite(loaded, graph_inputs).content if flat is None else flat
             return verify_litert(content, loaded, values, graph_inputs, expected)
-        opened = side_by_side(open_bodies(loaded, values), graph_inputs)
-        cut = cut_by_sites(opened.model, opened.values, _without(expected, opened.settled))
-        failures: dict[Mode, str] = {}
-        found: dict[Place, list[Row]] = {}
-        given = {**graph_inputs, **opened.feeds}
-        for places in cut.groups():
-            found |= _compare_group(cut, places, given, failures, runtime)
-        failed = [place for place in cut.places if not all(row.ok for row in found[place])]
-        drawn = [place for place in failed if RANDOM & {node.op_type for node in cut.part([place])[0].graph}]
-        rows = [row for place in cut.places if place not in drawn for row in found[place]]
-        rows += [row for node in with_tables(loaded).graph.all_nodes() for row in _constant_rows(node, values)]
-        ends = _compare_outputs(loaded, expected, graph_inputs, failures, runtime)
-        ran = {row.site for row in rows}
-        idle = _without({**opened.idle, **{row.site: DRAWN for place in drawn for row in found[place]}}, ran)
-        unchecked = _without(cut.unchecked, idle)
-        compares = runtime == "onnxruntime" and not failures
-        saturated = saturated_places(loaded, cut, given) if compares else None
-        otherwise = _as_a_whole(loaded, graph_inputs, expected, ends, failures, runtime)
-        return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime, saturated, otherwise)
+        return _verify_onnx(loaded, values, graph_inputs, expected, runtime)
+
+
+def _verify_onnx(
+    model: ir.Model,
+    values: Mapping[str, Array | Sequence[Array]],
+    graph_inputs: Mapping[str, Array],
+    expected: Mapping[str, Array],
+    runtime: str,
+) -> VerifyReport:
+    """The report of a runtime that runs the ONNX file; see :func:`verify_layers`."""
+    opened = side_by_side(open_bodies(model, values), graph_inputs)
+    cut = cut_by_sites(opened.model, opened.values, _without(expected, opened.settled))
+    failures: dict[Mode, str] = {}
+    found: dict[Place, list[Row]] = {}
+    given = {**graph_inputs, **opened.feeds}
+    for places in cut.groups():
+        found |= _compare_group(cut, places, given, failures, runtime)
+    drawn = [place for place in cut.places if not all(row.ok for row in found[place]) and _is_drawn(cut, place)]
+    rows = [row for place in cut.places if place not in drawn for row in found[place]]
+    rows += [row for node in with_tables(model).graph.all_nodes() for row in _constant_rows(node, values)]
+    ends = _compare_outputs(model, expected, graph_inputs, failures, runtime)
+    ran = {row.site for row in rows}
+    idle = _without({**opened.idle, **{row.site: DRAWN for place in drawn for row in found[place]}}, ran)
+    unchecked = _without(cut.unchecked, idle)
+    compares = runtime == "onnxruntime" and not failures
+    saturated = saturated_places(model, cut, given) if compares else None
+    otherwise = _as_a_whole(model, graph_inputs, expected, ends, failures, runtime)
+    return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime, saturated, otherwise)
+
+
+def _is_drawn(cut: Cut, place: Place) -> bool:
+    """Whether operators that draw random numbers lead to a place, so that it may have other values in every run."""
+    return bool(RANDOM & {node.op_type for node in cut.part([place])[0].graph})
 
 
 def _as_a_whole(

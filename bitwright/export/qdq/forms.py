@@ -495,33 +495,46 @@ def _write_at_run_time(pen: _Pen, value: ir.Value, encoding: Encoding, shown: En
     low, high = (_reduced(pen, view, name, axis) for name in ("Min", "Max"))
     least = pen.constant("least", np.float32(2.0**-100))
     if isinstance(fmt, IntFormat) and not fmt.signed:
-        nothing, top = pen.constant("zero", np.float32(0)), pen.constant("qmax", np.float32(fmt.qmax))
-        low, high = pen.emit("Min", [low, nothing], "low"), pen.emit("Max", [high, nothing], "high")
-        width = pen.emit("Div", [pen.emit("Sub", [high, low], "width"), top], "step")
-        scale = _stored(pen, pen.emit("Max", [width, least], "scale"), encoding)
-        zero = pen.emit("Neg", [pen.emit("Div", [low, scale], "lowest")], "zero_point")
-        zero = pen.emit("Round", [pen.emit("Clip", [zero, nothing, top], "zero_point")], "zero_point")
-        steps = pen.emit("Round", [pen.emit("Div", [view, scale], "ratio")], "rounded")
-        codes = pen.emit("Clip", [pen.emit("Add", [steps, zero], "codes"), nothing, top], "codes")
-        result = pen.emit("Mul", [pen.emit("Sub", [codes, zero], "centred"), scale], "dq")
+        result = _around_zero_point(pen, view, encoding, fmt, (low, high), least)
     else:
         reach = pen.emit("Max", [pen.emit("Max", [pen.emit("Neg", [low], "low"), high], "reach"), least], "reach")
-        most = pen.constant("most", np.float32(largest_code(fmt)))
-        if isinstance(fmt, IntFormat):
-            scale = _stored(pen, pen.emit("Div", [reach, most], "scale"), encoding)
-            factor = pen.emit("Div", [most, reach], "factor")
-            factor.shape = None
-            codes = pen.emit("Round", [pen.emit("Mul", [view, factor], "ratio")], "rounded")
-            result = pen.emit("Mul", [codes, scale], "dq")
-        else:
-            if encoding.scale_format.name == "e8m0":
-                scale = _power_of_two(pen, reach, fmt)
-            else:
-                scale = _stored(pen, pen.emit("Div", [reach, most], "scale"), encoding)
-            result = (_small_float if is_small_float(fmt) else _float8)(pen, view, encoding, scale)
+        result = _around_zero(pen, view, encoding, reach)
     if view is not whole:
         result = _out_of_blocks(pen, result, length, axis)
     return Quantizer(result)
+
+
+def _around_zero_point(
+    pen: _Pen, view: ir.Value, encoding: Encoding, fmt: IntFormat, ends: tuple[ir.Value, ir.Value], least: ir.Value
+) -> ir.Value:
+    """``view`` on an unsigned grid between its two ends, which reaches to zero."""
+    low, high = ends
+    nothing, top = pen.constant("zero", np.float32(0)), pen.constant("qmax", np.float32(fmt.qmax))
+    low, high = pen.emit("Min", [low, nothing], "low"), pen.emit("Max", [high, nothing], "high")
+    width = pen.emit("Div", [pen.emit("Sub", [high, low], "width"), top], "step")
+    scale = _stored(pen, pen.emit("Max", [width, least], "scale"), encoding)
+    zero = pen.emit("Neg", [pen.emit("Div", [low, scale], "lowest")], "zero_point")
+    zero = pen.emit("Round", [pen.emit("Clip", [zero, nothing, top], "zero_point")], "zero_point")
+    steps = pen.emit("Round", [pen.emit("Div", [view, scale], "ratio")], "rounded")
+    codes = pen.emit("Clip", [pen.emit("Add", [steps, zero], "codes"), nothing, top], "codes")
+    return pen.emit("Mul", [pen.emit("Sub", [codes, zero], "centred"), scale], "dq")
+
+
+def _around_zero(pen: _Pen, view: ir.Value, encoding: Encoding, reach: ir.Value) -> ir.Value:
+    """``view`` on a grid around zero whose largest code is ``reach``."""
+    fmt = encoding.format
+    most = pen.constant("most", np.float32(largest_code(fmt)))
+    if isinstance(fmt, IntFormat):
+        scale = _stored(pen, pen.emit("Div", [reach, most], "scale"), encoding)
+        factor = pen.emit("Div", [most, reach], "factor")
+        factor.shape = None
+        codes = pen.emit("Round", [pen.emit("Mul", [view, factor], "ratio")], "rounded")
+        return pen.emit("Mul", [codes, scale], "dq")
+    if encoding.scale_format.name == "e8m0":
+        scale = _power_of_two(pen, reach, fmt)
+    else:
+        scale = _stored(pen, pen.emit("Div", [reach, most], "scale"), encoding)
+    return (_small_float if is_small_float(fmt) else _float8)(pen, view, encoding, scale)
 
 
 def _reduced(pen: _Pen, value: ir.Value, name: str, axis: int | None) -> ir.Value:

@@ -73,31 +73,21 @@ def _write_nbits(builder: Builder, node: ir.Node, source: ir.Value, encoding: En
 
 
 def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: Encoding) -> ir.Value | None:
-    fmt, token = encoding.format, encoding.granularity
-    signed = isinstance(fmt, IntFormat) and fmt.signed
-    tokens = isinstance(token, PerToken) and token.block is None and token.axis == -1 and signed
-    whole = not isinstance(token, PerToken) and not signed
-    weight = _weight(node)
-    if weight is None or not (tokens or whole) or not isinstance(fmt, IntFormat) or fmt.bits != 8:
+    fmt, token, weight = encoding.format, encoding.granularity, _weight(node)
+    if weight is None or not isinstance(fmt, IntFormat) or fmt.bits != 8:
         return None
     if encoding.scale_format.number is not None or source.dtype not in (None, D.FLOAT):
+        return None
+    whole = not isinstance(token, PerToken)
+    if fmt.signed == whole or (isinstance(token, PerToken) and token != PerToken()):
         return None
     codes, scale = weight
     place, base = before(node), str(node.inputs[1].name if node.inputs[1] is not None else node.name)
     zero = builder.initializer(f"{base}_middle", np.array(_MIDDLE, np.uint8))
     stored = builder.initializer(f"{base}_unsigned", (codes.astype(np.int16) + _MIDDLE).astype(np.uint8))
     steps = builder.initializer(f"{base}_steps", scale)
-    name = str(source.name)
     if whole:
-        quantize = ir.Node(
-            "", "DynamicQuantizeLinear", [source], name=builder.names.node(f"{name}_quantize"), num_outputs=3
-        )
-        for made, suffix, dtype in zip(
-            quantize.outputs, ("q", "scale", "zero"), (D.UINT8, D.FLOAT, D.UINT8), strict=True
-        ):
-            made.name, made.type = builder.names.value(f"{name}_{suffix}"), ir.TensorType(dtype)
-        place(quantize)
-        found, step, offset = quantize.outputs
+        found, step, offset = _tensor(builder, node, source)
     else:
         found, step = _tokens(builder, node, source)
         offset = zero
@@ -111,10 +101,19 @@ def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: 
     else:  # in the other it makes MatMulIntegerToFloat, which reads one scale and leaves out those of other tokens (1.31)
         wide = builder.emit(place, "Mul", [wide, steps], f"{base}_columns", D.FLOAT)
         result = builder.emit(place, "Mul", [wide, step], f"{base}_product", D.FLOAT)
-    bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is not None:
         result = builder.emit(place, "Add", [result, bias], f"{base}_biased", D.FLOAT)
-    old, graph, maker = node.outputs[0], node.graph, node.inputs[1]
+    maker = node.inputs[1]
+    _take_place(builder, node, result)
+    if maker is not None:
+        remove_unread(maker)
+    return result
+
+
+def _take_place(builder: Builder, node: ir.Node, result: ir.Value) -> None:
+    """Let ``result`` take the place of what ``node`` makes, and its name; ``node`` is removed."""
+    old, graph = node.outputs[0], node.graph
     assert graph is not None
     result.shape, wanted = old.shape, old.name
     for use in tuple(old.uses()):
@@ -122,9 +121,19 @@ def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: 
     builder.outputs.replace(old, result)
     graph.remove(node, safe=True)
     result.name = wanted
-    if maker is not None:
-        remove_unread(maker)
-    return result
+
+
+def _tensor(builder: Builder, node: ir.Node, source: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Codes of the whole tensor, their scale and their zero point."""
+    name = str(source.name)
+    quantize = ir.Node(
+        "", "DynamicQuantizeLinear", [source], name=builder.names.node(f"{name}_quantize"), num_outputs=3
+    )
+    found, step, offset = quantize.outputs
+    for made, suffix, dtype in ((found, "q", D.UINT8), (step, "scale", D.FLOAT), (offset, "zero", D.UINT8)):
+        made.name, made.type = builder.names.value(f"{name}_{suffix}"), ir.TensorType(dtype)
+    before(node)(quantize)
+    return found, step, offset
 
 
 def _tokens(builder: Builder, node: ir.Node, source: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -161,15 +170,15 @@ def _weight(node: ir.Node) -> tuple[NDArray[np.int8], NDArray[np.float32]] | Non
     maker = None if value is None else value.producer()
     if maker is None or maker.op_type != "DequantizeLinear" or not is_plain(node):
         return None
-    tensor, scale = (held.const_value if held is not None else None for held in maker.inputs[:2])
+    tensor, scale, zero = (None if held is None else held.const_value for held in (*maker.inputs, None)[:3])
     if tensor is None or scale is None or tensor.dtype != D.INT8 or len(tensor.shape) != 2:
         return None
-    zero = maker.inputs[2].const_value if len(maker.inputs) > 2 and maker.inputs[2] is not None else None
     if zero is not None and zero.numpy().any():
         return None
     turned = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
     steps = scale.numpy()
-    if steps.ndim > 1 or (steps.ndim == 1 and maker.attributes.get_int("axis", 1) % 2 != (0 if turned else 1)):
+    columns = maker.attributes.get_int("axis", 1) % 2 != turned
+    if steps.ndim > 1 or (steps.ndim == 1 and not columns):
         return None
     codes = tensor.numpy()
     return (codes.T if turned else codes), np.asarray(steps, np.float32)

@@ -191,31 +191,42 @@ def _write_followers(w: Writing) -> None:
 def _write_products(w: Writing) -> None:
     """Keep float activations of products with quantized weights in float, or say that the runtime will not."""
     if w.at_run_time and w.weight_only == "fused":
-        done, left = write_run_time_products(w.builder, w.model, w.at_run_time)
-        text = f"{done} product{'s' if done != 1 else ''} of activations quantized at run time computed in integers"
-        w.note(
-            "model",
-            "float product",
-            f"{text}; {len(left)} in float, because no operator computes them" if left else text,
-        )
+        _write_integer_products(w)
     found = float_products(w.model)
     if not found:
         return
-    what = f"{len(found)} product{'s' if len(found) > 1 else ''} of float activations with quantized weights"
-    if w.weight_only != "fused":
-        chosen = w.weight_only == "nbits" or w.target.multiplies_nbits
-        w.narrow_products = [node for node in found if chosen and can_say(node)]
-        left = [node for node in found if node not in w.narrow_products]
-        could = 0 if chosen else sum(map(can_say, left))
-        keep_apart(w.builder, left)
-        text = f"{what} computed as simulated, in float" + "".join(_forms(len(w.narrow_products), len(left), could))
-        text += f"; {w.target.exact_session}" if w.target.exact_session else ""
-    else:
+    if w.weight_only == "fused":
         text = (
-            f"{what}, whose activations ONNX Runtime quantizes to 8 bits by itself, as no simulation does; "
-            "session.qdq_matmulnbits_accuracy_level=1 makes it compute them in float"
+            f"{_products(len(found))} of float activations with quantized weights, whose activations ONNX Runtime quantizes to 8 "
+            "bits by itself, as no simulation does; session.qdq_matmulnbits_accuracy_level=1 makes it compute them in float"
         )
+    else:
+        text = f"{_products(len(found))} of float activations with quantized weights computed as simulated, in float"
+        text += _write_as_simulated(w, found)
     w.note("model", "float product", text)
+
+
+def _products(count: int) -> str:
+    return f"{count} product{'s' if count != 1 else ''}"
+
+
+def _write_integer_products(w: Writing) -> None:
+    """Let products of activations whose range is chosen at run time compute in integers, and say how many do."""
+    done, left = write_run_time_products(w.builder, w.model, w.at_run_time)
+    text = f"{_products(done)} of activations quantized at run time computed in integers"
+    text += f"; {len(left)} in float, because no operator computes them" if left else ""
+    w.note("model", "float product", text)
+
+
+def _write_as_simulated(w: Writing, found: list[ir.Node]) -> str:
+    """Keep the activations of products in float; how these are written, in words."""
+    chosen = w.weight_only == "nbits" or w.target.multiplies_nbits
+    w.narrow_products = [node for node in found if chosen and can_say(node)]
+    left = [node for node in found if node not in w.narrow_products]
+    could = 0 if chosen else sum(map(can_say, left))
+    keep_apart(w.builder, left)
+    text = "".join(_forms(len(w.narrow_products), len(left), could))
+    return f"{text}; {w.target.exact_session}" if w.target.exact_session else text
 
 
 def _reach(encoding: Encoding) -> float:

@@ -17,7 +17,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.errors import ExportError
 from bitwright.export.files.atomic import AnyPath, atomic_files, read_error, settle
-from bitwright.llm.packed import LayerInput, Layout, PackedWeight, Weight, WeightPlan, check_groups
+from bitwright.llm.packed import FloatWeight, LayerInput, Layout, PackedWeight, Weight, WeightPlan, check_groups
 
 if TYPE_CHECKING:
     import torch
@@ -323,6 +323,34 @@ def stored_table(weight: PackedWeight, config: Mapping[str, Any]) -> torch.Tenso
     )  # fmt: skip
     kind = asked_dtype(config)
     return torch.from_numpy(weight.dequantize()).to(getattr(torch, kind))
+
+
+def as_stored(
+    weights: Iterable[Weight], config: dict[str, Any], floats: list[tuple[str, int]]
+) -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
+    """The weights as engines load them, with their names: numbers in float, or codes of a linear layer.
+
+    Engines load no packed tables, so a quantized table is stored as the float numbers that its codes stand for; where it is
+    tied to the output layer, that layer is stored apart, as codes, and ``config`` says so.
+
+    Args:
+        weights: of the model.
+        config: of the model.
+        floats: takes the name and the number of axes of each weight that leaves a linear layer in float.
+    """
+    tied = bool(config.get("tie_word_embeddings"))
+    for weight in weights:
+        table = is_table(weight.name)
+        ties = tied and table and not weight.name.endswith("wpe.weight")
+        if isinstance(weight, FloatWeight):
+            yield weight.name, weight.values
+            if ties or (len(weight.shape) == 2 and not table):
+                floats.append(("lm_head.weight" if ties else weight.name, len(weight.shape)))
+            continue
+        yield weight.name, stored_table(weight, config) if table else weight
+        if ties:
+            yield "lm_head.weight", weight
+            config["tie_word_embeddings"] = False
 
 
 def asked_dtype(config: Mapping[str, Any]) -> str:

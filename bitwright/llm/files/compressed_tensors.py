@@ -43,13 +43,13 @@ from bitwright.llm.files.common import (
     FileFormat,
     Shards,
     StoredTensors,
+    as_stored,
     bits_of,
     copy_tokenizer,
     dtype_name,
     is_table,
     read_json,
     stored_dtype,
-    stored_table,
 )
 from bitwright.llm.packed import FloatWeight, LayerInput, PackedWeight, Weight, WeightPlan, signed
 
@@ -61,22 +61,23 @@ _E8M0_BIAS = 127
 #: what the library unpacks to bfloat16 whatever the model computes in
 _IN_BFLOAT16 = {"nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"}
 _HALF = {"float16": "float16", "bfloat16": "bfloat16"}
+#: how weights with scales of 8 bits are stored, by the size of their groups
+_NARROW_SCALES: dict[tuple[Format, int | str, str], str] = {
+    (FLOAT4_E2M1, 16, "e4m3"): "nvfp4-pack-quantized",
+    (FLOAT4_E2M1, 32, "e8m0"): "mxfp4-pack-quantized",
+    (FLOAT8_E4M3, 32, "e8m0"): "mxfp8-quantized",
+}
 
 
 def _stored_as(fmt: Format, group: int | str, scale_format: str, *, inputs: bool) -> str:
     """The library's name for how weights of this layout are stored; empty where it has none."""
-    if isinstance(fmt, IntFormat):
-        if scale_format not in ("float32", *_HALF) or not 2 <= fmt.bits <= 8:
-            return ""
-        return "int-quantized" if inputs and fmt.bits == 8 and not isinstance(group, int) else "pack-quantized"
-    if fmt == FLOAT4_E2M1:
-        rows = {(16, "e4m3"): "nvfp4-pack-quantized", (32, "e8m0"): "mxfp4-pack-quantized"}
-        return rows.get((group, scale_format), "")  # type: ignore[arg-type]
-    if fmt == FLOAT8_E4M3 and scale_format == "e8m0":
-        return "mxfp8-quantized" if group == 32 else ""
-    if fmt == FLOAT8_E4M3 and scale_format in ("float32", *_HALF):
+    if scale_format not in ("float32", *_HALF):
+        return _NARROW_SCALES.get((fmt, group, scale_format), "")
+    if fmt == FLOAT8_E4M3:
         return "float-quantized" if inputs else "naive-quantized"
-    return ""
+    if not isinstance(fmt, IntFormat) or not 2 <= fmt.bits <= 8:
+        return ""
+    return "int-quantized" if inputs and fmt.bits == 8 and not isinstance(group, int) else "pack-quantized"
 
 
 def refuses(plan: WeightPlan) -> str:
@@ -157,45 +158,24 @@ class _Groups:
 
 
 def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
-    """Fill ``folder`` with ``config.json``, shards, their index and the tokenizer's files.
-
-    transformers and vLLM load no packed tables, so a quantized table is stored as the float numbers that its codes stand
-    for; where it is tied to the output layer, that layer is stored apart, as codes.
-    """
+    """Fill ``folder`` with ``config.json``, shards, their index and the tokenizer's files."""
     import torch
 
     shards, groups, dtypes = Shards(folder), _Groups(), set()
     config = {key: value for key, value in extras.config.items() if key != "_name_or_path"}
-    tied = bool(config.get("tie_word_embeddings"))
-
-    def add_packed(layer: str, weight: PackedWeight) -> None:
-        tensors, scheme = _tensors(weight, extras.inputs.get(layer), layer)
-        kind = scheme["format"]
-        dtypes.add(torch.bfloat16 if kind in _IN_BFLOAT16 else tensors["weight_scale"].dtype)
+    in_float: list[tuple[str, int]] = []
+    for name, found in as_stored(weights, config, in_float):
+        if not isinstance(found, PackedWeight):
+            dtypes.add(found.dtype)
+            shards.add(name, found)
+            continue
+        layer = name.removesuffix(".weight")
+        tensors, scheme = _tensors(found, extras.inputs.get(layer), layer)
+        dtypes.add(torch.bfloat16 if scheme["format"] in _IN_BFLOAT16 else tensors["weight_scale"].dtype)
         for key, tensor in tensors.items():
             shards.add(f"{layer}.{key}", tensor)
         groups.layers.setdefault(json.dumps(scheme), []).append(layer)
-
-    for weight in weights:
-        layer = weight.name.removesuffix(".weight")
-        table = is_table(weight.name)
-        ties = table and tied and layer.rpartition(".")[2] != "wpe"
-        if isinstance(weight, PackedWeight) and not table:
-            add_packed(layer, weight)
-        elif isinstance(weight, PackedWeight):
-            values = stored_table(weight, config)
-            shards.add(weight.name, values)
-            dtypes.add(values.dtype)
-            if ties:
-                add_packed("lm_head", weight)
-                config["tie_word_embeddings"] = False
-        else:
-            dtypes.add(weight.values.dtype)
-            shards.add(weight.name, weight.values)
-            if ties:
-                groups.floats.append("lm_head")
-            elif len(weight.shape) == 2 and not table:
-                groups.floats.append(layer)
+    groups.floats = [name.removesuffix(".weight") for name, _ in in_float]
     cache = None
     if extras.cache:
         cache = _add_cache(shards, extras.cache, torch.float32 if len(dtypes) != 1 else next(iter(dtypes)))
@@ -268,33 +248,21 @@ def _tensors(
     """The tensors of one layer by the last part of their names, and its scheme in the configuration."""
     import torch
 
-    layout, (rows, columns) = weight.layout, weight.shape
+    layout, rows = weight.layout, weight.shape[0]
     fmt, encoding = weight.format, weight.encoding
     stored = _stored_as(fmt, layout.group, layout.scale_format, inputs=found is not None)
     scale = encoding.scale.reshape(rows, -1) if encoding.scale.size > 1 or layout.group != "tensor" else encoding.scale
     kind = getattr(torch, _HALF.get(layout.scale_format, "float32"))
-    tensors = {"weight_scale": torch.from_numpy(np.array(scale.reshape(scale.shape or (1,)))).to(kind)}
-    codes, zero_point = signed(weight)
+    tensors = {
+        "weight_scale": torch.from_numpy(np.array(scale.reshape(scale.shape or (1,)))).to(kind),
+        **_stored_codes(weight, stored),
+    }
     strategy = "group" if isinstance(layout.group, int) else layout.group
     args: dict[str, Any] = {
         "num_bits": fmt.bits, "type": "int" if isinstance(fmt, IntFormat) else "float", "symmetric": layout.symmetric,
         "group_size": layout.group if isinstance(layout.group, int) else None, "strategy": strategy, "dynamic": False,
         "observer": None,
     }  # fmt: skip
-    if stored == "pack-quantized":
-        tensors["weight_packed"] = torch.from_numpy(pack_int32(codes, fmt.bits))
-        tensors["weight_shape"] = torch.tensor([rows, columns])
-        if not layout.symmetric:
-            zeros = zero_point.reshape(rows, -1)
-            tensors["weight_zero_point"] = torch.from_numpy(pack_int32(zeros.T, fmt.bits).T.copy())
-    elif stored == "int-quantized":
-        tensors["weight"] = torch.from_numpy(np.ascontiguousarray(codes))
-        if not layout.symmetric:
-            tensors["weight_zero_point"] = torch.from_numpy(zero_point.reshape(rows, -1).astype(np.int8))
-    elif fmt == FLOAT8_E4M3:
-        tensors["weight"] = torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn)
-    else:
-        tensors["weight_packed"] = torch.from_numpy(codes[:, 0::2] | (codes[:, 1::2] << 4))
     if layout.scale_format == "e8m0":
         exponent = np.frexp(scale)[1] - 1 + _E8M0_BIAS
         tensors["weight_scale"] = torch.from_numpy(exponent.astype(np.uint8))
@@ -311,6 +279,29 @@ def _tensors(
         if found.encoding is not None:
             _add_input(tensors, found.encoding, kind)
     return tensors, {"weights": args, "input_activations": inputs, "output_activations": None, "format": stored}
+
+
+def _stored_codes(weight: PackedWeight, stored: str) -> dict[str, torch.Tensor]:
+    """The tensors of one layer that hold its codes and, where it has some, its zero points."""
+    import torch
+
+    (rows, columns), bits = weight.shape, weight.format.bits
+    codes, zero_point = signed(weight)
+    zeros = None if weight.layout.symmetric else zero_point.reshape(rows, -1)
+    if stored == "pack-quantized":
+        packed = {
+            "weight_packed": torch.from_numpy(pack_int32(codes, bits)),
+            "weight_shape": torch.tensor([rows, columns]),
+        }
+        if zeros is not None:
+            packed["weight_zero_point"] = torch.from_numpy(pack_int32(zeros.T, bits).T.copy())
+        return packed
+    if stored == "int-quantized":
+        whole = {"weight": torch.from_numpy(np.ascontiguousarray(codes))}
+        return whole if zeros is None else {**whole, "weight_zero_point": torch.from_numpy(zeros.astype(np.int8))}
+    if weight.format == FLOAT8_E4M3:
+        return {"weight": torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn)}
+    return {"weight_packed": torch.from_numpy(codes[:, 0::2] | (codes[:, 1::2] << 4))}
 
 
 def read(folder: Path) -> Iterator[Weight]:
@@ -342,32 +333,37 @@ def _scheme_of(layer: str, schemes: Sequence[Mapping[str, Any]]) -> Mapping[str,
     raise ExportError(layer, "no group of the configuration names it, though it has scales", "write the model again")
 
 
-def _read_layer(layer: str, stored: StoredTensors, scheme: Mapping[str, Any]) -> PackedWeight:
+def _read_scale(layer: str, stored: StoredTensors) -> tuple[NDArray[np.float32], str, NDArray[np.float32] | None]:
+    """The scales of a layer, the name of their format and, where they are multiples of a common number, that."""
     import torch
 
+    raw = stored[f"{layer}.weight_scale"]
+    if raw.dtype == torch.uint8:
+        return np.ldexp(np.float32(1), raw.numpy().astype(np.int32) - _E8M0_BIAS), "e8m0", None
+    if raw.dtype == torch.float8_e4m3fn:
+        common = np.asarray(1 / stored[f"{layer}.weight_global_scale"].numpy(), np.float32).reshape(1, 1)
+        return raw.float().numpy() * common, "e4m3", common
+    return raw.float().numpy(), dtype_name(raw.dtype), None
+
+
+def _read_codes(layer: str, stored: StoredTensors, fmt: Format) -> NDArray[Any]:
+    import torch
+
+    if f"{layer}.weight_packed" not in stored:
+        held = stored[f"{layer}.weight"]
+        return (held.view(torch.uint8) if held.dtype == torch.float8_e4m3fn else held).numpy()
+    packed = stored[f"{layer}.weight_packed"].numpy()
+    if isinstance(fmt, FloatFormat):
+        return np.stack((packed & 15, packed >> 4), -1).reshape(len(packed), -1)
+    return unpack_int32(packed, fmt.bits, int(stored[f"{layer}.weight_shape"][1]))
+
+
+def _read_layer(layer: str, stored: StoredTensors, scheme: Mapping[str, Any]) -> PackedWeight:
     args = scheme["weights"]
     bits, group = int(args["num_bits"]), args.get("group_size")
     fmt: Format = IntFormat(bits) if args["type"] == "int" else FLOAT4_E2M1 if bits == 4 else FLOAT8_E4M3
-    raw = stored[f"{layer}.weight_scale"]
-    scale_name = dtype_name(raw.dtype)
-    common: NDArray[np.float32] | None = None
-    if raw.dtype == torch.uint8:
-        scale, scale_name = np.ldexp(np.float32(1), raw.numpy().astype(np.int32) - _E8M0_BIAS), "e8m0"
-    elif raw.dtype == torch.float8_e4m3fn:
-        common = np.asarray(1 / stored[f"{layer}.weight_global_scale"].numpy(), np.float32).reshape(1, 1)
-        scale, scale_name = raw.float().numpy() * common, "e4m3"
-    else:
-        scale = raw.float().numpy()
-    codes: NDArray[Any]
-    if f"{layer}.weight_packed" in stored:
-        packed = stored[f"{layer}.weight_packed"].numpy()
-        if isinstance(fmt, FloatFormat):
-            codes = np.stack((packed & 15, packed >> 4), -1).reshape(len(packed), -1)
-        else:
-            codes = unpack_int32(packed, bits, int(stored[f"{layer}.weight_shape"][1]))
-    else:
-        held = stored[f"{layer}.weight"]
-        codes = (held.view(torch.uint8) if held.dtype == torch.float8_e4m3fn else held).numpy()
+    scale, scale_name, common = _read_scale(layer, stored)
+    codes = _read_codes(layer, stored, fmt)
     granularity: Granularity = PerTensor()
     if args["strategy"] == "channel":
         granularity, scale = PerChannel(0), scale.reshape(-1)

@@ -166,6 +166,15 @@ def _rule(document: Mapping[str, Any], path: Path) -> str:
     )
 
 
+def _token_id(short: str, settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:
+    """The id of a special token such as ``bos``: the tokenizer's, else the model's, the first of several."""
+    text = settings.get(f"{short}_token")
+    text = text.get("content") if isinstance(text, Mapping) else text
+    found = ids.get(text) if isinstance(text, str) else config.get(f"{short}_token_id")
+    found = found[0] if isinstance(found, list) and found else found
+    return found if isinstance(found, int) else None
+
+
 def _special(
     document: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any], tokens: Sequence[str]
 ) -> dict[str, Typed]:
@@ -173,11 +182,8 @@ def _special(
     ids = {text: i for i, text in enumerate(tokens)}
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     for short, name in names.items():
-        text = settings.get(f"{short}_token")
-        text = text.get("content") if isinstance(text, Mapping) else text
-        found = ids.get(text) if isinstance(text, str) else config.get(f"{short}_token_id")
-        found = found[0] if isinstance(found, list) and found else found
-        if isinstance(found, int) and 0 <= found < len(tokens):
+        found = _token_id(short, settings, config, ids)
+        if found is not None and 0 <= found < len(tokens):
             keys[f"tokenizer.ggml.{name}_token_id"] = Typed(found, U32)
     added = json.dumps(document.get("post_processor") or {})
     for short in ("bos", "eos"):

@@ -39,13 +39,13 @@ from bitwright.llm.files.common import (
     FileFormat,
     Shards,
     StoredTensors,
+    as_stored,
     asked_dtype,
     copy_tokenizer,
     dtype_name,
     is_table,
     read_json,
     refuse_inputs,
-    stored_table,
 )
 from bitwright.llm.packed import FloatWeight, Layout, PackedWeight, Weight, WeightPlan, signed
 
@@ -107,54 +107,43 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras, *, kind: str)
 
     shards = Shards(folder)
     config = {key: value for key, value in extras.config.items() if key not in ("_name_or_path", "torch_dtype")}
-    tied = bool(config.get("tie_word_embeddings"))
-    layouts: list[Layout] = []
-    floats: list[str] = []
-
-    def add_packed(layer: str, weight: PackedWeight) -> None:
-        layout = weight.layout
-        if layouts and layout != layouts[0]:
+    layout: Layout | None = None
+    floats: list[tuple[str, int]] = []
+    for name, found in as_stored(weights, config, floats):
+        if not isinstance(found, PackedWeight):
+            shards.add(name, found)
+            continue
+        layer = name.rpartition(".")[0]
+        if layout is not None and found.layout != layout:
             raise _unlike(layer, "the layers before it", kind)
-        layouts.append(layout)
+        layout = found.layout
         kind_of_scales = getattr(torch, layout.scale_format)
-        for part, array in _parts(weight, kind, first=layout.symmetric).items():
+        for part, array in _parts(found, kind, first=layout.symmetric).items():
             tensor = torch.from_numpy(array)
             shards.add(f"{layer}.{part}", tensor.to(kind_of_scales) if part == "scales" else tensor)
-
-    for weight in weights:
-        layer, table = weight.name.rpartition(".")[0], is_table(weight.name)
-        ties = tied and table and not weight.name.endswith("wpe.weight")
-        if isinstance(weight, FloatWeight):
-            shards.add(weight.name, weight.values)
-            if len(weight.shape) == 2 and (ties or not table):
-                floats.append("lm_head" if ties else layer)
-        elif table:
-            shards.add(weight.name, stored_table(weight, config))
-            if ties:
-                add_packed("lm_head", weight)
-                config["tie_word_embeddings"] = False
-        else:
-            add_packed(layer, weight)
     shards.finish()
-    layout = layouts[0] if layouts else Layout(IntFormat(4), 128, True)
-    group = layout.group if isinstance(layout.group, int) else -1
-    own: dict[str, Any] = {"quant_method": kind, "bits": layout.bits, "group_size": group}
-    if kind == "gptq":
-        form = "gptq" if layout.symmetric else "gptq_v2"
-        own |= {
-            "desc_act": False,
-            "sym": layout.symmetric,
-            "checkpoint_format": form,
-            "lm_head": "lm_head" not in floats,
-        }
-        own |= {"dynamic": {f"-:^{name}$": {} for name in floats if name != "lm_head"}} if floats else {}
-    else:
-        own |= {"zero_point": True, "version": "gemm", "modules_to_not_convert": sorted(floats) or None}
+    own = _configuration(kind, layout or Layout(IntFormat(4), 128, True), floats)
     config["dtype"] = asked_dtype(extras.config)
     config["quantization_config"] = own
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     (folder / "quantize_config.json").write_text(json.dumps(own, indent=2), encoding="utf-8")
     copy_tokenizer(extras.tokenizer, folder)
+
+
+def _configuration(kind: str, layout: Layout, in_float: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """``quantization_config``, which says once how all layers are stored but those of the matrices in float."""
+    floats = [name.rpartition(".")[0] for name, axes in in_float if axes == 2]
+    group = layout.group if isinstance(layout.group, int) else -1
+    own: dict[str, Any] = {"quant_method": kind, "bits": layout.bits, "group_size": group}
+    if kind == "awq":
+        return own | {"zero_point": True, "version": "gemm", "modules_to_not_convert": sorted(floats) or None}
+    own |= {
+        "desc_act": False,
+        "sym": layout.symmetric,
+        "checkpoint_format": "gptq" if layout.symmetric else "gptq_v2",
+        "lm_head": "lm_head" not in floats,
+    }
+    return own | ({"dynamic": {f"-:^{name}$": {} for name in floats if name != "lm_head"}} if floats else {})
 
 
 def _parts(weight: PackedWeight, kind: str, *, first: bool) -> dict[str, NDArray[Any]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,15 +30,18 @@ from bitwright.llm.files.common import (
     FileFormat,
     Shards,
     StoredTensors,
+    as_stored,
     copy_tokenizer,
     dtype_name,
     is_table,
     read_json,
     refuse_inputs,
     stored_dtype,
-    stored_table,
 )
 from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan, signed
+
+if TYPE_CHECKING:
+    import torch
 
 _HALF = ("float32", "float16", "bfloat16")
 
@@ -71,57 +74,20 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
 
     shards, dtypes, names = Shards(folder), set(), []
     config = {key: value for key, value in extras.config.items() if key != "_name_or_path"}
-    tied = bool(config.get("tie_word_embeddings"))
-    floats: list[str] = []
-
-    def add_packed(name: str, weight: PackedWeight) -> None:
-        kind = getattr(torch, weight.layout.scale_format)
-        dtypes.add(kind)
-        module, _, parameter = name.rpartition(".")
-        data, rows = {"dtype": {"_type": "torch.dtype", "_data": dtype_name(kind)}}, _block(weight)
-        scale = np.array(weight.scale.reshape(weight.shape[0] // rows[0], -1))
-        parts = {
-            "qdata": torch.from_numpy(np.ascontiguousarray(signed(weight)[0])),
-            "scale": torch.from_numpy(scale).to(kind),
-        }
-        if isinstance(weight.format, IntFormat):
-            parts["zero_point"] = torch.from_numpy(signed(weight)[1].reshape(scale.shape).astype(np.int8))
-            own = {
-                "target_dtype": {"_type": "torch.dtype", "_data": f"int{weight.format.bits}"},
-                "block_size": rows, **data, "activation_quantization": None,
-            }  # fmt: skip
-            class_name = "IntxUnpackedToInt8Tensor"
-        else:
-            parts["qdata"] = parts["qdata"].view(torch.float8_e4m3fn)
-            auto = {"_type": "KernelPreference", "_data": "AUTO"}
-            own = {"block_size": rows, "mm_config": None, "act_quant_kwargs": None, "kernel_preference": auto, **data}
-            class_name = "Float8Tensor"
-        for part, tensor in parts.items():
-            shards.add(f"{module}._{parameter}_{part}", tensor)
-        shards.metadata[name] = json.dumps({"_type": class_name, "_data": own, "_tensor_data_names": list(parts)})
+    in_float: list[tuple[str, int]] = []
+    for name, found in as_stored(weights, config, in_float):
         names.append(name)
-
-    def add_float(name: str, values: Any) -> None:
-        dtypes.add(values.dtype)
-        shards.add(name, values)
-        shards.metadata[name] = json.dumps({"_type": "Tensor"})
-        names.append(name)
-
-    for weight in weights:
-        ties = tied and is_table(weight.name) and not weight.name.endswith("wpe.weight")
-        if isinstance(weight, FloatWeight):
-            add_float(weight.name, weight.values)
-            if ties:
-                floats.append("lm_head")
-            elif len(weight.shape) == 2 and not is_table(weight.name):
-                floats.append(weight.name.rpartition(".")[0])
-        elif is_table(weight.name):
-            add_float(weight.name, stored_table(weight, config))
-            if ties:
-                add_packed("lm_head.weight", weight)
-                config["tie_word_embeddings"] = False
+        if isinstance(found, PackedWeight):
+            dtypes.add(getattr(torch, found.layout.scale_format))
+            parts, shards.metadata[name] = _parts(found)
+            module, _, parameter = name.rpartition(".")
+            for part, tensor in parts.items():
+                shards.add(f"{module}._{parameter}_{part}", tensor)
         else:
-            add_packed(weight.name, weight)
+            dtypes.add(found.dtype)
+            shards.add(name, found)
+            shards.metadata[name] = json.dumps({"_type": "Tensor"})
+    floats = [name.rpartition(".")[0] for name, _ in in_float]
     shards.metadata["tensor_names"] = json.dumps(names)
     shards.finish()
     config["dtype"] = stored_dtype(config, dtypes)
@@ -139,6 +105,30 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     copy_tokenizer(extras.tokenizer, folder)
+
+
+def _parts(weight: PackedWeight) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of one weight, and what the metadata say of them."""
+    import torch
+
+    kind = getattr(torch, weight.layout.scale_format)
+    data, rows = {"dtype": {"_type": "torch.dtype", "_data": dtype_name(kind)}}, _block(weight)
+    scale = np.array(weight.scale.reshape(weight.shape[0] // rows[0], -1))
+    codes, zero_point = signed(weight)
+    parts = {"qdata": torch.from_numpy(np.ascontiguousarray(codes)), "scale": torch.from_numpy(scale).to(kind)}
+    if isinstance(weight.format, IntFormat):
+        parts["zero_point"] = torch.from_numpy(zero_point.reshape(scale.shape).astype(np.int8))
+        own = {
+            "target_dtype": {"_type": "torch.dtype", "_data": f"int{weight.format.bits}"},
+            "block_size": rows, **data, "activation_quantization": None,
+        }  # fmt: skip
+        class_name = "IntxUnpackedToInt8Tensor"
+    else:
+        parts["qdata"] = parts["qdata"].view(torch.float8_e4m3fn)
+        auto = {"_type": "KernelPreference", "_data": "AUTO"}
+        own = {"block_size": rows, "mm_config": None, "act_quant_kwargs": None, "kernel_preference": auto, **data}
+        class_name = "Float8Tensor"
+    return parts, json.dumps({"_type": class_name, "_data": own, "_tensor_data_names": list(parts)})
 
 
 def read(folder: Path) -> Iterator[Weight]:
