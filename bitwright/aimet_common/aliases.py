@@ -144,6 +144,14 @@ def _public_names(module: str) -> Sequence[str]:
     return getattr(names, "__all__", own)
 
 
+def _by_its_package(name: str) -> str:
+    """A module path, dotted below ``bitwright``, in the package that has its module: prefixes are replaced."""
+    for package, real in PREFIXES.items():
+        if name.startswith(f"{package}."):
+            name = real + name.removeprefix(package)
+    return name
+
+
 def names_below(path: str, home: str | None = None) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module ``path``: the names of ``home``, its submodules of the table, and those that are absent.
 
@@ -151,9 +159,7 @@ def names_below(path: str, home: str | None = None) -> Callable[[str], Any]:
         path: the module that gets the function.
         home: the module whose names it has; ``None`` for one with names of its own.
     """
-    name_of = path.removeprefix(_ROOT)
-    for package, real in PREFIXES.items():
-        name_of = real + name_of.removeprefix(package) if name_of.startswith(f"{package}.") else name_of
+    name_of = _by_its_package(path.removeprefix(_ROOT))
     missing = absent_names(_ROOT + name_of)
 
     def found(name: str) -> Any:

@@ -97,6 +97,14 @@ def disable_quantizers(sim: Any, quantizer_names: Iterable[str]) -> Iterator[Non
             site.enabled = enabled
 
 
+def _lowest(model: Any, clip: Any) -> float | None:
+    """The lower bound of a Clip, from its input or, in old models, its attribute."""
+    given = ParamUtils.get_param(model, clip, 1)
+    if given is not None:
+        return float(onnx.numpy_helper.to_array(given))
+    return next((a.f for a in clip.attribute if a.name == "min"), None)
+
+
 def replace_relu6_with_relu(model: Any) -> None:
     """Make a Relu of every Clip from zero between two convolutions, in place."""
     graph = proto_of(model).graph
@@ -108,11 +116,8 @@ def replace_relu6_with_relu(model: Any) -> None:
     for node in graph.node:
         if node.op_type != "Clip":
             continue
-        lowest = next((a.f for a in node.attribute if a.name == "min"), None)
-        given = ParamUtils.get_param(model, node, 1)
-        lowest = float(onnx.numpy_helper.to_array(given)) if given is not None else lowest
         around = [made.get(node.input[0]), *readers.get(node.output[0], [None])]
-        if lowest == 0 and all(n is not None and n.op_type in ("Conv", "ConvTranspose") for n in around):
+        if _lowest(model, node) == 0 and all(n is not None and n.op_type in ("Conv", "ConvTranspose") for n in around):
             node.op_type = "Relu"
             del node.input[1:], node.attribute[:]
 

@@ -6,7 +6,7 @@ Layers are factored without data, as AIMET factors them; scores of layers are ke
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum
@@ -255,57 +255,65 @@ def _factored(
     automatic = parameters.mode is SpatialSvdParameters.Mode.auto
     params = parameters.mode_params
     count = int(params.greedy_select_params.num_comp_ratio_candidates) if automatic else 1
-    offered = [k / count for k in range(1, count)] if automatic else []
+    offered = [k / count for k in range(1, count)]
     space = SvdSpace(
         opened, [example], ratios=offered, forms=(form,), cost=cost, multiple=parameters.multiplicity, data_aware=False
     )  # fmt: skip
     by_name = {layer.name: layer for layer in space.layers}
     scores: Scores | None = None
     if automatic:
-        ignored = {names.get(id(module)) for module in params.modules_to_ignore}
-        keep = [i for i, layer in enumerate(space.layers) if layer.name not in ignored]
-        space.layers = [space.layers[i] for i in keep]
-        left_out = [part for i, part in enumerate(space.parts) if i not in keep]
-        space.fixed = {
-            n: held + sum(part.options[0].costs[n] for part in left_out) for n, held in space.fixed.items()
-        }  # fmt: skip
-        space.parts = [space.parts[i] for i in keep]
+        _leave_out(space, {names.get(id(module)) for module in params.modules_to_ignore})
         ratios, scores = _chosen(space, metric, baseline, params.greedy_select_params, cost)
     else:
-        ratios = {}
-        for pair in params.list_of_module_comp_ratio_pairs:
-            name = names.get(id(pair.module))
-            if name is None:
-                raise ConfigError(
-                    "ModuleCompRatioPair", "its module is not in the model", "pass a module of this model"
-                )
-            if name not in by_name:
-                reason = space.found.refused.get(name, "it is no layer that the model runs")
-                raise ConfigError(name, f"it cannot be compressed: {reason}", "leave it out of the list")
-            ratios[name] = _checked_ratio(name, pair.comp_ratio)
+        ratios = _asked(space, names, params.list_of_module_comp_ratio_pairs)
     picked = [_layer(space, by_name[name], ratio) for name, ratio in ratios.items() if ratio < 1]
     found = [one for one in picked if one is not None]
     space.put(found)
     opened.view.refresh()
     for one in found if trainer is not None else ():
         trainer.train_model(work, work.get_submodule(one.layer), train_flag=True)
+    return work, _statistics(space, found, baseline, _checked_score(metric, work, "compressed"), scores)
+
+
+def _statistics(
+    space: SvdSpace, found: Sequence[Factored], baseline: float, score: float, scores: Scores | None
+) -> CompressionStats:
+    """What the layers that were factored save of the whole model, and which part of its cost each layer keeps."""
+    by_name = {layer.name: layer for layer in space.layers}
     saved = {c: sum(getattr(by_name[f.layer], c) - getattr(f, c) for f in found) for c in ("macs", "params")}
-    made = {one.layer: one for one in found}
-    stats = CompressionStats(
+    kept = {f.layer: round(getattr(f, space.cost) / getattr(by_name[f.layer], space.cost), 4) for f in found}
+    return CompressionStats(
         f"{baseline:f}",
-        f"{_checked_score(metric, work, 'compressed'):f}",
+        f"{score:f}",
         f"{1 - saved['params'] / max(space.whole['params'], 1):f}",
         f"{1 - saved['macs'] / max(space.whole['macs'], 1):f}",
-        [
-            CompressionStats.LayerStats(
-                layer.name,
-                round(getattr(made[layer.name], cost) / getattr(layer, cost), 4) if layer.name in made else 1.0,
-            )
-            for layer in space.layers
-        ],
+        [CompressionStats.LayerStats(layer.name, kept.get(layer.name, 1.0)) for layer in space.layers],
         scores,
     )
-    return work, stats
+
+
+def _leave_out(space: SvdSpace, ignored: Collection[str | None]) -> None:
+    """Take layers out of the search; what they cost is spent whatever is chosen."""
+    keep = [i for i, layer in enumerate(space.layers) if layer.name not in ignored]
+    left_out = [part for i, part in enumerate(space.parts) if i not in keep]
+    space.layers = [space.layers[i] for i in keep]
+    space.fixed = {n: held + sum(part.options[0].costs[n] for part in left_out) for n, held in space.fixed.items()}
+    space.parts = [space.parts[i] for i in keep]
+
+
+def _asked(space: SvdSpace, names: Mapping[int, str], pairs: Iterable[ModuleCompRatioPair]) -> Mapping[str, float]:
+    """Ratios by name of layer, of pairs with a module of ``names``, which has their ids."""
+    known = {layer.name for layer in space.layers}
+    ratios: dict[str, float] = {}
+    for pair in pairs:
+        name = names.get(id(pair.module))
+        if name is None:
+            raise ConfigError("ModuleCompRatioPair", "its module is not in the model", "pass a module of this model")
+        if name not in known:
+            reason = space.found.refused.get(name, "it is no layer that the model runs")
+            raise ConfigError(name, f"it cannot be compressed: {reason}", "leave it out of the list")
+        ratios[name] = _checked_ratio(name, pair.comp_ratio)
+    return ratios
 
 
 def _checked_ratio(name: str, ratio: Any) -> float:

@@ -779,9 +779,7 @@ class AffineEncoding(EncodingBase):
         Raises:
             EncodingsError: (a RuntimeError) no readable record, or one of a float format.
         """
-        if version is None:
-            v2 = {"y_scale", "per_block_int_scale"}
-            version = "0.6.1" if isinstance(encoding_dict, list) else "2.0.0" if v2 & set(encoding_dict) else "1.0.0"
+        version = _version_of(encoding_dict) if version is None else version
         named: Any = {"x": encoding_dict} if version == "0.6.1" else [{**encoding_dict, "name": "x"}]
         section = "encodings" if version == "2.0.0" else "param_encodings"
         sections = {"param_encodings": type(named)(), "activation_encodings": type(named)(), section: named}
@@ -789,13 +787,7 @@ class AffineEncoding(EncodingBase):
         found = record.encoding
         if not isinstance(found.format, IntFormat):
             raise EncodingsError("encoding", f"{found.format.name} is no affine grid", "read it with FloatEncoding")
-        shape, block_size = tuple(found.scale.shape), None
-        if isinstance(found.granularity, PerBlock) and len(shape) > 1:
-            axis, size = found.granularity.axis, found.granularity.size
-            block_size = tuple(size if at == axis else 1 if n > 1 else -1 for at, n in enumerate(shape))
-        elif isinstance(found.granularity, PerChannel) and ndim is not None:
-            axis = (found.granularity.axis or 0) % ndim
-            shape = tuple(found.scale.size if at == axis else 1 for at in range(ndim))
+        shape, block_size, grouping = _blocks_of(found, ndim)
         scale, zero_point = (
             torch.tensor(v.reshape(shape), dtype=torch.float32) for v in (found.scale, found.zero_point)
         )
@@ -805,14 +797,36 @@ class AffineEncoding(EncodingBase):
             return AffineEncoding(scale, -zero_point, *ends, symmetric, block_size)
         return GroupedBlockEncoding(
             scale, -zero_point, *ends, symmetric, block_size,
-            block_grouping=tuple(n if at == axis else 1 for at, n in enumerate(shape)),
-            decompressed_bw=record.grouped.decompressed_bits, per_channel_scale=torch.tensor(record.grouped.channel),
+            block_grouping=grouping, decompressed_bw=record.grouped.decompressed_bits,
+            per_channel_scale=torch.tensor(record.grouped.channel),
         )  # fmt: skip
 
     _from_qnn_encoding_dict = from_qnn_encoding_dict  # AIMET's name in 2.42
 
     def __repr__(self) -> str:
         return f"AffineEncoding({self.bitwidth} bits, scale {tuple(self.scale.shape)}, {self.granularity})"
+
+
+def _version_of(record: Any) -> str:
+    """The version of AIMET's encodings that a record is of, by its type and keys."""
+    if isinstance(record, list):
+        return "0.6.1"
+    return "1.0.0" if {"y_scale", "per_block_int_scale"}.isdisjoint(record) else "2.0.0"
+
+
+def _blocks_of(encoding: Encoding, ndim: int | None) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]:
+    """The shape of AIMET's scales of a tensor of ``ndim`` axes, its ``block_size``, and the blocks of a channel by axis."""
+    shape, granularity = tuple(encoding.scale.shape), encoding.granularity
+    if isinstance(granularity, PerBlock) and granularity.axis is not None and len(shape) > 1:
+        size = [1 if n > 1 else -1 for n in shape]
+        grouping = [1] * len(shape)
+        size[granularity.axis], grouping[granularity.axis] = granularity.size, shape[granularity.axis]
+        return shape, tuple(size), tuple(grouping)
+    if isinstance(granularity, PerChannel) and ndim is not None:
+        spread = [1] * ndim
+        spread[(granularity.axis or 0) % ndim] = encoding.scale.size
+        shape = tuple(spread)
+    return shape, None, ()
 
 
 def qnn_dict(encoding: AffineEncoding, version: str) -> Any:

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from bitwright.aimet_torch.module_quantizers import (
 )
 from bitwright.aimet_torch.quantized_modules import attach_calls, calibrate, calibrate_parameters, check_plain
 from bitwright.aimet_torch.quantizers import GroupedBlockQuantizeDequantize, QuantizeDequantize
+from bitwright.core.graph.graph import Op
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.core.simulation.sites import SiteMap
@@ -879,6 +880,13 @@ def clip_weights_to_7f7f(sim: QuantizationSimModel) -> None:
                 own.weight.copy_(torch.minimum(own.weight, largest))
 
 
+def _sites_upstream(value: str, sites: Mapping[str, Sequence[Any]], made: Mapping[str, Op]) -> Sequence[Any]:
+    """The sites of ``value`` or, where it has none, of the nearest value on the way of first inputs that has some."""
+    while value not in sites and value in made and made[value].inputs[0] is not None:
+        value = str(made[value].inputs[0])
+    return sites.get(value, ())
+
+
 def set_matmul_second_input_producer_to_8bit_symmetric(sim: QuantizationSimModel) -> None:
     """Give what products of two activations read second a symmetric grid of 8 bits, where its values are computed."""
     sites: dict[str, list[Any]] = {}
@@ -889,9 +897,7 @@ def set_matmul_second_input_producer_to_8bit_symmetric(sim: QuantizationSimModel
         value = op.inputs[1] if op.type == "MatMul" and len(op.inputs) > 1 else None
         if value is None or sim.graph.values[value].is_static:
             continue
-        while value not in sites and value in made and made[value].inputs[0] is not None:
-            value = str(made[value].inputs[0])
-        found = tuple(site for site in sites.get(value, ()) if site.enabled)
+        found = tuple(site for site in _sites_upstream(value, sites, made) if site.enabled)
         if found:
             quantizer = view_of(found)
             quantizer.bitwidth, quantizer.symmetric = 8, True

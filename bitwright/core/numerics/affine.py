@@ -153,7 +153,8 @@ def _stored_numbers(scale: ArrayLike, scale_format: ScaleFormat) -> NDArray[np.f
     number, scale = scale_format.number, np.asarray(scale, np.float32)
     if number is None:
         return scale
-    return np.maximum(round_to_float(scale, number), max(number.step, _FLOAT32_TINY)).astype(np.float32)
+    stored: NDArray[np.float32] = round_to_float(scale, number)
+    return np.maximum(stored, max(number.step, _FLOAT32_TINY)).astype(np.float32)
 
 
 def checked_bounds(lo: ArrayLike, hi: ArrayLike, site: str = "tensor") -> tuple[Float64s, Float64s]:
@@ -437,24 +438,24 @@ def quantize_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array]:
 _SMALLEST_REACH = 2.0**-100  # of a range that is chosen at run time: reciprocals of smaller ones overflow
 
 
+def _together(x: Array, granularity: Granularity) -> tuple[Array, int, Callable[[Array], Array]]:
+    """``x`` with what shares a scale along one axis, that axis, and what brings such an array back to the shape of ``x``."""
+    shape = tuple(x.shape)
+    if not isinstance(granularity, PerToken) or not shape:
+        return x.reshape(-1), 0, lambda y: y.reshape(shape)
+    axis, size = granularity.axis % len(shape), granularity.block
+    if not size:
+        return x, axis, lambda y: y.reshape(shape)
+    view = padded(x, axis, -shape[axis] % size) if shape[axis] % size else x
+    view = view.reshape((*shape[:axis], -1, size, *shape[axis + 1 :]))
+    cut = (*(slice(None),) * axis, slice(0, shape[axis]))
+    return view, axis + 1, lambda y: y.reshape((*shape[:axis], -1, *shape[axis + 1 :]))[cut]
+
+
 def _chosen_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
     """Codes in floating point with their scale and zero point, and what brings such an array back to the shape of ``x``."""
     dtype, shape, fmt = "float64" if dtype_name(x) == "float64" else "float32", tuple(x.shape), enc.format
-    view, axis, cut = cast(x, dtype), 0, None
-    if not isinstance(enc.granularity, PerToken) or not shape:
-        view = view.reshape(-1)
-    else:
-        axis = enc.granularity.axis % len(shape)
-        if size := enc.granularity.block:
-            view = padded(view, axis, -shape[axis] % size) if shape[axis] % size else view
-            view = view.reshape((*shape[:axis], -1, size, *shape[axis + 1 :]))
-            axis, cut = axis + 1, (*(slice(None),) * axis, slice(0, shape[axis]))
-
-    def restore(y: Array) -> Array:
-        if cut is None:
-            return y.reshape(shape)
-        return y.reshape((*shape[: axis - 1], -1, *shape[axis:]))[cut]
-
+    view, axis, restore = _together(cast(x, dtype), enc.granularity)
     if 0 in shape:
         return view, view[:0], view[:0], lambda y: y.reshape(shape)
     xp = namespace(x)

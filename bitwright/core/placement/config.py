@@ -261,19 +261,14 @@ def _granularity(value: Any, at: str) -> Granularity:
     words: dict[str, Granularity] = {
         "per_tensor": PerTensor(), "per_channel": PerChannel(), "per_gate": PerGate(), "per_token": PerToken(),
     }  # fmt: skip
+    with_number = {"per_channel": PerChannel, "per_block": PerBlock, "per_token": PerToken}
     if isinstance(value, str) and value in words:
         return words[value]
     if isinstance(value, Mapping) and len(value) == 1:
         (word, number), *_ = value.items()
-        if isinstance(number, int) and not isinstance(number, bool):
-            if word == "per_channel":
-                return PerChannel(number)
-            if word == "per_block":
-                block: Granularity = _at(at, PerBlock, number)
-                return block
-            if word == "per_token":
-                part: Granularity = _at(at, PerToken, number)
-                return part
+        if word in with_number and isinstance(number, int) and not isinstance(number, bool):
+            made: Granularity = _at(at, with_number[word], number)
+            return made
     word = next(iter(value), "") if isinstance(value, Mapping) else value
     near = close_matches(str(word), (*words, "per_block"))
     raise ConfigError(

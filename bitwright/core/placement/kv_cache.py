@@ -165,6 +165,12 @@ class CachePlace:
     bits: int
 
 
+def _token_bits(elements: int, shared: int, spec: QuantSpec) -> int:
+    """Bits of ``elements`` numbers, and of their float16 scales and zero points where ``shared`` have one, chosen at run time."""
+    scales = elements * 16 // shared if spec.dynamic else 0
+    return elements * spec.format.bits + scales * (2 if spec.symmetry == "asymmetric" else 1)
+
+
 def cache_places(graph: Graph, cache: KvCache | None) -> dict[tuple[str, int], CachePlace]:
     """Where keys and values are read, by operator and port.
 
@@ -186,9 +192,7 @@ def cache_places(graph: Graph, cache: KvCache | None) -> dict[tuple[str, int], C
             spec = replace(spec, recent=(token, cache.recent)) if cache.recent else spec
             elements = _per_token(graph, operand, shape[token])
             shared = asked.group or max(1, shape[channel])
-            scales = elements * 16 // shared if spec.dynamic else 0
-            bits = elements * spec.format.bits + scales * (2 if spec.symmetry == "asymmetric" else 1)
-            found[op.name, 1] = CachePlace(part, op.name, 1, spec, elements, bits)
+            found[op.name, 1] = CachePlace(part, op.name, 1, spec, elements, _token_bits(elements, shared, spec))
     if not found:
         raise ConfigError(
             "kv_cache",

@@ -715,13 +715,10 @@ class Operands:
         rules = self.facts.rules
         spec = setting.apply(rules.weight if param else rules.activation, weight=param is not None)
         reason = constant_reason(ledger, op, row, port, value, param)
-        if param and not reason and op.name in ledger.float_ops and ledger.in_tail(op, setting):
-            reason = TAIL.format(op.type)
-        if not param and not reason and spec is not None and spec.dynamic and setting.quantized is None:
-            reason = AT_RUN_TIME
-        wanted, reason = self._constant_wanted(
-            op, setting, param, value, reason or self.facts.exact_reason(value.name, spec)
+        reason = (
+            reason or self._reason_of_setting(op, param, setting, spec) or self.facts.exact_reason(value.name, spec)
         )
+        wanted, reason = self._constant_wanted(op, setting, param, value, reason)
         none = NO_WEIGHTS if param else NO_ACTIVATIONS
         if not ledger.verdict(setting, wanted, spec, site, reason, value.name, none):
             ledger.why.update(dict.fromkeys(values[1:], ledger.why[value.name]))
@@ -741,6 +738,13 @@ class Operands:
         grids[port] = site
         for other in values[1:]:
             ledger.shared.setdefault(other, group)
+
+    def _reason_of_setting(self, op: Op, param: str | None, setting: Setting, spec: QuantSpec | None) -> str:
+        """Why a constant that could be quantized stays in float under its setting: in the tail, or beside dynamic ranges."""
+        if param:
+            in_tail = op.name in self.ledger.float_ops and self.ledger.in_tail(op, setting)
+            return TAIL.format(op.type) if in_tail else ""
+        return AT_RUN_TIME if spec is not None and spec.dynamic and setting.quantized is None else ""
 
     def _constant_wanted(
         self, op: Op, setting: Setting, param: str | None, value: Value, reason: str
@@ -961,16 +965,9 @@ class Outputs:
         setting = self.ledger.output_setting(op, index, value)
         spec = self.ledger.activation_spec(setting, op, row, value)
         reason = "" if default else why or FLOAT_OP.format(op.type)
-        if default and self.facts.rules.activation is not None and self._stays_in_float(op, row):
+        if stays := self._runs_in_float(op, row, value, setting, default=default):
             self.ledger.float_ops.add(op.name)
-            reason = f"{op.type} runs in float because its operands are in float"
-        elif default and self.ledger.in_tail(op, setting):
-            self.ledger.float_ops.add(op.name)
-            reason = TAIL.format(op.type)
-        inside = self.facts.statistic_reason(op, value)
-        if inside and self.facts.rules.activation is not None and setting.quantized is not True:
-            self.ledger.float_ops.add(op.name)
-            reason = inside
+            reason = stays
         if not reason and spec is not None and spec.dynamic and not (setting.quantized or setting.dynamic):
             if row.kind != "compute":
                 self.ledger.float_ops.add(op.name)
@@ -988,6 +985,16 @@ class Outputs:
             self.ledger.group_of[value], self.ledger.spec_of[site] = site, spec
             return True
         return False
+
+    def _runs_in_float(self, op: Op, row: OpRow, value: str, setting: Setting, *, default: bool) -> str:
+        """Why ``op`` runs in float, although its kind may (``default``) have integer kernels; empty if it does not."""
+        activations = self.facts.rules.activation is not None
+        inside = self.facts.statistic_reason(op, value)
+        if inside and activations and setting.quantized is not True:
+            return inside
+        if default and activations and self._stays_in_float(op, row):
+            return f"{op.type} runs in float because its operands are in float"
+        return TAIL.format(op.type) if default and self.ledger.in_tail(op, setting) else ""
 
     def _carry(self, op: Op, row: OpRow, index: int, value: str) -> None:
         """Decide an output that has its inputs' grid, if these have one grid."""

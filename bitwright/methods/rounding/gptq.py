@@ -12,7 +12,7 @@ columns still to come make up for them as for errors of rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,15 +61,11 @@ def round_columns(w: Tensor, hessian: Tensor, grid: Grid | None, settings: Setti
         Codes, ``[G, O, K]`` float32. Columns whose inputs are all zero ("dead") are rounded to nearest.
     """
     every = group_of_pattern(settings.pattern)
-    if settings.act_order and every is None:
-        order = torch.argsort(torch.diagonal(hessian, dim1=1, dim2=2), dim=1, descending=True, stable=True)
-    else:
-        order = torch.arange(w.shape[2], device=w.device).expand(w.shape[0], -1)
+    order = _order(hessian, by_diagonal=settings.act_order and every is None)
     columns = order[:, None, :].expand(w.shape)
     upper = inverse_factor(_permuted(hessian, order), settings.damping).float()
     w = w.gather(2, columns)
-    if grid is not None:
-        scale, lo, hi = (t.expand(columns.shape).gather(2, columns) for t in (grid.scale, grid.lo, grid.hi))
+    ordered = None if grid is None else _in_order(grid, columns)
     codes = torch.empty_like(w)
     n = int(w.shape[2])
     size = settings.block if every is None else max(settings.block // every[1], 1) * every[1]
@@ -88,13 +84,7 @@ def round_columns(w: Tensor, hessian: Tensor, grid: Grid | None, settings: Setti
                 drop = max(last - j - every[0], 0)
                 gone[:, :, j:last].scatter_(2, near.argsort(2)[:, :, :drop], True)
             column = block[:, :, j]
-            if grid is None:
-                code = value = column.masked_fill(gone[:, :, j], 0.0)
-            else:
-                code = torch.clamp((column / scale[:, :, k]).round_(), lo[:, :, k], hi[:, :, k])
-                code = code.masked_fill(gone[:, :, j], 0.0)
-                value = code * scale[:, :, k]
-            codes[:, :, k] = code
+            codes[:, :, k], value = _rounded(column, gone[:, :, j], ordered, k)
             error = (column - value) / upper[:, k, k, None]
             block[:, :, j:] -= error[:, :, None] * upper[:, k, None, k:stop]
             errors[:, :, j] = error
@@ -125,6 +115,29 @@ def _least(scores: Tensor, share: float) -> Tensor:
     count = round(share * flat.shape[1])
     gone = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, flat.argsort(1)[:, :count], True)
     return gone.reshape(scores.shape)
+
+
+def _order(hessian: Tensor, *, by_diagonal: bool) -> Tensor:
+    """Columns in the order in which they are rounded, ``[G, K]``: their own, or that of falling diagonal."""
+    if by_diagonal:
+        return torch.argsort(torch.diagonal(hessian, dim1=1, dim2=2), dim=1, descending=True, stable=True)
+    return torch.arange(hessian.shape[2], device=hessian.device).expand(hessian.shape[0], -1)
+
+
+def _in_order(grid: Grid, columns: Tensor) -> Grid:
+    """The grid of every weight after its columns changed places."""
+    scale, lo, hi = (t.expand(columns.shape).gather(2, columns) for t in (grid.scale, grid.lo, grid.hi))
+    return replace(grid, scale=scale, lo=lo, hi=hi)
+
+
+def _rounded(column: Tensor, gone: Tensor, grid: Grid | None, k: int) -> tuple[Tensor, Tensor]:
+    """Codes of column ``k`` and the weights that they stand for, ``[G, O]``; zero where ``gone``."""
+    if grid is None:
+        kept = column.masked_fill(gone, 0.0)
+        return kept, kept
+    scale = grid.scale[:, :, k]
+    code = torch.clamp((column / scale).round_(), grid.lo[:, :, k], grid.hi[:, :, k]).masked_fill(gone, 0.0)
+    return code, code * scale
 
 
 def _permuted(hessian: Tensor, order: Tensor) -> Tensor:

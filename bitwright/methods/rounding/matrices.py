@@ -350,20 +350,24 @@ def moments(
         generator: draws the rows.
         weight: ``W``, ``[G, O, K]``.
     """
-    own = moved = None
+    own: Tensor | None = None
+    moved: Tensor | None = None
     count = 0
     for real, quantized, most in inputs:
         for x, x_q in paired_rows(layer, real, quantized, most, generator):
-            part = gram(x_q).double()
-            own = part if own is None else own.add_(part)
+            own = _added(own, gram(x_q).double())
             count += int(x_q.shape[1])
             if weight is not None and x is not x_q:
-                other = _moved(weight, x - x_q, x_q)
-                moved = other if moved is None else moved.add_(other)
+                moved = _added(moved, _moved(weight, x - x_q, x_q))
     assert own is not None, layer.name
     if weight is not None and moved is None:
         moved = torch.zeros_like(weight, dtype=torch.float64)
     return Moments(own, moved, count)
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    """The sum, in the memory of ``total`` once there is one."""
+    return part if total is None else total.add_(part)
 
 
 def gram(x: Tensor) -> Tensor:

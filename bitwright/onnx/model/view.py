@@ -251,8 +251,7 @@ class OnnxView:
             clips = node.op_type == "Clip" and not node.domain
             return None if clips else f"it is a {node.op_type}, not a Clip"
         if isinstance(edit, Untie):
-            held = node.inputs[edit.port] if edit.port < len(node.inputs) else None
-            return None if held is not None and held.is_initializer() else "it reads no initializer there"
+            return _no_initializer(node, edit.port)
         if isinstance(edit, Chain):
             return _no_chain(node)
         return _no_way_past(node)
@@ -592,6 +591,11 @@ def _no_bias_place(node: ir.Node) -> str | None:
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         return f"it has the bias {node.inputs[2].name}"
     return None
+
+
+def _no_initializer(node: ir.Node, port: int) -> str | None:
+    held = node.inputs[port] if port < len(node.inputs) else None
+    return None if held is not None and held.is_initializer() else "it reads no initializer there"
 
 
 def _no_chain(node: ir.Node) -> str | None:
