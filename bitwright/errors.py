@@ -163,7 +163,7 @@ _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(
         (
             "ActivationForm", "Better", "BiasForm", "FileFormat", "Form", "Init", "Mode", "NonFinite", "OnHarm", "ProductForm",
-            "RecurrentForm", "Symmetry", "What",
+            "Ranking", "RecurrentForm", "Symmetry", "What",
         ),
         _TEXT,
     ),
@@ -171,7 +171,7 @@ _KINDS: dict[str, _Kind] = {
     **{
         name: (_has_name(name), f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
         for name in (
-            "EqualizeReport", "FoldReport", "Graph", "HealthReport", "IntFormat", "Loaded", "Optimizer",
+            "EqualizeReport", "FoldReport", "Graph", "HealthReport", "IntFormat", "KvCache", "Loaded", "Optimizer",
             "Pictures", "Preset", "QuantSpec", "RangeMethod",
         )
     },

@@ -256,7 +256,7 @@ def test_public_functions_name_the_argument(call: str) -> None:
 #: public names without the check, and why
 FREE: dict[str, str] = {
     "its values are data, checked where they are used": (
-        "FloatFormat HealthReport Inputs IntFormat Loaded PerBlock PerChannel PerGate PerTensor Pictures "
+        "FloatFormat HealthReport Inputs IntFormat Loaded PerBlock PerChannel PerGate PerTensor PerToken Pictures "
         "PrecisionRequest Preset QuantSpec RangeMethod Result Rule "
         "Stabilized"
     ),
@@ -265,7 +265,7 @@ FREE: dict[str, str] = {
     "methods of what algorithms edit; only they call them": "OnnxView TorchView",
     "methods of objects that are handed out; they read what the object holds": (
         "QuantizationSimModel.to_json "
-        "HealthReport Result Site SiteGroup SiteMap Stabilized PerBlock PerChannel PerGate PerTensor QuantSpec"
+        "HealthReport Result Site SiteGroup SiteMap Stabilized PerBlock PerChannel PerGate PerTensor PerToken QuantSpec"
     ),
     "a tensor, in a loop of training": "TrainingGuard.step",
 }

@@ -124,7 +124,7 @@ def home_of(name: str) -> str | None:
         >>> home_of("aimet_torch.v2.quantsim.config_utils"), home_of("aimet_torch.v2.meta.connectedgraph")
         ('aimet_torch.quantsim', 'aimet_torch.float_methods')
         >>> home_of("aimet_torch.adaround"), home_of("aimet_torch.quantsim")
-        ('', None)
+        ('aimet_torch.rounding', None)
     """
     if name in ALIASES:
         return ALIASES[name]

@@ -113,7 +113,7 @@ class PackedWeight:
     Example:
         >>> weight = PackedWeight.nearest("up.weight", np.float32([[0.1, -0.7]]), QuantSpec("int4", PerChannel()))
         >>> weight.codes, weight.dequantize()
-        (array([[ 1, -7]], dtype=int8), array([[ 0.1, -0.7]], dtype=float32))
+        (array([[ 1, -8]], dtype=int8), array([[ 0.0875, -0.7   ]], dtype=float32))
     """
 
     name: str

@@ -24,7 +24,7 @@ from torch import nn
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import Array, Undo
-from bitwright.errors import ConfigError, ModelError
+from bitwright.errors import ConfigError, ModelError, checks_arguments
 from bitwright.export.files.atomic import atomic_files
 from bitwright.methods.front_end import Kept, Problem, Structured, kept_axes
 from bitwright.torch.calls.functions import function_of
@@ -622,6 +622,7 @@ def _conv_widths(module: nn.modules.conv._ConvNd, weight: torch.Tensor) -> dict[
     return {"out_channels": width[made], "in_channels": width[read]}
 
 
+@checks_arguments
 def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
     """Give a module of the original class the shapes that a compression left; its state dict fits afterwards.
 
@@ -709,6 +710,7 @@ def save_compressed(model: nn.Module, plan: Mapping[str, Any], folder: Path, nam
     return [folder / f"{name}.safetensors", folder / f"{name}.plan.json"]
 
 
+@checks_arguments
 def load_compressed(model: nn.Module, folder: str | os.PathLike[str], name: str = "model") -> nn.Module:
     """Make a module of the original class the compressed one that was saved in a folder.
 

@@ -141,7 +141,7 @@ def test_notes_are_read_as_they_were_written() -> None:
     assert read_metadata(noted) is None
     note_metadata(noted, places=[("conv.weight", 0)], role="weight", scale=None)
     facts = read_metadata(noted)
-    unset = {"scale": None, "entry": None, "axis": None, "perm": [], "pooled": 0}
+    unset = {"scale": None, "entry": None, "axis": None, "perm": [], "pooled": 0, "reach": 0}
     assert facts == {"places": [["conv.weight", 0]], "role": "weight", **unset}
     assert noted.metadata_props[METADATA] == '{"places":[["conv.weight",0]],"role":"weight"}', (
         "what is usual is left out"
