@@ -96,20 +96,19 @@ def test_onnxruntime_genai_generates_the_same_tokens(name: str, tmp_path: Path) 
         while not generator.is_done():
             generator.generate_next_token()
         found = tuple(generator.get_sequence(0)[len(generated.prompt) :])
-        stop = next((i for i, token in enumerate(generated.tokens) if token == 0), len(generated.tokens) - 1) + 1
+        # the engine stops in front of token 0, which ends a text where the model names no other
+        stop = next((i for i, token in enumerate(generated.tokens) if token == 0), len(generated.tokens))
         assert found[:stop] == generated.tokens[:stop] or min(generated.margins) < 1e-4
 
 
 @pytest.mark.slow
 def test_attention_with_quantizers_keeps_its_operators(tmp_path: Path) -> None:
     sim = simulation(decoder(num_hidden_layers=1), "w8a8")
-    with pytest.raises(
-        ExportError, match="attention of layer 0: in plain operators, because a quantizer stands at its cache"
-    ):
+    with pytest.raises(ExportError, match="attention of layer 0: in plain operators, because a quantizer stands at"):
         export_decoder(sim, tmp_path / "refused", attention="grouped")
     made = export_decoder(sim, tmp_path)
     assert not made.grouped and not made.shared
-    assert any("a quantizer stands at its cache" in note for note in made.notes)
+    assert any("a quantizer stands at" in note for note in made.notes)
     settings = json.loads((tmp_path / "genai_config.json").read_text())
     assert settings["search"]["past_present_share_buffer"] is False
     assert verify_folder(tmp_path).ok

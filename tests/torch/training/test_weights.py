@@ -256,15 +256,15 @@ def test_what_cannot_be_corrected_is_refused() -> None:
 SMALL = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
 
-def oscillating_sim() -> QuantizationSimModel:
+def oscillating_sim(bits: int = 3) -> QuantizationSimModel:
     torch.manual_seed(0)
-    sim = QuantizationSimModel(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), SMALL, default_param_bw=3)
+    sim = QuantizationSimModel(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), SMALL, default_param_bw=bits)
     sim.compute_encodings([SMALL])
     return sim
 
 
 def test_dampening_is_the_squared_distance_from_the_codes_and_pulls_weights_there():
-    sim = oscillating_sim()
+    sim = oscillating_sim(4)  # whose grid holds every weight, which those of 2 and 3 bits do not
     with torch.no_grad():
         sim.model[0].weight[0, 0] = 100.0  # far outside of its range: it is clipped, not dampened
     wanted = 0.0
