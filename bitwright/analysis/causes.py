@@ -29,6 +29,7 @@ from bitwright.core.numerics import affine
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerChannel, PerTensor
 from bitwright.core.numerics.ranges import find_range_method
+from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import BitwrightError, ConfigError
 from bitwright.methods.scaling.equalize import equalize_model
@@ -199,9 +200,16 @@ def _cause(key: str, seen: _Seen, text: str, remedies: tuple[str, ...], **eviden
 # ---- of sites
 
 
+def _is_of_the_grid(spec: QuantSpec | None) -> bool:
+    """Whether a grid does not reach the largest values by its rule: a symmetric one of 2 or 3 bits, from the extremes."""
+    if spec is None or not isinstance(spec.format, IntFormat) or spec.format.bits > 3 or spec.fixed_range is not None:
+        return False
+    return spec.symmetry == "symmetric" and spec.method.name == "minmax"
+
+
 def _clipping(seen: _Seen) -> Cause | None:
     v = seen.values
-    if not v.clipped or v.clip_noise <= v.round_noise:
+    if not v.clipped or v.clip_noise <= v.round_noise or _is_of_the_grid(seen.site.spec):
         return None
     share = v.clipped / v.count
     text = f"{share:.2%} of the values are clipped: they reach {v.low:.4g} to {v.high:.4g}, the grid {_grid(seen.row)}"
