@@ -309,8 +309,15 @@ def weight_encodings(sim: Any) -> dict[str, Encoding]:
     found: dict[str, Encoding] = {}
     for site in sim.quantizers.values():
         param = sim.graph.values[site.value].param
-        if site.role != "weight" or param is None or not site.enabled:
+        if site.role != "weight" or not site.enabled:
             continue
+        if param is None:
+            raise ConfigError(
+                site.name,
+                f"what is quantized there is {site.value}, which the model computes of a parameter, so that a file of parameters "
+                "would hold it in float",
+                f"leave it in float: sim.quantizers[{site.name!r}].enabled = False, or write ONNX with sim.export",
+            )
         encoding = site.quantizer.required
         if found.setdefault(param, encoding) != encoding:
             raise ConfigError(

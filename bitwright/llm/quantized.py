@@ -624,6 +624,14 @@ def _write_graph(source: _Source, weights: Iterable[Weight], spec: QuantSpec, to
             site.encoding, site.frozen = found[name].encoding, True
         else:
             site.enabled = False
+    left = found.keys() - {sim.graph.values[site.value].param for site in sim.quantizers.values()}
+    if left:
+        raise ConfigError(
+            min(left),
+            f"{len(left)} of {len(found)} quantized parameters are read transposed or in parts, as stacks of experts are, and "
+            "would be in float in the file",
+            f"leave them in float with a rule, --rule 'role:expert=float' for experts, or --rule '{min(left)}=float'",
+        )
     sim.compute_encodings(progress=False)
     tokenizer = None if source.checkpoint is None else str(source.checkpoint.folder)
     if to == "openvino":

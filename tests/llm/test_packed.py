@@ -81,6 +81,23 @@ def test_one_parameter_with_two_encodings_is_refused():
         list(packed_weights(sim))
 
 
+class _Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 8))
+
+    def forward(self, x):
+        return x @ self.weight.transpose(0, 1).transpose(0, 1)
+
+
+def test_a_weight_that_the_model_computes_is_refused():
+    sim = QuantizationSimModel(_Transposed(), torch.randn(2, 32), preset="w8")
+    sim.compute_encodings()
+    assert [s.role for s in sim.quantizers.values() if s.enabled] == ["weight"]
+    with pytest.raises(ConfigError, match="which the model computes of a parameter.*enabled = False"):
+        list(packed_weights(sim))
+
+
 def test_floats_stay_what_they_are():
     sim = weight_only(tiny(LlamaConfig).bfloat16(), "w4g32")
     norm = next(weight for weight in packed_weights(sim) if weight.name == "model.norm.weight")

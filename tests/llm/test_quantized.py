@@ -222,3 +222,10 @@ def test_stacks_of_experts_are_refused_and_the_rule_of_the_message_leaves_them_i
     for name in experts:
         weight = stored[name]
         assert isinstance(weight, FloatWeight) and torch.equal(weight.values, model.get_parameter(name))
+
+
+def test_a_file_of_a_graph_refuses_stacks_of_experts_that_it_would_hold_in_float(tmp_path: Path):
+    saved(tmp_path / "model", MixtralConfig, num_local_experts=4)
+    with pytest.raises(ConfigError, match=r"experts.down_proj: 4 of 12 quantized parameters .*'role:expert=float'"):
+        quantize(tmp_path / "model", "w4g32", to="onnx", out=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
