@@ -260,16 +260,7 @@ class TorchView:
 
     def edit(self, edits: Sequence[Edit]) -> Undo:
         """Carry out the edits; the function returned undoes them in reverse order."""
-        undo = carry_out(edits, self._one)
-        if not any(isinstance(edit, Chain) for edit in edits):
-            return undo
-        self.refresh()  # once for all of them
-
-        def restore() -> None:
-            undo()
-            self.refresh()
-
-        return restore
+        return carry_out(edits, self._one, self.refresh)
 
     def _one(self, edit: Edit) -> Undo:
         if isinstance(edit, SetParam):

@@ -142,24 +142,37 @@ class FloatModel(Protocol):
         """Carry out the edits together; the function returned undoes them."""
 
 
-def carry_out(edits: Sequence[Edit], one: Callable[[Edit], Undo]) -> Undo:
+def carry_out(edits: Sequence[Edit], one: Callable[[Edit], Undo], refresh: Callable[[], None]) -> Undo:
     """Do ``edits`` in order by ``one``, which returns how to take its edit back; all of them or none.
 
+    Args:
+        edits: in order.
+        one: carries out one of them.
+        refresh: reads the model again; called once for all chains, after them and after they are taken back.
+
     Returns:
-        A function that takes all of them back, the last first; calling it again does nothing.
+        A function that takes all of them back, the last first; calling it again changes nothing.
     """
     undos: list[Undo] = []
+    chains = any(isinstance(edit, Chain) for edit in edits)
 
-    def undo() -> None:
+    def take_back() -> None:
         while undos:
             undos.pop()()
+
+    def undo() -> None:
+        take_back()
+        if chains:
+            refresh()
 
     try:
         for edit in edits:
             undos.append(one(edit))
     except BaseException:
-        undo()
+        take_back()
         raise
+    if chains:
+        refresh()
     return undo
 
 

@@ -262,16 +262,7 @@ class OnnxView:
         Raises:
             ModelError: an edit is impossible; those before it are undone.
         """
-        undo = carry_out(edits, self._one)
-        if not any(isinstance(edit, Chain) for edit in edits):
-            return undo
-        self.refresh()  # once for all of them
-
-        def restore() -> None:
-            undo()
-            self.refresh()
-
-        return restore
+        return carry_out(edits, self._one, self.refresh)
 
     def _one(self, edit: Edit) -> Undo:
         if isinstance(edit, SetParam):
