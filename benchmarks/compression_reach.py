@@ -32,7 +32,8 @@ from measure import ROOT, machine  # puts the repository on the path and fixes o
 from reach_models import ARCHITECTURES, Architecture
 
 from bitwright.compression.checks import checked_dependencies, masked_outputs
-from bitwright.compression.prune import apply, costs_of
+from bitwright.compression.costs import size_costs
+from bitwright.compression.prune import apply
 from bitwright.methods.front_end import front_end_of
 from tests.support.cases import vary_norms_and_biases
 
@@ -49,7 +50,7 @@ def measured(row: Architecture) -> dict[str, Any]:
     vary_norms_and_biases(model)
     batch = row.batch(0)
     structure = front_end_of(model).structured(model, batch, None)
-    before = costs_of(structure.graph())
+    before = size_costs(structure.graph())
     found = checked_dependencies(structure, batch)
     kinds = Counter(group.kind for group in found.groups)
     reasons = [str(r) for r in found.refused]
@@ -70,7 +71,7 @@ def measured(row: Architecture) -> dict[str, Any]:
              for a, b in zip(masked, after, strict=True) if np.issubdtype(a.dtype, np.floating) and a.shape == b.shape),
             default=0.0,
         )  # fmt: skip
-        result["params"] = costs_of(structure.graph())["params"] / before["params"]
+        result["params"] = size_costs(structure.graph())["params"] / before["params"]
     result["seconds"] = round(time.perf_counter() - start, 1)
     return result
 

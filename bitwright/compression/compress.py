@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bitwright.compression.costs import size_costs
 from bitwright.compression.groups import Refusal
-from bitwright.compression.prune import Pruned, PruneOptions, Ranking, checked_target, costs_of, prune
+from bitwright.compression.prune import Pruned, PruneOptions, Ranking, checked_target, prune
 from bitwright.compression.reconstruct import Fit, estimate_batch_norms, reconstruct
 from bitwright.errors import CalibrationError, checks_arguments
 from bitwright.methods.front_end import front_end_of
@@ -153,10 +154,10 @@ def compress(
     options = PruneOptions(
         importance, ranking, cap, widths, same, inner, averaged, tuple(include), tuple(exclude), seed
     )
-    before = costs_of(structure.graph())
+    before = size_costs(structure.graph())
     gradients = None if loss is None else lambda names: structure.gradients(loss, names)
     report = prune(structure, batches, target, options, gradients)
-    after = costs_of(structure.graph())
+    after = size_costs(structure.graph())
 
     def measured(name: str) -> None:
         if metric is not None:

@@ -132,9 +132,24 @@ def graph_costs(graph: Graph, samples: int = 1) -> ModelCosts:
         seen.update(own)
         params = sum(float(math.prod(v.shape)) for v in own.values())
         stored = sum(float(math.prod(v.shape)) * _width(v.dtype) for v in own.values())
-        macs = 0.0 if op.type == "Embedding" else multiplications(graph, op) * op.calls
-        rows.append(OpCost(op.name, op.type, macs, params, stored, float(live[i])))
+        rows.append(OpCost(op.name, op.type, _macs(graph, op), params, stored, float(live[i])))
     return ModelCosts(tuple(rows), samples)
+
+
+def size_costs(graph: Graph) -> dict[str, float]:
+    """``macs``, ``params`` and ``bytes`` of a graph: the same as of :func:`graph_costs`, which also follows activations."""
+    held = {v.param: v for v in graph.values.values() if v.param is not None}
+    counts = {name: float(math.prod(v.shape)) for name, v in held.items()}
+    return {
+        "macs": sum(_macs(graph, op) for op in graph.ops),
+        "params": sum(counts.values()),
+        "bytes": sum(n * _width(held[name].dtype) for name, n in counts.items()),
+    }
+
+
+def _macs(graph: Graph, op: Op) -> float:
+    """Multiplications of an operator in the recorded run; a table that is looked up makes none."""
+    return 0.0 if op.type == "Embedding" else multiplications(graph, op) * op.calls
 
 
 def _width(dtype: str) -> float:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 
 from bitwright.compression.checks import checked_dependencies, difference, masked_outputs
+from bitwright.compression.costs import size_costs
 from bitwright.compression.groups import Dependencies, Group, Refusal
 from bitwright.compression.importance import Evidence, channel_axis, comparable, criterion, mean_squares
-from bitwright.core.graph.cost import multiplications
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.float_model import Array
 from bitwright.errors import ConfigError, ModelError, close_matches, first_few
@@ -72,19 +72,6 @@ def cut_graph(graph: Graph, kept: Kept) -> Graph:
     return Graph(graph.ops, values, graph.inputs, graph.outputs)
 
 
-def costs_of(graph: Graph) -> dict[str, float]:
-    """``macs`` of the recorded run, ``params`` and their ``bytes``."""
-    macs = sum(multiplications(graph, op) * op.calls for op in graph.ops if op.type != "Embedding")
-    held = {v.param: v for v in graph.values.values() if v.param is not None}
-    params = {name: float(math.prod(v.shape)) for name, v in held.items()}
-    width = {"float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
-    return {
-        "macs": macs,
-        "params": sum(params.values()),
-        "bytes": sum(n * width.get(held[name].dtype, 4) for name, n in params.items()),
-    }
-
-
 def checked_target(target: Mapping[str, float]) -> dict[str, float]:
     """Parts of each cost that may be left.
 
@@ -135,7 +122,7 @@ class Selector:
     ) -> None:  # fmt: skip
         self.found, self.groups, self.scores = found, list(groups), scores
         self.cap, self.multiple, self.ranking, self.alike = cap, multiple, ranking, alike
-        self.whole = costs_of(found.graph)
+        self.whole = size_costs(found.graph)
         self._order = {g.name: np.argsort(scores[g.name], kind="stable") for g in self.groups}
         shared = [comparable(np.asarray(scores[g.name], np.float64)) for g in self.groups]
         ranks = [np.argsort(self._order[g.name]) / g.units for g in self.groups]  # where scores are equal, evenly
@@ -173,7 +160,7 @@ class Selector:
 
     def left(self, removed: Mapping[str, Array]) -> dict[str, float]:
         """What is left of every cost, in parts of the whole."""
-        costs = costs_of(cut_graph(self.found.graph, self.found.cut(removed)))
+        costs = size_costs(cut_graph(self.found.graph, self.found.cut(removed)))
         return {name: costs[name] / self.whole[name] if self.whole[name] else 1.0 for name in costs}
 
     def choose(self, target: Mapping[str, float]) -> Choice:
@@ -389,7 +376,6 @@ def _chosen(group: Group, options: PruneOptions) -> bool:
     named = [group.name, *(m.op for m in group.makers)]
 
     def fits(patterns: Iterable[str]) -> bool:
-
         return any(fnmatch.fnmatchcase(name, pattern) for name in named for pattern in patterns)
 
     return (not options.include or fits(options.include)) and not fits(options.exclude)
