@@ -48,7 +48,7 @@ from bitwright.core.placement.aimet_config import (
     shipped_config,
 )
 from bitwright.core.placement.kv_cache import KvCache, parse_kv_cache
-from bitwright.core.placement.rules import BOUNDARY_ONLY, FixedRange, Rule, Rules, default_rules
+from bitwright.core.placement.rules import BOUNDARY_ONLY, FACETS, FixedRange, Rule, Rules, default_rules
 from bitwright.errors import BitwrightError, ConfigError, close_matches
 
 _TOP = ("preset", "rules", "supergroups", "recurrent", "tail", "kv_cache")
@@ -60,17 +60,6 @@ _PORTS = {
     "all": "*",
 }
 _RULE = ("match", "op", "optional", *_PORTS, "params")
-_FACETS = (
-    "quantized",
-    "format",
-    "symmetry",
-    "granularity",
-    "method",
-    "fixed_range",
-    "non_finite",
-    "scale_format",
-    "dynamic",
-)
 _GROUPS = {"default": DEFAULT_SUPERGROUPS, "masked_softmax": MASKED_SOFTMAX, "matmul_add": MATMUL_ADD}
 
 
@@ -213,7 +202,7 @@ def _rule(value: Any, at: str, selector: Mapping[str, Any]) -> Rule:
     elif isinstance(value, str):
         facets = {"format": _at(at, parse_format, value)}
     else:
-        facets = _facets(_keys(value, at, _FACETS), at)
+        facets = _facets(_keys(value, at, FACETS), at)
     origin = ", ".join(f"{k}={v!r}" for k, v in selector.items() if v != "*" and k != "optional")
     try:
         return Rule(**selector, **facets, origin=f"{at} ({origin or 'all tensors'})")

@@ -32,6 +32,11 @@ from bitwright.core.numerics.spec import (
 from bitwright.core.placement.kv_cache import KvCache
 from bitwright.errors import ConfigError, close_matches
 
+#: what a rule says of the tensors that it selects, attributes of :class:`Rule` and keys of a configuration file
+FACETS = (
+    "quantized", "format", "symmetry", "granularity", "method", "fixed_range", "non_finite", "scale_format", "dynamic",
+)  # fmt: skip
+
 Port = Literal["output", "input", "inner", "weight", "bias", "param", "constant", "model_input", "model_output", "*"]
 PORTS: tuple[str, ...] = get_args(Port)
 FixedRange = tuple[float | None, float | None]
@@ -116,20 +121,7 @@ class Rule:
         if self.origin:
             return self.origin
         parts = [repr(self.name)]
-        for facet in (
-            "op",
-            "port",
-            "param",
-            "quantized",
-            "format",
-            "symmetry",
-            "granularity",
-            "method",
-            "fixed_range",
-            "non_finite",
-            "scale_format",
-            "dynamic",
-        ):
+        for facet in ("op", "port", "param", *FACETS):
             value = getattr(self, facet)
             if value not in (None, "*"):
                 shown = getattr(value, "name", value) if facet in ("format", "method") else value
