@@ -21,7 +21,7 @@ from typing import Any
 import measure  # first: it puts the repository on the path
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, activation_spec, weight_spec
@@ -48,31 +48,6 @@ ROWS: list[tuple[str, str, QuantSpec | str]] = [
     ("gguf", "Q4_0", QuantSpec("int4", G32, scale_format="float16")),
     ("gguf", "Q4_1", QuantSpec("uint4", G32, "asymmetric", scale_format="float12")),
 ]
-
-
-def stories() -> Any:
-    """The checkpoint as a model of transformers, which pairs the halves of a head where the original pairs neighbours."""
-    state = data.trained("stories260k").state_dict()
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=5, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=1,
-        eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    names = {
-        "self_attn.q_proj": "wq", "self_attn.k_proj": "wk", "self_attn.v_proj": "wv", "self_attn.o_proj": "wo",
-        "mlp.gate_proj": "w1", "mlp.down_proj": "w2", "mlp.up_proj": "w3", "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
-    found = {"model.embed_tokens.weight": state["tok_embeddings.weight"], "model.norm.weight": state["norm.weight"]}
-    for layer in range(5):
-        for new, old in names.items():
-            values = state[f"layers.{layer}.{old}.weight"]
-            if old in ("wq", "wk"):
-                values = values.view(-1, 4, 2, 64).transpose(1, 2).reshape(values.shape)
-            found[f"model.layers.{layer}.{new}.weight"] = values
-    model.load_state_dict(found, strict=False)
-    return model
 
 
 def simulated(model: Any, kind: str, spec: QuantSpec | str) -> QuantizationSimModel:
@@ -137,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.getLogger("bitwright").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    model = stories()
+    model = data.stories_of_transformers()
     print(f"float: {data.perplexity(lambda x: model(x).logits, data.stories()[:32]):.4f}", file=sys.stderr)
     rows = []
     for kind, name, spec in ROWS:

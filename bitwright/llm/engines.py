@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import ConfigError, ModelError
+from bitwright.llm.openvino_export import AS_SIMULATED
 
 _MOST_LISTED = 16_384  # tokens whose probabilities llama.cpp is asked for in one answer
 
@@ -160,7 +161,7 @@ class OpenVINO:
 
     def __init__(self, path: Path) -> None:
         package = _needed("openvino", "openvino")
-        self._compiled = package.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        self._compiled = package.Core().compile_model(str(path), "CPU", AS_SIMULATED)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """See :class:`Engine`."""

@@ -147,7 +147,7 @@ def _write_tokenizer(tokenizer: Any, folder: Path) -> Sequence[str]:
         return [f"tokenizer: not written as openvino_tokenizer.xml, because {why}"]
     try:
         import openvino
-        from openvino_tokenizers import convert_tokenizer  # type: ignore[import-not-found]
+        from openvino_tokenizers import convert_tokenizer
     except ImportError:
         return ["tokenizer: not written as openvino_tokenizer.xml, because openvino_tokenizers is not installed"]
     one, other = convert_tokenizer(tokenizer, with_detokenizer=True)

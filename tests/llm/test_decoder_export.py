@@ -16,6 +16,7 @@ from bitwright.compare.verify import verify_folder
 from bitwright.errors import ConfigError, ExportError, ModelError
 from bitwright.export.generation import read_generation
 from bitwright.llm import export_decoder
+from bitwright.llm.engines import open_engine
 from bitwright.torch import QuantizationSimModel
 
 transformers = pytest.importorskip("transformers")
@@ -85,17 +86,11 @@ def test_a_file_generates_what_its_simulation_generates(name: str, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_onnxruntime_genai_generates_the_same_tokens(name: str, tmp_path: Path) -> None:
-    genai = pytest.importorskip("onnxruntime_genai")
+    pytest.importorskip("onnxruntime_genai")
     made = export_decoder(simulation(decoder(name, eos_token_id=None)), tmp_path)
-    model = genai.Model(str(tmp_path))
+    engine = open_engine(tmp_path)
     for generated in made.generated:
-        options = genai.GeneratorParams(model)
-        options.set_search_options(max_length=len(generated.prompt) + len(generated.tokens), do_sample=False)
-        generator = genai.Generator(model, options)
-        generator.append_tokens(np.array(generated.prompt, np.int32))
-        while not generator.is_done():
-            generator.generate_next_token()
-        found = tuple(generator.get_sequence(0)[len(generated.prompt) :])
+        found = tuple(engine.generate(generated.prompt, len(generated.tokens)))
         # the engine stops in front of token 0, which ends a text where the model names no other
         stop = next((i for i, token in enumerate(generated.tokens) if token == 0), len(generated.tokens))
         assert found[:stop] == generated.tokens[:stop] or min(generated.margins) < 1e-4

@@ -173,6 +173,33 @@ def accuracy(model: Callable[[Tensor], Any], images: Images, output: int = 0, ba
 
 
 @torch.no_grad()
+def stories_of_transformers() -> Any:
+    """``stories260k`` as a Llama of transformers, which pairs the halves of a head where the original pairs neighbours."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    state = trained("stories260k").state_dict()
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=5, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    names = {
+        "self_attn.q_proj": "wq", "self_attn.k_proj": "wk", "self_attn.v_proj": "wv", "self_attn.o_proj": "wo",
+        "mlp.gate_proj": "w1", "mlp.down_proj": "w2", "mlp.up_proj": "w3", "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    found = {"model.embed_tokens.weight": state["tok_embeddings.weight"], "model.norm.weight": state["norm.weight"]}
+    for layer in range(5):
+        for new, old in names.items():
+            values = state[f"layers.{layer}.{old}.weight"]
+            if old in ("wq", "wk"):
+                values = values.view(-1, 4, 2, 64).transpose(1, 2).reshape(values.shape)
+            found[f"model.layers.{layer}.{new}.weight"] = values
+    model.load_state_dict(found, strict=False)
+    return model
+
+
 def perplexity(model: Callable[[Tensor], Any], tokens: Tensor, batch: int = 32) -> float:
     """Perplexity per token of rows of ids, [N, T + 1]: the first T predict the last T."""
     loss, count = 0.0, 0
