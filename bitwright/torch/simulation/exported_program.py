@@ -707,9 +707,11 @@ def in_order_of_memory(module: fx.GraphModule) -> None:
         ModelError: the elements are not dense in memory (expanded, sliced), or others than those of the tensor are read.
     """
     for part in _graphs(module):
-        for node in [node for node in part.graph.nodes if node.target is _aten.as_strided.default]:
+        found = [node for node in part.graph.nodes if node.target is _aten.as_strided.default]
+        for node in found:
             _read_in_order(part.graph, node)
-        part.recompile()
+        if found:
+            part.recompile()
 
 
 def _read_in_order(graph: fx.Graph, node: fx.Node) -> None:
