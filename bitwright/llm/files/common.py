@@ -313,6 +313,12 @@ def is_table(name: str) -> bool:
     return ("embed" in layer and layer != "embed_out") or layer in ("wte", "wpe")
 
 
+def is_table_of_tokens(name: str) -> bool:
+    """Whether it is the table that tokens look up, which an output layer may be tied to; positions have one of their own."""
+    layer = name.removesuffix(".weight").rpartition(".")[2]
+    return is_table(name) and layer != "wpe" and "position" not in layer
+
+
 def stored_table(weight: PackedWeight, config: Mapping[str, Any]) -> torch.Tensor:
     """The numbers of a quantized table, in the floats of the model: engines load no packed tables."""
     import torch
@@ -341,7 +347,7 @@ def as_stored(
     tied = bool(config.get("tie_word_embeddings"))
     for weight in weights:
         table = is_table(weight.name)
-        ties = tied and table and not weight.name.endswith("wpe.weight")
+        ties = tied and len(weight.shape) == 2 and is_table_of_tokens(weight.name)
         if isinstance(weight, FloatWeight):
             yield weight.name, weight.values
             if ties or (len(weight.shape) == 2 and not table):

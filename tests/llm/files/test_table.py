@@ -15,7 +15,7 @@ from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.errors import ConfigError, ExportError, ModelError
 from bitwright.llm import FILE_FORMATS, FloatWeight, PackedWeight, read_checkpoint, write_checkpoint, write_simulation
-from bitwright.llm.files.common import Shards, StoredTensors
+from bitwright.llm.files.common import Shards, StoredTensors, as_stored
 from bitwright.torch import QuantizationSimModel
 from tests.llm.models import tiny
 
@@ -108,3 +108,13 @@ def test_a_model_without_configuration_names_the_other_call(tmp_path):
         write_simulation(tmp_path, sim)
     write_checkpoint(tmp_path, [FloatWeight("a.weight", torch.zeros(2))], {"model_type": "own"})
     assert next(iter(read_checkpoint(tmp_path))).name == "a.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("transformer.word_embeddings_layernorm.weight", (8,)), ("model.embed_positions.weight", (4, 8))],
+)
+def test_only_the_table_of_tokens_is_tied_to_the_output_layer(name, shape):
+    config, floats = {"tie_word_embeddings": True}, []
+    stored = dict(as_stored([FloatWeight(name, torch.ones(shape))], config, floats))
+    assert list(stored) == [name] and not floats and config["tie_word_embeddings"]
