@@ -379,6 +379,7 @@ def _chosen(
         ConfigError: a name is none of a layer that can be pruned; says why not.
     """
     names = [layer.name for layer in layers]
+    include, exclude = None if include is None else tuple(include), tuple(exclude)
     for name in (*(include or ()), *exclude):
         if name in refused:
             raise ConfigError(name, f"it cannot be pruned: {refused[name]}", "name a layer of the report")

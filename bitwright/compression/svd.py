@@ -566,6 +566,7 @@ class LowRankLayers:
         Raises:
             ConfigError: a name is none of a layer that can be factored; says why not.
         """
+        include, exclude = None if include is None else tuple(include), tuple(exclude)
         for name in (*(include or ()), *exclude):
             if name not in self.of and name not in self.refused:
                 known = [*self.of, *self.refused]

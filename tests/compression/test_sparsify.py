@@ -166,3 +166,11 @@ def test_masks_of_another_shape_or_model_and_missing_data_are_refused(net):
         keep_masks(model, {"cf.weight": np.ones((2, 2), bool)})
     with pytest.raises(CalibrationError, match="no batch"):
         sparsify_model(model, [])
+
+
+def test_layers_may_be_named_by_an_iterator(net):
+    model, x = net
+    work = copy.deepcopy(model)
+    first = sparsify_model(work, [x], method="magnitude", progress=False).rows[0].layer
+    report = sparsify_model(copy.deepcopy(model), [x], method="magnitude", include=iter([first]), progress=False)
+    assert [row.layer for row in report.rows] == [first]
