@@ -441,8 +441,8 @@ def _check_outputs(subject: Subject, batch: Any) -> list[str]:
             subject.name,
             f"it is not deterministic: two float runs of the same batch differ ({agreement:.0f} dB), which is more than "
             "quantization changes",
-            "switch off what is random in forward (dropout called with training=True, noise), or draw it from a generator "
-            "that is seeded in forward",
+            "take out the operators that draw random numbers, or seed them; in a module only those of a generator of its own "
+            "differ, so seed that one in forward",
         )
     if agreement < _REPEATED_DB:
         return [f"two float runs of the same batch differ: errors beyond {agreement:.0f} dB are not its own"]
