@@ -230,6 +230,80 @@ def test_scores_that_decide_what_is_computed_stay_in_float_and_those_of_the_answ
     assert {"body.output[0]", "head.output[0]", "token.output[0]"} <= set(made.sites)
 
 
+@pytest.mark.parametrize(
+    ("reader", "port"),
+    [("RoiAlign", 1), ("roi_align", 1), ("GridSample", 1), ("DeformConv", 2), ("NonMaxSuppression", 0), ("nms", 0)],
+)
+def test_positions_between_two_stages_stay_in_float_up_to_the_layers_that_make_them(reader: str, port: int) -> None:
+    b = Build()
+    features = b.conv(b.input(), "features", inputs=3)
+    deltas = b.op("Slice", b.conv(features, "deltas"), name="part")
+    boxes = b.op(
+        "Add", b.op("Mul", deltas, b.const("sizes", (8,)), name="scaled"), b.const("anchors", (8,)), name="moved"
+    )
+    clipped = b.op("Clip", boxes, name="clipped")
+    numbered = b.op("Concat", b.input("number"), clipped, name="numbered")
+    data = ("features.output[0]", b.param("w", (8, 8, 3, 3)))[:port]
+    read = b.op(reader, *data, numbered, name="read")
+    made = place(b.graph(b.linear(read, "head", 8)), default_rules())
+    assert made.floats["scaled.output[0]"].startswith("float: read reads positions from it")
+    between = (
+        "scaled.output[0]",
+        "moved.output[0]",
+        "clipped.output[0]",
+        "numbered.output[0]",
+        "sizes",
+        "anchors",
+        "numbered.input[0]",
+    )
+    assert not set(between) & set(made.sites)
+    assert {"features.output[0]", "deltas.output[0]", "head.input[0]", "head.weight"} <= set(made.sites)
+
+
+def test_scores_of_several_levels_that_are_joined_decide_together() -> None:
+    b = Build()
+    x = b.conv(b.input(), "features", inputs=3)
+    scores = b.op("Concat", b.conv(x, "near"), b.conv(x, "far"), name="scores")
+    best = b.op("TopK", scores, name="best", outputs=2)
+    b.values["best.output[1]"] = replace(b.values["best.output[1]"], dtype="int64")
+    rows = b.op("Gather", x, "best.output[1]", name="rows")
+    made = place(b.graph(b.linear(rows, "head", 8), best), default_rules())
+    for value in ("near.output[0]", "far.output[0]"):
+        assert made.floats[value].startswith("float: best decides by it what is computed next")
+    assert "scores.output[0]" not in made.sites
+
+
+class Sampling(nn.Module):
+    """Boxes of 640 pixels, found by a first stage, of which a second one reads the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.offset, self.head = nn.Conv2d(3, 8, 3, 2, 1), nn.Linear(8, 2), nn.Linear(8, 4)
+        self.register_buffer("anchors", torch.rand(32, 2) * 640)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        place = (self.anchors + 20 * self.offset(features.mean((2, 3))).unsqueeze(1)).clamp(0, 640)
+        read = nn.functional.grid_sample(features, (place / 320 - 1).unsqueeze(1), align_corners=False)
+        return self.head(read[:, :, 0].transpose(1, 2))
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_a_second_stage_reads_where_the_first_one_found(front: str) -> None:
+    torch.manual_seed(0)
+    model, x = Sampling().eval(), torch.rand(4, 3, 128, 128)
+    wanted = model(x).detach().numpy()
+    if front == "torch":
+        sim: Any = bt.QuantizationSimModel(model, x)
+        sim.compute_encodings([x], progress=False)
+        found = sim.model(x).detach().numpy()
+    else:
+        sim = bo.QuantizationSimModel(exported(model, x, dynamo=True), x.numpy())
+        sim.compute_encodings([x.numpy()], progress=False)
+        found = sim.run(x.numpy())[0]
+    assert sqnr(wanted, found) > 30  # 8-bit positions: a step of 2.5 pixels
+
+
 class Vanishing(nn.Module):
     """A layer's own products vanish where all its inputs round to zero, and with them what is divided by them."""
 

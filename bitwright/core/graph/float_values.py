@@ -3,7 +3,8 @@
 A grid has the same absolute error everywhere. Some operators need something else: a divisor, a logarithm or a root needs
 a small *relative* error down to the smallest value (a grid rounds these to zero, and the answer is infinite or NaN);
 sine and cosine need a small error relative to one turn, however many turns the range has; a label that is compared must
-keep its exact value; and a routing decision (which expert, which codebook entry) must be the one that the unrounded
+keep its exact value; a position in an image needs a small error against an element of it, however large the image is; and
+a routing decision (which expert, which codebook entry) must be the one that the unrounded
 values give, where a grid creates ties. The operator table says which (``OpRow.exact``); here the requirement is followed
 back to the operator that produces the value.
 
@@ -95,6 +96,7 @@ REASONS: dict[Need, str] = {
     "order": "float: {} decides by it what is computed next, and a grid makes ties of values that are nearly equal",
     "steering": "float: the model's code decides by it, or by what {} makes of it, what it computes",
     "phase": "float: {} takes it for an angle, and the steps of an integer grid are large against a turn",
+    "position": "float: {} reads positions from it, and a step of an integer grid may be more than an element of the image",
 }
 _KEEPS = frozenset(("Neg", "Abs", "Square", "Pow", "Sqrt", "Clip", "Max", "Min", "Mul", "Div", "Reciprocal"))
 _POSITIVE = frozenset(("Abs", "Square", "Sqrt", "Exp", "ReduceL1", "ReduceL2", "ReduceSumSquare"))
@@ -169,8 +171,8 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
     the need too: a square has twice the range of what it is a square of. A logarithm also needs the magnitude of what was
     squared; a normalisation, whose root weighs the largest most, does not. An angle is followed
     over scales and shifts, and where no layer has been before (coordinates, positions, times), over everything, the matrix
-    that makes angles of them included. Scores that decide are followed over functions of one value,
-    and not over sums of several: a residual stream is not a score.
+    that makes angles of them included. Scores that decide are followed over functions of one value
+    and joins, and not over sums of several: a residual stream is not a score.
 
     Args:
         graph: the model.
@@ -259,6 +261,8 @@ class _Trace:
     def _note_needs(self, op: Op, row: OpRow) -> None:
         for port, value in op.sources():
             need = row.exact.get(port) if op.type != "Pow" else _power(op, port)
+            if need == "position" and self._is_output_of_layer(value):
+                continue
             if need is not None and (need != "order" or self._steers(op)):
                 self.found.setdefault(value, (need, op.name))
 
@@ -293,7 +297,8 @@ class _Trace:
 
     def _scores(self, op: Op, row: OpRow) -> Iterator[str]:
         moving = [value for value in self._data(op, row) if value not in self.static]
-        if row.kind == "movement" or (row.kind in ("merge", "pointwise") and len(moving) == 1):
+        joins = op.type in ("Concat", "Stack")  # the scores of several levels
+        if row.kind == "movement" or joins or (row.kind in ("merge", "pointwise") and len(moving) == 1):
             yield from moving
 
     def _angles(self, op: Op, row: OpRow) -> Iterator[str]:
@@ -307,9 +312,18 @@ class _Trace:
             moving = [value for value in data if value not in self.static]
             yield from (v for v in data if v not in self.computed or (op.type in _LINEAR and len(moving) == 1))
 
+    def _positions(self, op: Op, row: OpRow) -> Iterator[str]:
+        if row.kind in ("movement", "merge", "pointwise") or is_expectation(self.graph, op, self.static):
+            yield from (v for v in self._data(op, row) if not self._is_output_of_layer(v))
+
+    def _is_output_of_layer(self, value: str) -> bool:
+        maker = _maker(self.graph, value)
+        layer = maker is not None and op_row(maker.type).kind in ("compute", "norm")
+        return layer and maker is not None and not is_expectation(self.graph, maker, self.static)
+
 
 #: need -> how it is followed back, where not as magnitudes are
-_FOLLOWED = {"phase": _Trace._angles, "order": _Trace._scores, "sum": _Trace._added}
+_FOLLOWED = {"phase": _Trace._angles, "position": _Trace._positions, "order": _Trace._scores, "sum": _Trace._added}
 
 
 def _power(op: Op, port: int) -> Need | None:

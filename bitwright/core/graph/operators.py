@@ -83,13 +83,14 @@ WITHOUT = frozenset(
     eq ne Equal long int ArgMax ArgMin argmax argmin argsort TopK Sort
     Transpose Slice Split Expand Tile DepthToSpace SpaceToDepth Gather GatherElements GatherND Flip Roll Unfold ChannelShuffle
     Compress Trilu Diagonal MaxUnpool
+    RoiAlign MaxRoiPool roi_align roi_pool ps_roi_align ps_roi_pool NonMaxSuppression nms DeformConv deform_conv2d
     ai.onnx.ml::TreeEnsemble ai.onnx.ml::TreeEnsembleClassifier ai.onnx.ml::TreeEnsembleRegressor
     """.split()
 )
 
 
 Kind = Literal["compute", "movement", "pointwise", "merge", "norm", "reduce", "float"]
-Need = Literal["divisor", "magnitude", "sum", "domain", "phase", "identity", "order", "steering"]
+Need = Literal["divisor", "magnitude", "sum", "domain", "phase", "position", "identity", "order", "steering"]
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,9 @@ class OpRow:
         integer: whether common integer runtimes run the operator on integers, so that its output is worth a grid.
         fixed_range: the output's range whatever the input (``(0, 1)`` for sigmoid).
         exact: port -> what no integer grid gives the operator there: small values of a ``divisor``, the ``magnitude`` of
-            what is small, values within its ``domain``, a ``phase``, the very numbers that are compared or counted with
-            (``identity``), the ``order`` of values that are nearly equal, where its indices decide what is computed; see
-            :mod:`bitwright.core.graph.float_values`.
+            what is small, values within its ``domain``, a ``phase``, a ``position`` in an image, the very numbers that are
+            compared or counted with (``identity``), the ``order`` of values that are nearly equal, where its indices decide
+            what is computed; see :mod:`bitwright.core.graph.float_values`.
     """
 
     kind: Kind
@@ -141,6 +142,8 @@ _RECURRENT = OpRow(
     activations=(0, 5, 6),
     integer=True,
 )
+
+_REGIONS = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool")
 
 OPS: dict[str, OpRow] = {
     "Conv": OpRow("compute", _WB, weight=1, bias=2, activations=(0,), integer=True),
@@ -216,7 +219,11 @@ OPS: dict[str, OpRow] = {
     "If": OpRow("merge", activations=(1, 2)),
     **dict.fromkeys(("Loop", "Scan"), _MOVE),
     "Resize": OpRow("pointwise", activations=(0,), integer=True),
-    "GridSample": OpRow("pointwise", activations=(0,)),
+    "GridSample": OpRow("pointwise", activations=(0,), exact={1: "position"}),
+    # parts of an image at boxes, boxes that others do not cover, and products with elements at offsets; torchvision's names too
+    **dict.fromkeys(("RoiAlign", "MaxRoiPool", *_REGIONS), OpRow("float", exact={1: "position"})),
+    **dict.fromkeys(("NonMaxSuppression", "nms"), OpRow("float", exact={0: "position", 1: "order"})),
+    **dict.fromkeys(("DeformConv", "deform_conv2d"), OpRow("float", exact={2: "position"})),
     # one layer in one direction: X, W, R, B, sequence_lens, initial_h, initial_c, P, and what only torch has:
     # a projection and a second bias
     **dict.fromkeys(CELLS, _RECURRENT),

@@ -128,15 +128,17 @@ class Facts:
         """Why no grid of ``spec`` serves a value; empty where one does. Small float formats have steps that grow.
 
         Args:
-            reader: of the value; a layer quantizes what it reads of a solver's states, which stay in float.
+            reader: of the value; a layer quantizes what it reads of positions and of a solver's states, which stay in float.
         """
         if value not in self.exact or self.exact[value][0] == "sum":
             return ""
         need, op = self.exact[value]
-        if need == "steering" and reader is not None and reader.kind == "compute":
+        if need in ("steering", "position") and reader is not None and reader.kind == "compute":
             return ""
         coarse = (
-            need in ("phase", "identity", "order", "steering") or spec is None or isinstance(spec.format, IntFormat)
+            need in ("phase", "position", "identity", "order", "steering")
+            or spec is None
+            or isinstance(spec.format, IntFormat)
         )
         return REASONS[need].format(op) if coarse else ""
 
