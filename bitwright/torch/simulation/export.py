@@ -640,10 +640,7 @@ def values_of(
     sites = {name: _in_file(kept, len(result.tensors[name])) for name, kept in taps.items() if len(kept)}
     returned = flatten_tensors(output, caches=bool(caches_in(as_call(batch))))
     names = output_names([path for path, _ in returned], sim.graph.inputs)
-    outputs = {
-        names[path]: t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy() for path, t in returned
-    }
-    return sites, outputs
+    return sites, {names[path]: _array(t.float() if t.is_floating_point() else t) for path, t in returned}
 
 
 def _in_file(kept: Spooled, count: int) -> Sequence[np.ndarray[Any, Any]]:
@@ -668,8 +665,12 @@ def _graph_inputs(sim: SimulatedModule, batch: Any) -> Arrays:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor as an array; numpy has no bfloat16, whose values float32 has as well."""
+    """A tensor as an array; of complex numbers as files have them, their parts on a last axis of two.
+
+    Numpy has no bfloat16, whose values float32 has as well.
+    """
     found = tensor.detach().cpu()
+    found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
     return (found.float() if found.dtype == torch.bfloat16 else found).numpy()
 
 

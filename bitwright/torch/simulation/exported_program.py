@@ -56,6 +56,7 @@ from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
 from bitwright.torch.calls.functions import FUNCTIONS, Function
 from bitwright.torch.calls.inputs import map_tensors, named_state, same_draws, tensors_in
 from bitwright.torch.interception.intercept import Frame, Handler, Key, scripted_code
+from bitwright.torch.simulation.complex_pairs import complex_as_pairs
 from bitwright.torch.simulation.simulate import CallPlan
 from bitwright.torch.simulation.simulated_module import SimulatedModule
 
@@ -183,6 +184,30 @@ def sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descend
     return values if kept else op.Cast(values, to=self.dtype), indices
 
 
+def unfold_backward(grad_in: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:
+    """``aten.unfold_backward``: windows of a signal, the last axis, are added where they lie in it (``istft``).
+
+    Its decomposition writes indices of 32 bits, which ``ScatterND`` does not take.
+    """
+    rank = len(grad_in.shape) - 1
+    axis = dim % rank
+    one = op.Constant(value_int=1)
+    count = op.Squeeze(op.Shape(grad_in, start=axis, end=axis + 1))
+    starts = op.Mul(op.Range(op.Constant(value_int=0), count, one), op.Constant(value_int=step))
+    offsets = op.Range(op.Constant(value_int=0), op.Constant(value_int=size), one)
+    places = op.Add(op.Unsqueeze(starts, op.Constant(value_ints=[1])), offsets)
+    order = [*range(axis + 1), rank, *range(axis + 1, rank)]
+    rest = [op.Shape(grad_in, start=i, end=i + 1) if i != axis else op.Constant(value_ints=[-1]) for i in range(rank)]
+    windows = op.Reshape(op.Transpose(grad_in, perm=order), op.Concat(*rest, axis=0))
+    zeros = op.CastLike(op.Expand(op.Constant(value_float=0.0), input_sizes), grad_in)
+    first, end, along = (op.Constant(value_ints=[i]) for i in (0, 1, axis))
+    windows = op.Expand(
+        windows, op.Shape(op.Slice(zeros, first, end, along))
+    )  # one signal of windows serves all others
+    indices = op.Reshape(places, op.Constant(value_ints=[-1 if i == axis else 1 for i in range(rank)]))
+    return op.ScatterElements(zeros, op.Expand(indices, op.Shape(windows)), windows, axis=axis, reduction="add")
+
+
 _FLOATS = ["tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)"]
 _SITE: Any = onnxscript.values.Op(
     onnxscript.values.Opset(DOMAIN, 1),
@@ -204,6 +229,7 @@ def site(x: Any, site: str) -> Any:
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.squeeze.dim: squeeze_dim,
     torch.ops.aten.sort.stable: sort_stable,
+    torch.ops.aten.unfold_backward.default: unfold_backward,
     torch.ops.bitwright.site.default: site,
 }
 
@@ -425,7 +451,7 @@ def captured(
         if place is None:
             without_checks(program.graph_module)
             in_order_of_memory(program.graph_module)
-            return program, []
+            return complex_as_pairs(program), []
         raise ModelError(
             place,
             "the forward makes other calls there while it is traced than on data, so that its quantizers would be at other "
@@ -557,7 +583,7 @@ def recorded_program(
     names = list(state)
     program = torch.export.export(_Recorded(model, traced, names).eval(), tuple(tensors), strict=False)
     in_order_of_memory(program.graph_module)
-    return program, notes
+    return complex_as_pairs(program), notes
 
 
 def _refuse_transformed(traced: fx.GraphModule) -> None:
