@@ -510,6 +510,134 @@ def data_case(rng: Random, folder: Path) -> Use:
     return lambda: list(load_data(source, specs, batch_size=2))
 
 
+@cache
+def compressed() -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """The files of a pruned PyTorch model, and of one whose layers are divided: a plan and tensors."""
+    import torch
+
+    import bitwright
+    from bitwright.compression.svd import svd_model
+    from bitwright.torch.structure import save_compressed
+    from tests.compression.test_compress import DATA, Net
+
+    torch.manual_seed(0)
+    pruned, divided = Net().eval(), Net().eval()
+    plans = (
+        bitwright.compress(pruned, DATA, {"macs": 0.5}, progress=False).plan,
+        svd_model(divided, DATA, DATA[0], macs=0.6, progress=False).plan,
+    )
+    found = []
+    for model, plan in zip((pruned, divided), plans, strict=True):
+        with tempfile.TemporaryDirectory() as folder:
+            files = save_compressed(model, plan, Path(folder), "model")
+            found.append({p.name: p.read_bytes() for p in files})
+    return found[0], found[1]
+
+
+def plan_case(rng: Random, folder: Path) -> Use:
+    """A compressed model of which the plan or the tensors are damaged; and scores of layers."""
+    from bitwright.compression.ratios import load_scores
+    from bitwright.torch import load_compressed
+    from tests.compression.test_compress import Net
+
+    if rng.integers(5) == 0:
+        path = folder / "scores.json"
+        path.write_bytes(
+            as_json(damaged_document({"format": 1, "scores": {"a": {"0.5": 0.9, "1": 1.0}, "b": {}}}, rng))
+        )
+        return lambda: load_scores(path, ["a", "b"])
+    for name, content in _pick(compressed(), rng).items():
+        (folder / name).write_bytes(content)
+    _damage_any(_pick(sorted(folder.iterdir()), rng), rng)
+    return lambda: load_compressed(Net().eval(), folder)
+
+
+def _damage_any(path: Path, rng: Random) -> None:
+    """Damage a JSON document, the header of safetensors, or bytes."""
+    content, how = path.read_bytes(), int(rng.integers(8))
+    if how == 0:
+        path.unlink()
+    elif path.suffix == ".json" and how < 6:
+        document = json.loads(content)
+        part = document.get("quantization_config") if rng.integers(4) else None  # the part of many that is read
+        found = damaged_document(part or document, rng)
+        path.write_bytes(as_json({**document, "quantization_config": found} if part else found))
+    elif path.suffix == ".safetensors" and how < 6:
+        size = int.from_bytes(content[:8], "little")
+        header = as_json(damaged_document(json.loads(content[8 : 8 + size]), rng))
+        path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    elif path.suffix == ".gguf" and how < 6:  # near its beginning, where the keys and shapes are
+        begin = damaged_bytes(content[:4000], rng)
+        path.write_bytes(begin + content[4000:])
+    else:
+        path.write_bytes(damaged_bytes(content, rng) if len(content) < 1 << 20 else content[: len(content) // 2])
+
+
+@cache
+def language_model() -> dict[str, bytes]:
+    """A folder of a tiny language model in shards."""
+    from transformers import LlamaConfig
+
+    from tests.llm.models import saved
+
+    with tempfile.TemporaryDirectory() as folder:
+        saved(Path(folder), LlamaConfig, num_hidden_layers=1)
+        return {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()}
+
+
+def language_case(rng: Random, folder: Path) -> Use:
+    """A folder of a language model with a damaged file."""
+    from bitwright.llm import open_checkpoint, quantize
+
+    place = folder / "model"
+    place.mkdir()
+    for name, content in language_model().items():
+        (place / name).write_bytes(content)
+    _damage_any(_pick(sorted(place.iterdir()), rng), rng)
+    to = _pick(("compressed-tensors", "gguf", "torchao"), rng)
+    uses: tuple[Use, ...] = (
+        lambda: open_checkpoint(place).load(),
+        lambda: quantize(place, "w4g32", to=to, out=folder / "out"),
+        partial(command, "llm", "quantize", place, "--preset", "w4g32", "--to", to, "--out", folder / "out"),
+    )
+    return _pick(uses, rng)
+
+
+@cache
+def packed(kind: str) -> dict[str, bytes]:
+    """The files of a checkpoint of that kind."""
+    from transformers import LlamaConfig
+
+    from bitwright.llm import quantize
+    from tests.llm.models import tiny
+
+    with tempfile.TemporaryDirectory() as folder:
+        quantize(tiny(LlamaConfig, num_hidden_layers=1), "w4g32", to=kind, out=Path(folder, "out"))
+        return {p.name: p.read_bytes() for p in Path(folder, "out").iterdir() if p.is_file()}
+
+
+def _packed_kinds() -> list[str]:
+    from bitwright.llm import FILE_FORMATS
+
+    return list(FILE_FORMATS)
+
+
+def packed_case(rng: Random, folder: Path) -> Use:
+    """A quantized checkpoint of some kind with a damaged file."""
+    from bitwright.llm import read_checkpoint
+
+    files = packed(_pick(_packed_kinds(), rng))
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    _damage_any(_pick(sorted(folder.iterdir()), rng), rng)
+
+    def read() -> None:
+        for weight in read_checkpoint(folder):
+            weight.dequantize()
+
+    return _pick((read, read, partial(command, "llm", "perplexity", folder, "--data", folder / "config.json")), rng)
+
+
 KINDS: dict[str, Callable[[Random, Path], Use]] = {
     "onnx": onnx_case,
     "qdq": qdq_case,
@@ -519,16 +647,23 @@ KINDS: dict[str, Callable[[Random, Path], Use]] = {
     "recipe": recipe_case,
     "encodings": encodings_case,
     "data": data_case,
+    "plan": plan_case,
+    "language": language_case,
+    "packed": packed_case,
 }
 #: prepared before the first case, so that its time and memory are not a case's
 _PREPARATIONS: dict[str, Callable[[], Any]] = {
     "qdq": lambda: [exported(n) for n in _EXPORTED],
     "folder": lambda: [exported(n) for n in _EXPORTED],
     "checkpoint": checkpoint,
+    "plan": compressed,
+    "language": language_model,
 }
 
 
 # ---------------------------------------------------------------------------------------------------- running
+
+_PREPARED = 1800.0  # seconds, also on a machine that is busy with other things
 
 
 def run_case(kind: str, number: int, limits: Limits) -> Finding | None:
@@ -627,7 +762,7 @@ def fuzz(kinds: list[str], seed: int, seconds: float, count: int, limits: Limits
             done = begun = False
             try:
                 while time.monotonic() < end:
-                    word, value = _receive(here, 300.0)
+                    word, value = _receive(here, _PREPARED)
                     if word == "done":
                         done = True
                         break

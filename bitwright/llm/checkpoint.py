@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -131,12 +131,23 @@ class Checkpoint:
         return tensor if dtype is None else tensor.to(dtype)
 
     def load(self) -> nn.Module:
-        """The whole model in memory, in its own dtype and eval mode."""
+        """The whole model in memory, in its own dtype and eval mode.
+
+        Raises:
+            ModelError: transformers refuses the folder.
+        """
         from transformers import AutoModelForCausalLM
 
-        found = AutoModelForCausalLM.from_pretrained(
-            self.folder, local_files_only=True, trust_remote_code=False, dtype="auto"
-        )
+        try:
+            found = AutoModelForCausalLM.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=False, dtype="auto"
+            )
+        except Exception as error:  # whatever transformers makes of a file that it reads and open_checkpoint does not
+            raise ModelError(
+                str(self.folder),
+                f"transformers cannot load it: {_first_line(error)}",
+                "copy the folder of the original model",
+            ) from error
         model: nn.Module = found.eval()
         return model
 
@@ -237,7 +248,12 @@ def header(file: Path) -> Iterator[Entry]:
             table = json.loads(stream.read(length))
         except ValueError as error:
             raise ModelError(str(file), f"its header cannot be read: {_first_line(error)}", copy) from error
+    if not isinstance(table, dict):
+        raise ModelError(str(file), f"its header is a {type(table).__name__}, not a table of tensors", copy)
     table.pop("__metadata__", None)
+    for name, row in table.items():
+        if not _is_row(row):
+            raise ModelError(str(file), f"its header has no dtype, shape and place of {name} that go together", copy)
     end = 8 + length + max((row["data_offsets"][1] for row in table.values()), default=0)
     if size < end:
         problem = f"it is truncated: {size} bytes, of the {end} that its header announces"
@@ -251,20 +267,47 @@ def header(file: Path) -> Iterator[Entry]:
         yield Entry(name, file, row["dtype"], tuple(row["shape"]), 8 + length + row["data_offsets"][0])
 
 
+def _is_row(row: Any) -> bool:
+    """Whether a row of a header has a dtype, a shape and two places in the file with as many bytes between as they take."""
+    if not isinstance(row, dict) or not isinstance(row.get("dtype"), str):
+        return False
+    shape, places = row.get("shape"), row.get("data_offsets")
+    if not (_are_sizes(shape) and _are_sizes(places) and len(places) == 2):
+        return False
+    kind = DTYPES.get(row["dtype"])
+    return kind is None or places[1] - places[0] == math.prod(shape) * kind.itemsize
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """What a file of the model's folder says.
+
+    Raises:
+        ModelError: it is no JSON object.
+    """
+    remedy = "copy it from the original model"
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(str(path), f"it is not JSON: {_first_line(error)}", remedy) from error
+    if not isinstance(found, dict):
+        raise ModelError(str(path), f"it holds a {type(found).__name__}, not an object", remedy)
+    return found
+
+
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(
             str(folder), "config.json is missing", "copy it from the original model; it says what the tensors belong to"
         )
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(
-            str(path), f"it is not JSON: {_first_line(error)}", "copy it from the original model"
-        ) from error
+    config = _json_object(path)
     if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "another tool")
+        own = config["quantization_config"]
+        method = own.get("quant_method", "another tool") if isinstance(own, dict) else "another tool"
         raise ConfigError(
             str(path), f"the model is quantized already, by {method}", "give the float model that it was made from"
         )
@@ -272,7 +315,7 @@ def _config(folder: Path) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
-    if kind not in CONFIG_MAPPING or kind not in known:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING or kind not in known:
         code = ", and the code in the folder is not run" if "auto_map" in config else ""
         raise ModelError(
             str(path), f"model_type {kind!r} is no language model that transformers knows"
@@ -285,7 +328,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(_weight_map(index).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ModelError(
@@ -303,11 +346,29 @@ def _shards(folder: Path) -> list[Path]:
     )  # fmt: skip
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file of the folder, from the index of shards.
+
+    Raises:
+        ModelError: it is no JSON object, or says that not for every tensor.
+    """
+    found = _json_object(index).get("weight_map")
+    if not isinstance(found, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in found.values()
+    ):
+        raise ModelError(
+            str(index),
+            "its weight_map does not name a file of the folder for each tensor",
+            "copy it from the original model",
+        )
+    return found
+
+
 def _check_index(folder: Path, entries: Mapping[str, Entry]) -> None:
     index = folder / INDEX
     if not index.is_file():
         return
-    wanted = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    wanted = _weight_map(index)
     lost = [name for name, file in wanted.items() if name not in entries or entries[name].file.name != file]
     if lost:
         raise ModelError(

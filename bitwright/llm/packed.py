@@ -183,6 +183,24 @@ class PackedWeight:
         """Name, shape and layout."""
         return WeightPlan(self.name, self.shape, self.layout, _axis(self.granularity, len(self.shape)))
 
+    def check(self) -> None:
+        """Refuse codes that the encoding does not stand for, as damaged files hold them.
+
+        Raises:
+            GranularityError, ValueError: scales and zero points do not fit the shape of the codes, or a code is beyond the bits
+                of the format.
+        """
+        shape = self.granularity.param_shape(self.shape, self.name)
+        if self.scale.shape != shape or self.zero_point.shape != shape:
+            raise ValueError(
+                f"{self.name}: codes of shape {self.shape} have scales of shape {self.scale.shape}, not {shape}"
+            )
+        patterns = self.codes.size and isinstance(self.format, FloatFormat) and self.codes.dtype.kind in "iu"
+        if patterns and not 0 <= int(self.codes.min()) <= int(self.codes.max()) < 1 << self.format.bits:
+            raise ValueError(
+                f"{self.name}: its bit patterns have more than the {self.format.bits} bits of {self.format.name}"
+            )
+
     def dequantize(self, dtype: str = "float32") -> NDArray[Any]:
         """The values that the codes stand for: what a simulation multiplies with, bit for bit."""
         codes = self.codes

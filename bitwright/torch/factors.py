@@ -21,6 +21,8 @@ from bitwright.torch.calls.inputs import as_call, evaluation, flatten_tensors
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+#: times the parameters of a module, those of the layers in its place; factors of full rank have about twice as many
+_MOST_GROWTH = 16
 
 
 class ReducedInput(nn.Module):
@@ -124,10 +126,12 @@ def _conv_row(kind: str, shape: Sequence[int], attrs: Mapping[str, Any], bias: b
     }  # fmt: skip
 
 
-def chain_from_plan(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> nn.Module:
+def chain_from_plan(
+    module: nn.Module, rows: Sequence[Mapping[str, Any]], device: str | torch.device | None = None
+) -> nn.Module:
     """The layers of :func:`chain_plan` in the place of ``module``, of its dtype and on its device; values are not set."""
     like = next(p for p in module.parameters() if p.is_floating_point())
-    options: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+    options: dict[str, Any] = {"device": device or like.device, "dtype": like.dtype}
     if isinstance(module, nn.RNNBase):
         reduce, last = rows
         made: nn.Module = ReducedInput(_layer_of(reduce, options), _recurrent_like(module, last["in"], options))
@@ -141,7 +145,8 @@ def _layer_of(row: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     if row["class"] == "Linear":
         return nn.Linear(row["in"], row["out"], bias=row["bias"], **options)
     rest = {"output_padding": row["output_padding"]} if "output_padding" in row else {}
-    return getattr(nn, row["class"])(
+    classes: dict[str, Any] = {cls.__name__: cls for cls in (*_CONVS, *_TRANSPOSED)}
+    return classes[row["class"]](
         row["in"],
         row["out"],
         tuple(row["kernel"]),
@@ -180,6 +185,8 @@ def rebuild_chain(model: nn.Module, step: Mapping[str, Any]) -> None:
         ConfigError: the plan is of another model: it has no such module, or one of another kind or width.
     """
     path, rows = str(step.get("module")), step.get("layers", [])
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) and type(row.get("in")) is int for row in rows):
+        raise ConfigError(path, "the plan does not say its layers", "give the plan as it was written")
     found = dict(model.named_modules()).get(path)
     remedy = "rebuild the original class, with the arguments of the model that was compressed"
     if found is None or not path:
@@ -190,11 +197,25 @@ def rebuild_chain(model: nn.Module, step: Mapping[str, Any]) -> None:
     if not same_kind or width not in (None, first["in"]) or next(found.parameters(), None) is None:
         replaced = f"{last.get('class', 'layer')} of {first.get('in', 0)} inputs"
         raise ConfigError(path, f"the plan replaces a {replaced}, and it is {found}"[:300], remedy)
+    problem = _no_layers(found, rows)
+    if problem:
+        raise ConfigError(path, problem, remedy)
     made = chain_from_plan(found, rows)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is found:
                 parent._modules[name] = made
+
+
+def _no_layers(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why rows of a plan do not make layers for the place of a module, without memory for them; ``None`` where they do."""
+    try:
+        size = sum(p.numel() for p in chain_from_plan(module, rows, device="meta").parameters())
+    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        return f"no layer can be made of the plan: {type(error).__name__}: {error}"
+    if size > _MOST_GROWTH * sum(p.numel() for p in module.parameters()):
+        return f"the plan gives it {size} parameters, many more than the module has that it replaces"
+    return None
 
 
 def chain_of_modules(module: nn.Module, chain: Chain) -> nn.Module:

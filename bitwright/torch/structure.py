@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from bitwright.core.files import read_document
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import Array, Undo
@@ -42,6 +43,7 @@ from bitwright.torch.factors import rebuild_chain
 from bitwright.torch.interception.record import Call, Slot, record
 from bitwright.torch.view import TorchView
 
+_MOST_PLAN = 64 << 20  # bytes
 _INTERNAL = frozenset(("training", "_parameters", "_buffers", "_modules", "_version", "_flat_weights", "_all_weights"))
 #: call -> where in its arguments sizes begin that are those of its result, in order
 _SIZES = {"view": 1, "reshape": 1, "expand": 1, "broadcast_to": 1}
@@ -641,15 +643,33 @@ def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
             "plan", "it is not a plan that compress() has written", "give result.plan or the file plan.json"
         )
     for step in plan["steps"]:
-        if step.get("kind") == "chain":
+        kind = step.get("kind") if isinstance(step, Mapping) else step
+        if kind == "chain":
             rebuild_chain(model, step)
             continue
-        if step.get("kind") != "cut":
+        if kind != "cut":
+            raise ConfigError("plan", f"it has a step {kind!r} that is not known", "use the version that wrote it")
+        if not _is_cut(step):
             raise ConfigError(
-                "plan", f"it has a step {step.get('kind')!r} that is not known", "use the version that wrote it"
-            )
+                "plan", "a step does not say what is kept of each axis, and widths, as compress() writes them",
+                "give result.plan or the file plan.json as it was written",
+            )  # fmt: skip
         _cut_again(model, step)
     return model
+
+
+def _is_cut(step: Mapping[str, Any]) -> bool:
+    """Whether a step says what is kept of axes of parameters, and which widths attributes of modules have."""
+    parameters, attributes = step.get("parameters"), step.get("attributes")
+    if not (isinstance(parameters, Mapping) and isinstance(attributes, Mapping)):
+        return False
+    if not all(isinstance(rows, Mapping) for rows in (*parameters.values(), *attributes.values())):
+        return False
+    kept = [row for axes in parameters.values() for row in axes.items()]
+    return all(
+        str(axis).isdecimal() and isinstance(places, list) and places and all(type(p) is int and p >= 0 for p in places)
+        for axis, places in kept
+    ) and all(isinstance(w, int | list | tuple) for widths in attributes.values() for w in widths.values())
 
 
 def _cut_again(model: nn.Module, step: Mapping[str, Any]) -> None:
@@ -725,14 +745,26 @@ def load_compressed(model: nn.Module, folder: str | os.PathLike[str], name: str 
         ConfigError: the plan is of another model.
         ModelError: a file is missing, or the tensors do not fit.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     plan_file, weights = Path(folder) / f"{name}.plan.json", Path(folder) / f"{name}.safetensors"
     for file in (plan_file, weights):
         if not file.is_file():
             raise ModelError(str(file), "there is no such file", "give the folder and the name that save() was given")
-    rebuild(model, json.loads(plan_file.read_text(encoding="utf-8")))
-    state = load_file(weights)
+    remedy = "copy the files that save() wrote once more"
+    plan = read_document(plan_file, ModelError, remedy=remedy, max_bytes=_MOST_PLAN)
+    if not isinstance(plan, dict):
+        raise ModelError(str(plan_file), f"it holds a {type(plan).__name__}, not a plan", remedy)
+    try:
+        state = load_file(weights)
+    except (
+        SafetensorError,
+        ValueError,
+        TypeError,
+    ) as error:  # of the library, and of torch for dtypes it does not know
+        raise ModelError(str(weights), f"it is no safetensors file, or damaged: {error}", remedy) from error
+    rebuild(model, plan)
     own = model.state_dict()
     wrong = [k for k, t in state.items() if k not in own or own[k].shape != t.shape]
     if wrong:

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import bitwright
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.torch import load_compressed, rebuild
+from bitwright.torch.structure import save_compressed
 
 
 class Net(nn.Module):
@@ -113,6 +114,44 @@ def test_a_plan_is_of_one_model(net: Net) -> None:
         rebuild(nn.Linear(3, 3), plan)
     with pytest.raises(ConfigError, match="not a plan"):
         rebuild(Net(), {})
+
+
+_LAYER = {"class": "Linear", "in": 16, "out": 2, "bias": False}
+
+
+@pytest.mark.parametrize(
+    "step, message",
+    [
+        (None, "a step None that is not known"),
+        ({"kind": "cut"}, "does not say what is kept"),
+        ({"kind": "cut", "parameters": {"fc.weight": {"1": [-1]}}, "attributes": {}}, "does not say what is kept"),
+        ({"kind": "cut", "parameters": {"fc.weight": {"1": []}}, "attributes": {}}, "does not say what is kept"),
+        ({"kind": "cut", "parameters": {}, "attributes": {"fc": 3}}, "does not say what is kept"),
+        ({"kind": "chain", "module": "fc", "layers": ["x"]}, "fc: the plan does not say its layers"),
+        ({"kind": "chain", "module": "fc", "layers": [{**_LAYER, "class": "Upsample"}]}, "no layer can be made.*Upsample"),
+        ({"kind": "chain", "module": "fc", "layers": [{**_LAYER, "out": 1 << 40}]}, "many more than the module has"),
+    ],
+)  # fmt: skip
+def test_a_damaged_plan_is_refused(step: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rebuild(Net(), {"format": 1, "steps": [step]})
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("model.plan.json", b"[", "model.plan.json.*Remedy: copy the files"),
+        ("model.plan.json", b"[]", "it holds a list, not a plan"),
+        ("model.safetensors", b"no tensors", "it is no safetensors file, or damaged"),
+    ],
+)
+def test_damaged_files_of_a_compressed_model_are_refused(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    save_compressed(Net(), {"format": 1, "steps": []}, tmp_path, "model")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        load_compressed(Net(), tmp_path)
 
 
 def test_bad_input(net: Net) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,20 @@ def _pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
+def _edit_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    shard = _first_shard(folder)
+    content = shard.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    table = json.loads(content[8 : 8 + size])
+    change(table)
+    header = json.dumps(table).encode()
+    shard.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+
+
+def _of_first(**changes: object) -> Callable[[dict[str, Any]], object]:
+    return lambda table: next(row for name, row in table.items() if name != "__metadata__").update(changes)
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -127,6 +142,25 @@ def _pickled(folder: Path) -> None:
         ),
         pytest.param(
             lambda f: _edit_config(f, intermediate_size=64), r"has shape \(.*where config.json makes it", id="shape"
+        ),
+        *(
+            pytest.param(lambda f, c=change: _edit_header(f, c), "no dtype, shape and place of .* go together", id=name)
+            for name, change in {
+                "header-offsets": _of_first(data_offsets=[0]),
+                "header-size": _of_first(shape=[2**40, 2**40]),
+                "header-dtype": _of_first(dtype=3),
+                "header-row": lambda table: table.update(x=None),
+            }.items()
+        ),
+        pytest.param(lambda f: (f / INDEX).write_bytes(b"\xff{"), "index.json: it is not JSON", id="index-bytes"),
+        pytest.param(lambda f: (f / INDEX).write_text("[]"), "it holds a list, not an object", id="index-list"),
+        pytest.param(
+            lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../other/model.safetensors"}}'),
+            "weight_map does not name a file of the folder",
+            id="index-elsewhere",
+        ),
+        pytest.param(
+            lambda f: _edit_config(f, model_type=[]), r"model_type \[\] is no language model", id="model-type"
         ),
         pytest.param(lambda f: _edit_config(f, hidden_size="wide"), "no model can be made from it", id="config-values"),
     ],

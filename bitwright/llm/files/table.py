@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,18 @@ from bitwright.errors import ConfigError, ExportError, ModelError, close_matches
 from bitwright.export.files.atomic import AnyPath, settle
 from bitwright.llm.files import compressed_tensors, gguf, gptq_awq, torchao
 from bitwright.llm.files.common import Extras, FileFormat, check_folder, check_room, check_weight, whole_folder
-from bitwright.llm.packed import LayerInput, Weight, WeightPlan, layer_inputs, packed_weights
+from bitwright.llm.packed import LayerInput, PackedWeight, Weight, WeightPlan, layer_inputs, packed_weights
 from bitwright.llm.packed import plans as planned_weights
 
 FILE_FORMATS: dict[str, FileFormat] = {
     row.name: row for row in (compressed_tensors.FORMAT, gguf.FORMAT, torchao.FORMAT, *gptq_awq.FORMATS)
 }
+
+
+#: what numpy, torch and the interpreter raise where fields of damaged files do not go together
+_MISFITS = (
+    LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, AssertionError, struct.error,
+)  # fmt: skip
 
 
 def find_format(name: str) -> FileFormat:
@@ -123,6 +130,25 @@ def write_simulation(
     )  # fmt: skip
 
 
+def _fitting(weights: Iterator[Weight], place: Path, row: FileFormat) -> Iterator[Weight]:
+    """The weights; a field that is missing, or numbers that do not go together, are an error that names the weight before it."""
+    where = "at the first weight"
+    while True:
+        try:
+            weight = next(weights, None)
+            if isinstance(weight, PackedWeight):
+                weight.check()
+        except (ExportError, ConfigError, ModelError):
+            raise
+        except _MISFITS as error:
+            problem = f"damaged {row.name} files, found {where}: {type(error).__name__}: {error}"
+            raise ExportError(str(place), problem, "copy the whole folder again, or write the model again") from error
+        if weight is None:
+            return
+        where = f"after {weight.name}"
+        yield weight
+
+
 def _checked(weights: Iterable[Weight], row: FileFormat) -> Iterator[Weight]:
     for weight in weights:
         check_weight(weight.plan, row, FILE_FORMATS.values())
@@ -133,13 +159,13 @@ def read_checkpoint(folder: AnyPath) -> Iterator[Weight]:
     """The weights of a folder that :func:`write_checkpoint` or another tool wrote, one at a time.
 
     Raises:
-        ExportError: it is no kind of files that is known here, or is damaged.
+        ExportError: it is no kind of files that is known here, or is damaged; found where the weight is read.
     """
     place = Path(folder)
     settle(place)
     for row in FILE_FORMATS.values():
         if place.is_dir() and row.recognises(place):
-            return row.read(place)
+            return _fitting(row.read(place), place, row)
     raise ExportError(
         str(folder),
         "it holds no quantized checkpoint of a kind that is read here",

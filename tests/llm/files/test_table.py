@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from bitwright.core.numerics.granularity import PerBlock
@@ -118,3 +120,44 @@ def test_only_the_table_of_tokens_is_tied_to_the_output_layer(name, shape):
     config, floats = {"tie_word_embeddings": True}, []
     stored = dict(as_stored([FloatWeight(name, torch.ones(shape))], config, floats))
     assert list(stored) == [name] and not floats and config["tie_word_embeddings"]
+
+
+def _changed_config(folder, change):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config["quantization_config"])
+    path.write_text(json.dumps(config))
+
+
+def _changed_tensors(folder, **changes):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, change in changes.items():
+        key = next(each for each in tensors if each.endswith(name))
+        tensors[key] = change(tensors[key])
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "kind, damage, problem",
+    [
+        ("compressed-tensors", lambda f: _changed_config(f, lambda c: c.update(config_groups=3)), "'int' object"),
+        ("compressed-tensors", lambda f: _changed_config(f, lambda c: c["config_groups"]["group_0"].clear()), "targets"),
+        ("compressed-tensors", lambda f: _changed_tensors(f, weight_scale=lambda t: t[:3]), "scales of shape"),
+        ("gptq", lambda f: _changed_config(f, lambda c: c.update(bits="four")), "'four'"),
+        ("awq", lambda f: _changed_tensors(f, qzeros=lambda t: t[:1]), "AssertionError|scales of shape|reshape"),
+    ],
+)  # fmt: skip
+def test_fields_that_do_not_go_together_are_named(kind, damage, problem, tmp_path):
+    write_checkpoint(tmp_path, _weights(2), CONFIG, to=kind)
+    damage(tmp_path)
+    with pytest.raises(ExportError, match=f"damaged {kind} files, found at the first weight: .*({problem})"):
+        list(read_checkpoint(tmp_path))
+
+
+def test_bit_patterns_beyond_their_format_are_refused():
+    spec = QuantSpec("float4_e2m1", PerBlock(16), scale_format="e4m3")
+    weight = PackedWeight.nearest("w", torch.randn(4, 32), spec)
+    weight.check()
+    with pytest.raises(ValueError, match="more than the 4 bits of float4_e2m1"):
+        replace(weight, codes=weight.codes.astype(np.int32) + 200).check()
