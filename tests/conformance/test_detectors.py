@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,56 @@ def test_a_join_that_the_model_returns_is_raised_where_rules_keep_it_on_a_grid(f
     assert len(np.unique(lost[:, -CLASSES:])) < 4
     report = widen(program(sim), [batch])
     assert join.site in [raised.site for raised in report.raised]
+
+
+class Trained(nn.Module):
+    """As the detectors of ultralytics: given a batch with labels, its forward is the loss; parts stand in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleList([nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)])
+        self.heads = nn.ModuleDict({"box": nn.Conv2d(8, 4, 1), "score": nn.Conv2d(8, CLASSES, 1)})
+
+    def predict(self, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            box, score = self.predict(batch["img"])
+            return nn.functional.l1_loss(box, batch["box"]) + nn.functional.cross_entropy(score, batch["cls"])
+        for layer in self.model:
+            batch = layer(batch).relu()
+        box, score = self.heads["box"](batch), self.heads["score"](batch)
+        if self.training:
+            return box.mean((2, 3)), score.mean((2, 3))
+        return torch.cat([box.flatten(2).exp() * 100, score.flatten(2).sigmoid()], 1)
+
+    forward = predict  # a class may call its forward anything
+
+
+def test_a_trainer_of_another_package_trains_averages_saves_and_loads_a_simulation() -> None:
+    torch.manual_seed(0)
+    model, x = Trained().eval(), torch.rand(4, 3, 32, 32)
+    sim = bt.QuantizationSimModel(model, x, preset="w4a8")
+    sim.compute_encodings([x], progress=False)
+    before = sim.model(x).detach()
+    average, optimizer = copy.deepcopy(sim.model).eval(), torch.optim.AdamW(sim.model.parameters(), 1e-2)
+    labels = {"img": x, "box": torch.rand(4, 4), "cls": torch.arange(4) % CLASSES}
+    losses = []
+    sim.model.train()
+    for _ in range(8):
+        loss = sim.model(labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    with torch.no_grad():
+        for name, value in average.state_dict().items():
+            value.lerp_(sim.model.state_dict()[name], 0.9)
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(average).half(), file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False).float().eval()
+    sim.model.load_state_dict(average.half().float().state_dict())
+    sim.model.eval()
+    assert torch.equal(loaded(x), sim.model(x))
+    assert not torch.equal(sim.model(x), before)
+    with sim.in_float():
+        assert not torch.equal(loaded(x), sim.model(x))  # the weights that were loaded are still on their grids

@@ -459,7 +459,15 @@ class Forward:
     def __wrapped__(self) -> Callable[..., Any]:
         return self.call
 
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle would look up a method by its function's name, which is not "forward" where a class takes its forward from
+        # elsewhere, as containers do; the class of the copy has it too
+        return {name: value for name, value in vars(self).items() if name != "call" or self.before is not None}
+
     def __getattr__(self, name: str) -> Any:
+        if name == "call" and "before" in vars(self):
+            self.link(self.before)
+            return self.call
         if name == "call" or (name.startswith("__") and name.endswith("state__")):
             raise AttributeError(name)  # while a copy is made
         return getattr(self.call, name)
