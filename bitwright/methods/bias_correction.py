@@ -63,6 +63,9 @@ def clipped_normal(mean: Array, std: Array, low: float | Array, high: float | Ar
     """
     mean, std = np.asarray(mean, np.float64), np.abs(np.asarray(std, np.float64))
     low, high = np.broadcast_to(low, mean.shape), np.broadcast_to(high, mean.shape)
+    constant = np.clip(mean, low, high)
+    if not std.any():
+        return constant, np.zeros_like(constant)
     wide = np.where(std > 0, std, 1.0)
     a, b = (low - mean) / wide, (high - mean) / wide
     below, until = _cdf(a), _cdf(b)
@@ -76,7 +79,6 @@ def clipped_normal(mean: Array, std: Array, low: float | Array, high: float | Ar
         + 2 * mean * wide * edge
         + wide**2 * (inside + _times_pdf(a) - _times_pdf(b))
     )
-    constant = np.clip(mean, low, high)
     variance = np.maximum(second - first**2, 0.0)
     return np.where(std > 0, first, constant), np.where(std > 0, np.sqrt(variance), 0.0)
 

@@ -103,11 +103,7 @@ def fold_backward(
     """
     axes = channel_axes(op_type, attrs, W.shape)
     _same_channels(op_type, "output", scale, axes.outputs)
-    wide = axes.split(W).astype(
-        np.float64
-    )  # a product of both dtypes, which numpy casts piece by piece, takes twice as long
-    wide *= axes.over_outputs(scale)
-    folded = wide.reshape(W.shape)
+    folded = _times(axes.split(W), axes.over_outputs(scale)).reshape(W.shape)
     if b is None and not np.any(shift):
         return folded, None
     bias = np.zeros(axes.outputs) if b is None else np.asarray(b, np.float64)
@@ -133,7 +129,7 @@ def fold_forward(
     if obstacle:
         raise ModelError(op_type, obstacle, "keep this batch norm; only one without a shift can be folded here")
     split = axes.split(W)
-    folded = (split * axes.over_inputs(scale)).reshape(W.shape)
+    folded = _times(split, axes.over_inputs(scale)).reshape(W.shape)
     if not np.any(shift):
         return folded, None if b is None else np.asarray(b, np.float64)
     constant = axes.sum_over_inputs(split * axes.over_inputs(shift))
@@ -211,6 +207,13 @@ def channel_axes(op_type: str, attrs: Attrs, shape: Sequence[int]) -> ChannelAxe
         "a batch norm cannot be folded into this operator",
         f"fold into one of {', '.join(sorted(TRAITS['layer']))}",
     )
+
+
+def _times(split: Array, factors: Array) -> Array:
+    """Their product, float64: one of both dtypes, which numpy casts piece by piece, would take twice as long."""
+    wide = split.astype(np.float64)
+    wide *= factors
+    return wide
 
 
 def _same_channels(op_type: str, side: str, scale: Array, channels: int) -> None:
@@ -291,11 +294,11 @@ class Layer:
         """The weight with output channel c multiplied by ``a[c]``, float64."""
         if self.kind != "layer":
             return (np.asarray(W, np.float64) + self.offset) * a - self.offset
-        return (self.axes.split(W) * self.axes.over_outputs(a)).reshape(W.shape)
+        return _times(self.axes.split(W), self.axes.over_outputs(a)).reshape(W.shape)
 
     def times_inputs(self, W: Array, a: Array) -> Array:
         """The weight with input channel c multiplied by ``a[c]``, float64."""
-        return (self.axes.split(W) * self.axes.over_inputs(a)).reshape(W.shape)
+        return _times(self.axes.split(W), self.axes.over_inputs(a)).reshape(W.shape)
 
     def output_range(self, W: Array) -> Array:
         """Largest magnitude of the weight per output channel, shape [outputs]."""

@@ -40,12 +40,20 @@ MEAN_COUNTS = 0.25
 #: squared steps over squared largest values, 8 bits: weights symmetric, activations from zero; and the variance of an error
 _WEIGHT, _ACTIVATION = 1 / (12 * 127**2), 1 / (12 * 255**2)
 MAX_ROUNDS = 400
+#: rounds after which the curvature is asked again
+_REFRESH = 5
 #: a sharpness at which the largest value is exact
 _EXACT = 1e6
 #: variances, and sums of products of them, below which a channel counts as constant
 _SMALL, _TINY = 1e-12, 1e-30
 #: a sum of powers below which those that fell below the smallest float64 could matter
 _FAINT = 1e-100
+#: a power of e below which an entry adds nothing to a sum that is at least 1
+_NEGLIGIBLE = 40.0
+#: elements of a weight that are read at once, which the first-level cache holds
+_CHUNK = 16384
+#: entries of a grid up to which a list of them is faster than products of its matrix
+_FEW = 2048
 _LINEAR_IN_PARTS = (*TRAITS["piecewise_linear"], *TRAITS["identity"])
 
 
@@ -82,6 +90,9 @@ def rounding_noise(grids: Sequence[Grid], log_factors: Array, sharpness: float =
 class RoundingNoise:
     """What the roundings of all tensors cost together, as a function of the factors.
 
+    Rows of a grid that have one factor are summed once, and columns likewise: of a layer that ends its groups one number per
+    channel is left. Grids that are small then are evaluated together, as one list of entries.
+
     Args:
         grids: at least one entry of each is not zero.
         size: K, how many factors there are.
@@ -89,9 +100,29 @@ class RoundingNoise:
     """
 
     def __init__(self, grids: Sequence[Grid], size: int, sharpness: float = SHARPNESS) -> None:
-        self._grids, self._size = grids, size
-        self._largest = [_SmoothLargest(grid.magnitude, sharpness) for grid in grids]
-        self._places = np.concatenate([places.reshape(-1) for grid in grids for places in (grid.rows, grid.columns)])
+        self._size, self._sharpness = size, sharpness
+        grids = [_narrowed(grid, sharpness) for grid in grids]
+        self._steps = np.array([grid.step for grid in grids])
+        self._rows = _Slots([grid.rows for grid in grids], [grid.later for grid in grids])
+        self._columns = _Slots([grid.columns for grid in grids], [grid.before for grid in grids])
+        self._of_group = np.repeat(np.arange(len(grids)), [len(grid.rows) for grid in grids])
+        self._large: list[tuple[int, Grid, _SmoothLargest]] = []
+        listed: list[int] = []
+        found = [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))]
+        for i, grid in enumerate(grids):
+            if grid.magnitude.size > max(_FEW, *grid.magnitude.shape):
+                self._large.append((i, grid, _SmoothLargest(grid.magnitude, sharpness)))
+                continue
+            group, row, column = np.nonzero(np.isfinite(grid.magnitude))
+            numbers = grid.magnitude[group, row, column].astype(np.float64)
+            found.append((numbers, grid.rows[group, row], grid.columns[group, column]))
+            listed.append(i)
+        counts = [len(numbers) for numbers, _, _ in found[1:]]
+        self._listed, self._of_entry = np.array(listed, np.int64), np.repeat(np.arange(len(listed)), counts)
+        self._starts = np.cumsum([0, *counts])[:-1]
+        self._entries, self._entry_rows, self._entry_columns = (
+            np.concatenate(part) for part in zip(*found, strict=True)
+        )
 
     def __call__(self, log_factors: Array) -> tuple[float, Array]:
         """The noise at ``log_factors``, shape [K], and its gradient there.
@@ -100,18 +131,102 @@ class RoundingNoise:
             ``step * max(|W| s_i / s_o)**2 * sum(behind_o s_o**2 * before_i / s_i**2)`` summed over the grids; and the
             gradient by ``log_factors``, shape [K]. The logarithm of the sum is convex.
         """
-        total, slopes = 0.0, []
-        for grid, smooth in zip(self._grids, self._largest, strict=True):
-            out, into = log_factors[grid.rows], log_factors[grid.columns]
-            largest, by_row, by_column = smooth.at(out, into)
-            later, before = grid.later * np.exp(2 * out), grid.before * np.exp(-2 * into)
-            later_sum, before_sum = later.sum(axis=1, keepdims=True), before.sum(axis=1, keepdims=True)
-            square = grid.step * np.exp(2 * largest)
-            noise = square * float((later_sum * before_sum).sum())
-            total += noise
-            slopes.append(2 * (square * later * before_sum - noise * by_row).reshape(-1))
-            slopes.append(2 * (noise * by_column - square * before * later_sum).reshape(-1))
-        return float(total), np.bincount(self._places, np.concatenate(slopes), self._size)
+        (by_row, by_column), noise, shares = self._parts(log_factors)
+        slopes = by_row - by_column
+        for grids, at, of_factor, sign in shares:
+            slopes += np.bincount(at, sign * of_factor * noise[grids], self._size)
+        return float(noise.sum()), 2 * slopes
+
+    def curvature(self, log_factors: Array) -> Array:
+        """About the second derivative of the noise's logarithm by each log factor alone, shape [K], positive.
+
+        Products of first derivatives are left out, so that what is left is a sum of positive parts.
+        """
+        (by_row, by_column), noise, shares = self._parts(log_factors)
+        found: Array = 4 * (by_row + by_column)
+        for grids, at, share, _ in shares:
+            bent = share * (2 * self._sharpness * (1 - share) + 4 * share)
+            found += np.bincount(at, bent * noise[grids], self._size)
+        found += 1e-3 * found.mean() + _TINY
+        return found / float(noise.sum())
+
+    def _parts(self, log_factors: Array) -> tuple[tuple[Array, Array], Array, list[tuple[Any, Array, Array, int]]]:
+        """What the costs of rows and of columns put on each factor, noise of every grid, shares of factors in largest entries."""
+        rows, columns, of_group = self._rows, self._columns, self._of_group
+        squared = np.exp(2 * log_factors)
+        later, before = rows.costs * squared.take(rows.factors), columns.costs / squared.take(columns.factors)
+        later_sums, before_sums = np.add.reduceat(later, rows.begins), np.add.reduceat(before, columns.begins)
+        largest, shares = self._largest(log_factors)
+        squares = self._steps * np.exp(2 * largest)
+        noise = squares * np.bincount(of_group, later_sums * before_sums, len(squares))
+        squares = squares.take(of_group)
+        by_row = np.bincount(rows.factors, later * (squares * before_sums).take(rows.groups), self._size)
+        by_column = np.bincount(columns.factors, before * (squares * later_sums).take(columns.groups), self._size)
+        return (by_row, by_column), noise, shares
+
+    def _largest(self, log_factors: Array) -> tuple[Array, list[tuple[Any, Array, Array, int]]]:
+        """Log of the smoothed largest entry of every grid; and the shares of factors in them: grid, factor, share, sign."""
+        largest = np.empty(len(self._steps))
+        shares: list[tuple[Any, Array, Array, int]] = []
+        if len(self._listed):
+            entries = self._entries + log_factors.take(self._entry_columns)
+            entries -= log_factors.take(self._entry_rows)
+            tops = np.maximum.reduceat(entries, self._starts)
+            entries -= tops.take(self._of_entry)
+            near = np.flatnonzero(entries > -_NEGLIGIBLE / self._sharpness)
+            powers, grids = np.exp(self._sharpness * entries.take(near)), self._of_entry.take(near)
+            totals = np.bincount(grids, powers, len(tops))
+            powers /= totals.take(grids)
+            largest[self._listed] = tops + np.log(totals) / self._sharpness
+            grids = self._listed.take(grids)
+            shares.append((grids, self._entry_rows.take(near), powers, -1))
+            shares.append((grids, self._entry_columns.take(near), powers, 1))
+        for i, grid, smooth in self._large:
+            largest[i], by_row, by_column = smooth.at(log_factors[grid.rows], log_factors[grid.columns])
+            shares.append((i, grid.rows.reshape(-1), by_row.reshape(-1), -1))
+            shares.append((i, grid.columns.reshape(-1), by_column.reshape(-1), 1))
+        return largest, shares
+
+
+class _Slots:
+    """The rows, or the columns, of all grids one after the other.
+
+    Attributes:
+        factors: which factor.
+        costs: how much an error counts there.
+        groups: of which group of which grid, counted through all grids.
+        begins: place of the first of each group.
+    """
+
+    def __init__(self, factors: Sequence[Array], costs: Sequence[Array]) -> None:
+        self.factors = np.concatenate([found.reshape(-1) for found in factors])
+        self.costs = np.concatenate([found.reshape(-1) for found in costs])
+        lengths = [found.shape[1] for found in factors for _ in range(len(found))]
+        self.groups = np.repeat(np.arange(len(lengths)), lengths)
+        self.begins = np.cumsum([0, *lengths])[:-1]
+
+
+def _narrowed(grid: Grid, sharpness: float) -> Grid:
+    """The same costs with all rows of a group as one where they have one factor, and all columns likewise."""
+    magnitude, rows, columns, later, before = grid.magnitude, grid.rows, grid.columns, grid.later, grid.before
+    if rows.shape[1] > 1 and (rows == rows[:, :1]).all():
+        magnitude, rows, later = _joined(magnitude, 1, sharpness), rows[:, :1], later.sum(axis=1, keepdims=True)
+    if columns.shape[1] > 1 and (columns == columns[:, :1]).all():
+        magnitude, columns, before = _joined(magnitude, 2, sharpness), columns[:, :1], before.sum(axis=1, keepdims=True)
+    return Grid(magnitude, rows, columns, later, before, grid.step)
+
+
+def _joined(magnitude: Array, axis: int, sharpness: float) -> Array:
+    """Smoothed largest of logs over an axis, which stays with length 1; -inf where all are."""
+    top = magnitude.max(axis=axis, keepdims=True)
+    if sharpness >= _EXACT:
+        return top
+    top[np.isneginf(top)] = 0.0
+    powers = magnitude - top  # in float32 as they are: close ones, which count, differ exactly
+    powers *= magnitude.dtype.type(sharpness)
+    with np.errstate(divide="ignore"):
+        found: Array = np.log(np.exp(powers, out=powers).sum(axis=axis, keepdims=True, dtype=np.float64))
+    return top + found / sharpness
 
 
 class _SmoothLargest:
@@ -163,6 +278,7 @@ def descend(
     function: Callable[[Array], tuple[float, Array]],
     start: Array,
     *,
+    curvature: Callable[[Array], Array] | None = None,
     tolerance: float = 1e-4,
     memory: int = 10,
     bar: Bar = no_bar,
@@ -172,6 +288,8 @@ def descend(
     Args:
         function: value and gradient at a point.
         start: shape [K].
+        curvature: about the second derivative by each coordinate alone at a point, positive; asked every few rounds. Fewer
+            rounds are needed with it where coordinates differ.
         tolerance: ends when ten rounds lowered the value by less.
         memory: pairs of steps and changes of the gradient that are kept.
         bar: shows the rounds.
@@ -184,10 +302,13 @@ def descend(
     x, (value, gradient) = start, function(start)
     pairs: list[tuple[Array, Array]] = []
     values = [value]
-    for _ in bar(iter(range(MAX_ROUNDS)), "equalize: rounds"):
+    scale: Array | float = 1.0
+    for i in bar(iter(range(MAX_ROUNDS)), "equalize: rounds"):
         if len(values) > 10 and values[-11] - values[-1] < tolerance:
             break
-        found = _line_search(function, x, value, gradient, _direction(gradient, pairs))
+        if curvature is not None and i % _REFRESH == 0:
+            scale = 1 / curvature(x)
+        found = _line_search(function, x, value, gradient, _direction(gradient, pairs, scale))
         if found is None:
             break
         point, value, slope = found
@@ -199,15 +320,23 @@ def descend(
     return x, len(values) - 1
 
 
-def _direction(gradient: Array, pairs: Sequence[tuple[Array, Array]]) -> Array:
-    """Where to go: the gradient times the approximate inverse Hessian, negative; no entry beyond 2."""
+def _direction(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Array | float) -> Array:
+    """Where to go: the gradient times the approximate inverse Hessian, negative; no entry beyond 2.
+
+    Args:
+        gradient: at the point.
+        pairs: steps, and the changes of the gradient over them.
+        scale: to begin with, an inverse Hessian that is diagonal, up to a factor that the last pair says.
+    """
     q, weights = gradient.copy(), []
     for step, change in reversed(pairs):
         weights.append(_dot(step, q) / _dot(step, change))
         q -= weights[-1] * change
     if pairs:
         step, change = pairs[-1]
-        q *= _dot(step, change) / _dot(change, change)
+        q *= scale * (_dot(step, change) / _dot(change * scale, change))
+    elif isinstance(scale, np.ndarray):
+        q *= scale
     else:
         q /= max(float(np.abs(q).max(initial=0.0)), 1e-12)
     for (step, change), weight in zip(pairs, reversed(weights), strict=True):
@@ -359,8 +488,9 @@ def quietest_factors(
         return float(np.log(value)), np.where(movable, gradient / value, 0.0)
 
     start = np.append(np.log(np.concatenate(list(fixed))), 0.0)
-    found, rounds = descend(logarithm, start, bar=bar)
-    before, after = (rounding_noise(grids, x, _EXACT)[0] for x in (np.zeros_like(found), found))
+    found, rounds = descend(logarithm, start, curvature=noise.curvature, bar=bar)
+    exact = RoundingNoise(grids, len(movable), _EXACT)
+    before, after = (exact(x)[0] for x in (np.zeros_like(found), found))
     logs = np.split(found[:-1], np.cumsum([group.channels for group in groups])[:-1])
     return ([np.exp(s + _back(s, known)) for s, known in zip(logs, channels, strict=True)], rounds, (before, after))
 
@@ -423,8 +553,7 @@ class _Model:
             split = layer.axes.split(np.asarray(self.weights[layer.weight]))
             split = split if layer.axes.outputs_first else split.swapaxes(1, 2)
             flat = np.asarray(split, np.float64) if split.dtype != np.float32 else split
-            squares = np.einsum("goik,goik->goi", flat, flat, dtype=np.float64)
-            largest = np.maximum(flat.max(axis=3, initial=0.0), -flat.min(axis=3, initial=0.0))
+            squares, largest = _over_kernel(flat)
             self._known[layer.weight] = _Sizes(squares, largest, split.shape[3])
         return self._known[layer.weight]
 
@@ -502,6 +631,19 @@ class _Model:
             _log(sizes.largest), rows.reshape(count, outputs), columns.reshape(count, inputs), later,
             before * sizes.kernel, _WEIGHT,
         )  # fmt: skip
+
+
+def _over_kernel(split: Array) -> tuple[Array, Array]:
+    """Sum of squares, float64, and largest magnitude over the last axis, which is short and put first for it."""
+    rows = split.reshape(-1, split.shape[3])
+    squares, largest = np.zeros(len(rows)), np.zeros(len(rows), split.dtype)
+    step = max(1, _CHUNK // max(rows.shape[1], 1))
+    for i in range(0, len(rows) if rows.shape[1] else 0, step):
+        places = np.abs(np.ascontiguousarray(rows[i : i + step].T))
+        places.max(axis=0, out=largest[i : i + step])
+        wide = places.astype(np.float64)
+        np.square(wide, out=wide).sum(axis=0, out=squares[i : i + step])
+    return squares.reshape(split.shape[:3]), largest.reshape(split.shape[:3])
 
 
 def _log(sizes: Array) -> Array:

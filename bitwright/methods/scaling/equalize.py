@@ -269,9 +269,9 @@ def equalize(
     if only is not None:
         groups = [group for group in groups if not only.isdisjoint(_links(group))]
     batches = list(data) if keep_bounds and data is not None else data  # which are run twice
-    known = _measured_where_unknown(view, layers.graph, groups, statistics or {}, batches, bar)
+    known, channels = _what_is_known(view, layers.graph, groups, statistics or {}, batches, bar)
     extremes = measured_extremes(view, groups, batches, bar) if keep_bounds else None
-    planner = _Planner(view, layers.graph, groups, known, extremes, bar)
+    planner = _Planner(view, channels, known, extremes, bar)
     kept, rejected = sift(groups, lambda some: view.edit(planner.plan(some).edits), check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
     done = planner.plan(kept)
@@ -293,14 +293,20 @@ def equalize(
     return report
 
 
-def _measured_where_unknown(
+def _what_is_known(
     view: FloatModel, graph: Graph, groups: Sequence[Group], known: Moments, data: Iterable[Any] | None, bar: Bar
-) -> Moments:
-    """``known``, and of groups of one producer that it does not have what ``data`` says; not run where there are none."""
-    unknown = [g for g in groups if len(g.producers) == 1 and channels_of(graph, g, known) is None]
+) -> tuple[Moments, dict[str, Channels | None]]:
+    """``known`` and what ``data`` says of other groups of one producer; the values of every group by its first producer.
+
+    The data is not run where nothing is unknown.
+    """
+    channels = {g.producers[0].op: channels_of(graph, g, known) for g in groups}
+    unknown = [g for g in groups if len(g.producers) == 1 and channels[g.producers[0].op] is None]
     if data is None or not unknown:
-        return dict(known)
-    return {**known, **measured_moments(view, unknown, bar(data, "equalize: measuring activations"))}
+        return dict(known), channels
+    known = {**known, **measured_moments(view, unknown, bar(data, "equalize: measuring activations"))}
+    channels.update((g.producers[0].op, channels_of(graph, g, known)) for g in unknown)
+    return known, channels
 
 
 def _links(group: Group) -> list[tuple[str, str]]:
@@ -375,15 +381,14 @@ class _Planner:
     def __init__(
         self,
         view: FloatModel,
-        graph: Graph,
-        groups: Sequence[Group],
+        channels: Mapping[str, Channels | None],
         statistics: Moments,
         extremes: Extremes | None,
         bar: Bar,
     ) -> None:
         self._view, self._statistics, self._bar = view, statistics, bar
         self._extremes = extremes  # where bounds are kept
-        self._channels = {g.producers[0].op: channels_of(graph, g, statistics) for g in groups}
+        self._channels = channels  # by the first producer of a group
         self._last: tuple[tuple[str, ...], _Plan] | None = None
 
     def plan(self, groups: Sequence[Group]) -> _Plan:

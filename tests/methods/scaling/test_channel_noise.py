@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -363,13 +365,71 @@ def test_an_onnx_file_without_batch_norms_is_measured_too(tmp_path):
 def test_noise_is_the_same_however_far_the_point_is_from_the_last_one():
     """The powers of a grid are kept from point to point; far away they underflow and are taken anew."""
     rng = np.random.default_rng(2)
-    noise = RoundingNoise(grids(), 6)
+    noise = RoundingNoise([*grids(), wide_grid(0, 6, 64, 64)], 6)
     for size in (0.0, 0.1, 3.0, 30.0, 0.1):
         x = rng.normal(size=6) * size
         value, gradient = noise(x)
-        expected = rounding_noise(grids(), x)
+        expected = rounding_noise([*grids(), wide_grid(0, 6, 64, 64)], x)
         assert value == pytest.approx(expected[0], rel=1e-9)
         np.testing.assert_allclose(gradient, expected[1], rtol=1e-9, atol=1e-12 * value)
+
+
+def wide_grid(seed, factors, outputs, inputs, one_row=False, one_column=False):
+    """A grid whose factors are any, or one for all rows, or for all columns; a fifth of it is zero."""
+    rng = np.random.default_rng(seed)
+    magnitude = np.log(rng.uniform(0.1, 2, (2, outputs, inputs))).astype(np.float32)
+    magnitude[rng.random(magnitude.shape) < 0.2] = -np.inf
+    rows, columns = rng.integers(0, factors, (2, outputs)), rng.integers(0, factors, (2, inputs))
+    rows, columns = (
+        (rows[:, :1] + 0 * rows if one_row else rows),
+        (columns[:, :1] + 0 * columns if one_column else columns),
+    )
+    later, before = rng.uniform(0.1, 1, (2, outputs)), rng.uniform(0.1, 1, (2, inputs))
+    return Grid(magnitude, rows, columns, later, before, 1e-3)
+
+
+def written_out(grid, x, sharpness):
+    """The noise of a grid as its description says it, entry by entry."""
+    out, into = x[grid.rows], x[grid.columns]
+    entries = grid.magnitude + into[:, None, :] - out[:, :, None]
+    top = entries.max()
+    largest = top + np.log(np.exp(sharpness * (entries - top)).sum()) / sharpness
+    costs = (grid.later * np.exp(2 * out)).sum(axis=1) * (grid.before * np.exp(-2 * into)).sum(axis=1)
+    return grid.step * np.exp(2 * largest) * costs.sum()
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (7, 5), (64, 64)], ids=str)
+@pytest.mark.parametrize("one_row", (False, True))
+@pytest.mark.parametrize("one_column", (False, True))
+def test_noise_is_that_of_every_entry_however_the_rows_are_joined(shape, one_row, one_column):
+    """One factor for many rows, long lists of entries and large matrices are computed in other ways."""
+    some = [wide_grid(seed, 9, *shape, one_row, one_column) for seed in range(3)]
+    for seed, size in enumerate((0.1, 1.0, 5.0)):
+        x = np.random.default_rng(seed).normal(size=9) * size
+        expected = sum(written_out(grid, x, 48) for grid in some)
+        assert rounding_noise(some, x)[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_descent_with_the_curvature_needs_fewer_rounds_and_ends_no_higher():
+    """Costs of factors that differ by powers of ten, as those of channels that hardly matter do."""
+    rng, factors = np.random.default_rng(3), 300
+    some = []
+    for seed in range(4):
+        grid = wide_grid(seed, factors, 100, 60, one_column=seed % 2 == 0)
+        some.append(replace(grid, later=grid.later * 10.0 ** rng.uniform(-3, 0, grid.later.shape)))
+    noise = RoundingNoise(some, factors)
+
+    def logarithm(x):
+        value, gradient = noise(x)
+        return np.log(value), gradient / value
+
+    start = np.zeros(factors)
+    (plain, plain_rounds), (scaled, rounds) = (
+        descend(logarithm, start),
+        descend(logarithm, start, curvature=noise.curvature),
+    )
+    assert rounds <= 0.7 * plain_rounds
+    assert logarithm(scaled)[0] <= logarithm(plain)[0] + 1e-4
 
 
 def test_accepted_groups_are_searched_once(monkeypatch):
