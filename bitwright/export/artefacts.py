@@ -26,7 +26,7 @@ from bitwright.export.encodings.records import VERSIONS, NamedEncoding
 from bitwright.export.encodings.write import carried_records, json_lines, write_encodings
 from bitwright.export.files.atomic import Spooled, atomic_files, check_destination
 from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest, write_origin
-from bitwright.export.files.onnx_file import load, save_model
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, load, save_model
 from bitwright.export.litert.convert import to_tflite
 from bitwright.export.opsets import bring_to, check_versions
 from bitwright.export.qdq.markers import Names, strip_sites
@@ -58,7 +58,7 @@ def rename_ports(model: ir.Model, inputs: Sequence[str] = (), outputs: Sequence[
     if problem is not None:
         raise ExportError("input_names, output_names", problem, "give every input and output a name of its own")
     unique, wanted = Names(model), set(renamed.values())
-    for value in (value for node in graph.all_nodes() for value in node.outputs):
+    for value in (value for node in all_nodes(graph) for value in node.outputs):
         if value.name in wanted and value not in renamed:
             value.name = unique.value(value.name)
     before = {value: str(value.name) for value in renamed}
@@ -591,7 +591,7 @@ def _few_enough(
 
 def _forget_weights(model: ir.Model) -> None:
     """Nothing asks for them once they are in the file, and sessions of the simulation are about to take memory."""
-    for graph in model.graphs():
+    for graph in all_graphs(model.graph):
         for value in graph.initializers.values():
             value.const_value = None
 

@@ -25,6 +25,7 @@ from bitwright.export.encodings.of_simulation import SavedSites, read_sites
 from bitwright.export.encodings.read import read_encodings
 from bitwright.export.files.atomic import read_error
 from bitwright.export.files.manifest import read_manifest, read_origin
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.litert.convert import METADATA
 from bitwright.export.litert.flat import IDENTIFIER, schema
 from bitwright.export.qdq.forms import read_metadata
@@ -156,7 +157,7 @@ def _onnx(path: Path) -> list[Table]:
     told = read_origin(path)
     model = ir.load(path)
     restore_lookups(model)
-    rows = tuple(_dequantized(node) for node in model.graph.all_nodes() if node.op_type == "DequantizeLinear")
+    rows = tuple(_dequantized(node) for node in all_nodes(model.graph) if node.op_type == "DequantizeLinear")
     return [*_origin(told), Table(f"Quantized tensors of {path.name}", _STORED, rows)]
 
 

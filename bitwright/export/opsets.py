@@ -17,6 +17,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.errors import ConfigError, ExportError
+from bitwright.export.files.onnx_file import all_graphs, all_nodes
 from bitwright.export.qdq.markers import remove_unread
 
 Array = NDArray[Any]
@@ -88,9 +89,9 @@ def bring_to(model: ir.Model, opset: int | None, ir_version: int | None) -> None
 def _write_at(model: ir.Model, opset: int) -> None:
     """Write every operator as ``opset`` has it, and note that version and its IR version."""
     now = model.opset_imports.get("", 0)
-    for node in [node for node in model.graph.all_nodes() if node.domain in _STANDARD]:
+    for node in [node for node in all_nodes(model.graph) if node.domain in _STANDARD]:
         _bring(model, node, now, opset)
-    for imports in (model.opset_imports, *(graph.opset_imports for graph in model.graphs())):
+    for imports in (model.opset_imports, *(graph.opset_imports for graph in all_graphs(model.graph))):
         imports.update({"": opset} if "" in imports else {})
     model.ir_version = _ir_of(opset)[0]
 

@@ -24,6 +24,7 @@ import onnx_ir as ir
 
 from bitwright.core.graph.recurrence import CELLS, RETURNS, Context, Variant, step
 from bitwright.errors import ConfigError, ExportError, close_matches
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import Builder, Place, after, before
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE, copy_model, move_uses, note_states
 from bitwright.export.targets import RecurrentForm
@@ -129,7 +130,7 @@ def inner_sites(node: ir.Node) -> dict[str, str]:
 
 def recurrent_nodes(model: ir.Model) -> list[ir.Node]:
     """Every recurrent layer of a marked model, bodies of If, Loop and Scan included."""
-    return [node for node in model.graph.all_nodes() if is_recurrent(node)]
+    return [node for node in all_nodes(model.graph) if is_recurrent(node)]
 
 
 def site_node(value: ir.Value, site: str, builder: Builder) -> ir.Node:

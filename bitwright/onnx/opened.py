@@ -16,7 +16,7 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import AddBias, Array, Edit, sqnr
 from bitwright.errors import ConfigError, ModelError
-from bitwright.export.files.onnx_file import restore_types, save_model
+from bitwright.export.files.onnx_file import all_nodes, restore_types, save_model
 from bitwright.export.qdq.markers import Names, move_uses
 from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_batch_norms
 from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened
@@ -196,9 +196,9 @@ class OnnxCorrectable(Correctable):
     def _loops(self) -> dict[str, str]:
         """Operator in the body of a Loop or Scan -> that."""
         found: dict[str, str] = {}
-        for node in self.sim.marked.graph.all_nodes():
+        for node in all_nodes(self.sim.marked.graph):
             if node.op_type in ("Loop", "Scan") and not node.domain:
-                inside = node.attributes["body"].as_graph().all_nodes()
+                inside = all_nodes(node.attributes["body"].as_graph())
                 found.update((str(inner.name), f"{node.op_type} {node.name}") for inner in inside)
         return found
 
@@ -219,7 +219,7 @@ def _with_means(model: ir.Model, layers: Sequence[Layer], *, shift: bool) -> ir.
     """``model`` with the channel means of the layers' outputs: as outputs, or as inputs that they are moved to."""
     instrument = Instrument(model)
     names, outputs = instrument.builder.names, instrument.builder.outputs
-    nodes = {node.name: node for node in model.graph.all_nodes()}
+    nodes = {node.name: node for node in all_nodes(model.graph)}
 
     def outside(value: ir.Value, graph: ir.Graph, name: str) -> ir.Value:
         """``value``, which bears ``name`` in the main graph; empty where its branch is not taken."""
@@ -469,7 +469,7 @@ def _folded(
         feeds: on which outputs are compared; ``None`` compares nothing.
         known: the shapes and the outputs on ``feeds``, where they were measured already.
     """
-    if not any(node.op_type == "BatchNormalization" for node in loaded.model.graph.all_nodes()):
+    if not any(node.op_type == "BatchNormalization" for node in all_nodes(loaded.model.graph)):
         feeds = None  # nothing will be folded, so nothing needs to be compared
     shapes, before = (None, []) if known is None or feeds is None else known
     if feeds is not None and shapes is None:

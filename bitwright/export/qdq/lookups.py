@@ -29,6 +29,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import METADATA, Builder, before, damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import Outputs, copy_model, remove_unread
 
@@ -84,7 +85,7 @@ def write_lookups(builder: Builder) -> None:
 
     Tables with blocks along the axis that is indexed stay as they are, as do those that are computed in half precision.
     """
-    tables = [node for node in builder.graph.all_nodes() if _is_table(node)]
+    tables = [node for node in all_nodes(builder.graph) if _is_table(node)]
     others = _stored_for_others(tables)
     made: dict[tuple[ir.Value, str], ir.Value] = {}
     for node in tables:
@@ -391,11 +392,11 @@ def _write_packed(pen: _Pen, packed: _Packed) -> ir.Value:
 
 def restore_lookups(model: ir.Model) -> None:
     """Write what :func:`write_lookups` wrote as DequantizeLinear and Gather again, when the model is read."""
-    found = [node for node in model.graph.all_nodes() if _KEPT in node.metadata_props]
+    found = [node for node in all_nodes(model.graph) if _KEPT in node.metadata_props]
     if not found:
         return
     builder, outputs = Builder(model), Outputs(model)
-    tables = {str(node.outputs[0].name): node.outputs[0] for node in model.graph.all_nodes() if _is_table(node)}
+    tables = {str(node.outputs[0].name): node.outputs[0] for node in all_nodes(model.graph) if _is_table(node)}
     for node in found:
         _restore(builder, outputs, node, tables)
 

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from bitwright.errors import ExportError, close_matches
+from bitwright.export.files.onnx_file import all_graphs, all_nodes
 
 STATES = "bitwright.states"  # key of the metadata of a Scan that is a recurrent layer
 
@@ -42,9 +43,9 @@ class Names:
         self._values: set[str] = set()
         self._nodes: set[str] = set()
         self._next: dict[tuple[int, str], int] = {}
-        for graph in model.graphs():
+        for graph in all_graphs(model.graph):
             self._values.update(v.name for v in (*graph.inputs, *graph.initializers.values()) if v.name)
-        for node in model.graph.all_nodes():
+        for node in all_nodes(model.graph):
             self._nodes.add(node.name or "")
             self._values.update(v.name for v in node.outputs if v.name)
 
@@ -72,7 +73,7 @@ class Outputs:
 
     def __init__(self, model: ir.Model) -> None:
         self._slots: dict[ir.Value, list[tuple[ir.Graph, int]]] = {}
-        for graph in model.graphs():
+        for graph in all_graphs(model.graph):
             for i, value in enumerate(graph.outputs):
                 self._slots.setdefault(value, []).append((graph, i))
 
@@ -110,7 +111,7 @@ def site_of(node: ir.Node) -> str:
 
 def site_nodes(model: ir.Model) -> list[ir.Node]:
     """Every marker in execution order, bodies of If, Loop and Scan included."""
-    return [node for node in model.graph.all_nodes() if is_site(node)]
+    return [node for node in all_nodes(model.graph) if is_site(node)]
 
 
 def site_names(model: ir.Model) -> list[str]:
@@ -125,9 +126,9 @@ def copy_model(model: ir.Model) -> ir.Model:
     the tensor that the caller's model shares.
     """
     copy = model.clone()
-    if any(is_site(node) for function in copy.functions.values() for node in function.all_nodes()):
+    if any(is_site(node) for function in copy.functions.values() for node in all_nodes(function)):
         copy = InlinePass()(copy).model
-    for node in copy.graph.all_nodes():
+    for node in all_nodes(copy.graph):
         for value in node.outputs:
             value.const_value = None
     return copy
@@ -236,7 +237,7 @@ def _is_read(value: ir.Value) -> bool:
 
 def close(model: ir.Model) -> None:
     """Drop the markers' domain from the opset imports."""
-    for graph in model.graphs():
+    for graph in all_graphs(model.graph):
         graph.opset_imports.pop(DOMAIN, None)
 
 

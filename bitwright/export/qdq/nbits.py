@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import METADATA, Builder, before
 from bitwright.export.qdq.markers import Outputs
 
@@ -177,7 +178,7 @@ def _array(node: ir.Node, port: int) -> Array | None:
 
 def restore_nbits(model: ir.Model) -> None:
     """Write every MatMulNBits of an export as DequantizeLinear and MatMul again, when the model is read."""
-    found = [n for n in model.graph.all_nodes() if n.op_type == OP_TYPE and _KEPT in n.metadata_props]
+    found = [n for n in all_nodes(model.graph) if n.op_type == OP_TYPE and _KEPT in n.metadata_props]
     builder = Builder(model) if found else None
     outputs = Outputs(model) if found else None
     for node in found:

@@ -24,6 +24,7 @@ import onnx_ir as ir
 
 from bitwright.core.graph.operators import TRAITS
 from bitwright.errors import ConfigError, close_matches
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import Builder, after, before, read_metadata
 from bitwright.export.qdq.markers import Outputs, bypass
 
@@ -52,7 +53,7 @@ def float_products(model: ir.Model) -> list[ir.Node]:
     """
     return [
         node
-        for node in model.graph.all_nodes()
+        for node in all_nodes(model.graph)
         if node.op_type in ("MatMul", "Gemm")
         and not node.domain
         and _stored_matrix(node.inputs[1])
@@ -120,7 +121,7 @@ def show(builder: Builder, values: Iterable[ir.Value]) -> dict[ir.Value, ir.Valu
         Value -> the output that shows it: the value itself, or a copy.
     """
     graph = builder.graph
-    there, turned = set(graph.outputs), any(map(_is_transpose, graph.all_nodes()))
+    there, turned = set(graph.outputs), any(map(_is_transpose, all_nodes(graph)))
     shown = {value: value for value in values}
     added = [value for value in shown if value not in there and not value.is_graph_input()]
     shapes: dict[int, ir.Value] = {}
@@ -199,7 +200,7 @@ def _reaches_quantizer(node: ir.Node) -> bool:
 
 def join_again(model: ir.Model) -> None:
     """Take out what :func:`keep_apart` and :func:`guard_outputs` put in, when a model that it wrote is read."""
-    apart = [node for node in model.graph.all_nodes() if _APART in node.metadata_props]
+    apart = [node for node in all_nodes(model.graph) if _APART in node.metadata_props]
     outputs = Outputs(model) if apart else None
     for node in apart:
         shape = node.inputs[1]

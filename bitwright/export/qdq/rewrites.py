@@ -23,6 +23,7 @@ import onnx_ir as ir
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import Builder, after, before, note_metadata, read_metadata
 from bitwright.export.qdq.markers import is_site, move_uses, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.trace import is_fused, is_narrow
@@ -37,7 +38,7 @@ def measure_codes(model: ir.Model) -> None:
     Args:
         model: changed in place; computes the same. Codes of other types than of 8 and 16 bits stay unread.
     """
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.op_type not in ("Shape", "Size") or node.domain or node.inputs[0] is None:
             continue
         made_by = node.inputs[0].producer()
@@ -153,12 +154,12 @@ def close_scans(builder: Builder, model: ir.Model) -> None:
         builder: of ``model``, for names.
         model: changed in place; computes the same. Time and memory are linear in what is copied.
     """
-    for node in [node for node in model.graph.all_nodes() if node.op_type == "Scan" and not node.domain]:
+    for node in [node for node in all_nodes(model.graph) if node.op_type == "Scan" and not node.domain]:
         _close(node.attributes["body"].as_graph(), builder)
 
 
 def _close(body: ir.Graph, builder: Builder) -> None:
-    inside = set(body.all_nodes())
+    inside = set(all_nodes(body))
     leading = {value: nodes for value in _captured(body, inside) if (nodes := _leading_to(value)) is not None}
     made = dict.fromkeys(node for nodes in leading.values() for node in nodes)
     copies: dict[ir.Value, ir.Value] = {}
@@ -179,7 +180,7 @@ def _close(body: ir.Graph, builder: Builder) -> None:
 def _captured(body: ir.Graph, inside: set[ir.Node]) -> list[ir.Value]:
     """What nodes of ``body`` read from the graphs around it, in their order."""
     own = {value for graph in (body, *body.subgraphs()) for value in (*graph.inputs, *graph.initializers.values())}
-    read = dict.fromkeys(value for node in body.all_nodes() for value in node.inputs if value is not None)
+    read = dict.fromkeys(value for node in all_nodes(body) for value in node.inputs if value is not None)
     return [value for value in read if value not in own and value.producer() not in inside]
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerToken
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import Builder, before
 from bitwright.export.qdq.markers import remove_unread
 from bitwright.export.qdq.nbits import is_plain, packed_weight, replace_product
@@ -44,7 +45,7 @@ def write_run_time_products(
     """
     moved: dict[ir.Value, ir.Value] = {}  # result of a product -> that of what took its place
     left = []
-    for node in tuple(model.graph.all_nodes()):
+    for node in tuple(all_nodes(model.graph)):
         given = node.inputs[0] if node.op_type in ("MatMul", "Gemm") and not node.domain else None
         if given is None or given not in chosen:
             continue

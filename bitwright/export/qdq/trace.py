@@ -22,6 +22,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.numerics.integer_sums import bias_entries
 from bitwright.errors import close_matches
+from bitwright.export.files.onnx_file import all_graphs, all_nodes
 from bitwright.export.qdq.forms import Pair
 from bitwright.export.qdq.markers import bypass, is_site, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.stored import transpose_encoding
@@ -44,7 +45,7 @@ def find_constants(model: ir.Model, also: Iterable[ir.Value | None] = ()) -> dic
     """
     known = _stored(model)
     constant = set(known)
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         tensor = _held_by(node)
         if tensor is not None:
             known[node.outputs[0]] = tensor
@@ -62,7 +63,7 @@ def _stored(model: ir.Model) -> dict[ir.Value, ir.TensorProtocol]:
     """Initializers that cannot be overridden."""
     return {
         value: value.const_value
-        for graph in model.graphs()
+        for graph in all_graphs(model.graph)
         for value in graph.initializers.values()
         if value.const_value is not None and not value.is_graph_input()
     }
@@ -137,7 +138,7 @@ Known = Callable[[ir.Value], NDArray[Any] | None]
 
 def pads_of_convolutions(model: ir.Model) -> list[ir.Node]:
     """Every Pad whose readers are all convolutions that state how much they pad."""
-    return [node for node in model.graph.all_nodes() if _is_pad(node) and _read_by_convolutions(node.outputs[0])]
+    return [node for node in all_nodes(model.graph) if _is_pad(node) and _read_by_convolutions(node.outputs[0])]
 
 
 def absorb_padding(pads: list[ir.Node], known: Known) -> None:
@@ -280,7 +281,7 @@ def _settle_constants(w: Writing) -> None:
     pads = pads_of_convolutions(w.model)
     also = [value for node in pads for value in node.inputs[1:]]
     if w.bias == "int32":  # no marker is needed
-        also += [value for node in w.model.graph.all_nodes() for value in _bias_values(node)]
+        also += [value for node in all_nodes(w.model.graph) for value in _bias_values(node)]
     w.constants = find_constants(w.model, also)
     absorb_padding(pads, w.array)
 
@@ -313,7 +314,7 @@ def _bias_values(node: ir.Node) -> list[ir.Value]:
 
 def _follow(w: Writing) -> None:
     """Follow grids through operators that move data, and weights through transpositions, in one pass."""
-    for node in w.model.graph.all_nodes():
+    for node in all_nodes(w.model.graph):
         source = node.inputs[0] if node.inputs else None
         if source is None:
             continue
@@ -386,7 +387,7 @@ def _layers_in_float(w: Writing) -> Iterator[ir.Node]:
 
     Not so a convolution between two grids, of whatever width: ONNX Runtime quantizes a float weight there by itself (1.31).
     """
-    nodes = tuple(w.model.graph.all_nodes())
+    nodes = tuple(all_nodes(w.model.graph))
     rounded = _rounded(w, nodes)
     for node in nodes:
         if node.domain or node.op_type not in _ARRANGES:

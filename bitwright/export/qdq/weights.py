@@ -24,7 +24,7 @@ from bitwright.core.numerics.integer_sums import (
     quantize_bias,
     underivable,
 )
-from bitwright.export.files.onnx_file import let_go
+from bitwright.export.files.onnx_file import all_nodes, let_go
 from bitwright.export.qdq.forms import before
 from bitwright.export.qdq.markers import bypass, is_site, remove_unread, site_of
 from bitwright.export.qdq.stored import Stored, folded, in_whole_blocks, store_constant, transpose_encoding, unsigned
@@ -70,7 +70,7 @@ class _Bias:
 
 def write_biases(w: Writing) -> None:
     """Raise weight scales where a bias asks for it, then write each bias on the grid that follows."""
-    found = [bias for node in w.model.graph.all_nodes() for bias in _biases_of(w, node)]
+    found = [bias for node in all_nodes(w.model.graph) for bias in _biases_of(w, node)]
     for bias in found:
         site, seen = bias.weight.site, _weight_encoding(w, bias)
         floored = floor_weight_scale(seen, bias.input, bias.array, bias.name)

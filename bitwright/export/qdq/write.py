@@ -28,6 +28,7 @@ import onnx_ir as ir
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, largest_code
 from bitwright.errors import ConfigError, close_matches
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import METADATA, Pair, note_metadata, write_activation, write_follower
 from bitwright.export.qdq.lookups import write_lookups
 from bitwright.export.qdq.markers import bypass, close, copy_model, remove_unread, site_nodes, site_of
@@ -127,7 +128,7 @@ def _run(w: Writing) -> QdqResult:
     if w.target.pools_floats:
         round_after_pools(w)
     if w.target.runtime == "onnxruntime":
-        fill_softmax(w.builder, w.model.graph.all_nodes())
+        fill_softmax(w.builder, all_nodes(w.model.graph))
     if w.bias != "float":
         write_biases(w)
     for node in site_nodes(w.model):
@@ -135,7 +136,7 @@ def _run(w: Writing) -> QdqResult:
         write(w, node, site_of(node))
     _write_followers(w)
     _write_products(w)
-    guard_outputs(w.builder, w.model.graph.all_nodes())
+    guard_outputs(w.builder, all_nodes(w.model.graph))
     _tidy(w)
     write_nbits(w.builder, w.narrow_products)
     if w.target.gathers_codes:
@@ -179,7 +180,7 @@ def _write_activation(w: Writing, node: ir.Node, site: str) -> None:
 def _write_followers(w: Writing) -> None:
     """Pairs of the same grid after operators that move data: integer runtimes then see through them."""
     own = w.builder.own
-    for node in tuple(w.model.graph.all_nodes()):
+    for node in tuple(all_nodes(w.model.graph)):
         pair: Pair | None = None if node in own else carried(w, node, w.pairs)
         if pair is None:
             continue

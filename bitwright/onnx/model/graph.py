@@ -30,7 +30,7 @@ import onnx_ir as ir
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.operators import OPS, TRAITS, is_neutral, op_row
 from bitwright.core.graph.recurrence import CELLS, RETURNS, inner_values
-from bitwright.export.files.onnx_file import is_tensor
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, is_tensor
 from bitwright.export.recurrent import layer_activations, unknown_activation
 
 UNKNOWN = -1  # an axis whose length depends on the input
@@ -279,10 +279,10 @@ class _Reader:
     def read(self) -> GraphView:
         graph = self.model.graph
         self.opset = max(self.model.opset_imports.get(domain, 0) for domain in _STANDARD)
-        self.names = {str(node.name) for node in graph.all_nodes()}
+        self.names = {str(node.name) for node in all_nodes(graph)}
         for value in graph.inputs:
             self._add(value, "input")
-        for g in self.model.graphs():
+        for g in all_graphs(self.model.graph):
             for value in g.initializers.values():
                 self._add(value, "param")
                 self.constants[value] = (str(value.name),)
@@ -445,7 +445,7 @@ class _Reader:
     @cached_property
     def _taken(self) -> set[str]:
         """Names of values; only recurrent layers need to know."""
-        return {str(v.name) for graph in self.model.graphs() for node in graph for v in node.outputs}
+        return {str(v.name) for graph in all_graphs(self.model.graph) for node in graph for v in node.outputs}
 
     def _guess(self, op_type: str, inputs: list[str | None]) -> tuple[tuple[int, ...] | None, str]:
         """Shape and type of outputs that shape inference did not reach, after operators it does not know."""
@@ -473,6 +473,8 @@ def _free(base: str, taken: set[str]) -> str:
 def _bodies(node: ir.Node) -> list[ir.Graph]:
     """The graphs inside a node; of an If the branch that is taken first."""
     found: list[ir.Graph] = []
+    if not graphs_of(node):
+        return found
     for name in ("then_branch", "else_branch", *node.attributes):
         attribute = node.attributes.get(name)
         if attribute is None or attribute.is_ref():

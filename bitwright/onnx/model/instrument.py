@@ -18,6 +18,7 @@ from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
 from bitwright.core.numerics import statistics
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import Builder, Place, after, before
 from bitwright.onnx.model.data import Feeds
 from bitwright.onnx.model.finite import Magnitude
@@ -201,7 +202,7 @@ class Instrument:
         self.builder = Builder(model)
         self._owners = {
             graph: node
-            for node in model.graph.all_nodes()
+            for node in all_nodes(model.graph)
             for attribute in node.attributes.values()
             if attribute.type == ir.AttributeType.GRAPH
             for graph in (attribute.as_graph(),)

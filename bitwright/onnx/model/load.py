@@ -37,6 +37,8 @@ from bitwright.core.graph.operators import is_neutral
 from bitwright.errors import ModelError, first_few
 from bitwright.export.files.atomic import settle, temporary_room
 from bitwright.export.files.onnx_file import (
+    all_graphs,
+    all_nodes,
     checked_on_failure,
     from_proto,
     has_map,
@@ -184,7 +186,7 @@ def _deserialize(proto: onnx.ModelProto, site: str, folder: Path | None) -> ir.M
     if folder is not None:
         _detach(model)
         ir.external_data.set_base_dir(model.graph, folder)
-        for graph in model.graphs():
+        for graph in all_graphs(model.graph):
             ir.external_data.set_base_dir(graph, folder)
     return model
 
@@ -261,7 +263,7 @@ def _private(model: object) -> ir.Model:
     for value, tensor in weights(copy):
         if tensor.dtype != ir.DataType.STRING:
             value.const_value = own_tensor(tensor)
-    for node in copy.graph.all_nodes():
+    for node in all_nodes(copy.graph):
         _own_attributes(node)
         for value in node.outputs:
             value.const_value = None
@@ -319,7 +321,7 @@ def _check_opset(model: ir.Model, site: str) -> int:
 
 def stamp_opset(model: ir.Model, opset: int) -> None:
     """Give ``model`` another number for the version of the standard operators; nothing is converted."""
-    for imports in (model.opset_imports, *(graph.opset_imports for graph in model.graphs())):
+    for imports in (model.opset_imports, *(graph.opset_imports for graph in all_graphs(model.graph))):
         for domain in _STANDARD:
             if domain in imports:
                 imports[domain] = opset
@@ -344,7 +346,7 @@ def _check_interface(model: ir.Model, site: str) -> None:
 
 def _foreign_domains(model: ir.Model) -> Iterator[str]:
     found: dict[str, dict[str, None]] = {}
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.domain not in _KNOWN_DOMAINS:
             found.setdefault(node.domain, {})[node.op_type] = None
     for domain, types in found.items():
@@ -360,7 +362,7 @@ def _foreign_domains(model: ir.Model) -> Iterator[str]:
 def _drop_initializers_from_inputs(model: ir.Model, notes: list[str]) -> None:
     dropped = [str(value.name) for value in model.graph.inputs if value.is_initializer()]
     model.ir_version = max(model.ir_version or 0, _LEAST_IR)
-    for graph in chain(model.graphs(), *(function.subgraphs() for function in model.functions.values())):
+    for graph in chain(all_graphs(model.graph), *(function.subgraphs() for function in model.functions.values())):
         inputs = list(graph.inputs)
         graph.inputs.clear()
         graph.inputs.extend(value for value in inputs if not value.is_initializer())
@@ -406,13 +408,13 @@ def _name_uniquely(model: ir.Model, notes: list[str]) -> None:
 
 def _name_values(model: ir.Model) -> None:
     taken = _main_names(model, model.graph.name or "model")
-    bodies = [graph for graph in model.graphs() if graph is not model.graph]
+    bodies = [graph for graph in all_graphs(model.graph) if graph is not model.graph]
     for value in chain.from_iterable(map(_values_of, bodies)):
         value.name = _free(value.name or "value", taken)
     for value in _values_of(model.graph):
         if not value.name:
             value.name = _free("value", taken)
-    for node in chain.from_iterable(model.graphs()):
+    for node in chain.from_iterable(all_graphs(model.graph)):
         for value in node.outputs:
             if not value.name and value.uses():
                 value.name = _free(f"{node.name or node.op_type}_output", taken)
@@ -446,12 +448,12 @@ def _free(base: str, taken: dict[str, int]) -> str:
 
 
 def _nodes(model: ir.Model) -> Iterable[ir.Node]:
-    return model.graph.all_nodes()
+    return all_nodes(model.graph)
 
 
 def _order(model: ir.Model, site: str, notes: list[str]) -> None:
     """Put nodes after what they read; refuse what nothing makes, and circles."""
-    place = {node: i for graph in model.graphs() for i, node in enumerate(graph)}
+    place = {node: i for graph in all_graphs(model.graph) for i, node in enumerate(graph)}
     unsorted: dict[ir.Graph, None] = {}
     for node in _nodes(model):
         for maker in _makers(node, site):
@@ -553,8 +555,8 @@ def infer_shapes(model: ir.Model) -> set[str]:
         if isinstance(graph, onnx.GraphProto)
         for info in (*graph.value_info, *graph.output)
     }
-    inputs = chain.from_iterable(graph.inputs for graph in model.graphs() if graph is not model.graph)
-    made = chain.from_iterable(node.outputs for node in chain.from_iterable(model.graphs()))
+    inputs = chain.from_iterable(graph.inputs for graph in all_graphs(model.graph) if graph is not model.graph)
+    made = chain.from_iterable(node.outputs for node in chain.from_iterable(all_graphs(model.graph)))
     for value in chain(inputs, made):
         info = known.get(value.name or "")
         value.shape = None if value.name in wrong else value.shape

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ModelError, close_matches, first_few
-from bitwright.export.files.onnx_file import from_proto
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, from_proto
 from bitwright.export.qdq.markers import Names
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs, random_array
 from bitwright.onnx.model.load import Loaded, load_model, stamp_opset
@@ -90,7 +90,7 @@ def modernize(loaded: Loaded, dummy_input: Any = None) -> Loaded:
 
 
 def _standard_operators(model: ir.Model) -> set[str]:
-    return {node.op_type for node in model.graph.all_nodes() if node.domain in ("", "ai.onnx")}
+    return {node.op_type for node in all_nodes(model.graph) if node.domain in ("", "ai.onnx")}
 
 
 def _convert(loaded: Loaded) -> tuple[Loaded, list[str]]:
@@ -138,7 +138,7 @@ def _convert(loaded: Loaded) -> tuple[Loaded, list[str]]:
 
 def _refuse_unknown(model: ir.Model, opset: int, site: str) -> None:
     """Refuse operators that the standard does not have, which the converter answers with its own source line."""
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         known_here = onnx.defs.has(node.op_type, max(opset, TAKEN_IN.get(node.op_type, 0)))
         if node.domain in ("", "ai.onnx") and not known_here:
             known = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
@@ -153,7 +153,7 @@ def _refuse_unknown(model: ir.Model, opset: int, site: str) -> None:
 def _spread_groups(model: ir.Model, site: str) -> None:
     """GroupNormalization takes scale and bias per channel from opset 21 on, per group before; the converter forgets it."""
     names: Names | None = None
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.op_type != "GroupNormalization" or node.domain not in ("", "ai.onnx"):
             continue
         shape = None if node.inputs[0] is None else node.inputs[0].shape
@@ -212,12 +212,12 @@ def _park_nodes(model: ir.Model, opset: int) -> dict[str, list[float] | None]:
     found: dict[str, list[float] | None] = {}
     if opset > 10:
         return found
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.domain in ("", "ai.onnx") and node.op_type in ("Upsample", "Resize", *TAKEN_IN):
             scales = node.attributes.get("scales")
             found[str(node.name)] = None if scales is None else list(scales.as_floats())
             node.domain = _PARKED
-    for graph in model.graphs():
+    for graph in all_graphs(model.graph):
         if found:
             graph.opset_imports[_PARKED] = 1
     return found
@@ -225,7 +225,7 @@ def _park_nodes(model: ir.Model, opset: int) -> dict[str, list[float] | None]:
 
 def _unpark_nodes(model: ir.Model, parked: dict[str, list[float] | None]) -> None:
     """Write what was hidden as the Resize that does the same: pixel ``i`` lies at ``i / scale``."""
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.domain != _PARKED:
             continue
         if node.op_type in TAKEN_IN:

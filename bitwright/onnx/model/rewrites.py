@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ModelError, first_few
+from bitwright.export.files.onnx_file import all_graphs, all_nodes
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.export.recurrent import (
     INITIAL_C,
@@ -83,7 +84,7 @@ def split_directions(model: ir.Model) -> list[str]:
     """
     found = [
         node
-        for node in model.graph.all_nodes()
+        for node in all_nodes(model.graph)
         if is_layer(node)
         and node.attributes.get_string("direction", "forward") == "bidirectional"
         and unknown_activation(node.op_type, plain_attributes(node)) is None
@@ -211,7 +212,7 @@ def drop_unchanged_states(model: ir.Model) -> list[str]:
     opset = max(model.opset_imports.get(domain, 0) for domain in _STANDARD)
     found = [
         node
-        for node in model.graph.all_nodes()
+        for node in all_nodes(model.graph)
         if node.domain in _STANDARD and (node.op_type == "Loop" or (node.op_type == "Scan" and opset >= 9))
     ]
     if not found:
@@ -419,7 +420,7 @@ def rewrite_dropped(model: ir.Model, opset: int) -> list[str]:
         model: of an opset below 10, where Slice has attributes; at later ones none of them exists any more.
         opset: of its standard operators.
     """
-    nodes = [n for n in model.graph.all_nodes() if n.op_type in _LEGACY_REWRITES and n.domain in _STANDARD]
+    nodes = [n for n in all_nodes(model.graph) if n.op_type in _LEGACY_REWRITES and n.domain in _STANDARD]
     if not nodes or opset >= 10:
         return []
     names = Names(model)
@@ -434,7 +435,7 @@ def take_place(model: ir.Model, node: ir.Node, made: ir.Value) -> None:
     """Let ``made`` be what ``node`` made, under its name."""
     old = node.outputs[0]
     move_uses(old, made)
-    for graph in model.graphs():
+    for graph in all_graphs(model.graph):
         for i, value in enumerate(graph.outputs):
             if value is old:
                 graph.outputs[i] = made
@@ -453,7 +454,7 @@ def part_training_norms(model: ir.Model, opset: int, site: str) -> list[str]:
     if opset >= _TRAINING_OPSET:
         return []
     found = []
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.op_type != "BatchNormalization" or node.domain not in _STANDARD or len(node.outputs) == 1:
             continue
         if any(value.uses() or value.is_graph_output() for value in node.outputs[3:]):
@@ -473,14 +474,14 @@ def part_training_norms(model: ir.Model, opset: int, site: str) -> list[str]:
 def train_norms(model: ir.Model, names: Sequence[str]) -> None:
     """Tell the converted batch norms of these names by attribute what the number of their outputs told before."""
     wanted = set(names)
-    for node in model.graph.all_nodes() if wanted else ():
+    for node in all_nodes(model.graph) if wanted else ():
         if node.op_type == "BatchNormalization" and node.name in wanted:
             node.attributes.add(ir.AttrInt64("training_mode", 1))
 
 
 def drop_ignored_biases(model: ir.Model) -> None:
     """Let every Gemm with a ``beta`` of 0, as JAX's exporter writes products, read no bias; ``model`` is changed in place."""
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         standard = node.op_type == "Gemm" and node.domain in _STANDARD
         if standard and node.attributes.get_float("beta", 1.0) == 0:
             biases = [value for value in node.inputs[2:] if value is not None and value.is_initializer()]
@@ -510,7 +511,7 @@ def undo_optimizations(model: ir.Model, opset: int, clone: Callable[[ir.Model], 
     Raises:
         ModelError: an operator has a form that is not known, or the result computes something else.
     """
-    found = [node for node in model.graph.all_nodes() if _is_undone(node)]
+    found = [node for node in all_nodes(model.graph) if _is_undone(node)]
     if not found:
         return []
     kinds = sorted({f"{node.domain}::{node.op_type}" for node in found})
@@ -521,7 +522,7 @@ def undo_optimizations(model: ir.Model, opset: int, clone: Callable[[ir.Model], 
     for node in sorted(found, key=lambda node: node.op_type in ("ReorderInput", "ReorderOutput")):
         _OPTIMIZED_REWRITES.get((node.domain, node.op_type), _rename)(site, node)
     if blocked:
-        for graph in model.graphs():
+        for graph in all_graphs(model.graph):
             graph.opset_imports.pop(_BLOCKED, None)
         assert before is not None
         _compare(before, model)
@@ -691,7 +692,7 @@ class _Channels:
     def of(cls, model: ir.Model) -> _Channels:
         found = cls()
         sure: list[tuple[ir.Value, int]] = []
-        for node in model.graph.all_nodes():
+        for node in all_nodes(model.graph):
             sure.extend(found._visit(node))
         for value, count in sure:
             found.told[found._root(value)] = count

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
 from bitwright.export.files.atomic import no_room, temporary_room
-from bitwright.export.files.onnx_file import write_elements
+from bitwright.export.files.onnx_file import all_graphs, write_elements
 from bitwright.runtimes.onnxruntime import CPU, FLOAT_KERNELS, new_session, refusals, session_options
 
 Order = Literal["fast", "frugal", "written"]
@@ -309,7 +309,7 @@ def weight_bytes(model: ir.Model) -> int:
 
 def weights(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
     """Every initializer that has elements, with them."""
-    for graph in model.graphs():
+    for graph in all_graphs(model.graph):
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield value, value.const_value

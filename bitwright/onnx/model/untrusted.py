@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from bitwright.core.files import open_regular, too_large
 from bitwright.errors import ModelError
+from bitwright.export.files.onnx_file import all_graphs, all_nodes
 
 _STANDARD = ("", "ai.onnx")
 _MODEL_GRAPH = 7 << 3 | 2  # tag of a field in onnx.proto
@@ -312,7 +313,7 @@ def check_nodes(model: ir.Model, opset: int) -> None:
         ModelError: one has not; names the node. ONNX Runtime loads none of these.
     """
     schemas: dict[str, onnx.defs.OpSchema | None] = {}
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.domain not in _STANDARD:
             continue
         if node.op_type not in schemas:
@@ -382,11 +383,11 @@ def check_external_data(model: ir.Model, path: Path | None) -> None:
         ModelError: a file is missing, lies elsewhere or is too short; names the tensor.
     """
     files = _DataFiles(path)
-    for graph in model.graphs():
+    for graph in all_graphs(model.graph):
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = files.checked(value.const_value, str(value.name))
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         for name, tensor in tensor_attributes(node):
             if isinstance(tensor, ir.ExternalTensor):
                 found = files.checked(tensor, f"{node.name or node.op_type}, attribute {name}")

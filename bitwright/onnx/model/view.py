@@ -25,7 +25,7 @@ from bitwright.core.simulation.float_model import (
     carry_out,
 )
 from bitwright.errors import ModelError, checks_arguments, close_matches
-from bitwright.export.files.onnx_file import is_tensor
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, is_tensor
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.graph import GraphView, build_graph
@@ -452,7 +452,7 @@ class OnnxView:
 
     def tidy(self) -> None:
         """Take out ``Identity`` nodes and initializers that nothing reads; edits cannot be undone after it."""
-        graphs, outputs = list(self.model.graphs()), Outputs(self.model)
+        graphs, outputs = list(all_graphs(self.model.graph)), Outputs(self.model)
         for graph in graphs:
             for node in list(graph):
                 if node.op_type == "Identity" and not node.domain:
@@ -508,8 +508,8 @@ def _capture_session(
 
 
 def _values_by_name(model: ir.Model) -> dict[str, ir.Value]:
-    held = {str(v.name): v for g in model.graphs() for v in (*g.inputs, *g.initializers.values())}
-    held.update((str(v.name), v) for node in model.graph.all_nodes() for v in node.outputs if v.name)
+    held = {str(v.name): v for g in all_graphs(model.graph) for v in (*g.inputs, *g.initializers.values())}
+    held.update((str(v.name), v) for node in all_nodes(model.graph) for v in node.outputs if v.name)
     return held
 
 

@@ -54,6 +54,7 @@ from bitwright.core.numerics import statistics
 from bitwright.core.simulation.calibration import BatchGate, Observer, refuse_empty
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import BitwrightError, CalibrationError
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs
 from bitwright.onnx.model.finite import finite_proofs
 from bitwright.onnx.model.instrument import Instrument, Tap, is_reducible, itemsize, static_bytes
@@ -466,7 +467,7 @@ class Calibrator(Observer):
         self._summed = [i for i, tap in enumerate(self._reduced) if tap.total is not None]
         totals = [tap.total for tap in self._reduced if tap.total is not None]
         self._joined = self._instrument.join([*zip(*(tap.scalars for tap in self._reduced), strict=True), totals])
-        place = {value: i for i, node in enumerate(model.graph.all_nodes()) for value in node.outputs}
+        place = {value: i for i, node in enumerate(all_nodes(model.graph)) for value in node.outputs}
         # as the model runs: what a proof rests on comes before it
         self._in_order = sorted(range(len(self._reduced)), key=lambda i: place.get(self._reduced[i].value, -1))
         self._bounds = _Bounds.of(len(self._reduced))

@@ -27,7 +27,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.integer_sums import fake_quantize_bias
 from bitwright.core.placement.plan import SitePlan
 from bitwright.export.files.atomic import temporary_room
-from bitwright.export.files.onnx_file import let_go
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, let_go
 from bitwright.export.qdq.forms import Builder, write_activation
 from bitwright.export.qdq.markers import (
     ATTRIBUTE,
@@ -140,9 +140,9 @@ def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
         node_of: operator -> its node in ``model``.
     """
     copy = copy_model(model)
-    nodes = {node.name: node for node in copy.graph.all_nodes()}
+    nodes = {node.name: node for node in all_nodes(copy.graph)}
     made = chain.from_iterable(node.outputs for node in nodes.values())
-    given = chain.from_iterable(graph.inputs for graph in copy.graphs())
+    given = chain.from_iterable(graph.inputs for graph in all_graphs(copy.graph))
     values = {value.name: value for value in chain(made, given)}
     names, outputs = Names(copy), Outputs(copy)
     inner: dict[ir.Node, list[str]] = {}
@@ -160,7 +160,7 @@ def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
         if node in inner or _is_batch_first(node):
             node.domain = DOMAIN
             node.attributes.add(ir.AttrStrings(INNER_SITES, inner.get(node, [])))
-    for graph in copy.graphs():
+    for graph in all_graphs(copy.graph):
         graph.opset_imports[DOMAIN] = 1
     return copy
 
@@ -271,7 +271,7 @@ def simulation_model(
         bypass(node, builder.outputs)
     for source in dict.fromkeys(source for source, _ in folded):
         remove_unread(source)
-    guard_outputs(builder, copy.graph.all_nodes())
+    guard_outputs(builder, all_nodes(copy.graph))
     close(copy)
     return simulation if file is None else _kept_in_file(simulation, file)
 

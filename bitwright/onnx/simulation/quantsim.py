@@ -58,7 +58,7 @@ from bitwright.export.artefacts import (
 )
 from bitwright.export.encodings.of_simulation import SimulationFiles
 from bitwright.export.files.atomic import check_destination
-from bitwright.export.files.onnx_file import checked_on_failure, is_tensor, let_go
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, checked_on_failure, is_tensor, let_go
 from bitwright.export.qdq.forms import Builder, after, before, write_activation
 from bitwright.export.qdq.markers import (
     STATES,
@@ -303,7 +303,7 @@ class _Inputs:
                 write_activation(builder, node, encoding, unsigned(encoding), site)
         for source in replaced:
             remove_unread(source)
-        guard_outputs(builder, copy.graph.all_nodes())
+        guard_outputs(builder, all_nodes(copy.graph))
         close(copy)
         return copy
 
@@ -737,7 +737,7 @@ class QuantizationSimModel(SimulationFiles):
 
     def _nodes(self) -> dict[str, ir.Node]:
         """Operator -> its node in the marked model."""
-        return {str(node.name): node for node in self.marked.graph.all_nodes() if not is_site(node)}
+        return {str(node.name): node for node in all_nodes(self.marked.graph) if not is_site(node)}
 
     def _repairable(self) -> dict[str, str | None]:
         """An operator cannot be repaired if nothing reads its results, or they are in another type."""
@@ -908,7 +908,7 @@ class QuantizationSimModel(SimulationFiles):
         try:
             return self._captured(names, checked, bodies=True)
         except refusals() as error:
-            if all(graph is self.marked.graph for graph in self.marked.graphs()):
+            if all(graph is self.marked.graph for graph in all_graphs(self.marked.graph)):
                 raise
             logger.warning("what bodies make cannot be brought out of them: %s", first_line(error))
             return self._captured(names, checked, bodies=False)

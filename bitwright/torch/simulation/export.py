@@ -39,6 +39,7 @@ from bitwright.export.artefacts import (
 )
 from bitwright.export.encodings.records import GATED, to_onnx_order
 from bitwright.export.files.atomic import Spool, Spooled, check_destination
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
 from bitwright.export.qdq.products import ProductForm
@@ -72,7 +73,7 @@ def forget_origins(model: ir.Model) -> None:
     """Drop what the exporter notes about where a node came from: source lines, and paths on this machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         node.metadata_props.clear()
         for value in node.outputs:
             value.metadata_props.clear()
@@ -97,7 +98,7 @@ def rename_io(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) ->
     assert len(ends) == len(wanted), (len(ends), len(wanted))
     for i, value in enumerate(ends):
         value.name = f"__end_{i}"  # out of each other's way first
-    inner = [v for node in model.graph.all_nodes() for v in node.outputs if v.name]
+    inner = [v for node in all_nodes(model.graph) for v in node.outputs if v.name]
     inner += model.graph.initializers.values()
     reserved = set(wanted)
     taken = {str(v.name) for v in inner} | reserved
@@ -538,7 +539,7 @@ def _name_batch(model: ir.Model) -> None:
 
 def _replace_dims(model: ir.Model, new: Callable[[str | None], int | str | None]) -> None:
     """Give every axis of a symbolic length the length, or name, that ``new`` has for it."""
-    values = [*model.graph.inputs, *(v for node in model.graph.all_nodes() for v in node.outputs)]
+    values = [*model.graph.inputs, *(v for node in all_nodes(model.graph) for v in node.outputs)]
     for value in values:
         if value.shape is None or not any(isinstance(dim, ir.SymbolicDim) for dim in value.shape):
             continue
@@ -620,7 +621,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 def _computed_sites(model: ir.Model) -> set[str]:
     """The sites whose values the file computes."""
-    noted = (read_metadata(node) for node in model.graph.all_nodes())
+    noted = (read_metadata(node) for node in all_nodes(model.graph))
     activations = (facts for facts in noted if facts and facts["role"] == "activation")
     return {site for facts in activations for site, _ in facts["places"]}
 
