@@ -30,7 +30,7 @@ import onnx_ir as ir
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.operators import OPS, TRAITS, is_neutral, op_row
 from bitwright.core.graph.recurrence import CELLS, RETURNS, inner_values
-from bitwright.export.files.onnx_file import all_graphs, all_nodes, is_tensor
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, graphs_of, is_tensor
 from bitwright.export.recurrent import layer_activations, unknown_activation
 
 UNKNOWN = -1  # an axis whose length depends on the input

@@ -22,7 +22,7 @@ import bitwright
 from bitwright.compare.runtime import Edit, Otherwise, computed_otherwise
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.manifest import Fingerprint, fingerprint, read_manifest, write_manifest
-from bitwright.export.files.onnx_file import save_in_one_file, save_model
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, save_in_one_file, save_model
 
 W = np.random.default_rng(0).standard_normal((160, 160)).astype(np.float32)
 
@@ -307,3 +307,20 @@ def test_nothing_runs_where_all_outputs_are_near() -> None:
     assert (
         computed_otherwise(model_of_quotients(None), [("y", 61.0)], FEEDS, lambda _: next(edits()), "openvino") is None
     )
+
+
+def nested(depth: int) -> onnx.GraphProto:
+    """An If in both branches of an If, and so on; every second node has no bodies."""
+    inner = {"then_branch": nested(depth - 1), "else_branch": nested(depth - 1)} if depth else {}
+    nodes = [helper.make_node("If", ["c"], [f"i{depth}"], **inner)] if depth else []
+    nodes += [helper.make_node("Identity", ["c"], [f"o{depth}"], name=f"last {depth}")]
+    made = helper.make_tensor_value_info(f"o{depth}", TensorProto.BOOL, [])
+    return helper.make_graph(nodes, f"g{depth}", [], [made])
+
+
+def test_walks_come_to_nodes_and_graphs_as_those_of_onnx_ir_do():
+    graph = nested(3)
+    graph.input.append(helper.make_tensor_value_info("c", TensorProto.BOOL, []))
+    read = ir.from_proto(helper.make_model(graph))
+    assert list(all_nodes(read.graph)) == list(read.graph.all_nodes()) and len(list(all_nodes(read.graph))) > 20
+    assert all_graphs(read.graph) == list(read.graphs())
