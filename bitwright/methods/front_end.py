@@ -26,8 +26,10 @@ class Opened(ABC):
 
     Attributes:
         view: how algorithms read and change it.
+        reopens: what was given stays as it is until :meth:`give_back`, so that it can be opened again.
     """
 
+    reopens = False
     view: Any  # a FloatModel; both front ends have more
 
     @abstractmethod
@@ -35,8 +37,14 @@ class Opened(ABC):
         """What the model computes differently on its example input since it was opened; ``None`` for nothing."""
 
     @abstractmethod
-    def fold(self, progress: bool) -> FoldReport:
-        """Fold batch norms for good; ``view`` shows the folded model then."""
+    def fold(self, progress: bool, unchecked: bool = False) -> FoldReport:
+        """Fold batch norms for good; ``view`` shows the folded model then.
+
+        Args:
+            progress: show a bar.
+            unchecked: whoever asks compares the outputs later, and opens the model again where they differ. Each fold is
+                checked by itself all the same.
+        """
 
     def finish(self, report: Reversible) -> None:
         """Write a change into what the caller gave; where that cannot be undone, ``report`` says so by being kept."""

@@ -16,7 +16,7 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import AddBias, Array, Edit, sqnr
 from bitwright.errors import ConfigError, ModelError
-from bitwright.export.files.onnx_file import all_nodes, restore_types, save_model
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, restore_types, save_model
 from bitwright.export.qdq.markers import Names, move_uses
 from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_batch_norms
 from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened
@@ -27,7 +27,7 @@ from bitwright.onnx.model.instrument import Instrument
 from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.opset import modernize
 from bitwright.onnx.model.session import Providers, open_session, run_session
-from bitwright.onnx.model.view import OnnxView, Undo, measure_shapes, run_measured, tensor_names
+from bitwright.onnx.model.view import OnnxView, Undo, measure_shapes, run_measured, tensor_names, values_by_name
 from bitwright.onnx.simulation.marked_model import simulation_model
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.structure import OnnxStructure
@@ -87,6 +87,11 @@ class _FoldingView(OnnxView):
 
         return run
 
+    def _run(self, node: ir.Node, feeds: dict[str, Array]) -> Array:
+        """As of :class:`OnnxView`; convolutions and batch norms in numpy: of a few places, in less time than a session opens."""
+        found = _in_numpy(node, list(feeds.values())) if list(feeds) == [f"i{i}" for i in range(len(feeds))] else None
+        return super()._run(node, feeds) if found is None else found
+
     def _add_behind(self, node: ir.Node, op: str) -> ir.Node | None:
         if self._adds[op] is None and op not in self._inserted:
             return None
@@ -113,6 +118,51 @@ class _FoldingView(OnnxView):
             del self._inserted[edit.op]
 
         return restore
+
+
+#: multiplications up to which numpy is asked
+_SMALL = 1 << 24
+
+
+def _in_numpy(node: ir.Node, inputs: Sequence[Array]) -> Array | None:
+    """What a convolution or a batch norm in inference computes in float32; ``None`` for other operators, and for large ones."""
+    if node.domain not in ("", "ai.onnx") or any(x.dtype != np.float32 for x in inputs):
+        return None
+    attrs = {a.name: a.value for a in node.attributes.values() if not a.is_ref()}
+    if node.op_type == "BatchNormalization" and not attrs.get("training_mode") and attrs.get("spatial", 1):
+        return _normalized(np.float32(attrs.get("epsilon", 1e-5)), *inputs)
+    if node.op_type == "Conv" and attrs.get("auto_pad", "NOTSET") == "NOTSET":
+        return _convolved(attrs, *inputs)
+    return None
+
+
+def _normalized(epsilon: np.float32, x: Array, scale: Array, bias: Array, mean: Array, var: Array) -> Array:
+    """A batch norm in inference."""
+    shape = (-1, *(1,) * (x.ndim - 2))
+    factor = scale / np.sqrt(var + epsilon)
+    found: Array = (x - mean.reshape(shape)) * factor.reshape(shape) + bias.reshape(shape)
+    return found
+
+
+def _convolved(attrs: Mapping[str, Any], x: Array, weight: Array, bias: Array | None = None) -> Array | None:
+    """A convolution, one place of the kernel after the other; ``None`` where that would take long."""
+    group, n = int(attrs.get("group", 1)), weight.ndim - 2
+    pads = attrs.get("pads") or [0] * 2 * n
+    x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:n], pads[n:], strict=True)])
+    steps, spread = attrs.get("strides") or [1] * n, attrs.get("dilations") or [1] * n
+    reach = [d * (k - 1) + 1 for d, k in zip(spread, weight.shape[2:], strict=True)]
+    count = [(length - r) // s + 1 for length, r, s in zip(x.shape[2:], reach, steps, strict=True)]
+    if min(count) < 1 or weight.size * len(x) * int(np.prod(count)) > _SMALL:
+        return None
+    parts = weight.reshape(group, weight.shape[0] // group, weight.shape[1], -1)
+    total = np.zeros((len(x), group, parts.shape[1], int(np.prod(count))), np.float32)
+    for i, place in enumerate(np.ndindex(*weight.shape[2:])):
+        begins = [d * k for d, k in zip(spread, place, strict=True)]
+        window = tuple(slice(b, b + s * (c - 1) + 1, s) for b, s, c in zip(begins, steps, count, strict=True))
+        seen = x[(slice(None), slice(None), *window)].reshape(len(x), group, parts.shape[2], -1)
+        total += parts[..., i] * seen if parts.shape[2] == 1 else np.matmul(parts[..., i], seen)
+    result: Array = total.reshape(len(x), weight.shape[0], *count)
+    return result if bias is None else result + bias.reshape(-1, *(1,) * n)
 
 
 def _computed_beside_norms(graph: Graph) -> Iterator[str]:
@@ -291,16 +341,33 @@ _LEAST_AGREEMENT = 60.0  # dB between the outputs before and after: beyond it on
 _LEAST_IN_HALF = 30.0
 
 
+def _stated_shapes(model: ir.Model) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of all values, where the inputs fix them and inference has followed them all; ``None`` where a run has to tell."""
+    held = values_by_name(model)
+    if len(all_graphs(model.graph)) > 1 or any(node.domain not in ("", "ai.onnx") for node in model.graph):
+        return None
+    shapes = {name: held[name].shape for name in tensor_names(model)}
+    found = {name: tuple(n for n in shape if isinstance(n, int)) for name, shape in shapes.items() if shape is not None}
+    whole = all(shape is not None and len(found[name]) == len(shape) for name, shape in shapes.items())
+    return found if whole else None
+
+
 class OnnxOpened(Opened):
     """A model of this front end."""
 
     def __init__(self, model: Model, dummy_input: Any, function: str, providers: Providers | None) -> None:
         self._given, self._providers = model, providers
+        self.reopens = not isinstance(model, Loaded)
         self.loaded = _loaded(model, function)
         specs = input_specs(self.loaded.model)
         self.example = next(random_feeds(specs)) if dummy_input is None else as_feeds(dummy_input, specs, "dummy_input")
         self._folds_without_check = dummy_input is None
-        self._shapes, outputs = run_measured(self.loaded.model, self.example, self._providers)
+        shapes = _stated_shapes(self.loaded.model)
+        if shapes is None:
+            self._shapes, outputs = run_measured(self.loaded.model, self.example, self._providers)
+        else:
+            self._shapes = shapes
+            outputs = run_session(open_session(self.loaded.model, self._providers), self.example, "the model")
         self._untold = frozenset(tensor_names(self.loaded.model)) - self._shapes.keys()  # of branches not taken
         self._before = [arrays_of(output) for output in outputs]
         self.view = self._view()
@@ -317,9 +384,9 @@ class OnnxOpened(Opened):
         """What is different on the example input; ``None`` when only rounding is."""
         return what_changed(self.view, self.example, self._before)
 
-    def fold(self, progress: bool) -> FoldReport:
-        """Fold batch norms; the view shows the folded model then."""
-        known = None if self._folds_without_check else (self._shapes, self._before)
+    def fold(self, progress: bool, unchecked: bool = False) -> FoldReport:
+        """As the base class says."""
+        known = None if self._folds_without_check or unchecked else (self._shapes, self._before)
         report = _folded(self.loaded, known and self.example, self._providers, progress, known)
         self.view = self._view()
         return report

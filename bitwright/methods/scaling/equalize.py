@@ -555,16 +555,40 @@ def equalize_model(
     """
     opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "equalize_model", providers)
     known = folds.moments if isinstance(folds, FoldReport) else folds or {}
+    options: dict[str, Any] = {"data": data, "absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
+    if data is None and opened.reopens:  # data could be run once only
+        try:
+            moments = {**known, **opened.fold(progress, unchecked=True).moments}
+            return equalize_opened(opened, moments, progress, strict=True, **options)
+        except _DiffersError:  # by a fold or by a factor: each is looked at by itself
+            opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "equalize_model", providers)
     moments = {**known, **opened.fold(progress).moments}
-    return equalize_opened(opened, moments, progress, data=data, absorb_bias=absorb_bias, keep_bounds=keep_bounds)
+    return equalize_opened(opened, moments, progress, **options)
+
+
+class _DiffersError(Exception):
+    """The outputs of the folded and equalized model are not those of the original."""
 
 
 def equalize_opened(
-    opened: Opened, moments: Mapping[str, tuple[Array, Array]] | None, progress: bool, **options: Any
+    opened: Opened,
+    moments: Mapping[str, tuple[Array, Array]] | None,
+    progress: bool,
+    *,
+    strict: bool = False,
+    **options: Any,
 ) -> EqualizeReport:
-    """:func:`equalize` of a model that is open, with its ``options``."""
-    report = equalize(
-        opened.view, opened.changed, statistics=moments, bar=partial(progress_bar, enabled=progress), **options
-    )
+    """:func:`equalize` of a model that is open, with its ``options``; ``strict`` raises where the outputs change."""
+    asked: list[str | None] = []
+
+    def check() -> str | None:
+        asked.append(problem := opened.changed())
+        if strict and problem is not None:
+            raise _DiffersError(problem)
+        return problem
+
+    report = equalize(opened.view, check, statistics=moments, bar=partial(progress_bar, enabled=progress), **options)
+    if strict and not asked:
+        check()
     opened.finish(report)
     return report

@@ -180,8 +180,12 @@ class OnnxView:
                 if value.dtype is not None and value.dtype.is_floating_point():
                     array = array.astype(value.dtype.numpy(), copy=False)
                 feeds[f"i{port}"] = np.ascontiguousarray(array)
-        (result, *_) = run_session(self._single(node), feeds, str(node.name))
-        return _wide(result)
+        return _wide(self._run(node, feeds))
+
+    def _run(self, node: ir.Node, feeds: dict[str, Array]) -> Array:
+        """The first output of an operator, of inputs by port: ``i0``, ``i1``, ..."""
+        result: Array = run_session(self._single(node), feeds, str(node.name))[0]
+        return result
 
     def _constant(self, value: ir.Value) -> Array:
         """What a static value holds; values computed from initializers are computed once and kept."""
@@ -487,7 +491,7 @@ def _capture_session(
 ) -> tuple[Any, list[int | None]]:
     """A session that returns ``values``, and how many axes loops put in front of each; ``None`` in the main graph."""
     copy = model.clone()
-    held = _values_by_name(copy)
+    held = values_by_name(copy)
     instrument = Instrument(copy)
     outputs, leading = [], []
     for name in values:
@@ -507,7 +511,8 @@ def _capture_session(
     return open_session(copy, providers), leading
 
 
-def _values_by_name(model: ir.Model) -> dict[str, ir.Value]:
+def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
+    """Every value of a model and of its bodies, initializers included."""
     held = {str(v.name): v for g in all_graphs(model.graph) for v in (*g.inputs, *g.initializers.values())}
     held.update((str(v.name), v) for node in all_nodes(model.graph) for v in node.outputs if v.name)
     return held
@@ -542,7 +547,7 @@ def run_measured(
     copy = model.clone()
     instrument = Instrument(copy)
     asked: list[tuple[str, ir.Value, int | None]] = []
-    held = _values_by_name(copy)
+    held = values_by_name(copy)
     for name in list(tensor_names(copy)):
         value, graph = held[name], held[name].graph
         assert graph is not None
@@ -567,7 +572,7 @@ def run_measured(
 
 def tensor_names(model: ir.Model) -> Iterator[str]:
     """Names of everything that :func:`measure_shapes` can tell a shape of."""
-    for name, value in _values_by_name(model).items():
+    for name, value in values_by_name(model).items():
         if value.graph is not None and not value.is_initializer() and is_tensor(value):
             yield name
 

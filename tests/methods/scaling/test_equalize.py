@@ -6,6 +6,7 @@ import copy
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime
 import pytest
 import torch
@@ -20,6 +21,7 @@ from bitwright.errors import ConfigError, ModelError
 from bitwright.methods.layers import Group, Layers, find_groups, sift
 from bitwright.methods.scaling.channel_noise import LEAST, MARGIN, within_bounds
 from bitwright.methods.scaling.equalize import absorbed_bias, converged_factors, equalize, equalizing_factors
+from bitwright.onnx.opened import OnnxOpened
 from bitwright.torch import TorchView, equalize_model
 from bitwright.torch.view import ChannelClamp
 from tests.support.cost import steps
@@ -512,3 +514,58 @@ def test_the_default_recipe_leaves_models_with_an_attention_alone_and_says_so():
     assert note.endswith("left alone, as the model has an attention")
     report = bitwright.torch.equalize_model(Attending().eval(), dummy_input=batches[0], progress=False)
     assert len(report.groups) == 1, "by itself it is equalized"
+
+
+def norms_onnx():
+    """Convolutions with batch norms between them as an ONNX model of fixed shapes."""
+    rng = np.random.default_rng(0)
+    held = {"w0": (8, 3, 3, 3), "w1": (8, 1, 3, 3), "w2": (4, 8, 1, 1)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in held.items()}
+    nodes, value = [], "x"
+    for i, (group, channels) in enumerate(((1, 8), (8, 8), (1, 4))):
+        arrays |= {
+            f"{k}{i}": rng.uniform(0.1, 3, channels).astype(np.float32) for k in ("scale", "bias", "mean", "var")
+        }
+        pads = [1, 1, 1, 1] if i < 2 else [0] * 4
+        nodes.append(
+            onnx.helper.make_node("Conv", [value, f"w{i}"], [f"c{i}"], name=f"conv{i}", group=group, pads=pads)
+        )
+        norm = [f"c{i}", *(f"{k}{i}" for k in ("scale", "bias", "mean", "var"))]
+        nodes.append(onnx.helper.make_node("BatchNormalization", norm, [f"n{i}"], name=f"norm{i}"))
+        nodes.append(onnx.helper.make_node("Relu", [f"n{i}"], [f"r{i}"], name=f"relu{i}"))
+        value = f"r{i}"
+    given, made = (
+        onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, s)
+        for n, s in (("x", [1, 3, 6, 6]), ("r2", [1, 4, 6, 6]))
+    )
+    weights = [onnx.numpy_helper.from_array(a, n) for n, a in arrays.items()]
+    graph = onnx.helper.make_graph(nodes, "g", [given], [made], weights)
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_a_model_that_changes_is_opened_again_and_looked_at_step_by_step(monkeypatch):
+    """Folds and factors are compared with the original together; where that fails each is checked as if it were alone."""
+    feeds = {"x": np.random.default_rng(1).standard_normal((1, 3, 6, 6)).astype(np.float32)}
+    together, apart, loaded = norms_onnx(), norms_onnx(), bitwright.onnx.load_model(norms_onnx())
+    assert len(bitwright.onnx.equalize_model(together, feeds, progress=False).groups) == 2
+    asked, changed = [], OnnxOpened.changed
+    monkeypatch.setattr(
+        OnnxOpened, "changed", lambda self: asked.append(1) or ("no" if len(asked) == 1 else changed(self))
+    )
+    assert len(bitwright.onnx.equalize_model(apart, feeds, progress=False).groups) == 2
+    assert len(asked) == 2
+    bitwright.onnx.equalize_model(loaded, feeds, progress=False)  # changed as it is, so that it is not opened again
+    before = onnxruntime.InferenceSession(norms_onnx().SerializeToString()).run(None, feeds)[0]
+    for model in (together, apart, onnx_ir.to_proto(loaded.model)):
+        assert not any(node.op_type == "BatchNormalization" for node in model.graph.node)
+        after = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)[0]
+        np.testing.assert_allclose(after, before, rtol=1e-3, atol=1e-4 * np.abs(before).max())
+
+
+def test_a_model_without_groups_is_compared_after_its_folds(monkeypatch):
+    monkeypatch.setattr("bitwright.methods.scaling.equalize.equalizable", lambda *args, **kwargs: ([], []))
+    asked, changed = [], OnnxOpened.changed
+    monkeypatch.setattr(OnnxOpened, "changed", lambda self: asked.append(1) or changed(self))
+    feeds = {"x": np.ones((1, 3, 6, 6), np.float32)}
+    assert not bitwright.onnx.equalize_model(norms_onnx(), feeds, progress=False).groups
+    assert len(asked) == 1
