@@ -397,6 +397,18 @@ def test_help_loads_no_framework():
     assert process.stdout.strip() == "set()", process.stderr
 
 
+def test_show_of_a_file_loads_what_reads_it(exported):
+    """onnx_ir brings sympy, which takes longer to import than all else together."""
+    files = [str(path) for path in Path(exported).glob("*.onnx")]
+    code = (
+        "import sys; from pathlib import Path; from bitwright.export.contents import contents; "
+        f"tables = [contents(Path(path)) for path in {files!r}]; assert len(tables) > 1; "
+        "print({'onnx_ir', 'sympy', 'torch', 'bitwright.core.simulation.simulation'} & sys.modules.keys())"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert process.stdout.strip() == "set()", process.stderr
+
+
 # -- doctor
 
 

@@ -10,27 +10,23 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.files import read_document
-from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, phrase
-from bitwright.core.numerics.serialize import encoding_from_json, spec_from_json
 from bitwright.errors import EncodingsError, ExportError
-from bitwright.export.encodings.of_simulation import SavedSites, read_sites
-from bitwright.export.encodings.read import read_encodings
 from bitwright.export.files.atomic import read_error
-from bitwright.export.files.manifest import read_manifest, read_origin
-from bitwright.export.files.onnx_file import all_nodes
-from bitwright.export.litert.convert import METADATA
-from bitwright.export.litert.flat import IDENTIFIER, schema
-from bitwright.export.qdq.forms import read_metadata
-from bitwright.export.qdq.lookups import restore_lookups
+from bitwright.export.files.manifest import origin_in, read_manifest, read_message, read_origin
 from bitwright.export.samples import find_export
+
+if TYPE_CHECKING:  # each reader imports what it needs: a table of a small file is there before the rest would be
+    import onnx
+
+    from bitwright.core.numerics.encoding import Encoding
+    from bitwright.export.encodings.of_simulation import SavedSites
 
 Array = NDArray[Any]
 Cells = tuple[str, ...]
@@ -42,6 +38,8 @@ _STORED = _TENSOR[:-1]  # of files that hold codes: scales, and no range
 _CHECKPOINT = "checkpoint.json"
 _FLAT = ".tflite"
 _MAX_BYTES = 2 << 30
+#: keys of metadata of nodes, as ``qdq.forms`` and ``qdq.lookups`` have them, whose imports take longer than a small file
+_NOTED, _KEPT = "bitwright", "bitwright.table"
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,17 @@ def contents(path: Path, prefix: str | None = None) -> list[Table]:
 
 
 def _folder(path: Path, prefix: str | None) -> list[Table]:
+    from bitwright.export.encodings.of_simulation import read_sites
+
     stem = find_export(path, prefix)
     saved = read_sites(path / f"{stem}_sites.json")
     return [*_origin(read_origin(path / f"{stem}.onnx")), *_sites(saved, f"Sites of {stem}")]
+
+
+def _sites_file(path: Path) -> list[Table]:
+    from bitwright.export.encodings.of_simulation import read_sites
+
+    return list(_sites(read_sites(path), path.name))
 
 
 def _sites(saved: SavedSites, title: str) -> Iterator[Table]:
@@ -102,6 +108,8 @@ def _sites(saved: SavedSites, title: str) -> Iterator[Table]:
 
 
 def _checkpoint(folder: Path) -> list[Table]:
+    from bitwright.core.numerics.serialize import encoding_from_json, spec_from_json
+
     manifest = read_manifest(folder / _CHECKPOINT, check=True)
     path, remedy = folder / "quantizers.json", "save the checkpoint again, or restore the file"
     state = read_document(path, EncodingsError, remedy=remedy, max_bytes=_MAX_BYTES, unreadable=read_error)
@@ -129,6 +137,8 @@ def _checkpoint(folder: Path) -> list[Table]:
 
 
 def _encodings(path: Path) -> list[Table]:
+    from bitwright.export.encodings.read import read_encodings
+
     file = read_encodings(path)
     rows = tuple((r.name, r.kind, *_cells(r.encoding)) for r in file.records)
     return [Table(f"{path.name}, version {file.version}", _TENSOR, rows)]
@@ -154,42 +164,94 @@ def _refused(path: Path) -> list[Table]:
 
 
 def _onnx(path: Path) -> list[Table]:
-    told = read_origin(path)
-    model = ir.load(path)
-    restore_lookups(model)
-    rows = tuple(_dequantized(node) for node in all_nodes(model.graph) if node.op_type == "DequantizeLinear")
+    proto = read_message(path)
+    told = origin_in(proto)
+    if any(prop.key == _KEPT for node in _nodes(proto.graph) for prop in node.metadata_props):
+        import onnx_ir as ir
+
+        from bitwright.export.qdq.lookups import restore_lookups
+
+        model = ir.from_proto(proto)
+        restore_lookups(model)
+        proto = ir.to_proto(model)
+    graphs = list(_graphs(proto.graph))
+    held = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
+    types = {value.name: value.type.tensor_type.elem_type for graph in graphs for value in graph.value_info}
+    types |= {value.name: value.type.tensor_type.elem_type for graph in graphs for value in graph.input}
+    types |= {name: tensor.data_type for name, tensor in held.items()}
+    found = (node for node in _nodes(proto.graph) if node.op_type == "DequantizeLinear")
+    rows = tuple(_dequantized(node, held, types, path.parent) for node in found)
     return [*_origin(told), Table(f"Quantized tensors of {path.name}", _STORED, rows)]
 
 
-def _dequantized(node: ir.Node) -> Cells:
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Every node, one with bodies before the nodes of these."""
+    waiting = [iter(graph.node)]
+    while waiting:
+        for node in waiting[-1]:
+            yield node
+            if bodies := [body for attribute in node.attribute for body in _bodies(attribute)]:
+                waiting.extend(iter(body.node) for body in reversed(bodies))
+                break
+        else:
+            waiting.pop()
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for node in _nodes(graph):
+        for attribute in node.attribute:
+            yield from _bodies(attribute)
+
+
+def _bodies(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
+    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+
+
+def _dequantized(
+    node: onnx.NodeProto, held: Mapping[str, onnx.TensorProto], types: Mapping[str, int], folder: Path
+) -> Cells:
     """A tensor that a DequantizeLinear makes of codes: a constant, or what a QuantizeLinear rounded."""
-    facts = read_metadata(node) or {"places": (), "role": None, "format": None}
-    name = str(facts["places"][0][0] if facts["places"] else node.outputs[0].name)
-    codes = node.inputs[0]
-    stored = codes is not None and codes.const_value is not None
-    kind = str(facts["role"] or ("constant" if stored else "activation"))
-    scale, zero = (_array(node, port) for port in (1, 2))
-    form = str(facts.get("format") or _type_of(codes, zero))
+    from onnx import TensorProto, numpy_helper
+
+    inputs = [*node.input, "", ""][:3]
+    scale, zero = (numpy_helper.to_array(held[name], str(folder)) if name in held else None for name in inputs[1:])
+    place, role, form = _facts(node)
+    name, kind = place or node.output[0], role or ("constant" if inputs[0] in held else "activation")
+    if not form and types.get(inputs[0]):
+        form = TensorProto.DataType.Name(types[inputs[0]]).lower()
+    form = form or ("codes" if zero is None else zero.dtype.name)
     if scale is None:
         return name, kind, form, "", "computed", ""
-    block, axis = (node.attributes.get_int(key, default) for key, default in (("block_size", 0), ("axis", 1)))
-    shared = phrase(_granularity(scale.size, axis, block if scale.ndim > 1 else 0))
+    numbers = {attribute.name: attribute.i for attribute in node.attribute}
+    shared = phrase(_granularity(scale.size, numbers.get("axis", 1), numbers.get("block_size", 0) * (scale.ndim > 1)))
     zeros = np.zeros(1) if zero is None else zero.astype(np.float64)
     return name, kind, form, shared, _span(scale), _span(zeros)
 
 
-def _type_of(codes: ir.Value | None, zero_point: Array | None) -> str:
-    if codes is not None and codes.dtype is not None:
-        return codes.dtype.name.lower()
-    return "codes" if zero_point is None else zero_point.dtype.name
+def _facts(node: onnx.NodeProto) -> tuple[str, str, str]:
+    """First place, role and format that an export noted on a node; empty where it did not.
 
+    Raises:
+        ExportError: what it noted was changed since.
+    """
+    text = next((prop.value for prop in node.metadata_props if prop.key == _NOTED), None)
+    if text is None:
+        return "", "", ""
+    try:
+        facts = json.loads(text)
+        places = [(str(site), int(run)) for site, run in facts["places"]]
+        return places[0][0] if places else "", facts.get("role") or "", facts.get("format") or ""
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        from bitwright.export.qdq.forms import damaged_metadata
 
-def _array(node: ir.Node, port: int) -> Array | None:
-    value = node.inputs[port] if len(node.inputs) > port else None
-    return None if value is None or value.const_value is None else value.const_value.numpy()
+        raise damaged_metadata(node) from error
 
 
 def _flat(path: Path) -> list[Table]:
+    from bitwright.export.litert.convert import METADATA
+    from bitwright.export.litert.flat import IDENTIFIER, schema
+
     known, content, remedy = schema(), path.read_bytes(), "export again, or copy the file anew"
     try:
         if content[4:8] != IDENTIFIER:
@@ -223,7 +285,7 @@ def _tensor(tensor: Any, site: str | None, types: Mapping[int, str], buffers: An
 _FILES: tuple[tuple[str, Callable[[Path], list[Table]]], ...] = (
     (".onnx", _onnx),
     (_FLAT, _flat),
-    ("_sites.json", lambda path: list(_sites(read_sites(path), path.name))),
+    ("_sites.json", _sites_file),
     ("_manifest.json", _manifest),
     (_CHECKPOINT, lambda path: _checkpoint(path.parent)),
     (".npz", _refused),

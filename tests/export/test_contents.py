@@ -122,6 +122,15 @@ def test_files_of_other_tools(tmp_path: Path) -> None:
     )
 
 
+def test_a_damaged_note_names_the_operator(folder: Path, tmp_path: Path) -> None:
+    proto = onnx.load(folder / "net.onnx")
+    node = next(node for node in proto.graph.node if node.op_type == "DequantizeLinear")
+    next(prop for prop in node.metadata_props if prop.key == "bitwright").value = '{"places": 3}'
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(ExportError, match=f"{node.name}: what the export wrote on this operator is damaged"):
+        contents(tmp_path / "m.onnx")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "error", "message"),
     [

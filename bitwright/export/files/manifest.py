@@ -16,19 +16,22 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 
 from bitwright import __version__
 from bitwright.core.files import read_document
 from bitwright.core.numerics.arrays import to_numpy
-from bitwright.core.numerics.spec import Preset
-from bitwright.core.simulation.calibration import CalibrationLog
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.atomic import AnyPath, atomic_write, file_error, read_error, settle
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from bitwright.core.numerics.spec import Preset
+    from bitwright.core.simulation.calibration import CalibrationLog
 
 VERSION = 1
 _KINDS: dict[str, type] = {"files": list, "settings": dict, "seeds": dict, "notes": list, "versions": dict}
@@ -358,9 +361,22 @@ def read_origin(path: str | os.PathLike[str]) -> dict[str, str]:
     Raises:
         ExportError: there is no such file, or it is not an ONNX model.
     """
+    return origin_in(read_message(path))
+
+
+def read_message(path: str | os.PathLike[str]) -> onnx.ModelProto:
+    """The ONNX model at ``path``, elements of external tensors left where they are.
+
+    Raises:
+        ExportError: there is no such file, or it is not an ONNX model.
+    """
     try:
-        model = onnx.load(path, load_external_data=False)
+        return onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's own errors are not importable through onnx
         problem = f"it cannot be read as an ONNX model: {error}"
         raise ExportError(os.fspath(path), problem, "export the simulation again, or check the path") from error
+
+
+def origin_in(model: onnx.ModelProto) -> dict[str, str]:
+    """What :func:`write_origin` put into a model."""
     return {prop.key.removeprefix(_PREFIX): prop.value for prop in model.metadata_props if prop.key.startswith(_PREFIX)}

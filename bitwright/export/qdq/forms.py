@@ -33,6 +33,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -194,7 +195,7 @@ def _own_scale(node: ir.Node) -> str | None:
     return None if scale is None else str(scale.name)
 
 
-def damaged_metadata(node: ir.Node) -> ExportError:
+def damaged_metadata(node: ir.Node | onnx.NodeProto) -> ExportError:
     """For what an export wrote on ``node`` and cannot be read any more."""
     return ExportError(
         str(node.name or node.op_type),
