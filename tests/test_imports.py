@@ -30,9 +30,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "lazy": (set(), set()),
     "interrupt": (set(), set()),
     "core": ({"errors", "tables"}, NUMPY),
+    "executors": ({"errors", "core", "tables"}, NUMPY),
     "runtimes": ({"errors", "tables"}, NUMPY | ONNX | {"openvino", "ai_edge_litert"}),
     "export": ({"errors", "core", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
-    "compare": ({"errors", "core", "export", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
+    "compare": ({"errors", "core", "executors", "export", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
     # `front_end` loads the front end of the model that it is given
     "methods": (BELOW - {"recipes"}, NUMPY),
     "recipes": (BELOW | {"report"}, NUMPY),
@@ -59,7 +60,19 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # weights of simulated PyTorch models, and the files of engines
     "llm": (BELOW | {"__version__", "torch"}, NUMPY | FILES_OUT | {"torch", "transformers", "tokenizers"}),
     "cli": (
-        BELOW | {"interrupt", "llm", "torch", "onnx", "analysis", "compression", "precision", "migrate", "report"},
+        BELOW
+        | {
+            "executors",
+            "interrupt",
+            "llm",
+            "torch",
+            "onnx",
+            "analysis",
+            "compression",
+            "precision",
+            "migrate",
+            "report",
+        },
         ANYTHING,
     ),
 }

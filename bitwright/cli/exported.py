@@ -1,4 +1,4 @@
-"""Commands about files: ``verify``, ``benchmark``, ``show``, ``inspect``, ``report`` and ``diff``."""
+"""Commands about files: ``verify``, ``evaluate``, ``benchmark``, ``show``, ``inspect``, ``report`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import typer
 from bitwright.cli.app import NO, answer, command, details, output_option, print_report
 from bitwright.cli.options import (
     Config,
+    Data,
     Export,
     ExportOrModel,
     JsonFile,
     Match,
+    Metric,
     OnnxFile,
     Prefix,
     Preset,
+    Profile,
+    Reading,
     Runtime,
     like,
     write_json,
@@ -51,6 +55,52 @@ def verify(folder: Export, prefix: Prefix = None, runtime: Runtime = "onnxruntim
     print_report(report.to_text(), "bold green" if report.ok else "bold red")
     if not report.ok:
         raise typer.Exit(NO)
+
+
+@command()
+def evaluate(
+    folder: Export,
+    profile: Profile,
+    data: Data,
+    reading: Reading,
+    judged: Metric,
+    prefix: Prefix = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure an exported model as a target computes it, which need not be here.
+
+    Every integer operator is computed by executors that follow the arithmetic of
+    the target: its requantization, its accumulators, its saturation, its tables.
+    Printed are the metric of the float model, of the file, and on the target.
+
+    Without --metric: accuracy with --labels, else agreement with the float model.
+
+    \b
+    Examples:
+      bitwright evaluate exported/ --as cmsis_nn --data test.npz --labels labels.npy
+      bitwright evaluate exported/ --as ort_x64_avx2 --data test.npz --metric agreement
+      bitwright evaluate exported/ --as my_target.toml --data test.npz --metric my:metric
+    """
+    from dataclasses import replace
+
+    from bitwright.compare.sides import open_side
+    from bitwright.compare.target import evaluate_target
+    from bitwright.executors.profile import find_profile
+    from bitwright.export.samples import find_export
+    from bitwright.onnx import load_model
+    from bitwright.onnx.model.data import input_specs
+
+    find_profile(profile)
+    if judged.metric is None:
+        judged = replace(judged, metric="agreement" if judged.labels is None else "accuracy")
+    side = open_side(folder, prefix)
+    batches = list(reading.batches(data, input_specs(side.model)))
+    stem = find_export(folder, prefix)
+    reference = load_model(folder / f"{stem}_float.onnx").model if judged.named() in ("agreement", "kl") else side.model
+    score, _ = judged.of_sessions(reference, lambda: batches)
+    report = evaluate_target(folder, profile, score, prefix)
+    write_json(json_file, report)
+    print_report(report.to_text())
 
 
 @command()

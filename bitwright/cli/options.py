@@ -75,6 +75,12 @@ def _runtimes() -> Rows:
     return [(name, row.suffix, state(row)) for name, row in RUNTIMES.items()]
 
 
+def _profiles() -> Rows:
+    from bitwright.executors.profile import find_profile, profile_names
+
+    return [(name, find_profile(name).target, find_profile(name).about) for name in profile_names()]
+
+
 #: kind of names -> title, head and rows of its table
 NAMES: dict[str, tuple[str, tuple[str, ...], Callable[[], Rows]]] = {
     "presets": ("Presets (--preset, preset=)", ("preset", "weights", "activations"), _presets),
@@ -83,6 +89,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...], Callable[[], Rows]]] = {
     "efforts": ("Efforts, where no recipe is given (--effort, effort=)", ("effort", "does"), _efforts),
     "targets": ("Targets of export (--target, target=)", ("target", "runtime", "for"), _targets),
     "runtimes": ("Runtimes (--runtime, runtime=)", ("runtime", "reads", "installed"), _runtimes),
+    "profiles": ("Profiles of targets (--as, runs_as)", ("profile", "target", "computes as"), _profiles),
     "configs": ("Configurations (--config, config_file=)", ("configuration", "also called"), _configs),
 }
 
@@ -93,7 +100,7 @@ def spec_text(spec: QuantSpec | None) -> str:
 
 
 def names_of(kind: str) -> list[str]:
-    """The names in a table: ``presets``, ``steps``, ``ranges``, ``efforts``, ``targets``, ``runtimes`` or ``configs``."""
+    """The names in a table: a key of :data:`NAMES`."""
     return [row[0] for row in NAMES[kind][2]()]
 
 
@@ -133,6 +140,12 @@ Target = Annotated[
     ),
 ]
 Runtime = Annotated[str, typer.Option(help="onnxruntime, openvino or litert.", autocompletion=named("runtimes"))]
+Profile = Annotated[
+    str,
+    typer.Option(
+        "--as", help="Target: see `bitwright list profiles`, or a .toml file.", autocompletion=named("profiles")
+    ),
+]
 Data = Annotated[
     str,
     data_option(

@@ -403,7 +403,7 @@ def part_of(model: ir.Model, results: Sequence[ir.Value], index: Mapping[ir.Node
             ends[value] = None
         elif node not in nodes and node in index:
             nodes.add(node)
-            stack.extend(_reads(node))
+            stack.extend(reads_of(node))
     view = ir.GraphView(
         [value for value in ends if value.is_graph_input() and value.graph is graph],
         results,
@@ -428,7 +428,7 @@ def graphs_in(node: ir.Node) -> list[ir.Graph]:
     return found
 
 
-def _reads(node: ir.Node) -> Iterator[ir.Value]:
+def reads_of(node: ir.Node) -> Iterator[ir.Value]:
     """What a node reads, and what the graphs nested in it read; their own values among it do no harm."""
     yield from (value for value in node.inputs if value is not None)
     for graph in graphs_in(node):

@@ -12,8 +12,8 @@ to these roundings alone. Source: ``tensorflow/lite/kernels/internal/reference``
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,226 +26,42 @@ from bitwright.compare.reasons import Evidence, measured
 from bitwright.compare.report import OutputRow, Row, VerifyReport
 from bitwright.compare.runtime import run_model
 from bitwright.errors import ExportError
+from bitwright.executors.litert import FLAT_KERNELS
+from bitwright.executors.profile import find_profile
+from bitwright.executors.rounding import rescaling_error, wide_rescaling_error
+from bitwright.executors.tensors import Call, Grid, Tensor
 from bitwright.export.litert.convert import METADATA, to_tflite
-from bitwright.export.litert.flat import (
-    pack,
-    quantize_multiplier,
-    rescaled,
-    rescaled_once,
-    rescaled_wide,
-    rescaling_error,
-    schema,
-    wide_rescaling_error,
-)
+from bitwright.export.litert.flat import pack, schema
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.runtimes.adapters import LitertSession, find_runtime, session_of
 from bitwright.runtimes.onnxruntime import refusals
 
 Array = NDArray[Any]
-_ADD_SHIFT = {np.dtype(np.int8): 20, np.dtype(np.int16): 15}  # bits that sums are computed finer by
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor of a file in one run.
-
-    Attributes:
-        values: codes, or floats.
-        scale: float32; empty of floats, one per channel of some weights.
-        zero_point: of the first scale; others have the same.
-    """
-
-    values: Array
-    scale: Array
-    zero_point: int = 0
-
-    @property
-    def step(self) -> np.float32:
-        """The only scale."""
-        return np.float32(self.scale[0])
-
-    @property
-    def centred(self) -> Array:
-        """Codes from zero on, int64."""
-        return self.values.astype(np.int64) - self.zero_point
-
-
-@dataclass(frozen=True)
-class Call:
-    """One operator in one run.
-
-    Attributes:
-        inputs: ``None`` where one is left out.
-        output: its grid; the values are those that the runtime made.
-        options: fields of the operator's table.
-        once: rescale with one rounding, a half to even, as the simulation does, instead of as the kernel does.
-    """
-
-    inputs: tuple[Tensor | None, ...]
-    output: Tensor
-    options: Any
-    once: bool = False
-
-    def read(self, port: int) -> Tensor:
-        """An input that must be there."""
-        found = self.inputs[port]
-        assert found is not None
-        return found
 
 
 def specified(kind: str, call: Call) -> Array | None:
-    """The codes that the reference kernel of ``kind`` makes; ``None`` where its arithmetic is not told here.
+    """The codes that the reference kernel of ``kind`` makes; ``None`` where its arithmetic is not told.
 
     Args:
         kind: of the operator, as the schema names it.
-        call: what it reads, and the grid that it writes to.
+        call: what it reads, and the grid that it writes to; the variant ``once`` rescales with one rounding, a half to even, as
+            the simulation does.
     """
-    kernel = KERNELS.get(kind)
-    if kernel is None or call.output.values.dtype not in _ADD_SHIFT:
+    variant = find_profile("litert_reference").kernels.get(kind)
+    if variant is None or call.grid.dtype not in _CODES_OF or kind not in RESCALES:
         return None
     if kind != "QUANTIZE" and any(operand is None or not operand.scale.size for operand in call.inputs[:2]):
         return None  # data or a weight in float
-    sums = kernel(call)
-    info = np.iinfo(call.output.values.dtype)
-    low, high = float(info.min), float(info.max)
-    activation = getattr(call.options, "fusedActivationFunction", 0)
-    if activation:
-        bounds = {1: (0.0, np.inf), 2: (-1.0, 1.0), 3: (0.0, 6.0)}[activation]
-        ends = [b if np.isinf(b) else _away(np.float32(b) / call.output.step) for b in bounds]
-        low, high = (max(low, ends[0] + call.output.zero_point), min(high, ends[1] + call.output.zero_point))
-    return np.asarray(np.clip(sums + call.output.zero_point, low, high)).astype(call.output.values.dtype)
+    if call.variant != "once":
+        call = replace(call, variant=variant)
+    return FLAT_KERNELS[kind][call.variant](call)
 
 
-def _away(values: Any) -> Any:
-    """To nearest, a half away from zero, as C's ``round``."""
-    return np.sign(values) * np.floor(np.abs(values) + np.asarray(0.5, np.asarray(values).dtype))
-
-
-def _scaled(call: Call, sums: Array, factor: Any) -> Array:
-    """Sums on the grid of the output; ``factor`` broadcasts against them from the last axis."""
-    wide = call.output.values.dtype == np.int16
-    return _times(call, sums, factor, rescaled_wide if wide else rescaled)
-
-
-def _times(call: Call, sums: Array, factor: Any, rescale: Callable[..., Array] = rescaled) -> Array:
-    """``sums * factor``, rounded by ``rescale``, or once where the call asks for that."""
-    if call.once:
-        return np.rint(sums * np.asarray(factor, np.float64)).astype(np.int64)
-    return rescale(sums, *quantize_multiplier(factor))
-
-
-def _quantize(call: Call) -> Array:
-    source = call.read(0)
-    if not source.scale.size:
-        steps = source.values.astype(np.float32) / call.output.step
-        return np.asarray((np.rint if call.once else _away)(steps)).astype(np.int64)
-    return _times(call, source.centred, np.float64(source.step) / np.float64(call.output.step))
-
-
-def _product(call: Call, sums: Array, rescale: Callable[..., Array] | None = None) -> Array:
-    """Sums of products with a weight, and the bias, on the grid of the output; a factor per output channel."""
-    data, weight = call.read(0), call.read(1)
-    bias = call.inputs[2] if len(call.inputs) > 2 else None
-    sums = sums if bias is None else sums + bias.values.astype(np.int64)
-    factor = np.float64(data.step) * weight.scale.astype(np.float64) / np.float64(call.output.step)
-    return _scaled(call, sums, factor) if rescale is None else _times(call, sums, factor, rescale)
-
-
-def _fully_connected(call: Call) -> Array:
-    data, weight = call.read(0), call.read(1)
-    sums = _exact_product(data.centred.reshape(-1, weight.values.shape[1]), weight.centred.T)
-    if weight.scale.size > 1:
-        return _product(call, sums, rescaled_once).reshape(call.output.values.shape)
-    bias = call.inputs[2] if len(call.inputs) > 2 else None
-    sums = sums if bias is None else sums + bias.values.astype(np.int64)
-    # the kernel multiplies the scales in single precision
-    factor = np.float64(data.step * np.float32(weight.scale[0])) / np.float64(call.output.step)
-    return _scaled(call, sums, factor).reshape(call.output.values.shape)
-
-
-def _exact_product(a: Array, b: Array) -> Array:
-    """A product of integer matrices whose sums stay below 2 ** 53, by the fast float one."""
-    return np.rint(a.astype(np.float64) @ b.astype(np.float64)).astype(np.int64)
-
-
-def _batch_matmul(call: Call) -> Array:
-    a, b = call.read(0), call.read(1)
-    one = a.centred.swapaxes(-1, -2) if call.options.adjX else a.centred
-    other = b.centred.swapaxes(-1, -2) if call.options.adjY else b.centred
-    factor = np.float64(a.step * b.step) / np.float64(call.output.step)
-    return _scaled(call, _exact_product(one, other), factor)
-
-
-def _windows(call: Call) -> Array:
-    """What every position of the filter reads: ``[batch, rows, columns, filter rows, filter columns, channels]``."""
-    data, weight, options = call.read(0), call.read(1), call.options
-    size = weight.values.shape[1:3]
-    stride, dilation = (options.strideH, options.strideW), (options.dilationHFactor, options.dilationWFactor)
-    out = call.output.values.shape[1:3]
-    pads = []
-    for n, k, s, d, o in zip(data.values.shape[1:3], size, stride, dilation, out, strict=True):
-        missing = max((o - 1) * s + (k - 1) * d + 1 - n, 0)
-        pads.append((missing // 2, missing - missing // 2))
-    image = np.pad(data.centred, [(0, 0), *pads, (0, 0)])
-    reach = [(k - 1) * d + 1 for k, d in zip(size, dilation, strict=True)]
-    views = np.lib.stride_tricks.sliding_window_view(image, reach, (1, 2))
-    views = views[:, :: stride[0], :: stride[1], :, :: dilation[0], :: dilation[1]]
-    return views[:, : out[0], : out[1]].transpose(0, 1, 2, 4, 5, 3)
-
-
-def _conv(call: Call) -> Array:
-    windows, weight = _windows(call), call.read(1)
-    groups = windows.shape[-1] // weight.values.shape[-1]
-    parts = zip(np.split(windows, groups, -1), np.split(weight.centred, groups), strict=True)
-    sums = [
-        _exact_product(rows.reshape(*rows.shape[:3], -1), filters.reshape(len(filters), -1).T)
-        for rows, filters in parts
-    ]
-    return _product(call, np.concatenate(sums, -1))
-
-
-def _depthwise(call: Call) -> Array:
-    windows, weight = _windows(call), call.read(1)
-    windows = np.repeat(windows, call.options.depthMultiplier, -1)
-    sums = np.einsum("nhwijc,ijc->nhwc", windows, weight.centred[0])
-    return _product(call, sums)
-
-
-def _mul(call: Call) -> Array:
-    a, b = call.read(0), call.read(1)
-    factor = np.float64(a.step * b.step / call.output.step)  # in single precision, as the kernel
-    return _times(call, a.centred * b.centred, factor)
-
-
-def _sum(sign: int, call: Call) -> Array:
-    a, b = call.read(0), call.read(1)
-    bits = _ADD_SHIFT[call.output.values.dtype]
-    twice = 2 * np.float64(max(a.step, b.step))
-    one, other = (_times(call, t.centred << bits, np.float64(t.step) / twice) for t in (a, b))
-    factor = twice / np.float64(np.float32(1 << bits) * call.output.step)
-    return _times(call, one + sign * other, factor)
-
-
-def _leaky_relu(call: Call) -> Array:
-    source = call.read(0)
-    step = np.float64(source.step) / np.float64(call.output.step)
-    slope = np.float64(np.float32(source.step * np.float32(call.options.alpha))) / np.float64(call.output.step)
-    kept, bent = (_times(call, source.centred, factor) for factor in (step, slope))
-    return np.where(source.centred >= 0, kept, bent)
-
-
-KERNELS: Mapping[str, Callable[[Call], Array]] = {
-    "QUANTIZE": _quantize,
-    "CONV_2D": _conv,
-    "DEPTHWISE_CONV_2D": _depthwise,
-    "FULLY_CONNECTED": _fully_connected,
-    "BATCH_MATMUL": _batch_matmul,
-    "MUL": _mul,
-    "ADD": lambda call: _sum(1, call),
-    "SUB": lambda call: _sum(-1, call),
-    "LEAKY_RELU": _leaky_relu,
-}
-
+#: operators that rescale sums, whose arithmetic is told here and in which a difference is looked for
+RESCALES = frozenset(
+    ("QUANTIZE", "CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "BATCH_MATMUL", "MUL", "ADD", "SUB", "LEAKY_RELU")
+)
+_CODES_OF = (np.dtype(np.int8), np.dtype(np.int16))
 
 # ------------------------------------------------------------------------------------------------------------- bounds
 
@@ -393,6 +209,13 @@ class FlatFile:
             {known.INT8: np.int8, known.INT16: np.int16}[tensor.type],
             tensor.name.decode(),
         )
+
+    def tensor(self, index: int, values: Array) -> Tensor:
+        """``values`` on the grid of a tensor of the file."""
+        grid = self.graph.tensors[index].quantization
+        scale = [] if grid is None or grid.scale is None else grid.scale
+        zero = int(grid.zeroPoint[0]) if len(scale) else 0
+        return Tensor(values, np.asarray(scale, np.float32), zero)
 
     def kernels(self, site: _Site) -> list[str]:
         """Kinds of the operators between the sites before ``site`` and itself, in execution order."""
@@ -580,9 +403,9 @@ class _Specified:
         shares: list[float] = []
         for index in filter(self._makes_codes, operators):
             if index not in self._found:
-                kind, call = self._call(index)
+                kind, call, made = self._call(index)
                 codes = specified(kind, call)
-                self._found[index] = None if codes is None else float((codes == call.output.values).mean())
+                self._found[index] = None if codes is None else float((codes == made).mean())
             share = self._found[index]
             if share is None:
                 return None
@@ -598,18 +421,23 @@ class _Specified:
     def rounded_once(self, site: _Site) -> Array | None:
         """The codes of ``site``, if the operator that makes them rounded once; ``None`` where that cannot be told."""
         index = self._file.makers.get(site.tensor)
-        return specified(*self._call(index, once=True)) if index is not None and self._makes_codes(index) else None
+        if index is None or not self._makes_codes(index):
+            return None
+        kind, call, _ = self._call(index)
+        return specified(kind, replace(call, variant="once"))
 
-    def _call(self, index: int, once: bool = False) -> tuple[str, Call]:
+    def _call(self, index: int) -> tuple[str, Call, Array]:
+        """The kind of an operator, what it reads, and what it made."""
+
         def tensor(index: int) -> Tensor:
-            grid = self._file.graph.tensors[index].quantization
-            scale = [] if grid is None or grid.scale is None else grid.scale
-            zero = int(grid.zeroPoint[0]) if len(scale) else 0
-            return Tensor(self._session.interpreter.get_tensor(index), np.asarray(scale, np.float32), zero)
+            return self._file.tensor(index, self._session.interpreter.get_tensor(index))
 
         op = self._file.graph.operators[index]
         inputs = tuple(None if i < 0 else tensor(int(i)) for i in op.inputs)
-        return self._file.kinds[op.opcodeIndex], Call(inputs, tensor(int(op.outputs[0])), op.builtinOptions, once)
+        made = tensor(int(op.outputs[0]))
+        options = {} if op.builtinOptions is None else vars(op.builtinOptions)
+        call = Call(inputs, Grid(made.values.dtype, made.step, made.zero_point), options, "")
+        return self._file.kinds[op.opcodeIndex], call, made.values
 
 
 # ------------------------------------------------------------------------------------------ parts of a model

@@ -12,6 +12,9 @@ visible effect on the output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -79,21 +82,37 @@ def paired_product(codes: NDArray[np.int64], weight: NDArray[np.int64]) -> NDArr
 
 
 def saturated(codes: NDArray[np.int64], weight: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What saturation takes from ``codes @ weight``, and how many pairs saturate; both ``[N, M]``.
+    """What saturation takes from ``codes @ weight``, and how many pairs saturate; both ``[N, M]``."""
+    return pair_losses(lambda k: codes[:, k], codes.shape[0], weight)
 
-    Only pairs that can saturate are looked at.
+
+def pair_losses(
+    column: Callable[[int], NDArray[Any]], rows: int, weight: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """:func:`saturated` of codes that are given column by column; only those of pairs that can saturate are asked for.
+
+    Args:
+        column: inner index -> the stored codes of every row, ``[N]``.
+        rows: N.
+        weight: stored codes, ``[K, M]``.
     """
-    pairs, given = _paired(weight), _paired(codes.T)
-    lost = np.zeros((codes.shape[0], weight.shape[1]), np.int64)
+    lost = np.zeros((rows, weight.shape[1]), np.int64)
     count = np.zeros_like(lost)
-    bound = largest_pair(weight)
+    pairs, bound = _paired(weight), largest_pair(weight)
     risky = (bound > INT16_MAX) | (bound < INT16_MIN)
+    last = weight.shape[0] - 1
     for index in np.flatnonzero(risky.any(1)):
         columns = np.flatnonzero(risky[index])
-        sums = given[index].T @ pairs[index][:, columns]
-        over = sums - np.clip(sums, INT16_MIN, INT16_MAX)
-        lost[:, columns] += over
-        count[:, columns] += over != 0
+        given = [column(min(2 * int(index) + i, last)).astype(np.float32) for i in range(2)]
+        factors = pairs[index][:, columns].astype(np.float32)
+        reach = np.abs(factors).max(1)
+        at = np.flatnonzero(given[0] * reach[0] + given[1] * reach[1] > INT16_MAX)
+        if at.size:
+            sums = given[0][at, None] * factors[0] + given[1][at, None] * factors[1]
+            over = sums - np.clip(sums, INT16_MIN, INT16_MAX)
+            where = np.ix_(at, columns)
+            lost[where] += over.astype(np.int64)
+            count[where] += over != 0
     return lost, count
 
 

@@ -33,6 +33,7 @@ from bitwright.compare.benchmark import benchmark_sim, measured
 from bitwright.compare.drift import drift_models
 from bitwright.compare.report import DriftReport, VerifyReport
 from bitwright.compare.saturation import SaturationReport, saturation
+from bitwright.compare.target import TargetSession, session_in_memory, target_of
 from bitwright.compare.verify import verify_layers, wrong_kernels
 from bitwright.core.health.diagnosis import Repair
 from bitwright.core.health.report import LIMITS, HealthReport, HealthTable, check_parameters
@@ -1095,6 +1096,33 @@ class QuantizationSimModel(SimulationFiles):
         samples = self._sample(result, checked)
         plain_model = strip_sites(restore_native(self.marked)).model
         return drift_models(a, b, plain_model, result.model, samples)
+
+    def runs_as(
+        self,
+        profile: str | Path,
+        *,
+        bias: BiasForm = "int32",
+        activation: ActivationForm = "unsigned",
+        recurrent: RecurrentForm | None = None,
+        weight_only: ProductForm = "exact",
+        target: str = DEFAULT_TARGET,
+    ) -> TargetSession:
+        """What :meth:`export` would write, as a target computes it that need not be here.
+
+        Args:
+            profile: of the target: a name of `bitwright list profiles`, or the path of a TOML file.
+            bias, activation, recurrent, weight_only, target: as for :meth:`export`; ``target`` is the profile's by default.
+
+        Returns:
+            See :class:`bitwright.compare.target.TargetSession`: ``session.run(None, feeds)``, as a session of ONNX Runtime.
+
+        Raises:
+            CalibrationError, ModelError, ExportError: as :meth:`export`.
+            ConfigError: there is no such profile.
+        """
+        found, row = target_of(profile, target)
+        result = self._as_qdq(row, recurrent, bias=bias, activation=activation, weight_only=weight_only)
+        return session_in_memory(result.model, self.example(), found)
 
     def saturation(
         self,

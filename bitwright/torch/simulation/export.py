@@ -67,6 +67,7 @@ from bitwright.torch.simulation.simulated_module import SimulatedModule
 if TYPE_CHECKING:
     from bitwright.compare.report import DriftReport
     from bitwright.compare.saturation import SaturationReport
+    from bitwright.compare.target import TargetSession
 
 
 def forget_origins(model: ir.Model) -> None:
@@ -732,6 +733,27 @@ def drift_sim(sim: SimulatedModule, a: str, b: str, batch: Any, **options: Any) 
     options["target"] = target_in(options.get("target", DEFAULT_TARGET), a, b)
     result, plain, kept = _in_memory(sim, batch, options)
     return drift_models(a, b, plain, result.model, kept)
+
+
+def run_as(sim: SimulatedModule, profile: Any, batch: Any, **options: Any) -> TargetSession:
+    """Export in memory, and open the file as a target computes it; see :func:`bitwright.compare.target.session_in_memory`.
+
+    Args:
+        sim: calibrated.
+        profile: of the target.
+        batch: an input.
+        options: as for :func:`verify_sim`, without ``runtime`` and shapes.
+
+    Raises: as :func:`export_sim`; ConfigError: there is no such profile or option.
+    """
+    from bitwright.compare.target import session_in_memory, target_of
+
+    _check_options("runs_as", options, _FORMS)
+    found, options["target"] = target_of(profile, options.get("target", DEFAULT_TARGET))
+    marked, _ = _free_batch(sim, batch)
+    sim._simulator.refresh_biases()  # they follow encodings that changed since
+    model = _as_qdq(sim, marked, options)[0].model
+    return session_in_memory(model, _graph_inputs(sim, batch), found)
 
 
 def saturation_count(sim: SimulatedModule, batches: Sequence[Any], **options: Any) -> Callable[[], SaturationReport]:

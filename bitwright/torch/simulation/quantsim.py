@@ -605,6 +605,34 @@ class QuantizationSimModel(SimulatedModule):
         return drift_sim(self, a, b, self.examples[0] if batch is None else batch, **options)
 
     @checks_arguments
+    def runs_as(self, profile: str | Path, batch: Any = None, **options: Any) -> Any:
+        """What :meth:`export` would write, as a target computes it that need not be here.
+
+        Args:
+            profile: of the target: a name of `bitwright list profiles`, or the path of a TOML file.
+            batch: an input of the shape that is to be run; the example by default, with a free batch where the model allows it.
+            options: of :meth:`export` that change the file; ``target`` is the profile's by default.
+
+        Returns:
+            A :class:`~bitwright.compare.target.TargetSession`: ``session.run(None, {"input": array})``, as a session of ONNX
+            Runtime, so that metrics take it. Every integer operator is computed by the executors of the profile.
+
+        Raises:
+            CalibrationError, ConfigError, ExportError: as :meth:`export`; there is no such profile.
+
+        Example:
+            >>> _ = torch.manual_seed(0)
+            >>> sim = QuantizationSimModel(torch.nn.Linear(4, 2), torch.ones(1, 4))
+            >>> sim.compute_encodings([torch.ones(1, 4)])
+            >>> session = sim.runs_as("ort_x64")
+            >>> session.run(None, {session.get_inputs()[0].name: np.ones((3, 4), np.float32)})[0].shape
+            (3, 2)
+        """
+        from bitwright.torch.simulation.export import run_as
+
+        return run_as(self, profile, self.examples[0] if batch is None else batch, **options)
+
+    @checks_arguments
     def saturation(self, batches: Any = None, **options: Any) -> Any:
         """Which layers saturate or overflow in integer kernels, by their weights and on data.
 

@@ -21,7 +21,7 @@ from bitwright.compare.report import VerifyReport
 from bitwright.compare.verify import verify_folder, verify_layers
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError, ExportError
-from bitwright.export.litert.flat import (
+from bitwright.executors.rounding import (
     high_product,
     quantize_multiplier,
     rescaled,

@@ -1,0 +1,420 @@
+"""A file on a target that is not here: its operators on integers by the executors of a profile, the rest by float kernels.
+
+A QDQ model is divided as the target would divide it. An operator whose operands are dequantized codes, and whose result goes to
+one quantizer, is one integer kernel; Relu and Clip between them join it where the profile says so. What is left runs in ONNX
+Runtime, with its quantizers as they stand, in as few sessions as the order of the kernels allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.compare.cut import constant_at, dequantizer, graphs_in, reads_of
+from bitwright.executors.kernels import CODE_KERNELS, product_in_float
+from bitwright.executors.profile import Profile
+from bitwright.executors.tensors import Call, Grid, Tensor
+from bitwright.runtimes.onnxruntime import FLOAT_KERNELS, new_session, session_options
+
+Array = NDArray[Any]
+Feeds = Mapping[str, Array]
+
+_BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
+_SHIFT = 128  # from int8 to uint8
+_JOINS = ("Relu", "Clip")
+_PRODUCTS = ("Conv", "MatMul", "Gemm")
+_FLOAT_RESULTS = ("MatMul", "Gemm")  # products whose kernel returns floats where no quantizer follows
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An operator that the target computes on integers.
+
+    Attributes:
+        node: the operator.
+        quantizer: that its result goes to; ``None`` where the kernel returns floats.
+        joined: Relu and Clip between them.
+        grid: of its codes.
+    """
+
+    node: ir.Node
+    quantizer: ir.Node | None
+    joined: tuple[ir.Node, ...]
+    grid: Grid
+
+    @property
+    def reads(self) -> Iterator[tuple[ir.Value, ir.Node]]:
+        """The codes that it reads, and what would dequantize them."""
+        for value in self.node.inputs:
+            source = dequantizer(value)
+            if source is not None and source.inputs[0] is not None:
+                yield source.inputs[0], source
+
+    @property
+    def made(self) -> str:
+        """The tensor that it writes."""
+        last = self.node if self.quantizer is None else self.quantizer
+        return str(last.outputs[0].name)
+
+
+@dataclass
+class _Segment:
+    """Nodes that float kernels compute in one session, which opens when its inputs are known."""
+
+    nodes: list[ir.Node]
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    session: Any = None
+
+
+class CodeExecutor:
+    """A QDQ model as a target computes it.
+
+    Args:
+        model: as ``to_qdq`` wrote it, or another QDQ model, with 8-bit activations where kernels are to be integer.
+        profile: of the target; it reads ONNX files.
+    """
+
+    def __init__(self, model: ir.Model, profile: Profile) -> None:
+        self.model, self.profile = model, profile
+        self.kernels = list(find_kernels(model, profile))
+        self._constants = {str(v.name): v for v in model.graph.initializers.values()}
+        self._steps = list(self._scheduled())
+
+    def run(
+        self, feeds: Feeds, outputs: Sequence[str] | None = None, seen: Callable[[str, Array], None] | None = None
+    ) -> dict[str, Array]:
+        """Graph outputs by name.
+
+        Args:
+            feeds: by name of graph input.
+            outputs: names of the wanted ones, all by default.
+            seen: called with the tensor that each integer kernel writes, and what it wrote.
+        """
+        values: dict[str, Array] = {str(k): np.asarray(v) for k, v in feeds.items()}
+        left = self._uses()
+        for step in self._steps:
+            if isinstance(step, Kernel):
+                made = self._compute(step, values)
+                if seen is not None:
+                    seen(step.made, made)
+                values[step.made] = made
+                read = [str(codes.name) for codes, _ in step.reads]
+            else:
+                values.update(self._run_segment(step, values))
+                read = step.inputs
+            for name in read:
+                left[name] = left.get(name, 0) - 1
+                if left[name] == 0:
+                    values.pop(name, None)
+        names = [str(v.name) for v in self.model.graph.outputs]
+        return {name: self._value(name, values) for name in names if outputs is None or name in outputs}
+
+    def _uses(self) -> dict[str, int]:
+        """How many steps read each value; graph outputs are never let go."""
+        counts: dict[str, int] = {}
+        for step in self._steps:
+            names = [str(codes.name) for codes, _ in step.reads] if isinstance(step, Kernel) else step.inputs
+            for name in names:
+                counts[name] = counts.get(name, 0) + 1
+        for value in self.model.graph.outputs:
+            counts[str(value.name)] = -1
+        return counts
+
+    def _value(self, name: str, values: Mapping[str, Array]) -> Array:
+        if name in values:
+            return values[name]
+        held = self._constants[name].const_value
+        assert held is not None
+        return held.numpy()
+
+    def _compute(self, kernel: Kernel, values: Mapping[str, Array]) -> Array:
+        node, profile = kernel.node, self.profile
+        inputs: list[Tensor | None] = []
+        for value in node.inputs:
+            source = dequantizer(value)
+            if source is None:
+                inputs.append(None)
+                continue
+            scale, zero = (constant_at(source, port) for port in (1, 2))
+            assert scale is not None and source.inputs[0] is not None
+            codes = self._value(str(source.inputs[0].name), values)
+            inputs.append(Tensor(codes, scale.astype(np.float32), 0 if zero is None else int(zero.reshape(-1)[0])))
+        call = Call(
+            tuple(inputs), kernel.grid, attributes_of(node), profile.kernels[node.op_type], profile.pairs,
+            profile.accumulator, profile.bias == "float32",
+        )  # fmt: skip
+        if not profile.signed and call.read(0).values.dtype == np.int8:
+            call = _unsigned(call, 1 if node.op_type in _PRODUCTS else len(inputs))
+        if kernel.quantizer is None:
+            return product_in_float(call)
+        codes = CODE_KERNELS[node.op_type][call.variant](call)
+        if codes.dtype != kernel.grid.dtype:
+            codes = (codes.astype(np.int16) - _SHIFT).astype(np.int8)
+        for joined in kernel.joined:
+            low, high = bounds_of(joined)
+            ends = [kernel.grid.quantize(np.asarray([b], np.float32))[0] for b in (low, high)]
+            codes = np.clip(codes, *ends)
+        return codes
+
+    # -------------------------------------------------------------------------------------------- the order
+
+    def _scheduled(self) -> Iterator[Kernel | _Segment]:
+        """Segments and kernels in an order in which all that they read is there; kernels wait as long as they can."""
+        starts = {kernel.node if kernel.quantizer is None else kernel.quantizer: kernel for kernel in self.kernels}
+        needed = self._needed(starts)
+        waiting = [node for node in self.model.graph if node in needed]
+        made = {str(v.name) for v in (*self.model.graph.inputs, *self.model.graph.initializers.values())}
+        while waiting:
+            ready: list[ir.Node] = []
+            rest: list[ir.Node] = []
+            inner = set(made)
+            for node in waiting:
+                if node not in starts and all(name in inner for name in _names(node)):
+                    ready.append(node)
+                    inner.update(str(v.name) for v in node.outputs)
+                else:
+                    rest.append(node)
+            if ready:
+                made = inner
+                yield self._segment(ready, needed, starts)
+            waiting, before = [], len(rest)
+            for node in rest:
+                kernel = starts.get(node)
+                if kernel is not None and all(str(codes.name) in made for codes, _ in kernel.reads):
+                    made.add(kernel.made)
+                    yield kernel
+                else:
+                    waiting.append(node)
+            assert ready or len(waiting) < before, "every node reads what an earlier one makes"
+
+    def _needed(self, starts: Mapping[ir.Node, Kernel]) -> set[ir.Node]:
+        """Nodes that a graph output depends on, other than those that kernels stand for."""
+        found: set[ir.Node] = set()
+        stack = [v.producer() for v in self.model.graph.outputs]
+        while stack:
+            node = stack.pop()
+            if node is None or node in found:
+                continue
+            if node.graph is self.model.graph:
+                found.add(node)
+            kernel = starts.get(node)
+            stack.extend(
+                value.producer() for value in (reads_of(node) if kernel is None else map(_first, kernel.reads))
+            )
+        return found
+
+    def _segment(self, nodes: list[ir.Node], needed: set[ir.Node], starts: Mapping[ir.Node, Kernel]) -> _Segment:
+        own = {str(v.name) for node in nodes for v in node.outputs}
+        reads = dict.fromkeys(name for node in nodes for name in _names(node) if name not in own)
+        members = set(nodes)
+        results = {str(v.name) for v in self.model.graph.outputs}
+        for kernel in starts.values():
+            results.update(str(codes.name) for codes, _ in kernel.reads)
+        for node in needed - members:
+            if node not in starts:
+                results.update(_names(node))
+        inputs = [name for name in reads if name not in self._constants]
+        return _Segment(nodes, inputs, sorted(own & results))
+
+    def _run_segment(self, segment: _Segment, values: Mapping[str, Array]) -> dict[str, Array]:
+        feeds = {name: values[name] for name in segment.inputs}
+        if segment.session is None:
+            segment.session = self._opened(segment, feeds)
+        found = segment.session.run(segment.outputs, feeds)
+        return dict(zip(segment.outputs, found, strict=True))
+
+    def _opened(self, segment: _Segment, feeds: Feeds) -> Any:
+        read = {name for node in segment.nodes for name in _names(node)}
+        kinds = {name: onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feeds.items()}
+        graph = onnx.helper.make_graph(
+            [ir.to_proto(node) for node in segment.nodes],
+            "segment",
+            [onnx.helper.make_tensor_value_info(name, kind, None) for name, kind in kinds.items()],
+            [onnx.helper.make_empty_tensor_value_info(name) for name in segment.outputs],
+            [_tensor(name, v) for name, v in self._constants.items() if name in read],
+        )
+        imports = [onnx.helper.make_opsetid(k, n) for k, n in self.model.opset_imports.items()]
+        proto = onnx.helper.make_model(graph, opset_imports=imports, ir_version=min(self.model.ir_version, 13))
+        proto.functions.extend(ir.to_proto(function) for function in self.model.functions.values())
+        return new_session(proto.SerializeToString(), session_options(entries=FLOAT_KERNELS))
+
+
+def _unsigned(call: Call, activations: int) -> Call:
+    """The same on codes that are 128 higher, as uint8: runtimes of x86 rewrite int8 activations so."""
+
+    def higher(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        codes = (tensor.values.astype(np.int16) + _SHIFT).astype(np.uint8)
+        return Tensor(codes, tensor.scale, tensor.zero_point + _SHIFT)
+
+    inputs = (*map(higher, call.inputs[:activations]), *call.inputs[activations:])
+    grid = Grid(np.dtype(np.uint8), call.grid.scale, call.grid.zero_point + _SHIFT)
+    return replace(call, inputs=inputs, grid=grid)
+
+
+def _first(read: tuple[ir.Value, ir.Node]) -> ir.Value:
+    return read[0]
+
+
+def _tensor(name: str, value: ir.Value) -> onnx.TensorProto:
+    assert value.const_value is not None
+    proto = ir.to_proto(value.const_value)
+    if proto.external_data:
+        proto = onnx.numpy_helper.from_array(value.const_value.numpy(), name)
+    proto.name = name
+    return proto
+
+
+def _names(node: ir.Node) -> list[str]:
+    """What a node reads of the graph that it is in, also inside its bodies."""
+    bodies = graphs_in(node)
+    if not bodies:
+        return [str(value.name) for value in node.inputs if value is not None]
+    own: set[int] = set()
+    for body in bodies:
+        own.update(id(value) for inner in body.all_nodes() for value in inner.outputs)
+        for graph in (body, *(g for inner in body.all_nodes() for g in graphs_in(inner))):
+            own.update(map(id, (*graph.inputs, *graph.initializers.values())))
+    return [str(value.name) for value in reads_of(node) if id(value) not in own]
+
+
+def attributes_of(node: ir.Node) -> dict[str, Any]:
+    """Attributes of ``node`` as Python values."""
+    return {key: attr.value for key, attr in node.attributes.items() if not attr.is_ref()}
+
+
+def bounds_of(node: ir.Node) -> tuple[float, float]:
+    """What a Relu or a Clip of constants cuts at; NaN where a bound is computed."""
+    if node.op_type == "Relu":
+        return 0.0, float("inf")
+    ends = [float("-inf"), float("inf")]
+    for port, key in ((1, "min"), (2, "max")):
+        if key in node.attributes:
+            ends[port - 1] = node.attributes.get_float(key, 0.0) or 0.0
+        elif len(node.inputs) > port and node.inputs[port] is not None:
+            held = constant_at(node, port)
+            ends[port - 1] = float("nan") if held is None else float(held.reshape(()))
+    return ends[0], ends[1]
+
+
+# ---------------------------------------------------------------------------------------- which operators are kernels
+
+
+def find_kernels(model: ir.Model, profile: Profile) -> Iterator[Kernel]:
+    """The operators of the main graph that a target computes on integers, in execution order."""
+    results = {id(value) for value in model.graph.outputs}
+    for node in model.graph:
+        if node.domain not in ("", "ai.onnx") or node.op_type not in profile.kernels:
+            continue
+        quantizer, joined = _quantizer_after(node, results)
+        grid = None if quantizer is None else _grid(quantizer)
+        if grid is not None and not _joins(joined, grid, profile):
+            continue
+        if grid is None and (joined or node.op_type not in _FLOAT_RESULTS or quantizer is not None):
+            continue
+        if _reads_codes(node, grid) and (profile.signed or _become_unsigned(node)):
+            yield Kernel(node, quantizer, joined, grid or Grid(np.dtype(np.uint8), np.float32(1)))
+
+
+def _quantizer_after(node: ir.Node, results: set[int]) -> tuple[ir.Node | None, tuple[ir.Node, ...]]:
+    """The only reader of ``node``, if that is a quantizer, and the Relu and Clip between them."""
+    joined: list[ir.Node] = []
+    value = node.outputs[0]
+    while id(value) not in results:
+        readers = [use.node for use in value.uses()]
+        if len(readers) != 1:
+            break
+        if readers[0].op_type == "QuantizeLinear":
+            return readers[0], tuple(joined)
+        if readers[0].op_type not in _JOINS or readers[0].inputs[0] is not value:
+            break
+        joined.append(readers[0])
+        value = readers[0].outputs[0]
+    return None, ()
+
+
+def _grid(quantizer: ir.Node) -> Grid | None:
+    scale, zero = (constant_at(quantizer, port) for port in (1, 2))
+    kind = quantizer.outputs[0].dtype
+    if scale is None or scale.size != 1 or scale.dtype != np.float32:
+        return None
+    dtype = zero.dtype if zero is not None else np.dtype(np.uint8) if kind is None else kind.numpy()
+    if np.dtype(dtype) not in _BYTES:
+        return None
+    return Grid(np.dtype(dtype), np.float32(scale.reshape(())), 0 if zero is None else int(zero.reshape(())))
+
+
+def _joins(joined: Sequence[ir.Node], grid: Grid, profile: Profile) -> bool:
+    """Whether what lies between an operator and its quantizer goes into the kernel."""
+    if profile.relu == "always":
+        return not any(np.isnan(bounds_of(node)).any() for node in joined)
+    low, high = ((end - grid.zero_point) * float(grid.scale) for end in grid.ends)
+    return all(b[0] <= low and b[1] >= high for b in map(bounds_of, joined))
+
+
+def _reads_codes(node: ir.Node, grid: Grid | None) -> bool:
+    """Whether all operands are codes of a kind that the kernel takes."""
+    sources = [dequantizer(value) if value is not None else None for value in node.inputs]
+    if not sources or any(source is None for source in sources[: 2 if node.op_type in _PRODUCTS else None]):
+        return False
+    kinds = [_kind(source) for source in sources if source is not None]
+    if any(kind is None for kind in kinds):
+        return False
+    if node.op_type in _PRODUCTS:
+        return _is_product(node, sources)
+    return grid is not None and all(kind == (grid.dtype, 1) for kind in kinds)
+
+
+def _become_unsigned(node: ir.Node) -> bool:
+    """Whether int8 activations come from quantizers, which the target makes uint8; others stay in float."""
+    activations = node.inputs[:1] if node.op_type in _PRODUCTS else node.inputs
+    for source in filter(None, map(dequantizer, activations)):
+        codes = source.inputs[0]
+        assert codes is not None
+        kind = _kind(source)
+        if kind is not None and kind[0] == np.int8:
+            made = codes.producer()
+            if made is None or made.op_type != "QuantizeLinear":
+                return False
+    return True
+
+
+def _is_product(node: ir.Node, sources: Sequence[ir.Node | None]) -> bool:
+    kinds = [None if source is None else _kind(source) for source in sources]
+    data, weight = kinds[0], kinds[1]
+    assert data is not None and weight is not None and sources[1] is not None
+    if data[0] not in _BYTES or data[1] != 1 or weight[0] not in _BYTES:
+        return False
+    zero = constant_at(sources[1], 2)
+    if zero is not None and (zero != zero.reshape(-1)[0]).any():
+        return False
+    has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
+    if has_bias and (kinds[2] is None or kinds[2][0] != np.int32):
+        return False
+    if node.op_type == "Gemm":
+        return node.attributes.get_float("alpha", 1.0) == 1 and node.attributes.get_float("beta", 1.0) == 1
+    return True
+
+
+def _kind(source: ir.Node) -> tuple[np.dtype[Any], int] | None:
+    """Type of the codes that a DequantizeLinear reads, and how many scales they have; ``None`` where these are computed."""
+    scale, zero, codes = (constant_at(source, 1), constant_at(source, 2), source.inputs[0])
+    if scale is None or codes is None or scale.dtype != np.float32 or source.attributes.get_int("block_size"):
+        return None
+    if codes.const_value is not None:
+        dtype = codes.const_value.dtype.numpy()
+    elif zero is not None:
+        dtype = zero.dtype
+    elif codes.dtype is not None:
+        dtype = codes.dtype.numpy()
+    else:
+        return None
+    return np.dtype(dtype), scale.size

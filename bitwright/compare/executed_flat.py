@@ -1,0 +1,196 @@
+"""A LiteRT file on a target that is not here: its operators on codes by the executors of a profile.
+
+Operators that only move codes, those in float, and integer ones that the profile does not name are computed by LiteRT's reference
+kernel of that one operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.compare.litert import MOVES_CODES, FlatFile
+from bitwright.executors.litert import FLAT_KERNELS
+from bitwright.executors.profile import Profile
+from bitwright.executors.tensors import Call, Grid, Tensor
+from bitwright.export.litert.flat import pack, schema
+from bitwright.runtimes.adapters import LitertSession, session_of
+
+Array = NDArray[Any]
+Feeds = Mapping[str, Array]
+
+#: operators whose executors compute on codes of 8 bits only
+_EIGHT_BITS = frozenset(("SOFTMAX", "LOGISTIC", "TANH", "RESIZE_BILINEAR"))
+
+
+class FlatExecutor:
+    """A LiteRT file as a target computes it.
+
+    Args:
+        content: of the file, as an export wrote it.
+        profile: of the target; it reads ``.tflite`` files.
+
+    Attributes:
+        by_reference: kinds of integer operators that the profile does not name; LiteRT's reference kernel computes them.
+    """
+
+    def __init__(self, content: bytes, profile: Profile) -> None:
+        self.file, self.profile = FlatFile(content), profile
+        graph, model = self.file.graph, self.file.model
+        self._held: dict[int, Array] = {}
+        for index, tensor in enumerate(graph.tensors):
+            data = model.buffers[tensor.buffer].data
+            if data is not None and len(data):
+                shape = [] if tensor.shape is None else tensor.shape
+                self._held[index] = np.frombuffer(np.asarray(data, np.uint8).tobytes(), _dtype(tensor)).reshape(shape)
+        self._sessions: dict[int, LitertSession] = {}
+        self.by_reference = sorted({kind for i, kind in enumerate(self._kinds()) if self._unnamed(i, kind)})
+
+    def _kinds(self) -> list[str]:
+        return [self.file.kinds[op.opcodeIndex] for op in self.file.graph.operators]
+
+    def _unnamed(self, index: int, kind: str) -> bool:
+        grid = self.file.graph.tensors[int(self.file.graph.operators[index].outputs[0])].quantization
+        on_codes = grid is not None and grid.scale is not None and len(grid.scale) > 0
+        return on_codes and kind not in MOVES_CODES and not self._executes(index, kind)
+
+    def _executes(self, index: int, kind: str) -> bool:
+        """Whether the profile's kernel computes an operator: it names it, and the operator reads and writes codes."""
+        op, tensors = self.file.graph.operators[index], self.file.graph.tensors
+        if kind not in self.profile.kernels:
+            return False
+        types = [_dtype(tensors[int(i)]) for i in op.outputs[:1]]
+        operands = [] if kind == "QUANTIZE" else [int(i) for i in op.inputs[: 1 if kind in _SECOND_ELSE else 2]]
+        if any(i < 0 or not _has_grid(tensors[i]) for i in operands) or not _has_grid(tensors[int(op.outputs[0])]):
+            return False
+        allowed = (np.int8,) if kind in _EIGHT_BITS else (np.int8, np.int16)
+        return all(kind in allowed for kind in types)
+
+    def run(
+        self, feeds: Feeds, outputs: Sequence[str] | None = None, seen: Callable[[str, Array], None] | None = None
+    ) -> dict[str, Array]:
+        """Graph outputs by name.
+
+        Args:
+            feeds: by name of graph input.
+            outputs: names of the wanted ones, all by default.
+            seen: called with the name of each tensor of codes that an integer kernel writes, and what it wrote.
+        """
+        graph = self.file.graph
+        values = dict(self._held)
+        for i in graph.inputs:
+            values[int(i)] = np.ascontiguousarray(
+                feeds[graph.tensors[int(i)].name.decode()], _dtype(graph.tensors[int(i)])
+            )
+        left: dict[int, int] = {}
+        for op in graph.operators:
+            for i in {int(i) for i in op.inputs}:
+                left[i] = left.get(i, 0) + 1
+        for i in graph.outputs:
+            left[int(i)] = -1
+        for index, kind in enumerate(self._kinds()):
+            op = graph.operators[index]
+            if self._executes(index, kind):
+                made = [self._compute(index, kind, values)]
+                if seen is not None:
+                    seen(graph.tensors[int(op.outputs[0])].name.decode(), made[0])
+            elif int(op.outputs[0]) in self._held:
+                continue  # of constants only, computed before
+            else:
+                made = self._by_runtime(index, values)
+                if all(int(i) < 0 or int(i) in self._held for i in op.inputs) and len(made) == 1:
+                    self._held[int(op.outputs[0])] = made[0]
+            values.update(zip((int(i) for i in op.outputs), made, strict=True))
+            for i in {int(i) for i in op.inputs}:
+                left[i] -= 1
+                if left[i] == 0 and i not in self._held:
+                    values.pop(i, None)
+        named = {graph.tensors[int(i)].name.decode(): values[int(i)] for i in graph.outputs}
+        return {name: array for name, array in named.items() if outputs is None or name in outputs}
+
+    def _compute(self, index: int, kind: str, values: Mapping[int, Array]) -> Array:
+        op = self.file.graph.operators[index]
+        inputs = tuple(None if i < 0 else self._tensor(int(i), values[int(i)]) for i in op.inputs)
+        out = self._tensor(int(op.outputs[0]), np.empty(0, _dtype(self.file.graph.tensors[int(op.outputs[0])])))
+        options = {} if op.builtinOptions is None else vars(op.builtinOptions)
+        variant = self.profile.kernels[kind]
+        call = Call(
+            inputs, Grid(out.values.dtype, out.step, out.zero_point), options, variant, self.profile.pairs,
+            self.profile.accumulator,
+        )  # fmt: skip
+        return FLAT_KERNELS[kind][variant](call)
+
+    def _tensor(self, index: int, values: Array) -> Tensor:
+        return self.file.tensor(index, values)
+
+    def _by_runtime(self, index: int, values: Mapping[int, Array]) -> list[Array]:
+        """One operator by LiteRT's reference kernel."""
+        op, tensors = self.file.graph.operators[index], self.file.graph.tensors
+        given = [int(i) for i in dict.fromkeys(int(i) for i in op.inputs) if i >= 0 and not tensors[int(i)].isVariable]
+        fed = [i for i in given if i not in self._held]
+        if not fed:  # a session needs an input: one constant is given as one
+            fed = given[:1]
+        if index not in self._sessions:
+            self._sessions[index] = session_of(self._alone(index, fed), reference=True)
+        session = self._sessions[index]
+        found = session.run({f"in{i}": values[i] for i in fed})
+        return [found[f"out{int(i)}"] for i in op.outputs]
+
+    def _alone(self, index: int, fed: Sequence[int]) -> bytes:
+        """A file of one operator; ``fed`` are its inputs, and other tensors hold constants or states."""
+        known, graph, model = schema(), self.file.graph, self.file.model
+        op = graph.operators[index]
+        made = known.ModelT()
+        made.version, made.description = 3, b"one operator"
+        made.operatorCodes = [model.operatorCodes[op.opcodeIndex]]
+        made.buffers = [known.BufferT()]
+        sub = known.SubGraphT()
+        sub.tensors, places = [], {}
+        for i in dict.fromkeys([*(int(i) for i in op.inputs), *(int(i) for i in op.outputs)]):
+            if i < 0:
+                continue
+            tensor = known.TensorT()
+            for key, value in vars(graph.tensors[i]).items():
+                setattr(tensor, key, value)
+            is_output = i in {int(k) for k in op.outputs}
+            tensor.name = f"{'out' if is_output else 'in'}{i}".encode()
+            tensor.buffer = 0
+            if i in self._held and i not in fed:
+                buffer = known.BufferT()
+                buffer.data = np.frombuffer(np.ascontiguousarray(self._held[i]).tobytes(), np.uint8)
+                tensor.buffer = len(made.buffers)
+                tensor.shape = np.asarray(self._held[i].shape, np.int32)
+                made.buffers.append(buffer)
+            places[i] = len(sub.tensors)
+            sub.tensors.append(tensor)
+        one = known.OperatorT()
+        for key, value in vars(op).items():
+            setattr(one, key, value)
+        one.opcodeIndex = 0
+        one.inputs = np.asarray([places.get(int(i), -1) for i in op.inputs], np.int32)
+        one.outputs = np.asarray([places[int(i)] for i in op.outputs], np.int32)
+        sub.operators = [one]
+        sub.inputs = np.asarray([places[i] for i in fed], np.int32)
+        sub.outputs = one.outputs
+        made.subgraphs = [sub]
+        return pack(made)
+
+
+#: operators whose second operand holds no codes
+_SECOND_ELSE = frozenset(
+    ("SOFTMAX", "LOGISTIC", "TANH", "LEAKY_RELU", "AVERAGE_POOL_2D", "MAX_POOL_2D", "MEAN", "RESIZE_BILINEAR")
+)
+
+
+def _has_grid(tensor: Any) -> bool:
+    grid = tensor.quantization
+    return grid is not None and grid.scale is not None and len(grid.scale) > 0
+
+
+def _dtype(tensor: Any) -> Any:
+    known = schema().TensorType
+    names = {value: key for key, value in vars(known).items() if not key.startswith("_")}
+    return np.dtype(names[tensor.type].lower().replace("bool", "bool_")).type

@@ -1,0 +1,126 @@
+"""Models as targets compute them: codes of the runtimes that are here, metrics on the command line, wrong input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bitwright.torch
+from bitwright.cli.app import app
+from bitwright.compare.runtime import EXACT_SUMS
+from bitwright.compare.target import open_target
+from bitwright.errors import ConfigError, ExportError
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.runtimes.adapters import session_of
+from bitwright.runtimes.onnxruntime import new_session, session_options
+from tests.support.without_vnni import lacks_vnni
+
+
+class Net(nn.Module):
+    """Convolutions, a sum, a pool and a layer whose codes go through every kind of step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.deep, self.last = nn.Conv2d(8, 8, 3, stride=2, groups=8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        x = F.relu(self.second(x) + x)
+        return self.last(F.adaptive_avg_pool2d(F.relu6(self.deep(x)), 1).flatten(1))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same network exported for each target."""
+    torch.manual_seed(0)
+    net, data = Net().eval(), [torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    found = {}
+    for target in ("ort_cpu", "litert"):
+        found[target] = tmp_path_factory.mktemp(target)
+        options: dict[str, Any] = {"recipe": ["fold"], "progress": False, "measure_speed": False}
+        bitwright.torch.quantize(net, data, path=found[target], filename_prefix="net", target=target, **options)
+    return found
+
+
+X = np.random.default_rng(3).normal(size=(6, 3, 12, 12)).astype(np.float32)
+
+
+def seen_of(session: Any) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    codes: dict[str, np.ndarray] = {}
+    return session.run(None, {"x": X}, codes.__setitem__), codes
+
+
+@pytest.mark.parametrize("profile", ["ort_x64", "ort_x64_avx2"])
+def test_outputs_are_those_of_onnx_runtime(exported: dict[str, Path], profile: str) -> None:
+    if profile == "ort_x64_avx2" and not lacks_vnni():
+        pytest.skip("this CPU has integer dot products")
+    session = open_target(exported["ort_cpu"], profile)
+    made, codes = seen_of(session)
+    entries = EXACT_SUMS if profile == "ort_x64" else {}
+    wanted = new_session(exported["ort_cpu"] / "net.onnx", session_options(entries=entries)).run(None, {"x": X})
+    np.testing.assert_array_equal(made[0], wanted[0])
+    assert len(codes) == 5  # four layers and a sum; the mean is computed in float
+
+
+def test_codes_are_those_of_the_reference_kernels(exported: dict[str, Path]) -> None:
+    pytest.importorskip("ai_edge_litert")
+    session = open_target(exported["litert"], "litert_reference")
+    made, codes = seen_of(session)
+    there = session_of((exported["litert"] / "net.tflite").read_bytes(), reference=True, keeps=True)
+    np.testing.assert_array_equal(made[0], there.run({"x": X})["output"])
+    places = {found["name"]: found["index"] for found in there.interpreter.get_tensor_details()}
+    assert len(codes) >= 6
+    for name, array in codes.items():
+        np.testing.assert_array_equal(array, there.interpreter.get_tensor(places[name]), name)
+    assert session.notes == ()
+
+
+@pytest.mark.parametrize("profile", ["ort_x64", "litert_reference"])
+def test_simulations_of_both_front_ends_run_as_a_target(exported: dict[str, Path], profile: str) -> None:
+    pytest.importorskip("ai_edge_litert")
+    torch.manual_seed(0)
+    sim = bitwright.torch.QuantizationSimModel(Net().eval(), torch.from_numpy(X[:2]))
+    sim.compute_encodings([torch.from_numpy(X)])
+    other = OnnxSim(exported["ort_cpu"] / "net_float.onnx")
+    other.compute_encodings([X])
+    assert sim.runs_as(profile).run(["output"], {"x": X})[0].shape == (6, 5)
+    assert other.runs_as(profile).run(["output"], {"x": X})[0].shape == (6, 5)
+
+
+def test_the_command_measures_float_file_and_target(
+    exported: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "x.npz", x=X)
+    np.save(tmp_path / "y.npy", np.arange(6) % 5)
+    arguments = ["evaluate", str(exported["ort_cpu"]), "--as", "ort_x64", "--data", str(tmp_path / "x.npz")]
+    app([*arguments, "--labels", str(tmp_path / "y.npy")], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("ort_x64: ") and [line.split()[0] for line in lines[3:]] == ["float", "file", "ort_x64"]
+
+
+def test_wrong_input_is_named(exported: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_target(exported["ort_cpu"], "ort_x64")
+    with pytest.raises(
+        ExportError, match=r"the data has no input 'x'; it holds y. Remedy: give the data of this model"
+    ):
+        session.run(None, {"y": X})
+    with pytest.raises(ExportError, match=r"its input 'x' is \?x3x12x12, and the data has 6x3x9x9"):
+        session.run(None, {"x": X[:, :, :9, :9]})
+    with pytest.raises(ExportError, match=r"it has no output 'z'; its outputs are output"):
+        session.run(["z"], {"x": X})
+    with pytest.raises(ExportError, match=r"it holds no net.tflite.*Remedy: export with target='litert'"):
+        open_target(exported["ort_cpu"], "litert_reference")
+    with pytest.raises(ExportError, match="computes .tflite files, which lie in the folder of an export"):
+        open_target(exported["ort_cpu"] / "net.onnx", "litert_reference")
+    monkeypatch.setitem(__import__("sys").modules, "ai_edge_litert", None)
+    with pytest.raises(
+        ConfigError, match=r"ai_edge_litert is not installed. Remedy: pip install 'bitwright\[litert\]'"
+    ):
+        open_target(exported["litert"], "litert_reference")
