@@ -1,4 +1,4 @@
-"""Commands about files: ``verify``, ``evaluate``, ``benchmark``, ``show``, ``inspect``, ``report`` and ``diff``."""
+"""Commands about files: ``verify``, ``certify``, ``evaluate``, ``benchmark``, ``show``, ``inspect``, ``report`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ Run = Annotated[Path, typer.Argument(help="What sim.export wrote, or a JSON file
 
 
 @command()
-def verify(folder: Export, prefix: Prefix = None, runtime: Runtime = "onnxruntime", json_file: JsonFile = None) -> None:
+def verify(
+    folder: Export,
+    prefix: Prefix = None,
+    runtime: Runtime = "onnxruntime",
+    certificate: Annotated[
+        bool, typer.Option("--certificate", help="Repeat what the certificate of the export says instead.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
     """Compare an exported model with its simulation, layer by layer, in a runtime.
 
     Every layer is fed the values that the simulation had at its inputs. What
@@ -39,15 +47,28 @@ def verify(folder: Export, prefix: Prefix = None, runtime: Runtime = "onnxruntim
     once with float kernels, once with the integer kernels of a default
     session. sim.export wrote the samples, so no data is needed.
 
+    With --certificate, files, versions, instruction sets and the answers of
+    executors and runtime are compared with those that `bitwright certify` wrote.
+
     Exit code 1 when a place differs by more than one step, or in more than
-    one code of a thousand.
+    one code of a thousand; or an answer from that of the certificate.
 
     \b
     Examples:
       bitwright verify exported/
       bitwright verify exported/ --prefix digits --json report.json
       bitwright verify exported/ --runtime openvino
+      bitwright verify exported/ --certificate
     """
+    if certificate:
+        from bitwright.compare.certificate import check_certificate
+
+        repeated = check_certificate(folder, prefix)
+        write_json(json_file, repeated)
+        print_report(repeated.to_text(), "bold green" if repeated.ok else "bold red")
+        if not repeated.ok:
+            raise typer.Exit(NO)
+        return
     from bitwright.compare.verify import verify_folder
 
     report = verify_folder(folder, prefix, runtime=runtime)
@@ -55,6 +76,35 @@ def verify(folder: Export, prefix: Prefix = None, runtime: Runtime = "onnxruntim
     print_report(report.to_text(), "bold green" if report.ok else "bold red")
     if not report.ok:
         raise typer.Exit(NO)
+
+
+@command()
+def certify(
+    folder: Export,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option("--as", help="Targets whose executors answer, may be repeated; those of the export by default."),
+    ] = None,
+    prefix: Prefix = None,
+) -> None:
+    """Write down what an exported model answers on its stored samples, and all that this depends on.
+
+    The certificate holds the hashes of all files, the versions of the packages,
+    seeds and data of the export, the instruction sets of this CPU, and a hash of
+    every tensor of codes and of every output, by executors and by the runtime.
+    `bitwright verify --certificate` repeats it, here or on another machine, and
+    `bitwright diff` compares two.
+
+    \b
+    Examples:
+      bitwright certify exported/
+      bitwright certify exported/ --as ort_x64
+    """
+    from bitwright.compare.certificate import certify as write
+
+    file, document = write(folder, prefix, profile)
+    answers = sum(map(len, document["answers"].values()))
+    answer(f"wrote {file}: {answers} answers of {', '.join(document['answers'])}")
 
 
 @command()
@@ -271,17 +321,29 @@ def diff(
     html: Annotated[Path | None, output_option(metavar="FILE", help="Also write the differences here.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare two runs of a model: encodings, layers, metrics, sizes.
+    """Compare two runs of a model: encodings, layers, metrics, sizes; or two certificates.
 
-    Layers are compared where both runs were analysed.
+    Layers are compared where both runs were analysed. Of two certificates, as
+    from two machines, the files, versions and instruction sets that differ are
+    named, and the first tensor that was answered otherwise.
 
-    Exit code 1 when an encoding differs.
+    Exit code 1 when an encoding, or an answer of a certificate, differs.
 
     \b
     Examples:
       bitwright diff exported/ exported-again/
       bitwright diff before.json after.json --html diff.html
+      bitwright diff here/net_certificate.json there/net_certificate.json
     """
+    from bitwright.compare.certificate import compare_certificates, is_certificate
+
+    if is_certificate(first) or is_certificate(second):
+        compared = compare_certificates(first, second)
+        write_json(json_file, compared)
+        print_report(compared.to_text(), "bold green" if compared.ok else "bold red")
+        if not compared.ok:
+            raise typer.Exit(NO)
+        return
     from bitwright.report import diff_runs, read_run
 
     found = diff_runs(read_run(first), read_run(second), (str(first), str(second)))

@@ -7,7 +7,8 @@ Runtime, with its quantizers as they stand, in as few sessions as the order of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +57,10 @@ class Kernel:
             if source is not None and source.inputs[0] is not None:
                 yield source.inputs[0], source
 
+    def can_start(self, there: Container[str]) -> bool:
+        """Whether all codes that it reads are there."""
+        return all(str(codes.name) in there for codes, _ in self.reads)
+
     @property
     def made(self) -> str:
         """The tensor that it writes."""
@@ -71,6 +76,26 @@ class _Segment:
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     session: Any = None
+
+
+@dataclass
+class Held:
+    """Values while a file runs.
+
+    Attributes:
+        values: what is there.
+        uses: how many steps still read each; a negative number is never let go.
+    """
+
+    values: dict[Any, Array]
+    uses: dict[Any, int]
+
+    def let_go(self, read: Iterable[Any]) -> None:
+        """Forget what a step was the last to read."""
+        for name in read:
+            self.uses[name] = self.uses.get(name, 0) - 1
+            if self.uses[name] == 0:
+                self.values.pop(name, None)
 
 
 class CodeExecutor:
@@ -97,35 +122,26 @@ class CodeExecutor:
             outputs: names of the wanted ones, all by default.
             seen: called with the tensor that each integer kernel writes, and what it wrote.
         """
-        values: dict[str, Array] = {str(k): np.asarray(v) for k, v in feeds.items()}
-        left = self._uses()
+        held = Held({str(k): np.asarray(v) for k, v in feeds.items()}, self._uses())
         for step in self._steps:
             if isinstance(step, Kernel):
-                made = self._compute(step, values)
+                made = {step.made: self._compute(step, held.values)}
                 if seen is not None:
-                    seen(step.made, made)
-                values[step.made] = made
-                read = [str(codes.name) for codes, _ in step.reads]
+                    seen(step.made, made[step.made])
             else:
-                values.update(self._run_segment(step, values))
-                read = step.inputs
-            for name in read:
-                left[name] = left.get(name, 0) - 1
-                if left[name] == 0:
-                    values.pop(name, None)
+                made = self._run_segment(step, held.values)
+            held.values.update(made)
+            held.let_go(self._reads(step))
         names = [str(v.name) for v in self.model.graph.outputs]
-        return {name: self._value(name, values) for name in names if outputs is None or name in outputs}
+        return {name: self._value(name, held.values) for name in names if outputs is None or name in outputs}
 
-    def _uses(self) -> dict[str, int]:
+    def _reads(self, step: Kernel | _Segment) -> list[str]:
+        return [str(codes.name) for codes, _ in step.reads] if isinstance(step, Kernel) else step.inputs
+
+    def _uses(self) -> dict[Any, int]:
         """How many steps read each value; graph outputs are never let go."""
-        counts: dict[str, int] = {}
-        for step in self._steps:
-            names = [str(codes.name) for codes, _ in step.reads] if isinstance(step, Kernel) else step.inputs
-            for name in names:
-                counts[name] = counts.get(name, 0) + 1
-        for value in self.model.graph.outputs:
-            counts[str(value.name)] = -1
-        return counts
+        counts: dict[Any, int] = Counter(name for step in self._steps for name in self._reads(step))
+        return counts | dict.fromkeys((str(value.name) for value in self.model.graph.outputs), -1)
 
     def _value(self, name: str, values: Mapping[str, Array]) -> Array:
         if name in values:
@@ -136,19 +152,10 @@ class CodeExecutor:
 
     def _compute(self, kernel: Kernel, values: Mapping[str, Array]) -> Array:
         node, profile = kernel.node, self.profile
-        inputs: list[Tensor | None] = []
-        for value in node.inputs:
-            source = dequantizer(value)
-            if source is None:
-                inputs.append(None)
-                continue
-            scale, zero = (constant_at(source, port) for port in (1, 2))
-            assert scale is not None and source.inputs[0] is not None
-            codes = self._value(str(source.inputs[0].name), values)
-            inputs.append(Tensor(codes, scale.astype(np.float32), 0 if zero is None else int(zero.reshape(-1)[0])))
+        inputs = tuple(self._operand(value, values) for value in node.inputs)
         call = Call(
-            tuple(inputs), kernel.grid, attributes_of(node), profile.kernels[node.op_type], profile.pairs,
-            profile.accumulator, profile.bias == "float32",
+            inputs, kernel.grid, attributes_of(node), profile.kernels[node.op_type], profile.pairs, profile.accumulator,
+            profile.bias == "float32",
         )  # fmt: skip
         if not profile.signed and call.read(0).values.dtype == np.int8:
             call = _unsigned(call, 1 if node.op_type in _PRODUCTS else len(inputs))
@@ -157,11 +164,19 @@ class CodeExecutor:
         codes = CODE_KERNELS[node.op_type][call.variant](call)
         if codes.dtype != kernel.grid.dtype:
             codes = (codes.astype(np.int16) - _SHIFT).astype(np.int8)
-        for joined in kernel.joined:
-            low, high = bounds_of(joined)
-            ends = [kernel.grid.quantize(np.asarray([b], np.float32))[0] for b in (low, high)]
-            codes = np.clip(codes, *ends)
+        for low, high in map(bounds_of, kernel.joined):
+            codes = np.clip(codes, *kernel.grid.quantize(np.asarray([low, high], np.float32)))
         return codes
+
+    def _operand(self, value: ir.Value | None, values: Mapping[str, Array]) -> Tensor | None:
+        """The codes behind an operand, ``None`` where it is left out."""
+        source = dequantizer(value)
+        if source is None:
+            return None
+        scale, zero = (constant_at(source, port) for port in (1, 2))
+        assert scale is not None and source.inputs[0] is not None
+        codes = self._value(str(source.inputs[0].name), values)
+        return Tensor(codes, scale.astype(np.float32), 0 if zero is None else int(zero.reshape(-1)[0]))
 
     # -------------------------------------------------------------------------------------------- the order
 
@@ -169,30 +184,18 @@ class CodeExecutor:
         """Segments and kernels in an order in which all that they read is there; kernels wait as long as they can."""
         starts = {kernel.node if kernel.quantizer is None else kernel.quantizer: kernel for kernel in self.kernels}
         needed = self._needed(starts)
-        waiting = [node for node in self.model.graph if node in needed]
+        waiting = dict.fromkeys(node for node in self.model.graph if node in needed)
         made = {str(v.name) for v in (*self.model.graph.inputs, *self.model.graph.initializers.values())}
         while waiting:
-            ready: list[ir.Node] = []
-            rest: list[ir.Node] = []
-            inner = set(made)
-            for node in waiting:
-                if node not in starts and all(name in inner for name in _names(node)):
-                    ready.append(node)
-                    inner.update(str(v.name) for v in node.outputs)
-                else:
-                    rest.append(node)
+            ready = list(_ready(waiting, starts, made))
             if ready:
-                made = inner
                 yield self._segment(ready, needed, starts)
-            waiting, before = [], len(rest)
-            for node in rest:
-                kernel = starts.get(node)
-                if kernel is not None and all(str(codes.name) in made for codes, _ in kernel.reads):
-                    made.add(kernel.made)
-                    yield kernel
-                else:
-                    waiting.append(node)
-            assert ready or len(waiting) < before, "every node reads what an earlier one makes"
+            begun = {node: kernel for node, kernel in starts.items() if node in waiting and kernel.can_start(made)}
+            yield from begun.values()
+            made.update(kernel.made for kernel in begun.values())
+            assert ready or begun, "every node reads what an earlier one makes"
+            for node in (*ready, *begun):
+                del waiting[node]
 
     def _needed(self, starts: Mapping[ir.Node, Kernel]) -> set[ir.Node]:
         """Nodes that a graph output depends on, other than those that kernels stand for."""
@@ -244,6 +247,14 @@ class CodeExecutor:
         proto = onnx.helper.make_model(graph, opset_imports=imports, ir_version=min(self.model.ir_version, 13))
         proto.functions.extend(ir.to_proto(function) for function in self.model.functions.values())
         return new_session(proto.SerializeToString(), session_options(entries=FLOAT_KERNELS))
+
+
+def _ready(waiting: Iterable[ir.Node], starts: Mapping[ir.Node, Kernel], made: set[str]) -> Iterator[ir.Node]:
+    """Nodes beside the kernels that read what there is; what they make is there then, and added to ``made``."""
+    for node in waiting:
+        if node not in starts and all(name in made for name in _names(node)):
+            made.update(str(v.name) for v in node.outputs)
+            yield node
 
 
 def _unsigned(call: Call, activations: int) -> Call:
@@ -312,16 +323,30 @@ def find_kernels(model: ir.Model, profile: Profile) -> Iterator[Kernel]:
     """The operators of the main graph that a target computes on integers, in execution order."""
     results = {id(value) for value in model.graph.outputs}
     for node in model.graph:
-        if node.domain not in ("", "ai.onnx") or node.op_type not in profile.kernels:
-            continue
-        quantizer, joined = _quantizer_after(node, results)
-        grid = None if quantizer is None else _grid(quantizer)
-        if grid is not None and not _joins(joined, grid, profile):
-            continue
-        if grid is None and (joined or node.op_type not in _FLOAT_RESULTS or quantizer is not None):
-            continue
-        if _reads_codes(node, grid) and (profile.signed or _become_unsigned(node)):
-            yield Kernel(node, quantizer, joined, grid or Grid(np.dtype(np.uint8), np.float32(1)))
+        if node.domain in ("", "ai.onnx") and node.op_type in profile.kernels:
+            found = _kernel_of(node, results, profile)
+            if found is not None:
+                yield found
+
+
+def _kernel_of(node: ir.Node, results: set[int], profile: Profile) -> Kernel | None:
+    """The kernel that ``node`` becomes, with what joins it; ``None`` where it is computed in float."""
+    quantizer, joined = _quantizer_after(node, results)
+    grid = None if quantizer is None else _grid(quantizer)
+    if not _ends_well(node, quantizer, joined, grid, profile) or not _reads_codes(node, grid):
+        return None
+    if not profile.signed and not _become_unsigned(node):
+        return None
+    return Kernel(node, quantizer, joined, grid or Grid(np.dtype(np.uint8), np.float32(1)))
+
+
+def _ends_well(
+    node: ir.Node, quantizer: ir.Node | None, joined: Sequence[ir.Node], grid: Grid | None, profile: Profile
+) -> bool:
+    """Whether a kernel can make what follows an operator: codes, behind what joins it, or the floats of a product."""
+    if grid is not None:
+        return _joins(joined, grid, profile)
+    return quantizer is None and not joined and node.op_type in _FLOAT_RESULTS
 
 
 def _quantizer_after(node: ir.Node, results: set[int]) -> tuple[ir.Node | None, tuple[ir.Node, ...]]:

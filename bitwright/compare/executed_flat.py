@@ -6,12 +6,14 @@ kernel of that one operator.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.compare.executed import Held
 from bitwright.compare.litert import MOVES_CODES, FlatFile
 from bitwright.executors.litert import FLAT_KERNELS
 from bitwright.executors.profile import Profile
@@ -80,36 +82,31 @@ class FlatExecutor:
             seen: called with the name of each tensor of codes that an integer kernel writes, and what it wrote.
         """
         graph = self.file.graph
-        values = dict(self._held)
-        for i in graph.inputs:
-            values[int(i)] = np.ascontiguousarray(
-                feeds[graph.tensors[int(i)].name.decode()], _dtype(graph.tensors[int(i)])
-            )
-        left: dict[int, int] = {}
-        for op in graph.operators:
-            for i in {int(i) for i in op.inputs}:
-                left[i] = left.get(i, 0) + 1
-        for i in graph.outputs:
-            left[int(i)] = -1
-        for index, kind in enumerate(self._kinds()):
-            op = graph.operators[index]
-            if self._executes(index, kind):
-                made = [self._compute(index, kind, values)]
-                if seen is not None:
-                    seen(graph.tensors[int(op.outputs[0])].name.decode(), made[0])
-            elif int(op.outputs[0]) in self._held:
-                continue  # of constants only, computed before
-            else:
-                made = self._by_runtime(index, values)
-                if all(int(i) < 0 or int(i) in self._held for i in op.inputs) and len(made) == 1:
-                    self._held[int(op.outputs[0])] = made[0]
-            values.update(zip((int(i) for i in op.outputs), made, strict=True))
-            for i in {int(i) for i in op.inputs}:
-                left[i] -= 1
-                if left[i] == 0 and i not in self._held:
-                    values.pop(i, None)
-        named = {graph.tensors[int(i)].name.decode(): values[int(i)] for i in graph.outputs}
+        uses: dict[Any, int] = Counter(i for op in graph.operators for i in {int(i) for i in op.inputs})
+        uses |= dict.fromkeys([*map(int, graph.outputs), *self._held], -1)
+        held = Held(dict(self._held), uses)
+        for i in map(int, graph.inputs):
+            tensor = graph.tensors[i]
+            held.values[i] = np.ascontiguousarray(feeds[tensor.name.decode()], _dtype(tensor))
+        for index, op in enumerate(graph.operators):
+            if int(op.outputs[0]) not in self._held:  # else of constants only, computed before
+                held.values.update(zip(map(int, op.outputs), self._made(index, held.values, seen), strict=True))
+            held.let_go({int(i) for i in op.inputs})
+        named = {graph.tensors[i].name.decode(): held.values[i] for i in map(int, graph.outputs)}
         return {name: array for name, array in named.items() if outputs is None or name in outputs}
+
+    def _made(self, index: int, values: Mapping[int, Array], seen: Callable[[str, Array], None] | None) -> list[Array]:
+        """What an operator makes, by the profile's executor or by LiteRT."""
+        op, kind = self.file.graph.operators[index], self._kinds()[index]
+        if self._executes(index, kind):
+            codes = self._compute(index, kind, values)
+            if seen is not None:
+                seen(self.file.graph.tensors[int(op.outputs[0])].name.decode(), codes)
+            return [codes]
+        made = self._by_runtime(index, values)
+        if len(made) == 1 and all(i < 0 or i in self._held for i in map(int, op.inputs)):
+            self._held[int(op.outputs[0])] = made[0]
+        return made
 
     def _compute(self, index: int, kind: str, values: Mapping[int, Array]) -> Array:
         op = self.file.graph.operators[index]

@@ -8,6 +8,7 @@ Channels are the last axis. Each operator has variants, one per way in which a t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -107,7 +108,7 @@ def _fully_connected_alike(call: Call) -> Array:
     data, weight = call.read(0), call.read(1)
     sums = matmul(data.centred.reshape(-1, weight.values.shape[1]), weight.centred.T, _bias(call))
     shape = data.values.shape[:-1] if call.attributes.get("keepNumDims") else sums.shape[:-1]
-    double = Call(call.inputs, call.grid, call.attributes, "q31_double")
+    double = replace(call, variant="q31_double")
     return stored(call, _requantized(double, sums, _factor(double))).reshape(*shape, -1)
 
 
@@ -153,7 +154,7 @@ def _conv(depthwise: bool, call: Call) -> Array:
 
 def _mul(call: Call) -> Array:
     a, b, grid = call.read(0), call.read(1), call.grid
-    factor = np.float64(a.step * b.step / grid.scale)  # in single precision, as the kernel
+    factor = np.asarray(a.step * b.step / grid.scale, np.float64)  # in single precision, as the kernel
     return stored(call, _times(call, a.centred * b.centred, factor))
 
 
@@ -167,7 +168,9 @@ def _sum(sign: int, call: Call) -> Array:
 
 
 def _sum_shifted(sign: int, call: Call) -> Array:
-    """XNNPACK: multipliers of 21 bits and one shift, a half upwards."""
+    """XNNPACK: multipliers of 21 bits and one shift, a half upwards; it leaves 16 bits to LiteRT's own kernel."""
+    if _wide(call):
+        return _sum(sign, replace(call, variant="q31_double"))
     a, b, grid = call.read(0), call.read(1), call.grid
     ratios = [np.float32(t.step / grid.scale) for t in (a, b)]
     shift = 20 - (int(np.frexp(max(ratios))[1]) - 1)
@@ -337,6 +340,16 @@ def _mean(call: Call) -> Array:
     return stored(call, rescaled(sums, (mantissa << spare) // count, shift - spare))
 
 
+def _mean_float(call: Call) -> Array:
+    """XNNPACK: the sum times one float32 factor, a half to even."""
+    source, grid = call.read(0), call.grid
+    axes = tuple(int(a) for a in np.ravel(call.read(1).values))
+    count = np.float32(np.prod([source.values.shape[a] for a in axes]))
+    sums = source.centred.sum(axes, keepdims=bool(call.attributes.get("keepDims")))
+    factor = np.float32(source.step / np.float32(grid.scale * count))
+    return stored(call, REQUANTIZERS["float32"](sums, factor))
+
+
 def _resize_bilinear(call: Call) -> Array:
     """Positions with 10 fractional bits, a half away from zero."""
     source = call.read(0)
@@ -390,6 +403,6 @@ FLAT_KERNELS: dict[str, dict[str, Kernel]] = {
     "TANH": {"fixed": _tanh, "table": partial(_table, np.tanh)},
     "AVERAGE_POOL_2D": {"integer": _average_pool},
     "MAX_POOL_2D": {"codes": _max_pool},
-    "MEAN": {"q31_double": _mean},
+    "MEAN": {"q31_double": _mean, "float32": _mean_float},
     "RESIZE_BILINEAR": {"fixed": _resize_bilinear},
 }  # fmt: skip

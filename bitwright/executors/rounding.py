@@ -9,6 +9,7 @@ name                        arithmetic
 ``q31_single``              Q31 mantissa and a shift; the whole product is rounded once, a half upwards
 ``q15_single``              the mantissa shortened to 15 bits, one rounding, a half upwards; sums of 64 bits
 ``q23_single``              the 24 bits of a float32 factor, one rounding, a half upwards
+``q23_away``                the same, a half away from zero
 ``once``                    the exact product, a half to even: the rounding of a simulation
 ==========================  =========================================================================================
 
@@ -136,6 +137,12 @@ def rescaled_by_float_bits(sums: Any, factor: ArrayLike) -> Integers:
     return np.asarray((product + (np.int64(1) << (shift - 1))) >> shift, np.int64)
 
 
+def _rescaled_away(sums: Any, factor: ArrayLike) -> Integers:
+    """:func:`rescaled_by_float_bits` with a half away from zero: NEON takes one off what is negative before it shifts."""
+    whole = np.asarray(sums, np.int64)
+    return np.sign(whole) * rescaled_by_float_bits(np.abs(whole), factor)
+
+
 def rescaled_in_float32(sums: Any, factor: ArrayLike) -> NDArray[np.float32]:
     """``float32(sums) * float32(factor)``, a half to even, as whole numbers in float32.
 
@@ -161,5 +168,6 @@ REQUANTIZERS: dict[str, Callable[[Any, Any], Any]] = {
     "q31_single": lambda sums, factor: rescaled_once(sums, *quantize_multiplier(factor)),
     "q15_single": lambda sums, factor: rescaled_wide(sums, *quantize_multiplier(factor)),
     "q23_single": rescaled_by_float_bits,
+    "q23_away": _rescaled_away,
     "once": lambda sums, factor: np.rint(np.asarray(sums) * np.asarray(factor, np.float64)).astype(np.int64),
 }

@@ -112,24 +112,23 @@ def convolution(
         _depthwise(centred, w, out, strides, dilations)
     else:
         each, made = x.shape[1] // groups, weight.shape[0] // groups
-        for images in _pieces(x.shape[0], x.shape[1] * int(np.prod(kernel)) * int(np.prod(sizes))):
-            for g in range(groups):
-                part = centred[images, g * each : (g + 1) * each]
-                rows = slice(g * made, (g + 1) * made)
-                columns = _unfolded(part, kernel, strides, dilations, sizes)  # [n, C, K, O]
-                n = columns.shape[0]
-                sums = np.matmul(w[rows].reshape(made, -1), columns.reshape(n, -1, columns.shape[-1]))
-                if pairs:
-                    sums -= _lost(columns, zero, weight[rows])
-                out[images, rows] = sums.reshape(n, made, *sizes)
+        for images, g in _pieces(x.shape[0], groups, each * int(np.prod(kernel)) * int(np.prod(sizes))):
+            part = centred[images, g * each : (g + 1) * each]
+            rows = slice(g * made, (g + 1) * made)
+            columns = _unfolded(part, kernel, strides, dilations, sizes)  # [n, C, K, O]
+            n = columns.shape[0]
+            sums = np.matmul(w[rows].reshape(made, -1), columns.reshape(n, -1, columns.shape[-1]))
+            sums -= _lost(columns, zero, weight[rows]) if pairs else 0
+            out[images, rows] = sums.reshape(n, made, *sizes)
     if bias is not None:
         out += bias.astype(kind).reshape(-1, *(1,) * rank)
     return wrapped(out, accumulator, bound)
 
 
-def _pieces(count: int, each: int) -> Iterator[slice]:
+def _pieces(count: int, groups: int, each: int) -> Iterator[tuple[slice, int]]:
+    """As many images as are unfolded at once, and every group of channels of them."""
     step = max(1, _PIECE // max(each, 1))
-    yield from (slice(i, i + step) for i in range(0, count, step))
+    yield from ((slice(i, i + step), g) for i in range(0, count, step) for g in range(groups))
 
 
 def window_steps(kernel: Sequence[int]) -> Iterator[tuple[int, ...]]:

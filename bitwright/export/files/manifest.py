@@ -134,7 +134,7 @@ def write_manifest(
         seeds=_plain("seeds", seeds or {}),
         data=data,
         notes=tuple(notes),
-        versions=_versions(),
+        versions=installed_versions(),
         created=created,
     )
     with atomic_write(target) as temporary:
@@ -286,7 +286,8 @@ def _plain(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"manifest {name}", f"they are not plain JSON: {error}", remedy) from error
 
 
-def _versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
+    """Versions of Bitwright, Python and the packages that take part in an export, by name."""
     found = {"bitwright": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:

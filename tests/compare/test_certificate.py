@@ -1,0 +1,115 @@
+"""Certificates: repeated they agree, a changed byte of any file is named, and another machine's difference is explained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bitwright.torch
+from bitwright.cli.app import app
+from bitwright.compare.certificate import (
+    _digest,
+    _text,
+    certify,
+    check_certificate,
+    compare_certificates,
+    read_certificate,
+)
+from bitwright.errors import ConfigError, ExportError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export with its certificate."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)).eval()
+    data = [torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    found = tmp_path_factory.mktemp("certified")
+    options = {"recipe": ["fold"], "progress": False, "measure_speed": False, "filename_prefix": "net"}
+    bitwright.torch.quantize(net, data, path=found, **options)  # type: ignore[arg-type]
+    certify(found)
+    return found
+
+
+def rewritten(file: Path, to: Path, change) -> Path:
+    """A certificate as another machine would have written it."""
+    document = json.loads(file.read_text())
+    change(document)
+    document.pop("digest")
+    to.write_text(_text({**document, "digest": _digest(document)}))
+    return to
+
+
+def test_repeated_here_every_answer_is_equal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = read_certificate(folder / "net_certificate.json")
+    assert set(document["answers"]) >= {"ort_x64", "ort_x64_avx2", "onnxruntime"}
+    assert set(document["files"]) >= {"net.onnx", "net.encodings", "net_samples.npz"}
+    report = check_certificate(folder)
+    assert report.ok and not report.differences and report.answers > 6
+    app(["verify", str(folder), "--certificate"], standalone_mode=False)
+    assert "all files are equal" in capsys.readouterr().out
+
+
+def test_a_changed_byte_anywhere_is_found(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    for file in sorted(folder.iterdir()):
+        content = file.read_bytes()
+        for at in rng.integers(0, len(content), 3):
+            changed = bytearray(content)
+            changed[at] ^= 1 << int(rng.integers(8))
+            file.write_bytes(changed)
+            try:
+                report = check_certificate(folder)
+            except ExportError as error:
+                assert file.name in str(error)
+            else:
+                assert not report.ok and file.name == "net_manifest.json"
+        file.write_bytes(content)
+    assert check_certificate(folder).ok
+
+
+def test_two_machines_are_told_apart(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = folder / "net_certificate.json"
+
+    def elsewhere(document) -> None:
+        document["machine"]["features"] = [*document["machine"]["features"], "avx512_vnni"]
+        document["versions"]["onnxruntime"] = "1.30.0"
+        document["answers"]["onnxruntime"] = dict.fromkeys(document["answers"]["onnxruntime"], "0" * 64)
+
+    other = rewritten(mine, tmp_path / "other_certificate.json", elsewhere)
+    report = compare_certificates(mine, other)
+    assert not report.ok
+    assert [(d.what, d.name) for d in report.differences] == [
+        ("version", "onnxruntime"), ("instruction set", "avx512_vnni"), ("answer of onnxruntime", "output"),
+    ]  # fmt: skip
+    first = str(report).splitlines()[0]
+    assert first.startswith(
+        "answer of onnxruntime differs, first at output; what differs besides: version onnxruntime, "
+    )
+    assert app(["diff", str(mine), str(other)], standalone_mode=False) == 1
+    assert "instruction set avx512_vnni" in capsys.readouterr().out
+
+
+def test_wrong_certificates_are_refused(folder: Path, tmp_path: Path) -> None:
+    mine = folder / "net_certificate.json"
+    later = rewritten(mine, tmp_path / "a_certificate.json", lambda document: document.__setitem__("version", 7))
+    with pytest.raises(
+        ExportError, match="certificate of version 7, and this Bitwright reads version 1.*certify the folder"
+    ):
+        read_certificate(later)
+    with pytest.raises(ConfigError, match="both are .*Remedy: name two certificates"):
+        compare_certificates(mine, mine)
+    with pytest.raises(ExportError, match="there is no such file|cannot be read|No such file"):
+        read_certificate(tmp_path / "none.json")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in folder.iterdir():
+        if file != mine:
+            (bare / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ExportError, match="has no certificate. Remedy: write one: bitwright certify"):
+        check_certificate(bare)
