@@ -7,8 +7,8 @@ Runtime, with its quantizers as they stand, in as few sessions as the order of t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,10 +56,6 @@ class Kernel:
             source = dequantizer(value)
             if source is not None and source.inputs[0] is not None:
                 yield source.inputs[0], source
-
-    def can_start(self, there: Container[str]) -> bool:
-        """Whether all codes that it reads are there."""
-        return all(str(codes.name) in there for codes, _ in self.reads)
 
     @property
     def made(self) -> str:
@@ -184,18 +180,21 @@ class CodeExecutor:
         """Segments and kernels in an order in which all that they read is there; kernels wait as long as they can."""
         starts = {kernel.node if kernel.quantizer is None else kernel.quantizer: kernel for kernel in self.kernels}
         needed = self._needed(starts)
-        waiting = dict.fromkeys(node for node in self.model.graph if node in needed)
-        made = {str(v.name) for v in (*self.model.graph.inputs, *self.model.graph.initializers.values())}
-        while waiting:
-            ready = list(_ready(waiting, starts, made))
+        reads = {
+            node: list(dict.fromkeys(_names(node) if node not in starts else self._reads(starts[node])))
+            for node in self.model.graph
+            if node in needed
+        }
+        order = _Order(reads, starts)
+        order.made(str(v.name) for v in (*self.model.graph.inputs, *self.model.graph.initializers.values()))
+        results = {str(v.name) for v in self.model.graph.outputs}
+        while order.left:
+            ready = order.drained()
             if ready:
-                yield self._segment(ready, needed, starts)
-            begun = {node: kernel for node, kernel in starts.items() if node in waiting and kernel.can_start(made)}
-            yield from begun.values()
-            made.update(kernel.made for kernel in begun.values())
+                yield self._segment(ready, order.readers, results)
+            begun = order.kernels()
+            yield from begun
             assert ready or begun, "every node reads what an earlier one makes"
-            for node in (*ready, *begun):
-                del waiting[node]
 
     def _needed(self, starts: Mapping[ir.Node, Kernel]) -> set[ir.Node]:
         """Nodes that a graph output depends on, other than those that kernels stand for."""
@@ -213,18 +212,12 @@ class CodeExecutor:
             )
         return found
 
-    def _segment(self, nodes: list[ir.Node], needed: set[ir.Node], starts: Mapping[ir.Node, Kernel]) -> _Segment:
-        own = {str(v.name) for node in nodes for v in node.outputs}
-        reads = dict.fromkeys(name for node in nodes for name in _names(node) if name not in own)
-        members = set(nodes)
-        results = {str(v.name) for v in self.model.graph.outputs}
-        for kernel in starts.values():
-            results.update(str(codes.name) for codes, _ in kernel.reads)
-        for node in needed - members:
-            if node not in starts:
-                results.update(_names(node))
-        inputs = [name for name in reads if name not in self._constants]
-        return _Segment(nodes, inputs, sorted(own & results))
+    def _segment(self, nodes: list[ir.Node], readers: Mapping[str, list[ir.Node]], results: set[str]) -> _Segment:
+        members, own = set(nodes), [str(v.name) for node in nodes for v in node.outputs]
+        inside = {*own, *self._constants}
+        reads = dict.fromkeys(name for node in nodes for name in _names(node) if name not in inside)
+        outside = (name for name in own if name in results or not members.issuperset(readers.get(name, ())))
+        return _Segment(nodes, list(reads), sorted(outside))
 
     def _run_segment(self, segment: _Segment, values: Mapping[str, Array]) -> dict[str, Array]:
         feeds = {name: values[name] for name in segment.inputs}
@@ -241,7 +234,7 @@ class CodeExecutor:
             "segment",
             [onnx.helper.make_tensor_value_info(name, kind, None) for name, kind in kinds.items()],
             [onnx.helper.make_empty_tensor_value_info(name) for name in segment.outputs],
-            [_tensor(name, v) for name, v in self._constants.items() if name in read],
+            [_tensor(name, self._constants[name]) for name in sorted(read & self._constants.keys())],
         )
         imports = [onnx.helper.make_opsetid(k, n) for k, n in self.model.opset_imports.items()]
         proto = onnx.helper.make_model(graph, opset_imports=imports, ir_version=min(self.model.ir_version, 13))
@@ -249,12 +242,52 @@ class CodeExecutor:
         return new_session(proto.SerializeToString(), session_options(entries=FLOAT_KERNELS))
 
 
-def _ready(waiting: Iterable[ir.Node], starts: Mapping[ir.Node, Kernel], made: set[str]) -> Iterator[ir.Node]:
-    """Nodes beside the kernels that read what there is; what they make is there then, and added to ``made``."""
-    for node in waiting:
-        if node not in starts and all(name in made for name in _names(node)):
-            made.update(str(v.name) for v in node.outputs)
-            yield node
+class _Order:
+    """Nodes and kernels whose operands are there, from the operands that are still missing.
+
+    Args:
+        reads: node -> names of what it reads.
+        starts: the nodes among them that stand for kernels.
+    """
+
+    def __init__(self, reads: Mapping[ir.Node, list[str]], starts: Mapping[ir.Node, Kernel]) -> None:
+        self._starts, self._missing = starts, {node: len(names) for node, names in reads.items()}
+        self.readers: dict[str, list[ir.Node]] = {}
+        for node, names in reads.items():
+            for name in names:
+                self.readers.setdefault(name, []).append(node)
+        self.left = len(reads)
+        self._nodes, self._kernels = deque[ir.Node](), list[ir.Node]()
+        for node, count in self._missing.items():
+            if count == 0:
+                self._there(node)
+
+    def _there(self, node: ir.Node) -> None:
+        (self._kernels if node in self._starts else self._nodes).append(node)
+
+    def made(self, names: Iterable[str]) -> None:
+        """These values are there now."""
+        for node in (node for name in names for node in self.readers.get(name, ())):
+            self._missing[node] -= 1
+            if self._missing[node] == 0:
+                self._there(node)
+
+    def drained(self) -> list[ir.Node]:
+        """All nodes beside kernels that can run now, and what can run after them."""
+        found: list[ir.Node] = []
+        while self._nodes:
+            node = self._nodes.popleft()
+            found.append(node)
+            self.made(str(v.name) for v in node.outputs)
+        self.left -= len(found)
+        return found
+
+    def kernels(self) -> list[Kernel]:
+        """All kernels that can run now."""
+        found, self._kernels = [self._starts[node] for node in self._kernels], []
+        self.left -= len(found)
+        self.made(kernel.made for kernel in found)
+        return found
 
 
 def _unsigned(call: Call, activations: int) -> Call:
