@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.cut import constant_at, dequantizer, graphs_in, reads_of
+from bitwright.compare.cut import array_of, constant_at, dequantizer, graphs_in, reads_of
 from bitwright.executors.kernels import CODE_KERNELS, product_in_float
 from bitwright.executors.profile import Profile
 from bitwright.executors.tensors import Call, Grid, Tensor
@@ -168,7 +168,8 @@ class CodeExecutor:
         """The codes behind an operand, ``None`` where it is left out."""
         source = dequantizer(value)
         if source is None:
-            return None
+            held = array_of(value)
+            return None if held is None else Tensor(held, np.empty(0, np.float32))
         scale, zero = (constant_at(source, port) for port in (1, 2))
         assert scale is not None and source.inputs[0] is not None
         codes = self._value(str(source.inputs[0].name), values)
@@ -366,7 +367,7 @@ def _kernel_of(node: ir.Node, results: set[int], profile: Profile) -> Kernel | N
     """The kernel that ``node`` becomes, with what joins it; ``None`` where it is computed in float."""
     quantizer, joined = _quantizer_after(node, results)
     grid = None if quantizer is None else _grid(quantizer)
-    if not _ends_well(node, quantizer, joined, grid, profile) or not _reads_codes(node, grid):
+    if not _ends_well(node, quantizer, joined, grid, profile) or not _reads_codes(node, grid, profile):
         return None
     if not profile.signed and not _become_unsigned(node):
         return None
@@ -418,7 +419,7 @@ def _joins(joined: Sequence[ir.Node], grid: Grid, profile: Profile) -> bool:
     return all(b[0] <= low and b[1] >= high for b in map(bounds_of, joined))
 
 
-def _reads_codes(node: ir.Node, grid: Grid | None) -> bool:
+def _reads_codes(node: ir.Node, grid: Grid | None, profile: Profile) -> bool:
     """Whether all operands are codes of a kind that the kernel takes."""
     sources = [dequantizer(value) if value is not None else None for value in node.inputs]
     if not sources or any(source is None for source in sources[: 2 if node.op_type in _PRODUCTS else None]):
@@ -427,7 +428,7 @@ def _reads_codes(node: ir.Node, grid: Grid | None) -> bool:
     if any(kind is None for kind in kinds):
         return False
     if node.op_type in _PRODUCTS:
-        return _is_product(node, sources)
+        return _is_product(node, sources, profile.bias == "float32")
     return grid is not None and all(kind == (grid.dtype, 1) for kind in kinds)
 
 
@@ -445,7 +446,7 @@ def _become_unsigned(node: ir.Node) -> bool:
     return True
 
 
-def _is_product(node: ir.Node, sources: Sequence[ir.Node | None]) -> bool:
+def _is_product(node: ir.Node, sources: Sequence[ir.Node | None], float_bias: bool) -> bool:
     kinds = [None if source is None else _kind(source) for source in sources]
     data, weight = kinds[0], kinds[1]
     assert data is not None and weight is not None and sources[1] is not None
@@ -455,8 +456,8 @@ def _is_product(node: ir.Node, sources: Sequence[ir.Node | None]) -> bool:
     if zero is not None and (zero != zero.reshape(-1)[0]).any():
         return False
     has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
-    if has_bias and (kinds[2] is None or kinds[2][0] != np.int32):
-        return False
+    if has_bias and not (kinds[2] is not None and kinds[2][0] == np.int32):
+        return float_bias and node.inputs[2].const_value is not None  # type: ignore[union-attr]
     if node.op_type == "Gemm":
         return node.attributes.get_float("alpha", 1.0) == 1 and node.attributes.get_float("beta", 1.0) == 1
     return True

@@ -161,6 +161,10 @@ class WrongKernels:
 Check = Callable[[Path, Path, Samples, str], WrongKernels | None]
 
 
+#: version of the encodings file where the caller names none
+DEFAULT_ENCODINGS = "1.0.0"
+
+
 def check_encoding_version(version: str) -> None:
     """Refuse a version of encodings files that does not exist.
 
@@ -290,7 +294,7 @@ def write_artefacts(
         prefix: stem of the files.
         marked: the model with a marker at every site.
         encodings: site -> encoding, of the enabled sites.
-        encoding_version: of the encodings file.
+        encoding_version: of the encodings file; a target may have another default than 1.0.0.
         bias, activation, weight_only, target: see :func:`bitwright.export.qdq.write.to_qdq`.
         recurrent: how the QDQ model writes recurrent layers, :func:`recurrent_form` by default; see
             :func:`bitwright.export.recurrent.write_recurrent`;
@@ -308,6 +312,9 @@ def write_artefacts(
         ConfigError: see :func:`check_destination`.
         ExportError, EncodingsError: see :func:`bitwright.export.qdq.write.to_qdq`; the folder cannot be written.
     """
+    own = find_target(target).encoding_version
+    if own is not None and encoding_version == DEFAULT_ENCODINGS:
+        encoding_version = own
     write = partial(
         _write,
         sim,

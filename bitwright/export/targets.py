@@ -68,6 +68,9 @@ class Target:
             computed in float.
         wide_bits: what ``quantize`` gives an activation whose 8 bits cost the outputs much, where a layer multiplies it; ``None``
             for float, where layers on more than 8 bits are computed in float and the conversions would only take time.
+        signed: whether codes of signed grids of activations stay signed, where others write them unsigned.
+        float_biases: whether biases are written in float, as kernels add them after the sum is one.
+        encoding_version: of the encodings file where the caller asks for the default; ``None`` for the default itself.
         kernel_times: what its kernels take, by which ``quantize`` weighs what it raises; ``None`` to count multiplications.
         slow_stem: first convolutions that ``quantize`` leaves in float, where the user names no configuration.
     """
@@ -93,6 +96,9 @@ class Target:
     exact_session: str = ""
     float_results: bool = True
     wide_bits: int | None = 16
+    signed: bool = False
+    float_biases: bool = False
+    encoding_version: str | None = None
     kernel_times: KernelTimes | None = None
 
     def stored_bits(self, bits: int, *, beside_codes: bool) -> int:
@@ -125,6 +131,20 @@ _LITERT_WIDE: Mapping[str, Any] = {
         {"optional": True, "op": ["Sigmoid", "Softmax", "Tanh"], "output": {"fixed_range": [-1.0, 32767 / 32768]}},
     ],
 }
+#: TensorRT takes zero points of 0 only and adds the bias in float; a sum that follows a convolution is fused with it, so that no
+#: quantizer stands between them (TensorRT documentation, Q/DQ placement recommendations)
+_TENSORRT: Mapping[str, Any] = {
+    **_BOUNDARY,
+    "supergroups": [["Conv", "Add", "Relu"], ["Conv", "Add"], "default"],
+    "rules": [
+        {"optional": True, "weight": {"symmetry": "strict_symmetric"}},
+        {"optional": True, "bias": None},
+        *(
+            {"optional": True, port: {"symmetry": "symmetric"}}
+            for port in ("output", "input", "model_input", "model_output", "constant")
+        ),
+    ],
+}
 #: measured with OpenVINO 2026.4: 44 to 50 dB without, on CPUs that have VNNI; metadata of an ONNX file does not reach its options
 _OPENVINO_SESSION = (
     "OpenVINO's defaults quantize these activations to 8 bits or compute them in bfloat16, as no simulation does: compile the "
@@ -155,6 +175,10 @@ TARGETS: dict[str, Target] = {
                wide_bits=None),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",
                "tflite", _LITERT, _LITERT_WIDE, wide_bits=None),
+        Target("tensorrt", "TensorRT, explicit quantization: symmetric int8, biases in float, no quantizer inside fused layers",
+               _ON_8_BITS, False, "scan", "onnxruntime", rules=_TENSORRT, wide_bits=None, signed=True, float_biases=True),
+        Target("qnn", "Qualcomm's converters (QNN, HTP): uint8 activations, and encodings of version 2.0.0", (), False, "scan",
+               "onnxruntime", rules=_BOUNDARY, encoding_version="2.0.0"),
         Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), False, "scan", "onnxruntime"),
     )
 }  # fmt: skip
@@ -166,7 +190,8 @@ _COMPILERS = (
     "or give the compiler the float ONNX file and the .encodings file of the export"
 )
 #: runtimes that users name and no row serves -> what to use
-_ELSEWHERE = {name: _COMPILERS for name in ("tensorrt", "trt", "qnn", "snpe", "hailo", "tvm", "ncnn", "coreml")}
+_ELSEWHERE = {name: _COMPILERS for name in ("hailo", "tvm", "ncnn", "coreml")}
+_ELSEWHERE |= {"trt": "use target='tensorrt'", "snpe": "use target='qnn', whose encodings its converter takes"}
 _ELSEWHERE |= {"tflite": "use target='litert', the runtime's present name"}
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from onnx import numpy_helper
 from torch import nn
 
 from bitwright.compare.runtime import optimized_types
@@ -347,3 +349,48 @@ def test_weights_beside_float_activations_are_constants_for_the_runtime(tmp_path
     made = sim.export(tmp_path, "net", BATCHES[0]).qdq
     assert weights_dequantized_in_every_run(made) == 0
     assert sim.verify(BATCHES[0]).ok and verify_folder(tmp_path).ok
+
+
+class Residual(nn.Module):
+    """A sum that a runtime fuses with the convolution before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.a(x))
+        return torch.relu(self.b(x) + x)
+
+
+def residual(folder: Path, target: str) -> tuple[onnx.ModelProto, dict[str, Any]]:
+    torch.manual_seed(0)
+    data = [torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    options: dict[str, Any] = {"recipe": ["fold"], "progress": False, "measure_speed": False, "filename_prefix": "net"}
+    quantize(Residual().eval(), data, path=folder, target=target, **options)
+    return onnx.load(folder / "net.onnx"), json.loads((folder / "net.encodings").read_text())
+
+
+def test_files_for_tensorrt_follow_its_rules(tmp_path: Path) -> None:
+    """Symmetric int8, biases in float, and no quantizer between layers that TensorRT fuses."""
+    model, _ = residual(tmp_path, "tensorrt")
+    held = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    quantizers = [node for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    for node in quantizers:
+        zero = held[node.input[2]]
+        assert zero.dtype == np.int8 and not zero.any() and (held[node.input[1]] > 0).all()
+    assert all(array.dtype != np.int32 for array in held.values())
+    weights = [array for name, array in held.items() if array.dtype == np.int8 and array.ndim == 4]
+    assert len(weights) == 2 and min(array.min() for array in weights) == -127
+    order = [node.op_type for node in model.graph.node if node.op_type != "DequantizeLinear"]
+    assert order == ["QuantizeLinear", "Conv", "Relu", "QuantizeLinear", "Conv", "Add", "Relu", "QuantizeLinear"]
+
+
+def test_files_for_qualcomm_hold_encodings_of_version_2(tmp_path: Path) -> None:
+    model, encodings = residual(tmp_path, "qnn")
+    held = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    zeros = [held[node.input[2]] for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    assert {zero.dtype for zero in zeros} == {np.dtype(np.uint8)}
+    assert [array.dtype for name, array in held.items() if array.ndim == 4] == [np.int8] * 2
+    assert encodings["version"] == "2.0.0"
+    assert {entry["output_dtype"] for entry in encodings["encodings"]} == {"uint8", "int8", "int32"}

@@ -92,7 +92,7 @@ def to_qdq(
             so that they are not more exact there.
         activation: ``"unsigned"`` writes signed grids of activations as unsigned ones with shifted zero
             point; ``"as_is"`` keeps them signed, which needs ``session.qdqisint8allowed=1`` in ONNX
-            Runtime.
+            Runtime, and which targets of symmetric kernels (TensorRT) get in any case.
         weight_only: MatMul and Gemm of float activations with quantized weights: ``"exact"`` computes them as simulated, in
             float; ONNX Runtime is kept from quantizing the activations by itself. Weights of 4 bits become MatMulNBits where
             the target runs that (``ort_cpu``). ``"nbits"`` asks for MatMulNBits whatever the target; ``"fused"`` leaves all to
@@ -112,6 +112,8 @@ def to_qdq(
     _check_option("activation", activation, ("unsigned", "as_is"))
     check_weight_only(weight_only)
     row = find_target(target)
+    activation = "as_is" if row.signed else activation
+    bias = "float" if row.float_biases else bias
     return _run(Writing(copy_model(model), dict(encodings), bias, activation, weight_only, row))
 
 
