@@ -460,14 +460,18 @@ class Forward:
         return self.call
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle would look up a method by its function's name, which is not "forward" where a class takes its forward from
-        # elsewhere, as containers do; the class of the copy has it too
-        return {name: value for name, value in vars(self).items() if name != "call" or self.before is not None}
+        # pickle looks up a method by its function's name in the module, which has none of that name where the class takes its
+        # forward from elsewhere, as containers do
+        function = getattr(self.call, "__func__", None)
+        bound = self.before is None and function is not None
+        return {**vars(self), "call": function, "bound": True} if bound else vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if vars(self).pop("bound", False):
+            self.call = self.call.__get__(self.module)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "call" and "before" in vars(self):
-            self.link(self.before)
-            return self.call
         if name == "call" or (name.startswith("__") and name.endswith("state__")):
             raise AttributeError(name)  # while a copy is made
         return getattr(self.call, name)
