@@ -101,3 +101,55 @@ def handed_on() -> onnx.ModelProto:
                out=["W_last", "R_last", "b_last", "last", "each"])  # fmt: skip
     y = net("MatMul", made[4], net.weights(12, 3, name="V"), name="head", out="y")
     return net.model(y, "last")
+
+
+def masked(batch: int = 4, steps: int = 6, inputs: int = 8, width: int = 16) -> onnx.ModelProto:
+    """An LSTM both ways over sequences with padding, and a layer on what it returns, as TensorFlow's exporter writes them.
+
+    A step is taken where the input is not zero; else the states stay, by sums of products with the mask and its opposite. The
+    weights are states of the Loops. The second direction reads and returns the sequence reversed.
+    """
+    net = Net(seed=11)
+    x, zero = net.input("x", (batch, steps, inputs)), net.const(np.float32(0), "zero")
+    seen = net("Cast", net("Not", net("Equal", x, zero)), to=FLOAT)
+    seen = net("Greater", net("ReduceSum", seen, net.const(np.array([-1])), keepdims=1), zero)  # [batch, steps, 1]
+    turned = [net("Transpose", x, perm=[1, 0, 2]), net("Transpose", seen, perm=[1, 0, 2])]
+    lengths = net.const(np.full(batch, steps, np.int64), "lengths")
+    made = []
+    for way in ("forward", "backward"):
+        sequence, mask = turned
+        if way == "backward":
+            back = {"time_axis": 0, "batch_axis": 1}
+            sequence, mask = (
+                net("ReverseSequence", v, lengths, **back) for v in (sequence, net("Cast", mask, to=FLOAT))
+            )
+            mask = net("Cast", mask, to=BOOL)
+        names = [net.weights(*shape, name=f"{way}.{name}") for name, shape in
+                 {"W": (inputs, 4 * width), "R": (width, 4 * width), "b": (4 * width,)}.items()]  # fmt: skip
+        inner = Net(seed=12)
+        x_t, m_t = inner("Gather", sequence, "i", axis=0), inner("Gather", mask, "i", axis=0)
+        product = inner("MatMul", x_t, "W", name="ih")
+        gates = inner("Add", inner("Add", product, inner("MatMul", "h", "R", name="hh")), "b", name="gates")
+        i, f, g, o = inner(
+            "Split", gates, inner.const(np.full(4, width), "sizes"), out=[f"gate{n}" for n in range(4)], axis=-1
+        )
+        i, f, o = (inner("Sigmoid", gate) for gate in (i, f, o))
+        c = inner("Add", inner("Mul", f, "c"), inner("Mul", i, inner("Tanh", g)))
+        h = inner("Mul", o, inner("Tanh", c))
+        yes, no = inner("Cast", m_t, to=FLOAT), inner("Cast", inner("Not", m_t), to=FLOAT)
+        kept = [inner("Add", inner("Mul", yes, new), inner("Mul", no, old)) for new, old in ((h, "h"), (c, "c"))]
+        going = inner("Identity", "going", out="going_out")
+        state = (FLOAT, (batch, width))
+        shapes = [("W", FLOAT, (inputs, 4 * width)), ("R", FLOAT, (width, 4 * width)), ("b", FLOAT, (4 * width,))]
+        step = body((going, BOOL, ()), *((inner("Identity", n, out=f"{n}_out"), t, s) for n, t, s in shapes),
+                    *((k, *state) for k in kept), (inner("Identity", kept[0]), *state), net=inner,
+                    inputs=[("i", INT64, ()), ("going", BOOL, ()), *shapes, ("h", *state), ("c", *state)])  # fmt: skip
+        begin = net.const(np.zeros((batch, width)), f"{way}.begin")
+        outs = [f"{way}.{name}" for name in ("W_last", "R_last", "b_last", "h_last", "c_last", "each")]
+        each = net(
+            "Loop", net.const(np.int64(steps)), net.const(np.bool_(True)), *names, begin, begin, out=outs, body=step
+        )[-1]
+        made.append(each if way == "forward" else net("ReverseSequence", each, lengths, time_axis=0, batch_axis=1))
+    joined = net("Transpose", net("Concat", *made, axis=2), perm=[1, 0, 2])
+    product = net("MatMul", joined, net.weights(2 * width, 3, name="V"), name="head")
+    return net.model(net("Add", product, net.weights(3, name="v"), out="y"))
