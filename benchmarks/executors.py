@@ -1,0 +1,112 @@
+"""Trained networks as each profile computes them: the metric, and codes equal to those of the runtime where it is here.
+
+    python benchmarks/executors.py resnet20_aux --samples 500
+
+Needs the developer data set. Results: benchmarks/results/executors.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from bitwright.compare.executed import CodeExecutor
+from bitwright.compare.runtime import EXACT_SUMS
+from bitwright.compare.sides import read_model
+from bitwright.compare.target import TargetSession, open_target
+from bitwright.executors.profile import find_profile
+from bitwright.runtimes.adapters import session_of
+from bitwright.runtimes.onnxruntime import new_session, session_options
+from tests.support import data
+from tests.support.deployed import quantized
+from tests.support.tasks import TASKS
+from tests.support.without_vnni import lacks_vnni
+
+PROFILES = ("ort_x64", "ort_x64_avx2", "ort_arm", "litert_reference", "xnnpack", "cmsis_nn", "tensorrt", "htp")
+FRONT_END = {"mnist_cntk": "onnx", "mnist_pytorch": "onnx", "face_slim_320": "onnx", "lstm_char": "onnx"}
+
+
+def few(name: str, count: int) -> tuple[Tensor, Callable[[Any], float]]:
+    """Some samples, and the metric of the first output on them."""
+    if name == "lstm_char":
+        rows = data.shakespeare("test")[: count * 129].reshape(count, 129)
+        return rows[:, :-1], lambda run: data.perplexity(run, rows)
+    if name.startswith("mnist"):
+        pixels, labels = data.mnist()
+        x = torch.from_numpy(pixels[:count].astype(np.float32)[:, None])
+        x = (x / 255 - 0.1307) / 0.3081 if name == "mnist_pytorch" else x
+        return x, lambda run: data.accuracy(run, data.Images(x, torch.from_numpy(labels[:count])), batch=1)
+    if name == "face_slim_320":
+        x = TASKS[name]().samples()[:count]
+        return x, lambda run: float("nan")
+    images = (data.imagenet() if name == "mobilenet_v1_025" else data.cifar())[slice(0, count)]
+    return images.x, lambda run: data.accuracy(run, images)
+
+
+def compared(session: TargetSession, folder: Path, x: np.ndarray) -> str:
+    """Share of codes that are those of the runtime, and the first tensor that differs; empty where it is not here."""
+    codes: dict[str, np.ndarray] = {}
+    source, profile = session.get_inputs()[0].name, session.profile.name
+    session.run(None, {source: x}, codes.__setitem__)
+    if profile in ("litert_reference", "xnnpack"):
+        content = (folder / "model.tflite").read_bytes()
+        there = session_of(content, reference=profile == "litert_reference", keeps=True)
+        there.run({source: x})
+        places = {found["name"]: found["index"] for found in there.interpreter.get_tensor_details()}
+        made = {name: there.interpreter.get_tensor(places[name]) for name in codes}
+    elif profile == "ort_x64" or (profile == "ort_x64_avx2" and lacks_vnni()):
+        model = read_model(folder / "model.onnx")
+        kernels = CodeExecutor(model, session.profile).kernels
+        values = [kernel.quantizer.outputs[0] for kernel in kernels if kernel.quantizer is not None]
+        model.graph.outputs.extend(values)
+        entries = EXACT_SUMS if profile == "ort_x64" else {}
+        opened = new_session(ir.to_proto(model).SerializeToString(), session_options(entries=entries))
+        names = [str(value.name) for value in values]
+        made = dict(zip(names, opened.run(names, {source: x}), strict=True))
+    else:
+        return ""
+    same = sum(int((made[name] == codes[name]).sum()) for name in made)
+    total = sum(array.size for array in made.values())
+    first = next((name for name in made if not np.array_equal(made[name], codes[name])), "none")
+    return f"{same / max(total, 1):.4%} of {total} codes, first that differs: {first}"
+
+
+def rows(name: str, count: int) -> Iterator[str]:
+    task = TASKS[name]()
+    x, score = few(name, count)
+    with tempfile.TemporaryDirectory() as room:
+        for target in dict.fromkeys(find_profile(profile).target for profile in PROFILES):
+            folder = Path(room, target)
+            quantized(
+                name, FRONT_END.get(name, "torch"), task, folder, target=target, measure_speed=False, samples=False
+            )
+            for profile in (p for p in PROFILES if find_profile(p).target == target):
+                session, start = open_target(folder, profile), time.process_time()
+                source = session.get_inputs()[0].name
+
+                def run(batch: Tensor, source: str = source, session: TargetSession = session) -> Tensor:
+                    return torch.from_numpy(session.run(None, {source: batch.numpy()})[0])
+
+                found = score(run)
+                seconds = time.process_time() - start
+                told = compared(session, folder, x[: max(1, min(len(x), 4))].numpy() if len(x) > 1 else x.numpy())
+                yield f"| {name} | {profile} | {found:.2f} | {seconds:.1f} | {told} |"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="+", choices=list(TASKS))
+    parser.add_argument("--samples", type=int, default=200)
+    given = parser.parse_args()
+    for name in given.names:
+        for row in rows(name, given.samples):
+            print(row, flush=True)
