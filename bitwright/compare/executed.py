@@ -415,8 +415,10 @@ def _joins(joined: Sequence[ir.Node], grid: Grid, profile: Profile) -> bool:
     """Whether what lies between an operator and its quantizer goes into the kernel."""
     if profile.relu == "always":
         return not any(np.isnan(bounds_of(node)).any() for node in joined)
-    low, high = ((end - grid.zero_point) * float(grid.scale) for end in grid.ends)
-    return all(b[0] <= low and b[1] >= high for b in map(bounds_of, joined))
+    # in float32 and with its epsilon, as ONNX Runtime compares (clip_quantizelinear.cc): 255 * float32(6 / 255) is 6 there
+    low, high = (np.float32(end - grid.zero_point) * grid.scale for end in grid.ends)
+    slack = float(np.finfo(np.float32).eps)
+    return all(b[0] - low <= slack and high - b[1] <= slack for b in map(bounds_of, joined))
 
 
 def _reads_codes(node: ir.Node, grid: Grid | None, profile: Profile) -> bool:

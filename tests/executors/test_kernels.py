@@ -205,3 +205,27 @@ def test_sums_are_exact_at_any_length(depth: int) -> None:
     wanted = (w[:, :, 0, 0] * (x[0, :, 0, 0].astype(np.int64) - 7)).sum(1)
     assert found.ravel().tolist() == wanted.tolist()
     assert found.dtype == kind_for(float(np.abs(w).sum((1, 2, 3)).max() * max(int(x.max()) - 7, 7)))
+
+
+def test_a_clip_at_the_end_of_the_grid_joins_the_kernel() -> None:
+    """255 * float32(6 / 255) is 6 in float32, and beyond it in float64; ONNX Runtime takes the Clip away."""
+    draw = Draw(0)
+    proto = model("Relu", [("x", (1, 2, 4, 4), 0.1, 0, 1)], np.uint8, (np.float32(6 / 255), 0))
+    graph = proto.graph
+    weight = draw.weight(3, 2, 1, 1)
+    held = {"w_q": weight, "w_s": np.float32(0.01), "w_z": np.int8(0), "low": np.float32(0), "high": np.float32(6)}
+    graph.initializer.extend(numpy_helper.from_array(np.asarray(a), name) for name, a in held.items())
+    nodes = list(graph.node)
+    place = next(i for i, node in enumerate(nodes) if node.op_type == "Relu")
+    nodes[place : place + 1] = [
+        helper.make_node("DequantizeLinear", ["w_q", "w_s", "w_z"], ["w"]),
+        helper.make_node("Conv", ["x_d", "w"], ["c"]),
+        helper.make_node("Clip", ["c", "low", "high"], ["y"]),
+    ]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    x = np.random.default_rng(0).uniform(0, 25, (1, 2, 4, 4)).astype(np.float32)
+    executor = CodeExecutor(ir.from_proto(proto), find_profile("ort_x64"))
+    assert [kernel.node.op_type for kernel in executor.kernels] == ["Conv"]
+    (wanted,) = new_session(proto.SerializeToString(), session_options(entries=EXACT_SUMS)).run(None, {"x": x})
+    np.testing.assert_array_equal(executor.run({"x": x})["o"], wanted)
