@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from bitwright.torch.quantizers.fake_quantize import Grid, on_grid
 
 HELP = """\
 Parts of a row as ratios to the float model, CPU time, one thread, all of them once per round in this process: least and median.
-Of the ONNX rows (run them with taskset -c 0) the parts that are calls of ONNX Runtime, from a profile of the same call; of the
-default recipe every step, as float passes over the calibration data, and the peak of the process in the first call beyond that
-of the float model.
+Of an export its parts, in float forwards of its batch. Of the ONNX rows (run them with taskset -c 0) the parts that are calls
+of ONNX Runtime, from a profile of the same call; of the default recipe every step, as float passes over the calibration data,
+and the peak of the process in the first call beyond that of the float model.
 """
 EXAMPLES = """\
 examples:
@@ -36,6 +37,7 @@ examples:
   python benchmarks/speed_bounds.py lstm
   python benchmarks/speed_bounds.py preparation
   taskset -c 0 python benchmarks/speed_bounds.py onnx
+  python benchmarks/speed_bounds.py export
   python benchmarks/speed_bounds.py recipe --network resnet20_aux --effort quick
 """
 Steps = dict[str, Callable[[], Any]]
@@ -232,11 +234,25 @@ _PREPARING = (
 )
 
 
+_EXPORTING = (
+    ("bitwright.torch.simulation.export", "marked_onnx", "torch's exporters: trace and graph"),
+    ("bitwright.export.artefacts", "to_qdq", "quantizers and codes as operators"),
+    ("bitwright.export.artefacts", "strip_sites", "float model"),
+    ("bitwright.export.artefacts", "bring_to", "opset"),
+    ("bitwright.export.artefacts", "save_model", "both models written, with their weights"),
+    ("bitwright.export.artefacts", "_write_encodings", "encodings"),
+    ("bitwright.export.artefacts", "_few_enough", "samples: the simulation runs on them"),
+    ("bitwright.export.artefacts", "write_samples", "samples: written"),
+    ("bitwright.export.artefacts", "_self_check", "samples: the file runs on them"),
+    ("bitwright.export.artefacts", "write_manifest", "manifest and hashes"),
+)
+
+
 @contextmanager
-def _taken_apart(clock: list[_Clock]) -> Iterator[None]:
-    """Let the functions of :data:`_PREPARING` report to the last of ``clock``."""
+def _taken_apart(clock: list[_Clock], functions: Sequence[tuple[str, str, str]]) -> Iterator[None]:
+    """Let ``functions`` report to the last of ``clock``."""
     undo = []
-    for module, path, part in _PREPARING:
+    for module, path, part in functions:
         holder: Any = importlib.import_module(module)
         *outer, name = path.split(".")
         for step in outer:
@@ -271,7 +287,7 @@ def preparation_rows(models: Sequence[str], rounds: int) -> list[list[str]]:
                 given = prepare()
                 gc.collect()
                 clocks.append(_Clock(peaks=False))
-                with _taken_apart(clocks), clocks[-1].part("all else"):
+                with _taken_apart(clocks, _PREPARING), clocks[-1].part("all else"):
                     step(given)
                 parts = clocks[-1].seconds
                 for part, taken in (parts | {"": sum(parts.values())}).items() if i else ():
@@ -280,6 +296,38 @@ def preparation_rows(models: Sequence[str], rounds: int) -> list[list[str]]:
             if not (part == "all else" and row not in rows):
                 title = f"{name}: {row}" + (f": {part}" if part else "")
                 table.append([title, f"{min(taken):.3f} s", "", f"{statistics.median(taken):.3f} s"])
+    return table
+
+
+def export_rows(rounds: int) -> list[list[str]]:
+    """An export with samples by part, of a module and of an ONNX model, beside a float forward of its batch."""
+    import onnx_speed
+    import preparation
+
+    table = []
+    for name in ("resnet18", "mobilenet_v2"):
+        bench = onnx_speed.Bench(name, 224, 1, 1)
+        steps = preparation.steps_of(name, ["float forward", "export"])
+        sim = bench.calibrated()
+        pairs = {
+            "torch": tuple(partial(step, None) for _, step in steps.values()),
+            "ONNX": (bench.float_one, lambda sim=sim: preparation._export(sim)),
+        }
+        for front_end, (forward, export) in pairs.items():
+            found: dict[str, list[float]] = defaultdict(list)
+            clocks: list[_Clock] = []
+            base = []
+            for i in range(rounds + 1):
+                base.append(measure.seconds(forward))
+                clocks.append(_Clock(peaks=False))
+                with _taken_apart(clocks, _EXPORTING), clocks[-1].part("all else"):
+                    export()
+                parts = clocks[-1].seconds
+                for part, taken in (parts | {"sum": sum(parts.values())}).items() if i else ():
+                    found[part].append(taken)
+            for part, taken in found.items():
+                ratios = (f"{of(taken) / of(base):.2f}" for of in (min, statistics.median))
+                table.append([f"{name}, {front_end}: {part}", f"{1000 * min(taken):.0f} ms", *ratios])
     return table
 
 
@@ -332,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=HELP, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("torch", "lstm", "preparation", "onnx", "recipe"))
+    parser.add_argument("what", choices=("torch", "lstm", "preparation", "onnx", "export", "recipe"))
     parser.add_argument("--network", default="resnet20_aux", help="of the default recipe")
     parser.add_argument("--effort", default="quick", help="of the default recipe")
     models = ("chain", "resnet18", "mobilenet_v2")
@@ -348,6 +396,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = recipe_rows(chosen.network, chosen.effort, chosen.rounds)
     elif chosen.what == "onnx":
         rows = onnx_rows(chosen.rounds)
+    elif chosen.what == "export":
+        rows = export_rows(chosen.rounds)
     elif chosen.what == "preparation":
         columns[2:] = ["", "median"]
         rows = preparation_rows(chosen.models, chosen.rounds)

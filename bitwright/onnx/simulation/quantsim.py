@@ -891,12 +891,16 @@ class QuantizationSimModel(SimulationFiles):
         """
         checked = as_feeds(feeds, self.specs)
         found: list[Array] = run_session(self.session, checked, "the simulation", self.output_names)
+        self._tell_of_nan(found, checked)
+        return found
+
+    def _tell_of_nan(self, outputs: Iterable[Any], feeds: Feeds) -> None:
+        """Say once where the first NaN among the outputs comes from."""
         if not self._told_of_nan and any(
-            isinstance(y, np.ndarray) and y.dtype.kind == "f" and bool(np.isnan(y).any()) for y in found
+            isinstance(y, np.ndarray) and y.dtype.kind == "f" and bool(np.isnan(y).any()) for y in outputs
         ):
             self._told_of_nan = True
-            self._name_nan(checked)
-        return found
+            self._name_nan(feeds)
 
     def capture(self, names: Sequence[str], feeds: Any) -> dict[str, list[Array]]:
         """Quantized values at activation sites, one array per place the site marks.
@@ -905,21 +909,28 @@ class QuantizationSimModel(SimulationFiles):
         of another Loop or Scan all iterations along a first axis; those of a branch that was not taken are empty. Where
         bodies make tensors of another shape in every iteration, sites in bodies have none.
         """
-        checked = as_feeds(feeds, self.specs)
+        return self._capture(names, as_feeds(feeds, self.specs))[0]
+
+    def _capture(
+        self, names: Sequence[str], feeds: Feeds, outputs: Sequence[str] = ()
+    ) -> tuple[dict[str, list[Array]], dict[str, Any]]:
+        """Values at sites, and ``outputs`` of the model in the same run."""
         try:
-            return self._captured(names, checked, bodies=True)
+            return self._captured(names, feeds, outputs, bodies=True)
         except refusals() as error:
             if all(graph is self.marked.graph for graph in all_graphs(self.marked.graph)):
                 raise
             logger.warning("what bodies make cannot be brought out of them: %s", first_line(error))
-            return self._captured(names, checked, bodies=False)
+            return self._captured(names, feeds, outputs, bodies=False)
 
-    def _captured(self, names: Sequence[str], feeds: Feeds, *, bodies: bool) -> dict[str, list[Array]]:
-        """Values at sites; of those in bodies, other than the steps of recurrent layers, only where ``bodies`` says so."""
+    def _captured(
+        self, names: Sequence[str], feeds: Feeds, outputs: Sequence[str], *, bodies: bool
+    ) -> tuple[dict[str, list[Array]], dict[str, Any]]:
+        """See :meth:`_capture`; values in bodies, other than the steps of recurrent layers, only where ``bodies`` says so."""
         simulation = self.simulation()
         places = list(_places(simulation, names, bodies))
         shown = show(Builder(simulation.model), [value for _, value in places])
-        fetch = list(dict.fromkeys(str(value.name) for value in shown.values()))
+        fetch = list(dict.fromkeys([*(str(value.name) for value in shown.values()), *outputs]))
         values = {}
         if fetch:
             session = open_session(simulation.model, self.providers, threads=self.threads)
@@ -927,7 +938,7 @@ class QuantizationSimModel(SimulationFiles):
         found: dict[str, list[Array]] = {}
         for name, value in places:
             found.setdefault(name, []).append(values[str(shown[value].name)])
-        return found
+        return found, {name: values[name] for name in outputs}
 
     def _sample(self, result: QdqResult, feeds: Feeds) -> Samples:
         """What the simulation computes on ``feeds``, at the sites that a file has."""
@@ -936,9 +947,9 @@ class QuantizationSimModel(SimulationFiles):
             for site in self.quantizers.values()
             if site.role in ("input", "output") and site.name in result.tensors and site.enabled
         ]
-        outputs = named_arrays(dict(zip(self.output_names, self.run(feeds), strict=True)))
-        self._close_large()  # the next session is another one
-        return Samples(self.capture(names, feeds), feeds, outputs)
+        sites, outputs = self._capture(names, as_feeds(feeds, self.specs), self.output_names)
+        self._tell_of_nan(outputs.values(), feeds)
+        return Samples(sites, feeds, named_arrays(outputs))
 
     def _as_qdq(self, target: str | Target, recurrent: RecurrentForm | None, bias: Any, **options: Any) -> QdqResult:
         """The file that an export for ``target`` would write."""

@@ -240,6 +240,21 @@ def test_samples_of_a_file_with_a_fixed_batch_are_kept_and_their_size_is_said(tm
     assert verify_folder(tmp_path).ok
 
 
+def test_samples_are_taken_in_one_session_with_the_outputs(sim, tmp_path):
+    """Of one simulation, which is built once; its outputs are those of ``run`` but for rounding."""
+    from bitwright.export.samples import read_samples
+
+    with patch.object(
+        QuantizationSimModel, "simulation", autospec=True, side_effect=QuantizationSimModel.simulation
+    ) as made:
+        sim.export(tmp_path, "net")
+    assert made.call_count == 1
+    sites, inputs, outputs = read_samples(tmp_path / "net_samples.npz")
+    assert sites
+    for found, expected in zip(outputs.values(), sim.run(inputs), strict=True):
+        assert sqnr(expected, found) > 100
+
+
 def test_an_export_without_samples_is_not_compared_with_those_of_an_earlier_one(sim, tmp_path):
     from bitwright.compare.verify import verify_folder
 
