@@ -158,6 +158,7 @@ def run_model(
     *,
     entries: Mapping[str, str] | None = None,
     optimized: bool = True,
+    path: Path | None = None,
 ) -> dict[str, Array]:
     """Graph outputs of ``model`` by name.
 
@@ -168,14 +169,15 @@ def run_model(
         types: filled with what :func:`optimized_types` tells, at no further session.
         entries: settings of the session beside those of ``mode``.
         optimized: with the runtime's changes of the graph; without them every operator runs as it stands.
+        path: of a file that holds ``model`` as it is, which is then not written for the runtime.
 
     Raises:
         One of :func:`refusals`: the runtime cannot load or run the model.
     """
     entries = entries or {}
     if entries.keys() >= EXACT_SUMS.keys() and not _takes_exact_sums(model):
-        model = _separated(model)
-    return run_named(_session(model, mode, types, entries, optimized), feeds)
+        model, path = _separated(model), None
+    return run_named(_session(model, mode, types, entries, optimized, path), feeds)
 
 
 def run_in(
@@ -186,18 +188,19 @@ def run_in(
     types: dict[str, str] | None = None,
     *,
     entries: Mapping[str, str] | None = None,
+    path: Path | None = None,
 ) -> dict[str, Array]:
     """:func:`run_model`, whose mode ``"integer"`` is what ``runtime`` does by default.
 
     Float kernels are ONNX Runtime's in any case: they tell what the file says, and ``runtime`` what becomes of it. ``entries``
-    are for ONNX Runtime alone.
+    and ``path`` are for ONNX Runtime alone.
 
     Raises:
         ExportError: ``runtime`` refuses the model.
         One of :func:`refusals`: ONNX Runtime does.
     """
     if runtime == "onnxruntime" or mode == "float":
-        return run_model(model, feeds, mode, types, entries=entries)
+        return run_model(model, feeds, mode, types, entries=entries, path=path)
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         ir.save(model, path)
@@ -318,12 +321,17 @@ def _own(graph: ir.Graph, value: ir.Value | None, reader: str) -> ir.Value | Non
 
 
 def _session(
-    model: ir.Model, mode: Mode, types: dict[str, str] | None, entries: Mapping[str, str], optimized: bool
+    model: ir.Model,
+    mode: Mode,
+    types: dict[str, str] | None,
+    entries: Mapping[str, str],
+    optimized: bool,
+    path: Path | None = None,
 ) -> Any:
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
         kept = None if types is None else Path(folder, "optimized.onnx")
         options = session_options(entries={**_ENTRIES[mode], **entries}, optimized=optimized, kept=kept)
-        session = new_session(_source(model, Path(folder, "model.onnx")), options, model=model)
+        session = new_session(path or _source(model, Path(folder, "model.onnx")), options, model=model)
         if types is not None and kept is not None:
             types.update(_types(load(kept)))
     return session

@@ -330,10 +330,10 @@ def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> Wro
     inputs, outputs = ({name: plain(array) for name, array in given.items()} for given in (kept.inputs, kept.outputs))
     expected = {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
     try:
-        by_integer = _levels(loaded, inputs, expected, "integer")
+        by_integer = _levels(loaded, model, inputs, expected, "integer")
         if min(by_integer.values(), default=math.inf) >= _FAR:
             return None
-        by_float = _levels(loaded, inputs, expected, "float")
+        by_float = _levels(loaded, model, inputs, expected, "float")
     except _refused():
         return None
     away = [name for name, one in by_integer.items() if one < min(_FAR, by_float[name] - _NEARER)]
@@ -350,9 +350,9 @@ def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> Wro
 
 
 def _levels(
-    model: ir.Model, inputs: Mapping[str, Array], expected: Mapping[str, Array], mode: Mode
+    model: ir.Model, path: Path, inputs: Mapping[str, Array], expected: Mapping[str, Array], mode: Mode
 ) -> dict[str, float]:
-    found = named_arrays(run_in("onnxruntime", model, inputs, mode, entries=EXACT_SUMS))
+    found = named_arrays(run_in("onnxruntime", model, inputs, mode, entries=EXACT_SUMS, path=path))
     return {name: level(array, found.get(name)) for name, array in expected.items()}
 
 
