@@ -270,6 +270,12 @@ class Inputs(NamedTuple):
     kwargs: Mapping[str, Any] = {}
 
 
+class Continuation(Inputs):
+    """An input whose caches a forward writes into: every run gets a copy of its tensors."""
+
+    __slots__ = ()
+
+
 def refuse_providers(providers: Any) -> None:
     """Refuse what only ONNX models have.
 
@@ -289,7 +295,9 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     Caches are copied, around the same tensors: a forward lengthens the one that it gets, and an input is run more than once.
     """
-    if caches_in(batch):
+    if isinstance(batch, Continuation):
+        batch = map_tensors(batch, torch.clone)
+    elif caches_in(batch):
         batch = map_tensors(batch, lambda tensor: tensor)
     if isinstance(batch, Inputs):
         return tuple(batch.args), dict(batch.kwargs)

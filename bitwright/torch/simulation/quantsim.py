@@ -43,6 +43,7 @@ from bitwright.torch.calls.inputs import (
     trainable_tensors,
     walk_modules,
 )
+from bitwright.torch.interception.generation import UnseenCalls, generated_calls, generates
 from bitwright.torch.interception.intercept import Interceptor, interceptions, scripted_functions
 from bitwright.torch.interception.record import Recorder, record
 from bitwright.torch.quantizers.quantizer import Quantizer
@@ -55,6 +56,7 @@ logger = logging.getLogger("bitwright")
 
 _CONTAINERS = (dict, OrderedDict, list, set)
 _TABLES = ("_parameters", "_buffers", "_modules")
+_GENERATED_FROM = 8  # batches that calibration generates tokens from, at most
 _ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
 
 
@@ -256,7 +258,9 @@ class QuantizationSimModel(SimulatedModule):
             configuration (``default``, ``htp_v73``, ...), or a dict; ``None`` means ours.
         default_data_type: ``int``, or ``float`` (bit widths 16 or 8: float16, float8_e4m3).
         preset: instead of the bit widths: ``"w8a8"``, ``"w4a8"``, ``"w4a16"``, ... (``PRESETS``).
-        examples: more inputs to record, so that every side of a data-dependent branch gets its quantizers.
+        examples: more inputs to record, so that every side of a data-dependent branch gets its quantizers. Where ``generate``
+            of a model of transformers makes calls that these do not, as on one token and a cache, its calls from
+            ``dummy_input`` are recorded too, and calibration generates from its first batches.
         kv_cache: what keys and values of attention are stored as: ``{"key": "int8", "value": "int4", "recent": 32}``, see
             :func:`~bitwright.core.placement.kv_cache.parse_kv_cache`.
 
@@ -290,6 +294,8 @@ class QuantizationSimModel(SimulatedModule):
             make_rules(quant_scheme, preset, config_file, **bits, data_type=default_data_type, kv_cache=kv_cache)
         )
         self.examples = [dummy_input, *examples]
+        self._generates = False  # whether generate makes calls that the examples given do not
+        self._kept: list[Any] = []  # batches that calibration generates from
         self._merged = False  # whether the statistics are those of several ranks
         self._shared = ranges.shared_gradients(self)
         self._simulator = Simulator({})
@@ -300,6 +306,7 @@ class QuantizationSimModel(SimulatedModule):
             self._interceptor.attach()
             try:
                 self._place()
+                self._place_generated()
             except BaseException:
                 self._interceptor.detach()
                 raise
@@ -343,6 +350,19 @@ class QuantizationSimModel(SimulatedModule):
         self.output_values = recorder.output_values()
         self._simulator.watch = ranges.TrainingWatch(self.model, self.quantizers)
         self._tell_scripted(recorder)
+
+    def _place_generated(self) -> None:
+        """Place quantizers at the calls that ``generate`` makes and the examples do not, as those on one token and a cache."""
+        if not generates(self.model):
+            return
+        unseen = UnseenCalls(self._simulator.plans)
+        with self._interceptor.handled_by(unseen):
+            calls = generated_calls(self.model, to_device(self.examples[0], model_device(self.model)))
+        if not unseen.found or not calls:
+            return
+        self._generates = True
+        self.examples += calls
+        self._place()
 
     def _tell_scripted(self, recorder: Recorder) -> None:
         """Name what TorchScript functions compute: it is in float, and so are the parameters that only they read."""
@@ -410,6 +430,8 @@ class QuantizationSimModel(SimulatedModule):
             device = model_device(self.model)
             for i, batch in enumerate(bar(batches, "calibrating", progress)):
                 self._run_batch(i, to_device(batch, device))
+                if self._generates and i < _GENERATED_FROM:
+                    self._kept.append(batch)
             if not self._simulator.runs and ranks is None:
                 raise nothing_ran(data, "the callback never ran the model", "its model")
 
@@ -493,8 +515,12 @@ class QuantizationSimModel(SimulatedModule):
 
     @contextmanager
     def _observed(self, observer: Observer) -> Iterator[nn.Module]:
+        self._kept = []
         with self._interceptor.handled_by(self._simulator), torch.no_grad(), evaluation(self.model):
             yield self.model
+            kept, self._kept = self._kept or self.examples[:1], []
+            for batch in kept if self._generates and observer.runs else ():
+                generated_calls(self.model, to_device(batch, model_device(self.model)))
 
     def _find_encodings(self, observer: Observer) -> None:
         self.quantizers.freeze_activations()
