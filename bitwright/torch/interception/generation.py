@@ -45,9 +45,10 @@ def generated_calls(model: nn.Module, example: Any) -> list[Continuation]:
         found.append(map_tensors(Continuation(args, dict(kwargs)), torch.clone))
 
     args, kwargs = as_call(example)
-    given = forward_signature(model).bind_partial(*args, **kwargs).arguments
-    extra = given.pop("kwargs", {})
-    named = {name: value for name, value in {**given, **extra}.items() if name not in _MADE and value is not None}
+    signature = forward_signature(model)
+    if signature is not None and args:
+        kwargs = {**signature.bind_partial(*args).arguments, **kwargs}
+    named = {name: value for name, value in kwargs.items() if name not in _MADE and value is not None}
     generate: Any = model.generate
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:

@@ -60,7 +60,7 @@ from bitwright.torch.calls.inputs import (
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
 from bitwright.torch.interception.intercept import forward_signature
 from bitwright.torch.interception.record import Slot, named_inputs, output_names
-from bitwright.torch.simulation.exported_program import captured, to_onnx
+from bitwright.torch.simulation.exported_program import captured, runs_left, to_onnx
 from bitwright.torch.simulation.ranges import refuse_corrections
 from bitwright.torch.simulation.simulated_module import SimulatedModule
 
@@ -122,6 +122,8 @@ def _free_name(name: str, taken: set[str]) -> str:
     return free
 
 
+#: what a marked model knows of itself: see :func:`runs_left`
+_LEFT = "bitwright.runs_left"
 #: options of an export that change how the file is written, not how the graph is recorded
 _FORMS = ("bias", "activation", "recurrent", "weight_only", "target")
 _SHAPES = ("dynamic_batch", "dynamic_shapes")
@@ -226,7 +228,9 @@ def export_sim(
         ir_version=ir_version,
         notes=notes,
         data=[_array(t) for _, t in flatten_tensors(dummy_input, caches=True)],
-        samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result, names)) if samples else None,
+        samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result, names, marked.meta[_LEFT]))
+        if samples
+        else None,
         check=wrong_kernels,
     )
     return measured(exported, target) if measure_speed else exported
@@ -367,6 +371,7 @@ def marked_onnx(
         with alone, evaluation(sim.model), torch.no_grad(), _quiet(), model_alone(sim.model):
             flat = _Flat(sim.model, args, kwargs, returned.append).eval()
             program, told = captured(sim, flat, (args, kwargs), tensors, shapes)
+            left = runs_left(program)
             model = to_onnx(program)
             if notes is not None:
                 notes += told
@@ -397,7 +402,9 @@ def marked_onnx(
         [names.get(id(t), f"input.{i}") for i, t in enumerate(tensors)],
         list(output_names(returned[-1], inputs).values()),
     )
-    return rename_values(model, _readable(sim, model) | _gate_names(sim, model))
+    named = rename_values(model, _readable(sim, model) | _gate_names(sim, model))
+    named.meta[_LEFT] = left
+    return named
 
 
 def _check_runs(sim: SimulatedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -628,29 +635,35 @@ def _computed_sites(model: ir.Model) -> set[str]:
 
 
 def values_of(
-    sim: SimulatedModule, batch: Any, result: QdqResult
+    sim: SimulatedModule, batch: Any, result: QdqResult, left: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[dict[str, Sequence[np.ndarray[Any, Any]]], Arrays]:
     """The simulation's values at every site that the file has a quantizer for, one per run of its place, and its outputs.
 
-    A constant is among them where the file computes it, as one that is repeated for every sample of a free batch. Those of sites
-    wait in a temporary file, beyond a few MiB.
+    ``left`` tells which runs the captured program has, see :func:`runs_left`. A constant is among them where the file computes
+    it, as one that is repeated for every sample of a free batch. Those of sites wait in a temporary file, beyond a few MiB.
     """
     live = _computed_sites(result.model)
     enabled = (site for site in sim.quantizers.values() if site.enabled and site.name in result.tensors)
     wanted = [site.name for site in enabled if site.role in ("input", "output") or site.name in live]
     taps, output = sim._captured(wanted, own_copy(sim, batch), partial(Spooled, Spool()))
-    sites = {name: _in_file(kept, len(result.tensors[name])) for name, kept in taps.items() if len(kept)}
+    sites = {
+        name: _in_file(kept, len(result.tensors[name]), (left or {}).get(name))
+        for name, kept in taps.items()
+        if len(kept)
+    }
     returned = flatten_tensors(output, caches=bool(caches_in(as_call(batch))))
     names = output_names([path for path, _ in returned], sim.graph.inputs)
     return sites, {names[path]: _array(t.float() if t.is_floating_point() else t) for path, t in returned}
 
 
-def _in_file(kept: Spooled, count: int) -> Sequence[np.ndarray[Any, Any]]:
-    """The runs of a place that are left in the file, which has ``count`` of them.
+def _in_file(kept: Sequence[Any], count: int, left: Sequence[int] | None) -> Sequence[np.ndarray[Any, Any]]:
+    """The runs of a place that are left in the file, which has ``count`` of them, of those ``left`` in the captured program.
 
     The exporter makes one call of several on the same value. The first step of a loop starts from a constant, which it may have
     computed away: then the last ones remain.
     """
+    if left is not None and len(left) < len(kept) and all(run < len(kept) for run in left):
+        kept = [kept[run] for run in left]
     if len(kept) <= count:
         return kept
     distinct: list[np.ndarray[Any, Any]] = []
@@ -681,9 +694,11 @@ def _first(batch: Any, rows: int | None) -> Any:
     return batch if rows is None else map_tensors(batch, lambda tensor: tensor[:rows])
 
 
-def _samples(sim: SimulatedModule, batch: Any, result: QdqResult, names: Mapping[str, str]) -> Samples:
+def _samples(
+    sim: SimulatedModule, batch: Any, result: QdqResult, names: Mapping[str, str], left: Mapping[str, Sequence[int]]
+) -> Samples:
     """See :class:`Samples`; ``names`` are those of inputs and outputs that were given other ones."""
-    sites, made = values_of(sim, batch, result)
+    sites, made = values_of(sim, batch, result, left)
     inputs, outputs = (
         {names.get(name, name): array for name, array in arrays.items()} for arrays in (_graph_inputs(sim, batch), made)
     )
@@ -785,7 +800,7 @@ def _in_memory(sim: SimulatedModule, batch: Any, options: dict[str, Any]) -> tup
     """The file that an export would write, the float model, and what the simulation computes on ``batch``."""
     forms = {key: options.pop(key) for key in _FORMS if key in options}
     result, marked = _as_qdq(sim, marked_onnx(sim, batch, **options), forms)
-    return result, strip_sites(restore_native(marked)).model, _samples(sim, batch, result, {})
+    return result, strip_sites(restore_native(marked)).model, _samples(sim, batch, result, {}, marked.meta[_LEFT])
 
 
 def _as_qdq(sim: SimulatedModule, marked: ir.Model, options: Mapping[str, Any]) -> tuple[QdqResult, ir.Model]:

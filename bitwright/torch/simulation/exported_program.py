@@ -57,7 +57,7 @@ from bitwright.torch.calls.functions import FUNCTIONS, Function
 from bitwright.torch.calls.inputs import map_tensors, named_state, same_draws, tensors_in
 from bitwright.torch.interception.intercept import Frame, Handler, Key, scripted_code
 from bitwright.torch.simulation.complex_pairs import complex_as_pairs
-from bitwright.torch.simulation.simulate import CallPlan
+from bitwright.torch.simulation.simulate import RUN, CallPlan
 from bitwright.torch.simulation.simulated_module import SimulatedModule
 
 _EXPORTER, _PROGRAM = "torch.onnx._internal.exporter", "torch.export.exported_program"
@@ -683,6 +683,23 @@ def _write_down(
                 node.replace_all_uses_with(traced.graph.get_attr(name))
             _erase(traced.graph, node)
     traced.recompile()
+
+
+def runs_left(program: ExportedProgram) -> dict[str, list[int]]:
+    """By site, which runs of its place are left of a captured program, in order, without those that no output depends on.
+
+    Their numbers are taken out of the marks, so that the exporter makes one of marks of the same value.
+    """
+    left: dict[str, list[int]] = {}
+    for part in _graphs(program.graph_module):
+        part.graph.eliminate_dead_code()
+        for node in part.graph.find_nodes(op="call_function", target=torch.ops.bitwright.site.default):
+            name, _, run = str(node.args[1]).partition(RUN)
+            if run:
+                left.setdefault(name, []).append(int(run))
+                node.args = (node.args[0], name)
+        part.recompile()
+    return left
 
 
 def line_of(node: fx.Node) -> str:

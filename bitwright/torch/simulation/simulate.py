@@ -147,6 +147,10 @@ def _place_of(site: Site, repeated: bool) -> Place:
     return Place(site.name, site.port, site.quantizer, site.channels, repeated)
 
 
+#: between the name of a site and the number of the run of its place, in a mark of a captured program
+RUN = "\n"
+
+
 def mark(x: torch.Tensor, site: str) -> torch.Tensor:
     """``x`` as the exporter sees it: a node ``bitwright::Site`` in the ONNX graph, an identity that carries a name."""
     out: torch.Tensor = torch.ops.bitwright.site(x, site)
@@ -210,13 +214,14 @@ class Simulator(Handler, Observer):
         self.told = False  # whether it did
         self.prepare_grids: Callable[[], None] = _nothing
         self.watch: Callable[[], bool] | None = None  # is told of every simulated forward
+        self._marks: dict[str, int] = {}  # site -> number of its last mark
         self._given: dict[int, tuple[Any, Any, bool]] = {}  # thread -> what the model was called with
         self._lock = Lock()
 
     def variant(self, stage: Stage | None = None, taps: dict[str, list[torch.Tensor]] | None = None) -> Simulator:
         """This simulator with another stage or other taps; everything else is shared, and stays so."""
         new = copy.copy(self)
-        new._lock = self._lock
+        new._lock, new._marks = self._lock, {}
         new.stage, new.taps = stage or self.stage, self.taps if taps is None else taps
         return new
 
@@ -562,7 +567,7 @@ class Simulator(Handler, Observer):
     def _operand(self, place: Place, x: torch.Tensor) -> torch.Tensor:
         quantizer = place.quantizer
         if self.stage == "mark":
-            return mark(x, place.site) if _is_live(place) else x
+            return self._marked(place, x)
         if not quantizer.enabled or self.stage == "float":
             return x
         if quantizer.role in ("input", "output"):  # of a later call whose input another call's output shares
@@ -582,10 +587,16 @@ class Simulator(Handler, Observer):
     def _output(self, place: Place, x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
         quantizer = place.quantizer
         if self.stage == "mark":
-            return mark(x, place.site) if _is_live(place) else x
+            return self._marked(place, x)
         if not quantizer.enabled or self.stage == "float" or not x.is_floating_point():
             return x
         return self._activation(place, x, overwrite=overwrite)
+
+    def _marked(self, place: Place, x: torch.Tensor) -> torch.Tensor:
+        if not _is_live(place):
+            return x
+        run = self._marks[place.site] = self._marks.get(place.site, -1) + 1
+        return mark(x, f"{place.site}{RUN}{run}")
 
     def _activation(self, place: Place, x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
         quantizer = place.quantizer
