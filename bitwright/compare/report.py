@@ -179,11 +179,27 @@ class VerifyReport(Tabular):
         numbers = [text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}")]
         return " ".join(row.ops), row.kernel, *numbers
 
+    def _why(self, end: OutputRow) -> str:
+        """Where an output that is far from the simulation's comes from: each place alone is fed the simulation's values."""
+        apart = [row for row in self.rows if row.as_float.equal < 1]
+        if end.as_float >= _SAME_OUTPUT:
+            return ""
+        if not apart:
+            return (
+                "; no compared place differs, so this comes from what is listed below as not compared or not comparable"
+            )
+        first = apart[0]
+        number = f"the first of {len(apart)} places" if len(apart) > 1 else "the only place"
+        return (
+            f"; it begins at {first.site}, {number} with values on the other side of the edge of a step "
+            f"({1 - first.as_float.equal:.3%} of them), and what follows carries that on"
+        )
+
     def _lines(self) -> Iterator[str]:
         first, second = self._modes
         for end in self.outputs:
             levels = f"{end.as_float:.1f} dB ({first} kernels), {end.as_integer:.1f} dB ({second} kernels)"
-            yield f"output {end.name}: {levels}"
+            yield f"output {end.name}: {levels}{self._why(end)}"
         for site, why in self.unchecked.items():
             yield f"not compared: {site}: {why}"
         for site, why in self.idle.items():

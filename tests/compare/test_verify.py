@@ -15,7 +15,7 @@ import pytest
 
 from bitwright.compare.agreement import Agreement, compare
 from bitwright.compare.reasons import FLOAT_REASONS, INTEGER_REASONS, UNEXPLAINED, Evidence, explain, measure
-from bitwright.compare.report import Row, VerifyReport
+from bitwright.compare.report import OutputRow, Row, VerifyReport
 from bitwright.compare.runtime import MODES
 from bitwright.compare.verify import verify_layers
 from bitwright.core.numerics.affine import fake_quantize
@@ -748,3 +748,33 @@ def test_a_file_that_is_not_valid_is_said_to_be_so(tmp_path: Path) -> None:
     onnx.save(proto, tmp_path / "m.onnx")
     with pytest.raises(ExportError, match="it is not a valid ONNX model: .*topologically sorted"):
         verify_layers(tmp_path / "m.onnx", sites, FEEDS, outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    ("equal", "level", "reason"),
+    [
+        (
+            (1.0, 0.999, 0.9995),
+            24.0,
+            "it begins at b, the first of 2 places with values on the other side of the edge of a step (0.100%",
+        ),
+        (
+            (1.0, 1.0, 0.9995),
+            24.0,
+            "it begins at c, the only place with values on the other side of the edge of a step (0.050%",
+        ),
+        ((1.0, 1.0, 1.0), 24.0, "no compared place differs, so this comes from what is listed below"),
+        ((1.0, 0.999, 1.0), 61.0, ""),
+    ],
+)
+def test_an_output_that_is_far_from_the_simulation_has_a_reason(
+    equal: tuple[float, ...], level: float, reason: str
+) -> None:
+    rows = tuple(
+        Row(name, 0, name, "uint8", ("Conv",), "QLinearConv", found := Agreement(share, 1 - share, 1000), found)
+        for name, share in zip("abc", equal, strict=True)
+    )
+    text = str(VerifyReport(rows, (OutputRow("y", level, level),)))
+    line = next(line for line in text.splitlines() if line.startswith("output y"))
+    assert reason in line
+    assert ("; " in line) == bool(reason)
