@@ -1,0 +1,63 @@
+"""Quantization-aware training of a YOLO detector in the trainer of ultralytics, with mAP before and after.
+
+    python examples/train_yolo.py best.pt data.yaml --imgsz 640 --epochs 3
+
+``best.pt`` is a trained detector of ultralytics, ``data.yaml`` its data set. Trainer, losses, augmentation, moving average of the
+weights, checkpoints and validation are those of the package; the model that it trains is a simulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from ultralytics import YOLO
+from ultralytics.models.yolo.detect import DetectionTrainer, DetectionValidator
+
+from bitwright.torch import QuantizationSimModel
+
+
+def average_precision(model: nn.Module, settings: dict[str, Any]) -> float:
+    """mAP at overlaps from 0.5 to 0.95 on the images of validation."""
+    return float(DetectionValidator(args=settings)(model=model)["metrics/mAP50-95(B)"])
+
+
+def main() -> None:
+    """Quantize, train, export."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights")
+    parser.add_argument("data")
+    parser.add_argument("--imgsz", type=int, default=640)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=1e-4)
+    parser.add_argument("--preset", default="w4a8")
+    parser.add_argument("--out", type=Path, default=Path("yolo_quantized"))
+    args = parser.parse_args()
+    settings: dict[str, Any] = {
+        "data": args.data, "imgsz": args.imgsz, "batch": args.batch, "workers": 0, "plots": False, "rect": False,
+        "amp": False, "project": str(args.out.absolute()), "exist_ok": True,
+    }  # fmt: skip
+    schedule = {"epochs": args.epochs, "optimizer": "AdamW", "lr0": args.rate, "warmup_epochs": 0, "mosaic": 0.0}
+
+    model = YOLO(args.weights).model.float().eval().fuse(verbose=False)
+    trainer = DetectionTrainer(overrides={**settings, **schedule, "model": args.weights})
+    trainer.model = model  # what the loader asks for the strides
+    loader = trainer.get_dataloader(trainer.data["train"], args.batch, mode="val")
+    images = [trainer.preprocess_batch(batch)["img"] for batch, _ in zip(loader, range(8), strict=False)]
+
+    sim = QuantizationSimModel(model, images[0], preset=args.preset)
+    sim.compute_encodings(images)
+    found = {"float": average_precision(model, settings), "quantized": average_precision(sim.model, settings)}
+    trainer.model = sim.model
+    trainer.train()
+    sim.model.load_state_dict(trainer.ema.ema.state_dict())
+    found["trained"] = average_precision(sim.model, settings)
+    exported = sim.export(args.out, "yolo", images[0])
+    print(", ".join(f"mAP {name} {value:.3f}" for name, value in found.items()), exported.qdq)
+
+
+if __name__ == "__main__":
+    main()
