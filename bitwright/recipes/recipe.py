@@ -191,7 +191,7 @@ class Kind:
 
 _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
 _RANGES = ("layer_inputs", "activation_ranges", "widen")
-ROUNDING = ("gptq", "adaround", "brecq", "qdrop", "flexround")
+ROUNDING = ("gptq", "gptaq", "adaround", "brecq", "qdrop", "flexround", "learned_clipping", "autoround")
 
 
 def _rounding(does: str) -> Kind:
@@ -259,10 +259,13 @@ KINDS: dict[str, Kind] = {
     ),
     "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer", _RANGES, gain=0.0, joined=True),
     "gptq": _rounding("round weights column by column with error feedback"),
+    "gptaq": _rounding("as gptq, aiming at the outputs of the float model"),
     "adaround": _rounding("learn each weight's rounding, layer after layer"),
     "brecq": _rounding("learn each weight's rounding, block after block"),
     "qdrop": _rounding("as brecq, with activation quantizers dropped at random"),
     "flexround": _rounding("learn scales and roundings together"),
+    "learned_clipping": _rounding("learn the ends of weight ranges, block after block"),
+    "autoround": _rounding("learn roundings and ranges by signs of gradients, block after block"),
     "bias_correction": Kind("simulation", "take the mean error out of every layer's output", ROUNDING, gain=0.0),
 }
 

@@ -6,6 +6,7 @@ A chain is an ``nn.Sequential``; a recurrent module reads what a linear layer in
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from bitwright.core.graph.operators import ROTATION
 from bitwright.core.simulation.float_model import Array, Before, Chain
 from bitwright.errors import ConfigError
 from bitwright.torch.calls.inputs import as_call, evaluation, flatten_tensors
@@ -23,6 +25,23 @@ _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 #: times the parameters of a module, those of the layers in its place; factors of full rank have about twice as many
 _MOST_GROWTH = 16
+
+
+class Rotation(nn.Module):
+    """A product by an orthogonal matrix, which is a buffer: nothing trains it.
+
+    Args:
+        size: channels, the last axis.
+    """
+
+    def __init__(self, size: int, **options: Any) -> None:
+        super().__init__()
+        self.weight: torch.Tensor
+        self.register_buffer("weight", torch.eye(size, **options))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., size] -> [..., size]``."""
+        return nn.functional.linear(x, self.weight)
 
 
 class ReducedInput(nn.Module):
@@ -85,6 +104,8 @@ def chain_plan(module: nn.Module, chain: Chain) -> list[dict[str, Any]]:
 
 
 def _row_before(part: Before) -> dict[str, Any]:
+    if part.rotates:
+        return {"class": "Rotation", "in": part.weight.shape[0], "out": part.weight.shape[1]}
     if part.type == "MatMul":
         return {"class": "Linear", "in": part.weight.shape[0], "out": part.weight.shape[1], "bias": False}
     return _conv_row(f"Conv{part.weight.ndim - 2}d", part.weight.shape, part.attrs, False)
@@ -136,12 +157,15 @@ def chain_from_plan(
         reduce, last = rows
         made: nn.Module = ReducedInput(_layer_of(reduce, options), _recurrent_like(module, last["in"], options))
     else:
-        made = nn.Sequential(*(_layer_of(row, options) for row in rows))
+        names = [ROTATION if row["class"] == "Rotation" else str(i) for i, row in enumerate(rows)]
+        made = nn.Sequential(OrderedDict(zip(names, (_layer_of(row, options) for row in rows), strict=True)))
     return made.train(module.training)
 
 
 def _layer_of(row: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """The linear layer or convolution of a row of :func:`chain_plan`."""
+    if row["class"] == "Rotation":
+        return Rotation(row["in"], **options)
     if row["class"] == "Linear":
         return nn.Linear(row["in"], row["out"], bias=row["bias"], **options)
     rest = {"output_padding": row["output_padding"]} if "output_padding" in row else {}

@@ -19,6 +19,7 @@ from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx import QuantizationSimModel as OnnxSimulation
 from bitwright.onnx import apply_gptq, apply_reconstruction
 from bitwright.torch import QuantizationSimModel, quantize
+from bitwright.torch import apply_reconstruction as apply_reconstruction_torch
 from bitwright.torch.program import TorchSimulation
 from tests.support.sessions import integer_session
 
@@ -204,7 +205,7 @@ def test_an_expert_that_no_row_reaches_keeps_nearest_rounding() -> None:
     sim.compute_encodings(data, progress=False)
     site = sim.quantizers["grouped_mm.weight"]
     nearest = site.quantizer(before.transpose(1, 2)).transpose(1, 2)
-    report = apply_gptq(sim, data, progress=False, exclude=["gate"])
+    report = apply_gptq(sim, data, progress=False)
     assert {row.note for row in report} == {"1 of 4 matrices saw no input"}
     same = (sim.model.up == nearest).flatten(1).all(1)
     assert same.tolist() == [False, False, True, False]
@@ -395,3 +396,41 @@ def test_methods_of_rounding_treat_stacks(x: tuple[int, ...], w: tuple[int, ...]
         sim.compute_encodings(data)
         (row,) = method(sim, data, **options)
         assert row.after < 0.75 * row.before
+
+
+@pytest.mark.parametrize("how", ["grouped", "picked"])
+def test_a_router_is_in_float_unless_a_rule_asks_for_it(how: str) -> None:
+    sim = QuantizationSimModel(Experts(how).eval(), batch(0), preset="w8a8")
+    assert not [site for site in sim.quantizers if site.startswith("gate")]
+    row = next(row for row in sim.coverage() if row.name.endswith("gate.weight"))
+    assert row.status == "float" and "chooses experts" in row.how and "chooses others when it is rounded" in row.how
+    rules = {"preset": "w8a8", "rules": [{"match": "gate", "weight": {"format": "int8"}}]}
+    assert "gate.weight" in QuantizationSimModel(Experts(how).eval(), batch(0), config_file=rules).quantizers
+
+
+def test_a_layer_as_wide_as_there_are_experts_that_chooses_nothing_is_quantized() -> None:
+    class Wide(Experts):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + F.pad(self.side(x).relu(), (0, WIDTH - EXPERTS))
+
+    model = Wide("grouped")
+    model.side = nn.Linear(WIDTH, EXPERTS)
+    sim = QuantizationSimModel(model.eval(), batch(0), preset="w8a8")
+    assert "side.weight" in sim.quantizers and "gate.weight" not in sim.quantizers
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptaq"])
+def test_experts_that_no_token_reaches_keep_nearest_rounding_and_are_counted(method: str) -> None:
+    model = Experts("grouped", 32, 64).eval()
+    with torch.no_grad():
+        model.gate.bias[:2] = 50.0  # the first two take every token
+    sim = QuantizationSimModel(model, correlated(0), preset="w4g32")
+    sim.compute_encodings()
+    nearest = {s.name: s.quantizer(sim._interceptor.named_tensor(p).detach()) for s in sim.quantizers.values()
+               if s.role == "weight" and (p := sim.graph.values[s.value].param)}  # fmt: skip
+    report = apply_reconstruction_torch(sim, [correlated(seed) for seed in range(3)], method, progress=False)
+    notes = [row.note for row in report if "matrices saw no input" in row.note]
+    assert len(notes) == 2 and all("2 of 4 matrices saw no input" in note for note in notes), str(report)
+    for name, rounded in nearest.items():
+        now = sim._interceptor.named_tensor(sim.graph.values[sim.quantizers[name].value].param).detach()
+        assert torch.allclose(now[2:], rounded[2:]) and not torch.allclose(now[:2], rounded[:2])

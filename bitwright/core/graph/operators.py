@@ -265,6 +265,20 @@ _WEIGHT_AXES = {
 }  # fmt: skip
 
 
+#: last part of the names of products by an orthogonal matrix that a rotation put into a model
+ROTATION = "rotation"
+
+
+def is_rotation(op_type: str, name: str) -> bool:
+    """Whether an operator is a product by an orthogonal matrix that runs with the model, as its name tells.
+
+    >>> is_rotation("Gemm", "layers.0.down.rotation"), is_rotation("Gemm", "rotation_head")
+    (True, False)
+    """
+    parts = name.replace("/", ".").split(".")[-2:]  # a number follows where the name was taken
+    return op_type in ("Gemm", "MatMul") and any(part.rstrip("_0123456789") == ROTATION for part in parts)
+
+
 def weight_axes(op_type: str, attrs: Mapping[str, Any], port: int, rank: int) -> tuple[int | None, int | None]:
     """``(channel_axis, block_axis)`` of a constant operand: output channels, and the axis that is summed over.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -280,6 +281,60 @@ def with_scale(encoding: Encoding, scale: ArrayLike, scale_format: ScaleFormat |
     common = np.maximum(largest / np.float64(most), _FLOAT32_TINY).astype(np.float32)
     multiples = _nearest_multiples(scale.astype(np.float64) / common, fmt.multiples)
     return replace(encoding, scale=multiples * common, scale_format=fmt, common=common)
+
+
+def with_stored_scale(encoding: Encoding, scale: ArrayLike) -> Encoding:
+    """:func:`with_scale` for scales that are stored already, which keep the number that they are multiples of."""
+    same = replace(encoding, scale=np.asarray(scale, np.float32))
+    return same if is_sayable(same) else with_scale(encoding, scale)
+
+
+def stored_scale(scale: Array, scale_format: ScaleFormat, common: Array | None = None) -> Array:
+    """The numbers nearest to ``scale`` that ``scale_format`` can say, where what they are multiples of stays.
+
+    Other than :func:`with_scale`, which makes room for the largest scale, this is a function of each scale alone, so that a
+    method may ask what a scale that it is about to choose will be.
+
+    Args:
+        scale: > 0, numpy array or torch tensor, float32.
+        scale_format: of the encoding.
+        common: float32, broadcasting against ``scale``, of formats that have multiples of one number.
+
+    Returns:
+        Like ``scale``; of ``e8m0`` the power of two that is nearest in the logarithm.
+
+    >>> stored_scale(np.float32([0.3, 0.36]), SCALE_FORMATS["e8m0"])
+    array([0.25, 0.5 ], dtype=float32)
+    """
+    xp = namespace(scale)
+    if scale_format.name == "e8m0":
+        return cast(xp.exp2(rint(xp.log2(cast(scale, "float64")))), "float32")
+    number, multiples = scale_format.number, scale_format.multiples
+    if number is not None:
+        return cast(xp.clip(round_to_float(scale, number), max(number.step, _FLOAT32_TINY), None), "float32")
+    if multiples is None:
+        return scale
+    ratio = cast(scale, "float64") / common
+    if isinstance(multiples, IntFormat):
+        return cast(xp.clip(rint(ratio), 1, 1 << multiples.bits), "float32") * common
+    return cast(xp.clip(round_to_float(ratio, multiples), multiples.step, None), "float32") * common
+
+
+@cache
+def format_numbers(fmt: FloatFormat) -> NDArray[np.float32]:
+    """Every number of a float format once, in rising order.
+
+    >>> format_numbers(FLOAT_FORMATS["float4_e2m1"])[7:]
+    array([0. , 0.5, 1. , 1.5, 2. , 3. , 4. , 6. ], dtype=float32)
+    """
+    if fmt.codebook:
+        return np.array(fmt.codebook, np.float32)
+    pattern = np.arange(1 << (fmt.bits - 1))
+    exponent, mantissa = pattern >> fmt.mantissa_bits, pattern & ((1 << fmt.mantissa_bits) - 1)
+    lead = np.where(exponent == 0, 0.0, 1.0) + mantissa * 2.0**-fmt.mantissa_bits
+    numbers = np.ldexp(lead, np.maximum(exponent - fmt.bias, fmt.min_exponent))
+    numbers = numbers[numbers <= fmt.max]
+    return np.concatenate((-numbers[:0:-1], numbers)).astype(np.float32)
 
 
 def scale_multiples(encoding: Encoding) -> NDArray[np.float32] | None:

@@ -25,6 +25,7 @@ from bitwright.core.graph.operators import (
     TRAITS,
     OpRow,
     is_addend,
+    is_rotation,
     op_row,
     resolve_granularity,
     weight_axes,
@@ -68,7 +69,7 @@ class Facts:
 
     def __init__(self, graph: Graph, rules: Rules) -> None:
         self.graph, self.rules = graph, rules
-        self.resolver = Resolver(rules.rules)
+        self.resolver = Resolver((*_rules_of_routers(graph), *rules.rules, *_rules_of_rotations(graph)))
         self.static = _static_values(graph)
         self.float_values = {value.name for value in graph.values.values() if value.is_float}
         self.static_ops = {op.name for op in graph.ops if op.outputs and self.static.issuperset(op.outputs)}
@@ -209,6 +210,65 @@ class Facts:
         """What ``op`` reads as data and is not the same in every run."""
         ports = row.activations
         return [value for port, value in op.sources() if value not in self.static and (ports is None or port in ports)]
+
+
+_BETWEEN = 6  # operators between a router and the choice of the largest: softmax, sums of biases, groups
+
+
+def _rules_of_routers(graph: Graph) -> list[Rule]:
+    """Layers that choose matrices of a stack (experts) are in float, unless a rule of the user says more.
+
+    They are a thousandth of the weights, and rounded they choose others. A router has one output for each matrix of a stack, and
+    the largest of them are picked.
+    """
+    stacks = _stacks(graph)
+    found = []
+    for op in graph.ops if stacks else ():
+        made = op.outputs[:1] if op.type in ("Gemm", "MatMul") else ()
+        wide = any((graph.values[name].shape[-1:] or (0,))[0] in stacks for name in made)
+        choice = _picked_by(graph, op.outputs[0]) if wide else None
+        if choice is not None:
+            why = f"{op.name} chooses experts ({choice}), and chooses others when it is rounded"
+            found.append(Rule(op.name, quantized=False, origin=why, optional=True))
+    return found
+
+
+def _stacks(graph: Graph) -> set[int]:
+    """How many matrices the stacks of a graph hold."""
+    found: set[int] = set()
+    for op in graph.ops:
+        operands = [graph.values[value] for _, value in op.sources() if len(graph.values[value].shape) == 3]
+        if op.type == "GroupedMatMul":
+            found.update(value.shape[0] for value in operands)
+        elif op.type in ("MatMul", "Gather"):
+            found.update(value.shape[0] for value in operands if value.param is not None)
+    return found
+
+
+def _picked_by(graph: Graph, value: str) -> str | None:
+    """The operator that picks the largest elements of ``value``, or of what operators on elements make of it."""
+    level = [value]
+    for _ in range(_BETWEEN):
+        readers = [op for name in level for op, _ in graph.consumers(name)]
+        for op in readers:
+            if op.type in ("TopK", "ArgMax"):
+                return op.name
+        level = [op.outputs[0] for op in readers if op.outputs and op_row(op.type).kind != "compute"]
+    return None
+
+
+def _rules_of_rotations(graph: Graph) -> list[Rule]:
+    """Rotations that run with the model are in float, and so is what only they read: they spread what is rounded after them."""
+    found = []
+    for op in graph.ops:
+        if not is_rotation(op.type, op.name):
+            continue
+        why = f"{op.name} rotates what is quantized after it"
+        found.append(Rule(op.name, quantized=False, origin=why, optional=True))
+        before = graph.producer(op.inputs[0] or "")
+        if before is not None and graph.sole_consumer(before.outputs[0]) is op:
+            found.append(Rule(before.name, port="output", quantized=False, origin=why, optional=True))
+    return found
 
 
 def _ask(found: dict[str, tuple[Symmetry, str]], value: str, symmetry: Symmetry, op: str) -> None:

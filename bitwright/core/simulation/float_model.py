@@ -87,11 +87,14 @@ class Before:
         type: ``Conv`` with a weight ``[O, I, *kernel]``, or ``MatMul`` with one ``[K, O]``.
         weight: its values.
         attrs: of the convolution: ``kernel_shape``, ``strides``, ``pads``, ``dilations``, ``auto_pad``, ``group``.
+        rotates: whether ``weight`` is an orthogonal matrix that is no parameter: a ``MatMul`` whose name ends in
+            :data:`~bitwright.core.graph.operators.ROTATION`, which simulations leave in float.
     """
 
     type: str
     weight: Array
     attrs: Mapping[str, Any]
+    rotates: bool = False
 
 
 @dataclass(frozen=True)

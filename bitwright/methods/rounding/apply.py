@@ -1,4 +1,4 @@
-"""Methods that choose weights on the grid: AdaRound, BRECQ, QDrop, FlexRound, GPTQ, SeqMSE.
+"""Methods that choose weights on the grid: AdaRound, BRECQ, QDrop, FlexRound, AutoRound, GPTQ, GPTAQ, SeqMSE.
 
 They are written on torch, which is loaded when one is called.
 """
@@ -14,6 +14,7 @@ from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.export.files.atomic import FinishedLayers
 from bitwright.methods.front_end import front_end_of
 from bitwright.progress import progress as progress_bar
+from bitwright.tables import counted
 
 if TYPE_CHECKING:
     from bitwright.methods.rounding.driver import RoundingReport
@@ -46,16 +47,19 @@ def apply_reconstruction(
     is calibrated, activations are quantized meanwhile; else only weights are. The methods work on torch tensors, for ONNX
     models too, and load torch when they are called.
 
-    ===============  =======================================================================================
-    method           what it does
-    ===============  =======================================================================================
-    ``adaround``     learns each weight's rounding, layer after layer (arXiv:2004.10568)
-    ``brecq``        the same, block after block (arXiv:2102.05426, without its Fisher weights)
-    ``qdrop``        as ``brecq``, with activation quantizers dropped at random (arXiv:2203.05740)
-    ``flexround``    learns what each weight is divided by, and the scale (arXiv:2306.00317)
-    ``gptq``         rounds column by column with error feedback (arXiv:2210.17323)
-    ``seq_mse``      chooses the range only, by the layer's output error
-    ===============  =======================================================================================
+    ====================  ==========================================================================================
+    method                what it does
+    ====================  ==========================================================================================
+    ``adaround``          learns each weight's rounding, layer after layer (arXiv:2004.10568)
+    ``brecq``             the same, block after block (arXiv:2102.05426, without its Fisher weights)
+    ``qdrop``             as ``brecq``, with activation quantizers dropped at random (arXiv:2203.05740)
+    ``flexround``         learns what each weight is divided by, and the scale (arXiv:2306.00317)
+    ``learned_clipping``  learns the ends of ranges (arXiv:2308.13137, without its transforms)
+    ``autoround``         learns what is added before rounding, and ranges, by signs of gradients (arXiv:2309.05516)
+    ``gptq``              rounds column by column with error feedback (arXiv:2210.17323)
+    ``gptaq``             the same, aiming at the outputs of the float model (arXiv:2504.02692)
+    ``seq_mse``           chooses the range only, by the layer's output error
+    ====================  ==========================================================================================
 
     Args:
         sim: of either front end; changed in place.
@@ -75,7 +79,7 @@ def apply_reconstruction(
             (:func:`bitwright.torch.gather_batches`), so that every rank finds the same weights, bit for bit, however many there
             are. Each must call this then; ``False`` works on those of this rank alone.
         options: of the method: ``iterations``, ``batch``, ``lr``, ``reg_param``, ``beta_range``, ``warm_start``, ``rows``,
-            ``drop`` (learned methods); ``damping``, ``act_order``, ``block``, ``match_float`` (``gptq``);
+            ``drop`` (learned methods); ``damping``, ``act_order``, ``block``, ``match_float`` (``gptq``), ``share`` (``gptaq``);
             ``num_candidates``, ``loss_fn`` (``mse``, ``l1``, ``sqnr``), ``inp_symmetry`` (``symqt``, ``symfp``, ``asym``;
             ``seq_mse``).
 
@@ -83,7 +87,8 @@ def apply_reconstruction(
         The error of every layer before and after, and the layers that were left with the reason; a table when printed.
 
     Raises:
-        ConfigError: torch is missing; an unknown method, option or layer; an option that the front end does not have.
+        ConfigError: torch is missing; an unknown method, option or layer; an option that the front end does not have; layers
+            that hold codes in the place of float weights.
         CalibrationError: no batch, activations that are not finite, or no memory and disk for them.
         ModelError: the model fails on a batch, or a batch does not fit it.
     """
@@ -92,6 +97,7 @@ def apply_reconstruction(
     from bitwright.methods.rounding.table import choose_weights
 
     front_end, batches = front_end_of(sim), _one_of(data, inputs)
+    _refuse_codes(sim, method)
     finished = None if cache_dir is None else FinishedLayers(cache_dir)
     return choose_weights(
         front_end.steppable(sim, forward_fn),
@@ -129,6 +135,18 @@ def require_torch(method: str) -> None:
             method,
             "it learns by gradients and works on torch tensors, and torch is not installed",
             "pip install 'bitwright[torch]'; folding, equalization, calibration and export do without it",
+        )
+
+
+def _refuse_codes(sim: Any, method: str) -> None:
+    """Refuse a model whose layers hold codes: there is no float weight left to choose codes of."""
+    modules = getattr(getattr(sim, "model", None), "named_modules", None)
+    held = [name for name, module in modules() if hasattr(module, "codes")] if callable(modules) else []
+    if held:
+        raise ConfigError(
+            method,
+            f"{counted(len(held), 'layer')} with codes in the place of float weights, {held[0]} first",
+            f"give it the float model; of a language model bitwright.llm.quantize(model, recipe={method!r}) makes such layers",
         )
 
 

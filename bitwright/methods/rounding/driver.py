@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
-from bitwright.core.numerics.affine import with_scale
+from bitwright.core.numerics.affine import with_stored_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.calibration import with_samples
@@ -545,8 +545,8 @@ def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, se
     value = model.graph().values[site.value]
     if not site.enabled or site.encoding is None:
         return "its weight is in float"
-    if not isinstance(site.encoding.format, IntFormat) or site.encoding.format.bits > 16:
-        return f"{site.encoding.format.name} is not an integer grid of at most 16 bits"
+    if isinstance(site.encoding.format, IntFormat) and site.encoding.format.bits > 16:
+        return f"{site.encoding.format.name} has more than 16 bits"
     if op.type not in TREATED:
         return f"{op.type} is not a matrix product of its input"
     fixed = model.why_fixed(site.name)
@@ -734,8 +734,10 @@ def _chosen(walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, see
 
 def _packed(choice: Choice, index: int) -> dict[str, NDArray[Any]]:
     weight = {} if choice.weight is None else {f"{index}.weight": choice.weight.float().cpu().numpy()}
+    common = choice.encoding.common
     return {
         **weight,
+        **({} if common is None else {f"{index}.common": np.asarray(common)}),
         f"{index}.scale": np.asarray(choice.encoding.scale),
         f"{index}.zero_point": np.asarray(choice.encoding.zero_point, np.int64),
         f"{index}.errors": np.array([choice.before, choice.after]),
@@ -780,7 +782,9 @@ def _misfit(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: S
 def _unpacked(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: SimulatedModel) -> Choice:
     known = model.sites()[layer.site].encoding
     assert known is not None
-    encoding = with_scale(replace(known, zero_point=kept[f"{index}.zero_point"]), kept[f"{index}.scale"])
+    common = kept.get(f"{index}.common", known.common)
+    encoding = replace(known, zero_point=kept[f"{index}.zero_point"], common=common)
+    encoding = with_stored_scale(encoding, kept[f"{index}.scale"])
     before, after = kept[f"{index}.errors"].tolist()
     weight = kept.get(f"{index}.weight")
     return Choice(layer.name, None if weight is None else torch.from_numpy(weight), encoding, before, after)

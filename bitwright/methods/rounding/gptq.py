@@ -4,6 +4,9 @@ Frantar et al. 2022, arXiv:2210.17323. Letters of the paper: ``W [O, K]``, ``H =
 Cholesky factor of the inverse of ``H``. Matrices of groups (grouped and depthwise convolutions) are done side by side:
 ``W [G, O, K]``, ``H [G, K, K]``.
 
+GPTAQ (Li et al. 2025, arXiv:2504.02692) aims at the outputs of the float model on its own inputs: where a column is rounded, the
+columns still to come also make up for what its input differs by from the float model's, ``P`` of eq. 15.
+
 With a ``sparsity`` weights are set to zero in the same pass (SparseGPT; Frantar and Alistarh 2023, arXiv:2301.00774): those
 of the least ``w^2 / U_kk^2`` among the columns of a block, or the least of every ``m`` neighbours for a pattern ``n:m``, and the
 columns still to come make up for them as for errors of rounding.
@@ -49,13 +52,37 @@ class Settings:
     rows_per_input: int | None = None
 
 
-def round_columns(w: Tensor, hessian: Tensor, grid: Grid | None, settings: Settings) -> Tensor:
+@dataclass(frozen=True)
+class AsymmetricSettings:
+    """Of GPTAQ.
+
+    Attributes:
+        damping, act_order, block, rows_per_input: as of :class:`Settings`.
+        share: of the correction that is made; 1 is the paper's equation. What differs between the inputs is known from the
+            calibration data only, and less of it generalizes better where these are few.
+    """
+
+    damping: float = 0.01
+    act_order: bool = True
+    block: int = 128
+    share: float = 1.0
+    rows_per_input: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ConfigError("share", f"it is {self.share!r}", "give a number from 0 (GPTQ) to 1")
+
+
+def round_columns(
+    w: Tensor, hessian: Tensor, grid: Grid | None, settings: Settings, drift: Tensor | None = None
+) -> Tensor:
     """Codes of ``w`` that keep ``(W - W_q) H (W - W_q)^T`` small.
 
     Args:
         w: ``[G, O, K]`` float32.
         hessian: ``[G, K, K]`` float64, symmetric and positive semidefinite; any factor before it is without effect.
         grid: of every weight; ``None`` rounds nothing, so that what is returned is weights: pruning alone.
+        drift: ``sum of (x - x_q) x_q^T``, ``[G, K, K]`` float64, with the same factor as ``hessian``: GPTAQ.
 
     Returns:
         Codes, ``[G, O, K]`` float32. Columns whose inputs are all zero ("dead") are rounded to nearest.
@@ -63,7 +90,9 @@ def round_columns(w: Tensor, hessian: Tensor, grid: Grid | None, settings: Setti
     every = group_of_pattern(settings.pattern)
     order = _order(hessian, by_diagonal=settings.act_order and every is None)
     columns = order[:, None, :].expand(w.shape)
-    upper = inverse_factor(_permuted(hessian, order), settings.damping).float()
+    factor = inverse_factor(_permuted(hessian, order), settings.damping)
+    upper = factor.float()
+    moved = _correction(None if drift is None else _permuted(drift, order), factor)
     w = w.gather(2, columns)
     ordered = None if grid is None else _in_order(grid, columns)
     codes = torch.empty_like(w)
@@ -83,13 +112,26 @@ def round_columns(w: Tensor, hessian: Tensor, grid: Grid | None, settings: Setti
                 near = (block[:, :, j:last] / diagonal[:, None, k : start + last]).square()
                 drop = max(last - j - every[0], 0)
                 gone[:, :, j:last].scatter_(2, near.argsort(2)[:, :, :drop], True)
-            column = block[:, :, j]
+            column = block[:, :, j].clone()
             codes[:, :, k], value = _rounded(column, gone[:, :, j], ordered, k)
             error = (column - value) / upper[:, k, k, None]
             block[:, :, j:] -= error[:, :, None] * upper[:, k, None, k:stop]
+            _correct(block[:, :, j:], column[:, :, None], moved, slice(k, k + 1), slice(k, stop))
             errors[:, :, j] = error
         w[:, :, stop:] -= errors @ upper[:, start:stop, stop:]
+        _correct(w[:, :, stop:], block, moved, slice(start, stop), slice(stop, n))
     return torch.empty_like(codes).scatter_(2, columns, codes)
+
+
+def _correction(drift: Tensor | None, factor: Tensor) -> Tensor | None:
+    """``P`` of GPTAQ, what a unit of a column moves those after it by: strictly upper triangular, float32; eq. 15."""
+    return None if drift is None else ((drift @ factor.transpose(1, 2)).triu(1) @ factor).float()
+
+
+def _correct(w: Tensor, columns: Tensor, moved: Tensor | None, of: slice, on: slice) -> None:
+    """Add to ``w``, columns ``on``, what ``P`` makes of the columns ``of``; nothing without it."""
+    if moved is not None:
+        w += columns @ moved[:, of, on]
 
 
 def group_of_pattern(pattern: str) -> tuple[int, int] | None:
@@ -135,9 +177,9 @@ def _rounded(column: Tensor, gone: Tensor, grid: Grid | None, k: int) -> tuple[T
     if grid is None:
         kept = column.masked_fill(gone, 0.0)
         return kept, kept
-    scale = grid.scale[:, :, k]
-    code = torch.clamp((column / scale).round_(), grid.lo[:, :, k], grid.hi[:, :, k]).masked_fill(gone, 0.0)
-    return code, code * scale
+    here = grid.column(k)
+    code = here.nearest(column).masked_fill(gone, 0.0)
+    return code, code * here.scale
 
 
 def _permuted(hessian: Tensor, order: Tensor) -> Tensor:
@@ -235,6 +277,40 @@ def _least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
     # move from W along what the inputs differ by, so that directions without data stay as they are
     assert found.moved is not None
     return (wide + torch.linalg.solve(damped, found.moved.transpose(1, 2)).transpose(1, 2)).float()
+
+
+def solve_asymmetric(task: Task, settings: AsymmetricSettings) -> list[Choice]:
+    """Choose the weights of a layer by GPTAQ; nearest rounding stays where its output is as near to the float model's."""
+    (layer,) = task.layers.values()
+    w = task.weight(layer)
+    grid = task.grid(layer, w)
+    ones = torch.eye(int(w.shape[2]), device=w.device).expand(len(w), -1, -1)
+    found = task.moments(layer, settings.rows_per_input, weight=ones)
+    hessian, drift = found.own, found.moved
+    assert drift is not None
+    check_finite(layer, hessian)
+    check_rows(task.walk, layer, found.rows, int(w.shape[2]))
+    nearest = grid.nearest(w)
+    plain = Settings(settings.damping, settings.act_order, settings.block)
+    seen = bool(hessian.any())
+    codes = round_columns(w.clone(), hessian, grid, plain, settings.share * drift) if seen else nearest
+    # of |Q x_q - W x|^2 what weights change: the distance from the weights that come nearest to the float model's outputs
+    moved = Moments(hessian, w.double() @ drift, found.rows)
+    target = _least_squares(w, moved, plain) if seen else w
+    before, after = (quadratic_error(grid.values(c) - target, hessian).sum(1) / found.rows for c in (nearest, codes))
+    worse = after > before
+    if not layer.stack:
+        worse = (after.sum() > before.sum()).expand_as(worse)
+    codes = torch.where(worse[:, None, None], nearest, codes)
+    after = torch.where(worse, before, after)
+    weight = layer.tensor(grid.values(codes))
+    note = _note(hessian, worse)
+    return [Choice(layer.name, weight, task.encoding(layer), float(before.sum()), float(after.sum()), note)]
+
+
+def asymmetric_method(settings: AsymmetricSettings) -> Callable[[Task], Sequence[Choice]]:
+    """:func:`solve_asymmetric` for :func:`bitwright.methods.rounding.driver.apply`."""
+    return lambda task: solve_asymmetric(task, settings)
 
 
 def method(settings: Settings) -> Callable[[Task], Sequence[Choice]]:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.core.numerics.affine import with_scale
+from bitwright.core.numerics.affine import format_numbers, round_to_float, stored_scale, with_stored_scale
 from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat, ScaleFormat
 
 RECURRENT = ("LSTM", "GRU", "RNN")
 _CHUNK = 1 << 24  # numbers of a patch matrix made at once: 64 MiB
@@ -276,28 +278,65 @@ def rows_of_each(x: Tensor, ends: Tensor) -> Tensor:
 class Grid:
     """The grid of every weight of a layer, as matrices that broadcast against ``[G, O, K]``.
 
+    A code is what the scale is multiplied with: an integer, or a number of a float format.
+
     Attributes:
         scale: float32, input units per step.
-        lo, hi: ``qmin - zero_point`` and ``qmax - zero_point``: codes with real zero at 0.
+        lo, hi: ``qmin - zero_point`` and ``qmax - zero_point``: codes with real zero at 0; of a float format its ends.
         own_rows: whether the scales of different rows may differ, so that they can be changed row by row.
+        format: of the codes, where they are not the integers.
+        scale_format: what scales are stored as.
+        common: what stored scales are multiples of, where they are.
+        index: which of the encoding's scales each weight has, int64 ``[G, O, K]``; ``None`` where no method asks for it.
+        steps: of an integer grid with zero points, the number of its codes less one; 0 where there is none.
     """
 
     scale: Tensor
     lo: Tensor
     hi: Tensor
     own_rows: bool = True
+    format: FloatFormat | None = None
+    scale_format: ScaleFormat = FLOAT32_SCALE
+    common: Tensor | None = None
+    index: Tensor | None = None
+    steps: int = 0
 
     def nearest(self, w: Tensor) -> Tensor:
         """Codes of ``w``, ties to even."""
-        return torch.clamp((w / self.scale).round_(), self.lo, self.hi)
+        return self.rounded(w / self.scale)
+
+    def rounded(self, ratio: Tensor) -> Tensor:
+        """Codes of weights that are divided by their scales."""
+        if self.format is not None:
+            return round_to_float(ratio, self.format).float()
+        return torch.clamp(ratio.round(), self.lo, self.hi)
+
+    def below(self, ratio: Tensor) -> tuple[Tensor, Tensor]:
+        """The code at or below each ratio, and how far the next is above it; integers may lie beyond the ends of the grid."""
+        if self.format is None:
+            down = ratio.floor()
+            return down, torch.ones_like(down)
+        numbers = torch.from_numpy(format_numbers(self.format)).to(ratio.device)
+        index = (torch.searchsorted(numbers, ratio.contiguous(), right=True) - 1).clamp(0, len(numbers) - 2)
+        return numbers[index], numbers[index + 1] - numbers[index]
 
     def values(self, codes: Tensor) -> Tensor:
         """The numbers that codes stand for: what the quantizer leaves unchanged."""
         return codes * self.scale + 0.0
 
+    def stored(self, scale: Tensor) -> Tensor:
+        """``scale`` as it is stored."""
+        found: Tensor = stored_scale(scale, self.scale_format, self.common)
+        return found
+
+    def column(self, k: int) -> Grid:
+        """Of column ``k``, ``[G, O]``, where every weight has its scale."""
+        scale, lo, hi = (t[:, :, k] for t in (self.scale, self.lo, self.hi))
+        return Grid(scale, lo, hi, self.own_rows, self.format, self.scale_format)
+
     @staticmethod
     def of(encoding: Encoding, layer: Layer, device: torch.device) -> Grid:
-        """The grid of an integer ``encoding`` of the layer's weight."""
+        """The grid of an ``encoding`` of the layer's weight."""
         shape, granularity = layer.shape, encoding.granularity
         view = granularity.view_shape(shape)
 
@@ -305,18 +344,31 @@ class Grid:
             small = torch.from_numpy(np.array(granularity.spread(np.asarray(values), shape))).to(device)
             return layer.matrix(small.expand(view).reshape(shape)).contiguous()
 
-        lo = (encoding.format.qmin - encoding.zero_point).astype("float32")  # type: ignore[union-attr]
-        hi = (encoding.format.qmax - encoding.zero_point).astype("float32")  # type: ignore[union-attr]
         own_rows = encoding.scale.ndim > 0 and layer.has_rows_as_outputs
-        return Grid(spread(encoding.scale), spread(lo), spread(hi), own_rows)
+        stored, common = encoding.scale_format, None
+        if encoding.common is not None:
+            common = spread(np.broadcast_to(encoding.common, encoding.scale.shape).copy())
+        index = spread(np.arange(encoding.scale.size).reshape(encoding.scale.shape))
+        if isinstance(encoding.format, FloatFormat):
+            hi = torch.full((1, 1, 1), encoding.format.max, device=device)
+            return Grid(spread(encoding.scale), -hi, hi, own_rows, encoding.format, stored, common, index)
+        lo = (encoding.format.qmin - encoding.zero_point).astype("float32")
+        hi = spread((encoding.format.qmax - encoding.zero_point).astype("float32"))
+        steps = 0 if encoding.symmetric else encoding.format.steps
+        return Grid(spread(encoding.scale), spread(lo), hi, own_rows, None, stored, common, index, steps)
 
 
 def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
-    """``encoding`` with the scales of ``grid``, which was made from it."""
+    """``encoding`` with the scales and zero points of ``grid``, which was made from it."""
     granularity = encoding.granularity
-    scale = layer.tensor(grid.scale).reshape(layer.shape)[granularity.firsts(layer.shape)]
-    values = scale.reshape(granularity.param_shape(layer.shape)).cpu().numpy()
-    return with_scale(encoding, values)
+
+    def gathered(values: Tensor) -> NDArray[Any]:
+        firsts = layer.tensor(values).reshape(layer.shape)[granularity.firsts(layer.shape)]
+        return np.asarray(firsts.reshape(granularity.param_shape(layer.shape)).cpu())
+
+    if grid.steps and isinstance(encoding.format, IntFormat):
+        encoding = replace(encoding, zero_point=encoding.format.qmin - gathered(grid.lo).astype(np.int64))
+    return with_stored_scale(encoding, gathered(grid.scale))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,12 @@ every ``h`` to 0 or 1.
 FlexRound (Lee et al. 2023, arXiv:2306.00317, eq. 2) learns a divisor: ``W_q = s1 round(W / (s1 S2 s3))``, with ``s1`` the
 scale of the grid, ``S2`` one factor per weight and ``s3`` one per output channel. The factors are learned as logarithms,
 so they stay positive (as in AdaScale); all start at 1, where the result is rounding to nearest.
+
+AutoRound (Cheng et al. 2023, arXiv:2309.05516, eqs. 3 to 5) learns what is added to each weight before it is rounded, at most
+half a step, and the fractions of its range that each scale covers, by the signs of their gradients at a rate that falls to zero.
+
+OmniQuant's learnable weight clipping (Shao et al. 2023, arXiv:2308.13137, eq. 2) learns these fractions alone, by Adam. They are
+confined by clipping instead of a sigmoid. Its equivalent transformation is not learned: see AWQ and SmoothQuant.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -66,23 +72,25 @@ def annealed_beta(done: float, beta_range: tuple[float, float], warm_start: floa
 
 
 class _SoftRound(torch.autograd.Function):
-    """``scale * clip(floor + h(V), lo, hi)``; its gradient has the regulariser's added.
+    """``scale * clip(floor + gap h(V), lo, hi)``; its gradient has the regulariser's added.
 
     By hand, because the power function costs as much as the rest of the layer: it is needed once, not twice, and the
     regulariser's own value never.
     """
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, floor: Tensor, gate: Tensor, grid: Grid, weight: float, beta: float) -> Tensor:
+    def forward(
+        ctx: Any, v: Tensor, floor: Tensor, gap: Tensor, gate: Tensor, grid: Grid, weight: float, beta: float
+    ) -> Tensor:
         sigmoid = torch.sigmoid(v)
         h = (sigmoid * (ZETA - GAMMA)).add_(GAMMA).clamp_(0, 1)
-        codes = floor + h
+        codes = floor + (h if grid.format is None else gap * h)
         ctx.save_for_backward(sigmoid, h)
         ctx.gate, ctx.weight, ctx.beta = gate, weight, beta
         return torch.clamp(codes, grid.lo, grid.hi).mul_(grid.scale)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         sigmoid, h = ctx.saved_tensors
         result = ctx.gate * grads[0]  # in this order: the result lies as the weights do, not transposed
         if ctx.weight:
@@ -91,7 +99,7 @@ class _SoftRound(torch.autograd.Function):
             result.add_(slope, alpha=-2 * ctx.beta * ctx.weight)
         # of the sigmoid, stretched, and of the clamp after it: one pass each
         result = torch.ops.aten.sigmoid_backward(result, sigmoid).mul_(ZETA - GAMMA)
-        return torch.ops.aten.hardtanh_backward(result, h, 0, 1), None, None, None, None, None
+        return torch.ops.aten.hardtanh_backward(result, h, 0, 1), None, None, None, None, None, None
 
 
 class AdaptiveRounding:
@@ -105,10 +113,11 @@ class AdaptiveRounding:
     def __init__(self, w: Tensor, grid: Grid) -> None:
         self.grid = grid
         ratio = w / grid.scale
-        self.floor = ratio.floor()
+        self.floor, self.gap = grid.below(ratio)
         # a step of the scale where both codes are on the grid: elsewhere the output does not depend on the choice
-        self.gate = grid.scale * ((self.floor >= grid.lo) & (self.floor < grid.hi))
-        self.v = inverse_rectified_sigmoid(ratio - self.floor).requires_grad_()
+        self.gate = grid.scale * self.gap * ((self.floor >= grid.lo) & (self.floor < grid.hi))
+        share = ((ratio - self.floor) / self.gap).clamp(0, 1)
+        self.v = inverse_rectified_sigmoid(share).requires_grad_()
 
     def parameters(self) -> list[dict[str, Any]]:
         """What the optimiser moves, with a factor of the learning rate."""
@@ -116,7 +125,7 @@ class AdaptiveRounding:
 
     def soft(self, weight: float = 0.0, beta: float = 2.0) -> Tensor:
         """The weights between two codes; ``weight`` of the regulariser with exponent ``beta`` in their gradient."""
-        result: Tensor = _SoftRound.apply(self.v, self.floor, self.gate, self.grid, weight, beta)
+        result: Tensor = _SoftRound.apply(self.v, self.floor, self.gap, self.gate, self.grid, weight, beta)
         return result
 
     @torch.no_grad()
@@ -128,7 +137,7 @@ class AdaptiveRounding:
     @torch.no_grad()
     def hard(self) -> tuple[Tensor, Grid]:
         """The codes that were chosen, and the grid they lie on."""
-        up = (self.v >= 0).to(self.floor.dtype)
+        up = (self.v >= 0).to(self.floor.dtype) * self.gap
         return torch.clamp(self.floor + up, self.grid.lo, self.grid.hi), self.grid
 
 
@@ -151,7 +160,10 @@ class LearnedDivision:
         return [{"params": [self.element, self.row], "factor": 1.0}, {"params": [self.step], "factor": 0.5}]
 
     def _scale(self) -> Tensor:
-        return self.grid.scale * self.step.exp()
+        scale = self.grid.scale * self.step.exp()
+        with torch.no_grad():
+            difference = self.grid.stored(scale) - scale
+        return scale + difference
 
     def _ratio(self, scale: Tensor) -> Tensor:
         return self.w / (scale * (self.element + self.row).exp())
@@ -160,15 +172,100 @@ class LearnedDivision:
         """The weights on the grid; gradients pass the rounding straight."""
         scale = self._scale()
         ratio = self._ratio(scale)
-        codes = ratio + (ratio.round() - ratio).detach()
-        return torch.clamp(codes, self.grid.lo, self.grid.hi) * scale
+        if self.grid.format is not None:
+            ratio = torch.clamp(ratio, self.grid.lo, self.grid.hi)
+        with torch.no_grad():
+            difference = (ratio.round() if self.grid.format is None else self.grid.rounded(ratio)) - ratio
+        return torch.clamp(ratio + difference, self.grid.lo, self.grid.hi) * scale
 
     @torch.no_grad()
     def hard(self) -> tuple[Tensor, Grid]:
         """The codes that were learned, and the grid they lie on."""
-        scale = self._scale()
-        codes = torch.clamp(self._ratio(scale).round(), self.grid.lo, self.grid.hi)
-        return codes, Grid(scale, self.grid.lo, self.grid.hi, self.grid.own_rows)
+        scale = self.grid.stored(self._scale())
+        return self.grid.rounded(self._ratio(scale)), replace(self.grid, scale=scale)
+
+
+class SignedRounding:
+    """One weight matrix of which the sign of gradients moves roundings and the ends of ranges (AutoRound).
+
+    Args:
+        w: the float weights, ``[G, O, K]``.
+        grid: where they may go, with ``index``; its zero points are learned along where it has them.
+    """
+
+    def __init__(self, w: Tensor, grid: Grid) -> None:
+        assert grid.index is not None
+        self.w, self.grid = w, grid
+        self.offset = torch.zeros_like(w).requires_grad_()
+        count = int(grid.index.max()) + 1
+        self.low, self.high = (w.new_ones(count).requires_grad_() for _ in range(2))
+
+    def parameters(self) -> list[dict[str, Any]]:
+        """What the optimiser moves, with a factor of the learning rate."""
+        ends = [self.low, self.high] if self.grid.steps else [self.high]
+        return [{"params": [self.offset, *ends], "factor": 1.0}]
+
+    @torch.no_grad()
+    def confine(self) -> None:
+        """Keep offsets within half a step, and ranges between half and all of what they were."""
+        self.offset.clamp_(-0.5, 0.5)
+        self.low.clamp_(0.5, 1.0)
+        self.high.clamp_(0.5, 1.5 if self.grid.format is not None else 1.0)
+
+    def _grid(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Scale, lowest and highest code of every weight; gradients pass roundings straight."""
+        grid, index = self.grid, self.grid.index
+        assert index is not None
+        if not grid.steps:
+            scale = grid.scale * self.high[index]
+            with torch.no_grad():
+                stored = grid.stored(scale) - scale
+            return scale + stored, grid.lo, grid.hi
+        low, high = grid.lo * grid.scale * self.low[index], grid.hi * grid.scale * self.high[index]
+        scale = (high - low) / grid.steps
+        with torch.no_grad():
+            stored = grid.stored(scale.clamp(min=torch.finfo(torch.float32).tiny)) - scale
+        scale = scale + stored
+        lo = low / scale
+        with torch.no_grad():
+            whole = lo.round().clamp(-grid.steps, 0) - lo
+        lo = lo + whole
+        return scale, lo, lo + grid.steps
+
+    def _codes(self, scale: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+        ratio = self.w / scale
+        if self.grid.format is None:
+            moved = ratio + self.offset
+            with torch.no_grad():
+                difference = moved.round() - moved
+            return torch.clamp(moved + difference, lo, hi)
+        # cut first: the rounding of a float format saturates, and what is beyond its ends moves with the scale
+        moved = torch.clamp(ratio + self.offset * self.grid.below(ratio.detach())[1], lo, hi)
+        with torch.no_grad():
+            difference = self.grid.rounded(moved) - moved
+        return moved + difference
+
+    def soft(self, weight: float = 0.0, beta: float = 2.0) -> Tensor:
+        """The weights on the grid; gradients pass the rounding straight."""
+        scale, lo, hi = self._grid()
+        return self._codes(scale, lo, hi) * scale
+
+    @torch.no_grad()
+    def hard(self) -> tuple[Tensor, Grid]:
+        """The codes that were learned, and the grid they lie on."""
+        scale, lo, hi = self._grid()
+        codes = self._codes(scale, lo, hi)
+        if self.grid.format is not None:
+            return self.grid.rounded(codes), replace(self.grid, scale=scale)
+        return codes.round(), replace(self.grid, scale=scale, lo=lo.round(), hi=hi.round())
+
+
+class LearnedClipping(SignedRounding):
+    """One weight matrix of which the ends of ranges are learned, and weights are rounded to nearest within them."""
+
+    def parameters(self) -> list[dict[str, Any]]:
+        """What the optimiser moves, with a factor of the learning rate."""
+        return [{"params": [self.low, self.high] if self.grid.steps else [self.high], "factor": 1.0}]
 
 
 logger = logging.getLogger("bitwright")
@@ -181,32 +278,7 @@ _REGULARISER = 1000.0
 
 
 #: a weight matrix on its way to the grid
-Rounding = AdaptiveRounding | LearnedDivision
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A row of :data:`VARIANTS`.
-
-    Attributes:
-        together: what is reconstructed together.
-        rounding: how a weight is parametrised; float weights and their grid -> :class:`Rounding`.
-        drop: probability that an activation quantizer lets an element through in float.
-        lr: learning rate of Adam.
-    """
-
-    together: Literal["layer", "block"]
-    rounding: Callable[[Tensor, Grid], Rounding]
-    drop: float = 0.0
-    lr: float = 0.05
-
-
-VARIANTS: dict[str, Variant] = {
-    "adaround": Variant("layer", AdaptiveRounding),
-    "brecq": Variant("block", AdaptiveRounding),
-    "qdrop": Variant("block", AdaptiveRounding, drop=0.5),
-    "flexround": Variant("block", LearnedDivision, drop=0.5, lr=2e-3),
-}
+Rounding = AdaptiveRounding | LearnedDivision | SignedRounding
 
 
 @dataclass(frozen=True)
@@ -248,6 +320,44 @@ class Settings:
                 raise ConfigError(name, f"it is {getattr(self, name)!r}", remedy)
 
 
+@dataclass(frozen=True)
+class SignedSettings(Settings):
+    """Of AutoRound: as :class:`Settings`, with the iterations of the paper."""
+
+    iterations: int = 200
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of :data:`VARIANTS`.
+
+    Attributes:
+        together: what is reconstructed together.
+        rounding: how a weight is parametrised; float weights and their grid -> :class:`Rounding`.
+        drop: probability that an activation quantizer lets an element through in float.
+        lr: learning rate of Adam; with ``signed``, ``None`` is one over the iterations.
+        signed: whether only the signs of gradients count, at a rate that falls linearly to zero.
+        settings: the class of its options.
+    """
+
+    together: Literal["layer", "block"]
+    rounding: Callable[[Tensor, Grid], Rounding]
+    drop: float = 0.0
+    lr: float | None = 0.05
+    signed: bool = False
+    settings: type[Settings] = Settings
+
+
+VARIANTS: dict[str, Variant] = {
+    "adaround": Variant("layer", AdaptiveRounding),
+    "brecq": Variant("block", AdaptiveRounding),
+    "qdrop": Variant("block", AdaptiveRounding, drop=0.5),
+    "flexround": Variant("block", LearnedDivision, drop=0.5, lr=2e-3),
+    "learned_clipping": Variant("block", LearnedClipping, lr=5e-3),
+    "autoround": Variant("block", SignedRounding, lr=None, signed=True, settings=SignedSettings),
+}
+
+
 # ---------------------------------------------------------------------------------------------------------- the loop
 
 
@@ -258,17 +368,19 @@ def optimise(
     lr: float,
     scale: float,
     generator: torch.Generator,
+    signed: bool = False,
 ) -> int:
     """Move ``roundings`` so that the loss of ``problem`` falls and every weight ends on its grid.
 
     Args:
         scale: the loss is divided by it.
+        signed: move by the signs of gradients alone.
 
     Returns:
         Iterations done: fewer than asked for when every weight was decided.
     """
-    groups = [g for r in roundings for g in r.parameters()]
-    optimiser = torch.optim.Adam([{"params": g["params"], "lr": lr * g["factor"]} for g in groups], fused=True)
+    groups = [{"params": g["params"], "lr": lr * g["factor"]} for r in roundings for g in r.parameters()]
+    optimiser: _Signs | torch.optim.Adam = _Signs(groups) if signed else torch.optim.Adam(groups, fused=True)
     count = sum(r.soft().numel() for r in roundings)
     anneals = all(isinstance(r, AdaptiveRounding) for r in roundings)
     weight, beta = 0.0, 2.0
@@ -281,13 +393,47 @@ def optimise(
             index = torch.randint(problem.size, (drawn, problem.batch), generator=generator)
         if anneals:
             weight, beta = _regulariser(settings, done, count)
+        elif isinstance(optimiser, _Signs):
+            optimiser.left = 1 - done
         else:
             _lower_rates(optimiser, 1 - done)
         loss = problem.loss(index[i % _CHECK], [r.soft(weight, beta) for r in roundings]) / scale
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
+        _confine(roundings)
     return settings.iterations
+
+
+class _Signs:
+    """Moves by the signs of gradients, at ``left`` of the first rate.
+
+    Args:
+        groups: of parameters, each with its rate, as optimisers of torch take them.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self.groups, self.left = groups, 1.0
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        for group in self.groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step."""
+        for group in self.groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=group["lr"] * self.left)
+
+
+def _confine(roundings: Sequence[Rounding]) -> None:
+    """Bring back within their bounds the parameters that have some."""
+    for rounding in roundings:
+        if isinstance(rounding, SignedRounding):
+            rounding.confine()
 
 
 def _all_decided(roundings: Sequence[Rounding]) -> bool:
@@ -321,8 +467,9 @@ def solve(task: Task, variant: Variant, settings: Settings) -> list[Choice]:
     before = problem.error(_values(codes))
     roundings = [variant.rounding(w, grid) for w, grid in zip(weights, grids, strict=True)]
     if before > 0:
-        lr = variant.lr if settings.lr is None else settings.lr
-        optimise(problem, roundings, settings, lr, before, task.generator)
+        own = 1 / settings.iterations if variant.lr is None else variant.lr
+        lr = own if settings.lr is None else settings.lr
+        optimise(problem, roundings, settings, lr, before, task.generator, variant.signed)
     learned = [r.hard() for r in roundings]
     after, note = problem.error(_values(learned)), ""
     if after < before:

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitwright.core.numerics.affine import encode, with_scale
+from bitwright.core.numerics.affine import encode, is_sayable, stored_scale, with_stored_scale
 from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import FloatFormat
 from bitwright.core.numerics.granularity import PerBlock
+from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.numerics.statistics import rows_of
 from bitwright.errors import ConfigError
 from bitwright.methods.rounding.driver import Choice, Task, check_finite
@@ -36,7 +38,7 @@ class Settings:
     """Of the method.
 
     Attributes:
-        num_candidates: fractions ``1/n, 2/n, ..., 1`` of the present range.
+        num_candidates: fractions ``1/n, 2/n, ..., 1`` of the present range; of float formats on to ``1.5``.
         rows_per_input: as for GPTQ; at most 8192 rows are drawn where outputs are computed.
         loss_fn: ``mse``; ``l1``, the absolute error; ``sqnr``, noise over signal of every output channel, as the geometric mean
             over batches.
@@ -71,20 +73,51 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     assert spec is not None
     quadratic = settings.loss_fn == "mse" and settings.inp_symmetry == "symqt"
     errors_of = _squared(task, layer, settings) if quadratic else _of_outputs(task, layer, settings)
-    best, errors, before = start, None, None
-    for i in range(settings.num_candidates, 0, -1):
-        part = i / settings.num_candidates
-        candidate = start if part == 1 else encode(start.min * part, start.max * part, spec, start.granularity)
-        if candidate.format != start.format:
-            candidate = start
+    candidates = _candidates(start, spec, settings.num_candidates)
+    best, errors = next(candidates), None
+    for candidate in (best, *candidates):
         found = errors_of(candidate)
         if errors is None:
-            best, errors, before = candidate, found, found
-        else:
-            better = found < errors
-            best, errors = _chosen(best, candidate, better), np.where(better, found, errors)
-    assert errors is not None and before is not None
+            errors = before = found
+            continue
+        better = found < errors
+        best, errors = _chosen(best, candidate, better), np.where(better, found, errors)
+    assert errors is not None
     return [Choice(layer.name, None, best, float(before.sum()), float(errors.sum()))]
+
+
+def _candidates(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encoding]:
+    """``start`` and what its ranges may become: fractions of them.
+
+    Of float formats also up to one and a half times as much, where the largest weight of a block lies at another of the
+    coarse numbers at the end of the format (4 and not 6 of e2m1; Cook et al. 2025, arXiv:2512.02010). What scales are
+    multiples of is doubled once, so that there is room for them, and then stays. Of powers of two these are twice, half and
+    a quarter.
+    """
+    is_float = isinstance(start.format, FloatFormat)
+    if not is_float and start.common is None:
+        yield from _fractions(start, spec, count)
+        return
+    if start.common is not None and is_float:
+        wider = replace(start, common=np.float32(2) * start.common)
+        start = wider if is_sayable(wider) else start
+    yield start
+    factors = [i / count for i in range(count + (count // 2 if is_float else 0), 0, -1) if i != count]
+    for factor in (2.0, 0.5, 0.25) if start.scale_format.name == "e8m0" else factors:
+        scale = stored_scale(start.scale * np.float32(factor), start.scale_format, start.common)
+        candidate = replace(start, scale=scale)
+        if is_sayable(candidate):
+            yield candidate
+
+
+def _fractions(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encoding]:
+    """``start`` and grids of fractions of its range, with zero points of their own."""
+    yield start
+    for i in range(count - 1, 0, -1):
+        part = i / count
+        candidate = encode(start.min * part, start.max * part, spec, start.granularity)
+        if candidate.format == start.format:
+            yield candidate
 
 
 def _squared(task: Task, layer: Layer, settings: Settings) -> Errors:
@@ -217,7 +250,7 @@ def _within_blocks(hessian: Tensor, encoding: Encoding, layer: Layer) -> Callabl
 
 def _chosen(one: Encoding, other: Encoding, where: np.ndarray) -> Encoding:
     zero_point = np.where(where, other.zero_point, one.zero_point)
-    return with_scale(replace(one, zero_point=zero_point), np.where(where, other.scale, one.scale))
+    return with_stored_scale(replace(one, zero_point=zero_point), np.where(where, other.scale, one.scale))
 
 
 def method(settings: Settings) -> Callable[[Task], Sequence[Choice]]:

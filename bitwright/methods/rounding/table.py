@@ -40,12 +40,13 @@ def _learned(variant: reconstruct.Variant) -> Row:
     def make(settings: reconstruct.Settings) -> Callable[[Task], Any]:
         return reconstruct.method(variant, settings)
 
-    return Row(reconstruct.Settings, make, reconstruct.variant_units(variant))
+    return Row(variant.settings, make, reconstruct.variant_units(variant))
 
 
 METHODS: dict[str, Row] = {
     **{name: _learned(variant) for name, variant in reconstruct.VARIANTS.items()},
     "gptq": Row(gptq.Settings, gptq.method, _alone),
+    "gptaq": Row(gptq.AsymmetricSettings, gptq.asymmetric_method, _alone),
     "seq_mse": Row(seq_mse.Settings, seq_mse.method, _alone),
 }
 

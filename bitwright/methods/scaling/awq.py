@@ -22,13 +22,14 @@ import numpy as np
 
 from bitwright.core.graph.operators import weight_axes
 from bitwright.core.numerics.affine import encode, fake_quantize
+from bitwright.core.numerics.formats import FLOAT32_SCALE
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.ranges import choose_range_of
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
 from bitwright.core.placement.config import make_rules
 from bitwright.core.placement.place import place
 from bitwright.core.placement.rules import Rules
-from bitwright.core.simulation.float_model import FloatModel, Undo
+from bitwright.core.simulation.float_model import FloatModel, SetParam, Undo
 from bitwright.errors import ConfigError, checks_arguments
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import (
@@ -173,13 +174,16 @@ class Found:
     after: float
 
 
-def search_scales(magnitude: Array, readers: Sequence[Reader], alphas: int = 20) -> Found:
+def search_scales(
+    magnitude: Array, readers: Sequence[Reader], alphas: int = 20, *, powers_of_two: bool = False
+) -> Found:
     """Find the ``alpha`` with the smallest output error.
 
     Args:
         magnitude: mean of \\|x\\| per channel, shape [C].
         readers: the layers that read the channels.
         alphas: steps of the grid ``0, 1/alphas, ..., 1``.
+        powers_of_two: round the scales to such, which what is stored of a layer's scales takes along unchanged.
 
     Reference: arXiv:2306.00978, eq. 5.
     """
@@ -194,6 +198,8 @@ def search_scales(magnitude: Array, readers: Sequence[Reader], alphas: int = 20)
     best = Found(0.0, ones, before, before)
     for i in range(1, alphas + 1):
         scales = channel_scales(magnitude, i / alphas)
+        if powers_of_two:
+            scales = np.exp2(np.rint(np.log2(scales)))
         after = error(scales)
         if after < best.after:
             best = Found(i / alphas, scales, before, after)
@@ -224,6 +230,8 @@ class AwqReport(Tabular, Reversible):
         untouched: groups for which no scale was better than none.
         refused: norms and linear layers that begin no group, with the reasons.
         samples: how many were measured.
+        judged: power of the error of the model's outputs over that of the outputs, with all weights rounded, without the
+            scales and with them; ``None`` where there were none to judge. No group is scaled where the latter is larger.
     """
 
     _rows = "scaled"
@@ -233,6 +241,7 @@ class AwqReport(Tabular, Reversible):
     untouched: tuple[Scaled, ...] = ()
     refused: tuple[Refused, ...] = ()
     samples: int = 0
+    judged: tuple[float, float] | None = None
     _undos: list[Undo] = field(default_factory=list, repr=False)
 
     @property
@@ -262,6 +271,9 @@ class AwqReport(Tabular, Reversible):
             f"{counted(len(self.scaled), 'group')} scaled on {self.samples} samples, output error x {self.gain:.2f}; "
             f"{len(self.untouched)} better as they are, {counted(len(self.refused), 'layer')} without a partner"
         ]
+        if self.judged is not None:
+            kept = "" if self.scaled else ", so that NOTHING is scaled"
+            lines.append(f"  error of the model's outputs {self.judged[0]:.3g} -> {self.judged[1]:.3g}{kept}")
         lines += [f"  scaled     {item}" for item in self.scaled]
         lines += [f"  untouched  {item}" for item in self.untouched]
         lines += [f"  left       {refused}" for refused in self.refused]
@@ -335,10 +347,72 @@ def awq(
     treated = {layer.op for item in searched for layer in item.group.producers}
     reasons = {line.op: line for line in (*refused, *why_not) if line.op not in treated}
     refused = [*reasons.values(), *(Refused(x.group.producers[0].op, reason) for x, reason in rejected)]
+    _log(refused)
+    untouched = [item for item in searched if item.found.alpha == 0]
+    judged = _judged(view, layers, specs, lambda: divide(kept), batches) if kept else None
+    if judged is not None and judged[1] > judged[0]:
+        logger.info("not scaled: the outputs of the model would lose, %.3g -> %.3g of their power", *judged)
+        untouched, kept = [*untouched, *kept], []
+    return AwqReport(tuple(kept), tuple(untouched), tuple(refused), samples, judged, [divide(kept)])
+
+
+def _log(refused: Sequence[Refused]) -> None:
     for line in refused:
         logger.info("not scaled: %s", line)
-    untouched = tuple(item for item in searched if item.found.alpha == 0)
-    return AwqReport(tuple(kept), untouched, tuple(refused), samples, [divide(kept)])
+
+
+_JUDGED = 4  # batches that the judge runs
+
+
+def _judged(
+    view: FloatModel, layers: Layers, specs: Mapping[str, QuantSpec], scale: Callable[[], Undo], batches: Sequence[Any]
+) -> tuple[float, float]:
+    """Power of the error of the model's outputs over that of the outputs, without the scales and with them.
+
+    Each layer's own error does not tell how those of several add up, least of all on grids whose scales are powers of two.
+    """
+    outputs = [name for name in layers.graph.outputs if layers.graph.values[name].is_float]
+
+    def run(batch: Any) -> list[Array]:
+        (captured,) = view.capture(outputs, [batch])
+        return [np.asarray(array, np.float64) for name in outputs for array in captured[name]]
+
+    def noise(batch: Any, wanted: Sequence[Array]) -> float:
+        restore = _rounded(view, layers, specs)
+        try:
+            found = run(batch)
+        finally:
+            restore()
+        return sum(float(np.square(one - other).sum()) for one, other in zip(found, wanted, strict=True))
+
+    power, plain, scaled = 0.0, 0.0, 0.0
+    for batch in batches[:_JUDGED]:
+        wanted = run(batch)
+        power += sum(float(np.square(array).sum()) for array in wanted)
+        plain += noise(batch, wanted)
+        undo = scale()
+        try:
+            scaled += noise(batch, wanted)
+        finally:
+            undo()
+    return plain / (power or 1.0), scaled / (power or 1.0)
+
+
+def _rounded(view: FloatModel, layers: Layers, specs: Mapping[str, QuantSpec]) -> Undo:
+    """Round the weights of all layers to nearest."""
+    edits: dict[str, SetParam] = {}
+    for layer in layers.of.values():
+        if layer.op in specs and layer.kind == "layer":
+            W = np.asarray(view.param(layer.weight))
+            edits[layer.weight] = SetParam(layer.weight, _on_grid(W, specs[layer.op], layer.weight))
+    return view.edit(list(edits.values()))
+
+
+def _on_grid(W: Array, spec: QuantSpec, name: str) -> Array:
+    """A weight as the simulation will see it."""
+    wide = np.ascontiguousarray(W, np.float32)
+    encoding = encode(*choose_range_of(wide, spec, spec.granularity, name), spec, spec.granularity)
+    return np.asarray(fake_quantize(wide, encoding))
 
 
 def _weight_specs(layers: Layers, rules: Rules) -> dict[str, QuantSpec]:
@@ -427,7 +501,14 @@ def _search(
         magnitudes.append(group.gathered(inputs.magnitude, repeat).mean(axis=1))
         if layer.op in specs:
             readers.append(_reader(view, layer, inputs, specs[layer.op], group, repeat))
-    return search_scales(np.mean(magnitudes, axis=0), readers, alphas)
+    # scales that are powers of two, or multiples of few bits, take no other factor along without rounding other codes
+    coarse = any(
+        layer.op in specs
+        and specs[layer.op].scale_format != FLOAT32_SCALE
+        and specs[layer.op].scale_format.number is None
+        for layer in group.producers
+    )
+    return search_scales(np.mean(magnitudes, axis=0), readers, alphas, powers_of_two=coarse)
 
 
 def _reader(view: FloatModel, layer: Layer, inputs: Inputs, spec: QuantSpec, group: Group, repeat: int) -> Reader:
@@ -436,9 +517,7 @@ def _reader(view: FloatModel, layer: Layer, inputs: Inputs, spec: QuantSpec, gro
 
     def quantized(matrix: Array) -> Array:
         # float32 as the simulation sees it
-        W = np.ascontiguousarray(matrix.T if turned else matrix, np.float32)
-        encoding = encode(*choose_range_of(W, spec, spec.granularity, layer.weight), spec, spec.granularity)
-        result = np.asarray(fake_quantize(W, encoding), np.float64)
+        result = _on_grid(matrix.T if turned else matrix, spec, layer.weight).astype(np.float64)
         return result.T if turned else result
 
     matrix = np.asarray(W.T if turned else W, np.float64)

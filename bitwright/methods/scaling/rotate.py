@@ -5,8 +5,11 @@ may be multiplied by any orthogonal matrix ``R``: what writes into the stream is
 by ``R`` transposed. The values of an attention head may be rotated alike between their projection and the output
 projection. A Hadamard matrix with random signs makes the channels as alike as a rotation can.
 
-Reference: Ashkboos et al. 2024, arXiv:2404.00456, section 4, stages 1a and 1c; the rotations that need work at run time
-(before the down projection, on queries and keys) are not done.
+Other layers that write into the stream, as the down projection, read what no other layer makes. A product by an orthogonal
+matrix is put in front of each of these where asked for (R4 of SpinQuant), and their weights undo it.
+
+Reference: Ashkboos et al. 2024, arXiv:2404.00456, section 4, stages 1a to 1c; the rotation of queries and keys, which serves
+quantized caches, is not done.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 
 from bitwright.core.graph.graph import Op
 from bitwright.core.graph.operators import TRAITS
-from bitwright.core.simulation.float_model import Edit, FloatModel, SetParam, Undo
+from bitwright.core.simulation.float_model import Before, Chain, Edit, FloatModel, SetParam, Undo
 from bitwright.errors import ConfigError, checks_arguments
 from bitwright.methods.attention import Attention, find_attention
 from bitwright.methods.folding.norm_fold import NormReport, fold_norm_weights
@@ -131,6 +134,15 @@ def random_rotation(n: int, seed: int = 0) -> Array:
         result: Array = Q * np.sign(np.diag(upper))
         return result
     return random.choice([-1.0, 1.0], n)[:, None] * H
+
+
+def is_hadamard(n: int) -> bool:
+    """Whether there is a Hadamard matrix of this size here; elsewhere :func:`random_rotation` is a random orthogonal one."""
+    try:
+        hadamard(n)
+    except ConfigError:
+        return False
+    return True
 
 
 def turned_outputs(layer: Layer, W: Array, R: Array) -> Array:
@@ -345,6 +357,28 @@ class _StreamWalk:
 # ---------------------------------------------------------------------------------------------- on a model
 
 
+@dataclass(frozen=True)
+class Online:
+    """A layer whose input is rotated at run time.
+
+    Attributes:
+        layer: it.
+        size: channels.
+        hadamard: whether by a Hadamard matrix with random signs; else by a random orthogonal matrix, as there is no Hadamard
+            matrix of this size here.
+    """
+
+    _as_text = True
+
+    layer: Layer
+    size: int
+    hadamard: bool
+
+    def __str__(self) -> str:
+        kind = "Hadamard" if self.hadamard else f"random orthogonal, as no Hadamard matrix has the size {self.size}"
+        return f"input of {self.layer.op} at run time, {self.size} channels ({kind})"
+
+
 @dataclass
 class RotateReport(Tabular, Reversible):
     """What was rotated.
@@ -353,6 +387,7 @@ class RotateReport(Tabular, Reversible):
         norms: what was folded first.
         streams: rotated residual streams.
         heads: attentions whose values were rotated per head.
+        online: layers whose input a product rotates at run time.
         refused: streams and attentions left as they are, with the reasons.
     """
 
@@ -361,13 +396,14 @@ class RotateReport(Tabular, Reversible):
     norms: NormReport
     streams: tuple[Stream, ...] = ()
     heads: tuple[Attention, ...] = ()
+    online: tuple[Online, ...] = ()
     refused: tuple[Refused, ...] = ()
     _undos: list[Undo] = field(default_factory=list, repr=False)
 
     @property
     def changed(self) -> bool:
         """Whether anything was rotated."""
-        return bool(self.streams or self.heads)
+        return bool(self.streams or self.heads or self.online)
 
     def undo(self) -> None:
         """Give the model back as it was, norms included; a second call does nothing."""
@@ -384,6 +420,7 @@ class RotateReport(Tabular, Reversible):
         first = f" ({self.refused[0]})" if self.refused and not self.changed else ""
         lines = [
             f"{nothing}{len(self.streams)} residual streams and the values of {len(self.heads)} attentions rotated, "
+            f"{f'{len(self.online)} inputs rotated at run time, ' if self.online else ''}"
             f"{len(self.refused)} left; {len(self.norms.groups)} norms folded{first}"
         ]
         lines += [f"  rotated  {stream}" for stream in self.streams]
@@ -392,6 +429,7 @@ class RotateReport(Tabular, Reversible):
             for heads in self.heads
             if heads.output and heads.value
         ]
+        lines += [f"  rotated  {online}" for online in self.online]
         lines += [f"  left     {refused}" for refused in self.refused]
         return "\n".join(lines)
 
@@ -403,6 +441,7 @@ def rotate(
     seed: int = 0,
     streams: bool = True,
     heads: bool = True,
+    online: bool = False,
     bar: Bar = no_bar,
 ) -> RotateReport:
     """Fold norms, then rotate every residual stream and the values of every attention that allow it.
@@ -413,6 +452,7 @@ def rotate(
         seed: of the signs.
         streams: rotate residual streams (R1 of SpinQuant); norms are folded for them.
         heads: rotate the values of attention heads (R2).
+        online: rotate what the other layers that write into a stream read, by a product at run time (R4).
         bar: shows the checks.
 
     Returns:
@@ -431,21 +471,30 @@ def rotate(
         turned, failed = sift(values, lambda some: _rotate_heads(view, some, seed), check, bar)
         refused += [Refused(h.value.op, reason) for h, reason in failed if h.value]
         undos.append(_rotate_heads(view, turned, seed))
+        before, unfit = _behind_nothing(view, layers) if online else ([], [])
+        added, broken = sift(before, lambda some: _rotate_online(view, some, seed), check, bar)
+        refused += [*unfit, *(Refused(item.layer.op, reason) for item, reason in broken)]
+        undos.append(_rotate_online(view, added, seed))
     except BaseException:
         joined(undos)()
         norms.undo()
         raise
-    if not kept:
+    if not kept and streams:
         refused = [*norms.refused, *refused]
         norms.undo()
         norms = NormReport()
-    for line in refused:
+    report = RotateReport(norms, tuple(kept), tuple(turned), tuple(added), tuple(refused), undos)
+    _log(report)
+    return report
+
+
+def _log(report: RotateReport) -> None:
+    """Say what was not rotated, and warn where nothing was."""
+    for line in report.refused:
         logger.info("not rotated: %s", line)
-    if not kept and not turned:
-        logger.warning(
-            "nothing is rotated%s", f": {refused[0]}" if refused else ", as the model has no residual stream"
-        )
-    return RotateReport(norms, tuple(kept), tuple(turned), tuple(refused), undos)
+    if not report.changed:
+        why = f": {report.refused[0]}" if report.refused else ", as the model has no residual stream"
+        logger.warning("nothing is rotated%s", why)
 
 
 def rotatable_heads(layers: Layers) -> list[Attention]:
@@ -458,6 +507,35 @@ def rotatable_heads(layers: Layers) -> list[Attention]:
         and heads.output is not None
         and not any(layers.why_not_private(layer) for layer in (heads.value, heads.output))
     ]
+
+
+def _behind_nothing(view: FloatModel, layers: Layers) -> tuple[list[Online], list[Refused]]:
+    """The layers that write into streams and do not read the values of an attention, and why some cannot be treated."""
+    found, refused = [], []
+    attended = {heads.output.op for heads in find_attention(layers) if heads.output is not None}
+    streams, _ = find_streams(view, layers)
+    for layer in {layer.op: layer for stream in streams for layer in stream.producers}.values():
+        if layer.kind != "layer" or layer.type not in ("Gemm", "MatMul") or layer.op in attended:
+            continue
+        size = layer.axes.inputs
+        weight = np.asarray(view.param(layer.weight))
+        chain = Chain(layer.op, (Before("MatMul", np.eye(size, dtype=np.float32), {}, rotates=True),), weight, {})
+        reason = layers.why_not_private(layer) or view.can_edit(chain)
+        if reason is None:
+            found.append(Online(layer, size, is_hadamard(size)))
+        else:
+            refused.append(Refused(layer.op, reason))
+    return found, refused
+
+
+def _rotate_online(view: FloatModel, found: Sequence[Online], seed: int) -> Undo:
+    edits: list[Edit] = []
+    for item in found:
+        R = random_rotation(item.size, seed)
+        weight = turned_inputs(item.layer, view.param(item.layer.weight), R).astype(np.float32)
+        before = Before("MatMul", R.astype(np.float32), {}, rotates=True)
+        edits.append(Chain(item.layer.op, (before,), weight, {}))
+    return view.edit(edits)
 
 
 def _rotate_streams(view: FloatModel, streams: Sequence[Stream], seed: int) -> Undo:
@@ -504,6 +582,7 @@ def rotate_model(
     seed: int = 0,
     streams: bool = True,
     heads: bool = True,
+    online: bool = False,
     providers: Any = None,
     progress: bool = True,
 ) -> RotateReport:
@@ -519,6 +598,9 @@ def rotate_model(
         seed: of the signs.
         streams: rotate residual streams.
         heads: rotate the values of attention heads.
+        online: put a product by an orthogonal matrix in front of every other layer that writes into the stream (down
+            projections), for activations of few bits. It runs in float and is exported as a MatMul; simulations leave it,
+            and what it reads, in float. Where a size has no Hadamard matrix the matrix is a random orthogonal one.
         progress: show a progress bar on a terminal.
 
     Returns:
@@ -536,6 +618,7 @@ def rotate_model(
         seed=seed,
         streams=streams,
         heads=heads,
+        online=online,
         bar=partial(progress_bar, enabled=progress),
     )
     opened.finish(report)
@@ -544,10 +627,17 @@ def rotate_model(
 
 @checks_arguments
 def apply_spinquant(
-    model: Any, dummy_input: Any = None, *, enable_r1: bool = True, enable_r2: bool = False, **options: Any
+    model: Any,
+    dummy_input: Any = None,
+    *,
+    enable_r1: bool = True,
+    enable_r2: bool = False,
+    enable_r4: bool = False,
+    **options: Any,
 ) -> RotateReport:
-    """:func:`rotate_model` with SpinQuant's names: of residual streams (R1) and of attention heads' values (R2).
+    """:func:`rotate_model` with SpinQuant's names: of residual streams (R1), of attention heads' values (R2), and of what
+    down projections read (R4, at run time).
 
     The rotations are Hadamard matrices; they are not learned. Reference: Liu et al. 2024, arXiv:2405.16406.
     """
-    return rotate_model(model, None, dummy_input, streams=enable_r1, heads=enable_r2, **options)
+    return rotate_model(model, None, dummy_input, streams=enable_r1, heads=enable_r2, online=enable_r4, **options)

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bitwright.core.graph.graph import Graph
-from bitwright.core.graph.operators import TRAITS
+from bitwright.core.graph.operators import ROTATION, TRAITS
 from bitwright.core.simulation.calibration import with_samples
 from bitwright.core.simulation.float_model import (
     AddBias,
@@ -412,7 +412,10 @@ class OnnxView:
         for i, part in enumerate(edit.before):
             factor = self._new_initializer(f"{edit.op}.factor{i + 1}", part.weight, weight.dtype)
             first = ir.node(
-                part.type, [last, factor], _conv_attributes(part.attrs), name=self._names.node(f"{edit.op}.{i + 1}")
+                part.type,
+                [last, factor],
+                _conv_attributes(part.attrs),
+                name=self._names.node(f"{edit.op}.{ROTATION if part.rotates else i + 1}"),
             )
             last = first.outputs[0]
             last.name, last.type = self._names.value(f"{edit.op}.reduced{i + 1}"), source.type

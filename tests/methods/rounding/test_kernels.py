@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.numerics.affine import encode, fake_quantize, is_sayable
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.formats import IntFormat, largest_code
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.ranges import choose_range_of
+from bitwright.core.numerics.spec import weight_spec
 from bitwright.errors import ConfigError
 from bitwright.methods.rounding import gptq
 from bitwright.methods.rounding.gptq import Settings, inverse_factor, quadratic_error, round_columns
@@ -22,6 +24,7 @@ from bitwright.methods.rounding.matrices import Grid, Layer, gram, grid_encoding
 from bitwright.methods.rounding.reconstruct import (
     AdaptiveRounding,
     LearnedDivision,
+    SignedRounding,
     annealed_beta,
     inverse_rectified_sigmoid,
     rectified_sigmoid,
@@ -429,3 +432,88 @@ def test_flexround_keeps_one_scale_where_rows_share_it():
     w = torch.randn(1, 4, 6)
     shared = Grid(torch.tensor([[[0.5]]]), torch.tensor(-8.0), torch.tensor(7.0), own_rows=False)
     assert LearnedDivision(w, shared).step.numel() == 1
+
+
+def encoded(w: torch.Tensor, format: str, scale_format: str = "float32", block: int = 8, **changes: Any) -> Encoding:
+    spec = weight_spec(format, PerBlock(block, 1, 0), scale_format=scale_format, **changes)
+    return encode(*choose_range_of(w, spec, spec.granularity), spec, spec.granularity)
+
+
+FORMATS = {
+    "MXFP4": ("float4_e2m1", "e8m0"),
+    "NVFP4": ("float4_e2m1", "e4m3"),
+    "float8": ("float8_e4m3", "float32"),
+    "nf4": ("nf4", "float32"),
+    "float16-scales": ("int4", "float16"),
+    "LPBQ": ("int4", "uint4"),
+    "bfloat16": ("bfloat16", "float32"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_grid_is_that_of_the_quantizer_in_every_format(name):
+    w = torch.randn(6, 16, generator=torch.Generator().manual_seed(2))
+    encoding = encoded(w, FORMATS[name][0], "float32" if name == "bfloat16" else FORMATS[name][1])
+    layer = Layer("fc", "fc", "Gemm", {"transB": 1}, (6, 16), "fc.weight")
+    grid = Grid.of(encoding, layer, w.device)
+    assert torch.equal(layer.tensor(grid.values(grid.nearest(layer.matrix(w)))), fake_quantize(w, encoding))
+    assert torch.equal(grid.stored(grid.scale), grid.scale) and grid_encoding(grid, encoding, layer) == encoding
+    down, gap = grid.below(w[None] / grid.scale)
+    inside = (w[None] / grid.scale < down + gap) & (down <= w[None] / grid.scale)
+    ends = grid.nearest(w[None]).abs() >= largest_code(encoding.format) - 1
+    assert (inside | ends).all() and (gap > 0).all()
+    inside &= (w[None] / grid.scale).clamp(grid.lo, grid.hi) == w[None] / grid.scale
+    soft = AdaptiveRounding(w[None], grid).soft()
+    torch.testing.assert_close(soft[inside], w[None][inside], atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_learned_is_stored_as_the_format_says(name):
+    w = torch.randn(6, 16, generator=torch.Generator().manual_seed(2))
+    format, scale_format = FORMATS[name]
+    encoding = encoded(w, format, scale_format)
+    layer = Layer("fc", "fc", "Gemm", {"transB": 1}, (6, 16), "fc.weight")
+    for make in (LearnedDivision, SignedRounding):
+        rounding = make(layer.matrix(w), Grid.of(encoding, layer, w.device))
+        with torch.no_grad():
+            for group in rounding.parameters():
+                for parameter in group["params"]:
+                    parameter.mul_(0.9).add_(0.07 * torch.rand(parameter.shape))
+        codes, grid = rounding.hard()
+        found = grid_encoding(grid, encoding, layer)
+        values = layer.tensor(grid.values(codes))
+        assert is_sayable(found) and torch.equal(fake_quantize(values, found), values)
+
+
+def test_signed_rounding_starts_at_nearest_and_moves_zero_points():
+    w = torch.rand(4, 16, generator=torch.Generator().manual_seed(1))[None] - 0.2
+    encoding = encoded(w[0], "uint4", symmetry="asymmetric")
+    layer = Layer("fc", "fc", "Gemm", {"transB": 1}, (4, 16), "fc.weight")
+    grid = Grid.of(encoding, layer, w.device)
+    rounding = SignedRounding(w, grid)
+    torch.testing.assert_close(rounding.soft(), grid.values(grid.nearest(w)))
+    with torch.no_grad():
+        rounding.low.fill_(0.5)
+    codes, moved = rounding.hard()
+    found = grid_encoding(moved, encoding, layer)
+    assert (found.zero_point < encoding.zero_point).any() and (found.scale <= encoding.scale).all()
+    values = layer.tensor(moved.values(codes))
+    assert torch.equal(fake_quantize(values, found), values)
+
+
+def test_gptaq_moves_columns_as_in_the_paper():
+    """Algorithm 1 of arXiv:2504.02692 in loops, with P of eq. 15."""
+    w, hessian, grid = problem()
+    drift = torch.randn(1, 24, 24, generator=torch.Generator().manual_seed(9)).double() * hessian.std() * 0.02
+    found = round_columns(w.clone(), hessian, grid, Settings(act_order=False, block=7), drift)
+    upper = inverse_factor(hessian, 0.01)[0].numpy()
+    P = np.triu(drift[0].numpy() @ upper.T, 1) @ upper
+    left, scale = w[0].double().numpy().copy(), grid.scale[0, :, 0].numpy()
+    codes = np.zeros_like(left)
+    for k in range(24):
+        column = left[:, k].copy()
+        codes[:, k] = np.clip(np.rint(column / scale), -8, 7)
+        error = (column - codes[:, k] * scale) / upper[k, k]
+        left[:, k + 1 :] += np.outer(column, P[k, k + 1 :]) - np.outer(error, upper[k, k + 1 :])
+    assert (found[0].numpy() == codes).mean() > 0.99
+    assert not torch.equal(found, round_columns(w.clone(), hessian, grid, Settings(act_order=False, block=7)))

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bitwright.core.numerics.affine import fake_quantize, is_sayable
+from bitwright.core.numerics.granularity import PerChannel
+from bitwright.core.numerics.spec import find_preset, weight_spec
 from bitwright.errors import CalibrationError, ConfigError, ExportError
+from bitwright.llm.coded import CodedLinear
+from bitwright.llm.packed import PackedWeight
 from bitwright.methods.rounding import gptq
 from bitwright.methods.rounding.driver import Cache, Choice, RoundingReport, Store, Walk
 from bitwright.methods.rounding.program import block_units, layer_units
@@ -29,7 +35,10 @@ METHODS = {
     "brecq": {"iterations": 150},
     "qdrop": {"iterations": 150},
     "flexround": {"iterations": 150},
+    "learned_clipping": {"iterations": 150},
+    "autoround": {"iterations": 150},
     "gptq": {},
+    "gptaq": {},
     "seq_mse": {},
 }
 
@@ -79,7 +88,7 @@ def error(model: nn.Module, sim: QuantizationSimModel) -> float:
     return float(torch.stack(parts).mean())
 
 
-@pytest.mark.quick_variants("qdrop", "gptq")
+@pytest.mark.quick_variants("qdrop", "gptq", "gptaq", "autoround", "learned_clipping")
 @pytest.mark.parametrize("method", METHODS)
 def test_the_simulation_comes_nearer_to_the_float_model(method):
     model, sim = simulated()
@@ -94,7 +103,7 @@ def test_the_simulation_comes_nearer_to_the_float_model(method):
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "seq_mse"])
 def test_weights_lie_on_frozen_grids(method):
     _, sim = simulated()
-    apply_reconstruction(sim, data(), method, **{**METHODS[method], **({} if method == "gptq" else {"iterations": 20})})
+    apply_reconstruction(sim, data(), method, **{**METHODS[method], **({"iterations": 20} if METHODS[method] else {})})
     for site in sim.quantizers.values():
         if site.role == "weight":
             w = sim._interceptor.named_tensor(sim.graph.values[site.value].param).detach()
@@ -103,6 +112,32 @@ def test_weights_lie_on_frozen_grids(method):
     before = {s.name: s.encoding for s in sim.quantizers.values() if s.role == "weight"}
     sim.compute_encodings(data(seed=2))
     assert all(sim.quantizers[name].encoding is encoding for name, encoding in before.items())
+
+
+@pytest.mark.parametrize("preset", ["mxfp4", "nvfp4", "nf4", "fp8", "w4lpbq"])
+@pytest.mark.parametrize("method", ["seq_mse", "gptq", "adaround", "autoround"])
+def test_weights_of_every_format_are_chosen(preset, method):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
+    batches = list((torch.randn(256, 64) @ torch.randn(64, 64)).split(64))
+    sim = QuantizationSimModel(model, batches[0], preset=replace(find_preset(preset), activation=None))
+    sim.compute_encodings()
+    with torch.no_grad():
+        wanted = [model(x) for x in batches]
+        before = sum(float((sim.model(x) - y).square().mean()) for x, y in zip(batches, wanted, strict=True))
+    options = {"iterations": 60} if method.endswith("round") else {}
+    report = apply_reconstruction(sim, batches, method, progress=False, **options)
+    with torch.no_grad():
+        after = sum(float((sim.model(x) - y).square().mean()) for x, y in zip(batches, wanted, strict=True))
+    assert len(report) == 2 and not report.skipped and report.gain <= 1 and after <= before
+    if method != "autoround" or preset in ("mxfp4", "w4lpbq"):  # nearest rounding stays where learning gains nothing
+        assert report.gain < 1 and after < before
+    for name in ("0.weight", "2.weight"):
+        found = sim.quantizers[name].encoding
+        assert is_sayable(found)
+        if method != "seq_mse" and "nearest rounding kept" not in report[0].note:
+            w = sim.model.get_parameter(name).detach()
+            assert torch.equal(fake_quantize(w, found), w)
 
 
 def test_seq_mse_changes_ranges_and_leaves_the_weights():
@@ -469,11 +504,23 @@ def test_data_that_is_not_finite_names_the_layer():
         ({"include": ["stam"]}, "include: 'stam' matches no layer.*did you mean 'stem'"),
         ({"iterations": 0}, "iterations: it is 0"),
         ({"warm_start": 1.0}, "warm_start: it is 1.0"),
+        ({"method": "gptaq", "share": 2.0}, r"share: it is 2.0.*from 0 \(GPTQ\) to 1"),
     ],
 )
 def test_impossible_arguments(call, message):
     with pytest.raises(ConfigError, match=message):
         apply_reconstruction(simulated()[1], data(), **call)
+
+
+@pytest.mark.parametrize("method", ["autoround", "gptq"])
+def test_layers_that_hold_codes_are_refused(method):
+    weight = torch.randn(8, 16)
+    packed = PackedWeight.nearest("0.weight", weight, weight_spec("int4", PerChannel(0)))
+    model = nn.Sequential(CodedLinear(packed, None, torch.float32), nn.Linear(8, 4)).eval()
+    x = torch.randn(4, 16)
+    sim = QuantizationSimModel(model, x, preset="w4")
+    with pytest.raises(ConfigError, match=f"{method}: 1 layer with codes in the place of float weights, 0 first"):
+        apply_reconstruction(sim, [x], method)
 
 
 class Tied(nn.Module):

@@ -8,6 +8,7 @@ import logging
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
@@ -25,9 +26,14 @@ from transformers import (
 )
 
 import bitwright
+from bitwright.core.graph.operators import is_rotation
+from bitwright.core.numerics.spec import Preset, dynamic_spec, weight_spec
 from bitwright.errors import ConfigError
 from bitwright.methods.scaling.rotate import hadamard, random_rotation
+from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx import fold_norms as fold_onnx
+from bitwright.onnx import rotate_model as rotate_onnx
+from bitwright.torch import QuantizationSimModel as TorchSim
 from bitwright.torch import TorchView, fold_norms, rotate_model, smooth_model
 from tests.methods.transformer import Decoder, RMSNorm, tokens
 from tests.onnx.nets import Net, body
@@ -319,3 +325,62 @@ def test_one_plus_weight_of_onnx_is_folded_where_it_is_computed_in_the_main_grap
         )
     report = fold_onnx(net.model(found))
     assert len(report.groups) == (where == "main graph")
+
+
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_inputs_of_down_projections_are_rotated_at_run_time_and_stay_in_float(front_end):
+    model, x = Decoder("RMSNorm", tied=False), tokens(4)
+    wanted = model(x).detach().numpy()
+    preset = Preset(weight_spec("int8"), dynamic_spec("int4"))
+    if front_end == "torch":
+        report = rotate_model(model, dummy_input=x, online=True)
+        sim = TorchSim(model, x, preset=preset)
+        found = model(x).detach().numpy()
+    else:
+        file = io.BytesIO()
+        torch.onnx.export(model, (x,), file, dynamo=True, verbose=False)
+        proto = onnx.load_from_string(file.getvalue())
+        report = rotate_onnx(proto, dummy_input=x.numpy(), online=True)
+        sim = OnnxSim(proto, preset=preset)
+        session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+        (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+    (online,) = report.online
+    assert online.size == 24 and online.hadamard and "24 channels (Hadamard)" in str(report)
+    rotation = next(op for op in sim.graph.ops if is_rotation(op.type, op.name))
+    (reader,) = [op for op, _ in sim.graph.consumers(rotation.outputs[0])]
+    ops = {site.op: site for site in sim.quantizers.values() if site.role == "input"}
+    assert rotation.name not in {site.op for site in sim.quantizers.values()}
+    assert ops[reader.name].spec.dynamic
+    row = next(row for row in sim.coverage() if row.name == rotation.inputs[1])
+    assert row.status == "float" and "rotates what is quantized after it" in row.how
+
+
+def test_a_size_without_a_hadamard_matrix_gets_a_random_rotation_and_says_so():
+    model, x = Decoder(), tokens(4)
+    model.gate, model.up, model.down = nn.Linear(16, 9), nn.Linear(16, 9), nn.Linear(9, 16)
+    before = model(x)
+    report = rotate_model(model, dummy_input=x, online=True)
+    torch.testing.assert_close(model(x), before, atol=1e-3, rtol=1e-3)
+    assert "random orthogonal, as no Hadamard matrix has the size 9" in str(report)
+    report.undo()
+    torch.testing.assert_close(model(x), before)
+    assert isinstance(model.down, nn.Linear)
+
+
+def test_a_rotation_in_front_spreads_the_outlier_of_one_channel():
+    model, x = Decoder(), tokens(16)
+    with torch.no_grad():
+        model.up.weight[3] *= 6
+        model.down.weight[:, 3] /= 6
+    wanted = model(x).detach()
+
+    def noise(candidate):
+        sim = TorchSim(candidate, x, preset=Preset(weight_spec("int8"), dynamic_spec("int4")))
+        sim.compute_encodings()
+        return float((sim.model(x) - wanted).square().mean())
+
+    plain, turned = copy.deepcopy(model), copy.deepcopy(model)
+    rotate_model(plain, dummy_input=x)
+    rotate_model(turned, dummy_input=x, online=True)
+    assert noise(turned) < 0.9 * noise(plain)
