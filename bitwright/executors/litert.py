@@ -341,7 +341,9 @@ def _mean(call: Call) -> Array:
 
 
 def _mean_float(call: Call) -> Array:
-    """XNNPACK: the sum times one float32 factor, a half to even."""
+    """XNNPACK: the sum times one float32 factor, a half to even; it leaves 16 bits to LiteRT's own kernel."""
+    if _wide(call):
+        return _mean(call)
     source, grid = call.read(0), call.grid
     axes = tuple(int(a) for a in np.ravel(call.read(1).values))
     count = np.float32(np.prod([source.values.shape[a] for a in axes]))

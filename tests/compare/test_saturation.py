@@ -220,6 +220,17 @@ def test_only_guilty_layers_are_narrowed(tmp_path: Path) -> None:
     assert "dot-product" in row.how
 
 
+def test_a_repaired_model_answers_on_such_a_cpu_as_it_was_simulated() -> None:
+    """The first layer's pairs saturate: outputs change on AVX2 without VNNI, and no longer with 7 bits in that layer alone."""
+    x = 0.5 + 0.5 * torch.rand(64, 8, 8, 8, generator=torch.Generator().manual_seed(1))
+    equal = []
+    for repair in (None, "saturation"):
+        sim = quantize(net(), [X], recipe=["fold"], repair=repair, progress=False).sim
+        found = [sim.runs_as(name).run(None, {"input": x.numpy()})[0] for name in ("ort_x64", "ort_x64_avx2")]
+        equal.append(float((found[0] == found[1]).mean()))
+    assert equal[0] < 1 and equal[1] == 1
+
+
 def test_a_repair_exports_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often sums are counted: on networks of many branches an export takes longer than everything else."""
     sim = QuantizationSimModel(net(), X)
