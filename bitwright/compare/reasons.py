@@ -131,6 +131,10 @@ UNEXPLAINED = "unexplained: the operator computes something else than the simula
 _SATURATES = "integer sums of uint8 times int8 saturate at 16 bits on CPUs without VNNI"
 
 _ORDER = "the order of float summation differs"
+_DROPPED = (
+    "the operators of the file compute something else: a constant among them, such as a small one added before a division, a "
+    "root or a logarithm, or an operator was dropped or changed when the file was made; compare them with this part of the model"
+)
 _HALVES = "half precision rounds its results, in the simulation and in the runtime"
 # First match wins; float mode first, because integer mode inherits what happens there.
 FLOAT_REASONS: tuple[Reason, ...] = (
@@ -146,8 +150,18 @@ FLOAT_REASONS: tuple[Reason, ...] = (
         "a bias that the simulation has in float is on the int32 grid of its accumulator",
         bounded=True,
     ),
-    Reason(lambda e: bool(e.ops & _SUMS) and e.found["float"].lsb <= MOST_LSB + SLACK, _ORDER, bounded=True),
-    Reason(lambda e: bool(e.ops & _FUNCTIONS), "the runtime approximates this function in its own way", bounded=True),
+    Reason(
+        lambda e: bool(e.ops & _SUMS) and e.found["float"].lsb <= MOST_LSB + SLACK,
+        _ORDER,
+        bounded=True,
+        beyond=lambda e: _DROPPED if e.ops & _FUNCTIONS else UNEXPLAINED,
+    ),
+    Reason(
+        lambda e: bool(e.ops & _FUNCTIONS),
+        "the runtime approximates this function in its own way",
+        bounded=True,
+        beyond=lambda e: _DROPPED,
+    ),
 )
 INTEGER_REASONS: tuple[Reason, ...] = (
     Reason(lambda e: len(e.failures) == 2, "the runtime refused the model"),

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch import library as definitions
 
 import bitwright.torch
-from bitwright.compare.verify import verify_folder
+from bitwright.compare.verify import verify_folder, verify_layers
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import ExportError
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.simulation import exported_program as translations
+from bitwright.torch.simulation.export import _in_memory as in_memory
 from bitwright.torch.simulation.exported_program import TRANSLATIONS, by_public_function, takes_registry, to_onnx
 from bitwright.torch.simulation.simulate import mark
 
@@ -487,3 +488,27 @@ def test_runs_of_a_loop_that_no_output_depends_on_are_not_compared() -> None:
     report = simulated(Last(), (x,)).verify(x)
     assert report.ok, report
     assert all(row.as_float == np.inf for row in report.outputs)
+
+
+def test_verify_names_a_constant_that_a_file_lost() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.relu(self.a(x))
+            return self.b(y / torch.sqrt(y.pow(2).sum(-1, keepdim=True) + 0.1))
+
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    result, _, kept = in_memory(simulated(Scaled(), (x,)), x, {})
+    for value in result.model.graph.initializers.values():
+        stored = value.const_value
+        if stored is not None and stored.size == 1 and np.isclose(stored.numpy().item(), 0.1):
+            value.const_value = ir.tensor(np.zeros(stored.shape, np.float32), name=value.name)
+    report = verify_layers(result.model, kept.sites, kept.inputs, outputs=kept.outputs)
+    (row,) = [row for row in report.rows if not row.ok]
+    assert row.site == "b.input[0]"
+    assert "a constant among them" in str(row.reason)
+    assert "was dropped" in str(row.reason)
