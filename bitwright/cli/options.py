@@ -172,6 +172,11 @@ class Reading:
     mean: Annotated[str, data_option(help="Subtracted from pixels next: one number, or one per colour.")] = "0"
     std: Annotated[str, data_option(help="Divides pixels last: one number, or one per colour.")] = "1"
 
+    def normalization(self, layout: str) -> dict[str, Any]:
+        """What is done to pictures, for a file that takes pixels in ``layout`` and does it itself."""
+        mean, std = list(numbers("--mean", self.mean)), list(numbers("--std", self.std))
+        return {"mean": mean, "std": std, "scale": self.scale, "layout": layout}
+
     def batches(self, data: str, specs: Sequence[InputSpec]) -> Iterator[Any]:
         """The first ``limit`` samples of ``data``, as feeds for ``specs``.
 

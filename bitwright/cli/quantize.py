@@ -119,6 +119,26 @@ def quantize_model(
             "faster and quantizes the activations by itself."
         ),
     ] = "exact",
+    rest: Annotated[
+        str | None,
+        export_option(
+            help="Type of what is not quantized: float32, float16 or bfloat16; presets fp16 and bf16 have theirs."
+        ),
+    ] = None,
+    io: Annotated[
+        str | None,
+        export_option(
+            help="Type of inputs and outputs: float16, uint8, ..., or as in inputs=uint8,outputs=float32 or in names of them."
+        ),
+    ] = None,
+    bytes_in: Annotated[
+        str | None,
+        export_option(
+            "--bytes-in",
+            metavar="LAYOUT",
+            help="NCHW or NHWC: the file takes pixels of uint8 and normalises them itself, by --mean and --std.",
+        ),
+    ] = None,
     samples: Annotated[
         bool,
         export_option(
@@ -207,6 +227,9 @@ def quantize_model(
             filename_prefix=stem,
             weight_only=weight_only,  # type: ignore[arg-type]
             target=target,
+            rest=rest,
+            io=_types(io),
+            normalize=None if bytes_in is None else reading.normalization(bytes_in),
             opset=opset,
             ir_version=ir_version,
             samples=samples,
@@ -227,6 +250,23 @@ def quantize_model(
     details(*result.summary(verified))
     if result.poor:
         raise typer.Exit(NO)
+
+
+def _types(io: str | None) -> str | dict[str, str] | None:
+    """What --io asks for: a type, or types by name.
+
+    Raises:
+        ConfigError: a name has no type.
+    """
+    if io is None or "=" not in io:
+        return io
+    pairs = [part.partition("=") for part in io.split(",")]
+    wrong = next((f"{name}{sign}{kind}" for name, sign, kind in pairs if not name or not kind), None)
+    if wrong is not None:
+        raise ConfigError(
+            "--io", f"{wrong!r} is not a name and a type", "write it as in --io inputs=uint8,outputs=float32"
+        )
+    return {name: kind for name, _, kind in pairs}
 
 
 def _warn_of_random_data(held_out: str | None, effort: str) -> None:

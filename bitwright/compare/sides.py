@@ -18,6 +18,7 @@ from bitwright.compare.points import run_name
 from bitwright.compare.runtime import run_in, run_model
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import Samples
+from bitwright.export.edges import with_float_edges
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.onnx_file import load
 from bitwright.export.qdq.lookups import restore_lookups, with_tables
@@ -275,7 +276,7 @@ def read_file(path: Path) -> ir.Model:
 
 def read_model(path: Path) -> ir.Model:
     """:func:`read_file`, with quantized tables as constants in front of the operators that look rows up in them."""
-    model = read_file(path)
+    model = with_float_edges(read_file(path))
     # files of old exporters list every initializer among the inputs as well
     for value in [v for v in model.graph.inputs if v.is_initializer()]:
         model.graph.inputs.remove(value)

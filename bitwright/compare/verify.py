@@ -33,6 +33,7 @@ from bitwright.compare.runtime import EXACT_SUMS, MODES, Edit, Mode, Otherwise, 
 from bitwright.compare.sides import read_file
 from bitwright.errors import ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
+from bitwright.export.edges import with_float_edges
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.onnx_file import checked_on_failure, load
 from bitwright.export.litert.convert import to_tflite
@@ -155,7 +156,7 @@ def _as_a_whole(
 
 def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
     site = "model" if isinstance(model, ir.Model) else os.fspath(model)
-    model = model if isinstance(model, ir.Model) else read_file(Path(model))
+    model = with_float_edges(model if isinstance(model, ir.Model) else read_file(Path(model)))
     if METADATA not in model.metadata_props and not any(map(read_metadata, model.graph.all_nodes())):
         problem = "no node carries the notes of to_qdq, so its quantizers cannot be told from others"
         raise ExportError(site, problem, "verify a model as to_qdq wrote it")
@@ -326,7 +327,7 @@ def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> Wro
     """
     if find_target(target).runtime != "onnxruntime":
         return None
-    loaded = load(model)
+    loaded = with_float_edges(load(model))
     inputs, outputs = ({name: plain(array) for name, array in given.items()} for given in (kept.inputs, kept.outputs))
     expected = {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
     try:

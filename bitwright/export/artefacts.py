@@ -20,7 +20,9 @@ from bitwright.core.graph.recurrence import CELLS, HIDDEN
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_to_json, spec_to_json
 from bitwright.core.simulation.simulation import Simulation
+from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, ExportError, close_matches
+from bitwright.export.edges import Edges, write_edges
 from bitwright.export.encodings.of_simulation import quantizer_args
 from bitwright.export.encodings.records import VERSIONS, NamedEncoding
 from bitwright.export.encodings.write import carried_records, json_lines, write_encodings
@@ -29,8 +31,10 @@ from bitwright.export.files.manifest import earlier_files, fingerprint, write_ma
 from bitwright.export.files.onnx_file import all_graphs, all_nodes, load, save_model
 from bitwright.export.litert.convert import to_tflite
 from bitwright.export.opsets import bring_to, check_versions
+from bitwright.export.qdq.half import Half, half_for
 from bitwright.export.qdq.markers import Names, strip_sites
 from bitwright.export.qdq.products import ProductForm
+from bitwright.export.qdq.stored import HALVES
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.qdq.writing import ActivationForm, BiasForm
 from bitwright.export.recurrent import PROJECTION, restore_native, write_recurrent
@@ -194,12 +198,19 @@ def recurrent_form(sim: Simulation, form: RecurrentForm | None, target: str | Ta
     row = find_target(target)
     if form is not None:
         return form
-    return "scan" if any(_inside(sim)) else row.recurrent
+    halves = all(
+        sim.quantizers[site].spec.format.name in HALVES for site in sim.quantizers if _is_inside(sim.quantizers[site])
+    )
+    return "scan" if any(_inside(sim)) and not halves else row.recurrent
 
 
 def _inside(sim: Simulation) -> Iterator[str]:
     """Recurrent layers whose steps are quantized inside, once per site."""
-    return (site.op for site in sim.quantizers.values() if site.inner is not None and site.enabled)
+    return (site.op for site in sim.quantizers.values() if _is_inside(site))
+
+
+def _is_inside(site: Site) -> bool:
+    return site.inner is not None and site.enabled
 
 
 def _steps(sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, target: str) -> Iterator[str]:
@@ -279,6 +290,8 @@ def write_artefacts(
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
     every_tensor: bool = False,
+    rest: str | None = None,
+    edges: Edges = Edges(),  # noqa: B008
     opset: int | None = None,
     ir_version: int | None = None,
     notes: Sequence[str] = (),
@@ -300,6 +313,8 @@ def write_artefacts(
             :func:`bitwright.export.recurrent.write_recurrent`;
             the float model has the operators.
         every_tensor: whether tensors that only carry elements of others have entries in the encodings file too.
+        rest: type of what is not quantized; see :func:`bitwright.export.qdq.half.half_for`.
+        edges: types of inputs and outputs; see :mod:`bitwright.export.edges`.
         opset, ir_version: of the written files; see :func:`bitwright.export.opsets.bring_to`.
         notes: what there is to say about ``marked`` beside what is found here.
         data: the example input, for the manifest's fingerprint.
@@ -328,6 +343,8 @@ def write_artefacts(
         weight_only=weight_only,
         target=target,
         every_tensor=every_tensor,
+        rest=rest,
+        edges=edges,
         opset=opset,
         ir_version=ir_version,
         data=data,
@@ -373,6 +390,8 @@ def _write(
     weight_only: ProductForm,
     target: str,
     every_tensor: bool,
+    rest: str | None,
+    edges: Edges,
     opset: int | None,
     ir_version: int | None,
     notes: Sequence[str],
@@ -390,7 +409,11 @@ def _write(
     form = recurrent_form(sim, recurrent, target)
     written = write_recurrent(marked, form)
     stripped = strip_sites(restore_native(marked))
-    result = to_qdq(written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target)
+    half = _half(find_target(target), encodings, written, data, rest, edges)
+    result = to_qdq(
+        written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target, half=half
+    )
+    notes = [*notes, *write_edges(result.model, edges)]
     for written_model in (result.model, stripped.model):
         bring_to(written_model, opset, ir_version)
     tensors = _tensors_of(sim, stripped.tensors)
@@ -445,7 +468,7 @@ def _write(
             "weight_only": weight_only,
             "target": target,
             "prefix": prefix,
-            **({} if opset is None else {"opset": opset}),
+            **_given(opset=opset, rest=rest),
             **quantizer_args(sim),
             **_health(sim),
         }
@@ -456,6 +479,36 @@ def _write(
         logger.info(note)
     paths: dict[str, Any] = {key: folder / name for key, name in names.items()}
     return Exported(**paths, notes=tuple(notes), target=target)
+
+
+def _half(
+    target: Target,
+    encodings: Mapping[str, Encoding],
+    model: ir.Model,
+    data: Sequence[Array],
+    rest: str | None,
+    edges: Edges,
+) -> Half | None:
+    """What the file has in half precision; see :func:`bitwright.export.qdq.half.half_for`.
+
+    Raises:
+        ConfigError: it is asked for, and is not to be had in LiteRT files.
+    """
+    if target.format == "onnx":
+        return half_for(encodings, _named_inputs(model, data), rest, edges.inputs, edges.outputs)
+    asked = next((kind for kind in (rest, edges.inputs, edges.outputs) if kind in HALVES), None)
+    if asked is not None:
+        problem = f"LiteRT files have no operators of {asked} here"
+        raise ConfigError("half precision", problem, "leave rest and io in float32, or export for target='ort_cpu'")
+    if edges.integers:
+        problem = "LiteRT files take and return float32 here"
+        raise ConfigError("io, normalize", problem, "leave them out, or export for target='ort_cpu'")
+    return None
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    """Those that are not ``None``."""
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def _self_check(check: Check | None, written: Path, samples: Path, kept: Samples, target: str) -> None:

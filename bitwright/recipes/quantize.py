@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from bitwright.core.numerics.spec import NonFinite, Preset, find_preset
 from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, checks_arguments
+from bitwright.export.edges import edges_of
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.files.manifest import origin_of, scores_of
 from bitwright.export.opsets import check_versions, has_sixteen_bits
+from bitwright.export.qdq.half import check_half
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.methods.folding.batch_norm_fold import FoldReport
@@ -93,6 +95,9 @@ def quantize(
     filename_prefix: str = "model",
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
+    rest: str | None = None,
+    io: str | Mapping[str, str] | None = None,
+    normalize: Mapping[str, Any] | None = None,
     opset: int | None = None,
     ir_version: int | None = None,
     samples: bool = True,
@@ -131,6 +136,8 @@ def quantize(
         filename_prefix: stem of the files.
         weight_only, target: as for :meth:`QuantizationSimModel.export`. Without a ``config_file`` the target also says what is
             simulated: first convolutions of large images that it computes faster in float stay so, ``result.stem``.
+        rest, io, normalize: half precision of what is not quantized, types of inputs and outputs, and pixels that the file
+            normalises, as for :meth:`QuantizationSimModel.export`.
         opset, ir_version: of the files, as for :meth:`QuantizationSimModel.export`.
         samples: write ``<prefix>_samples.npz`` too, which `bitwright verify` compares with; it holds a batch of ``data``.
         benchmark: measure the files beside the float model, see :meth:`QuantizationSimModel.benchmark`.
@@ -166,6 +173,8 @@ def quantize(
     check_weight_only(weight_only)
     check_repair(repair)
     check_versions(opset, ir_version)
+    check_half("rest", rest)
+    edges_of(io, normalize)
     find_target(target)
     _check(poor_below, path, filename_prefix)
 
@@ -196,6 +205,7 @@ def quantize(
         metrics["quantized"] = checked_metric("quantized", done.final_metric())
 
     versions: dict[str, Any] = {"opset": opset, "ir_version": ir_version, "samples": samples}
+    versions |= {"rest": rest, "io": io, "normalize": normalize}
     exported = None
     if path is not None:
         origin = sim.origin

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -82,12 +83,56 @@ def new_session(
         return ort.InferenceSession(source, options, providers=list(providers), disabled_optimizers=["ConstantFolding"])
 
 
+#: metadata of a file whose inputs and outputs have other types than the model's: scales, zero points and normalisations
+IO_KEY = "bitwright.io"
+
+
+def as_file_inputs(facts: Mapping[str, Any], feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """What a file takes, of float32 inputs of its model.
+
+    Args:
+        facts: name -> what the file says of an input under :data:`IO_KEY`.
+        feeds: name -> float32; what is of another type is given as it is.
+    """
+    found = dict(feeds)
+    for name, fact in facts.items():
+        if name in found and found[name].dtype.kind == "f":
+            found[name] = quantized(found[name], fact)
+    return found
+
+
+def quantized(array: Array, fact: Mapping[str, Any]) -> Array:
+    """Codes, or pixels, that stand for ``array``; see :data:`IO_KEY`."""
+    if "mean" not in fact:
+        kind = np.dtype(fact["type"])
+        codes = np.rint(array.astype(np.float32) / np.float32(fact["scale"])) + fact["zero_point"]
+        return np.asarray(np.clip(codes, np.iinfo(kind).min, np.iinfo(kind).max).astype(kind))
+    mean, std = (np.asarray(fact[key], np.float32).reshape(1, -1, 1, 1) for key in ("mean", "std"))
+    pixels = np.clip(np.rint((array * std + mean) / np.float32(fact["pixel"])), 0, 255).astype(np.uint8)
+    return np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)) if fact["layout"] == "NHWC" else pixels
+
+
+_FLOATS = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(double)": np.float64}
+
+
+def inputs_for(session: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """The feeds that a session has an input for, each in the type of that input."""
+    kinds = {given.name: given.type for given in session.get_inputs()}
+    given = {name: array for name, array in feeds.items() if name in kinds}
+    told = session.get_modelmeta().custom_metadata_map.get(IO_KEY)
+    if told:
+        given = as_file_inputs(json.loads(told)["inputs"], given)
+    for name, array in given.items():
+        kind = _FLOATS.get(kinds[name])
+        if kind is not None and isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.dtype != kind:
+            given[name] = array.astype(kind)
+    return given
+
+
 def run_named(session: Any, feeds: Mapping[str, Array]) -> dict[str, Any]:
-    """Outputs by name; feeds that the session has no input for are left out."""
-    names = {given.name for given in session.get_inputs()}
+    """Outputs by name, of :func:`inputs_for` a session."""
     wanted = [out.name for out in session.get_outputs()]
-    found = session.run(wanted, {name: array for name, array in feeds.items() if name in names})
-    return dict(zip(wanted, found, strict=True))
+    return dict(zip(wanted, session.run(wanted, inputs_for(session, feeds)), strict=True))
 
 
 def refusals() -> tuple[type[Exception], ...]:

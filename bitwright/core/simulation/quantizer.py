@@ -278,13 +278,15 @@ class Quantizer(OnlyKnownAttributes):
     @property
     def follows_data(self) -> bool:
         """Whether calibration needs data for it, or looks at data."""
-        return self.role in ("input", "output") and (not self.is_fixed or self.checks_range)
+        return self.role in ("input", "output") and (not self.is_fixed or (self.checks_range and bool(self.range_from)))
 
     @property
     def checks_range(self) -> bool:
         """Whether calibration asks the data if the fixed range serves them."""
         fixed = self.is_fixed and not self._spec.dynamic
-        return bool(self.range_from) and fixed and isinstance(self._spec.format, IntFormat)
+        if isinstance(self._spec.format, FloatFormat):  # without a scale: what lies beyond its largest number is lost
+            return fixed and self.role in ("input", "output")
+        return bool(self.range_from) and fixed
 
     def freeze(self) -> None:
         """Turn the statistics into the encoding; does nothing when nothing was seen or the encoding is frozen."""
@@ -320,6 +322,12 @@ class Quantizer(OnlyKnownAttributes):
         computes on this grid only, the values stay in float. What a rule of the user's says stays, and is warned of.
         """
         fixed, spec = self.required, replace(self._spec, fixed_range=None)
+        if isinstance(fixed.format, FloatFormat):
+            most = float(max(-seen.lo.min(), seen.hi.max()))
+            if most > fixed.format.max:
+                what = f"its values reach {most:.4g}, beyond the largest number of {fixed.format.name}"
+                self.leave_in_float(f"{what}, {fixed.format.max:.6g}")
+            return
         reach = np.maximum(seen.hi, self.least_reach)
         observed = affine.encode(seen.lo, reach, spec, spec.granularity, self.name)
         if not ranges.is_contradicted(seen, fixed.scale, observed.scale).any():

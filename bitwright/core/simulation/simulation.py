@@ -304,7 +304,7 @@ class Simulation(Tabular, ABC):
         Raises:
             CalibrationError: data were given that are neither batches nor a callback.
         """
-        if self.needs_data:
+        if self.needs_data or (data is not None and any(q.checks_range for q in self.quantizers.unique() if q.enabled)):
             return False
         if data is not None:
             if not callable(data) or isinstance(data, arrays):

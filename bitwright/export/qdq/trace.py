@@ -269,6 +269,8 @@ def _drop_float_sites(w: Writing) -> None:
             w.note(site, "float bias", "stays in float, as asked for")
         else:
             continue
+        if node.inputs[0] is not None:
+            w.float_values.add(node.inputs[0])
         bypass(node, w.builder.outputs)
     for site in w.encodings:
         if site not in known:

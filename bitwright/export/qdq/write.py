@@ -30,6 +30,7 @@ from bitwright.core.numerics.formats import IntFormat, largest_code
 from bitwright.errors import ConfigError, close_matches
 from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import METADATA, Pair, note_metadata, write_activation, write_follower
+from bitwright.export.qdq.half import Half, write_half
 from bitwright.export.qdq.lookups import write_lookups
 from bitwright.export.qdq.markers import bypass, close, copy_model, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.nbits import can_say, write_nbits
@@ -78,6 +79,7 @@ def to_qdq(
     activation: ActivationForm = "unsigned",
     weight_only: ProductForm = "exact",
     target: str | Target = "packed",
+    half: Half | None = None,
 ) -> QdqResult:
     """Write every marked place as a quantizer of standard ONNX.
 
@@ -98,6 +100,7 @@ def to_qdq(
             the target runs that (``ort_cpu``). ``"nbits"`` asks for MatMulNBits whatever the target; ``"fused"`` leaves all to
             ONNX Runtime, which is fast and computes something else than the simulation.
         target: row of :mod:`bitwright.export.targets`: how many bits codes are stored in.
+        half: what is written in half precision instead of float32, see :mod:`bitwright.export.qdq.half`.
 
     Returns:
         A model with the names of the graph's inputs and outputs unchanged; time and memory are linear in
@@ -114,7 +117,7 @@ def to_qdq(
     row = find_target(target)
     activation = "as_is" if row.signed else activation
     bias = "float" if row.float_biases else bias
-    return _run(Writing(copy_model(model), dict(encodings), bias, activation, weight_only, row))
+    return _run(Writing(copy_model(model), dict(encodings), bias, activation, weight_only, row, half))
 
 
 def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -147,10 +150,31 @@ def _run(w: Writing) -> QdqResult:
         measure_codes(w.model)
     if w.target.closes_scans:
         close_scans(w.builder, w.model)
+    if w.half is not None:
+        _write_half(w, w.half)
     version, what = w.builder.opset
     w.check_opset(version, what)
     names = {site: tuple(str(v.name) for v in values) for site, values in w.tensors.items()}
-    return QdqResult(w.model, names, tuple(w.notes), w.raised)
+    return QdqResult(w.model, names, tuple(note for note in w.notes if not _of_half_bias(w, note)), w.raised)
+
+
+def _of_half_bias(w: Writing, note: Note) -> bool:
+    """Whether a note says that a bias is no int32, which one of half precision is not meant to be."""
+    return note.kind == "float bias" and w.half is not None and w.half.operators == "all"
+
+
+def _write_half(w: Writing, half: Half) -> None:
+    """Write floats in half precision, and say what stays in float32."""
+    done = write_half(w.builder, w.model, half, w.float_values if half.operators == "all" else ())
+    for several in w.tensors.values():
+        several[:] = [done.moved.get(value, value) for value in several]
+    if half.operators == "none":
+        return
+    stay = f", {len(done.kept)} stay in float32" if done.kept else ""
+    casts = f", with {done.casts} Cast{'s' if done.casts != 1 else ''}" if done.casts else ""
+    w.note("model", "half precision", f"{done.done} operators compute in {half.kind}{stay}{casts}")
+    for name, why in done.kept.items():
+        w.note(name, "half precision", f"in float32: {why}")
 
 
 def _write_activation(w: Writing, node: ir.Node, site: str) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.errors import ExportError
 from bitwright.export.qdq.forms import Builder, Pair
+from bitwright.export.qdq.half import Half
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.stored import Stored
 from bitwright.export.targets import Target
@@ -32,6 +33,7 @@ NoteKind = Literal[
     "replaced bias",
     "stored in float",
     "after pool",
+    "half precision",
 ]
 
 
@@ -83,6 +85,7 @@ class Writing:
     activation: ActivationForm
     weight_only: ProductForm
     target: Target
+    half: Half | None = None
     notes: dict[Note, None] = field(default_factory=dict)
     raised: dict[str, Encoding] = field(default_factory=dict)
     tensors: dict[str, list[ir.Value]] = field(default_factory=dict)
@@ -99,6 +102,7 @@ class Writing:
     places: dict[ir.Node, tuple[str, int]] = field(default_factory=dict)
     in_float: set[ir.Node] = field(default_factory=set)  # layers that the target computes in float
     pooled: dict[ir.Node, int] = field(default_factory=dict)  # markers -> how many pools they were moved past
+    float_values: set[ir.Value] = field(default_factory=set)  # read by markers without an encoding
     narrow_products: list[ir.Node] = field(default_factory=list)  # that become MatMulNBits
 
     builder: Builder = field(init=False)

@@ -57,10 +57,12 @@ from bitwright.export.artefacts import (
     recurrent_form,
     write_artefacts,
 )
+from bitwright.export.edges import edges_of, representable
 from bitwright.export.encodings.of_simulation import SimulationFiles
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.files.onnx_file import all_graphs, all_nodes, checked_on_failure, is_tensor, let_go
 from bitwright.export.qdq.forms import Builder, after, before, write_activation
+from bitwright.export.qdq.half import check_half, half_for
 from bitwright.export.qdq.markers import (
     STATES,
     Outputs,
@@ -81,7 +83,15 @@ from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.qdq.writing import ActivationForm, BiasForm
 from bitwright.export.recurrent import expand_recurrent, restore_native, write_recurrent
 from bitwright.export.samples import plain
-from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, Target, target_for, target_in
+from bitwright.export.targets import (
+    DEFAULT_TARGET,
+    FileFormat,
+    RecurrentForm,
+    Target,
+    find_target,
+    target_for,
+    target_in,
+)
 from bitwright.onnx.existing_quantizers import adopt, take_quantizers
 from bitwright.onnx.model.data import Feeds, as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.graph import build_graph
@@ -951,10 +961,20 @@ class QuantizationSimModel(SimulationFiles):
         self._tell_of_nan(outputs.values(), feeds)
         return Samples(sites, feeds, named_arrays(outputs))
 
-    def _as_qdq(self, target: str | Target, recurrent: RecurrentForm | None, bias: Any, **options: Any) -> QdqResult:
+    def _as_qdq(
+        self,
+        target: str | Target,
+        recurrent: RecurrentForm | None,
+        bias: Any,
+        feeds: Feeds | None = None,
+        **options: Any,
+    ) -> QdqResult:
         """The file that an export for ``target`` would write."""
         marked = write_recurrent(self.marked, recurrent_form(self, recurrent, target))
-        return to_qdq(marked, self._encodings(), bias=bias_form(self, bias), target=target, **options)
+        encodings, rest = self._encodings(), options.pop("rest", None)
+        is_onnx = find_target(target).format == "onnx"
+        half = half_for(encodings, feeds, rest) if is_onnx and feeds is not None else None
+        return to_qdq(marked, encodings, bias=bias_form(self, bias), target=target, half=half, **options)
 
     def report(self, path: str | Path, data: Any = None, **options: Any) -> Path:
         """Write one HTML file that shows the simulation and what it costs; see :func:`bitwright.report.simulation_report`."""
@@ -977,6 +997,9 @@ class QuantizationSimModel(SimulationFiles):
         target: str = DEFAULT_TARGET,
         format: FileFormat | None = None,
         every_tensor: bool = False,
+        rest: str | None = None,
+        io: str | Mapping[str, str] | None = None,
+        normalize: Mapping[str, Any] | None = None,
         opset: int | None = None,
         ir_version: int | None = None,
         samples: bool = True,
@@ -1009,6 +1032,14 @@ class QuantizationSimModel(SimulationFiles):
             format: ``"tflite"`` is short for ``target="litert"``, which writes ``<prefix>.tflite`` beside the ONNX files.
             every_tensor: also write encodings of tensors that only carry elements of quantized ones (max pools, reshapes, ...),
                 for compilers that want an entry for every tensor.
+            rest: type of what is not quantized: ``"float16"`` or ``"bfloat16"`` where it has weights of its own; by default
+                ``"float32"``, and under the presets ``fp16`` and ``bf16`` all operators that can. Those whose values do not fit
+                stay in float32, and the notes of the result say why.
+            io: type of inputs and outputs, ``"float16"``, ``"bfloat16"``, ``"uint8"``, ``"int8"``, ...; or a dict from
+                ``"inputs"``, ``"outputs"`` or names of them to types. Integers are the codes of the quantizers there, whose scale
+                and zero point are in the metadata of the file under ``bitwright.io``.
+            normalize: let the file take pixels, uint8, and do ``(pixel * scale - mean) / std`` itself:
+                ``{"mean": [...], "std": [...], "layout": "NHWC"}``, with a ``scale`` of 1 / 255.
             opset, ir_version: of the ONNX files, for compilers that read older ones: down to what the operators and formats of
                 the model allow, and an error that names the operator where not. By default opset 21, or the model's newer one.
             samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
@@ -1024,8 +1055,10 @@ class QuantizationSimModel(SimulationFiles):
         check_destination(path, filename_prefix)
         check_encoding_version(encoding_version)
         target = target_for(target, format).name
+        edges = edges_of(io, normalize)
+        check_half("rest", rest)
         encodings = self._encodings()
-        example = self.example()
+        example = representable(edges, self.example())
         self._close_large()  # what is written takes memory too
 
         def of_rows(result: QdqResult, rows: int | None) -> Samples:
@@ -1034,7 +1067,8 @@ class QuantizationSimModel(SimulationFiles):
         exported = write_artefacts(
             self, path, filename_prefix, self.marked, encodings,
             encoding_version=encoding_version, bias=bias_form(self, bias), activation=activation, recurrent=recurrent,
-            weight_only=weight_only, target=target, every_tensor=every_tensor, opset=opset, ir_version=ir_version,
+            weight_only=weight_only, target=target, every_tensor=every_tensor, rest=rest, edges=edges, opset=opset,
+            ir_version=ir_version,
             data=[plain(array) for array in example.values()], samples=of_rows if samples else None,
             check=wrong_kernels,
         )  # fmt: skip
@@ -1055,6 +1089,7 @@ class QuantizationSimModel(SimulationFiles):
         recurrent: RecurrentForm | None = None,
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
+        rest: str | None = None,
         runtime: str = "onnxruntime",
     ) -> VerifyReport:
         """Compare the simulation with the exported file in a runtime, layer by layer.
@@ -1063,7 +1098,7 @@ class QuantizationSimModel(SimulationFiles):
 
         Args:
             feeds: what to compare on; the example input by default.
-            bias, activation, recurrent, weight_only, target: as for :meth:`export`.
+            bias, activation, recurrent, weight_only, target, rest: as for :meth:`export`.
             runtime: whose integer kernels are compared: ``"onnxruntime"``, ``"openvino"`` or ``"litert"``.
 
         Raises:
@@ -1071,7 +1106,7 @@ class QuantizationSimModel(SimulationFiles):
         """
         row = target_in(target, runtime)
         checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
-        result = self._as_qdq(row, recurrent, bias=bias, activation=activation, weight_only=weight_only)
+        result = self._as_qdq(row, recurrent, bias, checked, activation=activation, weight_only=weight_only, rest=rest)
         samples = self._sample(result, checked)
         return verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime)  # fmt: skip
 
@@ -1086,13 +1121,14 @@ class QuantizationSimModel(SimulationFiles):
         recurrent: RecurrentForm | None = None,
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
+        rest: str | None = None,
     ) -> DriftReport:
         """Where two of float model, simulation, exported file and runtime part, and why.
 
         Args:
             a, b: ``"float"``, ``"simulation"``, ``"file"``, or a runtime.
             feeds: what to compare on; the example input by default.
-            bias, activation, recurrent, weight_only, target: as for :meth:`export`.
+            bias, activation, recurrent, weight_only, target, rest: as for :meth:`export`.
 
         Returns:
             See :func:`bitwright.compare.drift.drift`.
@@ -1103,7 +1139,7 @@ class QuantizationSimModel(SimulationFiles):
         """
         row = target_in(target, a, b)
         checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
-        result = self._as_qdq(row, recurrent, bias=bias, activation=activation, weight_only=weight_only)
+        result = self._as_qdq(row, recurrent, bias, checked, activation=activation, weight_only=weight_only, rest=rest)
         samples = self._sample(result, checked)
         plain_model = strip_sites(restore_native(self.marked)).model
         return drift_models(a, b, plain_model, result.model, samples)

@@ -37,15 +37,25 @@ from bitwright.export.artefacts import (
     rename_ports,
     write_artefacts,
 )
+from bitwright.export.edges import Edges, edges_of, representable
 from bitwright.export.encodings.records import GATED, to_onnx_order
 from bitwright.export.files.atomic import Spool, Spooled, check_destination
 from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.qdq.half import check_half, half_for
 from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.recurrent import restore_native, write_recurrent
-from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, listed, target_for, target_in
+from bitwright.export.targets import (
+    DEFAULT_TARGET,
+    FileFormat,
+    RecurrentForm,
+    find_target,
+    listed,
+    target_for,
+    target_in,
+)
 from bitwright.torch.calls.inputs import (
     as_call,
     caches_in,
@@ -125,7 +135,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 #: what a marked model knows of itself: see :func:`runs_left`
 _LEFT = "bitwright.runs_left"
 #: options of an export that change how the file is written, not how the graph is recorded
-_FORMS = ("bias", "activation", "recurrent", "weight_only", "target")
+_FORMS = ("bias", "activation", "recurrent", "weight_only", "target", "rest")
 _SHAPES = ("dynamic_batch", "dynamic_shapes")
 
 
@@ -145,6 +155,9 @@ def export_sim(
     dynamic_batch: bool | Literal["auto"] = False,
     dynamic_shapes: Any = None,
     every_tensor: bool = False,
+    rest: str | None = None,
+    io: str | Mapping[str, str] | None = None,
+    normalize: Mapping[str, Any] | None = None,
     input_names: Sequence[str] = (),
     output_names: Sequence[str] = (),
     opset: int | None = None,
@@ -186,6 +199,14 @@ def export_sim(
         dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
         every_tensor: also write encodings of tensors that only carry elements of quantized ones (max pools, reshapes, ...),
             for compilers that want an entry for every tensor.
+        rest: type of what is not quantized: ``"float16"`` or ``"bfloat16"`` where it has weights of its own; by default
+            ``"float32"``, and under the presets ``fp16`` and ``bf16`` all operators that can. Those whose values do not fit
+            stay in float32, and the notes of the result say why.
+        io: type of inputs and outputs, ``"float16"``, ``"bfloat16"``, ``"uint8"``, ``"int8"``, ...; or a dict from
+            ``"inputs"``, ``"outputs"`` or names of them to types. Integers are the codes of the quantizers there, whose scale
+            and zero point are in the metadata of the file under ``bitwright.io``.
+        normalize: let the file take pixels, uint8, and do ``(pixel * scale - mean) / std`` itself:
+            ``{"mean": [...], "std": [...], "layout": "NHWC"}``, with a ``scale`` of 1 / 255.
         input_names, output_names: of the first inputs and outputs of the files; by default those of ``forward``'s parameters, and
             ``output``, ``output.<key>``.
         opset, ir_version: of the ONNX files, for compilers that read older ones: down to what the operators and formats of the
@@ -203,6 +224,10 @@ def export_sim(
     check_destination(path, filename_prefix)
     _check(sim, encoding_version)
     target = target_for(target, format).name
+    edges = edges_of(io, normalize)
+    check_half("rest", rest)
+    if edges.changes:
+        dummy_input = _representable(sim, dummy_input, edges)
     notes: list[str] = []
     if dynamic_shapes is None and (dynamic_batch == "auto" or caches_in(as_call(dummy_input))):
         marked, notes = _free_batch(sim, dummy_input)
@@ -224,6 +249,8 @@ def export_sim(
         weight_only=weight_only,
         target=target,
         every_tensor=every_tensor,
+        rest=rest,
+        edges=edges,
         opset=opset,
         ir_version=ir_version,
         notes=notes,
@@ -679,6 +706,17 @@ def _graph_inputs(sim: SimulatedModule, batch: Any) -> Arrays:
     return {name: _array(t) for name, t in named}
 
 
+def _representable(sim: SimulatedModule, batch: Any, edges: Edges) -> Any:
+    """``batch`` with the inputs that a file with ``edges`` can take."""
+    named = dict(named_inputs(forward_signature(sim.model), *as_call(batch)))
+    floats = {name: _array(tensor) for name, tensor in named.items() if tensor.dtype == torch.float32}
+    new = {
+        id(named[name]): torch.from_numpy(np.ascontiguousarray(array)).to(named[name].device)
+        for name, array in representable(edges, floats).items()
+    }
+    return map_tensors(batch, lambda tensor: new.get(id(tensor), tensor))
+
+
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """A tensor as an array; of complex numbers as files have them, their parts on a last axis of two.
 
@@ -712,7 +750,7 @@ def verify_sim(sim: SimulatedModule, batch: Any, **options: Any) -> VerifyReport
         sim: calibrated.
         batch: input to compare on.
         options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``recurrent``, ``weight_only``,
-            ``target``, ``dynamic_batch``, ``dynamic_shapes``; and ``runtime``, whose integer kernels are compared.
+            ``target``, ``rest``, ``dynamic_batch``, ``dynamic_shapes``; and ``runtime``, whose integer kernels are compared.
             Recurrent layers whose steps hold quantizers are compared step by step.
 
     Raises: as :func:`export_sim`; ConfigError: there is no such option.
@@ -799,14 +837,19 @@ def saturation_count(sim: SimulatedModule, batches: Sequence[Any], **options: An
 def _in_memory(sim: SimulatedModule, batch: Any, options: dict[str, Any]) -> tuple[QdqResult, ir.Model, Samples]:
     """The file that an export would write, the float model, and what the simulation computes on ``batch``."""
     forms = {key: options.pop(key) for key in _FORMS if key in options}
-    result, marked = _as_qdq(sim, marked_onnx(sim, batch, **options), forms)
+    result, marked = _as_qdq(sim, marked_onnx(sim, batch, **options), forms, _graph_inputs(sim, batch))
     return result, strip_sites(restore_native(marked)).model, _samples(sim, batch, result, {}, marked.meta[_LEFT])
 
 
-def _as_qdq(sim: SimulatedModule, marked: ir.Model, options: Mapping[str, Any]) -> tuple[QdqResult, ir.Model]:
+def _as_qdq(
+    sim: SimulatedModule, marked: ir.Model, options: Mapping[str, Any], feeds: Arrays | None = None
+) -> tuple[QdqResult, ir.Model]:
     """The file that an export would write of ``marked``, under the options that change its forms; and ``marked``."""
     _check(sim, "1.0.0")
     forms = {"target": DEFAULT_TARGET, **options}
     bias = bias_form(sim, forms.pop("bias", "int32"))
     written = write_recurrent(marked, recurrent_form(sim, forms.pop("recurrent", None), forms["target"]))
-    return to_qdq(written, site_encodings(sim), bias=bias, **forms), marked
+    encodings = site_encodings(sim)
+    rest, is_onnx = forms.pop("rest", None), find_target(forms["target"]).format == "onnx"
+    half = half_for(encodings, feeds, rest) if is_onnx and feeds is not None else None
+    return to_qdq(written, encodings, bias=bias, half=half, **forms), marked
