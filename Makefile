@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found. Install it, or name it: make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt torch
-	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[all,demo,dev,docs,openvino,trainers]'
+	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[all,demo,dev,docs,engines,openvino,trainers]'
 	@touch $@
 
 demo: $(STAMP)
