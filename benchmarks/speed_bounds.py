@@ -224,7 +224,7 @@ class _Clock:
 _PREPARING = (
     ("bitwright.torch.simulation.quantsim", "adopt", "copy of the model"),
     ("bitwright.torch.simulation.quantsim", "record", "recording run and graph"),
-    ("bitwright.torch.simulation.quantsim", "place", "placement"),
+    ("bitwright.torch.simulation.quantsim", "QuantizationSimModel._plan", "placement"),
     ("bitwright.torch.simulation.quantsim", "place_quantizers", "quantizers"),
     ("bitwright.torch.opened", "TorchOpened._outputs_of", "recording run and graph"),
     ("bitwright.torch.opened", "what_changed", "another forward, compared"),

@@ -451,7 +451,7 @@ def _write(
             notes += sizes
             inputs = kept.inputs
             sites = _outside_steps(sim, kept.sites) if form == "native" else kept.sites
-            write_samples(staging / names["samples"], sites, inputs, kept.outputs)
+            write_samples(staging / names["samples"], sites, inputs, kept.outputs, encodings)
             _self_check(check, staging / names["qdq"], staging / names["samples"], kept, target)
         if "tflite" in names:
             # a file whose batch has to be fixed takes that of the samples

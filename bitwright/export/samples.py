@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.files import read_archive
+from bitwright.core.numerics.affine import dequantize, quantize
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.atomic import settle
 
@@ -20,26 +24,63 @@ Array = NDArray[Any]
 
 
 def write_samples(
-    path: Path, sites: Mapping[str, Sequence[Array]], inputs: Mapping[str, Array], outputs: Mapping[str, Array]
+    path: Path,
+    sites: Mapping[str, Sequence[Array]],
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, Array],
+    encodings: Mapping[str, Encoding] | None = None,
 ) -> None:
-    """Write a compressed ``.npz``: ``site/<i>/<name>``, ``input/<name>``, ``output/<name>``.
+    """Write an ``.npz``: ``site/<i>/<name>``, ``input/<name>``, ``output/<name>``.
+
+    Values on a grid of at most 256 codes are written as ``values/<i>/<name>``, float32 ``[256]`` at most, and
+    ``codes/<i>/<name>``, uint8 positions in it, where that gives the same bits.
 
     Args:
         path: the file.
         sites: site -> its values in the simulation, float32, one array per run of its place.
         inputs: graph input -> value.
         outputs: graph output -> what the simulation returned.
+        encodings: site -> the grid that its values are on, as far as it is known.
     """
+    coded = encodings or {}
     arrays = chain(
-        ((f"site/{i}/{name}", array) for name, kept in sites.items() for i, array in enumerate(kept)),
+        (
+            part
+            for name, kept in sites.items()
+            for i, x in enumerate(kept)
+            for part in _parts(i, name, x, coded.get(name))
+        ),
         ((f"input/{name}", array) for name, array in inputs.items()),
         ((f"output/{name}", array) for name, array in outputs.items()),
     )  # one at a time: they may lie in a file
-    # as np.savez_compressed, at the lowest level: measured 4.6 times as fast, files 2 % larger
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays:
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, plain(array), allow_pickle=False)
+            content = io.BytesIO()
+            np.lib.format.write_array(content, plain(array), allow_pickle=False)
+            # the lowest level is 4.6 times as fast as the usual one, files 2 % larger; codes and inputs shrink little
+            kind = zipfile.ZIP_DEFLATED if name.startswith("site/") else zipfile.ZIP_STORED
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getbuffer(), kind, compresslevel=1)
+
+
+def _parts(i: int, name: str, array: Array, encoding: Encoding | None) -> Iterator[tuple[str, Array]]:
+    """The members of one site's values, as codes where its grid is small and gives the same bits."""
+    fmt = None if encoding is None else encoding.format
+    small = isinstance(fmt, IntFormat) and fmt.bits <= 8 and array.dtype == np.float32 and array.size > 256
+    if (
+        encoding is not None
+        and isinstance(fmt, IntFormat)
+        and small
+        and not encoding.dynamic
+        and encoding.scale.ndim == 0
+    ):
+        codes = quantize(array, encoding)
+        values = dequantize(np.arange(fmt.qmin, fmt.qmax + 1).astype(codes.dtype), encoding)
+        places = (codes.astype(np.int16) - fmt.qmin).astype(np.uint8)
+        if np.array_equal(values[places].view(np.int32), np.ascontiguousarray(array).view(np.int32)):
+            yield f"values/{i}/{name}", values
+            yield f"codes/{i}/{name}", places
+            return
+    yield f"site/{i}/{name}", array
 
 
 def plain(array: Array) -> Array:
@@ -58,10 +99,19 @@ def read_samples(path: str | os.PathLike[str]) -> tuple[dict[str, list[Array]], 
     inputs: dict[str, Array] = {}
     outputs: dict[str, Array] = {}
     remedy = "export the model again with samples=True"
-    for key, array in read_archive(path, ExportError, remedy).items():
+    arrays = read_archive(path, ExportError, remedy)
+    for key, array in arrays.items():
         kind, _, name = key.partition("/")
         if kind == "site":
             sites.setdefault(name.partition("/")[2], []).append(array)
+        elif kind == "codes":
+            values = arrays.get(f"values/{name}")
+            if array.dtype != np.uint8 or values is None or values.ndim != 1 or array.max(initial=0) >= values.size:
+                problem = f"it holds {key!r:.100} without the values that these codes stand for"
+                raise ExportError(os.fspath(path), problem, remedy)
+            sites.setdefault(name.partition("/")[2], []).append(values[array])
+        elif kind == "values":
+            continue
         elif kind in ("input", "output"):
             {"input": inputs, "output": outputs}[kind][name] = array
         else:
