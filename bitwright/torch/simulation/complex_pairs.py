@@ -48,8 +48,12 @@ class _Pair(NamedTuple):
     imag: Any
 
 
-def complex_as_pairs(program: ExportedProgram) -> ExportedProgram:
+def complex_as_pairs(program: ExportedProgram, line_of: Callable[[fx.Node], str]) -> ExportedProgram:
     """``program``, or where it has complex values one that computes the same with their parts.
+
+    Args:
+        program: what ``torch.export`` captured.
+        line_of: the line of the model that a node is from, for errors.
 
     Raises:
         ModelError: an operator on complex numbers that this module has no arithmetic for.
@@ -59,7 +63,7 @@ def complex_as_pairs(program: ExportedProgram) -> ExportedProgram:
     program = program.run_decompositions({})  # after which nothing is written in place
     module = program.graph_module
     with module._set_replace_hook(program.graph_signature.get_replace_hook()):
-        _Rewriting(module.graph).run()
+        _Rewriting(module.graph, line_of).run()
     module.recompile()
     return program
 
@@ -74,8 +78,8 @@ def _is_complex(node: fx.Node) -> bool:
 class _Rewriting:
     """One pass over the nodes of a graph."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
+        self._graph, self._line_of = graph, line_of
         self._tracer = fx.proxy.GraphAppendingTracer(graph)
         self._pairs: dict[fx.Node, _Pair] = {}
 
@@ -107,10 +111,8 @@ class _Rewriting:
             return _RULES[name](*args, **kwargs)
         if name in _OF_EACH and not isinstance(kwargs.get("alpha"), _Pair):
             return _of_each(node.target, args, kwargs)
-        from bitwright.torch.simulation.exported_program import line_of
-
         raise ModelError(
-            line_of(node),
+            self._line_of(node),
             f"{name} of complex numbers has no operator in a file",
             "compute it from the real and imaginary parts there, by sums and products",
         )

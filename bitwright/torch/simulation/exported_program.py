@@ -451,7 +451,7 @@ def captured(
         if place is None:
             without_checks(program.graph_module)
             in_order_of_memory(program.graph_module)
-            return complex_as_pairs(program), []
+            return complex_as_pairs(program, line_of), []
         raise ModelError(
             place,
             "the forward makes other calls there while it is traced than on data, so that its quantizers would be at other "
@@ -583,7 +583,7 @@ def recorded_program(
     names = list(state)
     program = torch.export.export(_Recorded(model, traced, names).eval(), tuple(tensors), strict=False)
     in_order_of_memory(program.graph_module)
-    return complex_as_pairs(program), notes
+    return complex_as_pairs(program, line_of), notes
 
 
 def _refuse_transformed(traced: fx.GraphModule) -> None:
