@@ -16,7 +16,6 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.export.files.onnx_file import all_nodes
 from bitwright.runtimes.timing import interleaved
 
 Array = NDArray[Any]
@@ -78,7 +77,7 @@ def new_session(
     try:
         return ort.InferenceSession(source, options, providers=list(providers))
     except refusals():
-        if model is None or all(node.op_type != "If" for node in all_nodes(model.graph)):
+        if model is None or all(node.op_type != "If" for node in model.graph.all_nodes()):
             raise
         return ort.InferenceSession(source, options, providers=list(providers), disabled_optimizers=["ConstantFolding"])
 
