@@ -343,7 +343,9 @@ def test_list_prints_one_kind_of_names_or_all():
     text = run("list", "runtimes").output
     assert all(name in text for name in RUNTIMES) and "adaround" not in text
     result = run("list", "preset")
-    assert result.exit_code == 2 and "there is no list 'preset' (did you mean 'presets' or 'profiles'?)" in result.output
+    assert (
+        result.exit_code == 2 and "there is no list 'preset' (did you mean 'presets' or 'profiles'?)" in result.output
+    )
 
 
 def test_check_config_prints_the_rules(tmp_path):
