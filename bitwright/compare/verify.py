@@ -27,11 +27,20 @@ from bitwright.compare.bodies import after_pools, open_bodies, runs_of, side_by_
 from bitwright.compare.cut import Cut, Place, array_of, constant_at, cut_by_sites, zero_points
 from bitwright.compare.generation import verify_generation
 from bitwright.compare.litert import verify_litert
-from bitwright.compare.reasons import DRAWN, OTHER_CONSTANT, Evidence, explain, measured, reason_of, saturated_places
+from bitwright.compare.reasons import (
+    DRAWN,
+    OTHER_CONSTANT,
+    Evidence,
+    explain,
+    measured,
+    reason_of,
+    saturated_places,
+    sums_saturate,
+)
 from bitwright.compare.report import OutputRow, Row, VerifyReport
 from bitwright.compare.runtime import EXACT_SUMS, MODES, Edit, Mode, Otherwise, computed_otherwise, run_in, run_model
 from bitwright.compare.sides import read_file
-from bitwright.errors import ExportError, close_matches, first_few
+from bitwright.errors import ConfigError, ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
 from bitwright.export.edges import with_float_edges
 from bitwright.export.files.manifest import read_manifest
@@ -43,13 +52,14 @@ from bitwright.export.qdq.markers import copy_model
 from bitwright.export.qdq.trace import RANDOM
 from bitwright.export.samples import find_export, plain, read_samples
 from bitwright.export.targets import find_target
-from bitwright.runtimes.adapters import check_not_empty, find_runtime, named_arrays
+from bitwright.runtimes.adapters import check_not_empty, find_runtime, named_arrays, open_file
 from bitwright.runtimes.onnxruntime import refusals
 
 Array = NDArray[Any]
 T = TypeVar("T")
 
 _MOST_OPS = 8
+_TITLES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "litert": "LiteRT"}
 _FAR, _NEARER = 20.0, 10.0  # dB from the simulation: a wrong output, and how much nearer float kernels bring it then
 
 
@@ -312,56 +322,72 @@ def _compare_outputs(
 
 
 def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> WrongKernels | None:
-    """Kernels of ONNX Runtime that bring the outputs of a file far away from its simulation, where float kernels do not.
+    """Kernels of the target's runtime that bring the outputs of a file far away from its simulation, where float kernels do not.
 
-    A file that is right is run once. Sums that saturate on a CPU without VNNI are no fault of the file and count as exact.
+    A file that is right is run once. Sums that saturate on a CPU without VNNI are no fault of the file: they count as exact in
+    ONNX Runtime, and a file for OpenVINO is not judged by them.
 
     Args:
-        model: as ``to_qdq`` wrote it.
+        model: as ``to_qdq`` wrote it; of a LiteRT target the ``.tflite`` file lies beside it.
         samples: file with what the simulation computed.
         kept: what lies in it.
-        target: of the model; those of other runtimes are not run.
+        target: of the model.
 
     Returns:
-        ``None`` where nothing is wrong, or where the runtime does not run the file at all, which ``verify`` says.
+        ``None`` where nothing is wrong, or where the runtime is not installed or does not run the file at all, which ``verify``
+        says.
     """
-    if find_target(target).runtime != "onnxruntime":
-        return None
+    runtime = find_target(target).runtime
     loaded = with_float_edges(load(model))
     inputs, outputs = ({name: plain(array) for name, array in given.items()} for given in (kept.inputs, kept.outputs))
     expected = {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
+
+    unable: tuple[type[Exception], ...] = (ConfigError, *_refused())  # not installed, or refused
     try:
-        by_integer = _levels(loaded, model, inputs, expected, "integer")
+        by_integer = _levels(runtime, "integer", model, loaded, inputs, expected)
         if min(by_integer.values(), default=math.inf) >= _FAR:
             return None
-        by_float = _levels(loaded, model, inputs, expected, "float")
-    except _refused():
+        by_float = _levels(runtime, "float", model, loaded, inputs, expected)
+    except unable:
         return None
     away = [name for name, one in by_integer.items() if one < min(_FAR, by_float[name] - _NEARER)]
     if not away:
         return None
-    made = _wrong_places(model, samples)
-    name, where = away[0], f" at {first_few(list(made))}" if made else ""
-    one, other = (f"{levels[name]:.1f} dB" for levels in (by_integer, by_float))
+    name, title = away[0], _TITLES[runtime]
+    one, other = (f"{found[name]:.1f} dB" for found in (by_integer, by_float))
+    bring = f"integer kernels of {title} bring the output {name} to {one} from the simulation"
+    if runtime == "openvino" and sums_saturate():
+        text = (
+            f"{bring} on this CPU, which has no VNNI, so that sums of uint8 times int8 saturate; float kernels bring it to "
+            f"{other}: verify the file on a CPU that has VNNI, or quantize with repair='saturation'"
+        )
+        return WrongKernels(text, {}, of_file=False)
+    made = _wrong_places(model, samples, runtime)
+    where = f" at {first_few(list(made))}" if made else ""
     text = (
-        f"integer kernels of ONNX Runtime bring the output {name} to {one} from the simulation{where}, float kernels to "
-        f"{other}: leave the place in float with a rule, and show the file to the maintainers of ONNX Runtime"
+        f"{bring}{where}, float kernels to {other}: leave the place in float with a rule, and show the file to the "
+        f"maintainers of {title}"
     )
     return WrongKernels(text, made)
 
 
 def _levels(
-    model: ir.Model, path: Path, inputs: Mapping[str, Array], expected: Mapping[str, Array], mode: Mode
+    runtime: str, mode: Mode, file: Path, model: ir.Model, inputs: Mapping[str, Array], expected: Mapping[str, Array]
 ) -> dict[str, float]:
-    found = named_arrays(run_in("onnxruntime", model, inputs, mode, entries=EXACT_SUMS, path=path))
+    """Output -> how far ``runtime`` is from the simulation, in dB."""
+    if runtime == "litert" and mode == "integer":
+        found = open_file(runtime, file.with_suffix(".tflite")).run(inputs)
+    else:
+        found = named_arrays(run_in(runtime, model, inputs, mode, entries=EXACT_SUMS, path=file))
     return {name: level(array, found.get(name)) for name, array in expected.items()}
 
 
-def _wrong_places(model: Path, samples: Path) -> dict[str, str]:
+def _wrong_places(model: Path, samples: Path, runtime: str) -> dict[str, str]:
     """Site -> what its kernel does, where float kernels agree with the simulation and integer kernels do not."""
+    flat = model.with_suffix(".tflite").read_bytes() if runtime == "litert" else None
     return {
-        row.site: f"{row.kernel} of ONNX Runtime gives {row.as_integer.equal:.1%} of its codes as simulated"
-        for row in verify_layers(model, *read_samples(samples)[:2]).rows
+        row.site: f"{row.kernel} of {_TITLES[runtime]} gives {row.as_integer.equal:.1%} of its codes as simulated"
+        for row in verify_layers(model, *read_samples(samples)[:2], runtime=runtime, flat=flat).rows
         if row.as_float.ok and not (row.as_integer.ok or row.as_integer.within)
     }
 

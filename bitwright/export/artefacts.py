@@ -31,6 +31,7 @@ from bitwright.export.files.manifest import earlier_files, fingerprint, write_ma
 from bitwright.export.files.onnx_file import all_graphs, all_nodes, load, save_model
 from bitwright.export.litert.convert import to_tflite
 from bitwright.export.opsets import bring_to, check_versions
+from bitwright.export.qdq.compact import compact, described, forget_exporters_notes
 from bitwright.export.qdq.half import Half, half_for
 from bitwright.export.qdq.markers import Names, strip_sites
 from bitwright.export.qdq.products import ProductForm
@@ -155,10 +156,12 @@ class WrongKernels:
     Attributes:
         text: what was found, and what a user can do.
         sites: what they make -> why it is wrong.
+        of_file: whether other machines find it too, so that the file must not be left as it is.
     """
 
     text: str
     sites: Mapping[str, str]
+    of_file: bool = True
 
 
 #: of a model file, the samples file beside it, the same samples, and a target
@@ -321,11 +324,12 @@ def write_artefacts(
         samples: gives what the simulation computes on the first so many samples of the example, or on all of them; fewer
             are kept, with a note, where all would pass 64 MiB and the model's batch axis is free.
         check: looks for kernels of the target that bring the file away from the samples, before it appears. What they make is
-            written in float where that helps, and in any case a note says what was found.
+            written in float where that helps, with a note; else nothing is written.
 
     Raises:
         ConfigError: see :func:`check_destination`.
-        ExportError, EncodingsError: see :func:`bitwright.export.qdq.write.to_qdq`; the folder cannot be written.
+        ExportError, EncodingsError: see :func:`bitwright.export.qdq.write.to_qdq`; the folder cannot be written; ``check`` found
+            kernels that bring the outputs away from the simulation, and nothing that helps in float.
     """
     own = find_target(target).encoding_version
     if own is not None and encoding_version == DEFAULT_ENCODINGS:
@@ -364,6 +368,10 @@ def write_artefacts(
         else:
             logger.warning("%s", found.text)
             return exported
+    if found.of_file:
+        name = find_target(target).runtime
+        remedy = "export for another target, or without samples (samples=False), which leaves this check out"
+        raise ExportError(f"the file for {name}", found.text, remedy)
     logger.warning("%s", found.text)
     return write(encodings, notes=[*notes, found.text], check=None)
 
@@ -434,9 +442,9 @@ def _write(
     with atomic_files(folder, create=True, name=names["manifest"], stale=earlier) as staging:
         origin = _origin(sim, encodings, target, data)
         write_origin(result.model, origin)
-        save_model(result.model, staging / names["qdq"])
         save_model(stripped.model, staging / names["float_model"])
-        notes += _growth(staging, names["qdq"], names["float_model"])
+        result, grown = _save_small(result, stripped.model, staging, names["qdq"], names["float_model"])
+        notes += grown
         _forget_weights(result.model)
         records = _records(sim, encodings, tensors, with_bias=encoding_version == "2.0.0")
         marked_tensors = {tensor for several in tensors.values() for tensor in several}
@@ -445,20 +453,20 @@ def _write(
         notes += _write_encodings(sim, records, staging / names["encodings"], encoding_version)
         lines = json_lines(_sites(sim, result, tensors, carried), ("sites", "float"), allow_nan=True)
         (staging / names["sites"]).write_text("".join(lines))
-        inputs = None
+        inputs = kept = None
         if samples is not None:
             kept, sizes = _few_enough(samples, result, data)
             notes += sizes
             inputs = kept.inputs
             sites = _outside_steps(sim, kept.sites) if form == "native" else kept.sites
             write_samples(staging / names["samples"], sites, inputs, kept.outputs, encodings)
-            _self_check(check, staging / names["qdq"], staging / names["samples"], kept, target)
         if "tflite" in names:
             # a file whose batch has to be fixed takes that of the samples
             feeds = _named_inputs(result.model, data) if inputs is None else inputs
             flat = to_tflite(load(staging / names["qdq"]), feeds, origin=origin)
             (staging / names["tflite"]).write_bytes(flat.content)
             notes += flat.notes
+        _self_check(check, staging / names["qdq"], staging / f"{prefix}_samples.npz", kept, target)
         settings = {
             "rules": sim.rules.source,
             "encoding_version": encoding_version,
@@ -511,23 +519,37 @@ def _given(**settings: Any) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def _self_check(check: Check | None, written: Path, samples: Path, kept: Samples, target: str) -> None:
-    """Run the written file on its samples, where a check is given.
+def _self_check(check: Check | None, written: Path, samples: Path, kept: Samples | None, target: str) -> None:
+    """Run the written file on its samples, where there are any and a check is given.
 
     Raises:
         _WrongKernelsError: the check found something.
     """
-    found = None if check is None else check(written, samples, kept, target)
+    found = None if check is None or kept is None else check(written, samples, kept, target)
     if found is not None:
         raise _WrongKernelsError(found)
 
 
-def _growth(folder: Path, written: str, float_model: str) -> Iterator[str]:
-    """A note on a file that is larger than the float model's, each with the file of its weights if it has one."""
-    large, small = (
-        sum(path.stat().st_size for path in folder.iterdir() if path.name in (name, f"{name}.data"))
-        for name in (written, float_model)
-    )
+def _save_small(
+    result: QdqResult, float_model: ir.Model, folder: Path, name: str, float_name: str
+) -> tuple[QdqResult, list[str]]:
+    """Write the QDQ model, in fewer bytes where it would be larger than the float model; what it became, and notes on that."""
+
+    def size(file: str) -> int:
+        return sum(path.stat().st_size for path in folder.iterdir() if path.name in (file, f"{file}.data"))
+
+    save_model(result.model, folder / name)
+    small, notes = size(float_name), []
+    goal = small - described(float_model)  # a reader infers types and shapes, which files from elsewhere seldom hold
+    if size(name) > goal:
+        result = compact(result, float_model)
+        save_model(result.model, folder / name)
+    if size(name) > small and forget_exporters_notes(result.model):
+        save_model(result.model, folder / name)
+        notes.append(
+            f"model: what torch.onnx noted on operators for debugging stands in {float_name} alone, to keep this file small"
+        )
+    large = size(name)
     if large > small:
         text = (
             f"model: the file has {large} bytes and the float model {small}: its quantizers take more than the integers of "
@@ -535,7 +557,8 @@ def _growth(folder: Path, written: str, float_model: str) -> Iterator[str]:
         )
         if large - small > _WORTH_A_WARNING:
             logger.warning("%s", text)
-        yield text
+        notes.append(text)
+    return result, notes
 
 
 def _named_inputs(model: ir.Model, data: Sequence[Array]) -> dict[str, Array]:

@@ -217,7 +217,9 @@ def _dequantized(
     inputs = [*node.input, "", ""][:3]
     scale, zero = (numpy_helper.to_array(held[name], str(folder)) if name in held else None for name in inputs[1:])
     place, role, form = _facts(node)
-    name, kind = place or node.output[0], role or ("constant" if inputs[0] in held else "activation")
+    codes = held.get(inputs[0])
+    stored = "bias" if place and codes is not None and codes.data_type == TensorProto.INT32 else "constant"
+    name, kind = place or node.output[0], role or ("activation" if codes is None else stored)
     if not form and types.get(inputs[0]):
         form = TensorProto.DataType.Name(types[inputs[0]]).lower()
     form = form or ("codes" if zero is None else zero.dtype.name)
@@ -240,7 +242,7 @@ def _facts(node: onnx.NodeProto) -> tuple[str, str, str]:
         return "", "", ""
     try:
         facts = json.loads(text)
-        places = [(str(site), int(run)) for site, run in facts["places"]]
+        places = [(p, 0) if isinstance(p, str) else (str(p[0]), int(p[1])) for p in facts["places"]]
         return places[0][0] if places else "", facts.get("role") or "", facts.get("format") or ""
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         from bitwright.export.qdq.forms import damaged_metadata

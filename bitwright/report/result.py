@@ -137,7 +137,10 @@ class Reported(Tabular):
             sum(path.stat().st_size for path in done.files if path.name in (file.name, f"{file.name}.data"))
             for file in (done.float_model, done.tflite or done.qdq)
         ]
-        yield f"size: float {_bytes(sizes[0])} -> quantized {_bytes(sizes[1])} ({sizes[1] / sizes[0]:.0%})"
+        larger = (
+            ": larger, as its quantizers take more than the integers of its weights save" if sizes[1] > sizes[0] else ""
+        )
+        yield f"size: float {_bytes(sizes[0])} -> quantized {_bytes(sizes[1])} ({sizes[1] / sizes[0]:.0%}){larger}"
         if done.speed is not None:
             runtime = find_target(done.target).runtime
             busy = ", which tells little: the machine is busy; run `bitwright benchmark` when it is not"

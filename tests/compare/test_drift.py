@@ -170,16 +170,16 @@ def test_what_was_planted_in_the_file_is_named(exported: Path, tmp_path: Path, c
 @pytest.mark.slow_variants("chain-litert", "residual-litert", "perceptron-litert")
 @pytest.mark.parametrize("how", ["file", "litert"])
 def test_another_grid_is_named(exported: Path, tmp_path: Path, how: str) -> None:
-    site = f"{layer_of(exported)}.bias_scale"
-    scale = next(
-        t.name
-        for t in onnx.load(exported / "net.onnx").graph.initializer
-        if t.name.endswith("output[0]_scale") and t.name != site
+    codes = next(
+        node
+        for node in onnx.load(exported / "net.onnx").graph.node
+        if node.op_type == "QuantizeLinear" and node.input[0].endswith("output[0]")
     )
+    source, scale = codes.input[:2]
     file = changed(exported, tmp_path, shift(scale, lambda s: s * 1.5))
     report = drift(f"{exported}@file", f"{file}@{how}", data_of(exported))
     assert report.first is not None and report.first.cause == "grid", report.to_text()
-    assert report.first.name in scale
+    assert report.first.name in source
 
 
 @pytest.mark.slow_variants("chain", "residual")

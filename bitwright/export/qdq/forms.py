@@ -163,11 +163,18 @@ def _short(name: str) -> str:
     return name if len(name) <= _LONGEST or "/" not in name else name[-_LONGEST:].partition("/")[2] or name[-_LONGEST:]
 
 
-def note_metadata(node: ir.Node, **facts: object) -> None:
-    """Write what a quantizer is onto the node that ends it, as JSON, where verification finds it; what is usual is left out."""
-    told = {key: fact for key, fact in facts.items() if fact != _USUAL.get(key, facts)}
-    if told.get("scale", "") == _own_scale(node):
-        del told["scale"]
+def note_metadata(node: ir.Node, *, derive: bool = False, **facts: object) -> None:
+    """Write what a quantizer is onto the node that ends it, as JSON, where verification finds it; what is usual is left out.
+
+    ``derive`` leaves out what can be read off the node and the QuantizeLinear in front of it too: only where neither changes
+    any more.
+    """
+    usual = {**_USUAL, "scale": _own_scale(node), **(_derived(node) if derive else {})}
+    told = {key: fact for key, fact in facts.items() if fact != usual.get(key, facts)}
+    if derive:
+        places = told["places"]
+        assert isinstance(places, list)
+        told["places"] = [site if run == 0 else [site, run] for site, run in places]
     node.metadata_props[METADATA] = json.dumps(told, separators=(",", ":"))
 
 
@@ -182,17 +189,32 @@ def read_metadata(node: ir.Node) -> dict[str, Any] | None:
         return None
     try:
         facts: dict[str, Any] = json.loads(text)
-        places = [[str(site), int(run)] for site, run in facts["places"]]
+        places = [[p, 0] if isinstance(p, str) else [str(p[0]), int(p[1])] for p in facts["places"]]
         pooled = int(facts.get("pooled", 0))
     except (ValueError, TypeError, KeyError) as error:
         raise damaged_metadata(node) from error
-    return {**_USUAL, "scale": _own_scale(node), **facts, "places": places, "pooled": pooled}
+    return {**_USUAL, "scale": _own_scale(node), **_derived(node), **facts, "places": places, "pooled": pooled}
 
 
 def _own_scale(node: ir.Node) -> str | None:
     """Name of the scale that ``node`` reads, if it is a DequantizeLinear."""
     scale = node.inputs[1] if node.op_type == "DequantizeLinear" and len(node.inputs) > 1 else None
     return None if scale is None else str(scale.name)
+
+
+def _derived(node: ir.Node) -> dict[str, Any]:
+    """What a DequantizeLinear of codes of a type with a name of ours is taken for where its notes say no more."""
+    codes = node.inputs[0] if node.op_type == "DequantizeLinear" and node.inputs else None
+    if codes is None:
+        return {}
+    zero = node.inputs[2] if len(node.inputs) > 2 else None
+    maker = codes.producer()
+    dtype = codes.dtype or (None if zero is None else zero.dtype)
+    source = maker.inputs[0] if maker is not None and maker.op_type == "QuantizeLinear" else None
+    found = {} if dtype is None else {"format": dtype.name.lower()}
+    if codes.is_initializer():
+        return {**found, "role": "bias" if dtype == D.INT32 else "constant"}
+    return found if source is None else {**found, "role": "activation", "entry": str(source.name)}
 
 
 def damaged_metadata(node: ir.Node | onnx.NodeProto) -> ExportError:

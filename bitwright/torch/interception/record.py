@@ -470,15 +470,17 @@ def name_calls(calls: Sequence[Call]) -> None:
     """Give every call a name a person recognises: its module's path, or the module's path and the function.
 
     ``layer1.0.conv1`` for the convolution of that module, ``layer1.0.add`` for an addition in the forward of ``layer1.0``,
-    ``attn.in_proj`` for a function that reads the parameter ``attn.in_proj_weight``; repeats get ``_1``, ``_2``, ...
+    ``attn.in_proj`` for a function that reads the parameter ``attn.in_proj_weight``, ``attn.q_proj``, ``attn.k_proj`` and
+    ``attn.v_proj`` for those that read parts of it; repeats get ``_1``, ``_2``, ...
     """
+    projections = _projections(calls)
     of_leaves = [call for call in calls if call.module is not None and _is_stock_leaf(call.module)]
     main = {_frame_of(call): call for call in reversed(of_leaves)}
     # the last one that is more than a movement: a convolution may pad first
     main |= {_frame_of(call): call for call in of_leaves if op_row(call.type).kind != "movement"}
     taken: dict[str, int] = {}
     for call in calls:
-        base = call.name = _base_name(call, main.get(_frame_of(call)) is call)
+        base = call.name = projections.get(id(call)) or _base_name(call, main.get(_frame_of(call)) is call)
         n = taken.get(base, 0)
         taken[base] = n + 1
         while n and call.name in taken:
@@ -493,6 +495,23 @@ def _base_name(call: Call, is_main: bool) -> str:
     if call.param and call.param.endswith(("_weight", ".weight")) and len(call.param) > 7:
         return call.param[:-7]
     return f"{call.path}.{call.label}" if call.path else call.label
+
+
+def _projections(calls: Sequence[Call]) -> dict[int, str]:
+    """Names of the projections of queries, keys and values by parts of one weight, by id of the call."""
+    found: dict[Key, list[Call]] = {}
+    for call in calls:
+        part = call.path.rpartition(".")[2]
+        # no module calls the parts of an attention that is taken apart
+        if call.label == "linear" and part == "attention" and call.module is None and call.param is None:
+            found.setdefault(_frame_of(call), []).append(call)
+    roles = ("q_proj", "k_proj", "v_proj")
+    return {
+        id(call): ".".join(filter(None, (call.path.rpartition(".")[0], role)))
+        for several in found.values()
+        if len(several) == len(roles)
+        for call, role in zip(several, roles, strict=True)
+    }
 
 
 def _frame_of(call: Call) -> Key:

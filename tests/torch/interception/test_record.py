@@ -148,6 +148,22 @@ def test_attention_is_taken_apart() -> None:
     }  # fmt: skip
 
 
+def test_projections_by_parts_of_one_weight_are_named_by_role():
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2)  # a module of this name tells nothing
+
+        def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            return self.attention(x, memory, memory)[0] + F.linear(x, 2 * self.attention.out_proj.weight)
+
+    q, memory = torch.randn(3, 2, 8), torch.randn(4, 2, 8)
+    names = [op.name for op in record(Cross().eval(), [(q, memory)]).graph().ops]
+    assert [name for name in names if "_proj" in name or "linear" in name] == [
+        "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.out_proj", "linear",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("need_weights", [False, True], ids=["plain", "weights"])
 @pytest.mark.parametrize("same", [False, True], ids=["cross", "self"])
 @pytest.mark.parametrize(

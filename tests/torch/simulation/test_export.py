@@ -6,6 +6,8 @@ import copy
 import json
 import stat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -17,10 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.compare.report import VerifyReport
+from bitwright.compare.runtime import run_in
 from bitwright.compare.verify import verify_folder, verify_layers
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError
 from bitwright.export.encodings.read import read_encodings
+from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.samples import read_samples
+from bitwright.runtimes.adapters import open_file
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms, quantize
 from tests.support.sessions import integer_session
 from tests.support.zoo import ZOO, Case
@@ -384,11 +389,12 @@ def test_parts_in_half_precision_verify_within_what_it_rounds(bits: int, tmp_pat
 
     sim.export(tmp_path, "net", x)
     sites, inputs, outputs = read_samples(tmp_path / "net_samples.npz")
-    for name in ("b.weight_scale", "relu_1.output[0]_scale"):  # a real fault of 1 % is still one
+    for name in ("b.weight", "relu_1.output[0]"):  # a real fault of 1 % is still one
         model = ir.load(tmp_path / "net.onnx")
-        scale = model.graph.initializers[name]
+        noted = [facts for node in model.graph if (facts := read_metadata(node)) is not None]
+        scale = model.graph.initializers[next(facts["scale"] for facts in noted if facts["places"][0][0] == name)]
         assert scale.const_value is not None
-        scale.const_value = ir.tensor(scale.const_value.numpy() * np.float32(1.01), name=name)
+        scale.const_value = ir.tensor(scale.const_value.numpy() * np.float32(1.01), name=scale.name)
         wrong = verify_layers(model, sites, inputs, outputs=outputs)
         assert [row.site for row in wrong.rows if row.verdict == "fails"], name
 
@@ -596,7 +602,7 @@ def test_what_a_kernel_of_the_runtime_gets_wrong_is_written_in_float(tmp_path, c
     assert sim.quantizers[note.partition(":")[0]].enabled, "the simulation is as it was"
 
 
-def test_what_no_place_explains_is_said(tmp_path, caplog):
+def test_a_file_that_float_places_do_not_repair_is_refused(tmp_path):
     """An output that integer kernels bring away though each place by itself is right."""
     torch.manual_seed(0)
     model, x = OnePosition().eval(), torch.randn(4, 8, 1, 1)
@@ -604,10 +610,47 @@ def test_what_no_place_explains_is_said(tmp_path, caplog):
     sim.compute_encodings([x], progress=False)
     with (
         patch("bitwright.export.qdq.write.fill_softmax", lambda builder, nodes: None),
-        patch("bitwright.compare.verify.verify_layers", lambda *args: VerifyReport(())),
+        patch("bitwright.compare.verify.verify_layers", lambda *args, **options: VerifyReport(())),
     ):
-        exported = sim.export(tmp_path, "m", x)
-    assert [
-        n for n in exported.notes if "dB from the simulation, float kernels to" in n and "leave the place in float" in n
+        with pytest.raises(ExportError, match=r"bring the output .* leave the place in float .*samples=False"):
+            sim.export(tmp_path, "m", x)
+        assert not list(tmp_path.iterdir())
+        sim.export(tmp_path, "m", x, samples=False)
+    assert (tmp_path / "m.onnx").is_file()
+
+
+@pytest.mark.parametrize(("target", "runner"), [("openvino_cpu", "run_in"), ("litert", "open_file")])
+@pytest.mark.parametrize("saturates", [False, True])
+def test_the_check_runs_the_runtime_of_the_target(tmp_path, caplog, target, runner, saturates):
+    """Kernels that answer 0: repaired by a place in float, but for OpenVINO on a CPU whose sums saturate, where it is said."""
+    pytest.importorskip("openvino" if runner == "run_in" else "ai_edge_litert")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 8)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x], progress=False)
+    runs = []
+
+    def wrong_at_first(runtime: str, model: Any, feeds: Any, mode: str, **options: Any) -> dict[str, np.ndarray]:
+        found = run_in(runtime, model, feeds, mode, **options)
+        runs.append(mode)
+        return {name: 0 * array for name, array in found.items()} if len(runs) == 1 else found
+
+    def wrong_file_at_first(runtime: str, path: Path) -> Any:
+        session = open_file(runtime, path)
+        runs.append("integer")
+        if len(runs) > 1:
+            return session
+        return SimpleNamespace(run=lambda feeds: {name: 0 * array for name, array in session.run(feeds).items()})
+
+    with (
+        patch(f"bitwright.compare.verify.{runner}", wrong_at_first if runner == "run_in" else wrong_file_at_first),
+        patch("bitwright.compare.verify.sums_saturate", lambda: saturates),
+        patch("bitwright.compare.verify._wrong_places", lambda *args: {"1.output[0]": "its kernel is wrong"}),
+    ):
+        exported = sim.export(tmp_path, "m", x, target=target)
+    repaired = [
+        note for note in exported.notes if note == "1.output[0]: in float in this file, because its kernel is wrong"
     ]
-    assert (tmp_path / "m.onnx").is_file() and "bring the output" in caplog.text
+    said = "which has no VNNI" in caplog.text
+    assert (bool(repaired), said) == ((False, True) if saturates and target == "openvino_cpu" else (True, False))
+    assert exported.qdq.is_file() and "integer kernels of" in caplog.text
