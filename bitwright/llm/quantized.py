@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -618,26 +619,53 @@ def _write_graph(source: _Source, weights: Iterable[Weight], spec: QuantSpec, to
         if isinstance(weight, PackedWeight):
             found[weight.name] = weight
     sim = QuantizationSimModel(model, {"input_ids": torch.arange(1, 9)[None]}, preset=Preset(spec, None), in_place=True)
-    for site in sim.quantizers.values():
-        name = sim.graph.values[site.value].param
-        if name in found:
-            site.encoding, site.frozen = found[name].encoding, True
-        else:
-            site.enabled = False
-    left = found.keys() - {sim.graph.values[site.value].param for site in sim.quantizers.values()}
-    if left:
-        raise ConfigError(
-            min(left),
-            f"{len(left)} of {len(found)} quantized parameters are read transposed or in parts, as stacks of experts are, and "
-            "would be in float in the file",
-            f"leave them in float with a rule, --rule 'role:expert=float' for experts, or --rule '{min(left)}=float'",
-        )
+    _give_codes(sim, found)
     sim.compute_encodings(progress=False)
     tokenizer = None if source.checkpoint is None else str(source.checkpoint.folder)
     if to == "openvino":
         export_openvino(sim, out, tokenizer=tokenizer)
     else:
         export_decoder(sim, out, tokenizer=tokenizer, attention="plain" if to == "onnx" else "auto")
+
+
+def _give_codes(sim: Any, found: Mapping[str, PackedWeight]) -> None:
+    """Give the sites of weights the encodings of these codes, and leave all others in float.
+
+    Raises:
+        ConfigError: a parameter that no site reads whole.
+    """
+    reads = {name: (part, axes) for name in sim.quantizers for part, axes in [_read_as(sim, name)]}
+    for name, site in sim.quantizers.items():
+        part, axes = reads[name]
+        if part in found:
+            site.encoding, site.frozen = found[part].encoding.permuted(axes), True
+        else:
+            site.enabled = False
+    left = found.keys() - {part for part, _ in reads.values()}
+    if left:
+        raise ConfigError(
+            min(left),
+            f"{len(left)} of {len(found)} quantized parameters are read in parts and would be in float in the file",
+            f"leave them in float with a rule, --rule 'role:expert=float' for experts, or --rule '{min(left)}=float'",
+        )
+
+
+def _read_as(sim: Any, site: str) -> tuple[str | None, tuple[int, ...]]:
+    """The parameter that a site of a weight reads whole, and the order of its axes there; ``None`` where there is none."""
+    value = sim.graph.values[sim.quantizers[site].value]
+    if value.param is not None:
+        return value.param, tuple(range(len(value.shape)))
+    read = sim._recorded_constants().get(value.name) if len(value.sources) == 1 else None
+    if read is None:
+        return None, ()
+    held = sim._interceptor.named_tensor(value.sources[0])
+    if held.untyped_storage().data_ptr() != read.untyped_storage().data_ptr() or held.numel() != read.numel():
+        return None, ()  # a part, or computed
+    for axes in itertools.permutations(range(held.dim())):
+        turned = held.permute(axes)
+        if turned.shape == read.shape and turned.stride() == read.stride():
+            return value.sources[0], axes
+    return None, ()
 
 
 def _check_spill(folder: Path, source: _Source, rows: Any, context: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from transformers import (
@@ -33,6 +34,7 @@ from bitwright.llm.roles import transformer
 from tests.llm.models import prompts, saved, text, tiny
 
 ROW = 24
+_FOUR_BITS = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
 _SMALL: dict[str, Any] = {"context": ROW, "samples": 6, "progress": False}
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
@@ -224,8 +226,11 @@ def test_stacks_of_experts_are_refused_and_the_rule_of_the_message_leaves_them_i
         assert isinstance(weight, FloatWeight) and torch.equal(weight.values, model.get_parameter(name))
 
 
-def test_a_file_of_a_graph_refuses_stacks_of_experts_that_it_would_hold_in_float(tmp_path: Path):
+def test_a_file_of_a_graph_holds_stacks_of_experts_as_blocks_of_four_bits(tmp_path: Path):
     saved(tmp_path / "model", MixtralConfig, num_local_experts=4)
-    with pytest.raises(ConfigError, match=r"experts.down_proj: 4 of 12 quantized parameters .*'role:expert=float'"):
-        quantize(tmp_path / "model", "w4g32", to="onnx", out=tmp_path / "out", progress=False)
-    assert not (tmp_path / "out").exists()
+    result = quantize(tmp_path / "model", "w4g32", to="onnx", out=tmp_path / "out", progress=False)
+    experts = {part.name for part in result.view.of("expert")}
+    assert len(experts) == 4 and experts <= {row.name for row in result.rows}
+    proto = onnx.load(tmp_path / "out" / "model.onnx")
+    stacks = [held for held in proto.graph.initializer if len(held.dims) == 3 and held.data_type in _FOUR_BITS]
+    assert len(stacks) == 4 and all(held.dims[0] == 4 for held in stacks)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.numerics.formats import FLOAT32_SCALE, Format, IntFormat, ScaleFormat
-from bitwright.core.numerics.granularity import Granularity, PerTensor, phrase
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, phrase
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,28 @@ class Encoding:
         if isinstance(self.format, IntFormat):
             return (self.format.qmax - self.zero_point.astype(np.float64)) * self.scale
         return self.format.max * self.scale.astype(np.float64)
+
+    def permuted(self, axes: tuple[int, ...]) -> Encoding:
+        """That of the same numbers with the axes of their tensor in another order.
+
+        >>> from bitwright.core.numerics.granularity import PerBlock
+        >>> from bitwright.core.numerics.formats import IntFormat
+        >>> found = Encoding(IntFormat(4), np.ones((8, 2)), np.zeros((8, 2)), PerBlock(32, 1, 0)).permuted((1, 0))
+        >>> found.granularity, found.scale.shape
+        (PerBlock(size=32, axis=0, channel_axis=1), (2, 8))
+        """
+        held = self.granularity
+        if isinstance(held, PerChannel):
+            assert held.axis is not None
+            return replace(self, granularity=PerChannel(axes.index(held.axis % len(axes))))
+        if not isinstance(held, PerBlock):
+            return self
+        assert held.axis is not None
+        channels = tuple(axes.index(axis % len(axes)) for axis in held.channel_axes)
+        turned = replace(held, axis=axes.index(held.axis % len(axes)), channel_axis=channels)
+        scale, zero_point = self.scale.transpose(axes), self.zero_point.transpose(axes)
+        common = self.common.transpose(axes) if self.common is not None and self.common.ndim else self.common
+        return replace(self, scale=scale, zero_point=zero_point, granularity=turned, common=common)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Encoding):
