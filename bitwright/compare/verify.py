@@ -325,7 +325,7 @@ def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> Wro
     """Kernels of the target's runtime that bring the outputs of a file far away from its simulation, where float kernels do not.
 
     A file that is right is run once. Sums that saturate on a CPU without VNNI are no fault of the file: they count as exact in
-    ONNX Runtime, and a file for OpenVINO is not judged by them.
+    ONNX Runtime, and a file for OpenVINO, or with bodies of If, Loop or Scan, is not judged by them.
 
     Args:
         model: as ``to_qdq`` wrote it; of a LiteRT target the ``.tflite`` file lies beside it.
@@ -341,7 +341,6 @@ def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> Wro
     loaded = with_float_edges(load(model))
     inputs, outputs = ({name: plain(array) for name, array in given.items()} for given in (kept.inputs, kept.outputs))
     expected = {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
-
     unable: tuple[type[Exception], ...] = (ConfigError, *_refused())  # not installed, or refused
     try:
         by_integer = _levels(runtime, "integer", model, loaded, inputs, expected)
@@ -356,7 +355,8 @@ def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> Wro
     name, title = away[0], _TITLES[runtime]
     one, other = (f"{found[name]:.1f} dB" for found in (by_integer, by_float))
     bring = f"integer kernels of {title} bring the output {name} to {one} from the simulation"
-    if runtime == "openvino" and sums_saturate():
+    # settings of ONNX Runtime that make sums exact do not reach bodies
+    if (runtime == "openvino" or any(True for _ in loaded.graph.subgraphs())) and sums_saturate():
         text = (
             f"{bring} on this CPU, which has no VNNI, so that sums of uint8 times int8 saturate; float kernels bring it to "
             f"{other}: verify the file on a CPU that has VNNI, or quantize with repair='saturation'"

@@ -242,7 +242,8 @@ def _facts(node: onnx.NodeProto) -> tuple[str, str, str]:
         return "", "", ""
     try:
         facts = json.loads(text)
-        places = [(p, 0) if isinstance(p, str) else (str(p[0]), int(p[1])) for p in facts["places"]]
+        pairs = ((place, 0) if isinstance(place, str) else place for place in facts["places"])
+        places = [(str(site), int(run)) for site, run in pairs]
         return places[0][0] if places else "", facts.get("role") or "", facts.get("format") or ""
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         from bitwright.export.qdq.forms import damaged_metadata

@@ -95,7 +95,7 @@ def enabled(sim: QuantizationSimModel) -> dict[str, Any]:
     return {name: site.encoding for name, site in sites if site.enabled and not site.quantizer.derived}
 
 
-@pytest.mark.parametrize("preset", ["w8a8", "w4a8", "w8a16", "w4a16", "fp8", "fp16"])
+@pytest.mark.parametrize("preset", ["w8a8", "w4a8", "w8a16", "w4a16", "fp8"])
 @pytest.mark.parametrize("activation", ["unsigned", "as_is"])
 def test_our_own_files_are_read_back_whole(tmp_path, preset, activation):
     sim = calibrated(net(), DATA, preset=preset)
@@ -107,19 +107,7 @@ def test_our_own_files_are_read_back_whole(tmp_path, preset, activation):
 @pytest.mark.slow_variants("float6_e3m2")
 @pytest.mark.parametrize(
     "format",
-    [
-        "int3",
-        "uint5",
-        "int6n",
-        "int8n",
-        "uint12",
-        "uint20",
-        "float4_e2m1",
-        "float6_e2m3",
-        "float6_e3m2",
-        "bf16",
-        "float8_e5m2",
-    ],
+    ["int3", "uint5", "int6n", "int8n", "uint12", "uint20", "float4_e2m1", "float6_e2m3", "float6_e3m2", "float8_e5m2"],
 )
 def test_every_form_of_a_quantizer_is_read_back(tmp_path, format):
     sim = calibrated(net(), DATA)

@@ -189,7 +189,8 @@ def read_metadata(node: ir.Node) -> dict[str, Any] | None:
         return None
     try:
         facts: dict[str, Any] = json.loads(text)
-        places = [[p, 0] if isinstance(p, str) else [str(p[0]), int(p[1])] for p in facts["places"]]
+        pairs = ((place, 0) if isinstance(place, str) else place for place in facts["places"])
+        places = [[str(site), int(run)] for site, run in pairs]
         pooled = int(facts.get("pooled", 0))
     except (ValueError, TypeError, KeyError) as error:
         raise damaged_metadata(node) from error

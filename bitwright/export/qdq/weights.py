@@ -211,6 +211,8 @@ def _write_transposed(
     moved = transpose_encoding(encoding, perm)
     small, values = _store(w, source, perm, moved, unsigned(moved) if shift else moved, place[0], node.outputs[0])
     if small.op != "DequantizeLinear":
+        for value in values:  # the constant is written as it lies, and transposed where it is read
+            remove_unread(value)
         return
     result = node.outputs[0]
     if not result.is_graph_output():

@@ -89,6 +89,17 @@ def test_a_preset_of_half_precision_writes_half_a_file(tmp_path: Path) -> None:
         assert result.sim.verify(data[0]).ok
 
 
+def test_no_constant_is_written_that_nothing_reads(tmp_path: Path) -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(64, 96, bias=False), nn.SiLU(), nn.Linear(96, 64, bias=False)).eval(),
+        torch.randn(2, 5, 64),
+    )
+    bitwright.quantize(model, [x], preset="fp16", recipe=["fold"], progress=False).sim.export(tmp_path, "net", x)
+    graph = onnx.load(tmp_path / "net.onnx").graph
+    assert {held.name for held in graph.initializer} <= {name for node in graph.node for name in node.input}
+    assert sum(len(held.raw_data) for held in graph.initializer) == 2 * (64 * 96 + 96 * 64)
+
+
 def test_what_half_precision_cannot_hold_stays_in_float32(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batches = Hard().eval(), [torch.randn(8, 16) for _ in range(4)]

@@ -835,7 +835,7 @@ class Counted(nn.Module):
         return self.head(self.lstm(self.table(x))[0]) @ self.factor
 
 
-@pytest.mark.parametrize("preset", ["w4g32", "nf4", "fp16"])
+@pytest.mark.parametrize("preset", ["w4g32", "nf4"])
 @pytest.mark.parametrize("data", [None, [torch.zeros(2, 3, dtype=torch.long)], []], ids=["none", "data", "empty"])
 def test_no_range_that_follows_from_data_needs_a_run(preset: str, data: list[Tensor] | None) -> None:
     torch.manual_seed(0)
@@ -851,6 +851,20 @@ def test_no_range_that_follows_from_data_needs_a_run(preset: str, data: list[Ten
         pass
     assert torch.isfinite(sim.model(x)).all()
     assert QuantizationSimModel(Counted(), x, preset="w8a8").needs_data
+
+
+def test_half_precision_needs_no_data_and_asks_those_that_it_is_given() -> None:
+    x = torch.randint(0, 20, (2, 5))
+    sim = QuantizationSimModel(Counted(), x, preset="fp16")
+    before = sim.model.runs
+    assert not sim.needs_data
+    sim.compute_encodings()
+    assert sim.model.runs == before and not sim.quantizers.unreached() and torch.isfinite(sim.model(x)).all()
+    with torch.no_grad():
+        sim.model.head.bias[0] = 1e6
+    sim.compute_encodings([x])
+    assert "beyond the largest number of float16" in sim.quantizers["head.output[0]"].quantizer.state
+    assert sim.model(x).isfinite().all()
 
 
 def test_what_no_calibration_reads_is_refused_if_it_is_not_data() -> None:
