@@ -637,7 +637,7 @@ def _give_codes(sim: Any, found: Mapping[str, PackedWeight]) -> None:
     reads = {name: (part, axes) for name in sim.quantizers for part, axes in [_read_as(sim, name)]}
     for name, site in sim.quantizers.items():
         part, axes = reads[name]
-        if part in found:
+        if part is not None and part in found:
             site.encoding, site.frozen = found[part].encoding.permuted(axes), True
         else:
             site.enabled = False

@@ -81,11 +81,12 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
 
 
 def _inner_values(model: ir.Model) -> Iterator[ir.Value]:
-    """Values whose type and shape a file need not hold: those of bodies are left, which not every reader infers."""
+    """Values whose type and shape a file need not hold: not in bodies, nor of sequences, which not every reader infers."""
     ends = {*model.graph.inputs, *model.graph.outputs}
     constants = (value for graph in model.graphs() for value in graph.initializers.values())
     results = (value for node in model.graph for value in node.outputs)
-    return (value for value in chain(constants, results) if value not in ends)
+    inferred = (ir.TensorType, type(None))
+    return (v for v in chain(constants, results) if v not in ends and isinstance(v.type, inferred))
 
 
 def _noted_names(model: ir.Model) -> set[str]:
