@@ -303,6 +303,7 @@ def stored_scale(scale: Array, scale_format: ScaleFormat, common: Array | None =
     Returns:
         Like ``scale``; of ``e8m0`` the power of two that is nearest in the logarithm.
 
+    >>> from bitwright.core.numerics.formats import SCALE_FORMATS
     >>> stored_scale(np.float32([0.3, 0.36]), SCALE_FORMATS["e8m0"])
     array([0.25, 0.5 ], dtype=float32)
     """
