@@ -31,6 +31,7 @@ from bitwright.export.qdq.markers import Outputs, bypass
 ProductForm = Literal["exact", "fused", "nbits"]
 
 _MOVES = frozenset((*TRAITS["reshape"], "Transpose", "Identity"))
+_INTEGERS = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
 _APART = "bitwright.apart"  # in the metadata of the Reshape
 
 
@@ -59,6 +60,24 @@ def float_products(model: ir.Model) -> list[ir.Node]:
         and _stored_matrix(node.inputs[1])
         and _dequantizer(node.inputs[0]) is None
     ]
+
+
+def products_without_kernel(model: ir.Model) -> list[ir.Node]:
+    """Every product of integer activations with a constant that DequantizeLinear makes of other numbers, as of float8.
+
+    ONNX Runtime takes the quantizers around them for those of an integer kernel, and then refuses the file (1.31).
+    """
+    found = []
+    for node in all_nodes(model.graph):
+        if node.op_type not in ("MatMul", "Gemm", "Conv", "ConvTranspose") or node.domain:
+            continue
+        makers = [_dequantizer(node.inputs[port]) for port in (0, 1)]
+        given, weight = (None if maker is None else maker.inputs[0] for maker in makers)
+        if given is None or weight is None or not weight.is_initializer() or weight.shape is None:
+            continue
+        if given.dtype in _INTEGERS and weight.dtype is not None and weight.dtype.is_floating_point():
+            found.append(node)
+    return found
 
 
 def keep_apart(builder: Builder, products: list[ir.Node]) -> None:

@@ -41,6 +41,7 @@ from bitwright.export.qdq.products import (
     float_products,
     guard_outputs,
     keep_apart,
+    products_without_kernel,
 )
 from bitwright.export.qdq.rewrites import close_scans, keep_after_pool, measure_codes, round_after_pools
 from bitwright.export.qdq.run_time import write_run_time_products
@@ -219,6 +220,10 @@ def _write_products(w: Writing) -> None:
     """Keep float activations of products with quantized weights in float, or say that the runtime will not."""
     if w.at_run_time and w.weight_only == "fused":
         _write_integer_products(w)
+    if mixed := products_without_kernel(w.model):
+        keep_apart(w.builder, mixed)
+        text = f"{_products(len(mixed))} of integer activations with weights that are no integers computed in float"
+        w.note("model", "float product", f"{text}: no kernel has both")
     found = float_products(w.model)
     if not found:
         return

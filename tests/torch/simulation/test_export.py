@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from bitwright.compare.report import VerifyReport
 from bitwright.compare.runtime import run_in
 from bitwright.compare.verify import verify_folder, verify_layers
+from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError
 from bitwright.export.encodings.read import read_encodings
 from bitwright.export.qdq.forms import read_metadata
@@ -654,3 +655,21 @@ def test_the_check_runs_the_runtime_of_the_target(tmp_path, caplog, target, runn
     said = "which has no VNNI" in caplog.text
     assert (bool(repaired), said) == ((False, True) if saturates and target == "openvino_cpu" else (True, False))
     assert exported.qdq.is_file() and "integer kernels of" in caplog.text
+
+
+@pytest.mark.parametrize("fmt", ["float8_e4m3", "float8_e5m2"])
+@pytest.mark.parametrize(
+    ("layers", "shape"),
+    [
+        ((nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), (4, 16)),
+        ((nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 3)), (2, 3, 9, 9)),
+    ],
+    ids=["linear", "convolutions"],
+)
+def test_weights_of_float8_run_beside_integer_activations(fmt, layers, shape):
+    """ONNX Runtime takes their quantizers for those of an integer kernel, which refuses float8."""
+    model, x = nn.Sequential(*layers).eval(), torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    sim = QuantizationSimModel(model, x, preset=Preset(weight_spec(fmt), activation_spec("uint8")))
+    sim.compute_encodings([x], progress=False)
+    report = sim.verify(x)
+    assert report.ok and all(row.as_integer.equal == 1 for row in report.rows), str(report)
