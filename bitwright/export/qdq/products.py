@@ -67,17 +67,13 @@ def products_without_kernel(model: ir.Model) -> list[ir.Node]:
 
     ONNX Runtime takes the quantizers around them for those of an integer kernel, and then refuses the file (1.31).
     """
-    found = []
-    for node in all_nodes(model.graph):
-        if node.op_type not in ("MatMul", "Gemm", "Conv", "ConvTranspose") or node.domain:
-            continue
-        makers = [_dequantizer(node.inputs[port]) for port in (0, 1)]
-        given, weight = (None if maker is None else maker.inputs[0] for maker in makers)
-        if given is None or weight is None or not weight.is_initializer() or weight.shape is None:
-            continue
-        if given.dtype in _INTEGERS and weight.dtype is not None and weight.dtype.is_floating_point():
-            found.append(node)
-    return found
+    layers = ("MatMul", "Gemm", "Conv", "ConvTranspose")
+    return [
+        node
+        for node in all_nodes(model.graph)
+        if node.op_type in layers and not node.domain and _holds_floats(node.inputs[1])
+        if (given := _codes(node.inputs[0])) is not None and given.dtype in _INTEGERS
+    ]
 
 
 def keep_apart(builder: Builder, products: list[ir.Node]) -> None:
@@ -235,6 +231,20 @@ def _dequantizer(value: ir.Value | None) -> ir.Node | None:
     while maker is not None and maker.op_type == "Cast" and not maker.domain:
         maker = None if maker.inputs[0] is None else maker.inputs[0].producer()
     return maker if maker is not None and maker.op_type == "DequantizeLinear" else None
+
+
+def _codes(value: ir.Value | None) -> ir.Value | None:
+    """What DequantizeLinear makes ``value`` of."""
+    maker = _dequantizer(value)
+    return None if maker is None else maker.inputs[0]
+
+
+def _holds_floats(value: ir.Value | None) -> bool:
+    """Whether DequantizeLinear makes ``value`` of a constant that holds small floats."""
+    codes = _codes(value)
+    if codes is None or not codes.is_initializer() or codes.dtype is None:
+        return False
+    return codes.dtype.is_floating_point()
 
 
 def _stored_matrix(value: ir.Value | None) -> bool:

@@ -1,7 +1,7 @@
-"""Checkpoints of a simulation: parameters in safetensors, quantizers in JSON, and a manifest with their hashes; no pickle.
+"""Checkpoints of a simulation: parameters and statistics in safetensors, quantizers in JSON, a manifest with hashes; no pickle.
 
-The three files replace those of an earlier checkpoint at once (:func:`bitwright.export.files.atomic.atomic_files`), and a
-checkpoint is read only if both files are those that its manifest was written with.
+The files replace those of an earlier checkpoint at once (:func:`bitwright.export.files.atomic.atomic_files`), and a
+checkpoint is read only if all of them are those that its manifest was written with.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bitwright.core.health.diagnosis import Repair
+from bitwright.core.numerics import statistics
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_from_json, encoding_to_json, spec_from_json, spec_to_json
 from bitwright.core.numerics.spec import QuantSpec
@@ -39,21 +42,25 @@ from bitwright.torch.simulation.ranges import (
 from bitwright.torch.simulation.simulated_module import SimulatedModule
 
 _TENSORS, _QUANTIZERS, _MANIFEST = "model.safetensors", "quantizers.json", "checkpoint.json"
+_STATISTICS = "statistics.safetensors"  # not in checkpoints of earlier versions
 _VERSION = 2
 _REMEDY = "pass a folder that save_checkpoint wrote, with all of its files"
 _OTHER = "load another checkpoint"
 
 
 def save_checkpoint(sim: SimulatedModule, folder: str | Path) -> Path:
-    """Write ``model.safetensors``, ``quantizers.json`` and ``checkpoint.json`` into ``folder``, which is made if need be.
+    """Write the checkpoint into ``folder``, which is made if need be.
 
-    An earlier checkpoint there is replaced at once: whatever stops this call, :func:`load_checkpoint` finds the earlier one
-    or the new one, whole. Tied parameters are stored once, under their first name.
+    ``model.safetensors`` holds parameters and buffers, tied ones once, under their first name; ``quantizers.json`` specs and
+    encodings; ``statistics.safetensors`` what calibration saw, from which other bits and range methods are chosen without data;
+    ``checkpoint.json`` their hashes. An earlier checkpoint there is replaced at once: whatever stops this call,
+    :func:`load_checkpoint` finds the earlier one or the new one, whole.
 
     Raises:
         ExportError: the folder cannot be written; an earlier checkpoint in it is as it was.
         ModelError: the simulation is being calibrated.
     """
+    from safetensors.numpy import save as save_arrays
     from safetensors.torch import save
 
     state = {"version": _VERSION, **_state(sim)}
@@ -66,8 +73,22 @@ def save_checkpoint(sim: SimulatedModule, folder: str | Path) -> Path:
     with atomic_files(folder, name=_MANIFEST, create=True) as staging:
         (staging / _TENSORS).write_bytes(save(tensors))
         (staging / _QUANTIZERS).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        write_manifest(staging / _MANIFEST, files=[_TENSORS, _QUANTIZERS])
+        (staging / _STATISTICS).write_bytes(save_arrays(_seen(sim)))
+        write_manifest(staging / _MANIFEST, files=[_TENSORS, _QUANTIZERS, _STATISTICS])
     return Path(folder)
+
+
+def _seen(sim: SimulatedModule) -> dict[str, NDArray[Any]]:
+    """What every quantizer saw in calibration, under ``kind/field/site`` of its first site."""
+    first: dict[int, Site] = {}
+    for site in sim.quantizers.values():
+        first.setdefault(id(site.quantizer), site)
+    return {
+        f"{statistics.kind_of(seen)}/{field}/{site.name}": np.array(array)
+        for site in first.values()
+        if (seen := site.quantizer.statistics) is not None
+        for field, array in statistics.to_arrays(seen).items()
+    }
 
 
 def _state(sim: SimulatedModule) -> dict[str, Any]:
@@ -140,7 +161,7 @@ def load_checkpoint(sim: SimulatedModule, folder: str | Path) -> None:
     """Read a checkpoint into ``sim``, which must simulate the same model under the same rules.
 
     Everything is read and checked before anything changes; a call that fails or is interrupted leaves weights, quantizers
-    and stage as they were. Statistics of calibration are not part of a checkpoint.
+    and stage as they were. What calibration saw is read too: bits, range methods and symmetry can be changed without data.
 
     Raises:
         EncodingsError: no checkpoint there, a part of it is damaged, missing or of another checkpoint, or it is one of
@@ -167,6 +188,8 @@ def _put(sim: SimulatedModule, loaded: _Checkpoint, settings: Mapping[str, _Sett
     """Give the simulation all that a checkpoint keeps of it beside the tensors."""
     for name, setting in settings.items():
         setting.put(sim.quantizers[name])
+    for name, seen in loaded.statistics.items():
+        sim.quantizers[name].quantizer.statistics = seen
     for site in sim.quantizers.values():
         site.channels.seen = None
     for _, learned in learned_ranges(sim):
@@ -218,10 +241,12 @@ class _Checkpoint:
     repairs: tuple[Repair, ...]
     lengths: Mapping[str, int]
     calibrated: bool
+    statistics: Mapping[str, statistics.Statistics]
 
 
 def _read(folder: Path) -> _Checkpoint:
     from safetensors import SafetensorError
+    from safetensors.numpy import load as load_arrays
     from safetensors.torch import load
 
     try:
@@ -236,8 +261,9 @@ def _read(folder: Path) -> _Checkpoint:
         raise EncodingsError(str(folder), problem, _REMEDY) from error
     tensors = _content(folder, _TENSORS, entries)
     state = _content(folder, _QUANTIZERS, entries)
+    seen = _content(folder, _STATISTICS, entries) if _STATISTICS in entries else None
     try:
-        return _parsed(load(tensors), json.loads(state))
+        return _parsed(load(tensors), json.loads(state), {} if seen is None else load_arrays(seen))
     except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = str(error) or type(error).__name__
         raise EncodingsError(str(folder), f"no readable checkpoint there: {reason:.300}", _REMEDY) from error
@@ -261,15 +287,37 @@ def _content(folder: Path, name: str, entries: Mapping[str, FileEntry]) -> bytes
     return content
 
 
-def _parsed(tensors: dict[str, torch.Tensor], state: Any) -> _Checkpoint:
-    """Raises ValueError, TypeError, KeyError or AttributeError where ``state`` is not what :func:`_state` gives."""
+def _parsed(
+    tensors: dict[str, torch.Tensor], state: Any, seen: Mapping[str, NDArray[Any]] | None = None
+) -> _Checkpoint:
+    """Raises ValueError, TypeError, KeyError or AttributeError where a part is not what :func:`_state` or :func:`_seen` gives."""
     if state["version"] != _VERSION:
         raise ValueError(f"its version is {state['version']!r}, this is version {_VERSION}")
     if state["stage"] not in ("simulate", "uncalibrated"):
         raise ValueError(f"there is no stage {state['stage']!r}")
     lengths = {str(op): int(length) for op, length in state["lengths"].items()}
     repairs = tuple(Repair(**repair) for repair in state["repairs"])
-    return _Checkpoint(tensors, dict(state["quantizers"]), repairs, lengths, state["stage"] == "simulate")
+    quantizers = dict(state["quantizers"])
+    found = _statistics(seen or {}, quantizers)
+    return _Checkpoint(tensors, quantizers, repairs, lengths, state["stage"] == "simulate", found)
+
+
+def _statistics(arrays: Mapping[str, NDArray[Any]], sites: Container[str]) -> dict[str, statistics.Statistics]:
+    """Site -> what its quantizer saw. Raises ValueError or KeyError where the arrays are not those of :func:`_seen`."""
+    fields: dict[tuple[str, str], dict[str, NDArray[Any]]] = {}
+    for key, array in arrays.items():
+        kind, field, site = key.split("/", 2)
+        fields.setdefault((kind, site), {})[field] = array
+    found: dict[str, statistics.Statistics] = {}
+    for (kind, site), held in fields.items():
+        if kind not in get_args(statistics.Kind) or site not in sites or site in found:
+            raise ValueError(f"{_STATISTICS}: there are no statistics of kind {kind!r:.50} of a site {site!r:.100}")
+        seen = statistics.from_arrays(cast(statistics.Kind, kind), held)
+        expected = statistics.to_arrays(statistics.start(cast(statistics.Kind, kind), held["count"].shape))
+        if any(held[name].shape != one.shape or held[name].dtype != one.dtype for name, one in expected.items()):
+            raise ValueError(f"{_STATISTICS}: the statistics of {site} are not of one shape")
+        found[site] = seen
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ checks

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 
 import bitwright.torch as bt
 from bitwright.core.health.diagnosis import Repair
+from bitwright.core.numerics.formats import parse_format
+from bitwright.core.numerics.spec import RangeMethod
 from bitwright.errors import ConfigError, EncodingsError, ExportError, ModelError
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.simulation import checkpoint
@@ -100,20 +103,20 @@ def test_a_save_that_is_stopped_anywhere_leaves_the_old_or_the_new_checkpoint(tm
         assert set(outcomes[:switch]) == {old} and set(outcomes[switch:]) == {"new"}
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "quantizers.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "quantizers.json", "statistics.safetensors"])
 def test_parts_of_two_checkpoints_are_refused(tmp_path: Path, saved: Path, name: str) -> None:
     other = make(3.0).save_checkpoint(tmp_path / "other")
     os.replace(other / name, saved / name)
     refused(make(), saved, f"{name}: it has another content than checkpoint.json was written with")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "quantizers.json", "checkpoint.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "quantizers.json", "statistics.safetensors", "checkpoint.json"])
 def test_a_missing_part_is_named(saved: Path, name: str) -> None:
     (saved / name).unlink()
     refused(make(), saved, f"no readable checkpoint there.*{name}|{name} is missing")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "quantizers.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "quantizers.json", "statistics.safetensors"])
 def test_a_flipped_bit_is_found(saved: Path, name: str) -> None:
     content = bytearray((saved / name).read_bytes())
     content[-20] ^= 1
@@ -231,10 +234,51 @@ def test_everything_that_changes_the_answer_is_kept(tmp_path: Path) -> None:
     fresh.load_checkpoint(sim.save_checkpoint(tmp_path))
     assert torch.equal(fresh.model(X), sim.model(X)) and fresh.repairs == sim.repairs
     assert fresh.quantizers["relu.output[0]"].quantizer.why_float == "it holds mask constants"
-    assert fresh.quantizers["conv.input[0]"].quantizer.statistics is None  # they are of other data
+    for name, site in sim.quantizers.items():
+        assert fresh.quantizers[name].quantizer.statistics == site.quantizer.statistics  # and not of other data
     again = make()
     again.load_checkpoint(fresh.save_checkpoint(tmp_path))
     assert torch.equal(again.model(X), sim.model(X))
+
+
+@pytest.mark.parametrize("scheme", ["min_max", "mse", "percentile"])
+def test_other_bits_and_range_methods_need_no_data_after_loading(tmp_path: Path, scheme: str) -> None:
+    sims = [QuantizationSimModel(Net().eval(), X, scheme) for _ in range(2)]
+    sims[0].compute_encodings([X, 3 * X], progress=False)
+    sims[1].load_checkpoint(sims[0].save_checkpoint(tmp_path))
+    methods = ["minmax"] if scheme == "min_max" else ["minmax", "mse", "percentile", "entropy"]
+    for method in methods:
+        for bits in ("uint4", "uint8"):
+            for sim in sims:
+                for site in sim.quantizers.values():
+                    if site.role in ("input", "output"):
+                        spec = site.quantizer.spec
+                        site.spec = replace(spec, format=parse_format(bits), method=RangeMethod.of(method))
+            one, other = (
+                {name: site.encoding for name, site in sim.quantizers.items() if site.role in ("input", "output")}
+                for sim in sims
+            )
+            assert one == other and None not in one.values()
+    sims[1].compute_encodings([10 * X], resume=True, progress=False)  # and calibration goes on
+    assert sims[1].quantizers["conv.input[0]"].encoding.max > sims[0].quantizers["conv.input[0]"].encoding.max
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda a: {f"{k}x": v for k, v in a.items()}, "there are no statistics of kind 'minmax' of a site"),
+        (lambda a: {k.replace("minmax/", "average/"): v for k, v in a.items()}, "no statistics of kind 'average'"),
+        (lambda a: {k: v.reshape(1) if "/hi/" in k else v for k, v in a.items()}, "are not of one shape"),
+        (lambda a: {k: v for k, v in a.items() if "/hi/" not in k}, "no readable checkpoint there"),
+        (lambda a: {"hi": a[next(iter(a))]}, "no readable checkpoint there"),
+    ],
+    ids=["site", "kind", "shape", "field", "key"],
+)
+def test_statistics_of_something_else_are_refused(saved: Path, change: Any, match: str) -> None:
+    path = saved / "statistics.safetensors"
+    save_file(change(load_file(path)), path)
+    rehashed(saved)
+    refused(make(), saved, match)
 
 
 def test_an_uncalibrated_simulation_is_saved_as_such(tmp_path: Path) -> None:
@@ -277,7 +321,8 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(saved: Path, monkeypatch: pyte
         patch.setattr(Path, "write_text", full)
         with pytest.raises(ExportError, match="the disk is full. Remedy: free some space"):
             sim.save_checkpoint(saved)
-    assert sorted(path.name for path in saved.iterdir()) == ["checkpoint.json", "model.safetensors", "quantizers.json"]
+    names = ["checkpoint.json", "model.safetensors", "quantizers.json", "statistics.safetensors"]
+    assert sorted(path.name for path in saved.iterdir()) == names
     sim.load_checkpoint(saved)
     assert torch.equal(sim.model(X), make(2.0).model(X))
 
