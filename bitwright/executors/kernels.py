@@ -242,19 +242,26 @@ def _softmax_float(call: Call) -> Array:
 def _average_pool(call: Call) -> Array:
     """Sums of dequantized float32 in the order of the window; divided by the count, then by the scale; zero point, rounding."""
     source, grid, attributes = call.read(0), call.grid, call.attributes
-    kernel = tuple(attributes["kernel_shape"])
-    steps = window(attributes, kernel, source.values.shape[2:])
-    if attributes.get("ceil_mode"):
-        raise NotImplementedError("ceil_mode")
-    values = np.pad(source.dequantized, [(0, 0), (0, 0), *steps["pads"]])
-    inside = np.pad(np.ones((1, 1, *source.values.shape[2:]), np.float32), [(0, 0), (0, 0), *steps["pads"]])
-    reach = [(k - 1) * d + 1 for k, d in zip(kernel, steps["dilations"], strict=True)]
-    sizes = [(n - r) // s + 1 for n, r, s in zip(values.shape[2:], reach, steps["strides"], strict=True)]
+    kernel, image = tuple(attributes["kernel_shape"]), source.values.shape[2:]
+    steps = window(attributes, kernel, image)
+    strides, dilations, ends = steps["strides"], steps["dilations"], steps["pads"]
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    room = [n + b + e - r for n, (b, e), r in zip(image, ends, reach, strict=True)]
+    sizes = [n // s + 1 for n, s in zip(room, strides, strict=True)]
+    if attributes.get(
+        "ceil_mode"
+    ):  # one more window where elements are left, if it begins before the padding at the end
+        sizes = [
+            min(-(-r // s) + 1, -(-(n + b) // s)) for r, s, n, (b, _) in zip(room, strides, image, ends, strict=True)
+        ]
+        ends = [(b, e + max((o - 1) * s - r, 0)) for (b, e), o, s, r in zip(ends, sizes, strides, room, strict=True)]
+    values = np.pad(source.dequantized, [(0, 0), (0, 0), *ends])
+    inside = np.pad(np.ones((1, 1, *image), np.float32), [(0, 0), (0, 0), *ends])
     total = np.zeros((*values.shape[:2], *sizes), np.float32)
     count = np.zeros((1, 1, *sizes), np.float32)
     for at in window_steps(kernel):
-        total += shifted(values, at, steps["strides"], steps["dilations"], sizes)
-        count += shifted(inside, at, steps["strides"], steps["dilations"], sizes)
+        total += shifted(values, at, strides, dilations, sizes)
+        count += shifted(inside, at, strides, dilations, sizes)
     if attributes.get("count_include_pad"):
         count[:] = np.prod(kernel)
     low, high = grid.ends

@@ -184,6 +184,19 @@ def test_kernels_of_onnx_runtime_are_met_bit_for_bit(op: str, profile: str) -> N
         np.testing.assert_array_equal(found, wanted, f"{op} {seed}")
 
 
+@pytest.mark.parametrize("count_include_pad", [0, 1])
+@pytest.mark.parametrize("pads", [[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0]], ids=str)
+@pytest.mark.parametrize("stride", [2, 3])
+def test_averages_of_a_pool_that_rounds_its_size_up(stride: int, pads: list[int], count_include_pad: int) -> None:
+    draw = Draw(0)
+    options = {"strides": [stride] * 2, "pads": pads, "count_include_pad": count_include_pad, "ceil_mode": 1}
+    proto = one("AveragePool", draw, kernel_shape=[3, 2], **options)
+    given = feeds(proto, draw)
+    (found,) = CodeExecutor(ir.from_proto(proto), find_profile("ort_x64")).run(given).values()
+    (wanted,) = new_session(proto.SerializeToString(), session_options(entries=EXACT_SUMS)).run(None, given)
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_pairs_saturate_and_accumulators_wrap_around() -> None:
     x = np.full((1, 2, 1, 1), 255, np.uint8)
     w = np.full((1, 2, 1, 1), 127, np.int64)
