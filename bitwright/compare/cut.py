@@ -105,6 +105,11 @@ def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
     return found
 
 
+def attributes_of(node: ir.Node) -> dict[str, Any]:
+    """Attributes of ``node`` as Python values."""
+    return {key: attr.value for key, attr in node.attributes.items() if not attr.is_ref()}
+
+
 def constant_at(node: ir.Node, port: int) -> Array | None:
     """The constant that an operator reads at a port, if there is one."""
     return array_of(node.inputs[port]) if len(node.inputs) > port else None

@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.cut import array_of, constant_at, dequantizer, graphs_in, reads_of
+from bitwright.compare.cut import array_of, attributes_of, constant_at, dequantizer, graphs_in, reads_of
 from bitwright.executors.kernels import CODE_KERNELS, product_in_float
 from bitwright.executors.profile import Profile
 from bitwright.executors.tensors import Call, Grid, Tensor
@@ -329,11 +329,6 @@ def _names(node: ir.Node) -> list[str]:
         for graph in (body, *(g for inner in body.all_nodes() for g in graphs_in(inner))):
             own.update(map(id, (*graph.inputs, *graph.initializers.values())))
     return [str(value.name) for value in reads_of(node) if id(value) not in own]
-
-
-def attributes_of(node: ir.Node) -> dict[str, Any]:
-    """Attributes of ``node`` as Python values."""
-    return {key: attr.value for key, attr in node.attributes.items() if not attr.is_ref()}
 
 
 def bounds_of(node: ir.Node) -> tuple[float, float]:

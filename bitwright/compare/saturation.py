@@ -20,8 +20,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.cut import constant_at, dequantizer, values_by_name
+from bitwright.compare.cut import attributes_of, constant_at, dequantizer, values_by_name
 from bitwright.compare.runtime import run_model
+from bitwright.core.graph.windows import conv_pads
 from bitwright.core.numerics.integer_sums import INT16_MAX, INT16_MIN, INT32_MAX, largest_pair, saturated
 from bitwright.errors import ExportError, some_of
 from bitwright.export.qdq.forms import read_metadata
@@ -117,7 +118,8 @@ def _windows(
     rank = len(kernel)
     strides, dilations = (tuple(node.attributes.get_ints(k, ()) or (1,) * rank) for k in ("strides", "dilations"))
     reach = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True))
-    x = np.pad(x, ((0, 0), (0, 0), *_padding(node, x.shape[2:], reach, strides)), constant_values=zero)
+    pads = conv_pads(attributes_of(node), x.shape[2:], kernel)
+    x = np.pad(x, ((0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)), constant_values=zero)
     view = np.lib.stride_tricks.sliding_window_view(x, reach, axis=tuple(range(2, 2 + rank)))
     steps: tuple[Any, ...] = (..., *(slice(None, None, s) for s in strides), *(slice(None),) * rank)
     view = view[steps]
@@ -130,17 +132,6 @@ def _windows(
     steps = (at[0], slice(None), *at[1:])
     windows = view[steps]  # [N, C, *kernel]
     return [np.moveaxis(part, 1, -1).reshape(len(chosen), -1) for part in np.split(windows, groups, axis=1)]
-
-
-def _padding(
-    node: ir.Node, sizes: Sequence[int], reach: Sequence[int], strides: Sequence[int]
-) -> list[tuple[int, int]]:
-    auto = node.attributes.get_string("auto_pad", "NOTSET") or "NOTSET"
-    if auto.startswith("SAME"):
-        totals = [max((-(-n // s) - 1) * s + r - n, 0) for n, r, s in zip(sizes, reach, strides, strict=True)]
-        return [(t // 2, t - t // 2) if auto == "SAME_UPPER" else (t - t // 2, t // 2) for t in totals]
-    pads = tuple(node.attributes.get_ints("pads", ()) or (0,) * (2 * len(sizes)))
-    return list(zip(pads[: len(sizes)], pads[len(sizes) :], strict=True))
 
 
 def integer_products(model: ir.Model) -> Iterator[IntegerProduct]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.windows import conv_pads
 from bitwright.core.simulation.float_model import Array, SetParam, sqnr
 from bitwright.progress import progress as progress_bar
 
@@ -163,11 +164,8 @@ def _patches(x: Array, shape: Sequence[int], attrs: Mapping[str, Any], places: A
     """What a convolution multiplies at some positions of its result: ``[rows, C * kernel]``."""
     kernel = tuple(shape[2:])
     n = len(kernel)
-    pads, strides = attrs.get("pads") or (0,) * 2 * n, attrs.get("strides", (1,) * n)
-    dilations = attrs.get("dilations", (1,) * n)
-    auto = attrs.get("auto_pad", "NOTSET")
-    if auto in ("SAME_UPPER", "SAME_LOWER"):
-        pads = _same_pads(x.shape[2:], kernel, strides, dilations, auto == "SAME_UPPER")
+    strides, dilations = (attrs.get(key, (1,) * n) for key in ("strides", "dilations"))
+    pads = conv_pads(attrs, x.shape[2:], kernel)
     x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:n], pads[n:], strict=True)])
     spans = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
     windows = np.lib.stride_tricks.sliding_window_view(x, spans, axis=tuple(range(2, 2 + n)))
@@ -176,18 +174,6 @@ def _patches(x: Array, shape: Sequence[int], attrs: Mapping[str, Any], places: A
     sites = (windows.shape[0], *windows.shape[2 : 2 + n])
     where = np.unravel_index(places, sites)
     return windows[(where[0], slice(None), *where[1:])].reshape(len(places), -1)
-
-
-def _same_pads(
-    size: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int], upper: bool
-) -> tuple[int, ...]:
-    begins, ends = [], []
-    for n, k, s, d in zip(size, kernel, strides, dilations, strict=True):
-        total = max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
-        small, large = total // 2, total - total // 2
-        begins.append(small if upper else large)
-        ends.append(large if upper else small)
-    return (*begins, *ends)
 
 
 def estimate_batch_norms(

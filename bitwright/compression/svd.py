@@ -33,6 +33,7 @@ from bitwright.compression.costs import graph_costs
 from bitwright.compression.ratios import Chosen, Option, Part, choose
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
+from bitwright.core.graph.windows import conv_pads
 from bitwright.core.simulation.float_model import AddBias, Before, Chain, Edit, FloatModel, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, close_matches, first_few
 from bitwright.methods.front_end import Opened, front_end_of
@@ -525,15 +526,7 @@ def patches(x: Array, kernel: Sequence[int], attrs: Mapping[str, Any]) -> Array:
     """
     n = len(kernel)
     strides, dilations = (tuple(attrs.get(k) or (1,) * n) for k in ("strides", "dilations"))
-    pads = tuple(attrs.get("pads") or (0,) * 2 * n)
-    mode = str(attrs.get("auto_pad", "NOTSET"))
-    if mode.startswith("SAME"):
-        totals = [
-            max(0, (-(-m // s) - 1) * s + (k - 1) * d + 1 - m)
-            for m, k, s, d in zip(x.shape[2:], kernel, strides, dilations, strict=True)
-        ]
-        less, more = [t // 2 for t in totals], [t - t // 2 for t in totals]
-        pads = (*less, *more) if mode == "SAME_UPPER" else (*more, *less)
+    pads = conv_pads(attrs, x.shape[2:], kernel)
     padded = np.pad(np.asarray(x, np.float64), [(0, 0), (0, 0), *((pads[a], pads[a + n]) for a in range(n))])
     spans = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True))
     windows = np.lib.stride_tricks.sliding_window_view(padded, spans, tuple(range(2, 2 + n)))

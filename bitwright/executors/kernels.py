@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.graph.windows import conv_pads
 from bitwright.executors.rounding import REQUANTIZERS
 from bitwright.executors.sums import convolution, matmul, paired_matmul, shifted, window_steps
 from bitwright.executors.tensors import Call, Grid, Tensor
@@ -64,15 +65,8 @@ def window(attributes: Mapping[str, Any], kernel: Sequence[int], sizes: Sequence
     rank = len(kernel)
     strides = tuple(attributes.get("strides") or (1,) * rank)
     dilations = tuple(attributes.get("dilations") or (1,) * rank)
-    auto = attributes.get("auto_pad", "NOTSET")
-    if auto.startswith("SAME"):
-        reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
-        totals = [max((-(-n // s) - 1) * s + r - n, 0) for n, r, s in zip(sizes, reach, strides, strict=True)]
-        ends = [(t // 2, t - t // 2) if auto == "SAME_UPPER" else (t - t // 2, t // 2) for t in totals]
-    else:
-        pads = tuple(attributes.get("pads") or (0,) * (2 * rank))
-        ends = list(zip(pads[:rank], pads[rank:], strict=True))
-    return {"strides": strides, "dilations": dilations, "pads": ends}
+    pads = conv_pads(attributes, sizes, kernel)
+    return {"strides": strides, "dilations": dilations, "pads": list(zip(pads[:rank], pads[rank:], strict=True))}
 
 
 def _conv(call: Call) -> Array:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bitwright.core.graph.recurrence import CELLS, Context, Variant, step, variant_of
+from bitwright.core.graph.windows import conv_pads
 from bitwright.export.qdq.markers import DOMAIN
 from bitwright.export.recurrent import (
     INITIAL_C,
@@ -35,7 +36,6 @@ from bitwright.export.recurrent import (
     layer_activations,
     unknown_activation,
 )
-from bitwright.methods.rounding.matrices import conv_pads
 from bitwright.methods.rounding.program import Quantize
 
 _FUNCTIONS: Mapping[str, Callable[[Tensor, Any, Any], Tensor]] = {

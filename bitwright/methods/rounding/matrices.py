@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bitwright.core.graph.windows import conv_pads
 from bitwright.core.numerics.affine import format_numbers, round_to_float, stored_scale, with_stored_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat, ScaleFormat
@@ -26,26 +27,6 @@ from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntForma
 RECURRENT = ("LSTM", "GRU", "RNN")
 _CHUNK = 1 << 24  # numbers of a patch matrix made at once: 64 MiB
 _BLOCKED = 256  # columns from which on half of a symmetric product is worth leaving out
-
-
-def conv_pads(attrs: Mapping[str, Any], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
-    """ONNX ``pads`` (all begins, then all ends) of a convolution or pool, ``auto_pad`` resolved.
-
-    >>> conv_pads({"auto_pad": "SAME_UPPER", "strides": (2,), "dilations": (1,)}, (8,), (3,))
-    (0, 1)
-    """
-    mode = str(attrs.get("auto_pad", "NOTSET"))
-    if mode == "VALID":
-        return (0,) * 2 * len(kernel)
-    if not mode.startswith("SAME"):
-        return tuple(int(p) for p in attrs.get("pads", (0,) * 2 * len(kernel)))
-    strides, dilations = (attrs.get(k, (1,) * len(kernel)) for k in ("strides", "dilations"))
-    totals = [
-        max(0, (-(-n // s) - 1) * s + (k - 1) * d + 1 - n)
-        for n, k, s, d in zip(sizes, kernel, strides, dilations, strict=True)
-    ]
-    less, more = tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
-    return (*less, *more) if mode == "SAME_UPPER" else (*more, *less)
 
 
 @dataclass(frozen=True)
