@@ -14,6 +14,7 @@ from itertools import chain, count
 import numpy as np
 import onnx_ir as ir
 
+from bitwright.export.files.onnx_file import all_graphs, all_nodes
 from bitwright.export.qdq.forms import note_metadata, read_metadata
 from bitwright.export.qdq.markers import STATES, move_uses
 from bitwright.export.qdq.write import QdqResult
@@ -31,12 +32,12 @@ def compact(result: QdqResult, float_model: ir.Model) -> QdqResult:
         float_model: the same model without quantizers: what it has under the same name keeps that name.
     """
     model = result.model
-    noted = {node: facts for node in model.graph.all_nodes() if (facts := read_metadata(node)) is not None}
+    noted = {node: facts for node in all_nodes(model.graph) if (facts := read_metadata(node)) is not None}
     values = {str(value.name): value for value in _values(model)}
     scales = {node: values.get(str(facts["scale"])) for node, facts in noted.items()}
     known = {str(value.name) for value in _values(float_model)}
     shared = _share_constants(model, known)
-    new_names = _rename(model, known | _noted_names(model), {str(node.name) for node in float_model.graph.all_nodes()})
+    new_names = _rename(model, known | _noted_names(model), {str(node.name) for node in all_nodes(float_model.graph)})
     for node, facts in noted.items():
         scale = scales[node]
         scale = scale if scale is None else shared.get(scale, scale)
@@ -62,7 +63,7 @@ def forget_exporters_notes(model: ir.Model) -> int:
         The number of characters removed.
     """
     values = {*model.graph.inputs, *model.graph.outputs, *_values(model)}
-    nodes = model.graph.all_nodes()
+    nodes = all_nodes(model.graph)
     found = (*(n.metadata_props for n in nodes), *(v.metadata_props for v in values), model.graph.metadata_props)
     removed = 0
     for props in found:
@@ -73,17 +74,17 @@ def forget_exporters_notes(model: ir.Model) -> int:
 
 def _values(model: ir.Model) -> Iterator[ir.Value]:
     """Every input, initializer and result of the graph and of bodies."""
-    for graph in model.graphs():
+    for graph in all_graphs(model.graph):
         yield from graph.inputs
         yield from graph.initializers.values()
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         yield from node.outputs
 
 
 def _inner_values(model: ir.Model) -> Iterator[ir.Value]:
     """Values whose type and shape a file need not hold: not in bodies, nor of sequences, which not every reader infers."""
     ends = {*model.graph.inputs, *model.graph.outputs}
-    constants = (value for graph in model.graphs() for value in graph.initializers.values())
+    constants = (value for graph in all_graphs(model.graph) for value in graph.initializers.values())
     results = (value for node in model.graph for value in node.outputs)
     inferred = (ir.TensorType, type(None))
     return (v for v in chain(constants, results) if v not in ends and isinstance(v.type, inferred))
@@ -92,7 +93,7 @@ def _inner_values(model: ir.Model) -> Iterator[ir.Value]:
 def _noted_names(model: ir.Model) -> set[str]:
     """Values that a loop of a recurrent layer names."""
     states = (
-        json.loads(node.metadata_props[STATES]) for node in model.graph.all_nodes() if STATES in node.metadata_props
+        json.loads(node.metadata_props[STATES]) for node in all_nodes(model.graph) if STATES in node.metadata_props
     )
     return {str(one["lengths"]) for one in states}
 
@@ -101,7 +102,7 @@ def _share_constants(model: ir.Model, known: set[str]) -> dict[ir.Value, ir.Valu
     """Let readers of equal constants that are not ``known``, codes excepted, read the first of them; replaced -> first."""
     first: dict[tuple[object, ...], ir.Value] = {}
     shared: dict[ir.Value, ir.Value] = {}
-    for graph in model.graphs():
+    for graph in all_graphs(model.graph):
         for value in tuple(graph.initializers.values()):
             tensor = value.const_value
             if tensor is None or value.name in known or _stands_alone(value):
@@ -126,8 +127,8 @@ def _stands_alone(value: ir.Value) -> bool:
 
 def _rename(model: ir.Model, known: set[str], known_nodes: set[str]) -> dict[str, str]:
     """Short names for nodes and values that are not known; old name -> new name of a value."""
-    outputs = {value for graph in model.graphs() for value in (*graph.inputs, *graph.outputs)}
-    values, nodes = list(_values(model)), list(model.graph.all_nodes())
+    outputs = {value for graph in all_graphs(model.graph) for value in (*graph.inputs, *graph.outputs)}
+    values, nodes = list(_values(model)), list(all_nodes(model.graph))
     free = _free_names(known | known_nodes | {str(value.name) for value in values} | {str(node.name) for node in nodes})
     made: dict[str, str] = {}
     for node in nodes:

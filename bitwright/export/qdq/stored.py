@@ -77,6 +77,17 @@ def check_shape(encoding: Encoding, shape: tuple[int, ...], site: str) -> None:
         )
 
 
+def has_scale(fmt: Format) -> bool:
+    """Whether constants of ``fmt`` are stored as codes that DequantizeLinear scales.
+
+    Halves are numbers of their own. No operator of ONNX looks numbers of a codebook up and scales them in blocks. Above 16 bits
+    DequantizeLinear takes int32, which integer kernels would misread.
+    """
+    if isinstance(fmt, IntFormat):
+        return fmt.bits <= 16
+    return not fmt.codebook and fmt.name not in HALVES
+
+
 def store_constant(
     array: NDArray[Any], encoding: Encoding, shown: Encoding, site: str, *, width: int | None = None
 ) -> Stored:
@@ -94,20 +105,18 @@ def store_constant(
     """
     array = np.asarray(array, np.float32)
     check_shape(encoding, array.shape, site)
-    fmt, codes = encoding.format, np.asarray(quantize(array, encoding))
-    if isinstance(fmt, FloatFormat) and fmt.codebook:  # no operator of ONNX looks numbers up and scales them in blocks
+    fmt = encoding.format
+    if fmt.name in HALVES:
+        return Stored(np.asarray(quantize(array, encoding)).astype(HALVES[fmt.name].numpy()), None, None)
+    if not has_scale(fmt):
         return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
+    codes = np.asarray(quantize(array, encoding))
     if is_small_float(fmt):  # its numbers are whole multiples of the smallest one
         steps = replace(encoding, scale=encoding.scale * np.float32(fmt.step))
         small = fmt.max / fmt.step <= 127 and width != 16
         return _scaled((codes / fmt.step).astype(np.int8 if small else np.int16), steps, array.shape)
     if isinstance(fmt, FloatFormat):
-        if fmt.name in HALVES:
-            return Stored(codes.astype(HALVES[fmt.name].numpy()), None, None)
         return _scaled(codes.astype(FLOAT8[fmt.name].numpy()), encoding, array.shape)
-    # Above 16 bits DequantizeLinear takes int32, which integer kernels would misread.
-    if fmt.bits > 16:
-        return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
     bits = max(fmt.bits, width or 0)
     dtype = INTEGERS[
         4 if bits <= 4 else 8 if bits <= 8 else 16, isinstance(shown.format, IntFormat) and shown.format.signed

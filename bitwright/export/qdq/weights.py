@@ -27,7 +27,15 @@ from bitwright.core.numerics.integer_sums import (
 from bitwright.export.files.onnx_file import all_nodes, let_go
 from bitwright.export.qdq.forms import before
 from bitwright.export.qdq.markers import bypass, is_site, remove_unread, site_of
-from bitwright.export.qdq.stored import Stored, folded, in_whole_blocks, store_constant, transpose_encoding, unsigned
+from bitwright.export.qdq.stored import (
+    Stored,
+    folded,
+    has_scale,
+    in_whole_blocks,
+    store_constant,
+    transpose_encoding,
+    unsigned,
+)
 from bitwright.export.qdq.trace import bias_place, permutation
 from bitwright.export.qdq.writing import Weight, Writing, Written
 
@@ -167,8 +175,9 @@ def write_constant(w: Writing, node: ir.Node, site: str) -> None:
     encoding = w.encodings[site]
     in_body = _is_read_in_body(w, result)
     shift = in_body or (w.activation == "unsigned" and not _is_weight(result))
-    for reader, port in tuple(result.uses()):
-        if reader.op_type == "Transpose" and port == 0 and source.dtype in (None, ir.DataType.FLOAT):
+    turned = has_scale(encoding.format) and source.dtype in (None, ir.DataType.FLOAT)
+    for reader, port in tuple(result.uses()) if turned else ():
+        if reader.op_type == "Transpose" and port == 0:
             _write_transposed(w, reader, source, encoding, w.places[node], shift=in_body)
     if remove_unread(result):
         return
@@ -210,10 +219,7 @@ def _write_transposed(
     perm = permutation(node, array.ndim)
     moved = transpose_encoding(encoding, perm)
     small, values = _store(w, source, perm, moved, unsigned(moved) if shift else moved, place[0], node.outputs[0])
-    if small.op != "DequantizeLinear":
-        for value in values:  # the constant is written as it lies, and transposed where it is read
-            remove_unread(value)
-        return
+    assert small.op is not None
     result = node.outputs[0]
     if not result.is_graph_output():
         result.name = w.builder.names.value(f"{source.name}_transposed")
