@@ -21,6 +21,7 @@ from bitwright.cli.options import (
     Preset,
     Reading,
     Scheme,
+    finish,
     write_json,
 )
 from bitwright.errors import ConfigError
@@ -230,11 +231,7 @@ def drift(
     if data is not None:
         run = max(open_sides(a, b, prefix), key=lambda side: side.rank)
         feeds = next(reading.batches(data, input_specs(run.model)))
-    report = compare(a, b, feeds, prefix=prefix, diagnoses=diagnoses)
-    write_json(json_file, report)
-    print_report(report.to_text(), "bold green" if report.ok else "bold red")
-    if not report.ok:
-        raise typer.Exit(NO)
+    finish(compare(a, b, feeds, prefix=prefix, diagnoses=diagnoses), json_file)
 
 
 @command()
@@ -266,8 +263,4 @@ def saturation(
     if data is None and kept is None:
         raise ExportError(str(path), "there is nothing to run it on: no samples lie beside it", "give --data")
     batches: Any = iter([kept]) if data is None else reading.batches(data, input_specs(side.model))
-    report = take_apart(side.model, batches)
-    write_json(json_file, report)
-    print_report(report.to_text(), "bold green" if report.ok else "bold red")
-    if not report.ok:
-        raise typer.Exit(NO)
+    finish(take_apart(side.model, batches), json_file)

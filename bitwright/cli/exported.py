@@ -22,6 +22,7 @@ from bitwright.cli.options import (
     Profile,
     Reading,
     Runtime,
+    finish,
     like,
     write_json,
 )
@@ -63,19 +64,11 @@ def verify(
     if certificate:
         from bitwright.compare.certificate import check_certificate
 
-        repeated = check_certificate(folder, prefix)
-        write_json(json_file, repeated)
-        print_report(repeated.to_text(), "bold green" if repeated.ok else "bold red")
-        if not repeated.ok:
-            raise typer.Exit(NO)
+        finish(check_certificate(folder, prefix), json_file)
         return
     from bitwright.compare.verify import verify_folder
 
-    report = verify_folder(folder, prefix, runtime=runtime)
-    write_json(json_file, report)
-    print_report(report.to_text(), "bold green" if report.ok else "bold red")
-    if not report.ok:
-        raise typer.Exit(NO)
+    finish(verify_folder(folder, prefix, runtime=runtime), json_file)
 
 
 @command()
@@ -338,11 +331,7 @@ def diff(
     from bitwright.compare.certificate import compare_certificates, is_certificate
 
     if is_certificate(first) or is_certificate(second):
-        compared = compare_certificates(first, second)
-        write_json(json_file, compared)
-        print_report(compared.to_text(), "bold green" if compared.ok else "bold red")
-        if not compared.ok:
-            raise typer.Exit(NO)
+        finish(compare_certificates(first, second), json_file)
         return
     from bitwright.report import diff_runs, read_run
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitwright.cli.app import data_option, export_option, methods_option, output_option
+from bitwright.cli.app import NO, data_option, export_option, methods_option, output_option, print_report
 from bitwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -283,6 +283,14 @@ def like(name: str, glob: str) -> bool:
     import fnmatch
 
     return fnmatch.fnmatchcase(name, glob.replace("[", "[[]"))
+
+
+def finish(report: Any, json_file: Path | None) -> None:
+    """Write and print a report that is ok or not, and end with exit code 1 where it is not."""
+    write_json(json_file, report)
+    print_report(report.to_text(), "bold green" if report.ok else "bold red")
+    if not report.ok:
+        raise typer.Exit(NO)
 
 
 def write_json(path: Path | None, report: Any) -> None:

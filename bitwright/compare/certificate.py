@@ -4,7 +4,7 @@ A certificate lies beside the files of an export. It holds the hashes of these f
 what the CPU can do, and hashes of answers: every tensor of codes that executors of a profile make of the stored input, and every
 output of the runtime. :func:`check_certificate` repeats all of it; two certificates, from two machines, are compared by
 :func:`compare_certificates`. Every byte counts: the text of a certificate is the only one with its content, and its last entry is
-a hash of the others. It is no signature: whoever can write the folder can certify it anew.
+a hash of the others. It is not a signature: anyone who can write to the folder can certify it again.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class CodeExecutor:
         return codes
 
     def _operand(self, value: ir.Value | None, values: Mapping[str, Array]) -> Tensor | None:
-        """The codes behind an operand, ``None`` where it is left out."""
+        """The codes that an operand is dequantized from; ``None`` where it is left out."""
         source = dequantizer(value)
         if source is None:
             held = array_of(value)
@@ -372,7 +372,7 @@ def _kernel_of(node: ir.Node, results: set[int], profile: Profile) -> Kernel | N
 def _ends_well(
     node: ir.Node, quantizer: ir.Node | None, joined: Sequence[ir.Node], grid: Grid | None, profile: Profile
 ) -> bool:
-    """Whether a kernel can make what follows an operator: codes, behind what joins it, or the floats of a product."""
+    """Whether a kernel can make what follows an operator: codes, after what joins it, or the floats of a product."""
     if grid is not None:
         return _joins(joined, grid, profile)
     return quantizer is None and not joined and node.op_type in _FLOAT_RESULTS

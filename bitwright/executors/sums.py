@@ -87,7 +87,7 @@ def convolution(
         zero: code of zero in ``x``, with which it is padded.
         weight: codes from zero on, ``[M, C / groups, *K]``.
         bias: ``[M]``.
-        strides, pads, dilations: per spatial axis; pads in front and behind.
+        strides, pads, dilations: per spatial axis; pads before and after.
         groups: of channels.
         pairs: products are added in pairs of 16 bits, which saturate; of ``x`` as uint8, see
             :func:`bitwright.core.numerics.integer_sums.largest_pair`. ``zero`` counts from the same place then.

@@ -64,15 +64,10 @@ def write_samples(
 
 def _parts(i: int, name: str, array: Array, encoding: Encoding | None) -> Iterator[tuple[str, Array]]:
     """The members of one site's values, as codes where its grid is small and gives the same bits."""
-    fmt = None if encoding is None else encoding.format
-    small = isinstance(fmt, IntFormat) and fmt.bits <= 8 and array.dtype == np.float32 and array.size > 256
     if (
-        encoding is not None
-        and isinstance(fmt, IntFormat)
-        and small
-        and not encoding.dynamic
-        and encoding.scale.ndim == 0
-    ):
+        encoding is not None and isinstance(fmt := encoding.format, IntFormat) and fmt.bits <= 8 and not encoding.dynamic
+        and encoding.scale.ndim == 0 and array.dtype == np.float32 and array.size > 256
+    ):  # fmt: skip
         codes = quantize(array, encoding)
         values = dequantize(np.arange(fmt.qmin, fmt.qmax + 1).astype(codes.dtype), encoding)
         places = (codes.astype(np.int16) - fmt.qmin).astype(np.uint8)

@@ -224,7 +224,7 @@ def _open_ort(path: Path, threads: int, reference: bool) -> Session:
     last: list[Any] = [
         None,
         {},
-    ]  # the feeds of the last run, and what the file takes for them, which is no part of its time
+    ]  # the feeds of the last run, and what the file takes for them, which is not part of its time
 
     def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
         if last[0] is not feeds:

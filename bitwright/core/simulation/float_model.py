@@ -87,7 +87,7 @@ class Before:
         type: ``Conv`` with a weight ``[O, I, *kernel]``, or ``MatMul`` with one ``[K, O]``.
         weight: its values.
         attrs: of the convolution: ``kernel_shape``, ``strides``, ``pads``, ``dilations``, ``auto_pad``, ``group``.
-        rotates: whether ``weight`` is an orthogonal matrix that is no parameter: a ``MatMul`` whose name ends in
+        rotates: whether ``weight`` is an orthogonal matrix that is not a parameter: a ``MatMul`` whose name ends in
             :data:`~bitwright.core.graph.operators.ROTATION`, which simulations leave in float.
     """
 
@@ -151,7 +151,7 @@ def carry_out(edits: Sequence[Edit], one: Callable[[Edit], Undo], refresh: Calla
     Args:
         edits: in order.
         one: carries out one of them.
-        refresh: reads the model again; called once for all chains, after them and after they are taken back.
+        refresh: reads the model again; called once for all chains, after they are carried out and after they are undone.
 
     Returns:
         A function that takes all of them back, the last first; calling it again changes nothing.

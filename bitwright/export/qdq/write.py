@@ -160,7 +160,7 @@ def _run(w: Writing) -> QdqResult:
 
 
 def _of_half_bias(w: Writing, note: Note) -> bool:
-    """Whether a note says that a bias is no int32, which one of half precision is not meant to be."""
+    """Whether a note says that a bias is not int32, which a bias of half precision is not meant to be."""
     return note.kind == "float bias" and w.half is not None and w.half.operators == "all"
 
 

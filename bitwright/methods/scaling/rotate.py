@@ -471,7 +471,7 @@ def rotate(
         turned, failed = sift(values, lambda some: _rotate_heads(view, some, seed), check, bar)
         refused += [Refused(h.value.op, reason) for h, reason in failed if h.value]
         undos.append(_rotate_heads(view, turned, seed))
-        before, unfit = _behind_nothing(view, layers) if online else ([], [])
+        before, unfit = _online_candidates(view, layers) if online else ([], [])
         added, broken = sift(before, lambda some: _rotate_online(view, some, seed), check, bar)
         refused += [*unfit, *(Refused(item.layer.op, reason) for item, reason in broken)]
         undos.append(_rotate_online(view, added, seed))
@@ -509,7 +509,7 @@ def rotatable_heads(layers: Layers) -> list[Attention]:
     ]
 
 
-def _behind_nothing(view: FloatModel, layers: Layers) -> tuple[list[Online], list[Refused]]:
+def _online_candidates(view: FloatModel, layers: Layers) -> tuple[list[Online], list[Refused]]:
     """The layers that write into streams and do not read the values of an attention, and why some cannot be treated."""
     found, refused = [], []
     attended = {heads.output.op for heads in find_attention(layers) if heads.output is not None}

@@ -79,14 +79,11 @@ def save_checkpoint(sim: SimulatedModule, folder: str | Path) -> Path:
 
 
 def _seen(sim: SimulatedModule) -> dict[str, NDArray[Any]]:
-    """What every quantizer saw in calibration, under ``kind/field/site`` of its first site."""
-    first: dict[int, Site] = {}
-    for site in sim.quantizers.values():
-        first.setdefault(id(site.quantizer), site)
+    """What every quantizer saw in calibration, under ``kind/field/site``; a quantizer has the name of its first site."""
     return {
-        f"{statistics.kind_of(seen)}/{field}/{site.name}": np.array(array)
-        for site in first.values()
-        if (seen := site.quantizer.statistics) is not None
+        f"{statistics.kind_of(seen)}/{field}/{quantizer.name}": np.array(array)
+        for quantizer in sim.quantizers.unique()
+        if (seen := quantizer.statistics) is not None
         for field, array in statistics.to_arrays(seen).items()
     }
 
