@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from bitwright.compare.cut import attributes_of, constant_at, dequantizer, values_by_name
 from bitwright.compare.runtime import run_model
-from bitwright.core.graph.windows import conv_pads
+from bitwright.core.graph.windows import windows
 from bitwright.core.numerics.integer_sums import INT16_MAX, INT16_MIN, INT32_MAX, largest_pair, saturated
 from bitwright.errors import ExportError, some_of
 from bitwright.export.qdq.forms import read_metadata
@@ -114,24 +114,12 @@ def _windows(
     node: ir.Node, x: Array, shape: Sequence[int], groups: int, zero: int, most: int, rng: np.random.Generator
 ) -> list[Array]:
     """Windows of a convolution, padded with the code of zero, at positions chosen by chance; one matrix per group."""
-    kernel = tuple(shape[2:])
-    rank = len(kernel)
-    strides, dilations = (tuple(node.attributes.get_ints(k, ()) or (1,) * rank) for k in ("strides", "dilations"))
-    reach = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True))
-    pads = conv_pads(attributes_of(node), x.shape[2:], kernel)
-    x = np.pad(x, ((0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)), constant_values=zero)
-    view = np.lib.stride_tricks.sliding_window_view(x, reach, axis=tuple(range(2, 2 + rank)))
-    steps: tuple[Any, ...] = (..., *(slice(None, None, s) for s in strides), *(slice(None),) * rank)
-    view = view[steps]
-    steps = (..., *(slice(None, None, d) for d in dilations))
-    view = view[steps]
-    places = (view.shape[0], *view.shape[2 : 2 + rank])
+    view = windows(x, shape[2:], attributes_of(node), zero)  # [N, *positions, C, *kernel]
+    places = view.shape[: x.ndim - 1]
     total = int(np.prod(places))
     chosen = np.arange(total) if total <= most else rng.choice(total, most, replace=False)
-    at = np.unravel_index(chosen, places)
-    steps = (at[0], slice(None), *at[1:])
-    windows = view[steps]  # [N, C, *kernel]
-    return [np.moveaxis(part, 1, -1).reshape(len(chosen), -1) for part in np.split(windows, groups, axis=1)]
+    read = view[np.unravel_index(chosen, places)]  # [rows, C, *kernel]
+    return [np.moveaxis(part, 1, -1).reshape(len(chosen), -1) for part in np.split(read, groups, axis=1)]
 
 
 def integer_products(model: ir.Model) -> Iterator[IntegerProduct]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.windows import conv_pads
+from bitwright.core.graph.windows import windows
 from bitwright.core.simulation.float_model import Array, SetParam, sqnr
 from bitwright.progress import progress as progress_bar
 
@@ -162,18 +162,8 @@ def _fit(view: Any, graph: Graph, op: Op, wanted: Sequence[tuple[Array, Array]],
 
 def _patches(x: Array, shape: Sequence[int], attrs: Mapping[str, Any], places: Array) -> Array:
     """What a convolution multiplies at some positions of its result: ``[rows, C * kernel]``."""
-    kernel = tuple(shape[2:])
-    n = len(kernel)
-    strides, dilations = (attrs.get(key, (1,) * n) for key in ("strides", "dilations"))
-    pads = conv_pads(attrs, x.shape[2:], kernel)
-    x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:n], pads[n:], strict=True)])
-    spans = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
-    windows = np.lib.stride_tricks.sliding_window_view(x, spans, axis=tuple(range(2, 2 + n)))
-    at: tuple[Any, ...] = (slice(None), slice(None), *(slice(None, None, s) for s in strides))
-    windows = windows[at + tuple(slice(None, None, d) for d in dilations)]
-    sites = (windows.shape[0], *windows.shape[2 : 2 + n])
-    where = np.unravel_index(places, sites)
-    return windows[(where[0], slice(None), *where[1:])].reshape(len(places), -1)
+    read = windows(x, shape[2:], attrs)  # [N, *positions, C, *kernel]
+    return read[np.unravel_index(places, read.shape[: x.ndim - 1])].reshape(len(places), -1)
 
 
 def estimate_batch_norms(

@@ -33,7 +33,7 @@ from bitwright.compression.costs import graph_costs
 from bitwright.compression.ratios import Chosen, Option, Part, choose
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
-from bitwright.core.graph.windows import conv_pads
+from bitwright.core.graph.windows import windows
 from bitwright.core.simulation.float_model import AddBias, Before, Chain, Edit, FloatModel, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, close_matches, first_few
 from bitwright.methods.front_end import Opened, front_end_of
@@ -524,16 +524,7 @@ def patches(x: Array, kernel: Sequence[int], attrs: Mapping[str, Any]) -> Array:
            [1, 2, 3],
            [2, 3, 0]])
     """
-    n = len(kernel)
-    strides, dilations = (tuple(attrs.get(k) or (1,) * n) for k in ("strides", "dilations"))
-    pads = conv_pads(attrs, x.shape[2:], kernel)
-    padded = np.pad(np.asarray(x, np.float64), [(0, 0), (0, 0), *((pads[a], pads[a + n]) for a in range(n))])
-    spans = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, spans, tuple(range(2, 2 + n)))
-    every = (slice(None),) * 2 + tuple(slice(None, None, s) for s in strides)
-    windows = windows[every + tuple(slice(None, None, d) for d in dilations)]
-    moved = np.moveaxis(windows, 1, 1 + n)  # [N, *positions, C, *kernel]
-    return moved.reshape(-1, x.shape[1] * math.prod(kernel))
+    return windows(np.asarray(x, np.float64), kernel, attrs).reshape(-1, x.shape[1] * math.prod(kernel))
 
 
 # ------------------------------------------------------------------------------------------------ finding layers

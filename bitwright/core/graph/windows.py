@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
 
 def conv_pads(attrs: Mapping[str, Any], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
     """ONNX ``pads`` (all begins, then all ends) of a convolution or pool, ``auto_pad`` resolved.
@@ -24,3 +28,26 @@ def conv_pads(attrs: Mapping[str, Any], sizes: Sequence[int], kernel: Sequence[i
     ]
     less, more = tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
     return (*less, *more) if mode == "SAME_UPPER" else (*more, *less)
+
+
+def windows(x: Array, kernel: Sequence[int], attrs: Mapping[str, Any], fill: float = 0) -> Array:
+    """What each output of a convolution reads: a view ``[N, *positions, C, *kernel]`` of ``x [N, C, *space]``, padded.
+
+    Args:
+        x: the input.
+        kernel: sizes of the kernel.
+        attrs: ``strides``, ``pads``, ``dilations``, ``auto_pad`` as of ONNX.
+        fill: the value of the padding, for codes the zero point.
+
+    >>> windows(np.arange(4).reshape(1, 1, 4), (3,), {"pads": (1, 1), "strides": (2,)})[0, :, 0]
+    array([[0, 0, 1],
+           [1, 2, 3]])
+    """
+    n = len(kernel)
+    strides, dilations = (tuple(attrs.get(key) or (1,) * n) for key in ("strides", "dilations"))
+    pads = conv_pads(attrs, x.shape[2:], kernel)
+    padded = np.pad(x, [(0, 0), (0, 0), *zip(pads[:n], pads[n:], strict=True)], constant_values=fill)
+    spans = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
+    view = np.lib.stride_tricks.sliding_window_view(padded, spans, axis=tuple(range(2, 2 + n)))
+    places = (slice(None),) * 2 + tuple(slice(None, None, s) for s in strides)
+    return np.moveaxis(view[places + tuple(slice(None, None, d) for d in dilations)], 1, n + 1)
