@@ -33,7 +33,7 @@ from bitwright.core.numerics.formats import FloatFormat
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 from bitwright.errors import ConfigError, EncodingsError, GranularityError
-from bitwright.runtimes.onnxruntime import CPU, new_session
+from bitwright.runtimes.onnxruntime import CPU, new_session, register_operators
 
 __all__ = [
     "QuantScheme",
@@ -279,13 +279,13 @@ class QuantizationSimModel(front.QuantizationSimModel):
         quant_scheme: a :class:`QuantScheme`, or the name of a range method (AIMET's or Bitwright's).
         config_file: path, name or dict of a configuration; ``None`` is AIMET's default, one scale per channel.
         dummy_input, providers: as there.
-        user_onnx_libs: libraries of custom operators, which cannot be loaded here.
+        user_onnx_libs: libraries of custom operators, loaded into every session from now on.
         path, session_options_kwargs: accepted; nothing is written and sessions are ONNX Runtime's own.
         legacy: the older arguments ``default_param_bw``, ``default_activation_bw``, ``use_cuda``,
             ``use_symmetric_encodings``, ``default_data_type``, ``rounding_mode``, ``device``, also by position.
 
     Raises:
-        ConfigError: (a ValueError) ``user_onnx_libs``, or an unknown argument.
+        ConfigError: (a ValueError) a library cannot be loaded, or an unknown argument.
     """
 
     def __init__(
@@ -308,12 +308,8 @@ class QuantizationSimModel(front.QuantizationSimModel):
         unknown = sorted(set(given) - {*_LEGACY, "memory_budget", "threads"})
         if unknown:
             raise TypeError(f"QuantizationSimModel has no arguments {unknown}")
-        if given.get("user_onnx_libs"):
-            raise ConfigError(
-                "user_onnx_libs",
-                "operators of custom libraries cannot be run here",
-                "replace them by functions of standard operators in the model",
-            )
+        for library in given["user_onnx_libs"] or ():
+            register_operators(library)
         weights, activations = _formats(param_type, activation_type, given)
         if providers is None and given.get("use_cuda"):
             providers = _cuda(int(given.get("device", 0)))

@@ -18,7 +18,7 @@ from bitwright.errors import ModelError
 from bitwright.onnx.model.data import input_specs, random_feeds
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.session import open_session
-from bitwright.runtimes.onnxruntime import new_session
+from bitwright.runtimes.onnxruntime import new_session, register_operators
 
 __all__ = [
     "CachedDataset",
@@ -154,6 +154,8 @@ def build_session(
     model: Any, providers: Sequence[Any], user_onnx_libs: list[str] | None = None, path: str | None = None
 ) -> Any:
     """A session of ONNX Runtime; of ``sim.model.model`` one that computes the simulation, with float kernels."""
+    for library in user_onnx_libs or ():
+        register_operators(library)
     proto = proto_of(model)
     if shown_outputs(proto) is not None:
         return open_session(ir.from_proto(proto), providers)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -169,7 +170,8 @@ def _options(
       bitwright list targets             names that the options take
       bitwright check-config rules.yaml  what it says, or what is wrong in it
 
-    Every command takes -v (log each step) and -q (print only the result line).
+    Every command takes -v (log each step), -q (print only the result line)
+    and --library (shared library of custom ONNX operators).
 
     Exit codes: 0 all is well; 1 the answer is no, as when verify found a
     difference; 2 the input was wrong; 130 Ctrl-C. An interrupted command
@@ -190,7 +192,7 @@ def group(name: str, help: str) -> typer.Typer:
 def command(
     name: str | None = None, *, under: typer.Typer | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command, of a group or of the application, with the options ``-v`` and ``-q``.
+    """Register a function as a command, of a group or of the application, with the options ``-v``, ``-q`` and ``--library``.
 
     A parameter whose type is a dataclass stands for the options that its fields declare, so that commands share them.
     """
@@ -205,11 +207,11 @@ def command(
                 flat += inspect.signature(cast(Any, kind), eval_str=True).parameters.values()
             else:
                 flat.append(parameter)
-        flat += inspect.signature(_verbosity, eval_str=True).parameters.values()
+        flat += inspect.signature(_common, eval_str=True).parameters.values()
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
-            level = _verbosity(values.pop("verbose"), values.pop("quiet"))
+            level = _common(values.pop("verbose"), values.pop("quiet"), values.pop("library"))
             made = {
                 key: group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
                 for key, group in groups.items()
@@ -234,12 +236,20 @@ def _place(parameter: inspect.Parameter) -> tuple[int, bool]:
     return GROUPS.index(group) if group in GROUPS else -1, parameter.name != "data"
 
 
-def _verbosity(
+def _common(
     verbose: Annotated[bool, output_option("--verbose", "-v", help="Log every step, with times.")] = False,
     quiet: Annotated[bool, output_option("--quiet", "-q", help="Print only the result line.")] = False,
+    library: Annotated[
+        list[Path] | None, data_option(metavar="FILE", help="Library of custom ONNX operators; may be repeated.")
+    ] = None,
 ) -> int:
     if verbose and quiet:
         raise ConfigError("--quiet", "it is given together with --verbose", "leave one of them out")
+    if library:
+        from bitwright.runtimes.onnxruntime import register_operators
+
+        for file in library:
+            register_operators(file)
     return _VERBOSE if verbose else _QUIET if quiet else _NORMAL
 
 

@@ -41,6 +41,7 @@ from bitwright.export.qdq.writing import ActivationForm, BiasForm
 from bitwright.export.recurrent import PROJECTION, restore_native, write_recurrent
 from bitwright.export.samples import write_samples
 from bitwright.export.targets import DEFAULT_TARGET, RecurrentForm, Target, find_target
+from bitwright.runtimes.onnxruntime import DOMAINS, operator_libraries
 from bitwright.runtimes.timing import Ratio
 
 
@@ -476,7 +477,7 @@ def _write(
             "weight_only": weight_only,
             "target": target,
             "prefix": prefix,
-            **_given(opset=opset, rest=rest),
+            **_given(opset=opset, rest=rest, libraries=_libraries(result.model)),
             **quantizer_args(sim),
             **_health(sim),
         }
@@ -512,6 +513,12 @@ def _half(
         problem = "LiteRT files take and return float32 here"
         raise ConfigError("io, normalize", problem, "leave them out, or export for target='ort_cpu'")
     return None
+
+
+def _libraries(model: ir.Model) -> list[str] | None:
+    """Names of the registered libraries, where the model has operators of domains that ONNX Runtime lacks."""
+    own = any(node.domain not in DOMAINS for node in model.graph.all_nodes())
+    return [Path(library).name for library in operator_libraries()] or None if own else None
 
 
 def _given(**settings: Any) -> dict[str, Any]:

@@ -27,3 +27,4 @@ from bitwright.onnx.model.view import OnnxView as OnnxView
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel as QuantizationSimModel
 from bitwright.recipes.quantize import Result as Result
 from bitwright.recipes.quantize import quantize as quantize
+from bitwright.runtimes.onnxruntime import register_operators as register_operators

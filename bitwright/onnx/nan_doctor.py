@@ -178,13 +178,6 @@ def _direction(
 _WIDE = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE))
 _FLOATS = frozenset(dtype for dtype in ir.DataType if dtype.is_floating_point())
 _NARROW = _FLOATS - _WIDE
-# what ONNX Runtime calls the types it infers itself
-_RUNTIME_TYPES = {
-    "tensor(float)": ir.DataType.FLOAT,
-    "tensor(double)": ir.DataType.DOUBLE,
-    "tensor(float16)": ir.DataType.FLOAT16,
-    "tensor(bfloat16)": ir.DataType.BFLOAT16,
-}
 _STANDARD = ("", "ai.onnx")
 BODY_ATTRIBUTES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Scan": ("body",)}
 
@@ -264,7 +257,6 @@ class Probe:
             for body in _bodies(node)
             for _, v in _made(_nodes(body, self.opset))
         }
-        self._types: dict[str, ir.DataType] | None = None
         self._watched: tuple[Any, dict[str, str]] | None = None  # value -> its sum
         self._fetching: dict[tuple[str, ...], Any] = {}
         self._judging: dict[tuple[str, ...], Any] = {}
@@ -321,37 +313,21 @@ class Probe:
 
     # -- sessions
 
-    def _copy(self) -> _Copy:
-        if self._types is None:
-            self._types = self._ask_types()
-        return _Copy(self.model, self._types)
-
-    def _ask_types(self) -> dict[str, ir.DataType]:
-        """Types of what shape inference did not know; the runtime does its own."""
-        unknown = [v for node in self.model.graph for v in node.outputs if v.name and v.dtype is None]
-        if not any(v.type is None for v in unknown):
-            return {}
-        names = [str(v.name) for v in unknown if v.type is None]
-        copy = _Copy(self.model, {})
-        session = self._open(copy, [copy.value(name) for name in names])
-        types = {out.name: _RUNTIME_TYPES.get(out.type) for out in session.get_outputs()}
-        return {name: found for name in names if (found := types.get(name)) is not None}
-
     @collector_paused()
     def _watch(self) -> tuple[Any, dict[str, str]]:
-        copy = self._copy()
+        copy = _Copy(self.model)
         sums = {str(value.name): copy.sum(value) for value in copy.floats}
         return self._open(copy, list(sums.values())), {name: str(v.name) for name, v in sums.items()}
 
     @collector_paused()
     def _judge(self, names: Sequence[str]) -> tuple[Any, list[str]]:
-        copy = self._copy()
+        copy = _Copy(self.model)
         scalars = [scalar for name in names for scalar in _bounds(copy, name)]
         return self._open(copy, scalars), [str(v.name) for v in scalars]
 
     @collector_paused()
     def _hand_out(self, names: Sequence[str]) -> tuple[Any, list[str]]:
-        copy = self._copy()
+        copy = _Copy(self.model)
         values = [_readable(copy, copy.value(name)) for name in names]
         return self._open(copy, values), [str(v.name) for v in values]
 
@@ -372,7 +348,7 @@ def array_of(value: ir.Value) -> Array:
 class _Copy:
     """A private copy of a model to add nodes to; half values are followed by an Identity."""
 
-    def __init__(self, model: ir.Model, types: dict[str, ir.DataType]) -> None:
+    def __init__(self, model: ir.Model) -> None:
         self.instrument = Instrument(clone_model(model))
         self.builder: Builder = self.instrument.builder
         self._values: dict[str, ir.Value] = {}
@@ -380,8 +356,6 @@ class _Copy:
         main = self.instrument.model.graph
         for node, value in _made(_nodes(main, opset_of(model))):
             name = str(value.name)
-            if value.type is None and name in types:
-                value.type = ir.TensorType(types[name])
             if node.graph is main:
                 self._values[name] = value
             if _is_float(value):

@@ -40,6 +40,7 @@ from bitwright.precision.measure import Metric, Noise, one_sided
 from bitwright.precision.result import decibel
 from bitwright.precision.search import INTERRUPTED, OUT_OF_TIME, mixed_precision
 from bitwright.recipes.quantize import quantize
+from bitwright.runtimes.onnxruntime import operator_libraries, register_operators
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,13 @@ class Job:
         return FloatSide(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "float_side"}
+        plain = {k: v for k, v in self.__dict__.items() if k != "float_side"}
+        return {**plain, "libraries": operator_libraries()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for library in state.pop("libraries"):
+            register_operators(library)
+        self.__dict__.update(state)
 
 
 class FloatSide:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from bitwright.errors import ConfigError, ExportError
 from bitwright.runtimes.adapters import check_not_empty, find_runtime, open_file
-from bitwright.runtimes.onnxruntime import Ran, profile
+from bitwright.runtimes.onnxruntime import Ran, operator_libraries, profile
 from bitwright.runtimes.timing import MOST_SPREAD, Ratio, Timing, interleaved, ratio
 from bitwright.tables import Tabular, text_table
 
@@ -203,9 +203,13 @@ import numpy as np
 def peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) / 1024
-path, feeds, runtime = sys.argv[1:]
+path, feeds, runtime, *libraries = sys.argv[1:]
 from bitwright.runtimes.adapters import find_runtime, open_file
 find_runtime(runtime)
+if libraries:
+    from bitwright.runtimes.onnxruntime import register_operators
+    for library in libraries:
+        register_operators(library)
 archive = np.load(feeds, allow_pickle=False)
 arrays = {name: archive[name] for name in archive.files}
 try:
@@ -230,7 +234,7 @@ def file_cost(name: str, path: Path, feeds: Feeds, runtime: str) -> FileCost:
         archive = Path(folder, "feeds.npz")
         np.savez(archive, **dict(feeds))  # type: ignore[arg-type]
         run = subprocess.run(
-            [sys.executable, "-c", _CHILD, str(path), str(archive), runtime],
+            [sys.executable, "-c", _CHILD, str(path), str(archive), runtime, *operator_libraries()],
             capture_output=True,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},

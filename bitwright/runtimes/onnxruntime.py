@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.errors import ConfigError, checks_arguments
 from bitwright.runtimes.timing import interleaved
 
 Array = NDArray[Any]
@@ -53,6 +54,56 @@ def session_options(
     return options
 
 
+#: domains whose operators ONNX Runtime has, or makes, by itself
+DOMAINS = frozenset(
+    ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft", "com.microsoft.nchwc",
+     "com.ms.internal.nhwc", "org.pytorch.aten")
+)  # fmt: skip
+_LIBRARIES: dict[str, None] = {}  # what the process has loaded stays loaded, so that the list is the process's as well
+
+
+@checks_arguments
+def register_operators(library: str | Path) -> None:
+    """Load a library of custom operators into every session that this process opens from now on.
+
+    Such operators run in float; the model around them is quantized. A file exported from the model needs the library wherever
+    it runs: its manifest names it. Registering a library again changes nothing.
+
+    Args:
+        library: path of a shared library that exports ``RegisterCustomOps``, as ONNX Runtime's documentation on custom operators
+            defines it.
+
+    Raises:
+        ConfigError: it is missing, built for another machine, or no library of operators.
+    """
+    import onnxruntime as ort
+
+    path = Path(library).resolve()
+    if str(path) in _LIBRARIES:
+        return
+    if not path.is_file():
+        raise ConfigError(str(library), "there is no such file", "give the path of the shared library of the operators")
+    try:
+        ort.SessionOptions().register_custom_ops_library(str(path))
+    except refusals() as error:
+        raise ConfigError(
+            str(library),
+            f"ONNX Runtime {ort.__version__} cannot load operators from it: {_reason(error)}",
+            "give a library built for this system and processor that exports RegisterCustomOps",
+        ) from error
+    _LIBRARIES[str(path)] = None
+
+
+def operator_libraries() -> tuple[str, ...]:
+    """Paths of the libraries that :func:`register_operators` loaded."""
+    return tuple(_LIBRARIES)
+
+
+def _reason(error: Exception) -> str:
+    """What ONNX Runtime says of a library, without its own prefix."""
+    return str(error).split(" with error: ")[-1].strip().splitlines()[0]
+
+
 def new_session(
     source: bytes | str | Path, options: Any = None, providers: Sequence[Any] = CPU, *, model: ir.Model | None = None
 ) -> Any:
@@ -74,6 +125,9 @@ def new_session(
     import onnxruntime as ort
 
     source = str(source) if isinstance(source, Path) else source
+    options = ort.SessionOptions() if options is None and _LIBRARIES else options
+    for library in _LIBRARIES:
+        options.register_custom_ops_library(library)
     try:
         return ort.InferenceSession(source, options, providers=list(providers))
     except refusals():

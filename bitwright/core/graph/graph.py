@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+UNKNOWN_TYPE = "unknown"
 ValueKind = Literal["input", "param", "constant", "activation"]
 
 
@@ -24,7 +25,7 @@ class Value:
         kind: ``input`` of the model, ``param`` (parameter, buffer, initializer), ``constant`` (made inside the model from
             nothing but constants and parameters), or ``activation``.
         shape: as seen in the recorded run.
-        dtype: ``float32``, ``int64``, ``bool``, ...
+        dtype: ``float32``, ``int64``, ``bool``, ..., or :data:`UNKNOWN_TYPE`.
         param: name of the parameter, for ``param`` values.
         sources: for ``constant`` values, names of the parameters it was computed from: who changes one of them changes
             the readers of this value too.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from bitwright.core.graph.graph import Graph, Value
+from bitwright.core.graph.graph import UNKNOWN_TYPE, Graph, Value
 from bitwright.core.graph.patterns import Match
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.tables import Tabular, html_table, text_table
@@ -143,6 +143,8 @@ class Plan:
         if not sites:
             if value.dtype.startswith("complex"):
                 return "float", f"{value.dtype}: quantizers take real numbers"
+            if value.dtype == UNKNOWN_TYPE:
+                return "float", "its type is not known: ONNX Runtime does not run the operator, or it lies in a body"
             if not value.is_float:
                 return "integer", f"{value.dtype} is not a floating-point type"
             if value.name in self.shared:

@@ -27,7 +27,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bitwright.core.graph.graph import Graph, Op, Value
+from bitwright.core.graph.graph import UNKNOWN_TYPE, Graph, Op, Value
 from bitwright.core.graph.operators import OPS, TRAITS, is_neutral, op_row
 from bitwright.core.graph.recurrence import CELLS, RETURNS, inner_values
 from bitwright.export.files.onnx_file import all_graphs, all_nodes, graphs_of, is_tensor
@@ -327,7 +327,7 @@ class _Reader:
         dtype = dtype if is_tensor(value) else "sequence"
         sources = self.constants.get(value, ()) if kind == "constant" else ()
         param = name if kind == "param" else None
-        self.values[name] = Value(name, kind, found or (), dtype or "unknown", param, sources)
+        self.values[name] = Value(name, kind, found or (), dtype or UNKNOWN_TYPE, param, sources)
         self.onnx_values[name] = value
 
     def _sources(self, value: ir.Value) -> list[str]:
@@ -436,7 +436,7 @@ class _Reader:
         x, hidden = node.inputs[0], node.outputs[0].name or None
         shape = () if x is None else self.values[str(x.name)].shape
         batch = shape[0 if attrs["layout"] else 1] if len(shape) == 3 else UNKNOWN
-        dtype = "unknown" if x is None else self.values[str(x.name)].dtype
+        dtype = UNKNOWN_TYPE if x is None else self.values[str(x.name)].dtype
         inner, values = inner_values(name, op_type, attrs, hidden, (batch, attrs["hidden_size"]), dtype)
         free = {value.name: _free(value.name, self._taken) for value in values}
         self.values.update((free[value.name], replace(value, name=free[value.name])) for value in values)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -53,7 +54,7 @@ from bitwright.onnx.model.rewrites import (
     split_directions,
     undo_optimizations,
 )
-from bitwright.onnx.model.session import weights
+from bitwright.onnx.model.session import open_session, weights
 from bitwright.onnx.model.untrusted import (
     check_external_data,
     check_names,
@@ -64,6 +65,7 @@ from bitwright.onnx.model.untrusted import (
     read_proto,
     tensor_attributes,
 )
+from bitwright.runtimes.onnxruntime import DOMAINS
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -76,11 +78,7 @@ _MOST_IR = 13
 # from which on an initializer need not be an input; before, ONNX Runtime refuses one that is not and that nothing reads
 _LEAST_IR = 4
 _STANDARD = ("", "ai.onnx")
-# domains that ONNX Runtime implements itself
-_KNOWN_DOMAINS = frozenset(
-    ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft", "com.microsoft.nchwc",
-     "com.ms.internal.nhwc", "org.pytorch.aten", MARKER_DOMAIN)
-)  # fmt: skip
+_TENSOR = re.compile(r"tensor\((\w+)\)")  # how ONNX Runtime writes types
 _SMALL = 1024  # bytes; larger initializers cannot hold a shape and are left out of shape inference
 _HELD = 1 << 26  # bytes of weights inside a file up to which they are held in memory
 _ALIGNED = 64  # bytes
@@ -147,6 +145,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
     drop_unchanged_states(copy)
     _put_neutral_numbers_second(copy)
     wrong = infer_shapes(copy)
+    _ask_types(copy)
     if wrong:
         some = first_few(sorted(wrong))
         notes.append(f"shapes that the model states and its operators contradict are ignored: {some}")
@@ -347,12 +346,12 @@ def _check_interface(model: ir.Model, site: str) -> None:
 def _foreign_domains(model: ir.Model) -> Iterator[str]:
     found: dict[str, dict[str, None]] = {}
     for node in all_nodes(model.graph):
-        if node.domain not in _KNOWN_DOMAINS:
+        if node.domain not in {*DOMAINS, MARKER_DOMAIN}:
             found.setdefault(node.domain, {})[node.op_type] = None
     for domain, types in found.items():
         yield (
             f"operators of the domain {domain!r} ({', '.join(types)}) stay in float; ONNX Runtime runs them only "
-            "with the library that implements them"
+            "with the library that implements them (register_operators)"
         )
 
 
@@ -563,6 +562,38 @@ def infer_shapes(model: ir.Model) -> set[str]:
         if info is not None and info.type.WhichOneof("value") is not None:
             _note_inferred(value, info.type)
     return wrong
+
+
+def _ask_types(model: ir.Model) -> None:
+    """Note types and shapes that ONNX shape inference does not know: ONNX Runtime infers those of its own operators.
+
+    A model that the runtime refuses, for one whose library of operators is missing, stays as it is: running it says why.
+    """
+    unknown = [str(v.name) for v in _made_values(model) if v.name and v.type is None and not has_map(v)]
+    if not unknown:
+        return
+    asked = clone_model(model)
+    values = {str(v.name): v for v in _made_values(asked)}
+    named = {str(v.name) for v in asked.graph.outputs}
+    asked.graph.outputs.extend(values[name] for name in unknown if name not in named)
+    try:
+        found = {out.name: out for out in open_session(asked, order="written").get_outputs()}
+    except ModelError:
+        return
+    values = {str(v.name): v for v in _made_values(model)}
+    for name in unknown:
+        kind = _TENSOR.fullmatch(found[name].type)
+        if kind is not None:
+            values[name].type = ir.TensorType(ir.DataType[kind[1].upper()])
+            values[name].shape = (
+                ir.Shape(found[name].shape) if found[name].shape else None
+            )  # [] also where it is unknown
+    infer_shapes(model)
+
+
+def _made_values(model: ir.Model) -> Iterator[ir.Value]:
+    """What the nodes of the main graph make."""
+    return chain.from_iterable(node.outputs for node in model.graph)
 
 
 def _note_inferred(value: ir.Value, kind: onnx.TypeProto) -> None:

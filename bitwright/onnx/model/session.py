@@ -30,6 +30,7 @@ Providers = Sequence[str | tuple[str, dict[str, Any]]]
 IN_MEMORY = 1 << 22
 _WEIGHTS_IN = "session.model_external_initializers_file_folder_path"
 _PAGE = 4096  # bytes; what lies at a multiple of it can be mapped into memory
+_UNKNOWN_OPERATOR = ("is not a registered function/op", "No opset registered for domain", "No Op registered for")
 _LARGE = 1024  # bytes of a tensor that is kept out of messages and optimised files
 
 
@@ -158,11 +159,13 @@ def _explained(name: str) -> Iterator[None]:
     except BitwrightError:  # of ours, and a RuntimeError like some of the runtime's
         raise
     except refusals() as error:
-        raise ModelError(
-            name,
-            f"ONNX Runtime cannot load it: {first_line(error)}",
-            "run the float model in ONNX Runtime first; a model that it refuses cannot be simulated",
-        ) from error
+        remedy = "run the float model in ONNX Runtime first; a model that it refuses cannot be simulated"
+        if any(words in str(error) for words in _UNKNOWN_OPERATOR):
+            remedy = (
+                "load the library of the operator first: bitwright.onnx.register_operators(path), or --library on the command "
+                "line; if it has none, replace the operator by standard ones"
+            )
+        raise ModelError(name, f"ONNX Runtime cannot load it: {first_line(error)}", remedy) from error
 
 
 def check_providers(providers: Providers | None) -> list[Any]:
