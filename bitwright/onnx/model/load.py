@@ -24,7 +24,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -569,26 +569,27 @@ def _ask_types(model: ir.Model) -> None:
 
     A model that the runtime refuses, for one whose library of operators is missing, stays as it is: running it says why.
     """
-    unknown = [str(v.name) for v in _made_values(model) if v.name and v.type is None and not has_map(v)]
+    unknown = {str(v.name): v for v in _made_values(model) if v.name and v.type is None and not has_map(v)}
     if not unknown:
         return
-    asked = clone_model(model)
-    values = {str(v.name): v for v in _made_values(asked)}
-    named = {str(v.name) for v in asked.graph.outputs}
-    asked.graph.outputs.extend(values[name] for name in unknown if name not in named)
     try:
-        found = {out.name: out for out in open_session(asked, order="written").get_outputs()}
+        found = open_session(_showing(model, unknown), order="written").get_outputs()
     except ModelError:
         return
-    values = {str(v.name): v for v in _made_values(model)}
-    for name in unknown:
-        kind = _TENSOR.fullmatch(found[name].type)
-        if kind is not None:
-            values[name].type = ir.TensorType(ir.DataType[kind[1].upper()])
-            values[name].shape = (
-                ir.Shape(found[name].shape) if found[name].shape else None
-            )  # [] also where it is unknown
+    for out in found:
+        value, kind = unknown.get(out.name), _TENSOR.fullmatch(out.type)
+        if value is not None and kind is not None:
+            value.type = ir.TensorType(ir.DataType[kind[1].upper()])
+            value.shape = ir.Shape(out.shape) if out.shape else None  # [] also where it is unknown
     infer_shapes(model)
+
+
+def _showing(model: ir.Model, names: Collection[str]) -> ir.Model:
+    """A copy of ``model`` that gives out what its nodes make under these names."""
+    copy = clone_model(model)
+    there = set(copy.graph.outputs)
+    copy.graph.outputs.extend(v for v in _made_values(copy) if v.name in names and v not in there)
+    return copy
 
 
 def _made_values(model: ir.Model) -> Iterator[ir.Value]:

@@ -147,7 +147,7 @@ def test_notes_say_what_was_changed():
     model = net.model(net("Twist", x, domain="acme", out="y"), domains={"acme": 1}, ir_version=14)
     assert load_model(model).notes == (
         "operators of the domain 'acme' (Twist) stay in float; ONNX Runtime runs them only with the library that "
-        "implements them",
+        "implements them (register_operators)",
         "IR version 14 was lowered to 13, the newest that ONNX Runtime reads",
     )
 
