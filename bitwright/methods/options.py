@@ -27,13 +27,22 @@ _WORDS = {
 }
 
 
-def keyword_options(function: Callable[..., Any], bound: Collection[str] = ()) -> dict[str, Any]:
-    """The keyword-only parameters of ``function`` that are not ``bound``, with their annotations."""
+def keyword_options(
+    function: Callable[..., Any], bound: Collection[str] = (), *, by_place: bool = False
+) -> dict[str, Any]:
+    """The keyword-only parameters of ``function`` that are not ``bound``, with their annotations.
+
+    Args:
+        function: it, or a partial of it.
+        bound: names that are no options.
+        by_place: also those that may be given by their place.
+    """
     parameters = inspect.signature(function).parameters.values()
     while isinstance(function, functools.partial):
         function = function.func
     hints = get_type_hints(function)
-    names = [p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.name not in bound]
+    kinds = {inspect.Parameter.KEYWORD_ONLY, *((inspect.Parameter.POSITIONAL_OR_KEYWORD,) if by_place else ())}
+    names = [p.name for p in parameters if p.kind in kinds and p.name not in bound]
     return {name: hints.get(name, Any) for name in names}
 
 

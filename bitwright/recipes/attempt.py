@@ -28,17 +28,7 @@ from bitwright.methods.runtime_repairs import StemReport, leave_stem_in_float
 from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.recipes.default_recipe import RecipeLike, as_recipe, find_effort
 from bitwright.recipes.judge import Judge, Rating, in_float
-from bitwright.recipes.recipe import (
-    KINDS,
-    ROUNDING,
-    OnHarm,
-    RecipeReport,
-    Runner,
-    Step,
-    integer_bits,
-    metric_of,
-    run_recipe,
-)
+from bitwright.recipes.recipe import ROUNDING, OnHarm, RecipeReport, Runner, Step, integer_bits, metric_of, run_recipe
 
 logger = logging.getLogger("bitwright")
 _SHOWN = 3  # kinds of operators, or reasons, that an error names
@@ -93,7 +83,7 @@ class Job:
         outputs, names, most = self.given.outputs, self.given.output_names, find_effort(self.effort).judged
         if held_out is not None:
             self.judge = Judge.given(held_out, outputs, most, names)
-        elif self.recipe is None and any(KINDS[step.name].gain is not None for step in steps):
+        elif self.recipe is None and any(step.kind.gain is not None for step in steps):
             self.judge, self.chosen = Judge.of(self.batches, outputs, most, names)
         else:
             whence = "on the first batch, which calibration saw: give held_out for a figure of other data"
@@ -242,14 +232,14 @@ class Attempt(Runner):
         Raises:
             ConfigError: see :func:`bitwright.methods.options.check_options`; or torch is missing.
         """
-        _, _, options = self._function(step.name)
+        _, _, options = self._function(step)
         check_options(step.name, step.options, options)
 
     def apply(self, step: Step) -> str:
         """Carry the step out; returns one line on what it did."""
-        function, bound, _ = self._function(step.name)
+        function, bound, _ = self._function(step)
         parameters = inspect.signature(function).parameters
-        target = self.model if KINDS[step.name].phase == "float" else self.sim
+        target = self.model if step.kind.phase == "float" else self.sim
         if next(iter(parameters)) == "view":
             opened = front_end_of(target).open_model(target, None, self.job.first, step.name, self.job.providers)
             checks = {"changed": opened.changed} if "changed" in parameters else {}
@@ -258,17 +248,17 @@ class Attempt(Runner):
         else:
             report = function(target, **bound, **step.options)
         self.changed = bool(getattr(report, "changed", True))
-        return str(getattr(report, "summary", None) or str(report).partition("\n")[0])
+        return "" if report is None else str(getattr(report, "summary", None) or str(report).partition("\n")[0])
 
-    def _function(self, name: str) -> tuple[Callable[..., Any], Mapping[str, Any], Options]:
+    def _function(self, step: Step) -> tuple[Callable[..., Any], Mapping[str, Any], Options]:
         """What carries a step out, what it is called with by name, and the options that are left to the recipe."""
-        run = KINDS[name].run
-        if name in ("seq_mse", *ROUNDING):  # written on torch
+        name, run = step.name, step.kind.run
+        if step.run is None and name in ("seq_mse", *ROUNDING):  # written on torch
             require_torch(name)
             from bitwright.methods.rounding.table import method_options
 
             return self.choose_weights, {"method": name}, method_options(name)
-        if name == "widen":  # derivatives are taken on torch
+        if step.run is None and name == "widen":  # derivatives are taken on torch
             require_torch(name)
             from bitwright.recipes.widen import widen
 
@@ -282,10 +272,12 @@ class Attempt(Runner):
         assert callable(run)
         names = inspect.signature(run).parameters
         bound = {parameter: value for parameter, value in self.given().items() if parameter in names}
+        if step.run is not None:
+            return run, bound, keyword_options(run, {next(iter(names)), *bound, "changed"}, by_place=True)
         return run, bound, keyword_options(run, {*bound, "changed"})
 
     def given(self) -> dict[str, Any]:
-        """What a function that a row of ``KINDS`` names is called with, where it has a parameter of that name."""
+        """What the function of a step is called with, where it has a parameter of that name; see :data:`GIVEN`."""
         return {
             "data": self.job.chosen,
             "dummy_input": self.job.first,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def default_recipe(
     )
 
 
-RecipeLike = str | Path | Iterable[str | Mapping[str, Any] | Step]
+RecipeLike = str | Path | Iterable[str | Callable[..., Any] | Mapping[Any, Any] | Step]
 
 
 def as_recipe(

@@ -29,7 +29,7 @@ from bitwright.methods.runtime_repairs import SaturationRepair, StemReport, chec
 from bitwright.recipes.attempt import Attempt, Job
 from bitwright.recipes.default_recipe import RecipeLike
 from bitwright.recipes.judge import Rating
-from bitwright.recipes.recipe import KINDS, OnHarm, RecipeReport, checked_metric, integer_bits, metric_of
+from bitwright.recipes.recipe import OnHarm, RecipeReport, checked_metric, integer_bits, metric_of
 from bitwright.report.document import POOR
 from bitwright.report.result import Reported
 
@@ -246,7 +246,7 @@ def _repaired(done: Attempt, batches: Iterable[Any], **form: Any) -> SaturationR
 def _never_worse_than_plain(done: Attempt, tried: list[str]) -> Rating:
     """Take the plain simulation where the judge finds it better than what the recipe led to; returns its rating."""
     beside = [o for o in done.report if o.kept and o.changed and not o.step.startswith("fold(")]
-    on_float = any(KINDS[o.step.partition("(")[0]].phase == "float" for o in beside)
+    on_float = any(o.on_float for o in beside)
     sim = done.plain() if on_float or done.start is None else None
     plain = done.rated(sim) if sim is not None or done.start is None else done.start
     part = done.rating.loses_to(plain)

@@ -8,6 +8,7 @@ carries the steps out.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -43,6 +44,7 @@ class Outcome:
         kept: whether it is in effect.
         sqnr: signal-to-noise ratio of the outputs before and after it, in dB, where a judge was asked.
         changed: whether it did anything.
+        on_float: whether it is a step that works on the float model.
     """
 
     step: str
@@ -52,6 +54,7 @@ class Outcome:
     kept: bool = True
     sqnr: tuple[float, float] | None = None
     changed: bool = True
+    on_float: bool = False
 
     @property
     def hurts(self) -> bool:
@@ -191,6 +194,8 @@ class Kind:
 
 _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
 _RANGES = ("layer_inputs", "activation_ranges", "widen")
+#: what a step's function is given by name where it has a parameter of that name
+GIVEN = ("data", "dummy_input", "providers", "progress", "calibrate", "weight", "config_file", "quant_scheme")
 ROUNDING = ("gptq", "gptaq", "adaround", "brecq", "qdrop", "flexround", "learned_clipping", "autoround")
 
 
@@ -272,24 +277,39 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a recipe: a row of :data:`KINDS` and the options of its function.
+    """One step of a recipe: a row of :data:`KINDS`, or a function of the user's, and its options.
 
     A step that is ``optional`` is left out, with the reason in the report, where it cannot be done.
+
+    Attributes:
+        run: a function of the user's, whose first parameter says what it works on: ``sim``, the calibrated simulation; ``model``,
+            the float model; ``view``, a :class:`~bitwright.core.simulation.float_model.FloatModel`. It is called as those of
+            :attr:`Kind.run` are.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     optional: bool = False
+    run: Callable[..., Any] | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """The row of the step; a function of the user's is not put to the judge."""
+        if self.run is None:
+            return KINDS[self.name]
+        phase: Phase = "simulation" if _works_on(self.run) == "sim" else "float"
+        return Kind(phase, f"the function {self.name}", run=self.run)
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
 
 
 def parse_recipe(steps: Iterable[str | Mapping[str, Any] | Step], source: str = "recipe") -> tuple[Step, ...]:
-    """Steps from what a user wrote: names, ``{name: {option: value}}``, or :class:`Step` objects.
+    """Steps from what a user wrote: names, functions, ``{name or function: {option: value}}``, or :class:`Step` objects.
 
     Raises:
-        ConfigError: an unknown step (with close matches), a step twice, or an order that cannot work.
+        ConfigError: an unknown step (with close matches), a function that cannot be called as a step, a step twice, or an order
+            that cannot work.
 
     >>> [str(step) for step in parse_recipe(["fold", {"adaround": {"iterations": 2000}}])]
     ['fold()', 'adaround(iterations=2000)']
@@ -315,9 +335,9 @@ def load_recipe(path: str | Path) -> tuple[Step, ...]:
     return parse_recipe(() if data["recipe"] is None else data["recipe"], str(path))
 
 
-def _parse_step(item: str | Mapping[str, Any] | Step, source: str) -> Step:
-    if isinstance(item, str):
-        item = Step(item)
+def _parse_step(item: str | Callable[..., Any] | Mapping[Any, Any] | Step, source: str) -> Step:
+    if isinstance(item, str) or callable(item):
+        item = _named(item)
     if isinstance(item, Mapping):
         if len(item) != 1:
             raise ConfigError(source, f"{dict(item)!r:.300} is not one step", "write {step: {option: value}}")
@@ -326,40 +346,68 @@ def _parse_step(item: str | Mapping[str, Any] | Step, source: str) -> Step:
             raise ConfigError(
                 source, f"the options of {name!r:.100} are {options!r:.100}", f"write {{{name}: {{option: value}}}}"
             )
-        item = Step(str(name), {str(key): value for key, value in (options or {}).items()})
+        item = replace(_named(name), options={str(key): value for key, value in (options or {}).items()})
     if not isinstance(item, Step):
         problem = f"{item!r:.100} is a {type(item).__name__}, not one step"
         raise ConfigError(source, problem, "write step or {step: {option: value}}")
-    if item.name not in KINDS:
+    if item.run is not None:
+        _check_function(item)
+    elif item.name not in KINDS:
         raise ConfigError(
             source, f"there is no step {item.name!r}{close_matches(item.name, KINDS)}", f"use {', '.join(KINDS)}"
         )
     return item
 
 
+def _named(step: Any) -> Step:
+    return Step(getattr(step, "__name__", type(step).__name__), run=step) if callable(step) else Step(str(step))
+
+
+def _works_on(function: Callable[..., Any]) -> str:
+    """Name of the first parameter."""
+    return next(iter(inspect.signature(function).parameters), "")
+
+
+def _check_function(step: Step) -> None:
+    """Refuse a function that cannot be called as a step.
+
+    Raises:
+        ConfigError: its first parameter is none of ``sim``, ``model``, ``view``, or another has neither a value nor a name that
+            steps are given.
+    """
+    assert step.run is not None
+    first = _works_on(step.run)
+    if first not in ("sim", "model", "view"):
+        problem = f"its first parameter is {first!r}" if first else "it takes nothing"
+        remedy = "name it sim (the calibrated simulation), model (the float model) or view (a FloatModel of either front end)"
+        raise ConfigError(f"step {step.name}", problem, remedy)
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for other in list(inspect.signature(step.run).parameters.values())[1:]:
+        if other.default is other.empty and other.kind not in variable and other.name not in (*GIVEN, *step.options):
+            raise ConfigError(
+                f"step {step.name}",
+                f"its parameter {other.name!r} has no value",
+                f"give it a default, an option of the step, or one of the names {', '.join(GIVEN)}",
+            )
+
+
 def _check_order(steps: Sequence[Step], source: str) -> None:
-    seen: dict[str, int] = {}
     for at, step in enumerate(steps):
-        kind = KINDS[step.name]
-        for earlier, where in seen.items():
-            rivals = {step.name, *kind.instead_of}
-            if earlier in rivals:
-                raise ConfigError(
-                    source,
-                    f"step {at + 1} ({step.name}) decides again what step {where + 1} ({earlier}) decided",
-                    "keep one of them",
-                )
-            wrong_phase = kind.phase == "float" and KINDS[earlier].phase == "simulation"
-            if wrong_phase or step.name in KINDS[earlier].after:
-                why = (
-                    f"it changes the float model, and {earlier} has worked on its simulation"
-                    if wrong_phase
-                    else f"{earlier} relies on it"
-                )
-                raise ConfigError(
-                    source, f"step {at + 1} ({step.name}) comes too late: {why}", f"put {step.name} before {earlier}"
-                )
-        seen[step.name] = at
+        for where, before in enumerate(steps[:at]):
+            if step.run is None and before.name in (step.name, *step.kind.instead_of):
+                problem = f"step {at + 1} ({step.name}) decides again what step {where + 1} ({before.name}) decided"
+                raise ConfigError(source, problem, "keep one of them")
+            why = _too_late(step, before)
+            if why:
+                problem = f"step {at + 1} ({step.name}) comes too late: {why}"
+                raise ConfigError(source, problem, f"put {step.name} before {before.name}")
+
+
+def _too_late(step: Step, before: Step) -> str:
+    """Why ``step`` cannot come after ``before``; empty if it can."""
+    if step.kind.phase == "float" and before.kind.phase == "simulation":
+        return f"it changes the float model, and {before.name} has worked on its simulation"
+    return f"{before.name} relies on it" if step.name in before.kind.after else ""
 
 
 def integer_bits(spec: QuantSpec | None) -> int:
@@ -452,7 +500,7 @@ def run_recipe(
         if index in impossible:
             run.leave_out(step, impossible[index])
             continue
-        if KINDS[step.name].phase == "simulation" and not simulated:
+        if step.kind.phase == "simulation" and not simulated:
             runner.simulate()
             run.before = None  # numbers of trials do not compare with those of the simulation
             simulated = True
@@ -501,13 +549,14 @@ class _Run:
         note: str = "",
         sqnr: tuple[float, float] | None = None,
         changed: bool = True,
+        on_float: bool = False,
     ) -> Outcome:
         """Write down a step."""
         metric = metric if metric is None else checked_metric(step, metric)
         # the float model is not a predecessor: its metric is the goal
         kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
         change = None if metric is None or not kept else self.sign * (metric - kept[-1])
-        self.outcomes.append(Outcome(step, metric, change, note, sqnr=sqnr, changed=changed))
+        self.outcomes.append(Outcome(step, metric, change, note, sqnr=sqnr, changed=changed, on_float=on_float))
         logger.info("%s: %s", step, note or "done")
         return self.outcomes[-1]
 
@@ -544,7 +593,7 @@ class _Run:
             self._give_up()
             self.leave_out(step, error)
             return False
-        outcome = self.add(str(step), value, note + said, sqnr, runner.changed)
+        outcome = self.add(str(step), value, note + said, sqnr, runner.changed, step.kind.phase == "float")
         if not kept:
             logger.info("%s is undone: the outputs did not gain", step)
             (both or undo)()
@@ -561,7 +610,7 @@ class _Run:
 
     def _judged(self, step: Step, undo: Undo, rounded_later: bool) -> tuple[tuple[float, float] | None, bool, str]:
         """The judge's numbers before and after the step just done; whether the step stays; what the numbers stand for."""
-        runner, kind, both = self.runner, KINDS[step.name], self._pending
+        runner, kind, both = self.runner, step.kind, self._pending
         if runner.judge is None or not runner.judge.possible or not (runner.changed or both):
             return None, True, ""
         if kind.gain is None:

@@ -21,7 +21,7 @@ from bitwright.recipes.attempt import Attempt, Job
 from bitwright.recipes.default_recipe import EFFORTS, as_recipe, default_recipe
 from bitwright.recipes.judge import Judge
 from bitwright.recipes.recipe import KINDS, Step, load_recipe, parse_recipe, run_recipe
-from bitwright.torch import QuantizationSimModel
+from bitwright.torch import QuantizationSimModel, quantize
 
 
 class Fake:
@@ -81,6 +81,53 @@ def test_steps_are_names_or_names_with_options():
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_any_work(recipe, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_recipe(recipe)
+
+
+def halve(model, *, by=2.0):
+    with torch.no_grad():
+        model[0].weight.div_(by)
+    return f"divided by {by}"
+
+
+def freeze(sim, data, names=("0.weight",)):
+    for name in names:
+        sim.quantizers[name].frozen = True
+    return f"{len(data)} batches"
+
+
+def test_functions_are_steps_on_the_float_model_or_the_simulation():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval()
+    weight = net[0].weight.detach().clone()
+    recipe = [{halve: {"by": 4.0}}, halve, lambda sim: None, Step("freeze", {"names": ["0.weight"]}, run=freeze)]
+    result = quantize(
+        net, [torch.randn(2, 4) for _ in range(3)], recipe=recipe, held_out=[torch.randn(2, 4)], progress=False
+    )
+    assert [(o.step, o.note, o.on_float) for o in result.report] == [
+        ("halve(by=4.0)", "divided by 4.0", True),
+        ("halve()", "divided by 2.0", True),
+        ("<lambda>()", "", False),
+        ("freeze(names=['0.weight'])", "3 batches", False),
+    ]
+    assert result.sim.quantizers["0.weight"].frozen
+    torch.testing.assert_close(result.sim.model[0].weight.detach(), weight / 8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ([lambda x: x], "step <lambda>: its first parameter is 'x'. Remedy: name it sim"),
+        ([lambda: 0], "step <lambda>: it takes nothing"),
+        (
+            [lambda sim, other: 0],
+            "its parameter 'other' has no value. Remedy: give it a default, an option .*calibrate",
+        ),
+        ([freeze, halve], r"step 2 \(halve\) comes too late: it changes the float model, and freeze has worked"),
+        ([freeze, "fold"], r"step 2 \(fold\) comes too late.*put fold before freeze"),
+    ],
+)
+def test_functions_that_cannot_be_steps_are_refused(recipe, message):
     with pytest.raises(ConfigError, match=message):
         parse_recipe(recipe)
 
