@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bitwright.core.graph.roles import UNREAD, Use, roles_of
 from bitwright.core.numerics.affine import with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import parse_format, parse_scale_format
@@ -27,7 +28,7 @@ from bitwright.core.numerics.serialize import granularity_from_json, granularity
 from bitwright.errors import ModelError
 from bitwright.llm.checkpoint import Checkpoint, assign, materialize, release
 from bitwright.llm.packed import PackedWeight
-from bitwright.llm.roles import UNREAD, Part, Transformer, Use, block_of, find_stack, require_stack, roles_of
+from bitwright.llm.roles import Part, Transformer, block_of, find_stack, require_stack
 from bitwright.torch.interception.record import record
 
 logger = logging.getLogger("bitwright")

@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import sys
 import tempfile
 import time
@@ -43,7 +42,6 @@ logger = logging.getLogger("bitwright")
 RECIPES = ("nearest", "awq", *METHODS)
 #: files of a whole model in memory, which are made of a simulation
 GRAPHS = ("genai", "onnx", "openvino")
-_NAME = re.compile(r"w(?P<bits>[2-8])(?:g(?P<group>\d+))?(?P<asym>_asym)?")
 _ACTIVATIONS = 256 << 20  # bytes of activations within a block that are held in memory
 _AT_ONCE = 1 << 20  # numbers that are rounded at once
 _TOGETHER = 8  # samples that a block is run on at once
@@ -146,16 +144,7 @@ def spec_of(preset: str | Preset | QuantSpec, group_size: int | None = None) -> 
         >>> spec_of("w4g128").describe()
         'int4 symmetric per block of 128, minmax'
     """
-    found = _NAME.fullmatch(preset) if isinstance(preset, str) else None
-    if isinstance(preset, QuantSpec):
-        spec: QuantSpec | None = preset
-    elif found is not None:
-        group = PerBlock(int(found["group"])) if found["group"] else PerChannel()
-        spec = weight_spec(f"int{found['bits']}", group)
-        if found["asym"]:
-            spec = replace(spec, format=f"uint{found['bits']}", symmetry="asymmetric")  # type: ignore[arg-type]
-    else:
-        spec = find_preset(preset).weight
+    spec = preset if isinstance(preset, QuantSpec) else find_preset(preset).weight
     if spec is None:
         raise ConfigError(
             f"preset {preset!r}", "it leaves weights in float", "use w4g128, w8 or another preset of weights"
@@ -618,7 +607,8 @@ def _write_graph(source: _Source, weights: Iterable[Weight], spec: QuantSpec, to
         held.data = values.to(held.dtype)
         if isinstance(weight, PackedWeight):
             found[weight.name] = weight
-    sim = QuantizationSimModel(model, {"input_ids": torch.arange(1, 9)[None]}, preset=Preset(spec, None), in_place=True)
+    rules = replace(make_rules(None, Preset(spec, None)), ends="as others")
+    sim = QuantizationSimModel(model, {"input_ids": torch.arange(1, 9)[None]}, config_file=rules, in_place=True)
     _give_codes(sim, found)
     sim.compute_encodings(progress=False)
     tokenizer = None if source.checkpoint is None else str(source.checkpoint.folder)

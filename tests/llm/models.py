@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from bitwright.core.numerics.spec import Preset, QuantSpec
+from bitwright.core.placement.config import make_rules
 from bitwright.torch import QuantizationSimModel
 
 VOCABULARY = 96
@@ -47,8 +49,8 @@ def tiny(config: type[PretrainedConfig], **changes: Any) -> Any:
 
 def weight_only(model: Any, spec: QuantSpec | str, *, tables: bool = False) -> QuantizationSimModel:
     """A calibrated simulation of quantized weights of linear layers, of tables and the output layer too with ``tables``."""
-    preset = spec if isinstance(spec, str) else Preset(spec, None)
-    sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, preset=preset)
+    rules = replace(make_rules(None, spec if isinstance(spec, str) else Preset(spec, None)), ends="as others")
+    sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, config_file=rules)
     for site in sim.quantizers.values():
         if not tables and ("embed" in site.name or "lm_head" in site.name):
             site.enabled = False

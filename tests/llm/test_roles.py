@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification
 
+from bitwright import Rule
 from bitwright.errors import ConfigError
 from bitwright.llm.roles import transformer
-from tests.llm.models import tiny
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.torch import QuantizationSimModel
+from tests.llm.models import SIZES, prompts, tiny
 
 GATED = {"embedding": 1, "q": 2, "k": 2, "v": 2, "o": 2, "gate": 2, "up": 2, "down": 2}
 PLAIN = {"embedding": 1, "q": 2, "k": 2, "v": 2, "o": 2, "up": 2, "down": 2}
@@ -110,3 +115,92 @@ def test_patterns_mean_roles_or_names():
         view.matching("role:dwn")
     with pytest.raises(ConfigError, match="no such parameter"):
         view.role("lm_heed.weight")
+
+
+def _stored(sim: Any) -> dict[str, str]:
+    return {name: site.spec.describe() for name, site in sim.quantizers.items()}
+
+
+class _Decoder(nn.Module):
+    """One block with a gated network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
+        self.attend = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        q, k, v, o = self.attend
+        h = self.norms[0](x)
+        keys, values = (layer(h).view(1, -1, 4, 16).transpose(1, 2) for layer in (k, v))
+        scores = q(h).view(1, -1, 4, 16).transpose(1, 2) @ keys.transpose(2, 3) / 4
+        scores = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -1e9)
+        x = x + o((scores.softmax(-1) @ values).transpose(1, 2).reshape(1, -1, 64))
+        h = self.norms[1](x)
+        gate = self.gate(h)
+        x = x + self.down(gate * torch.sigmoid(gate) * self.up(h))
+        return self.head(self.norms[2](x))
+
+
+def test_rules_name_roles_in_both_front_ends(tmp_path: Path):
+    model, tokens = _Decoder().eval(), torch.arange(8)[None]
+    entries = [
+        {"match": "role:v", "weight": {"format": "int8"}},
+        {"match": "role:down", "weight": {"quantized": False}},
+        {"match": "role:gate", "weight": {"format": "int3"}},
+        {"match": "role:lm_head", "weight": {"format": "int6"}},
+        {"match": "role:key_cache", "input": {"format": "int8"}},
+        {"match": "role:value_cache", "input": {"format": "int5", "dynamic": True}},
+    ]
+    config = {"preset": "w4g32", "rules": entries}
+    torch.onnx.export(model, (tokens,), str(tmp_path / "model.onnx"), dynamo=False, verbose=False)
+    sims = (
+        QuantizationSimModel(model, tokens, config_file=config),
+        OnnxSim(onnx.load(tmp_path / "model.onnx"), config_file=config),
+    )
+    for sim in sims:
+        stored = [text.replace("axis 0", "axis 1") for text in _stored(sim).values()]
+        blocks = "symmetric per block of 32 (axis 1), minmax"
+        assert sorted(stored) == sorted([
+            *[f"int4 {blocks}"] * 4, f"int8 {blocks}", f"int6 {blocks}", f"int3 {blocks}",
+            "int8 asymmetric per tensor, minmax", "int5 symmetric per token, range at run time",
+        ])  # fmt: skip
+    with pytest.raises(ConfigError, match=r"role:valu_cache: there is no such role \(did you mean 'value_cache'"):
+        Rule("role:valu_cache", quantized=False)
+
+
+@pytest.mark.parametrize(
+    "preset, expected",
+    [
+        ("w4g128", {}),
+        ("w4a8_dynamic", {}),
+        ("nvfp4", {}),
+        ("w4a8", dict.fromkeys(("embedding", "lm_head"), "int8 symmetric per channel (axis 0), minmax")),
+        ("w8", dict.fromkeys(("embedding", "lm_head"), "int8 symmetric per channel (axis 0), minmax")),
+    ],
+)
+def test_presets_below_eight_bits_leave_out_table_and_output_layer(preset: str, expected: dict[str, str]):
+    model = tiny(CONFIG_MAPPING["llama"], num_hidden_layers=1)
+    sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, preset=preset)
+    names = {"embedding": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+    found = _stored(sim)
+    assert {role: found[name] for role, name in names.items() if name in found} == expected
+    if not expected:
+        why = {row.name: row.how for row in sim.coverage().rows}
+        assert "makes the logits, and weights have fewer than 8 bits" in why["lm_head.weight"]
+
+
+def test_a_rule_takes_table_and_output_layer_below_eight_bits_and_a_classifier_has_no_ends():
+    model = tiny(CONFIG_MAPPING["llama"], num_hidden_layers=1)
+    config = {"preset": "w4", "rules": [{"match": "*", "weight": {"quantized": True}}]}
+    sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, config_file=config)
+    assert _stored(sim)["lm_head.weight"] == _stored(sim)["model.embed_tokens.weight"]
+    assert _stored(sim)["lm_head.weight"].startswith("int4")
+    config = CONFIG_MAPPING["bert"](**SIZES, num_labels=3)
+    classifier = AutoModelForSequenceClassification.from_config(config).eval()
+    sim = QuantizationSimModel(classifier, {"input_ids": prompts(1)}, preset="w4")
+    assert _stored(sim)["bert.embeddings.word_embeddings.weight"].startswith("int4")
+    assert _stored(sim)["classifier.weight"].startswith("int4")

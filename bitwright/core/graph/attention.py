@@ -35,7 +35,8 @@ def _product_before(graph: Graph, value: str) -> Op | None:
     """The product of two activations that scaling and masking lead to ``value`` from."""
     op = graph.producer(value)
     while op is not None and op.type in _BEFORE_SOFTMAX:
-        active = [s for s in op.inputs if s is not None and graph.producer(s) is not None]
+        operands = op.inputs[1:] if op.type == "Where" else op.inputs  # its first chooses
+        active = [s for s in operands if s is not None and graph.producer(s) is not None]
         op = graph.producer(active[0]) if active else None
     return op if op is not None and op.type == "MatMul" and len(op.inputs) > 1 else None
 

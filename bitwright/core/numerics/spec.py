@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -234,18 +235,33 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+#: weights alone: bits, size of a group, with zero points or without
+_WEIGHTS = re.compile(r"w(?P<bits>[2-8])(?:g(?P<group>[1-9]\d*))?(?P<asym>_asym)?")
+
+
 def find_preset(name: str | Preset) -> Preset:
     """The preset called ``name``; a :class:`Preset` is returned as it is.
 
+    ``w<bits>``, ``w<bits>g<group>`` and the same with ``_asym`` quantize weights alone.
+
     Raises:
         ConfigError: no such preset; the message lists close names.
+
+    >>> find_preset("w3g128_asym").weight.describe()
+    'uint3 asymmetric per block of 128, minmax'
     """
     if isinstance(name, Preset):
         return name
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
+    found = _WEIGHTS.fullmatch(name) if isinstance(name, str) else None
+    if found is not None:
+        group = PerBlock(int(found["group"])) if found["group"] else PerChannel()
+        if found["asym"]:
+            return Preset(weight_spec(f"uint{found['bits']}", group, symmetry="asymmetric"), None)
+        return Preset(weight_spec(f"int{found['bits']}", group), None)
     raise ConfigError(
         site=f"preset {name!r:.100}",
         problem=f"there is no preset of this name{close_matches(str(name), PRESETS)}",
-        remedy=f"use one of {', '.join(PRESETS)}, or a Preset of your own",
+        remedy=f"use one of {', '.join(PRESETS)}; w4g128, w3g64_asym, ... for weights alone; or a Preset of your own",
     )

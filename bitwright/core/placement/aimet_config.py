@@ -179,6 +179,7 @@ class _Reader:
             source=self.source,
             notes=tuple(self.notes),
             kernels=self.kernels,
+            ends="as others",
         )
 
     # ---- sections, in the order of application

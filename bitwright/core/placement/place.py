@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from bitwright.core.graph.float_values import REASONS, asks, computed_values, exact_values, reciprocals, tail_ops
 from bitwright.core.graph.graph import Graph, Op, Value
@@ -32,7 +33,8 @@ from bitwright.core.graph.operators import (
 )
 from bitwright.core.graph.patterns import Match, find_matches, folds_into
 from bitwright.core.graph.recurrence import CELL, CELLS, RETURNS, STATE_PORTS, activation_range, is_wide
-from bitwright.core.numerics.formats import FloatFormat, IntFormat, parse_format
+from bitwright.core.graph.roles import CACHES, ROLE, ends_of, named_by_role
+from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken, fitted
 from bitwright.core.numerics.integer_sums import bias_entries
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
@@ -41,6 +43,7 @@ from bitwright.core.placement.plan import Plan, RangeFrom, Role, SitePlan
 from bitwright.core.placement.rules import Resolver, Rule, Rules, Setting
 from bitwright.errors import ConfigError, close_matches
 
+CACHE_ROLES = frozenset(f"{ROLE}{name}" for name in CACHES)
 _CHANNELS_FIRST = frozenset(
     ("Conv", "ConvTranspose", "BatchNormalization", "InstanceNormalization", "GroupNormalization", "AveragePool")
 )
@@ -65,11 +68,16 @@ class Facts:
         reciprocals: value that is a reciprocal, or a multiple of one -> the operator that divides.
         cache: operator and port -> keys or values of attention, where the rules ask for a cache.
         normalisations: operator that is part of a normalisation written out -> the last operator of it.
+        roles: operator, parameter or operand -> its role in a transformer, where a rule names one.
     """
 
     def __init__(self, graph: Graph, rules: Rules) -> None:
         self.graph, self.rules = graph, rules
-        self.resolver = Resolver((*_rules_of_routers(graph), *rules.rules, *_rules_of_rotations(graph)))
+        self.resolver = Resolver(
+            (*_rules_of_ends(graph, rules), *_rules_of_routers(graph), *rules.rules, *_rules_of_rotations(graph))
+        )
+        asked = any(rule.name.startswith(ROLE) for rule in rules.rules)
+        self.roles = named_by_role(graph) if asked else {}
         self.static = _static_values(graph)
         self.float_values = {value.name for value in graph.values.values() if value.is_float}
         self.static_ops = {op.name for op in graph.ops if op.outputs and self.static.issuperset(op.outputs)}
@@ -233,6 +241,25 @@ def _rules_of_routers(graph: Graph) -> list[Rule]:
     return found
 
 
+def _rules_of_ends(graph: Graph, rules: Rules) -> list[Rule]:
+    """A language model's table of tokens and output layer are not taken below 8 bits, unless a rule of the user says more.
+
+    Errors of the one reach every layer, those of the other every probability. Engines keep both in float; next to calibrated
+    activations, which the output layer reads, they have 8 bits.
+    """
+    weight, activation = rules.weight, rules.activation
+    if weight is None or weight.format.bits >= 8 or rules.ends != "kept":
+        return []
+    in_float = activation is None or activation.dynamic
+    stored: dict[str, Any] = {"format": "int8", "symmetry": "symmetric", "granularity": PerChannel()}
+    asked = {"quantized": False} if in_float else {**stored, "scale_format": FLOAT32_SCALE}
+    found = []
+    for name, role in ends_of(graph).items():
+        why = f"{name} {'selects tokens' if role == 'embedding' else 'makes the logits'}, and weights have fewer than 8 bits"
+        found.append(Rule(name, port="weight", origin=why, optional=True, **asked))
+    return found
+
+
 def _stacks(graph: Graph) -> set[int]:
     """How many matrices the stacks of a graph hold."""
     found: set[int] = set()
@@ -375,7 +402,9 @@ class Ledger:
 
     def setting(self, op: Op, ports: frozenset[str], param: str | None, site: str, *values: str) -> Setting:
         """What the rules say of a tensor of ``op`` that has all these names."""
-        return self.facts.resolver.setting(op.type, ports, param, (op.name, op.module, site, *values))
+        known = self.facts.roles
+        roles = [known[name] for name in (op.name, site, *values) if name in known] if known else ()
+        return self.facts.resolver.setting(op.type, ports, param, (op.name, op.module, site, *values), roles)
 
     def output_setting(self, op: Op, index: int, value: str) -> Setting:
         """What the rules say of an output."""
@@ -714,7 +743,9 @@ class Operands:
         if not reason:
             reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, row))
             wanted = self._input_wanted(op, row, setting, from_model, reason)
-            if spec is not None and spec.dynamic and setting.quantized is not True and not self._reads_weight(op, port):
+            stored = setting.dynamic and facts.roles.get(site) in CACHE_ROLES  # a range for each token that is kept
+            runs = stored or setting.quantized is True or self._reads_weight(op, port)
+            if spec is not None and spec.dynamic and not runs:
                 wanted, reason = False, reason or AT_RUN_TIME
             if self._multiplies_a_reciprocal(op, value) and not groups and setting.quantized is not True:
                 wanted = False

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from bitwright.core.graph.patterns import DEFAULT_SUPERGROUPS, Pattern
 from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.graph.roles import CACHES, ROLE, ROLES, check_role
 from bitwright.core.numerics.formats import Format, IntFormat, ScaleFormat, parse_format
 from bitwright.core.numerics.granularity import Granularity, PerToken
 from bitwright.core.numerics.spec import (
@@ -51,7 +52,8 @@ class Rule:
         name: an operator, module, parameter or site. ``layer1`` means the operator of that name and
             everything below it (``layer1.0.conv1``, never ``layer10``); ``*`` and ``?`` are wildcards that
             also pass dots; brackets are literal, so ``conv1.output[0]`` is one site and ``conv1.weight``
-            one parameter.
+            one parameter. ``role:down`` are the layers of that role of a transformer
+            (:mod:`bitwright.core.graph.roles`), ``role:key_cache`` the keys that attention reads.
         op: canonical operator type, or several.
         port: which tensors of the operator. ``param`` is every parameter, ``weight`` and ``bias`` those of
             that name; ``constant`` is a constant operand that is not a parameter of the operator type (a
@@ -76,7 +78,7 @@ class Rule:
             quantized.
 
     Raises:
-        ConfigError: an unknown port or symmetry, or a range whose ends are exchanged.
+        ConfigError: an unknown role, port or symmetry, or a range whose ends are exchanged.
 
     >>> str(Rule("layer1.*", op="Conv", port="weight", format="int4"))
     "Rule('layer1.*', op='Conv', port='weight', format='int4')"
@@ -101,6 +103,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         _check_choice(self, "port", self.port, PORTS)
+        if self.name.startswith(ROLE):
+            check_role(self.name, (*ROLES, *CACHES))
         if self.symmetry is not None:
             _check_choice(self, "symmetry", self.symmetry, SYMMETRIES)
         if self.quantized == "derived" and self.port != "bias":
@@ -196,6 +200,8 @@ class Rules:
         notes: what was read and has no effect, one sentence each.
         kv_cache: what keys and values of attention are stored as, see :mod:`bitwright.core.placement.kv_cache`.
         kernels: operator type, or ``defaults``, -> what the target runs; a search for precisions keeps to it.
+        ends: what a language model's table of tokens and output layer are where weights have fewer than 8 bits: ``"kept"`` in
+            float (in int8 beside calibrated activations) unless a rule asks for more, or ``"as others"``.
     """
 
     weight: QuantSpec | None = PRESETS["w8a8"].weight
@@ -209,6 +215,7 @@ class Rules:
     notes: tuple[str, ...] = ()
     kernels: Mapping[str, tuple[Kernel, ...]] = field(default_factory=dict)
     kv_cache: KvCache | None = None
+    ends: Literal["kept", "as others"] = "kept"
 
     @property
     def allowed_kernels(self) -> Callable[[str, Any], str | None] | None:
@@ -345,7 +352,9 @@ class Resolver:
         self._candidates: dict[tuple[str, frozenset[str], str | None], tuple[_Candidate, ...]] = {}
         self._settings: dict[tuple[_Candidate, ...], Setting] = {}
 
-    def setting(self, op_type: str, ports: frozenset[str], param: str | None, names: Sequence[str]) -> Setting:
+    def setting(
+        self, op_type: str, ports: frozenset[str], param: str | None, names: Sequence[str], roles: Sequence[str] = ()
+    ) -> Setting:
         """The setting of a tensor.
 
         Args:
@@ -353,10 +362,16 @@ class Resolver:
             ports: the ports it answers to, such as ``{"weight", "param"}``.
             param: its parameter name in the operator's vocabulary.
             names: the operator, module, parameter and site names it goes by.
+            roles: what it is in a transformer, which rules name as ``role:q``.
         """
         found = self._select(op_type, ports, param)
         if any(pattern is not None for _, _, pattern in found):
-            found = tuple(c for c in found if c[2] is None or any(c[2].fullmatch(name) for name in names))
+            found = tuple(
+                (index, rule, pattern)
+                for index, rule, pattern in found
+                if pattern is None
+                or any(pattern.fullmatch(name) for name in (roles if rule.name.startswith(ROLE) else names))
+            )
         if found not in self._settings:
             setting = Setting()
             for index, rule, _ in found:
