@@ -263,8 +263,9 @@ def with_scale(encoding: Encoding, scale: ArrayLike, scale_format: ScaleFormat |
         ``float16`` and ``bfloat16`` round to the nearest number, ties to even, saturating; none becomes zero.
         For ``e8m0`` the largest magnitude keeps its place, see :func:`power_of_two_scale`. For ``e4m3`` the largest scale
         of the tensor becomes 448 of ``common``, and none becomes zero. For ``uint4`` the largest of a channel becomes 16 of
-        ``common``, and none less than 1. The product of a multiple and ``common`` is rounded to float32 once, as runtimes
-        compute it.
+        ``common``, and none less than 1; for ``q6_k`` and alike the largest of the blocks that share a number, as nearly as that
+        number is one of float16, and ``common`` has the shape of the scales. The product of a multiple and ``common`` is
+        rounded to float32 once, as runtimes compute it.
     """
     fmt = encoding.scale_format if scale_format is None else scale_format
     scale = np.asarray(scale, np.float32)
@@ -273,13 +274,17 @@ def with_scale(encoding: Encoding, scale: ArrayLike, scale_format: ScaleFormat |
         return replace(encoding, scale=scale.astype(np.float32), scale_format=fmt, common=None)
     if fmt.multiples is None:
         return replace(encoding, scale=_stored_numbers(scale, fmt), scale_format=fmt, common=None)
-    most = 1 << fmt.multiples.bits if isinstance(fmt.multiples, IntFormat) else fmt.multiples.max
-    shared: int | tuple[int, ...] | None = None
-    if fmt.shared == "channel":
-        shared = encoding.granularity.axis if isinstance(encoding.granularity, PerBlock) else ()
-    largest = scale.max(axis=shared, keepdims=True) if shared != () else scale
-    common = np.maximum(largest / np.float64(most), _FLOAT32_TINY).astype(np.float32)
-    multiples = _nearest_multiples(scale.astype(np.float64) / common, fmt.multiples)
+    axis = encoding.granularity.axis if isinstance(encoding.granularity, PerBlock) else None
+    if fmt.shared == "blocks" and axis is not None:
+        starts = np.arange(0, scale.shape[axis], fmt.count)
+        largest = np.maximum.reduceat(scale, starts, axis).repeat(fmt.count, axis).take(range(scale.shape[axis]), axis)
+    elif fmt.shared == "tensor" or axis is not None:
+        largest = scale.max(axis=None if fmt.shared == "tensor" else axis, keepdims=True)
+    else:
+        largest = scale
+    common = np.maximum(largest / np.float64(fmt.largest_multiple), _FLOAT32_TINY).astype(np.float32)
+    common = common if fmt.number is None else _stored_numbers(common, fmt)
+    multiples = _nearest_multiples(scale.astype(np.float64) / common, fmt)
     return replace(encoding, scale=multiples * common, scale_format=fmt, common=common)
 
 
@@ -311,13 +316,13 @@ def stored_scale(scale: Array, scale_format: ScaleFormat, common: Array | None =
     if scale_format.name == "e8m0":
         return cast(xp.exp2(rint(xp.log2(cast(scale, "float64")))), "float32")
     number, multiples = scale_format.number, scale_format.multiples
-    if number is not None:
+    if number is not None and multiples is None:
         return cast(xp.clip(round_to_float(scale, number), max(number.step, _FLOAT32_TINY), None), "float32")
     if multiples is None:
         return scale
     ratio = cast(scale, "float64") / common
     if isinstance(multiples, IntFormat):
-        return cast(xp.clip(rint(ratio), 1, 1 << multiples.bits), "float32") * common
+        return cast(xp.clip(rint(ratio), 1, scale_format.largest_multiple), "float32") * common
     return cast(xp.clip(round_to_float(ratio, multiples), multiples.step, None), "float32") * common
 
 
@@ -345,7 +350,7 @@ def scale_multiples(encoding: Encoding) -> NDArray[np.float32] | None:
     """
     if encoding.common is None or encoding.scale_format.multiples is None:
         return None
-    return _nearest_multiples(encoding.scale.astype(np.float64) / encoding.common, encoding.scale_format.multiples)
+    return _nearest_multiples(encoding.scale.astype(np.float64) / encoding.common, encoding.scale_format)
 
 
 def is_sayable(encoding: Encoding) -> bool:
@@ -366,11 +371,12 @@ def recognized(encoding: Encoding, scale_format: ScaleFormat) -> Encoding:
     return stored if np.array_equal(stored.scale, encoding.scale) else encoding
 
 
-def _nearest_multiples(ratio: Float64s, fmt: Format) -> NDArray[np.float32]:
-    if isinstance(fmt, IntFormat):
-        return np.clip(np.rint(ratio), 1, 1 << fmt.bits).astype(np.float32)
-    rounded: Float64s = round_to_float(ratio, fmt)
-    return np.maximum(rounded, fmt.step).astype(np.float32)
+def _nearest_multiples(ratio: Float64s, fmt: ScaleFormat) -> NDArray[np.float32]:
+    assert fmt.multiples is not None
+    if isinstance(fmt.multiples, IntFormat):
+        return np.clip(np.rint(ratio), 1, fmt.largest_multiple).astype(np.float32)
+    rounded: Float64s = round_to_float(ratio, fmt.multiples)
+    return np.maximum(rounded, fmt.multiples.step).astype(np.float32)
 
 
 def _fixed(

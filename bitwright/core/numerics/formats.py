@@ -158,9 +158,11 @@ class ScaleFormat:
     Attributes:
         name: of the row of :data:`SCALE_FORMATS`.
         shared: which of the scales are stored as multiples of one float32 number: ``"none"`` of them, all scales of the
-            ``"tensor"``, or the blocks of each ``"channel"``.
+            ``"tensor"``, the blocks of each ``"channel"``, or the next ``count`` blocks of a channel: ``"blocks"``.
         multiples: format of the multiples; ``None`` where scales share no number.
-        number: format of a scale that is stored as a number of its own, of fewer bits than float32.
+        number: format of a scale, or of the number that scales share, that has fewer bits than float32.
+        count: blocks that share a number; 0 where all or none do.
+        most: the largest multiple, where it is not that of ``multiples``.
 
     ============  =====================================  =====================================================
     name          a scale is                             used by
@@ -175,13 +177,28 @@ class ScaleFormat:
     ``uint4``     1 to 16 times one number per channel   LPBQ (AIMET): 4-bit blocks of 8-bit channels
     ``uint2`` to  1 to 4, ... 1 to 4096 times one number LPBQ of other widths: ``uint8`` for 8-bit blocks of 16-bit
     ``uint12``    per channel                            channels
+    ``q6_k``      1 to 127 times a float16 number per    Q6_K of GGUF: blocks of 16
+                  16 blocks
+    ``q3_k``      1 to 31 times a float16 number per     Q3_K of GGUF: blocks of 16
+                  16 blocks
+    ``q4_k``,     1 to 63 times a float16 number per     Q4_K and Q5_K of GGUF: blocks of 32
+    ``q5_k``      8 blocks
     ============  =====================================  =====================================================
     """
 
     name: str
-    shared: Literal["none", "tensor", "channel"] = "none"
+    shared: Literal["none", "tensor", "channel", "blocks"] = "none"
     multiples: FloatFormat | IntFormat | None = None
     number: FloatFormat | None = field(default=None, repr=False)  # told by the name
+    count: int = field(default=0, repr=False)
+    most: int = field(default=0, repr=False)
+
+    @property
+    def largest_multiple(self) -> float:
+        """The largest number that a shared one is multiplied with; 1 where none is shared."""
+        if self.most or self.multiples is None:
+            return self.most or 1
+        return 1 << self.multiples.bits if isinstance(self.multiples, IntFormat) else self.multiples.max
 
 
 FLOAT32_SCALE = ScaleFormat("float32")
@@ -195,6 +212,10 @@ SCALE_FORMATS: dict[str, ScaleFormat] = {
         ScaleFormat("e8m0"),
         ScaleFormat("e4m3", "tensor", FLOAT8_E4M3),
         *(ScaleFormat(f"uint{bits}", "channel", IntFormat(bits, signed=False)) for bits in range(2, 13)),
+        *(
+            ScaleFormat(name, "blocks", IntFormat(most.bit_length(), signed=False), FLOAT16, count, most)
+            for name, count, most in (("q3_k", 16, 31), ("q4_k", 8, 63), ("q5_k", 8, 63), ("q6_k", 16, 127))
+        ),
     )
 }
 

@@ -230,6 +230,10 @@ PRESETS: dict[str, Preset] = {
     "mxint8": Preset(weight_spec("int8", PerBlock(32), symmetry="strict_symmetric", scale_format=_E8M0), None),
     "nf4": Preset(weight_spec("nf4", PerBlock(64)), None),
     "nvfp4": Preset(weight_spec("float4_e2m1", PerBlock(16), scale_format=SCALE_FORMATS["e4m3"]), None),
+    **{
+        f"q{bits}_k": Preset(weight_spec(f"int{bits}", PerBlock(group), scale_format=SCALE_FORMATS[f"q{bits}_k"]), None)
+        for bits, group in ((3, 16), (4, 32), (5, 32), (6, 16))
+    },
     "fp16": Preset(weight_spec("float16", PerTensor()), activation_spec("float16", symmetry="symmetric")),
     "bf16": Preset(weight_spec("bfloat16", PerTensor()), activation_spec("bfloat16", symmetry="symmetric")),
 }

@@ -65,6 +65,8 @@ class GroupedScale:
             return None
         if not isinstance(encoding.granularity, PerBlock) or encoding.common is None:
             return None
+        if encoding.scale_format.shared != "channel":
+            return None
         return cls(stored.astype(np.int64), encoding.common, fmt.bits + multiples.bits)
 
     def applied_to(self, encoding: Encoding) -> Encoding:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.core.numerics.formats import SCALE_FORMATS, IntFormat
+from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.errors import ExportError
 from bitwright.llm.files.common import Extras, FileFormat, refuse_inputs
@@ -37,7 +38,20 @@ from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan
 
 FILE = "model.gguf"
 _CONFIG = "bitwright.config"  # key: the configuration, so that a file can be read back
-_MOSTLY = {"Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "MXFP4": 38, "float16": 1, "bfloat16": 32, "float32": 0}
+_MOSTLY = {
+    "Q3_K": 11,
+    "Q4_K": 14,
+    "Q5_K": 16,
+    "Q6_K": 18,
+    "Q8_0": 7,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 8,
+    "MXFP4": 38,
+    "float16": 1,
+    "bfloat16": 32,
+    "float32": 0,
+}
 
 
 def refuses(plan: WeightPlan) -> str:
@@ -45,10 +59,14 @@ def refuses(plan: WeightPlan) -> str:
     layout = plan.layout
     if layout is None or layout.format in HALF_FORMATS:
         return ""
-    if block_of(layout) is not None:
-        return ""
-    if layout.group != 32:
-        return "the blocks of its types have 32 elements"
+    row = block_of(layout)
+    if row is not None:
+        fits = plan.shape[plan.axis] % row.size == 0
+        return (
+            "" if fits else f"blocks of {row.name} have {row.size} elements, and it sums over {plan.shape[plan.axis]}"
+        )
+    if layout.group not in (16, 32):
+        return "the blocks of its types have 32 elements, or groups of 16"
     halves = layout.scale_format in ("float32", "bfloat16", "float16")
     named = "float16" if layout.symmetric else "float12"
     if halves and block_of(dataclasses.replace(layout, scale_format=named)) is not None:
@@ -168,11 +186,11 @@ def check(plans: Sequence[WeightPlan], extras: Extras) -> None:
 def _size(plan: WeightPlan) -> float:
     row = None if plan.layout is None else block_of(plan.layout)
     # the data are written to a spool and then to the file
-    return 2 * plan.elements * (4 if row is None else row.bytes / 32)
+    return 2 * plan.elements * (4 if row is None else row.bytes / row.size)
 
 
 def fitted(spec: QuantSpec) -> QuantSpec:
-    """``spec`` with float16 scales where it is of integers and says float32, which every scale is by default.
+    """``spec`` with the scales of the file where it is of integers and says float32, which every scale is by default.
 
     >>> fitted(QuantSpec("uint4", symmetry="asymmetric")).scale_format.name
     'float12'
@@ -180,13 +198,15 @@ def fitted(spec: QuantSpec) -> QuantSpec:
     if not isinstance(spec.format, IntFormat) or spec.scale_format.name != "float32":
         return spec
     name = "float12" if spec.symmetry == "asymmetric" else "float16"
+    if isinstance(spec.granularity, PerBlock) and spec.granularity.size == 16 and name == "float16":
+        name = {3: "q3_k", 6: "q6_k"}.get(spec.format.bits, name)
     return dataclasses.replace(spec, scale_format=SCALE_FORMATS[name])
 
 
 FORMAT = FileFormat(
     name="gguf",
     engine="llama.cpp and programs built on it",
-    holds=f"{', '.join(BLOCKS)} (groups of 32, float16 scales), float16, bfloat16, float32",
+    holds=f"{', '.join(BLOCKS)} (groups of 32, of 16 in Q3_K and Q6_K; float16 scales), float16, bfloat16, float32",
     refuses=refuses,
     size=_size,
     write=write,

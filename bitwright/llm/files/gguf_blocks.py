@@ -15,9 +15,17 @@ Q4_1      uint4 x float16 + float16                   asymmetric 4 bits, groups 
                                                       point are float16 numbers
 Q5_0      (uint5 - 16) x float16                      symmetric int5, groups of 32, float16 scales
 MXFP4     4-bit floats x a power of two               float4_e2m1, groups of 32, e8m0 scales
+Q3_K      (uint3 - 4) x integer x float16, in 256     symmetric int3, groups of 16, q3_k scales
+Q4_K      uint4 x integer x float16 - integer x       symmetric int4, groups of 32, q4_k scales: the offset is 8 times the
+          float16, in 256                             scale
+Q5_K      the same with uint5                         symmetric int5, groups of 32, q5_k scales: 16 times the scale
+Q6_K      (uint6 - 32) x int8 x float16, in 256       symmetric int6, groups of 16, q6_k scales
 ========  ==========================================  =========================================================
 
-Source: ``ggml-common.h`` and ``docs/gguf.md`` of ggml.
+The offsets that llama.cpp itself gives Q4_K and Q5_K are real numbers, which no zero point of an integer grid is; files with them
+are not read.
+
+Source: ``ggml-common.h`` and ``docs/gguf.md`` of ggml; ``gguf.quants`` for the order of bits.
 """
 
 from __future__ import annotations
@@ -27,6 +35,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,12 +62,15 @@ class BlockType:
     Attributes:
         number: in the file.
         name: as llama.cpp says it.
-        bytes: of a block of 32 elements.
+        bytes: of a block.
         format: of the codes, on the signed grid.
         symmetric: whether it has no offset.
         scales: names of the scale formats whose numbers it can store.
-        pack: codes and the scales and zero points of blocks -> bytes, shapes ``(blocks, 32)``, ``(blocks, 1)``.
-        unpack: bytes ``(blocks, bytes)`` -> codes, scales, zero points.
+        pack: codes, scales and zero points of blocks -> bytes; shapes ``(blocks, size)``, ``(blocks, groups)``. In place of zero
+            points, which are 0, types of 256 elements take the float16 number that the scales of a block are multiples of.
+        unpack: bytes ``(blocks, bytes)`` -> codes, scales, and the same.
+        size: elements of a block.
+        group: neighbours that share a scale.
     """
 
     number: int
@@ -69,6 +81,8 @@ class BlockType:
     scales: tuple[str, ...]
     pack: Callable[[NDArray[Any], NDArray[np.float32], NDArray[Any], str], Bytes]
     unpack: Callable[[Bytes], tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]]
+    size: int = _BLOCK
+    group: int = _BLOCK
 
     def holds(self, layout: Layout) -> bool:
         """Whether weights of this layout are stored without a change."""
@@ -76,7 +90,7 @@ class BlockType:
         same = isinstance(fmt, IntFormat) and isinstance(self.format, IntFormat) and fmt.bits == self.format.bits
         return (
             (same or fmt == self.format)
-            and layout.group == _BLOCK
+            and layout.group == self.group
             and (layout.symmetric or not self.symmetric)
             and layout.scale_format in self.scales
         )
@@ -170,6 +184,92 @@ def _unpack_mxfp4(data: Bytes) -> tuple[NDArray[Any], NDArray[np.float32], NDArr
     return _from_nibbles(data[:, 1:]), scale, _no_zero(scale)
 
 
+# ---- blocks of 256: a float16 number, and integers of 6 or 8 bits that make it the scale of a group
+
+
+def _multiples(scale: NDArray[np.float32], common: NDArray[np.float32]) -> NDArray[np.uint8]:
+    return np.rint(scale / common).astype(np.uint8)
+
+
+def _fields(data: Bytes, rows: int, bits: int) -> Bytes:
+    """Numbers of ``bits`` bits that lie side by side in bytes: ``rows`` bytes hold the first of each, then the second, ..."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    parts = data.reshape(len(data), -1, 1, rows) >> shifts[:, None]
+    return (parts & ((1 << bits) - 1)).reshape(len(data), -1)
+
+
+def _from_fields(numbers: Bytes, rows: int, bits: int) -> Bytes:
+    """The bytes that :func:`_fields` takes apart."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    parts = numbers.reshape(len(numbers), -1, 8 // bits, rows) << shifts[:, None]
+    return np.bitwise_or.reduce(parts, axis=2).reshape(len(numbers), -1)
+
+
+def _pack_q6_k(codes: NDArray[Any], scale: NDArray[np.float32], common: NDArray[Any], name: str) -> Bytes:
+    numbers = (codes.astype(np.int16) + 32).astype(np.uint8)
+    low, high = _from_fields(numbers & 15, 64, 4), _from_fields(numbers >> 4, 32, 2)
+    return np.concatenate((low, high, _multiples(scale, common), _half(common, "the number of a block", name)), axis=1)
+
+
+def _unpack_q6_k(data: Bytes) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
+    numbers = _fields(data[:, :128], 64, 4) | _fields(data[:, 128:192], 32, 2) << 4
+    common = _from_half(data[:, 208:210])
+    multiples = np.ascontiguousarray(data[:, 192:208]).view(np.int8)
+    return (numbers.astype(np.int16) - 32).astype(np.int8), multiples * common, common
+
+
+def _pack_q3_k(codes: NDArray[Any], scale: NDArray[np.float32], common: NDArray[Any], name: str) -> Bytes:
+    numbers, multiples = (codes.astype(np.int16) + 4).astype(np.uint8), _multiples(scale, common) + np.uint8(32)
+    bits = _from_fields(numbers >> 2, 32, 1)
+    parts = _from_fields(multiples & 15, 8, 4), _from_fields(multiples >> 4, 4, 2)
+    return np.concatenate(
+        (bits, _from_fields(numbers & 3, 32, 2), *parts, _half(common, "the number of a block", name)), axis=1
+    )
+
+
+def _unpack_q3_k(data: Bytes) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
+    numbers = _fields(data[:, 32:96], 32, 2) | _fields(data[:, :32], 32, 1) << 2
+    multiples = (_fields(data[:, 96:104], 8, 4) | _fields(data[:, 104:108], 4, 2) << 4).astype(np.int8) - np.int8(32)
+    common = _from_half(data[:, 108:110])
+    return (numbers.astype(np.int16) - 4).astype(np.int8), multiples * common, common
+
+
+def _six_bits(multiples: NDArray[np.uint8]) -> Bytes:
+    """Eight numbers of 6 bits as scales, and again as offsets, in 12 bytes."""
+    first, last = multiples[:, :4], multiples[:, 4:]
+    top = last >> 4 << 6
+    return np.concatenate((first | top, first | top, (last & 15) | (last & 15) << 4), axis=1)
+
+
+def _pack_with_offsets(
+    codes: NDArray[Any], scale: NDArray[np.float32], common: NDArray[Any], name: str, *, bits: int
+) -> Bytes:
+    middle = 1 << (bits - 1)
+    numbers = (codes.astype(np.int16) + middle).astype(np.uint8)
+    halves = _half(common, "the number of a block", name), _half(common * middle, "the offset of a block", name)
+    high = [_from_fields(numbers >> 4, 32, 1)] if bits > 4 else []
+    return np.concatenate(
+        (*halves, _six_bits(_multiples(scale, common)), *high, _from_fields(numbers & 15, 32, 4)), axis=1
+    )
+
+
+def _unpack_with_offsets(data: Bytes, *, bits: int) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
+    middle = 1 << (bits - 1)
+    common, offset = _from_half(data[:, :2]), _from_half(data[:, 2:4])
+    first, second, rest = data[:, 4:8], data[:, 8:12], data[:, 12:16]
+    multiples = np.concatenate((first & 63, (rest & 15) | first >> 6 << 4), axis=1)
+    offsets = np.concatenate((second & 63, rest >> 4 | second >> 6 << 4), axis=1)
+    if not np.array_equal(offsets * offset, multiples * common * middle):
+        raise ExportError(
+            f"Q{bits}_K", "its offsets are no zero points of a symmetric grid",
+            "files of this type are read where Bitwright wrote them; read Q6_K, Q8_0 or the float model",
+        )  # fmt: skip
+    numbers = _fields(data[:, -128:], 32, 4)
+    if bits > 4:
+        numbers = numbers | _fields(data[:, 16:48], 32, 1) << 4
+    return (numbers.astype(np.int16) - middle).astype(np.int8), multiples * common, common
+
+
 _HALF = ("float16", "float12")
 BLOCKS: dict[str, BlockType] = {
     row.name: row
@@ -179,6 +279,22 @@ BLOCKS: dict[str, BlockType] = {
         BlockType(3, "Q4_1", 20, IntFormat(4), False, ("float12",), _pack_q4_1, _unpack_q4_1),
         BlockType(6, "Q5_0", 22, IntFormat(5), True, _HALF, _pack_q5_0, _unpack_q5_0),
         BlockType(39, "MXFP4", 17, FLOAT4_E2M1, True, ("e8m0",), _pack_mxfp4, _unpack_mxfp4),
+        BlockType(11, "Q3_K", 110, IntFormat(3), True, ("q3_k",), _pack_q3_k, _unpack_q3_k, 256, 16),
+        *(
+            BlockType(
+                number,
+                f"Q{bits}_K",
+                size,
+                IntFormat(bits),
+                True,
+                (f"q{bits}_k",),
+                partial(_pack_with_offsets, bits=bits),
+                partial(_unpack_with_offsets, bits=bits),
+                256,
+            )
+            for number, bits, size in ((12, 4, 144), (13, 5, 176))
+        ),
+        BlockType(14, "Q6_K", 210, IntFormat(6), True, ("q6_k",), _pack_q6_k, _unpack_q6_k, 256, 16),
     )
 }
 #: name of a torch dtype or of a float format -> number of the type, bytes of an element
@@ -198,18 +314,29 @@ def to_blocks(weight: PackedWeight, row: BlockType) -> Bytes:
         ExportError: a scale is no number that the type stores.
     """
     codes, zero = signed(weight)
-    rows = weight.shape[0]
-    scale, zero = (np.asarray(array).reshape(-1, 1) for array in (weight.scale, zero))
-    return row.pack(codes.reshape(-1, _BLOCK), scale, zero, weight.name).reshape(rows, -1)
+    rows, groups = weight.shape[0], row.size // row.group
+    common = weight.encoding.common
+    scale, zero = (np.asarray(array).reshape(-1, groups) for array in (weight.scale, zero))
+    if row.size > row.group:
+        assert common is not None and common.shape == weight.scale.shape
+        zero = common.reshape(-1, groups)[:, :1]
+    return row.pack(codes.reshape(-1, row.size), scale, zero, weight.name).reshape(rows, -1)
 
 
 def from_blocks(name: str, data: Bytes, shape: Sequence[int], row: BlockType) -> PackedWeight:
     """The weight that :func:`to_blocks` stored."""
     codes, scale, zero = row.unpack(np.ascontiguousarray(data).reshape(-1, row.bytes))
-    per_block = (*shape[:-1], shape[-1] // _BLOCK)
-    granularity = PerBlock(_BLOCK, len(shape) - 1, tuple(range(len(shape) - 1)))
-    encoding = Encoding(row.format, scale.reshape(per_block), zero.reshape(per_block), granularity)
+    per_block = (*shape[:-1], shape[-1] // row.group)
+    granularity = PerBlock(row.group, len(shape) - 1, tuple(range(len(shape) - 1)))
     fmt: ScaleFormat = parse_scale_format(row.scales[0])
+    if fmt.shared == "blocks":
+        common = np.broadcast_to(zero, scale.shape).reshape(per_block)
+        scale = np.where(
+            scale.reshape(per_block) > 0, scale.reshape(per_block), common
+        )  # groups of zeros may have none
+        made = Encoding(row.format, scale, np.zeros(per_block, np.int32), granularity, fmt, common)
+        return PackedWeight(name, codes.reshape(shape), made)
+    encoding = Encoding(row.format, scale.reshape(per_block), zero.reshape(per_block), granularity)
     return PackedWeight(name, codes.reshape(shape), with_scale(encoding, encoding.scale, fmt))
 
 
@@ -345,7 +472,7 @@ class Reader:
             raise ExportError(
                 f"{self.path}: {name}", f"its type has the number {number}", f"types that are read: {known}"
             )
-        size = elements * FLOATS[_FLOAT_OF_NUMBER[number]][1] if row is None else elements // _BLOCK * row.bytes
+        size = elements * FLOATS[_FLOAT_OF_NUMBER[number]][1] if row is None else elements // row.size * row.bytes
         start = self._start + offset
         if start + size > len(self._data):
             raise self._damaged(f"it ends before the data of {name}")

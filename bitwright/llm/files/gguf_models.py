@@ -329,7 +329,10 @@ def take_rows(weight: Weight, rows: NDArray[np.intp]) -> Weight:
         return replace(weight, values=weight.values[rows.tolist()])
     encoding = weight.encoding
     if encoding.scale.ndim:
-        encoding = replace(encoding, scale=encoding.scale[rows], zero_point=encoding.zero_point[rows])
+        common = encoding.common
+        if common is not None and common.shape == encoding.scale.shape:
+            common = common[rows]
+        encoding = replace(encoding, scale=encoding.scale[rows], zero_point=encoding.zero_point[rows], common=common)
     return replace(weight, codes=weight.codes[rows], encoding=encoding)
 
 
@@ -344,6 +347,9 @@ def transposed(weight: Weight) -> Weight:
     elif isinstance(granularity, PerChannel):
         assert granularity.axis is not None
         granularity = PerChannel(1 - granularity.axis)
-    encoding = replace(encoding, scale=encoding.scale.T, zero_point=encoding.zero_point.T, granularity=granularity)
+    encoding = replace(
+        encoding, scale=encoding.scale.T, zero_point=encoding.zero_point.T, granularity=granularity,
+        common=None if encoding.common is None else encoding.common.T,
+    )  # fmt: skip
     assert isinstance(weight, PackedWeight)
     return replace(weight, codes=np.ascontiguousarray(weight.codes.T), encoding=encoding)

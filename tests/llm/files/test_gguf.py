@@ -23,9 +23,18 @@ from transformers import (
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import PRESETS, QuantSpec
 from bitwright.errors import ExportError, GranularityError
-from bitwright.llm import FloatWeight, PackedWeight, packed_weights, quantize, read_checkpoint, write_checkpoint
-from bitwright.llm.files.gguf_blocks import Reader
+from bitwright.llm import (
+    FloatWeight,
+    PackedWeight,
+    packed_weights,
+    quantize,
+    read_checkpoint,
+    write_checkpoint,
+    write_simulation,
+)
+from bitwright.llm.files.gguf_blocks import BLOCKS, Reader, from_blocks
 from bitwright.llm.packed import signed
+from bitwright.torch import apply_gptq
 from tests.llm.models import TOKENS, greedy, llama_cpp, prompts, tiny, weight_only, write_tokenizer
 
 LLAMA3 = {
@@ -52,11 +61,15 @@ SPECS = {
     "Q4_1": QuantSpec("uint4", PerBlock(32), "asymmetric", scale_format="float12"),
     "Q5_0": QuantSpec("int5", PerBlock(32), scale_format="float16"),
     "MXFP4": PRESETS["mxfp4"].weight,
+    **{f"Q{bits}_K": PRESETS[f"q{bits}_k"].weight for bits in (3, 4, 5, 6)},
 }
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "n_embd": 256}
 
 
-def _model(name):
+def _model(name, spec=None):
     config, changes = MODELS[name]
+    if spec is not None and spec.scale_format.shared == "blocks":  # blocks of 256
+        changes = {**changes, **{key: size for key, size in WIDE.items() if key in changes or key[0] in "hi"}}
     return tiny(config, attn_implementation="eager", vocab_size=TOKENS, **changes)
 
 
@@ -92,7 +105,7 @@ def test_llama_cpp_computes_what_transformers_computes(name, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_blocks_hold_the_simulation(name, spec, tmp_path, request):
     """The gguf package unpacks the very numbers that the simulation computes with; codes come back."""
-    model = _model(name)
+    model = _model(name, spec)
     sim = weight_only(model, spec, tables=True)
     write_checkpoint(tmp_path, packed_weights(sim), model.config.to_dict(), to="gguf")
     back = {weight.name: weight for weight in read_checkpoint(tmp_path)}
@@ -101,7 +114,7 @@ def test_blocks_hold_the_simulation(name, spec, tmp_path, request):
         assert np.array_equal(found.dequantize(), weight.dequantize()), weight.name
         if isinstance(weight, PackedWeight):
             assert np.array_equal(signed(found)[0], signed(weight)[0])
-            assert found.layout.group == 32 and found.layout.scale_format == weight.layout.scale_format
+            assert found.layout.group == weight.layout.group and found.layout.scale_format == weight.layout.scale_format
     assert not back
     gguf = pytest.importorskip("gguf")
     kind = request.node.callspec.id.removeprefix(f"{name}-")
@@ -117,7 +130,7 @@ def test_blocks_hold_the_simulation(name, spec, tmp_path, request):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_llama_cpp_runs_the_quantized_model(spec, tmp_path):
     """It rounds the inputs of layers to 8 bits by itself: the probabilities are near, not equal."""
-    model = _model("llama")
+    model = _model("llama", spec)
     sim = weight_only(model, spec)
     write_checkpoint(
         tmp_path, packed_weights(sim), model.config.to_dict(), to="gguf", tokenizer=write_tokenizer(tmp_path)
@@ -210,8 +223,32 @@ def test_groups_that_do_not_divide_name_those_that_do(tmp_path):
         write_checkpoint(tmp_path, iter([]), model.config.to_dict(), to="gguf", plans=[plan])
 
 
-@pytest.mark.parametrize("preset, stored", [("w4g32", "float16"), ("w4g32_asym", "float12"), ("w8g32", "float16")])
+@pytest.mark.parametrize(
+    "preset, stored",
+    [("w4g32", "float16"), ("w4g32_asym", "float12"), ("w8g32", "float16"), ("w6g16", "q6_k"), ("q4_k", "q4_k")],
+)
 def test_presets_get_the_scales_of_the_file(preset, stored, tmp_path):
-    quantize(_model("qwen2"), preset, to="gguf", out=tmp_path, progress=False)
+    quantize(_model("qwen2", PRESETS["q4_k"].weight), preset, to="gguf", out=tmp_path, progress=False)
     packed = [weight for weight in read_checkpoint(tmp_path) if isinstance(weight, PackedWeight)]
     assert len(packed) == 14 and {weight.layout.scale_format for weight in packed} == {stored}
+
+
+def test_methods_choose_codes_of_blocks_of_256(tmp_path):
+    """GPTQ on scales that are multiples of one number for 16 groups: the file holds its codes, and the outputs gain."""
+    model = _model("llama", PRESETS["q3_k"].weight)
+    batches = [{"input_ids": prompts(8, 12)}]
+    sim = weight_only(model, PRESETS["q3_k"].weight)
+    report = apply_gptq(sim, batches, progress=False)
+    assert report.gain < 0.9
+    write_simulation(tmp_path, sim, to="gguf", tokenizer=write_tokenizer(tmp_path.parent))
+    back = {weight.name: weight for weight in read_checkpoint(tmp_path)}
+    assert all(np.array_equal(back[w.name].dequantize(), w.dequantize()) for w in packed_weights(sim))
+
+
+def test_blocks_of_256_need_rows_of_their_size_and_offsets_of_a_grid(tmp_path):
+    sim = weight_only(_model("llama"), PRESETS["q6_k"].weight)
+    with pytest.raises(ExportError, match="blocks of Q6_K have 256 elements, and it sums over 64"):
+        write_simulation(tmp_path, sim, to="gguf")
+    foreign = np.full((1, 144), 1, np.uint8)  # a scale and an offset that have nothing to do with each other
+    with pytest.raises(ExportError, match="Q4_K: its offsets are no zero points of a symmetric grid"):
+        from_blocks("weight", foreign, (1, 256), BLOCKS["Q4_K"])
