@@ -743,9 +743,7 @@ class Operands:
         if not reason:
             reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, row))
             wanted = self._input_wanted(op, row, setting, from_model, reason)
-            stored = setting.dynamic and facts.roles.get(site) in CACHE_ROLES  # a range for each token that is kept
-            runs = stored or setting.quantized is True or self._reads_weight(op, port)
-            if spec is not None and spec.dynamic and not runs:
+            if spec is not None and spec.dynamic and not self._runs_dynamic(setting, op, port, site):
                 wanted, reason = False, reason or AT_RUN_TIME
             if self._multiplies_a_reciprocal(op, value) and not groups and setting.quantized is not True:
                 wanted = False
@@ -760,6 +758,11 @@ class Operands:
         ledger.add(SitePlan(site, ledger.spec_of.get(group, spec), "input", op.name, port, value, group))
         grids[port] = group
         ledger.read_at.setdefault(origin, []).append(site)
+
+    def _runs_dynamic(self, setting: Setting, op: Op, port: int, site: str) -> bool:
+        """Whether an operand gets a range at run time: beside a weight, where a cache keeps it, or because a rule says so."""
+        of_cache = bool(setting.dynamic) and self.facts.roles.get(site) in CACHE_ROLES
+        return of_cache or setting.quantized is True or self._reads_weight(op, port)
 
     def _reads_weight(self, op: Op, port: int) -> bool:
         """Whether ``op`` multiplies what it reads at ``port`` by a weight that is quantized, as dynamic kernels do."""

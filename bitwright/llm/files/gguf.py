@@ -1,7 +1,8 @@
 """GGUF files, which llama.cpp and the programs built on it load.
 
 The codes and scales of the simulation are stored as they are; what llama.cpp unpacks are the simulation's numbers. It then
-rounds the inputs of each layer to 8 bits in blocks while it computes, which a weight-only simulation does not.
+rounds the inputs of each layer with quantized weights to 8 bits in blocks while it computes (Q8_0, or Q8_K for types of 256
+elements), which a weight-only simulation does not. One that does so too, as with the preset ``q8_0``, is written alike.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.core.numerics.formats import SCALE_FORMATS, IntFormat
-from bitwright.core.numerics.granularity import PerBlock
+from bitwright.core.numerics.granularity import PerBlock, PerToken
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.errors import ExportError
 from bitwright.llm.files.common import Extras, FileFormat, refuse_inputs
@@ -180,7 +181,28 @@ def check(plans: Sequence[WeightPlan], extras: Extras) -> None:
             raise ExportError(plan.name, "a quantized norm is not written to GGUF", "leave norms in float")
     architecture.keys(architecture.name, config)
     tokenizer_keys(extras.tokenizer, config)
-    refuse_inputs(extras, "GGUF")
+    _check_inputs(plans, extras)
+
+
+def _check_inputs(plans: Sequence[WeightPlan], extras: Extras) -> None:
+    """Quantized inputs of layers are those that llama.cpp itself makes, or the file would compute something else.
+
+    Raises:
+        ExportError: they are not, or a cache is quantized.
+    """
+    refuse_inputs(dataclasses.replace(extras, inputs={}), "GGUF")
+    layouts = {plan.name: plan.layout for plan in plans}
+    for layer, found in extras.inputs.items():
+        layout, spec = layouts.get(f"{layer}.weight"), found.spec
+        row = None if layout is None else block_of(layout)
+        if row is None:
+            raise ExportError(layer, "its input is quantized and its weight is in float", "leave its input in float")
+        size, scales = row.inputs
+        asked = isinstance(spec.granularity, PerToken) and spec.granularity.block == size
+        if not (asked and spec.dynamic and spec.format == IntFormat(8) and spec.scale_format.name == scales):
+            remedy = f"dynamic_spec('int8', PerToken({size}), scale_format=SCALE_FORMATS[{scales!r}]), or leave inputs in float"
+            problem = f"its input is {spec.describe()}, and llama.cpp rounds inputs of {row.name} layers to int8"
+            raise ExportError(layer, f"{problem} in blocks of {size} with {scales} scales at run time", remedy)
 
 
 def _size(plan: WeightPlan) -> float:

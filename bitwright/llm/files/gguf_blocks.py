@@ -84,6 +84,11 @@ class BlockType:
     size: int = _BLOCK
     group: int = _BLOCK
 
+    @property
+    def inputs(self) -> tuple[int, str]:
+        """What llama.cpp rounds inputs of such a layer to at run time: size of the int8 blocks, format of their scales."""
+        return (256, "float32") if self.size == 256 else (32, "float16")
+
     def holds(self, layout: Layout) -> bool:
         """Whether weights of this layout are stored without a change."""
         fmt = layout.format

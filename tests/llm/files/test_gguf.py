@@ -20,8 +20,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from bitwright.core.numerics.granularity import PerBlock
-from bitwright.core.numerics.spec import PRESETS, QuantSpec
+from bitwright import Preset, Rule
+from bitwright.core.numerics.formats import SCALE_FORMATS
+from bitwright.core.numerics.granularity import PerBlock, PerToken
+from bitwright.core.numerics.spec import PRESETS, QuantSpec, dynamic_spec
+from bitwright.core.placement.config import make_rules
 from bitwright.errors import ExportError, GranularityError
 from bitwright.llm import (
     FloatWeight,
@@ -34,7 +37,7 @@ from bitwright.llm import (
 )
 from bitwright.llm.files.gguf_blocks import BLOCKS, Reader, from_blocks
 from bitwright.llm.packed import signed
-from bitwright.torch import apply_gptq
+from bitwright.torch import QuantizationSimModel, apply_gptq
 from tests.llm.models import TOKENS, greedy, llama_cpp, prompts, tiny, weight_only, write_tokenizer
 
 LLAMA3 = {
@@ -141,6 +144,32 @@ def test_llama_cpp_runs_the_quantized_model(spec, tmp_path):
     found = expected.gather(1, tokens[:, :1])[:, 0]
     assert (first - found).abs().max() < 0.2
     assert (expected - floats).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q5_0", "MXFP4", "Q6_K"])
+def test_llama_cpp_generates_what_a_simulation_of_its_inputs_generates(name, tmp_path):
+    """With inputs of layers rounded as llama.cpp rounds them nothing is left between the two."""
+    model, spec = _model("llama", SPECS[name]), SPECS[name]
+    size, scales = BLOCKS[name].inputs
+    inputs = dynamic_spec("int8", PerToken(size), scale_format=SCALE_FORMATS[scales])
+    rules = make_rules(None, Preset(spec, inputs)).extended([Rule("role:embedding", quantized=False),
+                                                             Rule("role:lm_head", quantized=False)])  # fmt: skip
+    sim = QuantizationSimModel(model, {"input_ids": prompts(1)}, config_file=rules)
+    sim.compute_encodings(progress=False)
+    write_simulation(tmp_path / "out", sim, to="gguf", tokenizer=write_tokenizer(tmp_path))
+    tokens, first = llama_cpp(tmp_path / "out/model.gguf", prompts().tolist())
+    assert (tokens == greedy(sim.model, prompts())).sum(1).min() >= 30
+    with torch.no_grad():
+        expected = sim.model(prompts()).logits[:, -1].log_softmax(-1).gather(1, tokens[:, :1])[:, 0]
+    assert (first - expected).abs().max() < 1e-4
+
+
+def test_inputs_that_llama_cpp_does_not_compute_are_refused(tmp_path):
+    preset = Preset(SPECS["Q4_0"], dynamic_spec("int8"))
+    sim = QuantizationSimModel(_model("llama"), {"input_ids": prompts(1)}, preset=preset)
+    sim.compute_encodings(progress=False)
+    with pytest.raises(ExportError, match="rounds inputs of Q4_0 layers to int8 in blocks of 32 with float16 scales"):
+        write_simulation(tmp_path, sim, to="gguf")
 
 
 def test_tokenizer_cuts_text_as_the_original(tmp_path):
