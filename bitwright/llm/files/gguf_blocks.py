@@ -200,10 +200,10 @@ def _fields(data: Bytes, rows: int, bits: int) -> Bytes:
     """Numbers of ``bits`` bits that lie side by side in bytes: ``rows`` bytes hold the first of each, then the second, ..."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     parts = data.reshape(len(data), -1, 1, rows) >> shifts[:, None]
-    return (parts & ((1 << bits) - 1)).reshape(len(data), -1)
+    return np.asarray((parts & ((1 << bits) - 1)).reshape(len(data), -1), np.uint8)
 
 
-def _from_fields(numbers: Bytes, rows: int, bits: int) -> Bytes:
+def _from_fields(numbers: NDArray[Any], rows: int, bits: int) -> Bytes:
     """The bytes that :func:`_fields` takes apart."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     parts = numbers.reshape(len(numbers), -1, 8 // bits, rows) << shifts[:, None]
@@ -269,7 +269,7 @@ def _unpack_with_offsets(data: Bytes, *, bits: int) -> tuple[NDArray[Any], NDArr
             f"Q{bits}_K", "its offsets are no zero points of a symmetric grid",
             "files of this type are read where Bitwright wrote them; read Q6_K, Q8_0 or the float model",
         )  # fmt: skip
-    numbers = _fields(data[:, -128:], 32, 4)
+    numbers: NDArray[Any] = _fields(data[:, -128:], 32, 4)
     if bits > 4:
         numbers = numbers | _fields(data[:, 16:48], 32, 1) << 4
     return (numbers.astype(np.int16) - middle).astype(np.int8), multiples * common, common
