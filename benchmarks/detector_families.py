@@ -127,7 +127,8 @@ class Family:
         args: the positional arguments of a call with these images.
         what: what is matched: ``"boxes"``, ``"masks"``, ``"points"``, ``"oriented"``.
         steps, rate: of training.
-        exports: whether torch.export captures it.
+        batched: whether a call takes a batch, not a list of images.
+        exports: whether torch's exporter writes a file that runs on every image.
     """
 
     make: Callable[[], nn.Module]
@@ -137,6 +138,7 @@ class Family:
     what: str = "boxes"
     steps: int = 160
     rate: float = 2e-3
+    batched: bool = True
     exports: bool = True
 
 
@@ -218,16 +220,16 @@ def _read_yolo(answer: Any, what: str = "boxes") -> list[Found]:
         answer = answer[0]
     for i, one in enumerate(answer.float()):
         if one.shape[1] == 6:  # a head that needs no suppression
-            boxes, scores, kinds, extra = one[:, :4], one[:, 4], one[:, 5].long(), None
-        else:
-            centre, size = one[:2].T, one[2:4].T
-            boxes = torch.cat([centre - size / 2, centre + size / 2], 1)
-            scores, kinds = one[4 : 4 + CLASSES].max(0)
-            extra = one[4 + CLASSES :].T
+            rows = (one[:, 4] >= LEAST).nonzero()[:, 0]
+            boxes, scores, kinds, extra = one[rows, :4], one[rows, 4], one[rows, 5].long(), None
+        else:  # a box may show several classes, as in the validation of the package
+            kinds, rows = (one[4 : 4 + CLASSES] >= LEAST).nonzero().T
+            centre, size = one[:2].T[rows], one[2:4].T[rows]
+            boxes, scores = torch.cat([centre - size / 2, centre + size / 2], 1), one[4 + kinds, rows]
+            extra = one[4 + CLASSES :].T[rows]
             if what == "oriented":
                 extra = torch.cat([centre, size, extra], 1)
-        keep = (scores >= LEAST).nonzero()[:, 0]
-        keep = keep[suppressed(boxes[keep], scores[keep], kinds[keep])][:50]
+        keep = suppressed(boxes, scores, kinds)[:50]
         boxes, scores, kinds = boxes[keep], scores[keep], kinds[keep]
         if what == "boxes":
             found.append(Found(boxes, scores, kinds))
@@ -367,7 +369,7 @@ def _torchvision_family(name: str, what: str = "boxes", **options: Any) -> Famil
         lambda answer: _read_torchvision(answer, what),
         lambda images: (list(images),),
         what,
-        exports=False,
+        batched=False,
         **options,
     )
 
@@ -508,7 +510,7 @@ FAMILIES: dict[str, Family] = {
     "yolo11n-obb": _yolo_family("yolo11n-obb", "OBBModel", "oriented"),
     "SSD": _torchvision_family("SSD"),
     "RetinaNet": _torchvision_family("RetinaNet"),
-    "FCOS": _torchvision_family("FCOS"),
+    "FCOS": _torchvision_family("FCOS", exports=False),  # ONNX Runtime stops where a level has no candidate
     "FasterRCNN": _torchvision_family("FasterRCNN"),
     "MaskRCNN": _torchvision_family("MaskRCNN", "masks"),
     "KeypointRCNN": _torchvision_family("KeypointRCNN", "points"),

@@ -35,6 +35,8 @@ import bitwright.onnx
 import bitwright.torch
 from bitwright.core.placement.rules import default_rules
 
+TEST = 192  # images
+
 
 def decibels(wanted: Tensor, found: Tensor) -> float:
     """Signal-to-noise ratio."""
@@ -42,20 +44,31 @@ def decibels(wanted: Tensor, found: Tensor) -> float:
     return float(10 * torch.log10((wanted.double() ** 2).sum() / noise))
 
 
-class _First(nn.Module):
-    """What a detector of ultralytics or transformers returns, as tensors only, for the exporter."""
+def _tensors(answer: Any, what: str) -> dict[str, Tensor]:
+    """The outputs of a detector by name, as a file has them."""
+    if hasattr(answer, "logits"):
+        return {"logits": answer.logits, "pred_boxes": answer.pred_boxes}
+    if isinstance(answer[0], dict):  # torchvision: a list of what each image shows
+        return dict(sorted(answer[0].items()))
+    found = answer
+    if what == "masks":
+        found, protos = (answer[0] if isinstance(answer[0], (tuple, list)) else answer)[:2]
+        return {"found": found, "protos": protos[-1] if isinstance(protos, (tuple, list)) else protos}
+    while isinstance(found, (tuple, list)):
+        found = found[0]
+    return {"found": found}
 
-    def __init__(self, model: nn.Module) -> None:
+
+class _Named(nn.Module):
+    """A detector that returns tensors only, for the exporter."""
+
+    def __init__(self, model: nn.Module, family: Family) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.family = model, family
 
     def forward(self, x: Tensor) -> Any:
-        answer = self.model(x)
-        if hasattr(answer, "logits"):
-            return answer.logits, answer.pred_boxes
-        while isinstance(answer, (tuple, list)):
-            answer = answer[0]
-        return answer
+        answer = _tensors(self.model(x if self.family.batched else [x]), self.family.what)
+        return tuple(answer.values())
 
 
 def _called(model: Any, images: Tensor, family: Family) -> list[Found]:
@@ -64,12 +77,34 @@ def _called(model: Any, images: Tensor, family: Family) -> list[Found]:
         return [one for part in images.split(16) for one in family.read(model(*family.args(part)))]
 
 
-def _run(sim: Any, images: Tensor, family: Family) -> list[Found]:
-    """Detections of a simulated file."""
+def _file(model: nn.Module, images: Tensor, family: Family) -> tuple[onnx.ModelProto, list[str]]:
+    """The float file of a detector, as torch's exporter by tracing writes it, and the names of its outputs."""
+    with torch.no_grad():
+        names = list(_tensors(model(*family.args(images[:2])), family.what))
+    example = family.args(images[:2])[0] if family.batched else images[0]
+    axes = {"x": {0: "rows"}} if family.batched else {}
+    file = io.BytesIO()
+    torch.onnx.export(
+        _Named(model, family).eval(),
+        (example,),
+        file,
+        dynamo=False,
+        input_names=["x"],
+        output_names=names,
+        dynamic_axes=axes,
+    )
+    return onnx.load_from_string(file.getvalue()), names
+
+
+def _run(sim: Any, images: Tensor, family: Family, names: Sequence[str]) -> list[Found]:
+    """Detections of a simulated file: of batches, or image by image."""
     found = []
-    for part in images.split(16):
-        answer = [torch.from_numpy(value) for value in sim.run(family.args(part)[0].numpy())]
-        found += family.read(answer[0] if len(answer) == 1 else {"logits": answer[0], "pred_boxes": answer[1]})
+    for part in images.split(16) if family.batched else images:
+        x = family.args(part)[0] if family.batched else part
+        answer = {
+            name: torch.from_numpy(np.asarray(value)) for name, value in zip(names, sim.run(x.numpy()), strict=True)
+        }
+        found += family.read([*answer.values()] if "found" in answer else answer if family.batched else [answer])
     return found
 
 
@@ -83,12 +118,10 @@ def detections(
         options["config_file"] = "default"
     data = [family.args(batch) for batch in batches]
     if front == "onnx":
-        file = io.BytesIO()
-        names = {"input_names": ["x"], "dynamic_axes": {"x": {0: "rows"}}}
-        torch.onnx.export(_First(model), family.args(test[:2]), file, dynamo=False, **names)
-        proto = onnx.load_from_string(file.getvalue())
-        result = bitwright.onnx.quantize(proto, [args[0].numpy() for args in data], progress=False, **options)
-        return _run(result.sim, test, family), _worst(result)
+        proto, names = _file(model, test, family)
+        arrays = [args[0].numpy() for args in data] if family.batched else [x.numpy() for b in batches for x in b]
+        result = bitwright.onnx.quantize(proto, arrays, progress=False, **options)
+        return _run(result.sim, test, family, names), _worst(result)
     result = bitwright.torch.quantize(model, data, progress=False, **options)
     return _called(result.model, test, family), _worst(result)
 
@@ -107,14 +140,11 @@ def table(names: Sequence[str], ways: Sequence[str], cache: Path) -> list[str]:
         family = FAMILIES[name]
         model = trained(name, cache)
         angles = TURNED if family.what == "oriented" else UPRIGHT
-        batches, test = [drawn(4, seed, angles).images for seed in range(8)], drawn(96, 77, angles)
+        batches, test = [drawn(4, seed, angles).images for seed in range(8)], drawn(TEST, 77, angles)
         truth = truths(test, family.what)
         wanted = _called(model, test.images, family)
-        rows = {"float": (wanted, "")}
-        for way in ways:
-            if not way.startswith("onnx") or family.exports:
-                rows[way] = detections(model, way, family, batches, test.images)
-        for way, (found, worst) in rows.items():
+        for way in ["float", *(way for way in ways if family.exports or not way.startswith("onnx"))]:
+            found, worst = (wanted, "") if way == "float" else detections(model, way, family, batches, test.images)
             precision = average_precision(found, truth, family.what)
             share, count = kept(wanted, found, family.what)
             lines.append(

@@ -293,8 +293,9 @@ class Noise:
 
     def __init__(self, subject: Subject, data: Iterable[Any]) -> None:
         self._judge, self.rest = Judge.of(data, lambda batch: subject.outputs(batch, True))
+        self._judge.look_at_layers(subject.sim)
         self._judge.wanted  # noqa: B018  (the float outputs, before any weight is rounded)
-        self._outputs = _outputs(subject)
+        self._subject, self._outputs = subject, _outputs(subject)
         self.runs = 0
 
     @property
@@ -305,7 +306,10 @@ class Noise:
     def measure(self, subject: Subject | None = None) -> float:
         """Of the simulation as it stands, or of another one of the same model."""
         self.runs += 1
-        outputs = self._outputs if subject is None else lambda batch: subject.outputs(batch, False)
+        if self._judge.instead:
+            outputs = self._judge.answers((subject or self._subject).sim)
+        else:
+            outputs = self._outputs if subject is None else lambda batch: subject.outputs(batch, False)
         ratios = self._judge.ratios(outputs)
         return float(np.mean(ratios)) if ratios else 0.0
 

@@ -152,6 +152,7 @@ class Attempt(Runner):
             placing = self._asked.get("layer_inputs")
             keep_histograms(sim, () if placing is None else between_layers(sim, **placing))
         self.calibrate(sim)
+        self.job.judge.look_at_layers(sim)
         self.start = None if self.job.judge.seen else self.rated(sim)
         return sim
 
@@ -194,7 +195,7 @@ class Attempt(Runner):
     def rated(self, sim: Any, without: Callable[[Site], bool] | None = None) -> Rating:
         """The outputs of a simulation against those of the float model; with some quantizers left out."""
         with in_float(sim.quantizers, without) if without else nullcontext():
-            return self.job.judge.rate(sim._outputs)
+            return self.job.judge.rate(self.job.judge.answers(sim))
 
     # -- what a recipe asks between steps
 
@@ -213,8 +214,9 @@ class Attempt(Runner):
             self.calibrate(sim, judge.batches)
             if "layer_inputs" in self._asked:
                 layer_inputs(sim, **self._asked["layer_inputs"])
+        judge.look_at_layers(sim)
         with in_float(sim.quantizers, lambda site: site.role == "weight") if float_weights else nullcontext():
-            return judge.sqnr(sim._outputs)
+            return judge.sqnr(judge.answers(sim))
 
     def keep(self) -> Undo:
         """Remember the state; the function returned brings it back."""

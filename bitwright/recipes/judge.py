@@ -72,6 +72,11 @@ class Judge:
         self, batches: Sequence[Any], outputs: Outputs, *, seen: bool = False, names: Names = tuple, whence: str = ""
     ) -> None:
         self.batches, self.seen, self._outputs, self._names, self.whence = batches, seen, outputs, names, whence
+        self.instead: dict[
+            str, str
+        ] = {}  # layer -> site or value, judged in the place of outputs whose rows are chosen
+        self._chosen: frozenset[int] = frozenset()  # these outputs
+        self._layers: list[list[Array]] = []  # what the float model has there, for each batch
 
     @classmethod
     def of(
@@ -116,15 +121,54 @@ class Judge:
         return cls(chosen, outputs, names=names, whence="of held_out")
 
     @cached_property
-    def wanted(self) -> list[list[Array]]:
-        """The outputs of the float model for each batch."""
+    def _float_outputs(self) -> list[list[Array]]:
         return [[np.array(y) for y in self._outputs(batch)] for batch in self.batches]  # a runtime may reuse its own
+
+    @cached_property
+    def wanted(self) -> list[list[Array]]:
+        """The outputs of the float model for each batch, and what its layers of :attr:`instead` compute."""
+        if not self.instead:
+            return self._float_outputs
+        nothing = np.zeros(0, np.int64)  # in the place of an output that is not judged
+        return [
+            [*(nothing if i in self._chosen else y for i, y in enumerate(outputs)), *layers]
+            for outputs, layers in zip(self._float_outputs, self._layers, strict=True)
+        ]
 
     @cached_property
     def parts(self) -> list[OutputPart]:
         """What is judged apart: every output, and slices of unlike scales inside one."""
-        wanted = self.wanted
-        return parts_of(wanted, self._names())
+        count = len(self.wanted[0]) - len(self.instead) if self.wanted else 0
+        names = [*self._names()][:count]
+        names += [f"output[{i}]" if count > 1 else "output" for i in range(len(names), count)]
+        return parts_of(self.wanted, [*names, *self.instead])
+
+    def look_at_layers(self, sim: Any) -> None:
+        """Judge the layers before rows are chosen in the place of outputs that consist of chosen rows.
+
+        Which boxes a detector returns, and in which order, depends on the last digits of scores, so that their numbers cannot
+        be compared row by row. The values of the float model come from the first simulation, before a method works on it.
+
+        Args:
+            sim: calibrated, with the weights of the float model.
+        """
+        if self.instead:
+            return
+        chosen, layers = sim._chosen_outputs()
+        alike = all(len(outputs) == len(sim.graph.outputs) for outputs in self._float_outputs) if layers else False
+        if not alike:  # nothing is chosen; or the place of an output in the graph does not tell its place in the answer
+            return
+        with in_float(sim.quantizers, lambda site: True):
+            answer = sim._outputs_and([*layers.values()])
+            self._layers = [[np.array(y) for y in answer(batch)[-len(layers) :]] for batch in self.batches]
+        self.instead, self._chosen = layers, frozenset(chosen)
+        self.__dict__.pop("wanted", None)
+        self.__dict__.pop("parts", None)
+
+    def answers(self, sim: Any) -> Outputs:
+        """What is judged of a simulation."""
+        found: Outputs = sim._outputs_and([*self.instead.values()]) if self.instead else sim._outputs
+        return found
 
     @property
     def possible(self) -> bool:
@@ -135,9 +179,10 @@ class Judge:
     def where(self) -> str:
         """One phrase: on what it judges."""
         many = f"on {len(self.batches)} batch{'es' if len(self.batches) > 1 else ''}"
+        before = "; compared before the model chooses rows of its outputs" if self.instead else ""
         if self.seen:
-            return self.whence or "on a batch that the methods see too: give five or more"
-        return f"{many} that neither calibration nor methods see{f' ({self.whence})' if self.whence else ''}"
+            return (self.whence or "on a batch that the methods see too: give five or more") + before
+        return f"{many} that neither calibration nor methods see{f' ({self.whence})' if self.whence else ''}{before}"
 
     def sqnr(self, outputs: Outputs) -> float:
         """Signal-to-noise ratio of ``outputs`` in dB; of several parts, the mean of the numbers of dB.

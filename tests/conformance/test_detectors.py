@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
+from bitwright.analysis.subject import open_subject
 from bitwright.core.placement.rules import Rule, default_rules
 from bitwright.core.simulation.calibration import unlike_joins
 from bitwright.onnx.program import OnnxSimulation
+from bitwright.precision.measure import Noise
 from bitwright.recipes.widen import widen
 from bitwright.torch.program import TorchSimulation
 from tests.conformance.test_ptq import exported
@@ -158,6 +160,59 @@ def test_a_join_that_the_model_returns_is_raised_where_rules_keep_it_on_a_grid(f
     assert len(np.unique(lost[:, -CLASSES:])) < 4
     report = widen(program(sim), [batch])
     assert join.site in [raised.site for raised in report.raised]
+
+
+class Choosing(nn.Module):
+    """Returns the boxes that its scores choose; ``how`` says what the choice is followed by."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU())
+        self.box, self.score, self.last = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 1, 1), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        features = self.body(x)
+        box, score = self.box(features).flatten(2).transpose(1, 2), self.score(features).flatten(1).sigmoid()
+        best, places = score.topk(20, 1)
+        places = places.unsqueeze(-1).expand(-1, -1, 4)
+        chosen = torch.gather(box, 1, places) * 50
+        if self.how == "put back":  # experts of a language model: rows return to where they were
+            return self.last(torch.zeros_like(box).scatter(1, places, chosen))
+        if self.how == "two stages":
+            chosen = self.last(chosen)
+        answer = chosen[best > best.mean()]
+        return answer if self.how == "two stages" else (answer, best)
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+@pytest.mark.parametrize("how", ["one stage", "two stages", "put back"])
+def test_outputs_whose_rows_are_chosen_are_judged_before_the_choice(front: str, how: str) -> None:
+    torch.manual_seed(0)
+    model, batches = Choosing(how).eval(), [torch.rand(4, 3, 32, 32) for _ in range(2)]
+    options: dict[str, Any] = {"recipe": ["fold"], "progress": False}
+    if front == "torch":
+        result: Any = bt.quantize(model, batches, **options)
+    else:
+        result = bo.quantize(exported(model, batches[0]), [x.numpy() for x in batches], **options)
+    names = [part.name.removesuffix("/Conv").removeprefix("/") for part in result.quality.parts]
+    if how == "put back":
+        assert len(names) == 1 and not {"box", "score"} & {*names} and "chooses" not in result.headline
+        return
+    assert names == ["box", "score"] and "before the model chooses rows" in result.headline
+    assert result.quality.worst.sqnr > 30  # row by row, lost and exchanged rows are noise without a bound
+    data = batches if front == "torch" else [x.numpy() for x in batches]
+    assert 0 < Noise(open_subject(result.sim), data).measure() < 1e-3  # by which precisions are chosen
+
+
+def test_a_quantizer_that_is_switched_off_is_captured() -> None:
+    model, x = made("joined")
+    sim, _ = simulated("torch", model, x)
+    wanted = sim.capture(["box.output[0]"], x)["box.output[0]"]
+    for site in sim.quantizers.values():
+        site.enabled = False
+    (found,) = sim.capture(["box.output[0]"], x)["box.output[0]"]
+    assert torch.equal(found, model.box(model.body(x))) and not torch.equal(found, wanted[0])
 
 
 class Trained(nn.Module):

@@ -356,6 +356,49 @@ def tail_ops(graph: Graph, static: set[str]) -> list[Op]:
     return [op for op in graph.ops if op.name not in before]
 
 
+#: operators that choose rows by what they hold, or bring them into another order, and those that put rows back in their places
+_CHOOSES = frozenset(("TopK", "Sort", "NonMaxSuppression", "nms", "NonZero", "nonzero", "Compress", "masked_select"))
+_PUTS_BACK = frozenset(("ScatterElements", "ScatterND", "scatter", "index_add", "index_put", "index_copy", "setitem"))
+
+
+def chosen_outputs(graph: Graph, static: set[str]) -> tuple[set[str], list[Op]]:
+    """Outputs of numbers whose rows are chosen after the last layer, and the last layers that compute rows in a fixed order.
+
+    A detector returns the boxes that sorting and suppression leave. Which these are, and in which order, depends on the last
+    digit of a score, so that row i of one run need not be row i of another.
+
+    Args:
+        graph: the model.
+        static: values that are the same in every run.
+
+    Returns:
+        The values, and the layers that they are computed of and from which no other layer with rows in a fixed order is
+        reached; of a detector with two stages these are the last ones of the first stage.
+    """
+    late = tail_ops(graph, static)
+    tail, chosen = {op.name for op in late}, _chosen_rows(late, static)
+    outputs = {v for v in graph.outputs if v in chosen and graph.values[v].is_float}
+    makers = [op for op in graph.ops if not outputs.isdisjoint(op.outputs)]
+    before, moved = _upstream(graph, makers), _chosen_rows(graph.ops, static)
+    layers = [
+        op
+        for op in graph.ops
+        if op.name in before - tail and op_row(op.type).kind == "compute" and moved.isdisjoint(op.outputs)
+    ]
+    earlier = _upstream(graph, layers)
+    return outputs, [op for op in layers if op.name not in earlier]
+
+
+def _chosen_rows(ops: Iterable[Op], static: set[str]) -> set[str]:
+    """Values whose rows one of ``ops`` chose or sorted, and what these make of them."""
+    found: set[str] = set()
+    for op in ops:
+        carries = op.type not in _PUTS_BACK and any(value in found for _, value in op.sources())
+        if carries or (op.type in _CHOOSES and static.isdisjoint(op.outputs)):
+            found.update(op.outputs)
+    return found
+
+
 def _upstream(graph: Graph, ops: Iterable[Op]) -> set[str]:
     """The operators from which ``ops`` are reached, also over what later runs of a place read."""
     reached: set[str] = set()

@@ -50,6 +50,19 @@ def is_judged(wanted: Array, found: Array) -> bool:
     return wanted.dtype.kind == "f" and wanted.shape == found.shape
 
 
+def one_of_runs(arrays: Sequence[Array]) -> Array:
+    """The results of all runs of one place: side by side along the axes behind the channels, or as one row of numbers.
+
+    >>> one_of_runs([np.zeros((2, 3, 8, 8)), np.zeros((2, 3, 4, 4))]).shape
+    (2, 3, 80)
+    """
+    if len(arrays) == 1:
+        return arrays[0]
+    alike = len({a.shape[:2] for a in arrays}) == 1 and all(a.ndim > 2 for a in arrays)
+    flat = [a.reshape(*a.shape[:2], -1) if alike else a.reshape(1, -1) for a in arrays]
+    return np.concatenate(flat, -1) if flat else np.zeros(0)
+
+
 def noise_and_signal(wanted: Array, found: Array) -> tuple[Array, Array]:
     """Sums of squares of the error and of the values, for each row of the first axis, which samples are.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from bitwright.core.graph.float_values import chosen_outputs
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.diagnosis import Repair
 from bitwright.core.numerics.spec import NonFinite, check_policy
@@ -260,6 +261,35 @@ class Simulation(Tabular, ABC):
     @abstractmethod
     def _outputs(self, batch: Any) -> Sequence[Any]:
         """What the simulated model returns, as arrays."""
+
+    @abstractmethod
+    def _outputs_and(self, names: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
+        """What :meth:`_outputs` gives for a batch, and an array for each of some sites of activations or values, in one run.
+
+        What is returned is for the simulation as it stands.
+        """
+
+    def _chosen_outputs(self) -> tuple[list[int], dict[str, str]]:
+        """The outputs of numbers whose rows are chosen after the last layer, and what the layers before that compute.
+
+        Returns:
+            Places of outputs, and layer -> the site of its result, or the value itself where that has none.
+        """
+        graph = self.graph
+        chosen, layers = chosen_outputs(graph, {value.name for value in graph.values.values() if value.is_static})
+        sites = {site.value: name for name, site in self.quantizers.items() if site.role == "output"}
+        places = [i for i, value in enumerate(graph.outputs) if value in chosen]
+        return places, {op.name: self._site_after(op.outputs[0], sites) for op in layers}
+
+    def _site_after(self, value: str, sites: Mapping[str, str]) -> str:
+        """The site of what a layer makes: a clamp or a norm is computed with it; ``value`` itself where there is none."""
+        reached = value
+        while reached not in sites:
+            readers = self.graph.consumers(reached)
+            if len(readers) != 1 or not readers[0][0].outputs:
+                return value
+            reached = readers[0][0].outputs[0]
+        return sites[reached]
 
     @property
     @abstractmethod

@@ -46,6 +46,7 @@ from bitwright.core.placement.kv_cache import KvCache
 from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.calibration import BatchGate, Observer
 from bitwright.core.simulation.float_model import Undo
+from bitwright.core.simulation.output_quality import one_of_runs
 from bitwright.core.simulation.simulation import Lock, Occupancy, fed, nothing_ran
 from bitwright.core.simulation.sites import derived_biases, place_quantizers, required_encodings
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, checks_methods
@@ -728,6 +729,22 @@ class QuantizationSimModel(SimulationFiles):
     def _outputs(self, batch: Any) -> list[Array]:
         """Of a sequence or a map all floats in a row."""
         return [one_array(y) for y in self.run(batch)]
+
+    def _outputs_and(self, names: Sequence[str]) -> Callable[[Any], list[Array]]:
+        simulation = self.simulation()
+        values = {value.name: value for node in simulation.model.graph for value in node.outputs if value.name in names}
+        places = [*_places(simulation, names, bodies=False), *((str(name), value) for name, value in values.items())]
+        shown = show(Builder(simulation.model), [value for _, value in places])
+        fetch = list(dict.fromkeys([*self.output_names, *(str(value.name) for value in shown.values())]))
+        session = open_session(simulation.model, self.providers, threads=self.threads)
+
+        def answer(batch: Any) -> list[Array]:
+            arrays = run_session(session, as_feeds(batch, self.specs), "the simulation", fetch)
+            found = dict(zip(fetch, arrays, strict=True))
+            runs = [[found[str(shown[value].name)] for place, value in places if place == name] for name in names]
+            return [*(one_array(found[name]) for name in self.output_names), *map(one_of_runs, runs)]
+
+        return answer
 
     def _float_copy(self) -> ir.Model:
         """The arrays of weights are shared until they change."""

@@ -375,7 +375,12 @@ def named_outputs_of(model: nn.Module, batch: Any) -> list[tuple[str, NDArray[An
     """The same with the path of each in what the model returns: ``logits``, ``output[1].boxes``."""
     args, kwargs = as_call(to_device(batch, model_device(model)))
     with torch.no_grad(), evaluation(model):
-        found = [(name, tensor.detach().cpu()) for name, tensor in flatten_tensors(model(*args, **kwargs))]
+        return named_arrays(model(*args, **kwargs))
+
+
+def named_arrays(output: Any) -> list[tuple[str, NDArray[Any]]]:
+    """The tensors of what a model returned, with their paths in it, as arrays; half precision as float32."""
+    found = [(name, tensor.detach().cpu()) for name, tensor in flatten_tensors(output)]
     half = (torch.float16, torch.bfloat16)
     return [(_path(name), (tensor.float() if tensor.dtype in half else tensor).numpy()) for name, tensor in found]
 

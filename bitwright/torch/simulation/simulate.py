@@ -569,7 +569,7 @@ class Simulator(Handler, Observer):
         if self.stage == "mark":
             return self._marked(place, x)
         if not quantizer.enabled or self.stage == "float":
-            return x
+            return self._passed(place, x)
         if quantizer.role in ("input", "output"):  # of a later call whose input another call's output shares
             return self._activation(place, x, overwrite=False)
         if quantizer.derivation is not None and (self.stage == "observe" or quantizer.encoding is None):
@@ -589,8 +589,14 @@ class Simulator(Handler, Observer):
         if self.stage == "mark":
             return self._marked(place, x)
         if not quantizer.enabled or self.stage == "float" or not x.is_floating_point():
-            return x
+            return self._passed(place, x)
         return self._activation(place, x, overwrite=overwrite)
+
+    def _passed(self, place: Place, x: torch.Tensor) -> torch.Tensor:
+        """What a quantizer that does not work returns; in float, :meth:`_tap` takes the results of operators."""
+        if self.taps is not None and self.stage == "simulate" and place.site in self.taps:
+            take(self.taps[place.site], x)
+        return x
 
     def _marked(self, place: Place, x: torch.Tensor) -> torch.Tensor:
         if not _is_live(place):

@@ -16,6 +16,7 @@ from torch import nn
 from bitwright.core.health.diagnosis import Repair
 from bitwright.core.health.report import HealthReport, HealthTable
 from bitwright.core.simulation.float_model import Undo
+from bitwright.core.simulation.output_quality import one_of_runs
 from bitwright.core.simulation.simulation import Occupancy
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError, checks_arguments
@@ -24,6 +25,7 @@ from bitwright.torch.calls.inputs import (
     as_call,
     evaluation,
     model_device,
+    named_arrays,
     named_state,
     outputs_of,
     same_draws,
@@ -108,6 +110,14 @@ class SimulatedModule(SimulationFiles):
     def _outputs(self, batch: Any) -> list[Any]:
         with same_draws():
             return outputs_of(self.model, batch)
+
+    def _outputs_and(self, names: Sequence[str]) -> Callable[[Any], list[Any]]:
+        def answer(batch: Any) -> list[Any]:
+            taps, output = self._captured(names, batch)
+            values = (one_of_runs([t.float().cpu().numpy() for t in taps[name]]) for name in names)
+            return [*(array for _, array in named_arrays(output)), *values]
+
+        return answer
 
     def _name_nan(self, args: Any, kwargs: Any) -> None:
         """Tell which operator makes NaN in the simulation of a batch that float computes without."""
