@@ -34,6 +34,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--preset", default="w4a8")
+    parser.add_argument(
+        "--bits", type=int, nargs=2, metavar=("WEIGHTS", "ACTIVATIONS"), help="in the place of a preset"
+    )
     parser.add_argument("--out", type=Path, default=Path("yolo_quantized"))
     args = parser.parse_args()
     settings: dict[str, Any] = {
@@ -48,15 +51,16 @@ def main() -> None:
     loader = trainer.get_dataloader(trainer.data["train"], args.batch, mode="val")
     images = [trainer.preprocess_batch(batch)["img"] for batch, _ in zip(loader, range(8), strict=False)]
 
-    sim = QuantizationSimModel(model, images[0], preset=args.preset)
+    bits = args.bits and {"default_param_bw": args.bits[0], "default_output_bw": args.bits[1]}
+    sim = QuantizationSimModel(model, images[0], **(bits or {"preset": args.preset}))
     sim.compute_encodings(images)
     found = {"float": average_precision(model, settings), "quantized": average_precision(sim.model, settings)}
     trainer.model = sim.model
     trainer.train()
     sim.model.load_state_dict(trainer.ema.ema.state_dict())
     found["trained"] = average_precision(sim.model, settings)
-    exported = sim.export(args.out, "yolo", images[0])
-    print(", ".join(f"mAP {name} {value:.3f}" for name, value in found.items()), exported.qdq)
+    print(", ".join(f"mAP {name} {value:.3f}" for name, value in found.items()))
+    print(sim.export(args.out, "yolo", images[0]).qdq)
 
 
 if __name__ == "__main__":
