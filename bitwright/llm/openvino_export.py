@@ -16,6 +16,7 @@ from torch import nn
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.atomic import atomic_files
 from bitwright.export.generation import Generated, Generation, read_generation
+from bitwright.llm.checkpoint import open_tokenizer
 from bitwright.llm.decoder_export import DecoderExport, export_decoder
 from bitwright.torch import QuantizationSimModel
 
@@ -54,7 +55,7 @@ def export_openvino(sim: QuantizationSimModel | nn.Module, folder: str | Path, *
     ``openvino_model.xml`` takes ``input_ids``, ``attention_mask``, ``position_ids`` and ``beam_idx`` and returns ``logits``;
     keys and values are states. Compile it with :data:`AS_SIMULATED` for the numbers of the simulation: OpenVINO's defaults
     quantize activations and caches to 8 bits. ``openvino_tokenizer.xml`` is written where ``openvino_tokenizers`` is installed
-    and the tokenizer is one of transformers.
+    and converts the tokenizer; a note says so where it does not.
 
     Args:
         sim: a calibrated simulation; a module is written as it is, in float.
@@ -142,15 +143,20 @@ def _generation_config(made: DecoderExport) -> dict[str, Any]:
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> Sequence[str]:
     """The tokenizer as two models of OpenVINO, and why not where not."""
-    if tokenizer is None or isinstance(tokenizer, (str, Path)):
-        why = "there is none" if tokenizer is None else "it is a folder, and the converter takes one of transformers"
-        return [f"tokenizer: not written as openvino_tokenizer.xml, because {why}"]
+    if tokenizer is None:
+        return ["tokenizer: not written as openvino_tokenizer.xml, because there is none"]
     try:
         import openvino
         from openvino_tokenizers import convert_tokenizer
     except ImportError:
         return ["tokenizer: not written as openvino_tokenizer.xml, because openvino_tokenizers is not installed"]
-    one, other = convert_tokenizer(tokenizer, with_detokenizer=True)
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = open_tokenizer(Path(tokenizer))
+    try:
+        one, other = convert_tokenizer(tokenizer, with_detokenizer=True)
+    except Exception as error:  # of any of its steps; the model beside it takes token ids all the same
+        why = " ".join(str(error).split())[:_MOST]
+        return [f"tokenizer: not written as openvino_tokenizer.xml, because its converter fails: {why}"]
     openvino.save_model(one, folder / "openvino_tokenizer.xml")
     openvino.save_model(other, folder / "openvino_detokenizer.xml")
     return []

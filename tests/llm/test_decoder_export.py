@@ -17,8 +17,11 @@ from bitwright.errors import ConfigError, ExportError, ModelError
 from bitwright.export.generation import read_generation
 from bitwright.llm import export_decoder
 from bitwright.llm.engines import open_engine
+from bitwright.llm.openvino_export import _write_tokenizer as write_openvino_tokenizer
 from bitwright.torch import QuantizationSimModel
+from tests.llm.models import TOKENS, write_tokenizer
 
+tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
@@ -139,7 +142,7 @@ def test_openvino_keeps_the_cache_as_states(tmp_path: Path) -> None:
     }  # fmt: skip
     assert len(model.get_sinks()) == 4, "a key and a value of each layer"
     weights = [node for node in model.get_ops() if node.get_type_name() == "Constant"]
-    assert sum(node.get_output_element_type(0) == openvino.Type.i4 for node in weights) == 16
+    assert sum(node.get_output_element_type(0) == openvino.Type.i4 for node in weights) == 14
     compiled = openvino.compile_model(model, "CPU", AS_SIMULATED)
     for generated in made.generated:
         request, tokens, past = compiled.create_infer_request(), list(generated.prompt), 0
@@ -153,6 +156,42 @@ def test_openvino_keeps_the_cache_as_states(tmp_path: Path) -> None:
             }
             assert int(np.argmax(request.infer(feeds)["logits"][0, -1])) == expected
             tokens, past = [expected], past + new
+
+
+@pytest.mark.slow
+def test_openvino_genai_generates_from_text_and_tokens_what_the_simulation_generates(tmp_path: Path) -> None:
+    package = pytest.importorskip("openvino_genai")
+    pytest.importorskip("openvino_tokenizers")
+    import openvino
+
+    from bitwright.llm import AS_SIMULATED, export_openvino
+
+    write_tokenizer(tmp_path)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    file = str(tmp_path / "tokenizer.json")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=file, **names)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    made = export_openvino(
+        simulation(decoder(vocab_size=TOKENS)), tmp_path / "model", tokenizer=str(tmp_path / "tokenizer")
+    )
+    assert not any(note.startswith("tokenizer") for note in made.notes)
+    pipeline = package.LLMPipeline(str(tmp_path / "model"), "CPU", **AS_SIMULATED)
+    config = package.GenerationConfig()
+    config.max_new_tokens, config.do_sample, config.ignore_eos, config.apply_chat_template = 32, False, True, False
+    for generated in made.generated:
+        (found,) = pipeline.generate(openvino.Tensor(np.array([generated.prompt], np.int64)), config).tokens
+        assert tuple(found) == generated.tokens
+    prompt = "the other"
+    ids = openvino.Tensor(np.array([tokenizer(prompt)["input_ids"]], np.int64))
+    (found,) = pipeline.generate(ids, config).tokens
+    assert pipeline.generate(prompt, config) == tokenizer.decode(found, skip_special_tokens=True)
+
+
+def test_a_tokenizer_that_openvino_cannot_convert_is_noted(tmp_path: Path) -> None:
+    pytest.importorskip("openvino_tokenizers")
+    empty = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    found = write_openvino_tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=empty), tmp_path)
+    assert len(found) == 1 and "because its converter fails: " in found[0] and not list(tmp_path.iterdir())
 
 
 def test_wrong_uses_are_told_before_any_work(tmp_path: Path) -> None:
