@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.core.graph.roles import UNREAD, Use, roles_of
-from bitwright.core.numerics.affine import with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import parse_format, parse_scale_format
 from bitwright.core.numerics.serialize import granularity_from_json, granularity_to_json
@@ -438,8 +437,10 @@ class Spill:
                 arrays[name] = weight.detach().contiguous()
                 continue
             arrays[f"{name}:codes"] = torch.from_numpy(np.ascontiguousarray(weight.codes))
-            for field in ("scale", "zero_point"):
-                arrays[f"{name}:{field}"] = torch.from_numpy(np.array(getattr(weight.encoding, field)))
+            for field in ("scale", "zero_point", "common"):
+                values = getattr(weight.encoding, field)
+                if values is not None:
+                    arrays[f"{name}:{field}"] = torch.from_numpy(np.array(values))
             encodings[name] = _described(weight.encoding)
         part, path = self.folder / "block.part", self.folder / f"block-{index:04d}.safetensors"
         save_file(arrays, part, {"encodings": json.dumps(encodings)})
@@ -459,9 +460,10 @@ class Spill:
                 if not field:
                     yield name, file.get_tensor(name)
                 elif field == "codes":
-                    scale, zero = (file.get_tensor(f"{stem}:{f}").numpy() for f in ("scale", "zero_point"))
+                    known = (f"{stem}:{f}" for f in ("scale", "zero_point", "common"))
+                    parts = [file.get_tensor(f).numpy() if f in file.keys() else None for f in known]  # noqa: SIM118
                     codes = file.get_tensor(name).numpy()
-                    yield stem, PackedWeight(stem, codes, _encoding(encodings[stem], scale, zero))
+                    yield stem, PackedWeight(stem, codes, _encoding(encodings[stem], *parts))
 
     def clear(self) -> None:
         """Remove all of it."""
@@ -479,11 +481,9 @@ def _described(encoding: Encoding) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _encoding(described: Mapping[str, Any], scale: Any, zero_point: Any) -> Encoding:
-    fmt = parse_format(described["format"])
-    made = Encoding(fmt, scale, zero_point, granularity_from_json(described["granularity"]))
-    scale_format = parse_scale_format(described["scale_format"])
-    return made if scale_format == made.scale_format else with_scale(made, scale, scale_format)
+def _encoding(described: Mapping[str, Any], scale: Any, zero_point: Any, common: Any) -> Encoding:
+    fmt, granularity = parse_format(described["format"]), granularity_from_json(described["granularity"])
+    return Encoding(fmt, scale, zero_point, granularity, parse_scale_format(described["scale_format"]), common)
 
 
 def fingerprint(*parts: Any) -> str:

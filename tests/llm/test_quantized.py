@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from bitwright.core.numerics.affine import stored_scale
+from bitwright.core.numerics.spec import find_preset
 from bitwright.errors import ConfigError, ExportError, GranularityError
 from bitwright.llm import blocks, quantize
 from bitwright.llm.blocks import of_checkpoint, view_by_blocks
@@ -127,6 +133,65 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same(llama: Path, tmp_path: 
     assert seen == [1] and not (tmp_path / "work").exists()
     assert all(np.array_equal(codes, _codes(whole)[name]) for name, codes in _codes(again).items())
     assert again.after == whole.after and again.notes == whole.notes
+
+
+@pytest.mark.parametrize("preset", ["nvfp4", "q3_k", "w4lpbq", "mxfp4", "w4g32"])
+def test_finished_blocks_keep_the_scales_that_methods_chose(preset: str, tmp_path: Path):
+    """A method may leave the largest scale below the largest multiple of the number that all of them are multiples of."""
+    spec = find_preset(preset).weight
+    assert spec is not None
+    weight = PackedWeight.nearest("weight", torch.randn(8, 512), spec)
+    encoding = weight.encoding
+    half = stored_scale(encoding.scale * np.float32(0.61), encoding.scale_format, encoding.common)
+    weight = replace(weight, encoding=replace(encoding, scale=half))
+    spill = blocks.Spill(tmp_path, "one")
+    spill.put(0, {"weight": weight})
+    ((name, found),) = spill.get(0)
+    assert name == "weight" and isinstance(found, PackedWeight)
+    assert found.encoding == weight.encoding and np.array_equal(found.dequantize(), weight.dequantize())
+
+
+_KILLED = """
+import os, signal, sys
+from bitwright.llm import blocks, quantize
+from tests.llm.models import text
+
+write = blocks.Spill._write
+
+def killed(self, content):
+    if sys.argv[3] == "after the journal":
+        write(self, content)
+    if content.get("done") == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[3] != "after the journal":
+        write(self, content)
+
+blocks.Spill._write = killed
+quantize(sys.argv[1], "w4g32", recipe="gptq", data=text(), context=24, samples=6, progress=False, work_dir=sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when, blocks_left", [("after the journal", [1]), ("before the journal", [0, 1])])
+def test_a_process_that_was_killed_goes_on_at_a_block(
+    when: str, blocks_left: list[int], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    work = tmp_path / "work"
+    ended = subprocess.run([sys.executable, "-c", _KILLED, str(llama), str(work), when], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    put, seen = blocks.Spill.put, list[int]()
+
+    def noted(self: Any, index: int, *args: Any) -> None:
+        seen.append(index)
+        put(self, index, *args)
+
+    monkeypatch.setattr(blocks.Spill, "put", noted)
+    options = {"recipe": "gptq", "data": text(), **_SMALL}
+    again = quantize(llama, "w4g32", work_dir=work, **options)
+    assert seen == blocks_left and not work.exists()
+    whole = quantize(llama, "w4g32", **options)
+    assert all(np.array_equal(codes, _codes(whole)[name]) for name, codes in _codes(again).items())
+    assert again.after == whole.after
 
 
 def test_another_request_does_not_go_on_from_blocks_of_this_one(llama: Path, tmp_path: Path):
