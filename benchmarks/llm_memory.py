@@ -128,6 +128,7 @@ def run(folder: Path, recipe: str, to: str, out: Path, rows: int, context: int) 
 
     torch.set_num_threads(1)
     in_memory = recipe in ("torchao", "module", "module_in_place")
+    preset = "w4g32" if to == "gguf" else "w4g128"
     model: Any = loaded(folder) if in_memory else folder
     if recipe == "torchao":
         from torchao.quantization import IntxWeightOnlyConfig, quantize_
@@ -138,14 +139,14 @@ def run(folder: Path, recipe: str, to: str, out: Path, rows: int, context: int) 
     if recipe == "torchao":
         quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(128)))
     elif in_memory:
-        result = quantize(model, "w4g128", in_place=recipe.endswith("in_place"), progress=False)
+        result = quantize(model, preset, in_place=recipe.endswith("in_place"), progress=False)
         more = {"seconds": result.seconds}
     else:
         data = None
         if recipe != "nearest":
             data = torch.randint(0, 90, (rows * context,), generator=torch.Generator().manual_seed(1))
         result = quantize(
-            folder, "w4g128", recipe=recipe, data=data, context=context, samples=rows, to=to, out=out, progress=False
+            folder, preset, recipe=recipe, data=data, context=context, samples=rows, to=to, out=out, progress=False
         )
         more = {"bytes": result.bytes, "seconds": result.seconds}
         if result.after is not None:

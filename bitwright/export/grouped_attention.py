@@ -3,18 +3,24 @@
 In plain operators a step of generation copies the whole cache: ``present = Concat(past, new)``. The operator writes the new
 keys and values into the buffer of the past instead, when a runtime hands it the same buffer for both (onnxruntime-genai with
 ``past_present_share_buffer``), repeats no keys for grouped heads, and makes the causal mask itself, from the number of tokens in
-``attention_mask``.
+``attention_mask``. Where the simulation quantizes keys and values to symmetric int8 with calibrated scales, the cache holds
+these codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from onnx_ir.passes import common as common_passes
 
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.placement.kv_cache import with_heads
 from bitwright.export.qdq.forms import Builder, Place, before
 from bitwright.export.qdq.markers import move_uses
 
@@ -42,15 +48,24 @@ class _Attention:
     scale: float
     softcap: float
     result: ir.Node
+    stored: tuple[Encoding | None, Encoding | None]  # what keys and values are on
 
 
 class _Otherwise(Exception):  # noqa: N818, says why an attention is not of the form
     pass
 
 
+def can_store(encoding: Encoding | None) -> bool:
+    """Whether the operator's cache can hold the codes of an encoding: int8 without zero points, calibrated."""
+    if encoding is None or encoding.dynamic or encoding.format != IntFormat(8) or encoding.zero_point.any():
+        return False
+    return encoding.scale.ndim in (0, 4)
+
+
 def write_grouped_attention(
-    model: ir.Model, caches: Sequence[CacheNames], mask: str, windows: Sequence[int | None]
-) -> list[str]:
+    model: ir.Model, caches: Sequence[CacheNames], mask: str, windows: Sequence[int | None],
+    stored: Mapping[str, Encoding] | None = None, *, in_float: bool = False,
+) -> list[str]:  # fmt: skip
     """Replace the attention of every layer, in place, where it has the form of the operator.
 
     Args:
@@ -58,6 +73,9 @@ def write_grouped_attention(
         caches: per layer.
         mask: input ``[batch, past + new]`` of integers, 1 for every token.
         windows: per layer, how many tokens back it sees, itself included; ``None`` for all.
+        stored: site -> its encoding, of sites whose codes the cache may hold (:func:`can_store`). Inputs and outputs of the cache
+            are then int8.
+        in_float: pass over these sites, for a comparison.
 
     Returns:
         Why a layer keeps its plain operators, one sentence each; nothing where all are replaced. The mask of the model is not
@@ -68,11 +86,13 @@ def write_grouped_attention(
     kept: list[str] = []
     for layer, names in enumerate(caches):
         try:
-            found.append(_attention(ends, names))
+            found.append(_attention(ends, names, stored or {}))
         except _Otherwise as reason:
             kept.append(f"attention of layer {layer}: in plain operators, because {reason}")
     if kept or not found:  # a buffer is shared by all layers or by none
         return kept
+    if in_float:
+        found = [replace(attention, stored=(None, None)) for attention in found]
     builder = Builder(model)
     lengths = _lengths(_Pen(builder, before(found[0].key)), ends[mask])
     for attention, names, window in zip(found, caches, windows, strict=True):
@@ -97,11 +117,11 @@ def reads_past_length(model: ir.Model, caches: Sequence[CacheNames]) -> bool:
     return False
 
 
-def _attention(ends: dict[str, ir.Value], names: CacheNames) -> _Attention:
+def _attention(ends: dict[str, ir.Value], names: CacheNames, stored: Mapping[str, Encoding]) -> _Attention:
     key, value = (
         _joined(ends, *pair) for pair in ((names.past_key, names.present_key), (names.past_value, names.present_value))
     )
-    factor, product = _product_of(key.outputs[0])
+    factor, product, of_keys = _product_of(key.outputs[0], stored)
     query = product.inputs[0]
     while query is not None and (scaled := _scaled(query.producer())) is not None:
         query, factor = scaled[0], factor * scaled[1]
@@ -109,17 +129,20 @@ def _attention(ends: dict[str, ir.Value], names: CacheNames) -> _Attention:
     heads = _only_reader(weights.outputs[0])
     if heads.op_type == "Cast":
         heads = _only_reader(heads.outputs[0])
-    if heads.op_type != "MatMul" or _moved_from(heads.inputs[1]) is not value.outputs[0]:
+    source, of_values = _moved_from(heads.inputs[1], stored) if heads.op_type == "MatMul" else (None, None)
+    if source is not value.outputs[0]:
         raise _Otherwise(f"the softmax is read by {heads.op_type} {heads.name}, not by a product with the values")
     result = _only_reader(heads.outputs[0])
     while result.op_type in ("Where", "Reshape"):
         result = _only_reader(result.outputs[0])
     if result.op_type != "Transpose" or list(result.attributes.get_ints("perm", [])) != [0, 2, 1, 3]:
         raise _Otherwise(f"its result is read by {result.op_type} {result.name}, not by the transposition to tokens")
+    if (of_keys is None) != (of_values is None):
+        raise _Otherwise("the cache holds keys and values alike, and only one of them is quantized")
     assert query is not None
     if query.shape is None or not all(isinstance(query.shape[i], int) for i in (1, 3)):
         raise _Otherwise("the numbers of heads are not in the file")
-    return _Attention(query, key, value, scale, softcap, result)
+    return _Attention(query, key, value, scale, softcap, result, (of_keys, of_values))
 
 
 def _joined(ends: dict[str, ir.Value], past: str, present: str) -> ir.Node:
@@ -131,34 +154,48 @@ def _joined(ends: dict[str, ir.Value], past: str, present: str) -> ir.Node:
     return node
 
 
-def _only_reader(value: ir.Value) -> ir.Node:
+def _only_reader(value: ir.Value, stored: Mapping[str, Encoding] | None = None) -> ir.Node:
     readers = [use.node for use in value.uses() if use.node.op_type != "Shape"]
     if len(readers) != 1:
         raise _Otherwise(f"{value.name} has {len(readers)} readers")
-    if readers[0].op_type == "Site":
+    if readers[0].op_type == "Site" and _site(readers[0]) not in (stored or {}):
         raise _Otherwise(f"a quantizer stands at {value.name}")
     return readers[0]
 
 
-def _product_of(keys: ir.Value) -> tuple[float, ir.Node]:
-    """The product of queries with ``keys``, and the factor that keys get on the way."""
-    factor, value = 1.0, keys
+def _site(node: ir.Node) -> str:
+    return node.attributes.get_string("site", "") or ""
+
+
+def _product_of(keys: ir.Value, stored: Mapping[str, Encoding]) -> tuple[float, ir.Node, Encoding | None]:
+    """The product of queries with ``keys``, the factor that keys get on the way, and the encoding they are on."""
+    factor, value, found = 1.0, keys, None
     while True:
-        node = _only_reader(value)
+        node = _only_reader(value, stored)
         scaled = _scaled(node)
         if scaled is not None:
             factor *= scaled[1]
+        elif node.op_type == "Site":
+            found = stored[_site(node)]
         elif node.op_type == "MatMul" and node.inputs[1] is value:
-            return factor, node
+            if found is not None and factor != 1:
+                raise _Otherwise("its keys are quantized after they are scaled")
+            return factor, node, found
         elif node.op_type not in _MOVES:
             raise _Otherwise(f"{node.op_type} {node.name} reads its keys")
         value = node.outputs[0]
 
 
-def _moved_from(value: ir.Value | None) -> ir.Value | None:
-    while value is not None and (node := value.producer()) is not None and node.op_type in _MOVES:
+def _moved_from(value: ir.Value | None, stored: Mapping[str, Encoding]) -> tuple[ir.Value | None, Encoding | None]:
+    """What is moved to ``value``, and the encoding it is on."""
+    found = None
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type == "Site" and _site(node) in stored:
+            found = stored[_site(node)]
+        elif node.op_type not in _MOVES:
+            break
         value = node.inputs[0]
-    return value
+    return value, found
 
 
 def _scaled(node: ir.Node | None) -> tuple[ir.Value, float] | None:
@@ -226,6 +263,23 @@ class _Pen:
         return self.builder.initializer("grouped_attention_shape", np.array(numbers, np.int64))
 
 
+def _stored_scales(
+    encodings: Sequence[Encoding], groups: int, size: int
+) -> tuple[list[NDArray[np.float32]], Literal["PER_TENSOR", "PER_CHANNEL"]]:
+    """Scales of keys and of values, and their form, which the operator wants to be one."""
+    found = [with_heads(encoding, groups).scale for encoding in encodings]
+    wide = any(scale.ndim for scale in found)
+    found = [scale.reshape(scale.shape[1], -1) if scale.ndim else scale for scale in found]
+    whole = [np.broadcast_to(scale, (groups, size) if wide else ()).reshape(-1).astype(np.float32) for scale in found]
+    return whole, "PER_CHANNEL" if wide else "PER_TENSOR"
+
+
+def _store_codes(ports: Sequence[ir.Value | None]) -> None:
+    for port in ports:
+        assert port is not None
+        port.dtype = ir.DataType.INT8
+
+
 def _replace(
     builder: Builder, attention: _Attention, names: CacheNames, window: int | None, lengths: Sequence[ir.Value]
 ) -> None:
@@ -249,7 +303,14 @@ def _replace(
     ]
     if attention.softcap:
         attributes.append(ir.AttrFloat32("softcap", attention.softcap))
-    inputs = [*flat, past, value.inputs[0], *lengths]
+    inputs: list[ir.Value | None] = [*flat, past, value.inputs[0], *lengths]
+    held = [encoding for encoding in attention.stored if encoding is not None]
+    if held:
+        scales, form = _stored_scales(held, groups, size)
+        named = [builder.initializer(f"{names.present_key}_scale", scale) for scale in scales]
+        inputs += [*[None] * 5, *named]
+        attributes += [ir.AttrString("k_quant_type", form), ir.AttrString("v_quant_type", form)]
+        attributes.append(ir.AttrInt64("kv_cache_bit_width", 8))
     node_name = builder.names.node(f"{names.present_key}_attention")
     node = ir.Node(DOMAIN, OP_TYPE, inputs, attributes, num_outputs=3, name=node_name)
     pen.place(node)
@@ -260,6 +321,8 @@ def _replace(
         old.name = builder.names.value(f"{name}_joined")
         builder.outputs.replace(old, made)
         made.name = name
+    if held:
+        _store_codes((past, value.inputs[0], *node.outputs[1:]))
     rows, old = node.outputs[0], attention.result.outputs[0]
     rows.dtype, rows.name = dtype, builder.names.value(f"{names.present_key}_rows")
     split = pen.emit("Reshape", [rows, pen.ints([0, 0, heads, size])], f"{old.name}_heads", dtype)

@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 from bitwright.compare.runtime import run_model
+from bitwright.core.numerics.encoding import Encoding
 from bitwright.errors import ConfigError, ExportError, ModelError, close_matches
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.atomic import atomic_files, check_destination
 from bitwright.export.generation import Generated, Generation, write_generation
-from bitwright.export.grouped_attention import CacheNames, reads_past_length, write_grouped_attention
+from bitwright.export.grouped_attention import CacheNames, can_store, reads_past_length, write_grouped_attention
 from bitwright.export.qdq.markers import copy_model, strip_sites
 from bitwright.llm.files.common import tokenizer_files
 from bitwright.torch import QuantizationSimModel
@@ -121,7 +122,8 @@ def export_decoder(
         tokens: how many are generated for each prompt.
         attention: ``"grouped"`` writes GroupQueryAttention of ONNX Runtime, whose past and present share a buffer, and refuses
             a model whose attention is of another form; ``"plain"`` writes plain operators, which other runtimes know; ``"auto"``
-            the first where it fits and computes the same, with the reason in the notes where not.
+            the first where it fits and computes the same, with the reason in the notes where not. Keys and values that the
+            simulation quantizes to symmetric int8 with calibrated scales are stored as codes by GroupQueryAttention.
         context_length: the most tokens; the configuration's by default.
         options: of :meth:`QuantizationSimModel.export`: ``weight_only``, ``target``, ``samples``, ...
 
@@ -149,15 +151,21 @@ def export_decoder(
     past = [name for cache in caches for name in (cache.past_key, cache.past_value)]
     present = [name for cache in caches for name in (cache.present_key, cache.present_value)]
     told: list[str] = []
-    state = {"grouped": False, "shared": False}
+    state = {"grouped": False, "shared": False, "stored": False}
+    stored = _stored(sim, attention)
+    if stored:
+        options.setdefault(
+            "samples", False
+        )  # a simulation has the cache in float, a file that stores codes takes codes
 
     def rewrite(model: ir.Model) -> list[str]:
         _check_lengths(decoder, model)
         if attention != "plain":
-            why = _group(decoder, model, caches)
+            why = _group(decoder, model, caches, stored)
             _check_grouped(attention, why)
             told.extend(why)
             state["grouped"] = not why
+            state["stored"] = not why and any(v.dtype == ir.DataType.INT8 for v in model.graph.inputs)
             state["shared"] = not why and not reads_past_length(model, caches)
         return told
 
@@ -179,7 +187,7 @@ def export_decoder(
         past=tuple(past),
         present=tuple(present),
         shapes=decoder.sizes,
-        dtype=str(decoder.dtype).removeprefix("torch."),
+        dtype="int8" if state["stored"] else str(decoder.dtype).removeprefix("torch."),
         prompts=generated,
     )
     settings = _genai(decoder, prefix, names, length, shared=state["shared"])
@@ -190,7 +198,24 @@ def export_decoder(
         decoder.model.config.save_pretrained(staging)
     for note in told:
         logger.info(note)
+    if state["stored"]:
+        exported = replace(exported, notes=_notes_of_cache(exported.notes, stored, len(caches)))
     return DecoderExport(Path(folder), exported, state["grouped"], state["shared"], generated, exported.notes)
+
+
+def _stored(sim: QuantizationSimModel, attention: str) -> dict[str, Encoding]:
+    """Encodings of the operands whose codes a cache may hold; none where attention stays in plain operators."""
+    if attention == "plain":
+        return {}
+    operands = {n: site.encoding for n, site in sim.quantizers.items() if site.enabled and site.role == "input"}
+    return {name: found for name, found in operands.items() if found is not None and can_store(found)}
+
+
+def _notes_of_cache(notes: Sequence[str], stored: Mapping[str, Encoding], layers: int) -> tuple[str, ...]:
+    """Notes without those on places that the operator holds."""
+    held = f"cache: keys and values of {layers} layers are stored in int8, by GroupQueryAttention"
+    others = [note for note in notes if note.split(": ")[0] not in stored]
+    return (*others, f"{held}; tokens are compared, and samples of single places are not written")
 
 
 def _check_grouped(attention: str, why: Sequence[str]) -> None:
@@ -363,18 +388,20 @@ def _check_lengths(decoder: _Decoder, model: ir.Model) -> None:
         )
 
 
-def _group(decoder: _Decoder, model: ir.Model, caches: Sequence[CacheNames]) -> list[str]:
+def _group(
+    decoder: _Decoder, model: ir.Model, caches: Sequence[CacheNames], stored: Mapping[str, Encoding]
+) -> list[str]:
     """Write attention as GroupQueryAttention, in place, and why it was not."""
     plain = copy_model(model)
     why: list[str] = []
     for windows in _windows(decoder.config, len(caches)):
         tried = copy_model(plain)
-        why = write_grouped_attention(tried, caches, "attention_mask", windows)
+        why = write_grouped_attention(tried, caches, "attention_mask", windows, stored, in_float=True)
         if why:
             return why
         difference = _difference(decoder, plain, tried, max((w for w in windows if w), default=0))
         if difference is None:
-            write_grouped_attention(model, caches, "attention_mask", windows)
+            write_grouped_attention(model, caches, "attention_mask", windows, stored)
             return []
         why = [f"attention: in plain operators, because GroupQueryAttention computes something else: {difference}"]
     return why

@@ -158,6 +158,48 @@ def test_openvino_keeps_the_cache_as_states(tmp_path: Path) -> None:
             tokens, past = [expected], past + new
 
 
+def _int8_cache(key: str, value: str) -> dict[str, Any]:
+    parts = {"key": key, "value": value}
+    return {part: {"format": "int8", "granularity": kind, "symmetric": True} for part, kind in parts.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "key, value", [("per_channel", "per_tensor"), ("per_head", "per_channel"), ("per_tensor", "per_tensor")]
+)
+def test_a_cache_in_int8_is_stored_by_grouped_attention(key: str, value: str, tmp_path: Path) -> None:
+    tokens = torch.randint(3, 48, (4, 24), generator=torch.Generator().manual_seed(0))
+    model = decoder(num_hidden_layers=1, eos_token_id=None)
+    example = {"input_ids": tokens[:1]}
+    sim = QuantizationSimModel(model, example, preset="w4g32", kv_cache=_int8_cache(key, value))
+    sim.compute_encodings([{"input_ids": tokens}], progress=False)
+    made = export_decoder(sim, tmp_path)
+    assert made.grouped and made.shared and any("are stored in int8" in note for note in made.notes), made.notes
+    ports = onnx.load(tmp_path / "model.onnx").graph
+    cache = [port for port in (*ports.input, *ports.output) if port.name.endswith((".key", ".value"))]
+    assert len(cache) == 4 and {port.type.tensor_type.elem_type for port in cache} == {onnx.TensorProto.INT8}
+    report = verify_folder(tmp_path)
+    assert report.ok, report.to_text()
+    assert [(row.tokens, row.equal + row.close) for row in report.generated] == [(32, 32)] * 4
+    pytest.importorskip("onnxruntime_genai")
+    engine = open_engine(tmp_path)
+    for generated in made.generated:
+        found = tuple(engine.generate(generated.prompt, len(generated.tokens)))
+        stop = next((i for i, token in enumerate(generated.tokens) if token == 0), len(generated.tokens))
+        assert found[:stop] == generated.tokens[:stop] or min(generated.margins) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_cache_of_which_only_keys_are_quantized_stays_in_plain_operators(tmp_path: Path) -> None:
+    tokens = torch.randint(3, 48, (2, 12))
+    kept = {"key": _int8_cache("per_tensor", "per_tensor")["key"]}
+    model = decoder(num_hidden_layers=1)
+    sim = QuantizationSimModel(model, {"input_ids": tokens[:1]}, preset="w4g32", kv_cache=kept)
+    sim.compute_encodings([{"input_ids": tokens}], progress=False)
+    made = export_decoder(sim, tmp_path)
+    assert not made.grouped and any("only one of them is quantized" in note for note in made.notes), made.notes
+
+
 @pytest.mark.slow
 def test_openvino_genai_generates_from_text_and_tokens_what_the_simulation_generates(tmp_path: Path) -> None:
     package = pytest.importorskip("openvino_genai")

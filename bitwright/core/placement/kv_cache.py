@@ -25,7 +25,7 @@ from bitwright.errors import BitwrightError, ConfigError, close_matches
 Shared = Literal["per_channel", "per_head", "per_token", "per_tensor"]
 _SHARED: tuple[str, ...] = ("per_channel", "per_head", "per_token", "per_tensor")
 _DEFAULT = {"key": "per_channel", "value": "per_token"}
-_FACETS = ("format", "granularity", "group")
+_FACETS = ("format", "granularity", "group", "symmetric")
 _GROUP = 16  # tokens of a channel that share a scale with fewer than 8 bits
 _WHOLE = 1 << 24  # longer than any sequence: one block of all tokens
 _MOST_WITH_ZERO_POINT = (
@@ -40,17 +40,18 @@ class CacheSpec:
     ``per_token`` is one scale per token and head, chosen when the token is written. ``per_channel`` with a ``group`` is one
     scale per channel and ``group`` tokens, chosen when these are written (KIVI, Liu et al. 2024, arXiv:2402.02750); of a
     forward pass over a whole text a group takes in tokens that come later. The others are calibrated. Integer formats have a
-    zero point.
+    zero point, unless they are ``symmetric``, as kernels that store a cache in int8 want them.
     """
 
     format: str
     granularity: Shared
     group: int = 0
+    symmetric: bool = False
 
     def spec(self, rank: int, token_axis: int, channel_axis: int) -> QuantSpec:
         """The spec of an operand of ``rank`` axes with tokens and channels on these (counted from the end)."""
         fmt = parse_format(self.format)
-        if isinstance(fmt, IntFormat) and fmt.bits <= _MOST_WITH_ZERO_POINT:
+        if isinstance(fmt, IntFormat) and fmt.bits <= _MOST_WITH_ZERO_POINT and not self.symmetric:
             fmt = IntFormat(fmt.bits, signed=False)
         if self.granularity == "per_token":
             return dynamic_spec(fmt, PerToken(axis=channel_axis))
@@ -85,7 +86,8 @@ def parse_kv_cache(given: KvCache | Mapping[str, Any] | None, at: str = "kv_cach
     """What a user wrote: ``{"key": "int8", "value": {"format": "int4", "granularity": "per_token"}, "recent": 32}``.
 
     Keys are per channel and values per token where no granularity is given. With fewer than 8 bits, per channel is per channel
-    and 16 tokens, unless ``group`` says how many (0: one calibrated scale for all tokens).
+    and 16 tokens, unless ``group`` says how many (0: one calibrated scale for all tokens). ``"symmetric": True`` leaves zero
+    points out.
 
     Raises:
         ConfigError: an unknown key, format or granularity, with close matches; nothing is asked for.
@@ -138,7 +140,10 @@ def _part(given: Any, part: str, at: str) -> CacheSpec:
                 f"group {group!r} does not go with {granularity}",
                 "give a number of tokens with per_channel, such as 16",
             )
-        made = CacheSpec(fmt.name, granularity, group)
+        symmetric = entry.get("symmetric", False)
+        if not isinstance(symmetric, bool):
+            raise ConfigError(at, f"symmetric is {symmetric!r}", "write true or false")
+        made = CacheSpec(fmt.name, granularity, group, symmetric)
         made.spec(4, -2, -1)
     except BitwrightError as error:
         raise ConfigError(at, error.problem, error.remedy) from error
