@@ -19,7 +19,9 @@ from pathlib import Path
 import measure  # first: it puts the repository on the path
 from torch import Tensor
 
+from bitwright import Rule
 from bitwright.core.numerics.spec import Preset, weight_spec
+from bitwright.core.placement.config import make_rules
 from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_model
 from tests.methods.transformer import with_outliers
 from tests.support import data
@@ -35,9 +37,9 @@ def score(format: str, methods: Sequence[str], outliers: bool, awq: bool, batche
         with_outliers(model, batches[0][:1])
     if awq:
         awq_model(model, batches, weight=weight_spec(format))
-    sim = QuantizationSimModel(model, batches[0][:1], preset=Preset(weight_spec(format), None))
-    for name in ("tok_embeddings.weight", "tok_embeddings.weight@output"):
-        sim.quantizers[name].spec = weight_spec("int8")
+    ends = [Rule(f"role:{role}", port="weight", format="int8") for role in ("embedding", "lm_head")]
+    rules = make_rules(None, Preset(weight_spec(format), None)).extended(ends)
+    sim = QuantizationSimModel(model, batches[0][:1], config_file=rules)
     sim.compute_encodings(batches, progress=False)
     for method in methods:
         apply_reconstruction(sim, batches, method, progress=False)

@@ -37,7 +37,7 @@ def make(folder: Path, parameters: float) -> int:
     """Write a Llama of that size, one layer a shard; its number of parameters."""
     import torch
     from safetensors.torch import save_file
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import BPE
 
     hidden, inner, layers, heads, keys, vocabulary = SIZES[parameters]
@@ -50,7 +50,9 @@ def make(folder: Path, parameters: float) -> int:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     letters = {chr(32 + code): code for code in range(90)}
-    Tokenizer(BPE(vocab=letters, merges=[])).save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
     generator = torch.Generator().manual_seed(0)
 
     def matrix(*shape: int) -> torch.Tensor:
