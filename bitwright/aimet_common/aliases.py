@@ -8,11 +8,13 @@ no counterpart here raise the ImportError of :mod:`bitwright.aimet_common.absent
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,93 +30,7 @@ PREFIXES: dict[str, str] = {
 }
 
 #: module below ``bitwright`` -> its home, dotted below ``bitwright``; "" for a package that holds modules only
-ALIASES: dict[str, str] = {
-    "aimet_common.auto_quant": "aimet_common.search",
-    "aimet_common.connected_graph": "aimet_common.sites",
-    "aimet_common.quantsim": "aimet_common.utils",
-    "aimet_common.quantsim_config": "",
-    "aimet_common.quantsim_config.config_utils": "aimet_common.utils",
-    "aimet_common.quantsim_config.quantsim_config": "aimet_common.utils",
-    "aimet_common.quantsim_config.utils": "aimet_common.utils",
-    "aimet_onnx.adaround": "aimet_onnx.rounding",
-    "aimet_onnx.adaround.adaround_weight": "aimet_onnx.rounding",
-    "aimet_onnx.adascale": "aimet_onnx.rounding",
-    "aimet_onnx.amp": "",
-    "aimet_onnx.amp.mixed_precision_algo": "aimet_onnx.mixed_precision",
-    "aimet_onnx.amp.quantizer_groups": "aimet_onnx.mixed_precision",
-    "aimet_onnx.analysis.sensitivity": "aimet_onnx.analysis",
-    "aimet_onnx.analysis.visualization": "aimet_onnx.analysis",
-    "aimet_onnx.auto_quant": "aimet_common.search",
-    "aimet_onnx.batch_norm_fold": "aimet_onnx.float_methods",
-    "aimet_onnx.cross_layer_equalization": "aimet_onnx.float_methods",
-    "aimet_onnx.layer_output_utils": "aimet_onnx.analysis",
-    "aimet_onnx.lite_mp": "aimet_onnx.mixed_precision",
-    "aimet_onnx.meta": "",
-    "aimet_onnx.meta.connectedgraph": "aimet_onnx.float_methods",
-    "aimet_onnx.quant_analyzer": "aimet_onnx.analysis",
-    "aimet_onnx.sequential_mse": "",
-    "aimet_onnx.sequential_mse.seq_mse": "aimet_onnx.rounding",
-    "aimet_onnx.spinquant": "aimet_onnx.float_methods",
-    "aimet_torch.adaround": "aimet_torch.rounding",
-    "aimet_torch.adaround.adaround_weight": "aimet_torch.rounding",
-    "aimet_torch.adascale": "aimet_torch.rounding",
-    "aimet_torch.adascale.adascale_optimizer": "aimet_torch.rounding",
-    "aimet_torch.amp": "",
-    "aimet_torch.amp.mixed_precision_algo": "aimet_torch.mixed_precision",
-    "aimet_torch.amp.quantizer_groups": "aimet_torch.mixed_precision",
-    "aimet_torch.arch_checker": "aimet_torch.checks",
-    "aimet_torch.arch_checker.arch_checker": "aimet_torch.checks",
-    "aimet_torch.auto_quant": "aimet_common.search",
-    "aimet_torch.batch_norm_fold": "aimet_torch.float_methods",
-    "aimet_torch.bias_correction": "aimet_torch.float_methods",
-    "aimet_torch.bn_reestimation": "torch.training.batch_norm",
-    "aimet_torch.cross_layer_equalization": "aimet_torch.float_methods",
-    "aimet_torch.defs": "aimet_torch.compress",
-    "aimet_torch.elementwise_ops": "aimet_torch.quantized_modules",
-    "aimet_torch.experimental": "aimet_torch.quantsim",
-    "aimet_torch.experimental.adascale": "aimet_torch.rounding",
-    "aimet_torch.experimental.adascale.adascale_optimizer": "aimet_torch.rounding",
-    "aimet_torch.experimental.pgs": "aimet_torch.quantsim",
-    "aimet_torch.experimental.quantsim_utils": "aimet_torch.quantsim",
-    "aimet_torch.experimental.spinquant": "aimet_torch.float_methods",
-    "aimet_torch.experimental.spinquant.spinquant_optimizer": "aimet_torch.float_methods",
-    "aimet_torch.layer_output_utils": "aimet_torch.analysis",
-    "aimet_torch.meta": "",
-    "aimet_torch.meta.connectedgraph": "aimet_torch.float_methods",
-    "aimet_torch.model_preparer": "aimet_torch.float_methods",
-    "aimet_torch.model_validator": "",
-    "aimet_torch.model_validator.model_validator": "aimet_torch.checks",
-    "aimet_torch.nn.base": "aimet_torch.quantized_modules",
-    "aimet_torch.nn.custom": "aimet_torch.quantized_modules",
-    "aimet_torch.nn.modules": "",
-    "aimet_torch.nn.modules.custom": "aimet_torch.quantized_modules",
-    "aimet_torch.nn.true_quant": "aimet_torch.nn",
-    "aimet_torch.onnx": "aimet_torch.quantsim",
-    "aimet_torch.onnx_utils": "aimet_torch.quantsim",
-    "aimet_torch.quant_analyzer": "aimet_torch.analysis",
-    "aimet_torch.quantization": "aimet_torch.quantizers",
-    "aimet_torch.quantization.affine": "aimet_torch.quantizers",
-    "aimet_torch.quantization.affine.backends": "aimet_torch.quantizers",
-    "aimet_torch.quantization.affine.encoding": "aimet_torch.quantizers",
-    "aimet_torch.quantization.affine.quantizer": "aimet_torch.quantizers",
-    "aimet_torch.quantization.base": "aimet_torch.quantizers",
-    "aimet_torch.quantization.base.encoding": "aimet_torch.quantizers",
-    "aimet_torch.quantization.base.quantizer": "aimet_torch.quantizers",
-    "aimet_torch.quantization.encoding_analyzer": "aimet_torch.quantizers",
-    "aimet_torch.quantization.float": "aimet_torch.float_quantizers",
-    "aimet_torch.quantization.float.encoding": "aimet_torch.float_quantizers",
-    "aimet_torch.quantization.float.quantizer": "aimet_torch.float_quantizers",
-    "aimet_torch.quantization.tensor": "aimet_torch.quantizers",
-    "aimet_torch.quantsim.config_utils": "aimet_torch.quantsim",
-    "aimet_torch.quantsim.quantsim": "aimet_torch.quantsim",
-    "aimet_torch.quantsim_config": "",
-    "aimet_torch.quantsim_config.quantsim_config": "aimet_common.utils",
-    "aimet_torch.seq_mse": "aimet_torch.rounding",
-    "aimet_torch.spinquant": "aimet_torch.float_methods",
-    "aimet_torch.spinquant.spinquant_optimizer": "aimet_torch.float_methods",
-    "aimet_torch.visualization_tools": "aimet_torch.analysis",
-    "aimet_torch.visualize_model": "aimet_torch.analysis",
-}
+ALIASES: dict[str, str] = json.loads(Path(__file__).with_name("modules.json").read_text("utf-8"))
 
 
 def home_of(name: str) -> str | None:

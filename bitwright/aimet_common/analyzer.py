@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -141,13 +142,13 @@ class QuantAnalyzerBase:
         weights: dict[str, Any] = {}
         activations: dict[str, Any] = {}
         for site in _calibrated(sim):
-            into = weights if site.is_stored or site.role == "bias" else activations
-            into[called(site)] = _ranges_of(site)
+            if site.role != "bias":  # int32 from the scales of others
+                (weights if site.is_stored else activations)[called(site)] = _ranges_of(site)
         for title, found in (("weights", weights), ("activations", activations)):
             pages = {file_name(name): (name, pairs) for name, pairs in found.items() if isinstance(pairs, dict)}
             whole = {name: pair for name, pair in found.items() if isinstance(pair, tuple)}
             write_data(folder / f"{title}.json", found)
-            for page, (name, pairs) in {title: (title, whole), **pages}.items():
+            for page, (name, pairs) in {**({title: (title, whole)} if whole else {}), **pages}.items():
                 write_page(folder / f"{page}.html", name, ranges_chart(pairs))
         return weights, activations
 
@@ -162,7 +163,7 @@ class QuantAnalyzerBase:
             elif site.role in ("input", "output"):
                 histogram = seen_values(site.quantizer.statistics).get("histogram")
                 if histogram is not None:
-                    name = f"{file_name(site.op)}_{site.role}_{site.port}"
+                    name = f"{file_name(site.op)}_{site.role}_q{site.port}_0"
                     chart = histogram_chart(histogram["edges"], histogram["counts"])
                     write_page(folder / "activations_pdf" / f"{name}.html", name, chart)
 
@@ -214,7 +215,7 @@ def _ranges_of(site: Site) -> tuple[float, float] | dict[str, tuple[float, float
 def _write_weight(folder: Path, site: Site, weight: Any) -> None:
     """A page per channel of a weight with a grid per channel, else one."""
     values = np.asarray(weight.detach().cpu().float().numpy())
-    name = file_name(site.name.removeprefix(site.op + "."))
+    name = file_name(called(site))
     assert site.encoding is not None
     axis = getattr(site.encoding.granularity, "axis", None)
     rows = values.reshape(1, -1) if axis is None else np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
@@ -282,8 +283,8 @@ class RawFiles:
 
 
 def file_name(name: str) -> str:
-    """A name that is valid for a file: other characters than letters, digits, ``.``, ``_`` and ``-`` become ``_``."""
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).strip("_") or "layer"
+    """A name for a file as AIMET writes it: other characters than letters, digits and ``_`` become ``_``."""
+    return re.sub(r"\W+", "_", name)
 
 
 def _write(path: Path, value: Any) -> None:

@@ -40,9 +40,11 @@ def choose(
     evaluate: Callable[[Any], float],
     allowed_accuracy_drop: float | None,
     results_dir: str,
+    calibrate: Callable[[Any], Any] | None,
 ) -> list[tuple[float, float, Any, float]]:
     """The Pareto list: (bit operations relative to the best candidate, metric, choice, predicted dB), the dearest first.
 
+    A simulation without encodings is calibrated first, by ``calibrate`` or on ``data``.
     The simulation has the chosen precisions afterwards; ``results_dir`` gets ``pareto_list.json``,
     ``accuracy_list.json`` and pages of both.
     """
@@ -53,6 +55,8 @@ def choose(
         raise ConfigError(
             "allowed_accuracy_drop", f"{drop} is below zero", "pass 0 or more, or None for the whole front"
         )
+    if any(site.enabled and site.encoding is None and not site.quantizer.derived for site in sim.quantizers.values()):
+        sim.compute_encodings(calibrate or list(data))
     result = mixed_precision(
         sim, data, candidates, cost="bit_ops", metric=lambda target: float(evaluate(target)), allowed_drop=drop
     )

@@ -24,6 +24,7 @@ from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod, activation_spec, weight_spec
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.errors import ConfigError
+from bitwright.recipes.judge import values_on_grids
 
 __all__ = [
     "Encoding",
@@ -198,6 +199,10 @@ class SiteView:
         return spec
 
     @property
+    def _encoding(self) -> Encoding | None:
+        return self._site.encoding
+
+    @property
     def _value_shape(self) -> tuple[int, ...]:
         return self._site._graph.values[self._site.value].shape
 
@@ -228,12 +233,12 @@ class SiteView:
 
     @property
     def _granularity(self) -> Any:
-        encoding = self._site.encoding
+        encoding = self._encoding
         return self._spec.granularity if encoding is None else encoding.granularity
 
     @property
     def _format(self) -> Any:
-        encoding = self._site.encoding
+        encoding = self._encoding
         if encoding is not None:
             return encoding.format
         fmt = self._spec.format
@@ -353,6 +358,25 @@ class SiteView:
         self.allow_overwrite(False)
 
 
+def fit_products(sim: Any) -> None:
+    """Give what products of two activations read the grids that AIMET's targets multiply.
+
+    The second operand is symmetric: before V73 it has 8 bits; from V73 on one of 16 bits asks the first to have 16 bits as well.
+    """
+    version = sim.rules.hw_version
+    if version is None:
+        return
+    first = {id(s.quantizer): s for s in sim.quantizers.values() if s.enabled and isinstance(s.spec.format, IntFormat)}
+    grids = values_on_grids(sim.quantizers, sim.plan.shared)
+    at = {value: first.get(key) for key, values in grids.items() for value in values}
+    bits = 8 if version < 73 else 16
+    for op in (op for op in sim.graph.ops if op.type == "MatMul"):
+        one, other = (at.get(name) for name in op.inputs[:2])
+        if one and other and bits in (8, other.spec.format.bits):
+            other.spec = replace(other.spec, format=replace(other.spec.format, bits=bits), symmetry="symmetric")
+            one.spec = replace(one.spec, format=replace(one.spec.format, bits=max(bits, one.spec.format.bits)))
+
+
 def ends(value: Any, params: tuple[int, ...], site: str) -> Any:
     """An end of a range, in the parameter shape of a place.
 
@@ -416,12 +440,15 @@ class ConnectedGraph:
     Attributes:
         model: the model it was made from.
         ordered_ops: the operators.
+        starting_ops: those that read what the model is given, and nothing that another operator makes.
     """
 
     def __init__(self, model: Any, graph: Graph, holders: Mapping[str, Any]) -> None:
         self.model = model
         self.ordered_ops = [GraphOp(op, holders.get(op.module or op.name)) for op in graph.ops]
         self._by_name = {op.name: op for op in self.ordered_ops}
+        made = {name for op in graph.ops for name in op.outputs}
+        self.starting_ops = [op for op in self.ordered_ops if made.isdisjoint(op.inputs)]
 
     def get_all_ops(self) -> dict[str, GraphOp]:
         """Operators by name."""

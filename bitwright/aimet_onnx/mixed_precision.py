@@ -48,7 +48,9 @@ def choose_mixed_precision(
         forward_pass_callback(recorder)
         feeds = recorder.feeds
     feeds = [sim.example()] if feeds is None or feeds == [] else feeds
-    return choose(sim, feeds, candidates, eval_callback_for_phase2, allowed_accuracy_drop, results_dir)
+    return choose(
+        sim, feeds, candidates, eval_callback_for_phase2, allowed_accuracy_drop, results_dir, forward_pass_callback
+    )
 
 
 class _Recorder:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import find_range_method
+from bitwright.core.numerics.spec import QuantSpec, activation_spec
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.encodings.records import check_version
@@ -60,23 +63,43 @@ class TensorQuantizerParams:
 class QcQuantizeOp(SiteView):
     """The quantizer of one tensor of a simulation; a view of its sites, which reads and writes them."""
 
-    def __init__(self, name: str, sites: tuple[Site, ...], why_none: str = "") -> None:
+    def __init__(self, name: str, sites: tuple[Site, ...], sim: Any = None) -> None:
         super().__init__(sites)
-        self.__dict__.update(name=name, why_none=why_none)
+        self.__dict__.update(name=name, _sim=sim)
 
     name: str
-    why_none: str
+    _sim: Any
 
     @property
     def _site(self) -> Site:
+        """The first site of the tensor, which gets one if the rules have left it in float.
+
+        Raises:
+            ModelError: no quantizer can stand there: at what a branch or a loop makes.
+        """
         if not self.sites:
-            raise ModelError(
-                self.name,
-                f"this tensor has no quantizer: {self.why_none}",
-                "set the quantizer of the tensor that sim.coverage() names for it, or give the simulation a config_file "
-                "that quantizes it",
-            )
+            self._sim._place_left_out()
+            found = tuple(site for site in self._sim.quantizers.values() if site.value == self.name)
+            if not found:
+                raise ModelError(
+                    self.name,
+                    "this tensor can have no quantizer",
+                    "set that of what computes it (sim.coverage() lists them)",
+                )
+            self.__dict__["sites"] = found
         return self.sites[0]
+
+    @property
+    def _spec(self) -> QuantSpec:
+        return super()._spec if self.sites else self._sim.rules.activation or activation_spec()
+
+    @property
+    def _encoding(self) -> Encoding | None:
+        return super()._encoding if self.sites else None
+
+    def _respec(self, spec: QuantSpec, encoding: Encoding | None) -> None:
+        assert self._site is not None
+        super()._respec(spec, encoding)
 
     def __getattr__(self, name: str) -> Any:
         raise absent_attribute("aimet_onnx.qc_quantize_op.QcQuantizeOp", name)
@@ -106,6 +129,19 @@ class QcQuantizeOp(SiteView):
     @op_mode.setter
     def op_mode(self, op_mode: OpMode) -> None:
         self.enabled = op_mode is not OpMode.passThrough
+
+    @property
+    def quant_info(self) -> SimpleNamespace:
+        """The state of the quantizer as AIMET's kernel has it; to be read."""
+        params, valid = self.tensor_quantizer_params, SimpleNamespace(isEncodingValid=self.is_initialized())
+        channel, block = params.channel_axis, params.block_axis
+        return SimpleNamespace(
+            encoding=self.encodings or [], enabled=self.enabled, opMode=self.op_mode,
+            useSymmetricEncoding=self.symmetric, isIntDataType=self.data_type is QuantizationDataType.int,
+            usePerChannelMode=channel is not None or block is not None,
+            channelAxis=0 if channel is None else channel, blockAxis=0 if block is None else block,
+            blockSize=0 if block is None else self._granularity.size, tensorQuantizerRef=[valid] * max(1, math.prod(self.shape)),
+        )  # fmt: skip
 
     # -- grid
 
@@ -401,10 +437,10 @@ class GroupedBlockQuantizeDequantize(QcQuantizeOp):
     """The quantizer of a tensor whose block scales are multiples of one per channel (LPBQ)."""
 
 
-def quantizer_of(name: str, sites: tuple[Site, ...], why_none: str = "") -> QcQuantizeOp:
+def quantizer_of(name: str, sites: tuple[Site, ...], sim: Any = None) -> QcQuantizeOp:
     """The view of a tensor's sites, of the kind that its scales ask for."""
     grouped = bool(sites) and grouped_bits(sites[0].quantizer.spec.scale_format) is not None
-    return (GroupedBlockQuantizeDequantize if grouped else QcQuantizeOp)(name, sites, why_none)
+    return (GroupedBlockQuantizeDequantize if grouped else QcQuantizeOp)(name, sites, sim)
 
 
 def _channels_first(values: Any, granularity: Any) -> Any:

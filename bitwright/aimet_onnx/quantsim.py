@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from bitwright.aimet_common.defs import (
     range_method,
     supported_kernels,
 )
-from bitwright.aimet_common.sites import grouped_scale_format
+from bitwright.aimet_common.sites import ConnectedGraph, fit_products, grouped_scale_format
 from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_onnx import defs
 from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp, quantized_constant, quantizer_of
 from bitwright.aimet_onnx.utils import build_session, proto_of, simulated_proto, wrapped
-from bitwright.core.graph.operators import block_axes
+from bitwright.core.graph.operators import block_axes, resolve_granularity
 from bitwright.core.numerics.formats import FloatFormat
-from bitwright.core.numerics.granularity import PerBlock
+from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 from bitwright.errors import ConfigError, EncodingsError, GranularityError
 from bitwright.runtimes.onnxruntime import CPU, new_session, register_operators
@@ -325,6 +326,8 @@ class QuantizationSimModel(front.QuantizationSimModel):
             preset=Preset(weights, activations),
             **{name: given[name] for name in ("memory_budget", "threads") if name in given},
         )
+        fit_products(self)
+        self._share_columns()
         if given.get("use_symmetric_encodings"):
             for quantizer in self.get_all_quantizers()[1]:
                 if quantizer.enabled:
@@ -332,6 +335,15 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     def __getattr__(self, name: str) -> Any:
         raise absent_attribute("aimet_onnx.quantsim.QuantizationSimModel", name)
+
+    def _share_columns(self) -> None:
+        """Give the matrices of a batched product one scale per column, as AIMET has it; ours have one of each matrix."""
+        for site in (
+            s for s in self.quantizers.values() if s.role == "weight" and self.graph.op(s.op).type == "MatMul"
+        ):
+            spec, shape = site.quantizer.spec, self.graph.values[site.value].shape
+            if len(shape) > 2 and spec.granularity == resolve_granularity("MatMul", {}, 1, PerChannel(), shape):
+                site.spec = replace(spec, granularity=PerChannel(len(shape) - 1))
 
     # -- quantizers
 
@@ -341,17 +353,17 @@ class QuantizationSimModel(front.QuantizationSimModel):
         held: dict[str, list[Any]] = {}
         for site in self.quantizers.values():
             held.setdefault(site.value, []).append(site)
-        found = {}
-        for name, value in self.graph.values.items():
-            if value.is_float:
-                group = self.plan.shared.get(name)
-                why = f"it lies on the grid of {group}" if group else "the configuration leaves it in float"
-                found[name] = quantizer_of(name, tuple(held.get(name, ())), why)
-        return found
+        floats = (name for name, value in self.graph.values.items() if value.is_float)
+        return {name: quantizer_of(name, tuple(held.get(name, ())), self) for name in floats}
 
     def get_qc_quantize_op(self) -> dict[str, QcQuantizeOp]:
         """:attr:`qc_quantize_op_dict`."""
         return self.qc_quantize_op_dict
+
+    @property
+    def connected_graph(self) -> ConnectedGraph:
+        """The operators of the model."""
+        return ConnectedGraph(self._source, self.graph, {node.name: node for node in self._source.graph.node})
 
     @property
     def param_names(self) -> list[str]:

@@ -18,7 +18,7 @@ from bitwright.aimet_common.absent import differs
 from bitwright.aimet_common.analyzer import QuantAnalyzerBase, RawFiles, Scores, checked, write_ranges
 from bitwright.aimet_common.defs import CallbackFunc, QuantScheme
 from bitwright.aimet_torch.float_methods import fold_all_batch_norms
-from bitwright.aimet_torch.module_quantizers import record_of
+from bitwright.aimet_torch.module_quantizers import original_model, record_of
 from bitwright.aimet_torch.quantsim import QuantizationSimModel
 from bitwright.analysis.layer_outputs import names_of_export
 from bitwright.errors import ConfigError, close_matches
@@ -170,11 +170,11 @@ class LayerOutputUtil:
         dir_path: folder, created if missing.
         naming_scheme: ``PYTORCH`` calls files after modules, ``ONNX`` after tensors of the exported model, which is made for it;
             modules without a tensor of their own are left out then. ``TORCHSCRIPT`` is refused.
-        dummy_input: for ``ONNX``, by default the simulation's example.
+        dummy_input: for ``ONNX``; of a simulation its example by default.
         onnx_export_args: AIMET's argument; the export needs none.
 
     Raises:
-        ConfigError: (a ValueError) ``TORCHSCRIPT``, or ``ONNX`` for a model that is not simulated.
+        ConfigError: (a ValueError) ``TORCHSCRIPT``, or ``ONNX`` for a float model without ``dummy_input``.
     """
 
     def __init__(
@@ -220,15 +220,17 @@ def _tensors(model: nn.Module, scheme: NamingScheme, dummy_input: Any) -> dict[s
     if scheme is NamingScheme.TORCHSCRIPT:
         raise ConfigError("naming_scheme", "models are not exported as TorchScript", "use NamingScheme.ONNX")
     record = record_of(model) or next((r for _, m in walk_modules(model) if (r := record_of(m))), None)
-    if record is None:
-        raise ConfigError(
-            "naming_scheme",
-            "names of an exported model are known of simulated models only",
-            "pass sim.model, or use NamingScheme.PYTORCH",
-        )
+    if record is None and dummy_input is None:
+        raise ConfigError("dummy_input", "tensors are named by an export, which needs an input", "pass dummy_input=")
+    example = record.sim.example() if record is not None and dummy_input is None else dummy_input
+    plain = copy.deepcopy(model) if record is None else original_model(record.sim.model, False)
+    sim = front.QuantizationSimModel(plain.eval(), example, in_place=True)
+    sim._place_left_out()
+    for site in sim.quantizers.values():
+        site.enabled = site.role == "output"  # so that each has its name in the file
+    sim.compute_encodings([example], progress=False)
     with tempfile.TemporaryDirectory() as folder:
-        example = record.sim.example() if dummy_input is None else dummy_input
-        front.QuantizationSimModel.export(record.sim, folder, "model", example)  # with our own files
+        sim.export(folder, "model", example)
         return exported_names(folder)
 
 

@@ -18,6 +18,7 @@ from bitwright import torch as front
 from bitwright.aimet_common import sites
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_common.sites import GraphOp
+from bitwright.aimet_torch.module_quantizers import record_of
 from bitwright.aimet_torch.quantsim import QuantizationSimModel, QuantParams
 from bitwright.aimet_torch.utils import Unlabelled
 from bitwright.core.simulation.float_model import SetParam
@@ -29,6 +30,7 @@ from bitwright.progress import progress as bar
 from bitwright.torch.calls.inputs import walk_modules
 from bitwright.torch.opened import TorchOpened
 from bitwright.torch.simulation.quantsim import copied
+from bitwright.torch.training.batch_norm import fold_to_scale
 from bitwright.torch.view import BATCH_NORMS, TorchView
 
 __all__ = [
@@ -135,7 +137,7 @@ def _positional(dummy_input: Any) -> Any:
 def fold_given_batch_norms(
     model: nn.Module, layer_pairs: Iterable[Sequence[nn.Module]], input_shapes: Any = None, dummy_input: Any = None
 ) -> None:
-    """Fold these pairs of a layer and a batch norm, in the order in which they are computed.
+    """Fold these pairs of a layer and a batch norm, in the order in which they are computed; of a simulation into scales.
 
     Without an input for the model each pair is taken by itself: that nothing else reads what lies between the two is on the
     caller, as in AIMET.
@@ -146,15 +148,19 @@ def fold_given_batch_norms(
     """
     names, pairs = _names(model), [tuple(pair) for pair in layer_pairs]
     _check_pairs(pairs, names)
-    if input_shapes is not None or dummy_input is not None:
-        opened = TorchOpened(model, input_shapes, _positional(dummy_input), "fold_given_batch_norms")
-        norms = {names[id(module)] for pair in pairs for module in pair if isinstance(module, BATCH_NORMS)}
-        report = opened.fold_last(True, norms)
-        if report.refused:
-            _refuse_fold("; ".join(str(refusal) for refusal in report.refused))
+    norms, record = {names[id(m)] for pair in pairs for m in pair if isinstance(m, BATCH_NORMS)}, record_of(model)
+    if record is None and input_shapes is None and dummy_input is None:
+        for pair in pairs:
+            _fold_alone(model, pair, names)
         return
-    for pair in pairs:
-        _fold_alone(model, pair, names)
+    if record is None:
+        opened = TorchOpened(model, input_shapes, _positional(dummy_input), "fold_given_batch_norms")
+        report = opened.fold_last(True, norms)
+    else:
+        report = fold_to_scale(record.sim, False, norms)
+        record.sim.show_quantizers()
+    if report.refused:
+        _refuse_fold("; ".join(map(str, report.refused)))
 
 
 def _fold_alone(model: nn.Module, pair: Sequence[nn.Module], names: Mapping[int, str]) -> None:

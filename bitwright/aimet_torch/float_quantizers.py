@@ -268,6 +268,8 @@ class FloatQuantizeDequantize(QuantizerBase):
 
     def extra_repr(self) -> str:
         """Fields of the format."""
+        if self.is_float16() or self.is_bfloat16():
+            return f"dtype=torch.{'float16' if self.is_float16() else 'bfloat16'}"
         return f"exponent_bits={self.exponent_bits}, mantissa_bits={self.mantissa_bits}, finite={self.finite}"
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from bitwright.aimet_common.absent import differs
 from bitwright.aimet_common.defs import CallbackFunc, QuantizationDataType
 from bitwright.aimet_common.search import MOST_BATCHES, AMPSearchAlgo, choose
+from bitwright.core.graph.graph import Op
 from bitwright.errors import ConfigError
 from bitwright.precision.manual import MODEL_INPUT, MODEL_OUTPUT, PrecisionReport, PrecisionRequest, set_precisions
 from bitwright.torch.calls.inputs import walk_modules
@@ -59,44 +60,60 @@ class MixedPrecisionConfigurator:
     def __init__(self, sim: Any) -> None:
         self._sim = sim
         self._requests: list[PrecisionRequest] = []
+        self._ends: list[PrecisionRequest] = []  # of what they return to the caller of the model, unless it has its own
 
-    def set_precision(self, arg: Any, activation: str, param: dict[str, str] | None = None) -> None:
-        """Ask for a precision of modules.
+    def set_precision(
+        self, arg: Any, activation: str | Sequence[str | None], param: dict[str, str] | None = None
+    ) -> None:
+        """Ask for a precision of modules, and of all modules below them.
 
         Args:
             arg: a module of ``sim.model``, a type of modules, or a list of these.
-            activation: of what they read: ``"int16"``, ``"int8"``, ``"int4"``, ``"fp16"``.
+            activation: of what they read: ``"int16"``, ``"int8"``, ``"int4"``, ``"fp16"``; or one for each input.
             param: of their parameters: ``{"weight": "int8"}``.
+
+        Raises:
+            ConfigError: (a ValueError) no module of the simulation, or another number of precisions than a module has inputs.
         """
+        weight, ops = (param or {}).get("weight"), self._named(arg)
+        if not isinstance(activation, str) and activation is not None:
+            for op in ops:
+                reads = [v for _, v in op.sources() if not self._sim.graph.values[v].is_static]
+                self._requests.append(PrecisionRequest(op.name, None, weight))
+                self._requests += _each(f"set_precision({op.module})", op.name, activation, reads)
+            return
+        self._requests.append(PrecisionRequest(tuple(sorted({op.module for op in ops})), activation, weight))
+        made = {name for op in ops for name in op.outputs}
+        ends = [f"{MODEL_OUTPUT}[{i}]" for i, name in enumerate(self._sim.graph.outputs) if name in made]
+        self._ends += [PrecisionRequest(place, activation) for place in ends]
+
+    def _named(self, arg: Any) -> list[Op]:
+        """What modules, types of modules, or a list of these compute."""
         several = list(arg) if isinstance(arg, (list, tuple, set)) else [arg]
         types = tuple(item for item in several if isinstance(item, type))
-        wanted = {id(item) for item in several if isinstance(item, nn.Module)}
-        paths = tuple(
+        wanted = {id(m) for item in several if isinstance(item, nn.Module) for m in item.modules()}
+        paths = {
             path
             for path, module in walk_modules(self._sim.model)
             if path and (id(module) in wanted or any(_is_a(module, kind) for kind in types))
-        )
-        if not paths:
+        }
+        ops = [op for op in self._sim.graph.ops if op.module in paths]
+        if not ops:
             raise ConfigError(
                 "set_precision",
                 f"{arg!r} is not a module of the simulation",
                 "pass modules of sim.model, or their type",
             )
-        if activation is not None and not isinstance(activation, str):
-            raise ConfigError(
-                "set_precision",
-                f"activation is {activation!r}, and what a module reads has one precision here",
-                "write one, such as 'int16'; for one of several inputs set sim.quantizers[...].spec",
-            )
-        self._requests.append(PrecisionRequest(paths, activation, (param or {}).get("weight")))
+        return ops
 
     def set_model_input_precision(self, activation: str | Sequence[str | None]) -> None:
         """Ask for a precision of what the model takes: one of all inputs, or one per input, ``None`` to leave it."""
-        self._requests += _at_ends(MODEL_INPUT, activation, len(self._sim.graph.inputs))
+        self._requests += _at_ends(MODEL_INPUT, activation, self._sim.graph.inputs)
 
     def set_model_output_precision(self, activation: str | Sequence[str | None]) -> None:
         """Ask for a precision of what the model returns: one of all outputs, or one per output, ``None`` to leave it."""
-        self._requests += _at_ends(MODEL_OUTPUT, activation, len(self._sim.graph.outputs))
+        self._requests += _at_ends(MODEL_OUTPUT, activation, self._sim.graph.outputs)
+        self._ends = []
 
     def apply(self, log_file: str | IO[str] = "./mmp_log.txt", strict: bool = True) -> PrecisionReport:
         """Carry the requests out, all of them or none.
@@ -105,27 +122,31 @@ class MixedPrecisionConfigurator:
             log_file: path or open file, which gets what changed and why.
             strict: of :func:`bitwright.set_precisions`.
         """
-        report = set_precisions(self._sim, self._requests, strict=strict)
+        report = set_precisions(self._sim, [*self._requests, *self._ends], strict=strict)
         if hasattr(log_file, "write"):
             log_file.write(f"{report}\n")
         elif log_file:
             Path(log_file).write_text(f"{report}\n", encoding="utf-8")
-        self._requests = []
+        self._requests, self._ends = [], []
         return report
 
 
-def _at_ends(place: str, activation: str | Sequence[str | None], count: int) -> list[PrecisionRequest]:
-    """Requests for the inputs or outputs of a model that has ``count`` of them."""
+def _at_ends(place: str, activation: str | Sequence[str | None], values: Sequence[str]) -> list[PrecisionRequest]:
+    """Requests for the inputs or outputs of a model."""
     if isinstance(activation, str):
         return [PrecisionRequest(place, activation)]
-    given = list(activation)
-    if len(given) != count:
+    return _each(f"set_{place}_precision", place, activation, values)
+
+
+def _each(call: str, place: str, activation: Sequence[str | None], values: Sequence[str]) -> list[PrecisionRequest]:
+    """Requests for each of the tensors that a place has."""
+    if len(activation) != len(values):
         raise ConfigError(
-            f"set_{place}_precision",
-            f"{len(given)} precisions are given, and the model has {count}",
+            call,
+            f"{len(activation)} precisions are given, and there are {len(values)} tensors",
             "give one per tensor, None to leave it, or a single one for all",
         )
-    return [PrecisionRequest(f"{place}[{i}]", text) for i, text in enumerate(given) if text is not None]
+    return [PrecisionRequest(f"{place}[{i}]", text) for i, text in enumerate(activation) if text is not None]
 
 
 def _is_a(module: nn.Module, kind: type) -> bool:
@@ -168,7 +189,9 @@ def choose_mixed_precision(
     if not clean_start:
         differs("clean_start=False", "sensitivities take seconds and are always estimated anew")
     data = ([] if forward_pass_callback is None else _batches(sim, forward_pass_callback)) or [dummy_input]
-    return choose(sim, data, candidates, eval_callback_for_phase2, allowed_accuracy_drop, results_dir)
+    return choose(
+        sim, data, candidates, eval_callback_for_phase2, allowed_accuracy_drop, results_dir, forward_pass_callback
+    )
 
 
 def _batches(sim: Any, forward_pass_callback: Callable[[Any], Any]) -> list[Any]:

@@ -449,6 +449,8 @@ def _array(value: Any) -> Any:
 
 RECORD = "_bitwright_quantizers"
 PUBLIC = ("param_quantizers", "input_quantizers", "output_quantizers")
+#: torch module class -> its quantized class, as used so far or registered by a script
+REGISTERED: dict[type, type] = {}
 #: methods of quantized modules that the modules of a simulation have too
 METHODS = (
     "compute_encodings",
@@ -469,8 +471,8 @@ METHODS = (
 class Slot:
     """One place of a module, with the sites of the simulation that it consists of; it may have none."""
 
-    def __init__(self, name: str, sites: Sequence[Site], why_none: str) -> None:
-        self.name, self.sites, self.why_none = name, tuple(sites), why_none
+    def __init__(self, sim: Any, name: str, sites: Sequence[Site], why_none: str) -> None:
+        self.sim, self.name, self.sites, self.why_none = sim, name, tuple(sites), why_none
         self._view: SiteQuantizer | None = None
 
     def get(self) -> SiteQuantizer | None:
@@ -483,21 +485,25 @@ class Slot:
         return self._view
 
     def set(self, quantizer: Any) -> None:
-        """Switch the quantizer off (``None``), or copy ``quantizer``.
+        """Switch the quantizer off (``None``), or copy ``quantizer``; also where the configuration has left the place out.
 
         Raises:
-            ModelError: there is no quantizer here that could be changed.
+            ModelError: no quantizer can stand here.
         """
         if quantizer is None:
             for site in self.sites:
                 site.enabled = False
             return
         if not self.sites:
+            self.sim._place_left_out()
+            self.sim.show_quantizers()
+            records = below(self.sim.model)
+            self.sites = next(s.sites for r in records for _, s in r.slots() if s.name == self.name)
+        if not self.sites:
             raise ModelError(
                 self.name,
-                f"this place has no quantizer: {self.why_none}",
-                "set the quantizer of the place that sim.coverage() names for this value, or give the simulation a "
-                "config_file that quantizes it here",
+                f"this place can have no quantizer: {self.why_none}",
+                "set the quantizer of the place that sim.coverage() names for this value",
             )
         view_of(self.sites).assign(quantizer)
 
@@ -619,28 +625,43 @@ def is_quantized(module: Any) -> bool:
     return record_of(module) is not None and isinstance(module._modules.get(PUBLIC[0]), QuantizerDict)
 
 
+def _grouped(ops: Iterable[Any], key: Callable[[Any], str]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for op in ops:
+        found.setdefault(key(op), []).append(op)
+    return found
+
+
 def attach(sim: Any) -> None:
     """Set a record on every module of ``sim.model``, and the lists of quantizers on those without sub-modules."""
     modules = dict(walk_modules(sim.model))
-    by_module: dict[str, list[Any]] = {}
-    below_module: dict[str, list[str]] = {}
-    for op in sim.graph.ops:
-        by_module.setdefault(op.module, []).append(op)
-        below_module.setdefault(_nearest(op.module, modules), []).append(op.name)
+    by_module = _grouped(sim.graph.ops, lambda op: op.module)
+    below_module = _grouped(sim.graph.ops, lambda op: _nearest(op.module, modules))
     by_param, by_op = _sites_by_place(sim)
     device = model_device(sim.model)
+    whole = {path for path, m in modules.items() if type(m) in REGISTERED and not is_leaf(m)}
+    below = tuple(f"{path}." for path in whole)
     for path, module in modules.items():
         inputs, outputs = QuantizerList(()), QuantizerList(())
-        if is_leaf(module):  # what the forward of others computes lies between their sub-modules
+        if path in whole:  # a class of a script's says that it is quantized at its edges
+            inputs, outputs = _edges_of_whole(sim, path, by_param, by_op)
+        elif is_leaf(module):  # what the forward of others computes lies between their sub-modules
             inputs, outputs = _edges(sim, path, by_module.get(path, []), by_op)
-        own = [site for op in below_module.get(path, ()) for site in by_op.get(op, ())]
-        params = _param_slots(path, module, by_param)
-        record = Record(sim, path, params, inputs, outputs, _not_among(own, _edge_slots(inputs, outputs)))
+        own = chain(*(by_op.get(op.name, ()) for op in below_module.get(path, ())))
+        params = _param_slots(sim, path, module, by_param)
+        record = Record(sim, path, params, inputs, outputs, _not_among([*own], _edge_slots(inputs, outputs)))
         vars(module)[RECORD] = record
-        if is_leaf(module) and not any(hasattr(type(module), name) for name in PUBLIC):
-            for slot in (*params._slots.values(), *_edge_slots(inputs, outputs)):
-                _show_ends(slot.sites[:1], device)
-            module._modules.update(param_quantizers=params, input_quantizers=inputs, output_quantizers=outputs)
+        if not path.startswith(below) and (path in whole or is_leaf(module)):
+            _show(module, record, device)
+
+
+def _show(module: nn.Module, record: Record, device: torch.device | None) -> None:
+    """Set the lists of quantizers on a module, unless its class has their names for something else."""
+    if not any(hasattr(type(module), name) for name in PUBLIC):
+        for _, slot in record.slots():
+            _show_ends(slot.sites[:1], device)
+        lists = (record.params, record.inputs, record.outputs)
+        module._modules.update(zip(PUBLIC, lists, strict=True))
 
 
 def _edge_slots(*lists: QuantizerList) -> list[Slot]:
@@ -681,15 +702,28 @@ def _sites_by_place(sim: Any) -> tuple[dict[str, list[Site]], dict[str, list[Sit
     return by_param, by_op
 
 
+def _edges_of_whole(
+    sim: Any, path: str, by_param: Mapping[str, list[Site]], by_op: Mapping[str, list[Site]]
+) -> tuple[QuantizerList, QuantizerList]:
+    """Quantizers of what a module with sub-modules reads and returns; all others below it are switched off."""
+    ops = [op for op in sim.graph.ops if f"{op.module}.".startswith(f"{path}.")]
+    inputs, outputs = _edges(sim, path, ops, by_op)
+    held = [site for op in ops for site in by_op.get(op.name, ())]
+    held += [site for name, sites in by_param.items() if name.startswith(f"{path}.") for site in sites]
+    for site in _not_among(held, _edge_slots(inputs, outputs)):
+        site.enabled = False
+    return inputs, outputs
+
+
 def _not_among(sites: Sequence[Site], slots: Sequence[Slot]) -> tuple[Site, ...]:
     edge = {id(site) for slot in slots for site in slot.sites}
     return tuple(site for site in sites if id(site) not in edge)
 
 
-def _param_slots(path: str, module: nn.Module, by_param: Mapping[str, list[Site]]) -> QuantizerDict:
+def _param_slots(sim: Any, path: str, module: nn.Module, by_param: Mapping[str, list[Site]]) -> QuantizerDict:
     why_none = "the parameter is not quantized by the configuration"
     names = {name: f"{path}.{name}" if path else name for name, p in module._parameters.items() if p is not None}
-    return QuantizerDict({name: Slot(full, by_param.get(full, ()), why_none) for name, full in names.items()})
+    return QuantizerDict({name: Slot(sim, full, by_param.get(full, ()), why_none) for name, full in names.items()})
 
 
 def _nearest(path: str, modules: Mapping[str, nn.Module]) -> str:
@@ -705,10 +739,10 @@ def _edges(
     """Quantizers of what a module reads and returns."""
     sites = [site for op in ops for site in by_op.get(op.name, ())]
     reads = _by_value("input", _entering(sim.graph, ops), sites)
-    returns = _by_value("output", _leaving(sim.graph, path, ops), sites)
+    returns = _by_value("output", _leaving(sim.graph, ops), sites)
     if len(ops) > 1 and len({(op.type, len(op.outputs)) for op in ops}) == 1 == len(ops[0].outputs):
         reads, returns = ([list(chain(*found))] for found in (reads, returns))  # one call, made several times
-    return _slots(f"{path}.input", reads, bool(ops)), _slots(f"{path}.output", returns, bool(ops))
+    return _slots(sim, f"{path}.input", reads, bool(ops)), _slots(sim, f"{path}.output", returns, bool(ops))
 
 
 def _by_value(role: str, values: Iterable[str], sites: Sequence[Site]) -> list[list[Site]]:
@@ -720,9 +754,9 @@ def _by_value(role: str, values: Iterable[str], sites: Sequence[Site]) -> list[l
     return list(found.values())
 
 
-def _slots(place: str, found: Sequence[Sequence[Site]], computes: bool) -> QuantizerList:
+def _slots(sim: Any, place: str, found: Sequence[Sequence[Site]], computes: bool) -> QuantizerList:
     why = "its values lie on the grid of another place" if computes else "the module computes nothing that is quantized"
-    return QuantizerList([Slot(f"{place}[{i}]", sites, why) for i, sites in enumerate(found or [()])])
+    return QuantizerList([Slot(sim, f"{place}[{i}]", sites, why) for i, sites in enumerate(found or [()])])
 
 
 def _entering(graph: Any, ops: Sequence[Any]) -> list[str]:
@@ -732,11 +766,12 @@ def _entering(graph: Any, ops: Sequence[Any]) -> list[str]:
     return [value for value in read if value not in made and not graph.values[value].is_static]
 
 
-def _leaving(graph: Any, path: str, ops: Sequence[Any]) -> Iterator[str]:
+def _leaving(graph: Any, ops: Sequence[Any]) -> Iterator[str]:
     """The values that operators of a module compute for other operators, or that nothing reads."""
+    own = {op.name for op in ops}
     for value in (value for op in ops for value in op.outputs):
-        readers = {reader.module for reader, _ in graph.consumers(value)}
-        if graph.is_output(value) or readers != {path}:
+        readers = {reader.name for reader, _ in graph.consumers(value)}
+        if graph.is_output(value) or not readers or not readers <= own:
             yield value
 
 

@@ -22,6 +22,7 @@ from bitwright.aimet_common.absent import absence, absent_attribute, absent_name
 from bitwright.aimet_torch.module_quantizers import (
     METHODS,
     PUBLIC,
+    REGISTERED,
     QuantizedModule,
     Record,
     below,
@@ -97,7 +98,7 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
 
     _abstract = True
     _plain: Any = None
-    cls_to_qcls: dict[type, type] = {}
+    cls_to_qcls: dict[type, type] = REGISTERED
     qcls_to_cls: dict[type, type] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +125,7 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
     def implements(cls, module_cls: type[nn.Module]) -> Callable[[type], type]:
         """Decorator: the class below it is the quantized form of ``module_cls``.
 
-        Simulations need none: they quantize what any module computes. It serves modules of their own.
+        Simulations quantize what any module computes; one that has sub-modules only at its edges, where it is registered here.
         """
 
         def register(quantized: type) -> type:

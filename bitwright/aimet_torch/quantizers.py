@@ -1109,8 +1109,9 @@ class AffineQuantizerBase(QuantizerBase):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Shape, grid and symmetry."""
-        return f"shape={self.shape}, qmin={self.qmin}, qmax={self.qmax}, symmetric={self.symmetric}"
+        """Shape, blocks, grid and symmetry."""
+        blocks = "" if self.block_size is None else f"block_size={self.block_size}, "
+        return f"shape={self.shape}, {blocks}qmin={self.qmin}, qmax={self.qmax}, symmetric={self.symmetric}"
 
 
 class _Parametrized(type):
@@ -1196,9 +1197,11 @@ class GroupedBlockQuantizeDequantize(QuantizeDequantize):
     ) -> None:
         super().__init__(shape, bitwidth, symmetric, encoding_analyzer, block_size)
         if not symmetric or decompressed_bw < bitwidth:
-            raise ValueError(
+            raise EncodingsError(
+                "GroupedBlockQuantizeDequantize",
                 f"LPBQ is symmetric and decompresses to more bits: symmetric={symmetric}, bitwidth={bitwidth}, "
-                f"decompressed_bw={decompressed_bw}"
+                f"decompressed_bw={decompressed_bw}",
+                "use symmetric=True and a decompressed_bw above bitwidth",
             )
         self.decompressed_bw = decompressed_bw
         self.block_grouping = tuple(block_grouping) if block_grouping is not None else (1,) * len(self.shape)

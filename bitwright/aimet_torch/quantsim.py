@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_attribute, differs
 from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method, supported_kernels
+from bitwright.aimet_common.sites import ConnectedGraph, fit_products
 from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_torch.float_quantizers import FloatQuantizeDequantize
 from bitwright.aimet_torch.module_quantizers import (
@@ -436,6 +437,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
             default_data_type=data_type(default_data_type),
             **options,
         )
+        fit_products(self)
         self._scheme = quant_scheme
         self.quantizers: Quantizers
         self._simulator.stage = "simulate"  # every quantizer refuses on its own until it has a range, as in AIMET
@@ -444,6 +446,11 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "original_names": {}}  # modules of another model
+
+    @property
+    def connected_graph(self) -> ConnectedGraph:
+        """The operators of the model, functional calls included."""
+        return ConnectedGraph(self.model, self.graph, dict(walk_modules(self.model)))
 
     def get_supported_kernels(self) -> dict[str, list[dict[str, Any]]]:
         """Kernels of the target by operator type, and ``defaults``, from the configuration in AIMET's form."""
@@ -495,17 +502,11 @@ class QuantizationSimModel(front.QuantizationSimModel):
         calibrate_parameters(self, super().compute_encodings)
 
     def set_percentile_value(self, percentile_value: float) -> None:
-        """Use this percentile, 50 to 100, at every activation quantizer that uses percentiles."""
+        """Use this percentile, 50 to 100, at every quantizer that uses percentiles; a warning where none does."""
         method = find_range_method("percentile", {"percentile": float(percentile_value)})
-        from dataclasses import replace
-
         found = [s for s in self.quantizers.values() if s.quantizer.spec.method.name == "percentile"]
         if not found:
-            raise ConfigError(
-                "set_percentile_value",
-                "no quantizer uses percentiles",
-                "make the simulation with quant_scheme=QuantScheme.post_training_percentile",
-            )
+            differs("set_percentile_value", "without effect: no quantizer uses percentiles (quant_scheme='percentile')")
         for site in found:
             enabled = site.enabled
             site.spec = replace(site.quantizer.spec, method=method)

@@ -26,6 +26,7 @@ from bitwright.recipes.judge import values_on_grids
 from bitwright.tables import Tabular, text_table
 
 MODEL_INPUT, MODEL_OUTPUT = "model_input", "model_output"
+_INPUT = re.compile(r"(.+)\[(\d+)\]")
 _END = re.compile(rf"({MODEL_INPUT}|{MODEL_OUTPUT})(?:\[(\d+)\])?")
 _ALIASES = {"fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 
@@ -36,7 +37,7 @@ class PrecisionRequest:
 
     Attributes:
         where: operator, module or pattern, an operator type, ``model_input`` or ``model_output`` (all of them, or one:
-            ``model_input[1]``); or several of these.
+            ``model_input[1]``), one activation that an operator reads (``add[1]``); or several of these.
         activation: format of what they read (``"int16"``, ``"float16"``); of what the model takes or returns, for the last two.
         weight: format of their weights; ``None`` leaves them.
     """
@@ -195,12 +196,33 @@ def _ask_at_an_end(sim: Any, state: _Requests, place: str, request: PrecisionReq
             state.ask(state.on_grid[value], _format(request.activation), f"the request for {place}")
 
 
+def _ask_at_an_input(state: _Requests, place: str, request: PrecisionRequest) -> bool:
+    """Ask for the precision of one activation that an operator reads; whether ``place`` names one."""
+    found = _INPUT.fullmatch(place)
+    op = None if found is None else next((op for op in state.sim.graph.ops if op.name == found[1]), None)
+    if found is None or op is None:
+        return False
+    values, index = state.sim.graph.values, int(found[2])
+    reads = [(port, value) for port, value in op.sources() if not values[value].is_static]
+    if index >= len(reads):
+        raise ConfigError(
+            f"request for {place!r}", f"the operator reads {len(reads)} activations", f"count from {op.name}[0] on"
+        )
+    port, value = reads[index]
+    keys = [id(s.quantizer) for s in state.own.get(op.name, []) if s.role == "input" and s.port == port]
+    for key in dict.fromkeys([*keys, *filter(None, [state.on_grid.get(value)])]) if request.activation else ():
+        state.ask(key, _format(request.activation), f"the request for {place}")
+    return True
+
+
 def _matching(sim: Any, state: _Requests, place: str, request: PrecisionRequest) -> Sequence[Op]:
     """Operators that a place names; requests for the model's ends are noted at once."""
     if _END.fullmatch(place):
         _ask_at_an_end(sim, state, place, request)
         return ()
     ops, pattern = sim.graph.ops, name_pattern(place)
+    if _ask_at_an_input(state, place, request):
+        return ()
     if place in OPS:
         found = [op for op in ops if op.type == place]
     else:

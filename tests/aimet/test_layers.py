@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
 
 from bitwright.aimet_common.absent import DifferenceWarning
-from bitwright.aimet_common.defs import QuantScheme
+from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme
 from bitwright.aimet_onnx import QSpec
 from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
 from bitwright.aimet_onnx import compute_encodings as onnx_compute_encodings
@@ -21,9 +23,13 @@ from bitwright.aimet_onnx.quantsim import set_param_type
 from bitwright.aimet_onnx.utils import build_session as onnx_build_session
 from bitwright.aimet_torch import QuantizationSimModel
 from bitwright.aimet_torch import quantization as Q
-from bitwright.aimet_torch.batch_norm_fold import fold_all_batch_norms_to_scale
+from bitwright.aimet_torch.batch_norm_fold import fold_all_batch_norms_to_scale, fold_given_batch_norms
 from bitwright.aimet_torch.bn_reestimation import reestimate_bn_stats
+from bitwright.aimet_torch.layer_output_utils import LayerOutputUtil as TorchLayerOutputUtil
+from bitwright.aimet_torch.layer_output_utils import NamingScheme
+from bitwright.aimet_torch.mixed_precision import MixedPrecisionConfigurator
 from bitwright.aimet_torch.nn import QuantizationMixin, QuantizedLinear, QuantizedMSELoss, compute_encodings
+from bitwright.aimet_torch.nn.modules.custom import Add, MatMul
 from bitwright.aimet_torch.quantsim import QuantizationSimModel as TorchSim
 from bitwright.aimet_torch.quantsim import load_encodings_to_sim
 from bitwright.aimet_torch.quantsim.config_utils import set_grouped_blockwise_quantization_for_weights
@@ -47,10 +53,136 @@ def test_unknown_names_are_attribute_errors():
         exec("from bitwright.aimet_torch.nn import QuantizedNonsense")
 
 
-def test_place_without_a_quantizer_says_whose_grid_it_is(sim):
-    with pytest.raises(ModelError, match=r"conv1.output\[0\]: this place has no quantizer.*sim.coverage"):
-        sim.model.conv1.output_quantizers[0] = Q.affine.QuantizeDequantize((), 8, False)
+def test_places_that_the_configuration_leaves_out_take_quantizers(sim):
     sim.model.conv1.output_quantizers[0] = None  # as it is
+    assert sim.model.conv1.output_quantizers[0] is None
+    sim.model.conv1.output_quantizers[0] = Q.affine.QuantizeDequantize((), 4, False)
+    sim.model.fc.input_quantizers[0] = Q.affine.QuantizeDequantize((), 3, False)
+    seen = {}
+    sim.model.bn1.register_forward_pre_hook(lambda _, args: seen.update(conv1=args[0]))
+    sim.compute_encodings(lambda model: model(batch()))
+    before = sim.model.fc.input_quantizers[0]
+    assert (before.bitwidth, sim.model.conv1.output_quantizers[0].bitwidth) == (3, 4) and before.is_initialized()
+    sim.model(batch())
+    assert len(seen["conv1"].unique()) <= 16
+    twin = copy.deepcopy(sim)
+    assert torch.equal(twin.model(batch()), sim.model(batch()))
+    sim.model.conv1.output_quantizers[0] = None
+    sim.model(batch())
+    assert len(seen["conv1"].unique()) > 16
+
+
+def test_tensors_that_the_configuration_leaves_out_are_read_and_switched_on():
+    sim = OnnxSim(folded())
+    off = [name for name, q in sim.qc_quantize_op_dict.items() if not q.enabled and not name.endswith("bias")]
+    assert off and all(sim.qc_quantize_op_dict[name].bitwidth == 8 for name in off)
+    assert not set(off) & {site.value for site in sim.quantizers.values()}  # reading adds nothing
+    on = {site.value for site in sim.quantizers.values()}
+    for name in off:
+        sim.qc_quantize_op_dict[name].enabled = True
+    sim.qc_quantize_op_dict[off[0]].set_bitwidth(4)
+    sim.compute_encodings(feeds())
+    table = sim.qc_quantize_op_dict
+    assert all(table[name].is_initialized() for name in off) and table[off[0]].get_encodings()[0].bw == 4
+    info = table[off[0]].quant_info
+    assert (
+        info.enabled
+        and info.isIntDataType
+        and not info.usePerChannelMode
+        and info.tensorQuantizerRef[0].isEncodingValid
+    )
+    weight = table["conv1.weight"].quant_info
+    assert weight.usePerChannelMode and weight.channelAxis == 0 and len(weight.encoding) == 8
+    output = sim.session.run(None, feeds()[0])[0]
+    for name in off:
+        table[name].enabled = False
+    assert {s.value for s in sim.quantizers.values() if s.enabled} == on
+    assert not np.array_equal(output, sim.session.run(None, feeds()[0])[0])
+
+
+def test_connected_graph_of_a_simulation(sim):
+    graph = OnnxSim(folded()).connected_graph
+    assert [op.name for op in graph.starting_ops] == ["conv1"] and graph.ordered_ops[-1].get_module().op_type == "Gemm"
+    assert sim.connected_graph.get_op_from_module_name("fc").get_module() is sim.model.fc
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.query, self.key = nn.GroupNorm(2, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.product, self.act = MatMul(), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x).transpose(1, 2)
+        return self.act(self.product(self.query(x), self.key(x).transpose(1, 2)))
+
+
+def grids(sim: TorchSim) -> dict[str, tuple[int, bool]]:
+    model = sim.model
+    found = {name: getattr(model, name).output_quantizers[0] for name in ("query", "key", "act")}
+    found.update({f"norm.{name}": q for name, q in model.norm.param_quantizers.items()})
+    return {name: (q.bitwidth, q.symmetric) for name, q in found.items() if q is not None}
+
+
+@pytest.mark.parametrize(
+    ("config", "bits", "key", "norm"),
+    [
+        ("htp_v73", 16, (16, True), {"norm.weight": (16, False), "norm.bias": (16, False)}),
+        ("htp_v73", 8, (8, False), {"norm.weight": (8, False), "norm.bias": (8, False)}),
+        ("htp_v66", 16, (8, True), {"norm.weight": (8, True)}),
+    ],
+)
+def test_products_and_group_norms_have_the_grids_of_the_target(config, bits, key, norm):
+    # as AIMET 2.42 gives them
+    sim = TorchSim(Product().eval(), torch.randn(2, 8, 6), default_output_bw=bits, config_file=config)
+    assert grids(sim) == {"query": (bits, False), "key": key, "act": (bits, False), **norm}
+
+
+@pytest.mark.parametrize("config", ["htp_v66", "htp_v75"])
+def test_float16_activations_with_constrained_ranges(config):
+    x = torch.randn(2, 8, 6)
+    kind = {"default_output_bw": 16, "default_param_bw": 16, "default_data_type": QuantizationDataType.float}
+    sim = TorchSim(Product().eval(), x, config_file=config, **kind)
+    sim.compute_encodings(lambda model: model(x))
+    assert sim.model.act.output_quantizers[0].is_float16() and sim.model(x).isfinite().all()
+
+
+def test_precisions_of_each_input_and_of_containers():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.add = nn.Linear(4, 4), nn.Linear(4, 4), Add()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(self.add(self.one(x), self.other(x)))
+
+    sim = TorchSim(Twice().eval(), torch.randn(2, 4), config_file="htp_v73")
+    asked = MixedPrecisionConfigurator(sim)
+    asked.set_precision(sim.model.add, ["int16", None])
+    asked.set_precision(sim.model.block, "int16", {"weight": "int8"})
+    asked.apply(log_file="")
+    bits = {name: getattr(sim.model, name).output_quantizers[0].bitwidth for name in ("one", "other", "add")}
+    bits.update({f"block.{i}": sim.model.block[i].output_quantizers[0].bitwidth for i in (1, 2)})
+    assert bits == {"one": 16, "other": 8, "add": 16, "block.1": 16, "block.2": 16}
+    with pytest.raises(ConfigError, match=r"set_precision\(add\): 1 precisions are given, and there are 2 tensors"):
+        asked.set_precision(sim.model.add, ["int16"])
+
+
+def test_weights_of_batched_products_have_one_scale_per_column():
+    weight = np.random.default_rng(0).normal(size=(2, 4, 5)).astype(np.float32)
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"], "product")],
+        "batched",
+        [onnx.helper.make_tensor_value_info("x", 1, [2, 3, 4])],
+        [onnx.helper.make_tensor_value_info("y", 1, [2, 3, 5])],
+        [onnx.numpy_helper.from_array(weight, "w")],
+    )
+    sim = OnnxSim(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9))
+    sim.compute_encodings([{"x": np.ones((2, 3, 4), np.float32)}])
+    found = [e.max for e in sim.qc_quantize_op_dict["w"].get_encodings()]
+    scale = np.maximum(weight.max((0, 1)) / 127, -weight.min((0, 1)) / 128)
+    np.testing.assert_allclose(found, 127 * scale, rtol=1e-5)
 
 
 def test_replaced_list_of_quantizers_is_refused(sim):
@@ -551,12 +683,6 @@ def onnx_sim() -> OnnxSim:
     return OnnxSim(folded())
 
 
-def test_tensor_without_a_quantizer_says_whose_grid_it_is(onnx_sim):
-    with pytest.raises(ModelError, match="conv1.out: this tensor has no quantizer.*sim.coverage"):
-        onnx_sim.qc_quantize_op_dict["conv1.out"].enabled = True
-    onnx_sim.qc_quantize_op_dict["conv1.out"].enabled = False  # as it is
-
-
 def test_precision_of_several_tensors_is_all_or_nothing(onnx_sim):
     with pytest.raises(ConfigError, match="no quantizer in effect at 'nothing'"):
         onnx_sim.set_tensor_precision(["input", "nothing"], "int16")
@@ -725,3 +851,75 @@ def test_losses_are_quantized():
     with loss.compute_encodings():
         loss(a, b)
     assert float(loss(a, b)) == pytest.approx(float(nn.functional.mse_loss(a, b)), rel=1e-2)
+
+
+def test_given_batch_norms_of_a_simulation_are_folded_into_its_scales(sim):
+    model = sim.model
+    sim.compute_encodings(lambda m: m(batch()))
+    wanted = model(batch())
+    fold_given_batch_norms(model, [(model.conv1, model.bn1)])
+    assert isinstance(model.bn1, nn.Identity) and isinstance(model.bn2, nn.BatchNorm2d)
+    assert (model(batch()) - wanted).abs().max() < 0.05 * wanted.abs().max()
+    with pytest.raises(ModelError, match="is not a module of the model"):
+        fold_given_batch_norms(model, [(nn.Conv2d(3, 8, 3), model.bn2)])
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_layer_outputs_are_called_after_tensors_of_the_exported_model(sim, tmp_path, simulated):
+    sim.compute_encodings(lambda m: m(batch()))
+    model = sim.model if simulated else Net().eval()
+    util = TorchLayerOutputUtil(model, str(tmp_path), NamingScheme.ONNX, dummy_input=batch())
+    util.generate_layer_outputs(batch())
+    leaves = [
+        name for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d | nn.ReLU | nn.Linear)
+    ]
+    files = [file.stem for file in (tmp_path / "outputs" / "layer_outputs_0").iterdir()]
+    assert len(files) >= len(leaves) and all(re.fullmatch(r"\w+", name) for name in files)
+    with pytest.raises(ConfigError, match="pass dummy_input="):
+        TorchLayerOutputUtil(Net(), str(tmp_path), NamingScheme.ONNX)
+
+
+def test_percentile_of_another_scheme_is_without_effect(sim):
+    with pytest.warns(DifferenceWarning, match="no quantizer uses percentiles"):
+        sim.set_percentile_value(90.0)
+    with pytest.raises(ConfigError, match="not between 50 and 100"):
+        sim.set_percentile_value(30.0)
+
+
+def test_registered_class_with_sub_modules_is_quantized_at_its_edges():
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x).sigmoid() * self.other(x)
+
+    @QuantizationMixin.implements(Pair)
+    class QuantizedPair(QuantizationMixin, Pair):
+        pass
+
+    x = torch.randn(4, 3)
+    sim = TorchSim(nn.Sequential(Pair(), nn.Linear(3, 2)).eval(), x)
+    assert isinstance(sim.model[0], QuantizedPair) and not hasattr(sim.model[0].one, "param_quantizers")
+    assert [site.name for site in sim.quantizers.values() if site.enabled and site.name.startswith("0.one")] == [
+        "0.one.input[0]"
+    ]
+    sim.model[0].output_quantizers[0] = Q.affine.QuantizeDequantize((), 4, False)
+    sim.compute_encodings(lambda m: m(x))
+    assert len(sim.model[0](x).unique()) <= 16
+    made = QuantizationMixin.from_module(Pair())
+    assert type(made) is QuantizedPair and type(made.one) is nn.Linear
+
+
+def test_quantizers_are_shown_with_blocks_and_dtypes():
+    shown = [
+        repr(Q.affine.QuantizeDequantize((2, 4), 8, True, block_size=(1, 2))),
+        repr(Q.float.FloatQuantizeDequantize(dtype=torch.float16)),
+    ]
+    assert shown == [
+        "QuantizeDequantize(shape=(2, 4), block_size=(1, 2), qmin=-128, qmax=127, symmetric=True)",
+        "FloatQuantizeDequantize(dtype=torch.float16)",
+    ]
+    with pytest.raises(RuntimeError, match="LPBQ is symmetric"):
+        Q.affine.GroupedBlockQuantizeDequantize((2, 4), 4, False, 8, block_size=(1, 2), block_grouping=(1, -1))

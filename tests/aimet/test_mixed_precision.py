@@ -79,10 +79,12 @@ def test_a_precision_per_input_and_output() -> None:
     found = {name: site.spec.format.bits for name, site in sim.quantizers.items() if not site.is_stored}
     assert sorted(name.partition(".")[0] for name, bits in found.items() if bits == 16) == ["one", "relu_1"]
     for wrong in (["int16"], ["int16", "int8", "int8"]):
-        with pytest.raises(BitwrightError, match=f"{len(wrong)} precisions are given, and the model has 2"):
+        with pytest.raises(BitwrightError, match=f"{len(wrong)} precisions are given, and there are 2 tensors"):
             mmp.set_model_input_precision(wrong)
-    with pytest.raises(BitwrightError, match="has one precision here.*write one, such as 'int16'"):
-        mmp.set_precision(sim.model.one, ["int16"])
+    with pytest.raises(BitwrightError, match=r"set_precision.*2 precisions are given, and there are 1 tensors"):
+        mmp.set_precision(sim.model.one, ["int16", "int8"])
+    with pytest.raises(BitwrightError, match=r"the operator reads 1 activations.*count from one\[0\] on"):
+        set_precisions(sim, [PrecisionRequest("one[1]", "int16")])
     with pytest.raises(BitwrightError, match="the model has 2 of these.*count from model_output.0. on"):
         set_precisions(sim, [PrecisionRequest("model_output[2]", "int16")])
 

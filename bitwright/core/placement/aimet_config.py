@@ -14,7 +14,7 @@ from typing import Any
 
 from bitwright.core.graph.operators import OPS
 from bitwright.core.graph.patterns import MASKED_SOFTMAX, MATMUL_ADD, Pattern
-from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.spec import PRESETS, Preset, Symmetry
 from bitwright.core.placement.rules import BOUNDARY_ONLY, Kernel, Rule, Rules
@@ -180,6 +180,7 @@ class _Reader:
             notes=tuple(self.notes),
             kernels=self.kernels,
             ends="as others",
+            hw_version=_version(self.defaults),
         )
 
     # ---- sections, in the order of application
@@ -295,15 +296,16 @@ class _Reader:
             return
         if version >= 73 and activation is not None:
             ops = self.defaults.part("ops", _OPS_KEYS)
-            yield Rule(
-                op=("Embedding", "GroupNormalization"),
-                param="weight",
-                format=activation.format,
-                symmetry=self._symmetry(ops.flag("is_symmetric") or False),
-                granularity=PerTensor(),
-                origin=f"AIMET's rule for weights that follow their output (V{version})",
-                optional=True,
-            )
+            symmetric = isinstance(activation.format, FloatFormat) or bool(ops.flag("is_symmetric"))
+            follows: dict[str, Any] = {
+                "format": activation.format,
+                "symmetry": self._symmetry(symmetric),
+                "granularity": PerTensor(),
+                "origin": f"AIMET's rule for parameters that follow their output (V{version})",
+                "optional": True,
+            }
+            yield Rule(op=("Embedding", "GroupNormalization"), param="weight", **follows)
+            yield Rule(op="GroupNormalization", param="bias", **follows)
         self.notes.append(
             f"defaults.hw_version: AIMET's special cases of V{version} for products of two activations, "
             "rotary embeddings and rescaling by a constant are not applied; write rules where they matter"

@@ -112,6 +112,33 @@ class Plan:
             found.setdefault(site.group, []).append(site.name)
         return {group: tuple(names) for group, names in found.items()}
 
+    def left_out(self, graph: Graph, activation: QuantSpec, weight: QuantSpec, *, inputs: bool) -> dict[str, SitePlan]:
+        """A site for every float activation and parameter that has none, by name; no branch or loop as a whole.
+
+        Args:
+            activation, weight: what is asked for, with one scale per tensor.
+            inputs: also where an operator reads what has a site elsewhere; else only inputs of the model that have none.
+        """
+        held = {site.value for site in self.sites.values()}
+        taken = {*self.sites, *(f"{s.op}.input[{s.port}]" for s in self.sites.values() if s.role != "output")}
+        found: dict[str, SitePlan] = {}
+        groups: dict[str, str] = {}  # value without a producer -> its first new site
+        for role, op, port, value in _edges(graph):
+            first = value.name not in held and (role == "output" or graph.producer(value.name) is None)
+            name = value.param or f"{op}.{role}[{port}]"
+            if name in taken or not (first or (inputs and not value.is_static)):
+                continue
+            name = f"{name}@{op}" if name in found else name
+            group = groups.setdefault(value.name, name) if first else name
+            found[name] = _site_of(value, SitePlan(name, activation, role, op, port, value.name, group), weight)
+        return found
+
+    def with_sites(self, added: Mapping[str, SitePlan], graph: Graph) -> Plan:
+        """The plan with more sites, in execution order."""
+        order = {op.name: index for index, op in enumerate(graph.ops)}
+        sites = sorted({**self.sites, **added}.items(), key=lambda item: (order[item[1].op], item[1].role == "output"))
+        return replace(self, sites=dict(sites))
+
     def coverage(self, graph: Graph) -> list[Row]:
         """One row per value and parameter of ``graph``, in the graph's order."""
         by_value: dict[str, list[SitePlan]] = {}
@@ -156,6 +183,22 @@ class Plan:
             where = site.name if site.name == site.group else f"{site.name} (shared with {site.group})"
             specs.setdefault(phrase, []).append(where)
         return "quantized", "; ".join(f"{spec} at {', '.join(where)}" for spec, where in specs.items())
+
+
+def _site_of(value: Value, plan: SitePlan, weight: QuantSpec) -> SitePlan:
+    """``plan``, or the same for a parameter."""
+    return replace(plan, role="weight", spec=weight) if value.is_static else plan
+
+
+def _edges(graph: Graph) -> Iterator[tuple[Role, str, int, Value]]:
+    """Role, operator, port and value of every float tensor that has elements; nothing of branches and loops as a whole."""
+    for op in (op for op in graph.ops if op.type not in ("If", "Loop", "Scan")):
+        sides: tuple[tuple[Role, Sequence[str | None]], ...] = (("input", op.inputs), ("output", op.outputs))
+        ends = ((role, port, name) for role, names in sides for port, name in enumerate(names) if name is not None)
+        for role, port, name in ends:
+            value = graph.values[name]
+            if value.is_float and 0 not in value.shape and (value.param is not None or not value.is_static):
+                yield role, op.name, port, value
 
 
 _HEAD = ("value", "operator", "shape", "status", "how")

@@ -202,6 +202,7 @@ class Rules:
         kernels: operator type, or ``defaults``, -> what the target runs; a search for precisions keeps to it.
         ends: what a language model's table of tokens and output layer are where weights have fewer than 8 bits: ``"kept"`` in
             float (in int8 beside calibrated activations) unless a rule asks for more, or ``"as others"``.
+        hw_version: of the accelerator that an AIMET configuration is for: 73 for ``V73``.
     """
 
     weight: QuantSpec | None = PRESETS["w8a8"].weight
@@ -216,6 +217,7 @@ class Rules:
     kernels: Mapping[str, tuple[Kernel, ...]] = field(default_factory=dict)
     kv_cache: KvCache | None = None
     ends: Literal["kept", "as others"] = "kept"
+    hw_version: int | None = None
 
     @property
     def allowed_kernels(self) -> Callable[[str, Any], str | None] | None:

@@ -309,9 +309,10 @@ class Quantizer(OnlyKnownAttributes):
             )
             self.encoding = encoding
             return
-        lo, hi = self._spec.fixed_range or (0.0, 0.0)
-        assert lo is not None and hi is not None
-        granularity = PerTensor() if self._spec.fixed_range is None else self._spec.granularity
+        lo, hi = self._spec.fixed_range or (None, None)
+        granularity = self._spec.granularity
+        if lo is None or hi is None:  # a format without a scale, whatever one end of the range is
+            lo, hi, granularity = 0.0, 0.0, PerTensor()
         params = granularity.param_shape(shape, self.name)
         self.encoding = affine.encode(np.full(params, lo), np.full(params, hi), self._spec, granularity, self.name)
 

@@ -10,14 +10,18 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from bitwright.core.graph.float_values import chosen_outputs
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.diagnosis import Repair
-from bitwright.core.numerics.spec import NonFinite, check_policy
+from bitwright.core.numerics.arrays import Array
+from bitwright.core.numerics.formats import FLOAT32_SCALE
+from bitwright.core.numerics.granularity import PerTensor
+from bitwright.core.numerics.spec import NonFinite, activation_spec, check_policy, weight_spec
 from bitwright.core.placement.place import place
-from bitwright.core.placement.plan import Coverage, Plan
+from bitwright.core.placement.plan import Coverage, Plan, SitePlan
 from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.calibration import (
     BatchGate,
@@ -27,7 +31,8 @@ from bitwright.core.simulation.calibration import (
     warn_of_unlike_joins,
 )
 from bitwright.core.simulation.float_model import Undo
-from bitwright.core.simulation.sites import SiteMap
+from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.core.simulation.sites import SiteMap, place_quantizers
 from bitwright.errors import BusyError, CalibrationError, checks_methods
 from bitwright.tables import Tabular
 
@@ -187,6 +192,25 @@ class Simulation(Tabular, ABC):
         for line in plan.unused:
             logger.warning(line)
         return plan
+
+    def _add_left_out(
+        self, values: Callable[[str], Array | None], kind: type[Quantizer], *, inputs: bool
+    ) -> dict[str, SitePlan]:
+        """Give the activations that the rules leave out quantizers, switched off; front ends put them in place.
+
+        Returns:
+            The sites that are new.
+        """
+        asked, weight = self.rules.activation, self.rules.weight or weight_spec()
+        usual = asked is None or asked.dynamic or not isinstance(asked.granularity, PerTensor)
+        activation = activation_spec() if usual or asked is None else asked
+        weight = replace(weight, granularity=PerTensor(), scale_format=FLOAT32_SCALE)
+        added = self.plan.left_out(self.graph, activation, weight, inputs=inputs)
+        self.plan = self.plan.with_sites(added, self.graph)
+        self.quantizers = place_quantizers(self.plan, self.graph, values, kind, dict(self.quantizers))
+        for name in added:
+            self.quantizers[name].enabled = False
+        return added
 
     # -- what each front end says of itself
 

@@ -512,12 +512,19 @@ def _maker(site: Site) -> str:
 
 
 def place_quantizers(
-    plan: Plan, graph: Graph, values: Callable[[str], Array | None], kind: type[Quantizer] = Quantizer
+    plan: Plan,
+    graph: Graph,
+    values: Callable[[str], Array | None],
+    kind: type[Quantizer] = Quantizer,
+    known: Mapping[str, Site] | None = None,
 ) -> SiteMap:
-    """The sites of a plan, with a quantizer for each of its groups."""
+    """The sites of a plan, with a quantizer for each of its groups; those that are ``known`` stay."""
     quantizers: dict[str, Quantizer] = {}
     sites: dict[str, Site] = {}
     for planned in plan.sites.values():
+        if known is not None and planned.name in known:
+            sites[planned.name] = known[planned.name]
+            continue
         if planned.group not in quantizers:
             quantizers[planned.group] = kind(planned.name, planned.role, planned.spec)
             quantizers[planned.group].range_from = planned.range_from

@@ -140,14 +140,20 @@ def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
         node_of: operator -> its node in ``model``.
     """
     copy = copy_model(model)
-    nodes = {node.name: node for node in all_nodes(copy.graph)}
+    add_sites(copy, sites, {op: str(node.name) for op, node in node_of.items()})
+    return copy
+
+
+def add_sites(marked: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str, str]) -> None:
+    """Put markers into a model in place, which may have others; ``node_of`` has the names of nodes by operator."""
+    nodes = {node.name: node for node in all_nodes(marked.graph)}
     made = chain.from_iterable(node.outputs for node in nodes.values())
-    given = chain.from_iterable(graph.inputs for graph in all_graphs(copy.graph))
+    given = chain.from_iterable(graph.inputs for graph in all_graphs(marked.graph))
     values = {value.name: value for value in chain(made, given)}
-    names, outputs = Names(copy), Outputs(copy)
+    names, outputs = Names(marked), Outputs(marked)
     inner: dict[ir.Node, list[str]] = {}
     for site in sites:
-        node = nodes[node_of[site.op].name]
+        node = nodes[node_of[site.op]]
         if site.inner is not None:
             inner.setdefault(node, []).append(f"{site.inner}={site.name}")
         elif site.role == "output":
@@ -160,9 +166,8 @@ def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
         if node in inner or _is_batch_first(node):
             node.domain = DOMAIN
             node.attributes.add(ir.AttrStrings(INNER_SITES, inner.get(node, [])))
-    for graph in all_graphs(copy.graph):
+    for graph in all_graphs(marked.graph):
         graph.opset_imports[DOMAIN] = 1
-    return copy
 
 
 def _is_branching(node: ir.Node) -> bool:

@@ -47,6 +47,7 @@ from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.calibration import BatchGate, Observer
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.output_quality import one_of_runs
+from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.core.simulation.simulation import Lock, Occupancy, fed, nothing_ran
 from bitwright.core.simulation.sites import derived_biases, place_quantizers, required_encodings
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, checks_methods
@@ -113,6 +114,7 @@ from bitwright.onnx.simulation.calibrator import Calibrator
 from bitwright.onnx.simulation.marked_model import (
     MarkedSimulation,
     WeightFile,
+    add_sites,
     file_for,
     folded_constant,
     mark_sites,
@@ -500,6 +502,15 @@ class QuantizationSimModel(SimulationFiles):
             note, self.calibrated = adopted.put_in_force(self.quantizers)
             self.notes = (*self.notes, note)
             logger.info("%s", note)
+
+    def _place_left_out(self) -> None:
+        """Give what the rules leave in float quantizers too, switched off."""
+        with self._occupancy.exclusive("a quantizer for what the rules leave out"), self._lock:
+            added = self._add_left_out(self.constants.get, Quantizer, inputs=False)
+            add_sites(self.marked, added.values(), {op.name: op.name for op in self.graph.ops})
+            for name, array in marked_constants(self.marked).items():
+                self.constants.setdefault(name, array)
+            self.forget_simulations()
 
     def set_parameter(self, name: str, value: Array) -> None:
         """Give an initializer a new value of the same shape; its dtype stays, and so do all calibrated encodings.

@@ -351,6 +351,14 @@ class QuantizationSimModel(SimulatedModule):
         self._simulator.watch = ranges.TrainingWatch(self.model, self.quantizers)
         self._tell_scripted(recorder)
 
+    def _place_left_out(self) -> None:
+        """Give what the rules leave in float quantizers too, switched off."""
+        with self._occupancy.exclusive("a quantizer for what the rules leave out"):
+            self._add_left_out(self._values_of, Quantizer, inputs=True)
+            plans, simulator = call_plans(self.graph, self.quantizers), self._simulator
+            simulator.plans = {key: plans.get(plan.op, plan) for key, plan in simulator.plans.items()}
+            simulator.moving = simulator.unlisted = True
+
     def _place_generated(self) -> None:
         """Place quantizers at the calls that ``generate`` makes and the examples do not, as those on one token and a cache."""
         if not generates(self.model):

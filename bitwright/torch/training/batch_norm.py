@@ -6,7 +6,7 @@ Batch norms of a trained simulation absorbed by the scales of the weights before
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -318,10 +318,13 @@ def fold_all_batch_norms_to_scale(sim: QuantizationSimModel, *, progress: bool =
             "call sim.compute_encodings(batches) first, or fold the model before simulating it",
         )
     with sim._interceptor.occupancy.exclusive("fold_all_batch_norms_to_scale"):
-        return _folded(sim, progress)
+        return fold_to_scale(sim, progress)
 
 
-def _folded(sim: QuantizationSimModel, progress: bool) -> algorithm.FoldReport:
+def fold_to_scale(
+    sim: QuantizationSimModel, progress: bool, only: Container[str] | None = None
+) -> algorithm.FoldReport:
+    """:func:`fold_all_batch_norms_to_scale` for ``only`` some batch norms, by name."""
     restore = _remember(sim)
     report = algorithm.FoldReport()
     try:
@@ -331,6 +334,8 @@ def _folded(sim: QuantizationSimModel, progress: bool) -> algorithm.FoldReport:
         examples = [to_device(example, device) for example in sim.examples]
         view = TorchView(sim.model, examples)
         wanted, refused = _eligible(sim, *find_folds(view.graph(), view))
+        wanted = {name for name in wanted if only is None or name in only}
+        refused = [refusal for refusal in refused if only is None or refusal.bn in only]
         with torch.no_grad():
             for tensor, value in weights:
                 tensor.copy_(value)
