@@ -22,9 +22,8 @@ from bitwright.core.numerics.formats import (
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod, activation_spec, weight_spec
-from bitwright.core.simulation.sites import Site, SiteMap
+from bitwright.core.simulation.sites import Site, SiteMap, values_on_grids
 from bitwright.errors import ConfigError
-from bitwright.recipes.judge import values_on_grids
 
 __all__ = [
     "Encoding",

@@ -16,9 +16,8 @@ from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerChannel, PerTensor
 from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, activation_spec, find_preset, weight_spec
-from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.sites import Site, values_on_grids
 from bitwright.errors import ConfigError
-from bitwright.recipes.judge import values_on_grids
 from bitwright.recipes.quantize import quantize
 
 _FLOAT_BITS = 32

@@ -28,7 +28,7 @@ from bitwright.core.graph.cost import lifetimes, multiplications, size
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.operators import OPS
 from bitwright.core.numerics.spec import PRESETS, Preset
-from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.sites import Site, values_on_grids
 from bitwright.errors import ConfigError, checks_arguments, close_matches, some_of
 from bitwright.export.files.atomic import write_json
 from bitwright.export.files.manifest import fingerprint
@@ -46,7 +46,6 @@ from bitwright.precision.candidates import (
 )
 from bitwright.precision.choice import Cost, Pair
 from bitwright.precision.prepared import PreparedPrecisions
-from bitwright.recipes.judge import values_on_grids
 from bitwright.runtimes.onnxruntime import LayerTimes, layer_times
 
 logger = logging.getLogger("bitwright")

@@ -19,10 +19,9 @@ from bitwright.core.numerics.formats import FloatFormat, Format, parse_format
 from bitwright.core.numerics.spec import QuantSpec, activation_spec, weight_spec
 from bitwright.core.placement.rules import Kernel, name_pattern
 from bitwright.core.simulation.simulation import all_or_nothing
-from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.sites import Site, values_on_grids
 from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.precision.candidates import spec_at
-from bitwright.recipes.judge import values_on_grids
 from bitwright.tables import Tabular, text_table
 
 MODEL_INPUT, MODEL_OUTPUT = "model_input", "model_output"

@@ -18,10 +18,9 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.calibration import unlike_joins
-from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.sites import Site, values_on_grids
 from bitwright.errors import ConfigError
 from bitwright.methods.rounding.program import SimulatedModel
-from bitwright.recipes.judge import values_on_grids
 from bitwright.recipes.site_cost import OutputErrors, output_errors
 from bitwright.tables import Tabular
 

@@ -13,12 +13,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from bitwright.analysis.subject import open_subject
 from bitwright.core.graph.cost import multiplications
+from bitwright.core.simulation.sites import values_on_grids
 from bitwright.export.targets import find_target, rules_for
 from bitwright.methods.rounding.program import run_step
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.program import OnnxSimulation
 from bitwright.onnx.to_torch import as_torch
-from bitwright.recipes.judge import values_on_grids
 from bitwright.recipes.site_cost import output_errors
 from bitwright.recipes.widen import ByTime, Neighbours, widen
 from tests.support.recurrent_nets import Variant, feeds, layer_model

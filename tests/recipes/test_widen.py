@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from bitwright.core.graph.cost import KernelTimes
+from bitwright.core.simulation.sites import values_on_grids
 from bitwright.errors import ConfigError
 from bitwright.recipes import site_cost as output_error
 from bitwright.recipes import widen as search
-from bitwright.recipes.judge import values_on_grids
 from bitwright.recipes.site_cost import OutputErrors, output_errors
 from bitwright.recipes.widen import ByProducts, ByTime, Neighbours
 from bitwright.torch import QuantizationSimModel
