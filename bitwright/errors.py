@@ -46,8 +46,8 @@ class FormatError(BitwrightError, ValueError):
     """A number format that does not exist or has an impossible width."""
 
 
-class GranularityError(BitwrightError, ValueError):
-    """A granularity that does not fit the shape of its tensor."""
+class GranularityError(BitwrightError, ValueError, RuntimeError):
+    """A granularity that does not fit the shape of its tensor; torch and AIMET raise RuntimeError for shapes."""
 
 
 class RangeError(BitwrightError, ValueError):

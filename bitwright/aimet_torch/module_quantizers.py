@@ -38,10 +38,14 @@ from bitwright.aimet_torch.quantizers import (
     AffineQuantizerBase,
     DequantizedTensor,
     Described,
+    EncodingAnalyzer,
     GroupedBlockEncoding,
     GroupedBlockQuantizeDequantize,
+    MinMaxEncodingAnalyzer,
+    PercentileEncodingAnalyzer,
     QuantizeDequantize,
     QuantizerBase,
+    SqnrEncodingAnalyzer,
     with_encoding,
 )
 from bitwright.core.numerics.affine import power_of_two_scale
@@ -282,6 +286,18 @@ class SiteQuantizer(Described, SiteView, NotOfModel, nn.Module):
             granularity=self._granularity_for(quantizer),
             method=quantizer.encoding_analyzer.method,
             scale_format=self._scale_format_for(quantizer),
+        )
+
+    @property
+    def encoding_analyzer(self) -> EncodingAnalyzer:
+        """What chooses the range, as a class of AIMET's; to be read."""
+        method, blocks = self._spec.method, self.block_size
+        if method.name == "percentile":
+            return PercentileEncodingAnalyzer(
+                self.shape, percentile=dict(method.options).get("percentile", 100), block_size=blocks
+            )
+        return (MinMaxEncodingAnalyzer if method.name == "minmax" else SqnrEncodingAnalyzer)(
+            self.shape, block_size=blocks
         )
 
     def _scale_format_for(self, quantizer: Any) -> Any:

@@ -88,8 +88,14 @@ class EncodingBase(abc.ABC):
         return "pertensor" if self.scale.numel() == 1 else "perchannel"
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """The encoding with its tensors moved as :meth:`torch.Tensor.to` moves them."""
+        """The encoding with its tensors moved as :meth:`torch.Tensor.to` moves them.
+
+        Raises:
+            EncodingsError: (a RuntimeError) to integers.
+        """
         made = copy.copy(self)
+        if not self.scale.to(*args, **kwargs).is_floating_point():
+            raise EncodingsError(type(self).__name__, "scales are no integers", "move it to a floating-point dtype")
         vars(made).update({k: v.to(*args, **kwargs) for k, v in vars(self).items() if isinstance(v, torch.Tensor)})
         return made
 
@@ -266,10 +272,13 @@ _KEEPING = {
     torch.Tensor.detach,
     torch.Tensor.contiguous,
     torch.Tensor.requires_grad_,
-    torch.Tensor.cpu,
-    torch.Tensor.cuda,
     torch.clone,
     torch.detach,
+}
+#: changes of device and type: the tensor itself where nothing changes, else one with a copy of the encoding
+_CASTING = {
+    getattr(torch.Tensor, name)
+    for name in ("to", "cpu", "cuda", "float", "half", "double", "bfloat16", "type", "type_as")
 }
 #: calls whose results consist of elements of the first argument, so that one encoding for all elements holds
 _MOVING = {
@@ -312,6 +321,9 @@ class QuantizedTensorBase(torch.Tensor):
         if not isinstance(source, QuantizedTensorBase):
             return result
         encoding = source.encoding
+        if func in _CASTING and isinstance(result, torch.Tensor) and result.is_floating_point():
+            moved = None if encoding is None else encoding.to(result.device)
+            return source if result is source else with_encoding(type(source), result, moved)
         keeps = func in _KEEPING or (func in _MOVING and encoding is not None and encoding.scale.numel() == 1)
 
         def kept(x: Any) -> Any:
@@ -405,7 +417,7 @@ class QuantizedTensor(QuantizedTensorBase):
     def dequantize(self) -> DequantizedTensor:
         """The values of the codes."""
         encoding = self._required()
-        return with_encoding(DequantizedTensor, encoding.dequantize(self._plain()), encoding)
+        return with_encoding(DequantizedTensor, encoding.dequantize(self._plain()), copy.copy(encoding))
 
 
 class DequantizedTensor(QuantizedTensorBase):
@@ -517,7 +529,10 @@ class PercentileEncodingAnalyzer(EncodingAnalyzer):
         """
         if not 50 <= percentile <= 100:
             raise ConfigError("percentile", f"{percentile!r} is not between 50 and 100", "use 99.99")
-        self.method = find_range_method("percentile", {"percentile": float(percentile)})
+        self.method, self.percentile = (
+            find_range_method("percentile", {"percentile": float(percentile)}),
+            float(percentile),
+        )
 
 
 class SqnrEncodingAnalyzer(EncodingAnalyzer):

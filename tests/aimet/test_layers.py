@@ -923,3 +923,31 @@ def test_quantizers_are_shown_with_blocks_and_dtypes():
     ]
     with pytest.raises(RuntimeError, match="LPBQ is symmetric"):
         Q.affine.GroupedBlockQuantizeDequantize((2, 4), 4, False, 8, block_size=(1, 2), block_grouping=(1, -1))
+
+
+@pytest.mark.parametrize("kind", [Q.tensor.QuantizedTensor, Q.tensor.DequantizedTensor])
+def test_tensors_keep_their_encoding_through_casts(kind):
+    tensor = torch.arange(8.0).as_subclass(kind)
+    tensor.encoding = Q.affine.AffineEncoding(torch.tensor(0.5), torch.tensor(0.0), 8)
+    assert tensor.float() is tensor and tensor.cpu() is tensor and tensor.to(torch.float32) is tensor
+    half = tensor.half()
+    assert type(half) is kind and half.dtype is torch.float16 and half.half() is half
+    assert half.encoding is not tensor.encoding and torch.equal(half.encoding.scale, tensor.encoding.scale)
+    assert type(tensor.int()) is torch.Tensor
+    with pytest.raises(RuntimeError, match="scales are no integers"):
+        tensor.encoding.to(torch.int32)
+
+
+def test_scales_of_other_shapes_are_runtime_errors_as_in_torch():
+    with pytest.raises(RuntimeError, match="does not broadcast"):
+        Q.affine.quantize(torch.randn(2, 3), torch.rand(2), torch.zeros(2), 8)
+
+
+def test_encoding_analyzers_of_a_simulation_are_those_of_its_scheme():
+    sims = {name: TorchSim(Net().eval(), batch(), quant_scheme=name) for name in ("tf", "tf_enhanced", "percentile")}
+    found = {name: sim.model.fc.param_quantizers["weight"].encoding_analyzer for name, sim in sims.items()}
+    kinds = Q.encoding_analyzer
+    assert isinstance(found["tf"], kinds.MinMaxEncodingAnalyzer)
+    assert isinstance(found["tf_enhanced"], kinds.SqnrEncodingAnalyzer)
+    sims["percentile"].set_percentile_value(99.0)
+    assert sims["percentile"].model.fc.param_quantizers["weight"].encoding_analyzer.percentile == 99.0
