@@ -306,6 +306,12 @@ def _call_and_forget(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return result
 
 
+def _cast(source: QuantizedTensorBase, result: torch.Tensor) -> torch.Tensor:
+    """What a change of device or type made of a tensor, with a copy of its encoding; the tensor itself where nothing changed."""
+    encoding = None if source.encoding is None else source.encoding.to(result.device)
+    return source if result is source else with_encoding(type(source), result, encoding)
+
+
 class QuantizedTensorBase(torch.Tensor):
     """A tensor that carries the encoding of its elements; computations on it return ordinary tensors."""
 
@@ -322,8 +328,7 @@ class QuantizedTensorBase(torch.Tensor):
             return result
         encoding = source.encoding
         if func in _CASTING and isinstance(result, torch.Tensor) and result.is_floating_point():
-            moved = None if encoding is None else encoding.to(result.device)
-            return source if result is source else with_encoding(type(source), result, moved)
+            return _cast(source, result)
         keeps = func in _KEEPING or (func in _MOVING and encoding is not None and encoding.scale.numel() == 1)
 
         def kept(x: Any) -> Any:
