@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bitwright.core.graph.operators import op_row
@@ -17,9 +17,9 @@ from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
 from bitwright.export.targets import find_target, rules_for
-from bitwright.methods.activations import between_layers, keep_histograms, layer_inputs
+from bitwright.methods.activations import between_layers, keep_histograms
 from bitwright.methods.attention import has_attention
-from bitwright.methods.bias_correction import BiasReport, apply_bias_correction
+from bitwright.methods.bias_correction import BiasReport, apply_bias_correction, first_samples
 from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_all_batch_norms
 from bitwright.methods.front_end import GivenModel, front_end_of
 from bitwright.methods.options import Options, check_options, keyword_options
@@ -90,6 +90,30 @@ class Job:
             self.judge = Judge([self.first], outputs, seen=True, names=names, whence=whence)
 
 
+@dataclass(frozen=True, eq=False)
+class _State:
+    """Of a float model between two changes of it.
+
+    Attributes:
+        folded: whether its batch norms are folded.
+        altered: whether another step than folding has changed it.
+    """
+
+    folded: bool = False
+    altered: bool = False
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A calibrated simulation of the float model in some state, with what :class:`Attempt` knows of it."""
+
+    state: _State
+    sim: Any
+    start: Rating | None
+    stem: StemReport
+    reference: Any
+
+
 class Attempt(Runner):
     """A model under a preset, and the steps of its recipe: the runner of :func:`~bitwright.recipes.recipe.run_recipe`.
 
@@ -103,6 +127,8 @@ class Attempt(Runner):
         folds: what the last folding did.
         stem: which first convolutions the last simulation leaves in float.
         start: rating of the simulation before any step worked on it; ``None`` where the judge saw its data in calibration.
+        unchanged: the same of the simulation of the model that no step but folding has worked on; ``None`` where none was
+            rated.
     """
 
     def __init__(self, job: Job, preset: str | Preset) -> None:
@@ -119,6 +145,9 @@ class Attempt(Runner):
         self.report, self.rating = RecipeReport(()), Rating()
         self.folds, self.stem = FoldReport(), StemReport()
         self.start: Rating | None = None
+        self.unchanged: Rating | None = None
+        self._state = _State()  # of the float model: another one after every change
+        self._made: list[_Made] = []
         self.metric: float | None = None
 
     def run(self) -> Attempt:
@@ -141,8 +170,22 @@ class Attempt(Runner):
     # -- from the float model to a simulation
 
     def simulate(self) -> None:
-        """Make the calibrated simulation of the float model as it stands."""
-        self.sim = self._simulated(self.model)
+        """Make the calibrated simulation of the float model as it stands, or take the one that a judge was asked about."""
+        made = next((made for made in self._made if made.state is self._state), None)
+        self._made = []
+        if made is None:
+            self.sim = self._simulated(self.model)
+        else:
+            self.sim, self.start, self.stem, self._float_model = made.sim, made.start, made.stem, made.reference
+
+    def _trial(self) -> _Made:
+        """The simulation of a copy of the float model as it stands; :meth:`simulate` takes it if the model stays so."""
+        made = next((made for made in self._made if made.state is self._state), None)
+        if made is None:
+            sim = self._simulated(self.job.given.copied(self.model))
+            made = _Made(self._state, sim, self.start, self.stem, self._float_model)
+            self._made = [*self._made[-1:], made]  # that of the model before the step that is judged, and after it
+        return made
 
     def _simulated(self, work: Any) -> Any:
         if "bias_correction" in self._asked:
@@ -154,6 +197,8 @@ class Attempt(Runner):
         self.calibrate(sim)
         self.job.judge.look_at_layers(sim)
         self.start = None if self.job.judge.seen else self.rated(sim)
+        if not self._state.altered:
+            self.unchanged = self.start
         return sim
 
     def plain(self) -> Any:
@@ -206,16 +251,18 @@ class Attempt(Runner):
         return metric_of(self.job.metric, sim._metric_target)
 
     def sqnr(self, *, float_weights: bool = False) -> float:
-        """What the judge says of the simulation in dB; before there is one, of one calibrated on the judge's batches."""
-        judge, sim = self.job.judge, self.sim
+        """What the judge says of the simulation in dB; before there is one, of the one that the model has as it stands."""
+        sim, off = self.sim, frozenset[str]()
         if sim is None:
-            sim = self._placed(self.job.given.copied(self.model))
-            sim.quantizers.say_nothing_of_unreached()
-            self.calibrate(sim, judge.batches)
+            made = self._trial()
+            sim = made.sim
             if "layer_inputs" in self._asked:
-                layer_inputs(sim, **self._asked["layer_inputs"])
+                off = frozenset(between_layers(sim, **self._asked["layer_inputs"]))
+            if made.start is not None and not off and not float_weights:
+                return made.start.sqnr
+        judge = self.job.judge
         judge.look_at_layers(sim)
-        with in_float(sim.quantizers, lambda site: site.role == "weight") if float_weights else nullcontext():
+        with in_float(sim.quantizers, lambda s: s.name in off or (float_weights and s.role == "weight")):
             return judge.sqnr(judge.answers(sim))
 
     def keep(self) -> Undo:
@@ -223,8 +270,12 @@ class Attempt(Runner):
         if self.sim is not None:
             undo: Undo = self.sim.remember(parameters=True)
             return undo
-        saved = self.job.given.copied(self.model)
-        return lambda: setattr(self, "model", saved)
+        saved, state = self.job.given.copied(self.model), self._state
+
+        def restore() -> None:
+            self.model, self._state = saved, state
+
+        return restore
 
     # -- steps
 
@@ -250,6 +301,8 @@ class Attempt(Runner):
         else:
             report = function(target, **bound, **step.options)
         self.changed = bool(getattr(report, "changed", True))
+        if target is self.model and self.changed:
+            self._state = replace(self._state, altered=self._state.altered or step.name != "fold")
         return "" if report is None else str(getattr(report, "summary", None) or str(report).partition("\n")[0])
 
     def _function(self, step: Step) -> tuple[Callable[..., Any], Mapping[str, Any], Options]:
@@ -295,19 +348,32 @@ class Attempt(Runner):
         """Fold batch norms."""
         job = self.job
         self.folds = fold_all_batch_norms(work, None, job.first, providers=job.providers, progress=job.progress)
+        self._state = replace(self._state, folded=True)
         return self.folds
 
     def equalize(
-        self, work: Any, *, absorb_bias: bool = False, keep_bounds: bool = False, only_without_attention: bool = False
+        self,
+        work: Any,
+        *,
+        absorb_bias: bool = False,
+        keep_bounds: bool = False,
+        only_without_attention: bool = False,
+        samples: int | None = None,
     ) -> EqualizeReport:
-        """Equalize with what batch norms said that this step or one before folded; with an attention not, if so asked."""
+        """Equalize with what batch norms said that this step or one before folded; with an attention not, if so asked.
+
+        What batch norms do not say is measured on ``samples`` of the data, or on all of them.
+        """
         job, before = self.job, self.folds
-        own = fold_all_batch_norms(work, None, job.first, providers=job.providers, progress=job.progress)
+        own = FoldReport()
+        if not self._state.folded:
+            own = fold_all_batch_norms(work, None, job.first, providers=job.providers, progress=job.progress)
         opened = front_end_of(work).open_model(work, None, job.first, "equalize", job.providers)
         if only_without_attention and has_attention(opened.view.graph()):
             return EqualizeReport(left_alone="left alone, as the model has an attention")
         moments, options = {**before.moments, **own.moments}, {"absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
-        return equalize_opened(opened, moments, job.progress, data=job.chosen, **options)
+        data = (batch for batch, _ in first_samples(job.chosen, samples))
+        return equalize_opened(opened, moments, job.progress, data=data, **options)
 
     def widen(self, sim: Any, **options: Any) -> Any:
         """16 bits, or float, as the target computes, where 8 bits cost the outputs most."""

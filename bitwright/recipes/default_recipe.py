@@ -24,8 +24,10 @@ class Effort:
         does: one phrase, for tables and ``--help``.
         ranges: whether ranges of activations are chosen by least squared error.
         widen: options of that step.
-        weights: options of the steps that choose weights. Each doubling of the samples takes 0.5 dB off the noise, and as long
-            again; of the rows of a layer, 64 for each input say what all do.
+        weights: options of the steps that choose weights of fewer than 8 bits. Each doubling of the samples takes 0.5 dB off the
+            noise, and as long again; of the rows of a layer, 64 for each input say what all do.
+        eight: those for weights of 8 bits, whose noise after rounding is far below that of the activations.
+        equalize: options of that step.
         judged: batches held out at most.
     """
 
@@ -33,6 +35,8 @@ class Effort:
     ranges: bool = True
     widen: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, Any] = field(default_factory=dict)
+    eight: Mapping[str, Any] = field(default_factory=dict)
+    equalize: Mapping[str, Any] = field(default_factory=dict)
     judged: int = 16
 
 
@@ -42,15 +46,22 @@ EFFORTS: dict[str, Effort] = {
         ranges=False,
         widen={"samples": 16},
         weights={"num_samples": 32, "rows_per_input": 8},
+        eight={"num_samples": 32, "rows_per_input": 8},
+        equalize={"samples": 64},
         judged=1,
     ),
     "default": Effort(
-        "weights from 256 samples, ranges of least squared error", weights={"num_samples": 256, "rows_per_input": 64}
+        "weights from 128 samples (256 below 8 bits), ranges of least squared error",
+        widen={"samples": 16},
+        weights={"num_samples": 256, "rows_per_input": 64},
+        eight={"num_samples": 128, "rows_per_input": 16},
+        equalize={"samples": 64},
     ),
     "thorough": Effort(
         "weights from all samples and four times the rows, weight ranges by output error at eight bits too",
         widen={"samples": 64},
         weights={"rows_per_input": 256},
+        eight={"rows_per_input": 256},
     ),
 }
 
@@ -104,6 +115,7 @@ def default_recipe(
     narrow = activation_bits <= 8
     own_ranges = narrow and not own_rules and not own_scheme
     left = {"weights": _LEFT[bits < 8]} if rounded else {}
+    weights = chosen.weights if bits < 8 else chosen.eight
     return tuple(
         step
         for step, wanted in (
@@ -111,7 +123,7 @@ def default_recipe(
             (Step("equalize", optional=True), coarse),
             # channels that fill the range of their tensor lose less to its one scale
             (
-                Step("equalize", {"keep_bounds": True, "only_without_attention": True}, optional=True),
+                Step("equalize", {"keep_bounds": True, "only_without_attention": True, **chosen.equalize}, optional=True),
                 narrow and not coarse,
             ),
             (Step("smooth", optional=True), narrow),
@@ -119,9 +131,9 @@ def default_recipe(
             # at four bits of activations the ranges are most of the result, whatever the effort
             (Step("activation_ranges"), own_ranges and (chosen.ranges or activation_bits < 8)),
             (Step("widen", {**left, **chosen.widen}, optional=True), narrow and not own_rules),
-            (Step("seq_mse", chosen.weights, optional=True), rounded and (bits < 8 or effort == "thorough")),
+            (Step("seq_mse", weights, optional=True), rounded and (bits < 8 or effort == "thorough")),
             # 0.1 is 0.1 to 0.9 dB better than the paper's 0.01 on data that was not seen
-            (Step("gptq", {**chosen.weights, "damping": 0.1}, optional=True), rounded),
+            (Step("gptq", {**weights, "damping": 0.1}, optional=True), rounded),
             (Step("bias_correction", optional=True), bits == 8 and not rounded),
         )
         if wanted

@@ -247,8 +247,10 @@ def _never_worse_than_plain(done: Attempt, tried: list[str]) -> Rating:
     """Take the plain simulation where the judge finds it better than what the recipe led to; returns its rating."""
     beside = [o for o in done.report if o.kept and o.changed and not o.step.startswith("fold(")]
     on_float = any(o.on_float for o in beside)
-    sim = done.plain() if on_float or done.start is None else None
-    plain = done.rated(sim) if sim is not None or done.start is None else done.start
+    plain, sim = done.unchanged if on_float else done.start, None
+    if plain is None:
+        sim = done.plain()
+        plain = done.rated(sim)
     part = done.rating.loses_to(plain)
     if part is None:
         return plain

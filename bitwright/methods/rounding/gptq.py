@@ -91,36 +91,41 @@ def round_columns(
     order = _order(hessian, by_diagonal=settings.act_order and every is None)
     columns = order[:, None, :].expand(w.shape)
     factor = inverse_factor(_permuted(hessian, order), settings.damping)
-    upper = factor.float()
     moved = _correction(None if drift is None else _permuted(drift, order), factor)
-    w = w.gather(2, columns)
-    ordered = None if grid is None else _in_order(grid, columns)
+    upper = factor.float().movedim(0, 2).contiguous()  # [K, K, G]
+    w = _by_column(w, columns)
+    scale, lo, hi = (None,) * 3 if grid is None else (_by_column(t, columns) for t in (grid.scale, grid.lo, grid.hi))
     codes = torch.empty_like(w)
-    n = int(w.shape[2])
+    n = len(w)
     size = settings.block if every is None else max(settings.block // every[1], 1) * every[1]
-    diagonal = torch.diagonal(upper, dim1=1, dim2=2)
+    diagonal = torch.diagonal(upper).t().contiguous()[:, :, None]  # [K, G, 1]
     for start in range(0, n, size):
         stop = min(start + size, n)
-        gone = torch.zeros_like(w[:, :, start:stop], dtype=torch.bool)
-        if every is None and settings.sparsity > 0:
-            gone = _least(w[:, :, start:stop] / diagonal[:, None, start:stop], settings.sparsity)
-        block, errors = w[:, :, start:stop].clone(), w.new_empty((*w.shape[:2], stop - start))
-        for j in range(stop - start):
-            k = start + j
-            if every is not None and k % every[1] == 0:
-                last = min(j + every[1], stop - start)
-                near = (block[:, :, j:last] / diagonal[:, None, k : start + last]).square()
-                drop = max(last - j - every[0], 0)
-                gone[:, :, j:last].scatter_(2, near.argsort(2)[:, :, :drop], True)
-            column = block[:, :, j].clone()
-            codes[:, :, k], value = _rounded(column, gone[:, :, j], ordered, k)
-            error = (column - value) / upper[:, k, k, None]
-            block[:, :, j:] -= error[:, :, None] * upper[:, k, None, k:stop]
-            _correct(block[:, :, j:], column[:, :, None], moved, slice(k, k + 1), slice(k, stop))
-            errors[:, :, j] = error
-        w[:, :, stop:] -= errors @ upper[:, start:stop, stop:]
-        _correct(w[:, :, stop:], block, moved, slice(start, stop), slice(stop, n))
-    return torch.empty_like(codes).scatter_(2, columns, codes)
+        block, errors = w[start:stop].clone(), torch.empty_like(w[start:stop])
+        gone = None if every is None and not settings.sparsity > 0 else torch.zeros_like(block, dtype=torch.bool)
+        if every is None and gone is not None:
+            gone = _least(block / diagonal[start:stop], settings.sparsity)
+        for j, k in enumerate(range(start, stop)):
+            if every is not None and gone is not None and k % every[1] == 0:
+                near = (block[j : j + every[1]] / diagonal[k : k + len(block[j : j + every[1]])]).square()
+                drop = max(len(near) - every[0], 0)
+                gone[j : j + every[1]].scatter_(0, near.argsort(0)[:drop], True)
+            column = block[j]
+            here = None if grid is None else replace(grid, scale=scale[k], lo=lo[k], hi=hi[k])
+            codes[k], value = _rounded(column, None if gone is None else gone[j], here)
+            torch.div(column - value, diagonal[k], out=errors[j])
+            block[j + 1 :].addcmul_(upper[k, k + 1 : stop, :, None], errors[j], value=-1)
+            _correct(block[j + 1 :], block[j : j + 1], moved, slice(k, k + 1), slice(k + 1, stop))
+            block[j] = value
+        if stop < n:
+            w[stop:] -= torch.einsum("jgo,jkg->kgo", errors, upper[start:stop, stop:])
+            _correct(w[stop:], block, moved, slice(start, stop), slice(stop, n))
+    return torch.empty_like(codes.permute(1, 2, 0)).scatter_(2, columns, codes.permute(1, 2, 0))
+
+
+def _by_column(t: Tensor, columns: Tensor) -> Tensor:
+    """``[K, G, O]``: the columns of what broadcasts against ``[G, O, K]``, in another order."""
+    return t.expand(columns.shape).gather(2, columns).permute(2, 0, 1).contiguous()
 
 
 def _correction(drift: Tensor | None, factor: Tensor) -> Tensor | None:
@@ -129,9 +134,9 @@ def _correction(drift: Tensor | None, factor: Tensor) -> Tensor | None:
 
 
 def _correct(w: Tensor, columns: Tensor, moved: Tensor | None, of: slice, on: slice) -> None:
-    """Add to ``w``, columns ``on``, what ``P`` makes of the columns ``of``; nothing without it."""
+    """Add to ``w``, columns ``on``, what ``P`` makes of the columns ``of``, both ``[columns, G, O]``; nothing without it."""
     if moved is not None:
-        w += columns @ moved[:, of, on]
+        w += torch.einsum("jgo,gjk->kgo", columns, moved[:, of, on])
 
 
 def group_of_pattern(pattern: str) -> tuple[int, int] | None:
@@ -152,11 +157,11 @@ def group_of_pattern(pattern: str) -> tuple[int, int] | None:
 
 
 def _least(scores: Tensor, share: float) -> Tensor:
-    """Where the least ``share`` of squares are, per matrix, ``[G, O, K]``."""
-    flat = scores.square().flatten(1)
+    """Where the least ``share`` of squares are, per matrix, ``[K, G, O]``."""
+    flat = scores.square().transpose(0, 1).flatten(1)
     count = round(share * flat.shape[1])
     gone = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, flat.argsort(1)[:, :count], True)
-    return gone.reshape(scores.shape)
+    return gone.reshape(scores.transpose(0, 1).shape).transpose(0, 1).contiguous()
 
 
 def _order(hessian: Tensor, *, by_diagonal: bool) -> Tensor:
@@ -166,20 +171,12 @@ def _order(hessian: Tensor, *, by_diagonal: bool) -> Tensor:
     return torch.arange(hessian.shape[2], device=hessian.device).expand(hessian.shape[0], -1)
 
 
-def _in_order(grid: Grid, columns: Tensor) -> Grid:
-    """The grid of every weight after its columns changed places."""
-    scale, lo, hi = (t.expand(columns.shape).gather(2, columns) for t in (grid.scale, grid.lo, grid.hi))
-    return replace(grid, scale=scale, lo=lo, hi=hi)
-
-
-def _rounded(column: Tensor, gone: Tensor, grid: Grid | None, k: int) -> tuple[Tensor, Tensor]:
-    """Codes of column ``k`` and the weights that they stand for, ``[G, O]``; zero where ``gone``."""
-    if grid is None:
-        kept = column.masked_fill(gone, 0.0)
-        return kept, kept
-    here = grid.column(k)
-    code = here.nearest(column).masked_fill(gone, 0.0)
-    return code, code * here.scale
+def _rounded(column: Tensor, gone: Tensor | None, grid: Grid | None) -> tuple[Tensor, Tensor]:
+    """Codes of a column and the weights that they stand for, ``[G, O]``; zero where ``gone``."""
+    code = column if grid is None else grid.nearest(column)
+    if gone is not None:
+        code = code.masked_fill(gone, 0.0)
+    return code, code if grid is None else code * grid.scale
 
 
 def _permuted(hessian: Tensor, order: Tensor) -> Tensor:

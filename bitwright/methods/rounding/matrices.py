@@ -190,17 +190,15 @@ class Layer:
             at: tuple[Any, ...] = (sample, slice(None), *corners)
             return x[at][..., None]
         strides, dilations, pads = self.attrs["strides"], self.attrs["dilations"], self.pads(x)
-        patches = []
-        for offset in itertools.product(*(range(k) for k in self.shape[2:])):
-            inside = torch.ones_like(places, dtype=torch.bool)
-            index = []
-            for i in range(n):
-                place = corners[i] * strides[i] + offset[i] * dilations[i] - pads[i]
-                inside &= (place >= 0) & (place < x.shape[2 + i])
-                index.append(place.clamp(0, int(x.shape[2 + i]) - 1))
-            found = x[(sample, slice(None), *index)]
-            patches.append(found if bool(inside.all()) else found.masked_fill(~inside[:, None], 0))
-        return torch.stack(patches, 2)
+        padded = F.pad(x, [p for i in reversed(range(n)) for p in (pads[i], pads[n + i])]) if any(pads) else x
+        pixels = padded.movedim(1, -1).contiguous()  # the channels of a place side by side are one copy
+        first, steps = sample, [0]
+        for i in range(n):
+            first = first * pixels.shape[1 + i] + corners[i] * strides[i]
+            steps = [s * pixels.shape[1 + i] + o * dilations[i] for s in steps for o in range(self.shape[2 + i])]
+        index = first[:, None] + torch.tensor(steps, device=x.device)
+        found = pixels.reshape(-1, pixels.shape[-1]).index_select(0, index.reshape(-1))
+        return found.reshape(len(places), len(steps), -1).transpose(1, 2)
 
     def pads(self, x: Tensor) -> tuple[int, ...]:
         """Padding of a convolution of ``x``: what is given, or what ``auto_pad`` makes of the input's size."""
@@ -309,11 +307,6 @@ class Grid:
         """``scale`` as it is stored."""
         found: Tensor = stored_scale(scale, self.scale_format, self.common)
         return found
-
-    def column(self, k: int) -> Grid:
-        """Of column ``k``, ``[G, O]``, where every weight has its scale."""
-        scale, lo, hi = (t[:, :, k] for t in (self.scale, self.lo, self.hi))
-        return Grid(scale, lo, hi, self.own_rows, self.format, self.scale_format)
 
     @staticmethod
     def of(encoding: Encoding, layer: Layer, device: torch.device) -> Grid:
