@@ -39,6 +39,10 @@ class Effort:
     equalize: Mapping[str, Any] = field(default_factory=dict)
     judged: int = 16
 
+    def rounding(self, bits: int) -> Mapping[str, Any]:
+        """Options of the steps that choose weights of ``bits``."""
+        return self.weights if bits < 8 else self.eight
+
 
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
@@ -115,7 +119,7 @@ def default_recipe(
     narrow = activation_bits <= 8
     own_ranges = narrow and not own_rules and not own_scheme
     left = {"weights": _LEFT[bits < 8]} if rounded else {}
-    weights = chosen.weights if bits < 8 else chosen.eight
+    weights = chosen.rounding(bits)
     return tuple(
         step
         for step, wanted in (
@@ -123,7 +127,9 @@ def default_recipe(
             (Step("equalize", optional=True), coarse),
             # channels that fill the range of their tensor lose less to its one scale
             (
-                Step("equalize", {"keep_bounds": True, "only_without_attention": True, **chosen.equalize}, optional=True),
+                Step(
+                    "equalize", {"keep_bounds": True, "only_without_attention": True, **chosen.equalize}, optional=True
+                ),
                 narrow and not coarse,
             ),
             (Step("smooth", optional=True), narrow),

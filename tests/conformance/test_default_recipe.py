@@ -262,3 +262,93 @@ def test_small_values_beside_large_ones_in_one_tensor_are_kept(front_end):
     assert [(row.status, row.how) for row in joins] == [
         ("float", "Concat runs in float because its operands are in float")
     ]
+
+
+class Read:
+    """Batches that count how often they are read."""
+
+    def __init__(self, batches):
+        self.batches, self.count = batches, 0
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.count += 1
+            yield batch
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class Network(nn.Module):
+    """Convolutions with batch norms; counts how often it runs, its copies included."""
+
+    runs = 0
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        wide, deep = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8, padding=1)
+        layers = (wide, nn.BatchNorm2d(8), nn.ReLU(), deep, nn.BatchNorm2d(8), nn.ReLU())
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(8, 4)
+
+    def forward(self, x):
+        Network.runs += 1
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def pictures(count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 3, 8, 8, generator=generator) for _ in range(count)]
+
+
+def of_network(front_end, batches, *args, **options):
+    """The result of ``quantize``, and how often batches were read."""
+    if front_end == "torch":
+        read = Read(batches)
+        return bitwright.torch.quantize(Network().eval(), read, *args, progress=False, **options), read.count
+    file = io.BytesIO()
+    torch.onnx.export(
+        Network().eval(), (batches[0],), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "rows"}}
+    )
+    read = Read([batch.numpy() for batch in batches])
+    model = onnx.load_from_string(file.getvalue())
+    return bitwright.onnx.quantize(model, read, *args, progress=False, **options), read.count
+
+
+def test_the_default_recipe_runs_the_model_five_times_on_its_data():
+    """Of 20 batches: calibration before and after equalization, all steps, all judgements."""
+    Network.runs = 0
+    result, _ = of_network("torch", pictures(20))
+    assert Network.runs <= 5 * 20
+    assert any(o.step.startswith("equalize(") and o.sqnr is not None for o in result.report)
+
+
+@pytest.mark.slow_variants("onnx")
+@both
+def test_the_simulation_that_judged_equalization_is_the_one_that_goes_on(front_end, monkeypatch):
+    """One simulation of the model before the step and one after it are calibrated, and no third to compare the result with."""
+    kind = bitwright.torch.QuantizationSimModel if front_end == "torch" else bitwright.onnx.QuantizationSimModel
+    calibrated, compute = [], kind.compute_encodings
+
+    def noted(self, *args, **options):
+        calibrated.append(self)
+        return compute(self, *args, **options)
+
+    monkeypatch.setattr(kind, "compute_encodings", noted)
+    result, _ = of_network(front_end, pictures(10))
+    step = next(o for o in result.report if o.step.startswith("equalize("))
+    assert len({id(sim) for sim in calibrated}) == len(calibrated) == 2
+    assert result.sim is calibrated[1 if step.kept else 0]
+    assert result.plain is not None
+
+
+@both
+@pytest.mark.parametrize("preset", ["w8", "w4"])
+def test_weights_alone_are_quantized_without_data(front_end, preset):
+    """Only the example input is read; a method that needs activations reads what it asks for."""
+    Network.runs = 0
+    _, read = of_network(front_end, pictures(6), preset, recipe=["fold"])
+    assert read == 1
+    if front_end == "torch":
+        assert Network.runs <= 6  # on the example: what is recorded, and the checks of folding
+    assert of_network(front_end, pictures(6), preset, recipe=["fold", "gptq"])[1] >= 7

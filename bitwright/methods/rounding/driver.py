@@ -334,7 +334,7 @@ logger = logging.getLogger("bitwright")
 
 #: bytes of activations held in memory, unless told otherwise
 MEMORY_BUDGET = 4 << 30
-_ROWS = 4096  # of layers with few inputs, such as depthwise ones: making them costs next to nothing
+_ROWS = 1024  # of layers with few inputs, such as depthwise ones: a hundred for each of nine inputs
 TREATED = (*TRAITS["layer"], "GroupedMatMul", *RECURRENT)
 
 
@@ -392,15 +392,45 @@ class Task:
 
         Args:
             layer: of the unit.
-            rows_per_input: how many are drawn, evenly from the data; never fewer than 4096 in all.
+            rows_per_input: how many are drawn, evenly from the data; never fewer than 1024 in all.
             weight: of the layer, where the float inputs are looked at too; otherwise the quantized ones are in their place.
         """
-        most = math.inf if rows_per_input is None else max(rows_per_input * layer.fan_in, _ROWS)
+        most = math.inf if rows_per_input is None else _rows_wanted(layer, rows_per_input)
         drawn = (
             (quantized if weight is None else real, quantized, most * share)
             for real, quantized, share in self.walk.shares(layer)
         )
         return moments(layer, drawn, self.generator, weight)
+
+
+def _rows_wanted(layer: Layer, rows_per_input: int) -> int:
+    return max(rows_per_input * layer.fan_in, _ROWS)
+
+
+def _enough(
+    model: SimulatedModel, layers: Sequence[Layer], batches: Iterable[Any], rows_per_input: int | None
+) -> Iterator[Any]:
+    """Batches until every layer has twice the rows that are drawn, so that these come from several.
+
+    The model has run a batch when the next is asked for, and its graph then has the shapes.
+    """
+    needed = math.inf
+    for count, batch in enumerate(with_samples(batches), 1):
+        yield batch
+        if count == 1 and rows_per_input is not None:
+            graph = model.observed_graph()
+            needed = max(2 * _rows_wanted(layer, rows_per_input) / _rows_of(graph, layer) for layer in layers)
+        if count >= needed:
+            return
+
+
+def _rows_of(graph: Graph, layer: Layer) -> float:
+    """Rows that a layer multiplies in one batch; next to none where their number is not known."""
+    source = graph.op(layer.op).inputs[0]
+    shape = () if source is None else tuple(graph.values[source].shape or ())
+    if layer.is_routed or not shape or min(shape) < 1:
+        return 1e-9
+    return float(layer.positions(torch.empty(shape, device="meta")))
 
 
 Method = Callable[[Task], Sequence[Choice]]
@@ -604,6 +634,7 @@ def apply(
     spill_dir: str | None = None,
     cache: Cache = NO_CACHE,
     settings: str = "",
+    rows_per_input: int | None = None,
     progress: Callable[[Sequence[Unit]], Iterable[Unit]] = lambda items: items,
 ) -> RoundingReport:
     """Choose the weights of every layer by ``method``, unit after unit.
@@ -624,6 +655,8 @@ def apply(
         spill_dir: where on disk.
         cache: finished layers.
         settings: everything that changes what ``method`` finds; part of the cache's keys.
+        rows_per_input: as for :meth:`Task.moments`, where the method takes no other rows: batches are read until every layer
+            has twice as many.
         progress: shows a bar.
 
     Raises:
@@ -638,7 +671,7 @@ def apply(
     rows: list[Choice] = []
     undos: list[Undo] = []
     try:
-        walk = Walk(model, batches, store)
+        walk = Walk(model, _enough(model, list(layers.values()), batches, rows_per_input), store)
         key = hashlib.sha256(f"{name} {settings} {seed}".encode() + _fingerprint(walk))
         by_op: dict[str, list[Layer]] = {}
         for layer in layers.values():

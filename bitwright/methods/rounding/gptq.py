@@ -15,7 +15,7 @@ columns still to come make up for them as for errors of rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -93,34 +93,49 @@ def round_columns(
     factor = inverse_factor(_permuted(hessian, order), settings.damping)
     moved = _correction(None if drift is None else _permuted(drift, order), factor)
     upper = factor.float().movedim(0, 2).contiguous()  # [K, K, G]
-    w = _by_column(w, columns)
-    scale, lo, hi = (None,) * 3 if grid is None else (_by_column(t, columns) for t in (grid.scale, grid.lo, grid.hi))
+    diagonal = torch.diagonal(upper).t().contiguous()[:, :, None]  # [K, G, 1]
+    w, grids = _by_column(w, columns), _grids(grid, columns)
     codes = torch.empty_like(w)
     n = len(w)
     size = settings.block if every is None else max(settings.block // every[1], 1) * every[1]
-    diagonal = torch.diagonal(upper).t().contiguous()[:, :, None]  # [K, G, 1]
     for start in range(0, n, size):
         stop = min(start + size, n)
         block, errors = w[start:stop].clone(), torch.empty_like(w[start:stop])
-        gone = None if every is None and not settings.sparsity > 0 else torch.zeros_like(block, dtype=torch.bool)
-        if every is None and gone is not None:
-            gone = _least(block / diagonal[start:stop], settings.sparsity)
+        gone = _gone(block, diagonal[start:stop], settings, every)
         for j, k in enumerate(range(start, stop)):
-            if every is not None and gone is not None and k % every[1] == 0:
-                near = (block[j : j + every[1]] / diagonal[k : k + len(block[j : j + every[1]])]).square()
-                drop = max(len(near) - every[0], 0)
-                gone[j : j + every[1]].scatter_(0, near.argsort(0)[:drop], True)
+            if every is not None and k % every[1] == 0:
+                _drop_group(gone[j:], block[j:], diagonal[k:stop], every)
             column = block[j]
-            here = None if grid is None else replace(grid, scale=scale[k], lo=lo[k], hi=hi[k])
-            codes[k], value = _rounded(column, None if gone is None else gone[j], here)
+            codes[k], value = _rounded(column, gone[j] if len(gone) else None, grids[k])
             torch.div(column - value, diagonal[k], out=errors[j])
             block[j + 1 :].addcmul_(upper[k, k + 1 : stop, :, None], errors[j], value=-1)
             _correct(block[j + 1 :], block[j : j + 1], moved, slice(k, k + 1), slice(k + 1, stop))
             block[j] = value
-        if stop < n:
-            w[stop:] -= torch.einsum("jgo,jkg->kgo", errors, upper[start:stop, stop:])
-            _correct(w[stop:], block, moved, slice(start, stop), slice(stop, n))
+        w[stop:] -= torch.einsum("jgo,jkg->kgo", errors, upper[start:stop, stop:])
+        _correct(w[stop:], block, moved, slice(start, stop), slice(stop, n))
     return torch.empty_like(codes.permute(1, 2, 0)).scatter_(2, columns, codes.permute(1, 2, 0))
+
+
+def _grids(grid: Grid | None, columns: Tensor) -> list[Grid | None]:
+    """The grid of every column, ``[G, O]``, in the order of ``columns``."""
+    if grid is None:
+        return [None] * int(columns.shape[2])
+    parts = (_by_column(t, columns) for t in (grid.scale, grid.lo, grid.hi))
+    return [Grid(scale, lo, hi, format=grid.format) for scale, lo, hi in zip(*parts, strict=True)]
+
+
+def _gone(block: Tensor, diagonal: Tensor, settings: Settings, every: tuple[int, int] | None) -> Tensor:
+    """Which weights of a block, ``[K, G, O]``, become zero as far as is known before it; of nothing where none do."""
+    if every is None and settings.sparsity > 0:
+        return _least(block / diagonal, settings.sparsity)
+    return torch.zeros_like(block if every is not None else block[:0], dtype=torch.bool)
+
+
+def _drop_group(gone: Tensor, block: Tensor, diagonal: Tensor, every: tuple[int, int]) -> None:
+    """Mark the least of the first ``every[1]`` columns."""
+    near = (block[: every[1]] / diagonal[: every[1]]).square()
+    drop = max(len(near) - every[0], 0)
+    gone[: every[1]].scatter_(0, near.argsort(0)[:drop], True)
 
 
 def _by_column(t: Tensor, columns: Tensor) -> Tensor:

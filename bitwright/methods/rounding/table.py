@@ -116,6 +116,7 @@ def choose_weights(
         spill_dir=spill_dir,
         cache=cache,
         settings=f"{settings} {blocks}",
+        rows_per_input=getattr(settings, "rows_per_input", None),
         progress=progress,
     )
 

@@ -624,3 +624,20 @@ def test_the_learning_rate_falls_by_factors_that_compound():
     count = optimise(problem, [rounding], Settings(iterations=400), 0.01, 1.0, torch.Generator())
     assert count == 400
     assert place.item() == pytest.approx(-0.01 * 0.5 * np.cumprod(1 - np.arange(400) / 400).sum(), rel=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "read"), [(16, 2), (200, 4), (None, 5)])
+def test_batches_are_read_until_every_layer_has_twice_the_rows_that_are_drawn(rows, read):
+    """1,024 positions a batch: at least 1,024 rows are drawn of a layer, or 200 for each of 9 inputs of one output."""
+    batches, seen = [torch.randn(4, 1, 16, 16) for _ in range(5)], []
+    model = nn.Conv2d(1, 4, 3, padding=1)
+    sim = QuantizationSimModel(model.eval(), batches[0], preset="w8")
+
+    def noted():
+        for batch in batches:
+            seen.append(batch)
+            yield batch
+
+    sim.compute_encodings(batches)
+    apply_reconstruction(sim, noted(), "gptq", rows_per_input=rows, progress=False)
+    assert len(seen) == read
