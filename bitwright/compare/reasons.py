@@ -336,7 +336,8 @@ class Saturated:
         remedy = "" if self.refused else "open the session with session.x64quantprecision = 1, or "
         return (
             "this CPU has no VNNI: with the default settings of a session, sums of uint8 times int8 saturate at 16 bits in "
-            f"{len(worst)} places, {', '.join(named)}; {remedy}quantize with repair='saturation'"
+            f"{len(worst)} places, {', '.join(named)}; {remedy}quantize with repair='saturation', or export with "
+            "unsigned_weights=True, as an export on this CPU does by itself where its samples saturate"
         )
 
 

@@ -44,10 +44,11 @@ class IntegerProduct:
         codes: name of the tensor that holds the codes of its input.
         signed: whether these are int8.
         input_scale, input_zero: of its input.
-        weight: stored codes of its weight, int8.
+        weight: codes of its weight, int8; those stored as uint8 around 128 are shifted.
         weight_scale: one, or one per output channel.
         bias: stored int32 codes, if there are any.
         output_scale: of the quantizer that follows, if there is one.
+        exact: whether its kernel adds in 32 bits on every CPU, as that of two unsigned factors.
     """
 
     node: ir.Node
@@ -60,6 +61,7 @@ class IntegerProduct:
     weight_scale: Array
     bias: Array | None
     output_scale: float | None
+    exact: bool = False
 
     @property
     def zero(self) -> int:
@@ -74,7 +76,7 @@ class IntegerProduct:
     @property
     def pairs(self) -> bool:
         """Whether its kernel adds pairs of products: one product per channel, a depthwise convolution, has none."""
-        return self.groups == 1 or self.weight.shape[1] > 1
+        return not self.exact and (self.groups == 1 or self.weight.shape[1] > 1)
 
     def matrices(self) -> list[Array]:
         """The weight of every group as ``[K, M]``; K in the order in which kernels add: positions, then channels."""
@@ -142,7 +144,8 @@ def reads_int8_weight(node: ir.Node) -> bool:
 def _product(node: ir.Node, given: ir.Node, weight: ir.Node) -> IntegerProduct | None:
     """The product of what two operators dequantize; ``None`` where that is not an input by a stored weight of 8 bits each."""
     codes, scale, zero = (constant_at(weight, port) for port in range(3))
-    if codes is None or scale is None or codes.dtype != np.int8 or codes.ndim < 2 or (zero is not None and zero.any()):
+    shifted = None if codes is None or codes.ndim < 2 else _as_signed(codes, zero)
+    if codes is None or scale is None or shifted is None:
         return None
     source, step, border = given.inputs[0], constant_at(given, 1), constant_at(given, 2)
     if source is None or source.producer() is None or step is None or step.size != 1:
@@ -155,9 +158,17 @@ def _product(node: ir.Node, given: ir.Node, weight: ir.Node) -> IntegerProduct |
     facts = read_metadata(weight)
     return IntegerProduct(
         node, str(weight.outputs[0].name if facts is None else facts["places"][0][0]), str(source.name),
-        kind == ir.DataType.INT8, float(step.reshape(())), 0 if border is None else int(border.reshape(())), codes, scale,
-        None if bias is None else constant_at(bias, 0), _scale_after(node),
+        kind == ir.DataType.INT8, float(step.reshape(())), 0 if border is None else int(border.reshape(())), shifted, scale,
+        None if bias is None else constant_at(bias, 0), _scale_after(node), codes.dtype == np.uint8,
     )  # fmt: skip
+
+
+def _as_signed(codes: Array, zero: Array | None) -> Array | None:
+    """Codes of a symmetric grid of 8 bits as int8, those that are stored around 128 too; ``None`` for other codes."""
+    shift = {np.dtype(np.int8): 0, np.dtype(np.uint8): _SIGNED}.get(codes.dtype)
+    if shift is None or np.any((0 if zero is None else zero.astype(np.int64)) != shift):
+        return None
+    return (codes.astype(np.int16) - shift).astype(np.int8)
 
 
 def _scale_after(node: ir.Node) -> float | None:

@@ -39,6 +39,7 @@ from bitwright.compare.reasons import (
 )
 from bitwright.compare.report import OutputRow, Row, VerifyReport
 from bitwright.compare.runtime import EXACT_SUMS, MODES, Edit, Mode, Otherwise, computed_otherwise, run_in, run_model
+from bitwright.compare.saturation import integer_products
 from bitwright.compare.sides import read_file
 from bitwright.errors import ConfigError, ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
@@ -60,6 +61,7 @@ T = TypeVar("T")
 
 _MOST_OPS = 8
 _TITLES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "litert": "LiteRT"}
+_EXACT, _LOST = 60.0, 3.0  # dB from the simulation that are as good as equal; what saturation may take unnoticed
 _FAR, _NEARER = 20.0, 10.0  # dB from the simulation: a wrong output, and how much nearer float kernels bring it then
 
 
@@ -321,17 +323,21 @@ def _compare_outputs(
     return tuple(rows)
 
 
-def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> WrongKernels | None:
+def wrong_kernels(
+    model: Path, samples: Path, kept: Samples, target: str, *, signed: bool = False
+) -> WrongKernels | None:
     """Kernels of the target's runtime that bring the outputs of a file far away from its simulation, where float kernels do not.
 
-    A file that is right is run once. Sums that saturate on a CPU without VNNI are no fault of the file: they count as exact in
-    ONNX Runtime, and a file for OpenVINO, or with bodies of If, Loop or Scan, is not judged by them.
+    A file that is right is run once, with ``signed`` on a CPU without VNNI a second time, by a default session, whose sums
+    saturate there. Those are no fault of the file: they count as exact in ONNX Runtime, and a file for OpenVINO, or with bodies
+    of If, Loop or Scan, is not judged by them. What has ``saturates`` has other numbers by default than with exact sums.
 
     Args:
         model: as ``to_qdq`` wrote it; of a LiteRT target the ``.tflite`` file lies beside it.
         samples: file with what the simulation computed.
         kept: what lies in it.
         target: of the model.
+        signed: whether to look for sums that saturate too.
 
     Returns:
         ``None`` where nothing is wrong, or where the runtime is not installed or does not run the file at all, which ``verify``
@@ -344,6 +350,9 @@ def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> Wro
     unable: tuple[type[Exception], ...] = (ConfigError, *_refused())  # not installed, or refused
     try:
         by_integer = _levels(runtime, "integer", model, loaded, inputs, expected)
+        lost = _lost_to_saturation(target, model, loaded, inputs, expected, by_integer, signed=signed)
+        if lost is not None:
+            return WrongKernels(lost, {}, saturates=True)
         if min(by_integer.values(), default=math.inf) >= _FAR:
             return None
         by_float = _levels(runtime, "float", model, loaded, inputs, expected)
@@ -370,6 +379,38 @@ def wrong_kernels(model: Path, samples: Path, kept: Samples, target: str) -> Wro
     return WrongKernels(text, made)
 
 
+def _lost_to_saturation(
+    target: str,
+    file: Path,
+    model: ir.Model,
+    inputs: Mapping[str, Array],
+    expected: Mapping[str, Array],
+    exact: Mapping[str, float],
+    *,
+    signed: bool,
+) -> str | None:
+    """What a default session loses on this CPU to sums that saturate, where unsigned weights of the target prevent it."""
+    if (
+        not signed
+        or not find_target(target).unsigned_in_bodies
+        or not any(one.pairs for one in integer_products(model))
+    ):
+        return None
+    if not sums_saturate():
+        return None
+    default = _levels("onnxruntime", "integer", file, model, inputs, expected, exact=False)
+    worse = {name: one for name, one in default.items() if one < min(_EXACT, exact[name] - _LOST)}
+    if not worse:
+        return None
+    name, lost = min(worse.items(), key=lambda item: item[1])
+    return (
+        f"weights are stored unsigned: in a default session of ONNX Runtime on this CPU, which has no VNNI, products of uint8 "
+        f"and int8 saturate and bring the output {name} to {lost:.1f} dB from the simulation, where exact sums bring it to "
+        f"{exact[name]:.1f} dB. Unsigned weights are exact on every CPU; on those with VNNI signed ones are faster: export for "
+        "these with unsigned_weights=False"
+    )
+
+
 def _sums_exactly(runtime: str, model: ir.Model) -> bool:
     """Whether sums of codes do not saturate on this CPU: settings of ONNX Runtime that see to it do not reach bodies."""
     reached = runtime != "openvino" and next(model.graph.subgraphs(), None) is None
@@ -377,13 +418,21 @@ def _sums_exactly(runtime: str, model: ir.Model) -> bool:
 
 
 def _levels(
-    runtime: str, mode: Mode, file: Path, model: ir.Model, inputs: Mapping[str, Array], expected: Mapping[str, Array]
+    runtime: str,
+    mode: Mode,
+    file: Path,
+    model: ir.Model,
+    inputs: Mapping[str, Array],
+    expected: Mapping[str, Array],
+    *,
+    exact: bool = True,
 ) -> dict[str, float]:
-    """Output -> how far ``runtime`` is from the simulation, in dB."""
+    """Output -> how far ``runtime`` is from the simulation, in dB; with exact sums, or as a default session adds."""
     if runtime == "litert" and mode == "integer":
         found = open_file(runtime, file.with_suffix(".tflite")).run(inputs)
     else:
-        found = named_arrays(run_in(runtime, model, inputs, mode, entries=EXACT_SUMS, path=file))
+        entries = EXACT_SUMS if exact else None
+        found = named_arrays(run_in(runtime, model, inputs, mode, entries=entries, path=file))
     return {name: level(array, found.get(name)) for name, array in expected.items()}
 
 

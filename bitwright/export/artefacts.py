@@ -158,15 +158,17 @@ class WrongKernels:
         text: what was found, and what a user can do.
         sites: what they make -> why it is wrong.
         of_file: whether other machines find it too, so that the file must not be left as it is.
+        saturates: whether sums of this CPU are at fault that unsigned weights make exact.
     """
 
     text: str
     sites: Mapping[str, str]
     of_file: bool = True
+    saturates: bool = False
 
 
-#: of a model file, the samples file beside it, the same samples, and a target
-Check = Callable[[Path, Path, Samples, str], WrongKernels | None]
+#: of a model file, the samples file beside it, the same samples, and a target; ``signed`` to have ``saturates`` too
+Check = Callable[..., WrongKernels | None]
 
 
 #: version of the encodings file where the caller names none
@@ -294,6 +296,7 @@ def write_artefacts(
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
     every_tensor: bool = False,
+    unsigned_weights: bool | None = None,
     rest: str | None = None,
     edges: Edges = Edges(),  # noqa: B008
     opset: int | None = None,
@@ -317,6 +320,7 @@ def write_artefacts(
             :func:`bitwright.export.recurrent.write_recurrent`;
             the float model has the operators.
         every_tensor: whether tensors that only carry elements of others have entries in the encodings file too.
+        unsigned_weights: see :func:`bitwright.export.qdq.write.to_qdq`; by default where ``check`` finds that sums saturate.
         rest: type of what is not quantized; see :func:`bitwright.export.qdq.half.half_for`.
         edges: types of inputs and outputs; see :mod:`bitwright.export.edges`.
         opset, ir_version: of the written files; see :func:`bitwright.export.opsets.bring_to`.
@@ -348,6 +352,7 @@ def write_artefacts(
         weight_only=weight_only,
         target=target,
         every_tensor=every_tensor,
+        unsigned_weights=unsigned_weights,
         rest=rest,
         edges=edges,
         opset=opset,
@@ -359,6 +364,13 @@ def write_artefacts(
         return write(encodings, notes=notes, check=check)
     except _WrongKernelsError as error:
         found = error.found
+    if found.saturates:
+        logger.warning("%s", found.text)
+        write, notes = partial(write, unsigned_weights=True), [*notes, found.text]
+        try:
+            return write(encodings, notes=notes, check=check)
+        except _WrongKernelsError as error:
+            found = error.found
     told = [f"{site}: in float in this file, because {why}" for site, why in found.sites.items()]
     fewer = {site: encoding for site, encoding in encodings.items() if site not in found.sites}
     if len(fewer) < len(encodings):
@@ -399,6 +411,7 @@ def _write(
     weight_only: ProductForm,
     target: str,
     every_tensor: bool,
+    unsigned_weights: bool | None,
     rest: str | None,
     edges: Edges,
     opset: int | None,
@@ -420,8 +433,9 @@ def _write(
     stripped = strip_sites(restore_native(marked))
     half = _half(find_target(target), encodings, written, data, rest, edges)
     result = to_qdq(
-        written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target, half=half
-    )
+        written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target, half=half,
+        unsigned_weights=bool(unsigned_weights),
+    )  # fmt: skip
     notes = [*notes, *write_edges(result.model, edges)]
     for written_model in (result.model, stripped.model):
         bring_to(written_model, opset, ir_version)
@@ -467,7 +481,8 @@ def _write(
             flat = to_tflite(load(staging / names["qdq"]), feeds, origin=origin)
             (staging / names["tflite"]).write_bytes(flat.content)
             notes += flat.notes
-        _self_check(check, staging / names["qdq"], staging / f"{prefix}_samples.npz", kept, target)
+        files = staging / names["qdq"], staging / f"{prefix}_samples.npz"
+        _self_check(check, *files, kept, target, signed=unsigned_weights is None)
         settings = {
             "rules": sim.rules.source,
             "encoding_version": encoding_version,
@@ -477,7 +492,7 @@ def _write(
             "weight_only": weight_only,
             "target": target,
             "prefix": prefix,
-            **_given(opset=opset, rest=rest, libraries=_libraries(result.model)),
+            **_given(opset=opset, rest=rest, libraries=_libraries(result.model), unsigned_weights=unsigned_weights),
             **quantizer_args(sim),
             **_health(sim),
         }
@@ -526,13 +541,15 @@ def _given(**settings: Any) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def _self_check(check: Check | None, written: Path, samples: Path, kept: Samples | None, target: str) -> None:
+def _self_check(
+    check: Check | None, written: Path, samples: Path, kept: Samples | None, target: str, *, signed: bool
+) -> None:
     """Run the written file on its samples, where there are any and a check is given.
 
     Raises:
         _WrongKernelsError: the check found something.
     """
-    found = None if check is None or kept is None else check(written, samples, kept, target)
+    found = None if check is None or kept is None else check(written, samples, kept, target, signed=signed)
     if found is not None:
         raise _WrongKernelsError(found)
 

@@ -61,7 +61,8 @@ class Target:
         short_blocks: whether the last block of a weight may be shorter than the others, which OpenVINO 2026.4 refuses.
         closes_scans: whether bodies of Scan nodes hold the constants that they read, which OpenVINO asks for.
         unsigned_in_bodies: whether codes of weights in bodies of If, Loop and Scan are unsigned. ONNX Runtime's products of uint8
-            and int8 saturate on CPUs without VNNI; what it does against that where a session asks for it leaves bodies out.
+            and int8 saturate on CPUs without VNNI; what it does against that where a session asks for it leaves bodies out. An
+            export that finds its own file saturating on the CPU where it runs writes the other weights unsigned too.
         exact_session: what a session of one's own has to be told to compute products of float activations with quantized weights
             as simulated, where its defaults do not.
         float_results: whether integer kernels of convolutions return float as well; else one whose output has no grid is

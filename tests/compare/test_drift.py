@@ -331,7 +331,7 @@ torch.manual_seed(1)
 x = torch.randn(4, 20, 12)
 sim = QuantizationSimModel(PreNorm().eval(), x)
 sim.compute_encodings([x])
-sim.export(sys.argv[1], "net", x)
+sim.export(sys.argv[1], "net", x, unsigned_weights=False)
 for side in ("float", "simulation", "file"):
     first = drift(f"{sys.argv[1]}@{side}", "onnxruntime").first
     print(first.name, first.cause)
@@ -367,7 +367,7 @@ _SATURATED = f"""{_NETS}
 for net in nets:
     sim = QuantizationSimModel(net.eval(), x)
     sim.compute_encodings([x])
-    sim.export(sys.argv[1], "net", x)
+    sim.export(sys.argv[1], "net", x, unsigned_weights=False)
     for side in ("float", "simulation", "file"):
         found = drift(f"{{sys.argv[1]}}@{{side}}", "onnxruntime").first
         print(found and found.cause)

@@ -298,13 +298,17 @@ assert report.ok, str(report)
 assert "0.output[0]" in report.saturated.places or "1.output[0]" in report.saturated.places, str(report)
 text = str(report)
 assert "this CPU has no VNNI: with the default settings of a session" in text, text
-assert "open the session with session.x64quantprecision = 1, or quantize with repair='saturation'" in text, text
+assert "open the session with session.x64quantprecision = 1, or quantize with repair='saturation', " in text, text
 assert text in report._repr_html_() or "session.x64quantprecision = 1" in report._repr_html_()
-path = sim.export(sys.argv[1], "net", x).qdq
+path = sim.export(sys.argv[1], "net", x, unsigned_weights=False).qdq
 step = float(max(e.scale for e in [sim.quantizers["2.output[0]"].encoding]))
 expected = sim.model(x).detach().numpy()
 assert np.abs(deployed(path) - expected).max() > 3 * step
 assert np.abs(deployed(path, x64quantprecision="1") - expected).max() < 1.01 * step
+exported = sim.export(sys.argv[1], "net", x)
+assert np.abs(deployed(exported.qdq) - expected).max() < 1.01 * step
+(note,) = (note for note in exported.notes if "unsigned" in note)
+assert note.startswith("weights are stored unsigned: in a default session") and "unsigned_weights=False" in note, note
 """
 
 _SHARED = f"""{_NETS}
@@ -319,7 +323,7 @@ sim = simulated(net)
 report = sim.verify(x)
 assert report.ok and report.saturated.refused, str(report)
 assert "x64quantprecision" not in str(report) and "quantize with repair='saturation'" in str(report)
-path = sim.export(sys.argv[1], "net", x).qdq
+path = sim.export(sys.argv[1], "net", x, unsigned_weights=False).qdq
 try:
     deployed(path, x64quantprecision="1")
 except Exception as error:

@@ -245,7 +245,7 @@ def test_a_repair_exports_the_model_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_both_front_ends_and_the_command_count_the_same(tmp_path: Path) -> None:
     sim = QuantizationSimModel(net(), X)
     sim.compute_encodings([X])
-    sim.export(tmp_path, "net", X)
+    sim.export(tmp_path, "net", X, unsigned_weights=False)
     other = OnnxSim(tmp_path / "net.onnx")
     one, two = sim.saturation([X]), other.saturation([{"input": X.numpy()}])
     assert [(a.op, a.risky, a.touched, a.largest) for a in one.layers] == [
@@ -269,7 +269,8 @@ def test_both_front_ends_and_the_command_count_the_same(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_repaired_files_compute_the_simulation_without_dot_products(tmp_path: Path) -> None:
     for name, repair in (("plain", None), ("repaired", "saturation")):
-        quantize(net(), [X], recipe=["fold"], repair=repair, path=tmp_path / name, progress=False)
+        result = quantize(net(), [X], recipe=["fold"], repair=repair, progress=False)
+        result.sim.export(tmp_path / name, "model", X, unsigned_weights=False)
     code = """
 from bitwright import drift
 for name in ("plain", "repaired"):
@@ -295,7 +296,7 @@ def test_an_accumulator_that_overflows_is_named() -> None:
 def test_a_bias_and_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     sim = QuantizationSimModel(net(), X)
     sim.compute_encodings([X])
-    sim.export(tmp_path, "net", X)
+    sim.export(tmp_path, "net", X, unsigned_weights=False)
     model = onnx.load(tmp_path / "net.onnx")
     scale = next(node.input[1] for node in model.graph.node if node.input[0] == "6.weight_q")
     for tensor in model.graph.initializer:
@@ -358,8 +359,9 @@ def test_a_trained_network_is_brought_back(shared_data: Path, tmp_path: Path) ->
         name: quantized("resnet20_aux", "torch", task, tmp_path / name, repair=repair)
         for name, repair in (("plain", None), ("repaired", "saturation"))
     }
-    run_without_vnni(_OUTPUTS, tmp_path, str(tmp_path))
     x = task.batches(0)[0]
+    runs["plain"][1].sim.export(tmp_path / "plain", "model", x, unsigned_weights=False)
+    run_without_vnni(_OUTPUTS, tmp_path, str(tmp_path))
     plain, repaired = (sqnr(run(x).numpy(), np.load(tmp_path / f"{name}.npy")) for name, (run, _) in runs.items())
     assert plain < 20 and repaired > 40, (plain, repaired)
     narrowed = runs["repaired"][1].repair.narrowed

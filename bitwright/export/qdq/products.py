@@ -10,13 +10,16 @@ Where an output is what a DequantizeLinear makes, others read it too, and Transp
 the tensor in the wrong layout (1.31, ``session.disable_quant_qdq=1``): an error, or wrong numbers where the lengths happen to
 fit. The output is a Reshape of it then, too.
 
+A layer in float between quantizers gets them as well: the session quantizes its constant weight to 8 bits per tensor, and its
+bias to 32 (1.31). A Sum of its input alone keeps the layer apart from the quantizer in front, which a Reshape does not.
+
 A Softmax over one entry is 1. Between quantizers the runtime makes QLinearSoftmax of it, whose integers overflow there: it
 answers 0 (1.31).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Literal, get_args
 
 import numpy as np
@@ -74,6 +77,56 @@ def products_without_kernel(model: ir.Model) -> list[ir.Node]:
         if node.op_type in layers and not node.domain and _holds_floats(node.inputs[1])
         if (given := _codes(node.inputs[0])) is not None and given.dtype in _INTEGERS
     ]
+
+
+def keep_in_float(builder: Builder, model: ir.Model, floats: Container[ir.Value] = ()) -> list[ir.Node]:
+    """Put a Sum of one value between quantizers and every layer whose constant weight is not a product of DequantizeLinear.
+
+    Args:
+        builder, model: a model and what changes it.
+        floats: weights on a grid of floats whose codes are integers: an integer kernel would take their float bias for int32.
+
+    Returns:
+        The layers.
+    """
+    found = [
+        node
+        for node in all_nodes(model.graph)
+        if node.op_type in ("Gemm", "MatMul", "Conv", "ConvTranspose") and not node.domain
+        if _dequantizer(node.inputs[0]) is not None
+        if _is_float_constant(node, node.inputs[1]) or (node.inputs[1] in floats and _has_float_bias(node))
+    ]
+    for node in found:
+        value = node.inputs[0]
+        assert value is not None
+        apart = builder.emit(before(node), "Sum", [value], f"{value.name}_apart", value.dtype or ir.DataType.FLOAT)
+        maker = apart.producer()
+        assert maker is not None
+        maker.metadata_props[_APART] = ""
+        node.replace_input_with(0, apart)
+    return found
+
+
+def _has_float_bias(node: ir.Node) -> bool:
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    return bias is not None and _dequantizer(bias) is None
+
+
+def _is_float_constant(node: ir.Node, value: ir.Value | None) -> bool:
+    """Whether operators other than DequantizeLinear make ``value`` of constants alone, all in the graph of ``node``."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        maker = None if one is None else one.producer()
+        if maker is not None and maker.op_type not in ("DequantizeLinear", "Constant") and maker.inputs:
+            waiting.extend(maker.inputs)
+        elif (
+            one is None
+            or one.graph is not node.graph
+            or not (one.is_initializer() or (maker is not None and maker.op_type == "Constant"))
+        ):
+            return False
+    return True
 
 
 def keep_apart(builder: Builder, products: list[ir.Node]) -> None:
@@ -214,11 +267,11 @@ def _reaches_quantizer(node: ir.Node) -> bool:
 
 
 def join_again(model: ir.Model) -> None:
-    """Take out what :func:`keep_apart` and :func:`guard_outputs` put in, when a model that it wrote is read."""
+    """Take out what :func:`keep_in_float`, :func:`keep_apart` and :func:`guard_outputs` put in, when a model is read again."""
     apart = [node for node in all_nodes(model.graph) if _APART in node.metadata_props]
     outputs = Outputs(model) if apart else None
     for node in apart:
-        shape = node.inputs[1]
+        shape = node.inputs[1] if len(node.inputs) > 1 else None
         assert outputs is not None
         bypass(node, outputs)
         if shape is not None and not shape.uses() and shape.is_initializer():

@@ -174,11 +174,12 @@ def write_constant(w: Writing, node: ir.Node, site: str) -> None:
     assert source is not None
     encoding = w.encodings[site]
     in_body = _is_read_in_body(w, result)
-    shift = in_body or (w.activation == "unsigned" and not _is_weight(result))
+    apart = in_body or _saturates(w, result, encoding)
+    shift = apart or (w.activation == "unsigned" and not _is_weight(result))
     turned = has_scale(encoding.format) and source.dtype in (None, ir.DataType.FLOAT)
     for reader, port in tuple(result.uses()) if turned else ():
         if reader.op_type == "Transpose" and port == 0:
-            _write_transposed(w, reader, source, encoding, w.places[node], shift=in_body)
+            _write_transposed(w, reader, source, encoding, w.places[node], shift=apart)
     if remove_unread(result):
         return
     shown = unsigned(encoding) if shift else encoding
@@ -208,6 +209,16 @@ def _in_place_of_marker(w: Writing, node: ir.Node, value: ir.Value) -> ir.Value:
 def _is_read_in_body(w: Writing, result: ir.Value) -> bool:
     """Whether a body reads it whose products of signed codes saturate on CPUs without VNNI, whatever a session is told."""
     return w.target.unsigned_in_bodies and any(use.node.graph is not w.model.graph for use in result.uses())
+
+
+def _saturates(w: Writing, result: ir.Value, encoding: Encoding) -> bool:
+    """Whether it is to be unsigned since a product reads it, perhaps transposed, whose pairs of 8-bit codes may saturate."""
+    fmt = encoding.format
+    if not w.unsigned_weights or not isinstance(fmt, IntFormat) or fmt.bits != 8:
+        return False
+    turned = (use.node.outputs[0] for use in result.uses() if use.node.op_type == "Transpose")
+    readers = [use.node.op_type for value in (result, *turned) for use in value.uses()]
+    return any(op_type in ("Conv", "MatMul", "Gemm") for op_type in readers)
 
 
 def _write_transposed(

@@ -41,6 +41,7 @@ from bitwright.export.qdq.products import (
     float_products,
     guard_outputs,
     keep_apart,
+    keep_in_float,
     products_without_kernel,
 )
 from bitwright.export.qdq.rewrites import close_scans, keep_after_pool, measure_codes, round_after_pools
@@ -81,6 +82,7 @@ def to_qdq(
     weight_only: ProductForm = "exact",
     target: str | Target = "packed",
     half: Half | None = None,
+    unsigned_weights: bool = False,
 ) -> QdqResult:
     """Write every marked place as a quantizer of standard ONNX.
 
@@ -102,6 +104,8 @@ def to_qdq(
             ONNX Runtime, which is fast and computes something else than the simulation.
         target: row of :mod:`bitwright.export.targets`: how many bits codes are stored in.
         half: what is written in half precision instead of float32, see :mod:`bitwright.export.qdq.half`.
+        unsigned_weights: codes of 8-bit weights of products are written unsigned, around 128. Kernels of two unsigned factors
+            add exactly on every CPU; those of uint8 and int8 saturate where there is no VNNI, and are faster where there is.
 
     Returns:
         A model with the names of the graph's inputs and outputs unchanged; time and memory are linear in
@@ -118,7 +122,7 @@ def to_qdq(
     row = find_target(target)
     activation = "as_is" if row.signed else activation
     bias = "float" if row.float_biases else bias
-    return _run(Writing(copy_model(model), dict(encodings), bias, activation, weight_only, row, half))
+    return _run(Writing(copy_model(model), dict(encodings), bias, activation, weight_only, row, half, unsigned_weights))
 
 
 def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -224,6 +228,9 @@ def _write_products(w: Writing) -> None:
         keep_apart(w.builder, mixed)
         text = f"{_products(len(mixed))} of integer activations with weights that are no integers computed in float"
         w.note("model", "float product", f"{text}: no kernel has both")
+    if w.target.runtime == "onnxruntime":
+        floats = {value for value, made in w.written.items() if not isinstance(made.encoding.format, IntFormat)}
+        keep_in_float(w.builder, w.model, floats)
     found = float_products(w.model)
     if not found:
         return

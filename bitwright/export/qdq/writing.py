@@ -86,6 +86,7 @@ class Writing:
     weight_only: ProductForm
     target: Target
     half: Half | None = None
+    unsigned_weights: bool = False
     notes: dict[Note, None] = field(default_factory=dict)
     raised: dict[str, Encoding] = field(default_factory=dict)
     tensors: dict[str, list[ir.Value]] = field(default_factory=dict)

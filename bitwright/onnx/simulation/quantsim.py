@@ -1025,6 +1025,7 @@ class QuantizationSimModel(SimulationFiles):
         target: str = DEFAULT_TARGET,
         format: FileFormat | None = None,
         every_tensor: bool = False,
+        unsigned_weights: bool | None = None,
         rest: str | None = None,
         io: str | Mapping[str, str] | None = None,
         normalize: Mapping[str, Any] | None = None,
@@ -1060,6 +1061,9 @@ class QuantizationSimModel(SimulationFiles):
             format: ``"tflite"`` is short for ``target="litert"``, which writes ``<prefix>.tflite`` beside the ONNX files.
             every_tensor: also write encodings of tensors that only carry elements of quantized ones (max pools, reshapes, ...),
                 for compilers that want an entry for every tensor.
+            unsigned_weights: whether codes of 8-bit weights of products are unsigned. Products of uint8 and int8 saturate in a
+                default session of ONNX Runtime on CPUs without VNNI, those of two uint8 do not, and are slower where there is
+                VNNI. By default where the file, run on its samples, turns out to saturate on this CPU, with a warning.
             rest: type of what is not quantized: ``"float16"`` or ``"bfloat16"`` where it has weights of its own; by default
                 ``"float32"``, and under the presets ``fp16`` and ``bf16`` all operators that can. Those whose values do not fit
                 stay in float32, and the notes of the result say why.
@@ -1095,7 +1099,8 @@ class QuantizationSimModel(SimulationFiles):
         exported = write_artefacts(
             self, path, filename_prefix, self.marked, encodings,
             encoding_version=encoding_version, bias=bias_form(self, bias), activation=activation, recurrent=recurrent,
-            weight_only=weight_only, target=target, every_tensor=every_tensor, rest=rest, edges=edges, opset=opset,
+            weight_only=weight_only, target=target, every_tensor=every_tensor,
+            unsigned_weights=unsigned_weights, rest=rest, edges=edges, opset=opset,
             ir_version=ir_version,
             data=[plain(array) for array in example.values()], samples=of_rows if samples else None,
             check=wrong_kernels,

@@ -155,6 +155,7 @@ def export_sim(
     dynamic_batch: bool | Literal["auto"] = False,
     dynamic_shapes: Any = None,
     every_tensor: bool = False,
+    unsigned_weights: bool | None = None,
     rest: str | None = None,
     io: str | Mapping[str, str] | None = None,
     normalize: Mapping[str, Any] | None = None,
@@ -199,6 +200,9 @@ def export_sim(
         dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
         every_tensor: also write encodings of tensors that only carry elements of quantized ones (max pools, reshapes, ...),
             for compilers that want an entry for every tensor.
+        unsigned_weights: whether codes of 8-bit weights of products are unsigned. Products of uint8 and int8 saturate in a
+            default session of ONNX Runtime on CPUs without VNNI, those of two uint8 do not, and are slower where there is
+            VNNI. By default where the file, run on its samples, turns out to saturate on this CPU, with a warning.
         rest: type of what is not quantized: ``"float16"`` or ``"bfloat16"`` where it has weights of its own; by default
             ``"float32"``, and under the presets ``fp16`` and ``bf16`` all operators that can. Those whose values do not fit
             stay in float32, and the notes of the result say why.
@@ -249,6 +253,7 @@ def export_sim(
         weight_only=weight_only,
         target=target,
         every_tensor=every_tensor,
+        unsigned_weights=unsigned_weights,
         rest=rest,
         edges=edges,
         opset=opset,

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bitwright.compare.reasons import sums_saturate
 from bitwright.compare.report import VerifyReport
 from bitwright.compare.runtime import run_in
 from bitwright.compare.verify import verify_folder, verify_layers
@@ -28,6 +29,7 @@ from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.samples import read_samples
 from bitwright.runtimes.adapters import open_file
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms, quantize
+from tests.support.deployed import in_onnxruntime
 from tests.support.sessions import integer_session
 from tests.support.zoo import ZOO, Case
 from tests.torch.test_hard_models import example
@@ -673,3 +675,57 @@ def test_weights_of_float8_run_beside_integer_activations(fmt, layers, shape):
     sim.compute_encodings([x], progress=False)
     report = sim.verify(x)
     assert report.ok and all(row.as_integer.equal == 1 for row in report.rows), str(report)
+
+
+class ThreeLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up, self.out = nn.Conv2d(4, 8, 3), nn.ConvTranspose2d(8, 4, 2, 2), nn.Linear(144, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.up(torch.relu(self.conv(x)))).flatten(1))
+
+
+@pytest.mark.parametrize("weight", [None, "nf4", "float4_e2m1"])
+def test_weights_that_are_no_integers_stay_so_between_quantized_activations(weight: str | None, tmp_path: Path) -> None:
+    """A default session of ONNX Runtime quantizes constant weights between quantizers, and float biases there, by itself."""
+    torch.manual_seed(0)
+    model, batches = ThreeLayers().eval(), [torch.randn(2, 4, 5, 5) for _ in range(2)]
+    rules = {"rules": [{"weight": None if weight is None else {"format": weight}}]}
+    sim = QuantizationSimModel(model, batches[0], config_file=rules)
+    sim.compute_encodings(batches)
+    path = sim.export(tmp_path, "net", batches[0]).qdq
+    assert_close_db(sim.model(batches[1]), in_onnxruntime(path)(batches[1]), 100)
+    assert sim.verify(batches[1]).ok
+
+
+@pytest.mark.parametrize("unsigned, kind", [(True, np.uint8), (False, np.int8), (None, None)])
+def test_unsigned_weights_compute_the_simulation_on_every_cpu(
+    unsigned: bool | None, kind: type | None, tmp_path: Path
+) -> None:
+    """Pairs of products of uint8 and int8 saturate in a default session where there is no VNNI."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 8), nn.ReLU(), nn.Linear(8, 4)
+    ).eval()
+    with torch.no_grad():
+        for weight in (model[0].weight, model[3].weight):
+            weight.abs_()
+    x = 0.5 + torch.rand(2, 4, 5, 5)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x])
+    exported = sim.export(tmp_path, "net", x, unsigned_weights=unsigned)
+    weights = [
+        array for array in map(onnx.numpy_helper.to_array, onnx.load(exported.qdq).graph.initializer) if array.ndim > 1
+    ]
+    assert kind is None or {array.dtype for array in weights} == {np.dtype(kind)}
+    told = any(note.startswith("weights are stored unsigned: in a default session") for note in exported.notes)
+    assert told == (unsigned is None and sums_saturate())
+    if unsigned is not False:
+        assert_close_db(sim.model(x), in_onnxruntime(exported.qdq)(x), 60)
+    assert verify_folder(tmp_path).ok
+
+
+def assert_close_db(expected: Tensor, found: Tensor, least: float) -> None:
+    noise = (expected - found).detach().double().square().mean()
+    assert 10 * torch.log10(expected.detach().double().square().mean() / noise.clamp_min(1e-30)) > least
