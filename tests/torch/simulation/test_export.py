@@ -701,9 +701,10 @@ def test_weights_that_are_no_integers_stay_so_between_quantized_activations(weig
 
 @pytest.mark.parametrize("unsigned, kind", [(True, np.uint8), (False, np.int8), (None, None)])
 def test_unsigned_weights_compute_the_simulation_on_every_cpu(
-    unsigned: bool | None, kind: type | None, tmp_path: Path
+    unsigned: bool | None, kind: type | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs of products of uint8 and int8 saturate in a default session where there is no VNNI."""
+    monkeypatch.setattr("bitwright.compare.verify.sums_saturate", sums_saturate)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 8), nn.ReLU(), nn.Linear(8, 4)
