@@ -391,7 +391,7 @@ def test_operators_of_unknown_domains_stay_in_float_and_are_listed():
     sim = QuantizationSimModel(model, None)
     assert sim.notes == (
         "operators of the domain 'my.ops' (Mystery) stay in float; ONNX Runtime runs them only with the library that "
-        "implements them",
+        "implements them (register_operators)",
     )
     row = sim.coverage().find("y")
     assert (row.status, row.how) == ("float", "my.ops::Mystery runs in float on integer runtimes")
