@@ -22,7 +22,8 @@ LEAST_EQUAL, MOST_LSB = 0.999, 1.0
 # A value of a 16-bit grid lies up to 65,535 steps from zero and is rounded to float32, by up to 2 ** -24 of itself or 0.004
 # steps; two such values are compared, or one and what it was rounded from, which a division by the scale rounded as well.
 SLACK = 2 * 2.0**-24 * 2**16
-_HALF_ROUNDS = 2.0**-11 * (1 + 2.0**-8)  # of itself, a value that becomes float16; numpy has no bfloat16
+_HALF_ROUNDS = 2.0**-11 * (1 + 2.0**-8)  # of itself, a value that becomes float16
+_BFLOAT_ROUNDS = 2.0**-8 * (1 + 2.0**-7)  # a value that becomes bfloat16, which numpy has as float32 of 16 bits
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,36 @@ def in_float64(step: Array, *tensors: Array) -> list[Array]:
     """Dequantized codes of one place as float64.
 
     Where one of them is of half precision, all were rounded to it, and each value becomes the multiple of ``step`` that it was. A
-    value that this rounding makes of no multiple stays what it is, as on a grid with another scale.
+    value that this rounding makes of no multiple stays what it is, as on a grid with another scale. Several multiples beyond 128
+    steps may be one number of bfloat16: such a value is the one of the first of the other tensors, if that is among them.
     """
     wide = [np.asarray(x, np.float64) for x in tensors]
-    if not any(x.dtype.itemsize == 2 for x in tensors):
+    coarse = [_is_bfloat16(x) for x in tensors]
+    rounds = _BFLOAT_ROUNDS if any(coarse) else _HALF_ROUNDS if any(x.dtype.itemsize == 2 for x in tensors) else 0.0
+    if not rounds:
         return wide
     with np.errstate(invalid="ignore"):
         nearest = [np.rint(x / step) * step for x in wide]
-        return [np.where(np.abs(n - x) <= _HALF_ROUNDS * np.abs(x), n, x) for n, x in zip(nearest, wide, strict=True)]
+        made = [np.where(np.abs(n - x) <= rounds * np.abs(x), n, x) for n, x in zip(nearest, wide, strict=True)]
+    fine = next((x for x, half in zip(tensors, coarse, strict=True) if not half), None)
+    if fine is None or not any(coarse):
+        return made
+    codes, rounded = made[next(i for i, half in enumerate(coarse) if not half)], _to_bfloat16(fine)
+    return [np.where(x == rounded, codes, m) if half else m for x, m, half in zip(tensors, made, coarse, strict=True)]
+
+
+def _to_bfloat16(array: Array) -> Array:
+    """``array`` rounded to bfloat16, ties to even, as float32."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = ((bits >> 16) & 1) + np.uint32(0x7FFF) + bits
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32).reshape(array.shape)
+
+
+def _is_bfloat16(array: Array) -> bool:
+    """Whether float32 values are those of bfloat16: their last 16 bits are zero."""
+    if array.dtype != np.float32 or not array.any():
+        return False
+    return not (np.ascontiguousarray(array).view(np.uint32) & 0xFFFF).any()
 
 
 def step_of(one: Array, other: Array, facts: Mapping[str, Any], scale: Array | None) -> Array:

@@ -359,7 +359,10 @@ def saturated_places(model: ir.Model, cut: Cut, feeds: Mapping[str, Array]) -> S
         default = run_model(part, given, "integer")
         for place in places:
             name = str(place.result.name)
-            agreement = compare(exact[name], default[name], place.facts, place.scale)
+            if exact[name].shape == default[name].shape:
+                agreement = compare(exact[name], default[name], place.facts, place.scale)
+            else:  # rows that a condition finds, or that a router sends to an expert
+                agreement = Agreement(0.0, math.inf, exact[name].size)
             for site, _ in place.facts["places"]:
                 if not agreement.ok and (site not in found or agreement.equal < found[site].equal):
                     found[site] = agreement

@@ -48,6 +48,7 @@ from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.onnx_file import checked_on_failure, load
 from bitwright.export.litert.convert import to_tflite
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
+from bitwright.export.qdq.half import settle_types
 from bitwright.export.qdq.lookups import with_tables
 from bitwright.export.qdq.markers import copy_model
 from bitwright.export.qdq.trace import RANDOM
@@ -172,6 +173,7 @@ def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
     if METADATA not in model.metadata_props and not any(map(read_metadata, model.graph.all_nodes())):
         problem = "no node carries the notes of to_qdq, so its quantizers cannot be told from others"
         raise ExportError(site, problem, "verify a model as to_qdq wrote it")
+    settle_types(model)  # which a file does not state where they follow
     return model
 
 

@@ -187,7 +187,7 @@ def export_decoder(
         past=tuple(past),
         present=tuple(present),
         shapes=decoder.sizes,
-        dtype="int8" if state["stored"] else str(decoder.dtype).removeprefix("torch."),
+        dtype="int8" if state["stored"] else "float16" if decoder.dtype == torch.float16 else "float32",
         prompts=generated,
     )
     settings = _genai(decoder, prefix, names, length, shared=state["shared"])
@@ -392,6 +392,10 @@ def _group(
     decoder: _Decoder, model: ir.Model, caches: Sequence[CacheNames], stored: Mapping[str, Encoding]
 ) -> list[str]:
     """Write attention as GroupQueryAttention, in place, and why it was not."""
+    if decoder.dtype == torch.bfloat16:
+        return [
+            "attention: in plain operators, because GroupQueryAttention of ONNX Runtime has no bfloat16 kernel on CPUs"
+        ]
     plain = copy_model(model)
     why: list[str] = []
     for windows in _windows(decoder.config, len(caches)):

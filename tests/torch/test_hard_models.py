@@ -164,12 +164,10 @@ class Autocast(Two):
             return self.m(self.l(x).relu()).float()
 
 
-def test_layers_that_autocast_puts_in_bfloat16_are_simulated_but_not_exported() -> None:
+def test_layers_that_autocast_puts_in_bfloat16_are_exported_as_they_are() -> None:
     sim = calibrated(Autocast(), X)
     assert torch.isfinite(sim.model(X)).all()
-    with pytest.raises(ExportError, match=r"l\.output\[0\]: it is computed in bfloat16") as caught:
-        sim.verify(X)
-    assert "without autocast" in caught.value.remedy
+    assert (report := sim.verify(X)).ok, report.to_text()
 
 
 class HalfInside(nn.Module):
@@ -185,13 +183,11 @@ class HalfInside(nn.Module):
         return self.head(y.to(self.head.weight.dtype).mean((2, 3)))
 
 
-def test_parts_in_bfloat16_are_exported_when_they_were_converted() -> None:
+def test_parts_in_bfloat16_are_exported_as_they_are_and_converted() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)
     sim = calibrated(HalfInside(), x)
-    with pytest.raises(ExportError, match=r"body\.0\.weight: it is bfloat16") as caught:
-        sim.verify(x)
-    assert "sim.model.float()" in caught.value.remedy
+    assert (report := sim.verify(x)).ok, report.to_text()
     encodings = {name: site.encoding for name, site in sim.quantizers.items()}
     sim.model.float()
     assert sim.verify(x).ok

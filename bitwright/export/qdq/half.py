@@ -174,7 +174,7 @@ def write_half(builder: Builder, model: ir.Model, half: Half, kept: Iterable[ir.
     if half.kind == "bfloat16" and model.opset_imports.get("", 0) < 13:
         raise ExportError("model", "bfloat16 needs opset 13", "export the model anew with opset 13 or newer")
     moved = _collapse(builder, model)
-    _settle_types(model)
+    settle_types(model)
     reach, least = ({}, {}) if half.feeds is None else _measured(model, half.feeds)
     choice = _Choice(model, half, reach, least, set(kept))
     nodes = choice.nodes()
@@ -213,18 +213,23 @@ def _chain(node: ir.Node) -> list[ir.Node]:
     return chain
 
 
-def _settle_types(model: ir.Model) -> None:
+def settle_types(model: ir.Model) -> None:
     """Give values whose type no inference has told the type that the definition of their operator gives."""
-    for node in model.graph:
+    for node in model.graph.all_nodes():
         schema = _schema(node, model.opset_imports)
         if schema is None or all(value.dtype is not None for value in node.outputs):
             continue
         known = {
-            _port(schema.inputs, i): v.dtype for i, v in enumerate(node.inputs) if v is not None and v.dtype is not None
+            _port(schema.inputs, i): v.dtype
+            for i, v in enumerate(node.inputs)
+            if v is not None and isinstance(v.type, ir.TensorType)
         }
+        cast = D(node.attributes["to"].as_int()) if node.op_type == "Cast" else None
+        # results of a body have types of their own
+        bodies = any(not formal.is_homogeneous for formal in schema.outputs)
         for i, value in enumerate(node.outputs):
-            kind = known.get(_port(schema.outputs, i))
-            if value.dtype is None and kind is not None:
+            kind = cast or known.get(_port(schema.outputs, i))
+            if value.dtype is None and kind is not None and not bodies:
                 value.type = ir.TensorType(kind)
 
 

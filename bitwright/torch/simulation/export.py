@@ -24,7 +24,6 @@ from torch import nn
 from bitwright.compare.benchmark import measured
 from bitwright.compare.report import VerifyReport
 from bitwright.compare.verify import verify_layers, wrong_kernels
-from bitwright.core.graph.operators import op_row
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.errors import BusyError, CalibrationError, ConfigError, ExportError, ModelError, close_matches
@@ -41,6 +40,7 @@ from bitwright.export.edges import Edges, edges_of, representable
 from bitwright.export.encodings.records import GATED, to_onnx_order
 from bitwright.export.files.atomic import Spool, Spooled, check_destination
 from bitwright.export.files.onnx_file import all_nodes
+from bitwright.export.kernel_types import compute_in_float
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.half import check_half, half_for
 from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
@@ -64,7 +64,6 @@ from bitwright.torch.calls.inputs import (
     map_tensors,
     model_alone,
     model_device,
-    named_state,
     to_device,
 )
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
@@ -288,16 +287,6 @@ def _check_exportable(sim: SimulatedModule) -> None:
             f"the last {window.spec.recent[1]} tokens of the cache stay in float there, which no operator of a file does",
             "make the simulation without recent in kv_cache; sim.save_encodings(path) writes the encodings of this one",
         )
-    for name, tensor in named_state(sim.model):
-        if tensor.dtype in (torch.bfloat16, torch.float64) and _computes(sim, name, tensor.dtype):
-            raise ExportError(
-                name,
-                f"it is {str(tensor.dtype).removeprefix('torch.')}, for which ONNX Runtime has no convolution or matrix "
-                "kernels on CPUs",
-                "convert the simulation first: sim.model.float(); its encodings stay as they are. Where a forward casts its "
-                "tensors to this type by name, let it read the type of a weight instead",
-            )
-    _refuse_bfloat16_results(sim)
     if not sim.output_values:
         raise ExportError(
             type(sim.model).__name__,
@@ -305,33 +294,6 @@ def _check_exportable(sim: SimulatedModule) -> None:
             "return a tensor, or tensors in tuples, lists, dicts or dataclasses; wrap the model in a module whose forward "
             "takes them out of the object it returns now",
         )
-
-
-def _computes(sim: SimulatedModule, name: str, dtype: torch.dtype) -> bool:
-    """Whether an operator other than a cast reads the tensor ``name``, or what is made of it in the same type.
-
-    ONNX Runtime casts every type, and adds and multiplies float64, but has no convolutions in it.
-    """
-    kind, graph = str(dtype).removeprefix("torch."), sim.graph
-    held = [v.name for v in graph.values.values() if v.param == name or (name in v.sources and v.dtype == kind)]
-    readers = {op.type for value in held for op, _ in graph.consumers(value)}
-    return bool(readers - {"Cast"})
-
-
-def _refuse_bfloat16_results(sim: SimulatedModule) -> None:
-    """Refuse what autocast computes; what has parameters in bfloat16 in the record was converted since."""
-    values = sim.graph.values
-    for op in sim.graph.ops:
-        own = [values[name].dtype for _, name in op.sources() if values[name].param]
-        if op_row(op.type).kind != "compute" or "bfloat16" in own:
-            continue
-        for name in op.outputs:
-            if values[name].dtype == "bfloat16":
-                raise ExportError(
-                    name,
-                    "it is computed in bfloat16 (torch.autocast), for which ONNX Runtime has no such kernels on CPUs",
-                    "make the simulation from the model without autocast; sim.save_encodings(path) writes the encodings",
-                )
 
 
 def site_encodings(sim: SimulatedModule) -> dict[str, Encoding]:
@@ -434,6 +396,7 @@ def marked_onnx(
         [names.get(id(t), f"input.{i}") for i, t in enumerate(tensors)],
         list(output_names(returned[-1], inputs).values()),
     )
+    compute_in_float(model)
     named = rename_values(model, _readable(sim, model) | _gate_names(sim, model))
     named.meta[_LEFT] = left
     return named

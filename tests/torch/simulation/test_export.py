@@ -327,17 +327,48 @@ def test_a_model_the_exporter_cannot_capture_keeps_the_cause() -> None:
     assert info.value.__cause__ is not None
 
 
-def test_dtypes_the_runtime_lacks_get_the_remedy(sim: QuantizationSimModel, data: list[Tensor]) -> None:
-    sim.model.to(torch.bfloat16)
-    with pytest.raises(ExportError, match=r"conv\.weight: it is bfloat16.*sim\.model\.float\(\)"):
-        sim.verify(data[0].bfloat16())
-    sim.model.float()
-    assert sim.verify(data[0]).ok
+class Filtered(nn.Module):
+    """A filter bank and statistics in float64 before layers in float32, as audio front ends have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.randn(4, 1, 5).double())
+        self.register_buffer("mean", torch.randn(4, 1).double())
+        self.layer = nn.Conv1d(4, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bands = torch.nn.functional.conv1d(x.double(), self.bank)
+        return self.layer(((bands - self.mean) / self.mean.abs()).tanh().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_models_in_other_types_are_exported_as_they_are(
+    sim: QuantizationSimModel, data: list[Tensor], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    sim.model.to(dtype)
+    assert (report := sim.verify(data[0].to(dtype))).ok, report.to_text()
+    sim.export(tmp_path, "net", data[0].to(dtype))
+    assert (report := verify_folder(tmp_path)).ok, report.to_text()
+
+
+def test_buffers_in_float64_that_compute_are_exported_as_they_are() -> None:
+    torch.manual_seed(0)
+    model, x = Filtered().eval(), torch.randn(2, 1, 30)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x])
+    assert (report := sim.verify(x)).ok, report.to_text()
+
+
+def test_a_recurrent_layer_in_bfloat16_gets_the_remedy() -> None:
+    model, x = nn.Sequential(nn.LSTM(4, 4)).bfloat16().eval(), torch.randn(3, 2, 4).bfloat16()
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x])
+    with pytest.raises(ExportError, match=r"the LSTM is in bfloat16.*sim\.model\.float\(\)"):
+        sim.verify(x)
 
 
 # what cannot be exported, and the reason a user is given; everything else agrees layer by layer
 NOT_CAPTURED = {"branch": "GuardOnDataDependentSymNode", "gru-packed": "cannot be exported"}
-NOT_RUN = {"resnet18-bfloat16", "vit-bfloat16", "siamese-double"}  # refused by dtype, above
 
 
 @pytest.mark.quick_variants("resnet18", "vit-sdpa", "lstm", "gru-packed", "branch", "activations", "norms")
@@ -347,8 +378,8 @@ def test_every_layer_of_the_zoo_agrees_with_the_runtime(case: Case) -> None:
     fold_all_batch_norms(model, dummy_input=example(case))
     sim = QuantizationSimModel(model, example(case))
     sim.compute_encodings([example(case, seed) for seed in range(3)], allow_unreached=True)
-    if case.name in NOT_CAPTURED or case.name in NOT_RUN:
-        with pytest.raises(ExportError, match=NOT_CAPTURED.get(case.name, "it is (bfloat16|float64)")):
+    if case.name in NOT_CAPTURED:
+        with pytest.raises(ExportError, match=NOT_CAPTURED[case.name]):
             sim.verify(example(case, 1))
         return
     report = sim.verify(example(case, 1))
