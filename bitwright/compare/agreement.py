@@ -77,33 +77,40 @@ def compare(expected: Array, found: Array, facts: Mapping[str, Any], scale: Arra
     if not expected.size:
         return Agreement(1.0, 0.0, 0)
     step = step_of(np.asarray(expected, np.float64), np.asarray(found, np.float64), facts, scale)
-    one, other = in_float64(step, expected, found)
+    one, other = in_float64(step, expected, found, codes=scale is not None)
     with np.errstate(invalid="ignore"):
         difference = np.where(one == other, 0.0, np.abs(one - other) / step)
     difference = np.where(np.isnan(difference), np.inf, difference)
     return Agreement(float((difference < 0.5).mean()), float(difference.max()), expected.size)
 
 
-def in_float64(step: Array, *tensors: Array) -> list[Array]:
+def in_float64(step: Array, *tensors: Array, codes: bool = True) -> list[Array]:
     """Dequantized codes of one place as float64.
 
     Where one of them is of half precision, all were rounded to it, and each value becomes the multiple of ``step`` that it was. A
     value that this rounding makes of no multiple stays what it is, as on a grid with another scale. Several multiples beyond 128
     steps may be one number of bfloat16: such a value is the one of the first of the other tensors, if that is among them.
+    Nothing tells bfloat16 from float32 on grids of floats, which have no ``codes``.
     """
     wide = [np.asarray(x, np.float64) for x in tensors]
-    coarse = [_is_bfloat16(x) for x in tensors]
-    rounds = _BFLOAT_ROUNDS if any(coarse) else _HALF_ROUNDS if any(x.dtype.itemsize == 2 for x in tensors) else 0.0
-    if not rounds:
-        return wide
     with np.errstate(invalid="ignore"):
         nearest = [np.rint(x / step) * step for x in wide]
+        # on a grid whose multiples bfloat16 holds, such as one with a scale of 0.25, nothing was rounded
+        coarse = [
+            codes and _is_bfloat16(x) and bool((np.abs(n - w) > 2.0**-22 * np.abs(w)).any())
+            for x, n, w in zip(tensors, nearest, wide, strict=True)
+        ]
+        rounds = _BFLOAT_ROUNDS if any(coarse) else _HALF_ROUNDS if any(x.dtype.itemsize == 2 for x in tensors) else 0.0
+        if not rounds:
+            return wide
         made = [np.where(np.abs(n - x) <= rounds * np.abs(x), n, x) for n, x in zip(nearest, wide, strict=True)]
-    fine = next((x for x, half in zip(tensors, coarse, strict=True) if not half), None)
-    if fine is None or not any(coarse):
+    if all(coarse) or not any(coarse):
         return made
-    codes, rounded = made[next(i for i, half in enumerate(coarse) if not half)], _to_bfloat16(fine)
-    return [np.where(x == rounded, codes, m) if half else m for x, m, half in zip(tensors, made, coarse, strict=True)]
+    first = coarse.index(False)
+    rounded = _to_bfloat16(tensors[first])
+    return [
+        np.where(x == rounded, made[first], m) if half else m for x, m, half in zip(tensors, made, coarse, strict=True)
+    ]
 
 
 def _to_bfloat16(array: Array) -> Array:

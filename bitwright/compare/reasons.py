@@ -303,7 +303,7 @@ def measured(
     if before is None or before.shape != rounded.shape:
         return evidence.found[mode]
     step = step_of(place.expected, code, place.facts, place.scale)
-    expected, code, rounded = in_float64(step, place.expected, code, rounded)
+    expected, code, rounded = in_float64(step, place.expected, code, rounded, codes=place.scale is not None)
     # beyond half a step from its own code a value lies outside the grid; on the border float32 may add SLACK, and half
     # precision more: a fused kernel does not round in between
     beyond = evidence.halves * float(np.abs(before).max(initial=0.0))

@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
 
 from bitwright.compare.agreement import Agreement, compare
 from bitwright.compare.reasons import FLOAT_REASONS, INTEGER_REASONS, UNEXPLAINED, Evidence, explain, measure
@@ -575,6 +576,21 @@ def test_float_formats_are_counted_in_their_local_spacing() -> None:
     assert compare(np.float32([1024.0]), np.float32([1026.0]), facts, None).lsb == 2
     assert compare(np.float32([1.0]), np.float32([1 + 2**-10]), facts, None).lsb == 1
     assert compare(np.float32([0.0]), np.float32([2.0**-24]), facts, None).lsb == 1
+
+
+@pytest.mark.parametrize(("scale", "equal"), [(0.1003, True), (0.25, False)], ids=["rounded", "exact"])
+def test_codes_that_one_number_of_bfloat16_stands_for_are_equal_only_where_values_were_rounded(
+    scale: float, equal: bool
+) -> None:
+    codes = np.arange(300, dtype=np.float32)
+    exact = codes * np.float32(scale)
+    rounded = torch.from_numpy(exact).bfloat16().float().numpy()
+    found = compare(rounded[:257], exact[:257], {**FACTS, "format": "uint16"}, np.array(scale, np.float32))
+    assert found.equal == 1
+    moved = compare(exact[[255, 256]], exact[[255, 257]], {**FACTS, "format": "uint16"}, np.array(scale, np.float32))
+    assert moved.equal == 0.5
+    off = compare(rounded[[9, 256]], exact[[9, 257]], {**FACTS, "format": "uint16"}, np.array(scale, np.float32))
+    assert (off.equal == 1) == (equal and rounded[256] == rounded[257])
 
 
 def test_nan_and_infinity_never_agree_with_a_number_but_with_themselves_infinity_does() -> None:
