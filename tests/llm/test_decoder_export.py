@@ -131,6 +131,17 @@ def test_a_model_in_float16_keeps_its_cache_in_float16(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_in_bfloat16_has_its_cache_in_float32_and_plain_attention(tmp_path: Path) -> None:
+    made = export_decoder(simulation(decoder(num_hidden_layers=1).bfloat16()), tmp_path)
+    assert not made.grouped and any("no bfloat16 kernel" in note for note in made.notes), made.notes
+    model = onnx.load(tmp_path / "model.onnx")
+    cache = [port for port in (*model.graph.input, *model.graph.output) if port.name.endswith((".key", ".value"))]
+    assert {port.type.tensor_type.elem_type for port in cache} == {onnx.TensorProto.FLOAT}
+    report = verify_folder(tmp_path)
+    assert [(row.tokens, row.equal + row.close) for row in report.generated] == [(32, 32)] * 4
+
+
+@pytest.mark.slow
 def test_openvino_keeps_the_cache_as_states(tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")
     from bitwright.llm import AS_SIMULATED, export_openvino
