@@ -374,7 +374,9 @@ def _greedy(decoder: _Decoder, prompt: Sequence[int], count: int) -> tuple[tuple
             cache, last = output.past_key_values, output.logits[0, -1].float()
             best = torch.topk(last, 2)
             made.append(int(best.indices[0]))
-            margins.append(float(best.values[0] - best.values[1]) / max(float(last.abs().max()), 1e-30))
+            margin = float(best.values[0] - best.values[1]) / max(float(last.abs().max()), 1e-30)
+            # numbers of bfloat16 next to each other, or one apart, are decided by rounding
+            margins.append(0.0 if output.logits.dtype == torch.bfloat16 and margin <= 2.0**-6 else margin)
             ids = _ids(decoder, made[-1:])
     return tuple(made), tuple(margins)
 
