@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,17 +95,16 @@ def in_float64(step: Array, *tensors: Array, codes: bool = True) -> list[Array]:
     wide = [np.asarray(x, np.float64) for x in tensors]
     with np.errstate(invalid="ignore"):
         nearest = [np.rint(x / step) * step for x in wide]
-        # on a grid whose multiples bfloat16 holds, such as one with a scale of 0.25, nothing was rounded
-        coarse = [
-            codes and _is_bfloat16(x) and bool((np.abs(n - w) > 2.0**-22 * np.abs(w)).any())
-            for x, n, w in zip(tensors, nearest, wide, strict=True)
-        ]
+        coarse = [codes and _is_bfloat16(x, n) for x, n in zip(tensors, nearest, strict=True)]
         rounds = _BFLOAT_ROUNDS if any(coarse) else _HALF_ROUNDS if any(x.dtype.itemsize == 2 for x in tensors) else 0.0
         if not rounds:
             return wide
         made = [np.where(np.abs(n - x) <= rounds * np.abs(x), n, x) for n, x in zip(nearest, wide, strict=True)]
-    if all(coarse) or not any(coarse):
-        return made
+    return made if all(coarse) or not any(coarse) else _by_exact(tensors, made, coarse)
+
+
+def _by_exact(tensors: Sequence[Array], made: Sequence[Array], coarse: Sequence[bool]) -> list[Array]:
+    """Values of bfloat16 become those of the first tensor that is none, where it is rounded to them."""
     first = coarse.index(False)
     rounded = _to_bfloat16(tensors[first])
     return [
@@ -120,11 +119,15 @@ def _to_bfloat16(array: Array) -> Array:
     return (rounded & np.uint32(0xFFFF0000)).view(np.float32).reshape(array.shape)
 
 
-def _is_bfloat16(array: Array) -> bool:
-    """Whether float32 values are those of bfloat16: their last 16 bits are zero."""
-    if array.dtype != np.float32 or not array.any():
+def _is_bfloat16(array: Array, nearest: Array) -> bool:
+    """Whether float32 values were rounded to bfloat16: their last 16 bits are zero, and some are not the ``nearest`` multiples.
+
+    On a grid whose multiples bfloat16 holds, such as one with a scale of 0.25, nothing was rounded.
+    """
+    if array.dtype != np.float32 or not array.any() or (np.ascontiguousarray(array).view(np.uint32) & 0xFFFF).any():
         return False
-    return not (np.ascontiguousarray(array).view(np.uint32) & 0xFFFF).any()
+    wide = np.asarray(array, np.float64)
+    return bool((np.abs(nearest - wide) > 2.0**-22 * np.abs(wide)).any())
 
 
 def step_of(one: Array, other: Array, facts: Mapping[str, Any], scale: Array | None) -> Array:

@@ -359,14 +359,18 @@ def saturated_places(model: ir.Model, cut: Cut, feeds: Mapping[str, Array]) -> S
         default = run_model(part, given, "integer")
         for place in places:
             name = str(place.result.name)
-            if exact[name].shape == default[name].shape:
-                agreement = compare(exact[name], default[name], place.facts, place.scale)
-            else:  # rows that a condition finds, or that a router sends to an expert
-                agreement = Agreement(0.0, math.inf, exact[name].size)
+            agreement = _of_sessions(place, exact[name], default[name])
             for site, _ in place.facts["places"]:
                 if not agreement.ok and (site not in found or agreement.equal < found[site].equal):
                     found[site] = agreement
     return Saturated(found, not offers_exact_sums(model)) if found else None
+
+
+def _of_sessions(place: Place, exact: Array, default: Array) -> Agreement:
+    """The agreement of two sessions; of other shapes, as rows have that a router sends to an expert, nothing agrees."""
+    if exact.shape != default.shape:
+        return Agreement(0.0, math.inf, exact.size)
+    return compare(exact, default, place.facts, place.scale)
 
 
 def sums_saturate() -> bool:

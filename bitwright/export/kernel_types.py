@@ -39,38 +39,47 @@ def compute_in_float(model: ir.Model) -> bool:
         ExportError: a recurrent layer is in bfloat16, whose steps the simulation rounds to it one by one.
     """
     builder = Builder(model)
-    changed = False
-    for node in tuple(model.graph.all_nodes()):
-        kinds = {v.dtype for v in (*node.inputs, *node.outputs) if v is not None}
-        if _HALF in kinds and node.op_type in CELLS:
-            raise ExportError(
-                str(node.name),
-                f"the {node.op_type} is in bfloat16, for which ONNX Runtime has no kernels on CPUs, and in float32 its steps "
-                "would give other results than the simulation's",
-                "convert this layer, or the simulation, first: sim.model.float(); its encodings stay as they are",
-            )
-        if _HALF in kinds and node.op_type not in _MOVES:
-            # the rounding comes after the bias, as in PyTorch
-            _widen(builder, node, _HALF, rounded=not _is_biased(node))
-            changed = True
-        elif _DOUBLE in kinds and (node.op_type in _NO_DOUBLE or is_site(node)):
-            _widen(builder, node, _DOUBLE, rounded=True)
-            changed = True
-    for value in model.graph.inputs:
-        if value.dtype == _HALF and not value.is_initializer():
+    found = [(node, kind) for node in model.graph.all_nodes() if (kind := _lacking(node)) is not None]
+    for node, kind in found:
+        # the rounding comes after the bias, as in PyTorch
+        _widen(builder, node, kind, rounded=kind == _DOUBLE or not _is_biased(node))
+    ends = [v for v in (*model.graph.inputs, *model.graph.outputs) if v.dtype == _HALF]
+    for value in dict.fromkeys(ends):
+        if value.is_graph_input():
             _widen_input(builder, value)
-            changed = True
-    for value in dict.fromkeys(model.graph.outputs):
-        maker = value.producer()
-        if value.dtype == _HALF and maker is not None:
-            wide = builder.emit(after(maker), "Cast", [value], f"{value.name}_float", _FLOAT, to=int(_FLOAT))
-            name, value.name = value.name, builder.names.value(f"{value.name}_half")
-            builder.outputs.replace(value, wide)
-            wide.name = name
-            changed = True
-    if changed:
+        else:
+            _widen_output(builder, value)
+    if found or ends:
         model.graph.sort()
-    return changed
+    return bool(found or ends)
+
+
+def _lacking(node: ir.Node) -> ir.DataType | None:
+    """The type that ``node`` computes in without a kernel for it.
+
+    Raises: as :func:`compute_in_float`.
+    """
+    kinds = {v.dtype for v in (*node.inputs, *node.outputs) if v is not None}
+    if _HALF in kinds and node.op_type in CELLS:
+        raise ExportError(
+            str(node.name),
+            f"the {node.op_type} is in bfloat16, for which ONNX Runtime has no kernels on CPUs, and in float32 its steps "
+            "would give other results than the simulation's",
+            "convert this layer, or the simulation, first: sim.model.float(); its encodings stay as they are",
+        )
+    if _HALF in kinds and node.op_type not in _MOVES:
+        return _HALF
+    return _DOUBLE if _DOUBLE in kinds and (node.op_type in _NO_DOUBLE or is_site(node)) else None
+
+
+def _widen_output(builder: Builder, value: ir.Value) -> None:
+    maker = value.producer()
+    if maker is None:
+        return
+    wide = builder.emit(after(maker), "Cast", [value], f"{value.name}_float", _FLOAT, to=int(_FLOAT))
+    name, value.name = value.name, builder.names.value(f"{value.name}_half")
+    builder.outputs.replace(value, wide)
+    wide.name = name
 
 
 def _is_biased(node: ir.Node) -> bool:

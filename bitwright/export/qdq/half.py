@@ -219,18 +219,25 @@ def settle_types(model: ir.Model) -> None:
         schema = _schema(node, model.opset_imports)
         if schema is None or all(value.dtype is not None for value in node.outputs):
             continue
-        known = {
-            _port(schema.inputs, i): v.dtype
-            for i, v in enumerate(node.inputs)
-            if v is not None and isinstance(v.type, ir.TensorType)
-        }
-        cast = D(node.attributes["to"].as_int()) if node.op_type == "Cast" else None
-        # results of a body have types of their own
-        bodies = any(not formal.is_homogeneous for formal in schema.outputs)
+        if any(not formal.is_homogeneous for formal in schema.outputs):
+            continue  # results of a body have types of their own
+        known = _known_types(node, schema)
         for i, value in enumerate(node.outputs):
-            kind = cast or known.get(_port(schema.outputs, i))
-            if value.dtype is None and kind is not None and not bodies:
+            kind = known.get(_port(schema.outputs, i))
+            if value.dtype is None and kind is not None:
                 value.type = ir.TensorType(kind)
+
+
+def _known_types(node: ir.Node, schema: Any) -> dict[str, ir.DataType | None]:
+    """The types of tensors that the inputs of ``node`` tell, and the attribute of a Cast, by their names in its definition."""
+    known = {
+        _port(schema.inputs, i): v.dtype
+        for i, v in enumerate(node.inputs)
+        if v is not None and isinstance(v.type, ir.TensorType)
+    }
+    if node.op_type == "Cast":
+        known[_port(schema.outputs, 0)] = D(node.attributes["to"].as_int())
+    return known
 
 
 def _port(formal: Sequence[Any], i: int) -> str:
