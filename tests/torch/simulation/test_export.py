@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bitwright.compare.reasons import sums_saturate
 from bitwright.compare.report import VerifyReport
 from bitwright.compare.runtime import run_in
-from bitwright.compare.verify import verify_folder, verify_layers
+from bitwright.compare.verify import _lost_to_saturation, verify_folder, verify_layers
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError
 from bitwright.export.encodings.read import read_encodings
@@ -735,7 +735,7 @@ def test_unsigned_weights_compute_the_simulation_on_every_cpu(
     unsigned: bool | None, kind: type | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs of products of uint8 and int8 saturate in a default session where there is no VNNI."""
-    monkeypatch.setattr("bitwright.compare.verify.sums_saturate", sums_saturate)
+    monkeypatch.setattr("bitwright.compare.verify._lost_to_saturation", _lost_to_saturation)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 8), nn.ReLU(), nn.Linear(8, 4)
