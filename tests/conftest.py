@@ -9,6 +9,7 @@ import gc
 import os
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 

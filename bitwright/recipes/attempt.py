@@ -148,6 +148,7 @@ class Attempt(Runner):
         self.unchanged: Rating | None = None
         self._state = _State()  # of the float model: another one after every change
         self._made: list[_Made] = []
+        self._said: set[str] = set()
         self.metric: float | None = None
 
     def run(self) -> Attempt:
@@ -212,6 +213,7 @@ class Attempt(Runner):
     def _placed(self, work: Any) -> Any:
         """A simulation that is not calibrated yet."""
         sim = self.job.given.simulation(work, self.job.first, self._rules)
+        sim.quantizers.share_log(self._said)
         check_layers(sim, self.job.allow_float or self.job.config_file is not None)
         if self._target is not None:
             self.stem = leave_stem_in_float(sim, self._target)

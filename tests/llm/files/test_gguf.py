@@ -189,7 +189,7 @@ def test_tokenizer_cuts_text_as_the_original(tmp_path):
 
 
 WRONG = {
-    "group": (QuantSpec("int8", PerBlock(16), scale_format="float16"), ExportError, "blocks of its types have 32 elements"),
+    "group": (QuantSpec("int8", PerBlock(16), scale_format="float16"), ExportError, "groups of 16.*groups of 32, of 16 in Q3_K"),
     "scale": (QuantSpec("int8", PerBlock(32)), ExportError, "quantize with scale_format='float16'.*write compressed-tensors"),
     "offset": (
         QuantSpec("uint4", PerBlock(32), "asymmetric", scale_format="float16"), ExportError, "scale_format='float12'",
