@@ -213,7 +213,7 @@ class Attempt(Runner):
     def _placed(self, work: Any) -> Any:
         """A simulation that is not calibrated yet."""
         sim = self.job.given.simulation(work, self.job.first, self._rules)
-        sim.quantizers.share_log(self._said)
+        sim.quantizers._share_log(self._said)
         check_layers(sim, self.job.allow_float or self.job.config_file is not None)
         if self._target is not None:
             self.stem = leave_stem_in_float(sim, self._target)

@@ -440,7 +440,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
         """Log no site that data do not reach: of a simulation that is calibrated on part of the data; or do so again."""
         self._says_unreached = not quiet
 
-    def share_log(self, said: set[str]) -> None:
+    def _share_log(self, said: set[str]) -> None:
         """Log no line that is in ``said``, and add to it what is logged: simulations of one call repeat nothing."""
         self._said = said
 
