@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -106,17 +107,10 @@ def in_float64(step: Array, *tensors: Array, codes: bool = True) -> list[Array]:
 def _by_exact(tensors: Sequence[Array], made: Sequence[Array], coarse: Sequence[bool]) -> list[Array]:
     """Values of bfloat16 become those of the first tensor that is none, where it is rounded to them."""
     first = coarse.index(False)
-    rounded = _to_bfloat16(tensors[first])
+    rounded = np.asarray(tensors[first]).astype(ml_dtypes.bfloat16).astype(np.float32)
     return [
         np.where(x == rounded, made[first], m) if half else m for x, m, half in zip(tensors, made, coarse, strict=True)
     ]
-
-
-def _to_bfloat16(array: Array) -> Array:
-    """``array`` rounded to bfloat16, ties to even, as float32."""
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    rounded = ((bits >> 16) & 1) + np.uint32(0x7FFF) + bits
-    return (rounded & np.uint32(0xFFFF0000)).view(np.float32).reshape(array.shape)
 
 
 def _is_bfloat16(array: Array, nearest: Array) -> bool:
