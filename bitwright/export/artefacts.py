@@ -531,9 +531,11 @@ def _half(
 
 
 def _libraries(model: ir.Model) -> list[str] | None:
-    """Names of the registered libraries, where the model has operators of domains that ONNX Runtime lacks."""
-    own = any(node.domain not in DOMAINS for node in model.graph.all_nodes())
-    return [Path(library).name for library in operator_libraries()] or None if own else None
+    """File names of the registered libraries, where the model has operators of domains that ONNX Runtime lacks."""
+    libraries = operator_libraries()
+    if not libraries or all(node.domain in DOMAINS for node in all_nodes(model.graph)):
+        return None
+    return [Path(library).name for library in libraries]
 
 
 def _given(**settings: Any) -> dict[str, Any]:

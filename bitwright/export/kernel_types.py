@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.errors import ExportError
+from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import Builder, after, before
 from bitwright.export.qdq.markers import is_site, move_uses
 
@@ -30,8 +31,8 @@ _NO_DOUBLE = frozenset(
 )  # fmt: skip
 
 
-def compute_in_float(model: ir.Model) -> bool:
-    """Let every operator of ``model`` without a kernel for its type compute in float32, in place; whether there was one.
+def compute_in_float(model: ir.Model) -> None:
+    """Let every operator of ``model`` without a kernel for its type compute in float32, in place.
 
     Markers mark the float32 values, as quantizers compute in float32.
 
@@ -39,7 +40,7 @@ def compute_in_float(model: ir.Model) -> bool:
         ExportError: a recurrent layer is in bfloat16, whose steps the simulation rounds to it one by one.
     """
     builder = Builder(model)
-    found = [(node, kind) for node in model.graph.all_nodes() if (kind := _lacking(node)) is not None]
+    found = [(node, kind) for node in all_nodes(model.graph) if (kind := _lacking(node)) is not None]
     for node, kind in found:
         # the rounding comes after the bias, as in PyTorch
         _widen(builder, node, kind, rounded=kind == _DOUBLE or not _is_biased(node))
@@ -51,7 +52,6 @@ def compute_in_float(model: ir.Model) -> bool:
             _widen_output(builder, value)
     if found or ends:
         model.graph.sort()
-    return bool(found or ends)
 
 
 def _lacking(node: ir.Node) -> ir.DataType | None:

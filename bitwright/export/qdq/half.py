@@ -36,7 +36,7 @@ from bitwright.core.health.report import HALVES as SMALLEST
 from bitwright.core.health.report import LIMITS
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.errors import ConfigError, ExportError, close_matches
-from bitwright.export.files.onnx_file import save_model
+from bitwright.export.files.onnx_file import all_nodes, save_model
 from bitwright.export.qdq.forms import Builder, after, read_metadata
 from bitwright.export.qdq.markers import bypass, copy_model, remove_unread
 from bitwright.export.qdq.stored import HALVES
@@ -215,12 +215,12 @@ def _chain(node: ir.Node) -> list[ir.Node]:
 
 def settle_types(model: ir.Model) -> None:
     """Give values whose type no inference has told the type that the definition of their operator gives."""
-    for node in model.graph.all_nodes():
-        schema = _schema(node, model.opset_imports)
-        if schema is None or all(value.dtype is not None for value in node.outputs):
+    for node in all_nodes(model.graph):
+        if all(value.dtype is not None for value in node.outputs):
             continue
-        if any(not formal.is_homogeneous for formal in schema.outputs):
-            continue  # results of a body have types of their own
+        schema = _schema(node, model.opset_imports)
+        if schema is None or any(not formal.is_homogeneous for formal in schema.outputs):
+            continue  # unknown, or results of a body, which have types of their own
         known = _known_types(node, schema)
         for i, value in enumerate(node.outputs):
             kind = known.get(_port(schema.outputs, i))

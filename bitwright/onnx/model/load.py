@@ -346,7 +346,7 @@ def _check_interface(model: ir.Model, site: str) -> None:
 def _foreign_domains(model: ir.Model) -> Iterator[str]:
     found: dict[str, dict[str, None]] = {}
     for node in all_nodes(model.graph):
-        if node.domain not in {*DOMAINS, MARKER_DOMAIN}:
+        if node.domain not in DOMAINS and node.domain != MARKER_DOMAIN:
             found.setdefault(node.domain, {})[node.op_type] = None
     for domain, types in found.items():
         yield (
