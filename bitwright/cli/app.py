@@ -243,6 +243,7 @@ def _common(
         list[Path] | None, data_option(metavar="FILE", help="Library of custom ONNX operators; may be repeated.")
     ] = None,
 ) -> int:
+    """Check and apply the options that every command has; returns how much is printed."""
     if verbose and quiet:
         raise ConfigError("--quiet", "it is given together with --verbose", "leave one of them out")
     if library:

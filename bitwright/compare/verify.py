@@ -392,13 +392,8 @@ def _lost_to_saturation(
     signed: bool,
 ) -> str | None:
     """What a default session loses on this CPU to sums that saturate, where unsigned weights of the target prevent it."""
-    if (
-        not signed
-        or not find_target(target).unsigned_in_bodies
-        or not any(one.pairs for one in integer_products(model))
-    ):
-        return None
-    if not sums_saturate():
+    possible = signed and find_target(target).unsigned_in_bodies and any(p.pairs for p in integer_products(model))
+    if not possible or not sums_saturate():
         return None
     default = _levels("onnxruntime", "integer", file, model, inputs, expected, exact=False)
     worse = {name: one for name, one in default.items() if one < min(_EXACT, exact[name] - _LOST)}

@@ -242,9 +242,8 @@ def _average_pool(call: Call) -> Array:
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     room = [n + b + e - r for n, (b, e), r in zip(image, ends, reach, strict=True)]
     sizes = [n // s + 1 for n, s in zip(room, strides, strict=True)]
-    if attributes.get(
-        "ceil_mode"
-    ):  # one more window where elements are left, if it begins before the padding at the end
+    if attributes.get("ceil_mode"):
+        # one more window where elements are left, if it begins before the padding at the end
         sizes = [
             min(-(-r // s) + 1, -(-(n + b) // s)) for r, s, n, (b, _) in zip(room, strides, image, ends, strict=True)
         ]

@@ -32,7 +32,7 @@ class Part:
 
     Attributes:
         name: in the model.
-        role: see the table of this module.
+        role: see the table of :mod:`bitwright.core.graph.roles`.
         shape: of the parameter.
         block: index of the block that it belongs to; ``None`` outside of blocks.
         why: of ``other``, what it is instead.

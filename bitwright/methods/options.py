@@ -34,7 +34,7 @@ def keyword_options(
 
     Args:
         function: it, or a partial of it.
-        bound: names that are no options.
+        bound: names that are not options.
         by_place: also those that may be given by their place.
     """
     parameters = inspect.signature(function).parameters.values()

@@ -207,9 +207,11 @@ def _ask_at_an_input(state: _Requests, place: str, request: PrecisionRequest) ->
         raise ConfigError(
             f"request for {place!r}", f"the operator reads {len(reads)} activations", f"count from {op.name}[0] on"
         )
+    if not request.activation:
+        return True
     port, value = reads[index]
     keys = [id(s.quantizer) for s in state.own.get(op.name, []) if s.role == "input" and s.port == port]
-    for key in dict.fromkeys([*keys, *filter(None, [state.on_grid.get(value)])]) if request.activation else ():
+    for key in dict.fromkeys([*keys, *filter(None, [state.on_grid.get(value)])]):
         state.ask(key, _format(request.activation), f"the request for {place}")
     return True
 
@@ -219,9 +221,9 @@ def _matching(sim: Any, state: _Requests, place: str, request: PrecisionRequest)
     if _END.fullmatch(place):
         _ask_at_an_end(sim, state, place, request)
         return ()
-    ops, pattern = sim.graph.ops, name_pattern(place)
     if _ask_at_an_input(state, place, request):
         return ()
+    ops, pattern = sim.graph.ops, name_pattern(place)
     if place in OPS:
         found = [op for op in ops if op.type == place]
     else:

@@ -172,16 +172,19 @@ class Attempt(Runner):
 
     def simulate(self) -> None:
         """Make the calibrated simulation of the float model as it stands, or take the one that a judge was asked about."""
-        made = next((made for made in self._made if made.state is self._state), None)
-        self._made = []
+        made, self._made = self._made_already(), []
         if made is None:
             self.sim = self._simulated(self.model)
         else:
             self.sim, self.start, self.stem, self._float_model = made.sim, made.start, made.stem, made.reference
 
+    def _made_already(self) -> _Made | None:
+        """The simulation of the float model as it stands, if a judge was asked about it."""
+        return next((made for made in self._made if made.state is self._state), None)
+
     def _trial(self) -> _Made:
         """The simulation of a copy of the float model as it stands; :meth:`simulate` takes it if the model stays so."""
-        made = next((made for made in self._made if made.state is self._state), None)
+        made = self._made_already()
         if made is None:
             sim = self._simulated(self.job.given.copied(self.model))
             made = _Made(self._state, sim, self.start, self.stem, self._float_model)

@@ -52,9 +52,8 @@ class Judge:
         self, batches: Sequence[Any], outputs: Outputs, *, seen: bool = False, names: Names = tuple, whence: str = ""
     ) -> None:
         self.batches, self.seen, self._outputs, self._names, self.whence = batches, seen, outputs, names, whence
-        self.instead: dict[
-            str, str
-        ] = {}  # layer -> site or value, judged in the place of outputs whose rows are chosen
+        # layer -> the site or value that is judged in place of outputs whose rows are chosen
+        self.instead: dict[str, str] = {}
         self._chosen: frozenset[int] = frozenset()  # these outputs
         self._layers: list[list[Array]] = []  # what the float model has there, for each batch
 
