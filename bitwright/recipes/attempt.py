@@ -1,4 +1,4 @@
-"""A model on its way through a recipe, as :func:`bitwright.quantize` sends it: folded, simulated, calibrated, treated, rated."""
+"""Run a recipe on a model: fold, simulate, calibrate, apply the steps and rate the result, for :func:`bitwright.quantize`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHOWN = 3  # kinds of operators, or reasons, that an error names
 
 @dataclass
 class Job:
-    """What :func:`bitwright.quantize` was asked for, and the data: the same for every attempt.
+    """Arguments and data of a call of :func:`bitwright.quantize`; shared by all its attempts.
 
     Attributes:
         given: the model.
@@ -74,11 +74,11 @@ class Job:
         return as_recipe(self.recipe, preset, effort=self.effort, **own)
 
     def reads_again(self, steps: Sequence[Step]) -> bool:
-        """Whether the data are needed more than once."""
+        """Whether the data are iterated more than once."""
         return self.recipe is not None or any(step.name != "fold" for step in steps)
 
     def divide(self, held_out: Iterable[Any] | None, steps: Sequence[Step]) -> None:
-        """Divide the data: what calibration and methods see, and what rates the result."""
+        """Split the data into those for calibration and methods, and those that rate the result."""
         self.chosen = self.batches
         outputs, names, most = self.given.outputs, self.given.output_names, find_effort(self.effort).judged
         if held_out is not None:
@@ -92,7 +92,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """Of a float model between two changes of it.
+    """State of the float model between two changes.
 
     Attributes:
         folded: whether its batch norms are folded.
@@ -105,7 +105,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Made:
-    """A calibrated simulation of the float model in some state, with what :class:`Attempt` knows of it."""
+    """A calibrated simulation of the float model in one state, with the facts that :class:`Attempt` records with it."""
 
     state: _State
     sim: Any
@@ -115,7 +115,7 @@ class _Made:
 
 
 class Attempt(Runner):
-    """A model under a preset, and the steps of its recipe: the runner of :func:`~bitwright.recipes.recipe.run_recipe`.
+    """One attempt to quantize a model under a preset; the runner of :func:`~bitwright.recipes.recipe.run_recipe`.
 
     Attributes:
         model: the float model as it stands; a copy.
@@ -152,7 +152,7 @@ class Attempt(Runner):
         self.metric: float | None = None
 
     def run(self) -> Attempt:
-        """Carry out the recipe, and rate the simulation that it leads to."""
+        """Run the recipe and rate the resulting simulation."""
         job = self.job
         self.report = run_recipe(
             self.steps,
@@ -165,7 +165,7 @@ class Attempt(Runner):
         return self
 
     def final_metric(self) -> float:
-        """The metric of the simulation as it stands."""
+        """The metric of the current simulation."""
         return self.measure() if self.metric is None else self.metric
 
     # -- from the float model to a simulation
@@ -179,11 +179,11 @@ class Attempt(Runner):
             self.sim, self.start, self.stem, self._float_model = made.sim, made.start, made.stem, made.reference
 
     def _made_already(self) -> _Made | None:
-        """The simulation of the float model as it stands, if a judge was asked about it."""
+        """The simulation of the current float model, if the judge already rated one."""
         return next((made for made in self._made if made.state is self._state), None)
 
     def _trial(self) -> _Made:
-        """The simulation of a copy of the float model as it stands; :meth:`simulate` takes it if the model stays so."""
+        """Simulate a copy of the current float model; :meth:`simulate` reuses it if the model does not change."""
         made = self._made_already()
         if made is None:
             sim = self._simulated(self.job.given.copied(self.model))
@@ -206,7 +206,7 @@ class Attempt(Runner):
         return sim
 
     def plain(self) -> Any:
-        """The simulation that no step but folding has worked on, ranges of everything seen."""
+        """The simulation without any step but folding, with min-max ranges."""
         work = self.job.given.copy(self.job.first)
         self.fold(work)
         sim = self._placed(work)
@@ -214,7 +214,7 @@ class Attempt(Runner):
         return sim
 
     def _placed(self, work: Any) -> Any:
-        """A simulation that is not calibrated yet."""
+        """Create a simulation, not calibrated yet."""
         sim = self.job.given.simulation(work, self.job.first, self._rules)
         sim.quantizers._share_log(self._said)
         check_layers(sim, self.job.allow_float or self.job.config_file is not None)
@@ -223,7 +223,7 @@ class Attempt(Runner):
         return sim
 
     def calibrate(self, sim: Any, batches: Iterable[Any] | None = None) -> None:
-        """Find the encodings on what methods see, and on all data where only these reach some sites."""
+        """Compute encodings on the calibration data, or on all data where some sites are reached only by the held-out part."""
         job = self.job
         part = batches is None and job.chosen is not job.batches
         options = {"progress": job.progress, "non_finite": job.non_finite}
@@ -243,7 +243,7 @@ class Attempt(Runner):
         sim.quantizers.require_reached()
 
     def rated(self, sim: Any, without: Callable[[Site], bool] | None = None) -> Rating:
-        """The outputs of a simulation against those of the float model; with some quantizers left out."""
+        """Rate the outputs of a simulation against those of the float model, with some quantizers disabled."""
         with in_float(sim.quantizers, without) if without else nullcontext():
             return self.job.judge.rate(self.job.judge.answers(sim))
 
@@ -294,7 +294,7 @@ class Attempt(Runner):
         check_options(step.name, step.options, options)
 
     def apply(self, step: Step) -> str:
-        """Carry the step out; returns one line on what it did."""
+        """Run the step; returns one line on what it did."""
         function, bound, _ = self._function(step)
         parameters = inspect.signature(function).parameters
         target = self.model if step.kind.phase == "float" else self.sim
@@ -311,7 +311,7 @@ class Attempt(Runner):
         return "" if report is None else str(getattr(report, "summary", None) or str(report).partition("\n")[0])
 
     def _function(self, step: Step) -> tuple[Callable[..., Any], Mapping[str, Any], Options]:
-        """What carries a step out, what it is called with by name, and the options that are left to the recipe."""
+        """The function of a step, the arguments it is given by name, and the options that the recipe sets."""
         name, run = step.name, step.kind.run
         if step.run is None and name in ("seq_mse", *ROUNDING):  # written on torch
             require_torch(name)
@@ -337,7 +337,7 @@ class Attempt(Runner):
         return run, bound, keyword_options(run, {*bound, "changed"})
 
     def given(self) -> dict[str, Any]:
-        """What the function of a step is called with, where it has a parameter of that name; see :data:`GIVEN`."""
+        """Arguments that the function of a step receives where it has a parameter of that name; see :data:`GIVEN`."""
         return {
             "data": self.job.chosen,
             "dummy_input": self.job.first,
@@ -389,7 +389,7 @@ class Attempt(Runner):
         return widen(front_end_of(sim).steppable(sim, None), self.job.chosen, **{**wide, **options})
 
     def choose_weights(self, sim: Any, *, method: str, **options: Any) -> Any:
-        """Choose weights on the grid; activations are calibrated again where these have fewer than 8 bits."""
+        """Choose integer weights; activations are calibrated again where weights have fewer than 8 bits."""
         report = apply_reconstruction(sim, self.job.chosen, method, progress=self.job.progress, **options)
         # of eight bits, nearest rounding has shown the same ranges
         if any(integer_bits(site.spec) < 8 for site in sim.quantizers.values() if site.role == "weight"):
@@ -399,7 +399,7 @@ class Attempt(Runner):
     def bias_correction(
         self, sim: Any, *, num_samples: int | None = None, layers_to_ignore: Iterable[str] = ()
     ) -> BiasReport:
-        """Take the mean error out of every layer's output."""
+        """Correct the bias of every layer by the mean error of its output."""
         return apply_bias_correction(
             sim, self.job.chosen, num_samples=num_samples, layers_to_ignore=layers_to_ignore,
             reference=self._float_model, progress=self.job.progress,
@@ -407,7 +407,7 @@ class Attempt(Runner):
 
 
 def check_layers(sim: Any, allow_float: bool) -> None:
-    """Refuse a simulation in which nothing that multiplies with weights, or activations with each other, is quantized.
+    """Refuse a simulation in which no layer with weights and no product of activations is quantized.
 
     Raises:
         ModelError: it is one; with what the model has instead, or why its layers are in float.
@@ -429,6 +429,6 @@ def check_layers(sim: Any, allow_float: bool) -> None:
 
 
 def _counted(names: Counter[str]) -> str:
-    """The most frequent of ``names``, with their numbers."""
+    """The most frequent of ``names``, with their counts."""
     shown = ", ".join(f"{count} {name}" for name, count in names.most_common(_SHOWN))
     return shown + (", ..." if len(names) > _SHOWN else "")

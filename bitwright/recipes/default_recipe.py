@@ -1,4 +1,4 @@
-"""What is done when no recipe is given: the recipe that suits a preset, by the effort that is allowed."""
+"""The default recipe for each preset and effort."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEFT = (0.05, 0.2)
 
 @dataclass(frozen=True)
 class Effort:
-    """A row of :data:`EFFORTS`.
+    """A row of :data:`EFFORTS`: options of the default recipe's steps at one level of effort.
 
     Attributes:
         does: one phrase, for tables and ``--help``.
@@ -88,7 +88,7 @@ def find_effort(effort: str) -> Effort:
 def default_recipe(
     preset: Preset, *, effort: str = "default", own_rules: bool = False, own_scheme: bool = False
 ) -> tuple[Step, ...]:
-    """What is done when no recipe is given: no labels, no settings, seconds to minutes.
+    """The recipe used when none is given. It needs no labels and no settings, and takes seconds to minutes.
 
     Batch norms are folded; for one scale per tensor channels are equalized. Where activations have at most 8 bits, channels of
     models without an attention are equalized with the bounds of activations kept, transformers are smoothed and only what their

@@ -1,6 +1,6 @@
-"""What a change is worth: the outputs of the simulation against those of the float model, on samples that it did not see.
+"""Rate a change by the error of the simulation's outputs against the float model's, on held-out samples.
 
-Metrics of small sets move by luck, one answer at a time; the noise in the outputs is measured on every number of them.
+A metric on a small set changes by chance, one answer at a time; the error of the outputs uses every number in them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ENOUGH, _SAME = 50.0, 0.1  # dB of a part beyond which more is worth nothing; d
 
 
 class Judge:
-    """Batches that were held out.
+    """Held-out batches that rate simulations.
 
     Args:
         batches: as the model takes them.
@@ -123,7 +123,7 @@ class Judge:
         return parts_of(self.wanted, [*names, *self.instead])
 
     def look_at_layers(self, sim: Any) -> None:
-        """Judge the layers before rows are chosen in the place of outputs that consist of chosen rows.
+        """Compare the last layers before the selection where outputs consist of selected rows (TopK, suppression).
 
         Which boxes a detector returns, and in which order, depends on the last digits of scores, so that their numbers cannot
         be compared row by row. The values of the float model come from the first simulation, before a method works on it.
@@ -145,18 +145,18 @@ class Judge:
         self.__dict__.pop("parts", None)
 
     def answers(self, sim: Any) -> Outputs:
-        """What is judged of a simulation."""
+        """The tensors of a simulation that are compared."""
         found: Outputs = sim._outputs_and([*self.instead.values()]) if self.instead else sim._outputs
         return found
 
     @property
     def possible(self) -> bool:
-        """Whether there is an output of numbers to compare."""
+        """Whether the model has a numeric output to compare."""
         return any(y.dtype.kind == "f" and y.size for outputs in self.wanted for y in outputs)
 
     @property
     def where(self) -> str:
-        """One phrase: on what it judges."""
+        """One phrase: which batches it uses."""
         many = f"on {len(self.batches)} batch{'es' if len(self.batches) > 1 else ''}"
         before = "; compared before the model chooses rows of its outputs" if self.instead else ""
         if self.seen:
@@ -182,12 +182,12 @@ class Judge:
         return [float(noise / signal) for noise, signal in sums if signal]
 
     def rate(self, outputs: Outputs) -> Rating:
-        """The quality of every part of ``outputs``, with intervals."""
+        """Rate every part of ``outputs``, with confidence intervals."""
         found = (quality(self.parts[i].name, n, s) for i, (n, s) in self._sums(outputs).items())
         return Rating(tuple(part for part in found if part is not None), self.where, self.seen)
 
     def _sums(self, outputs: Outputs) -> dict[int, tuple[list[Array], list[Array]]]:
-        """Part -> noise and signal of the samples of each batch that has it in the same shape."""
+        """Part -> noise and signal per sample, of each batch in which float and quantized shapes agree."""
         sums: dict[int, tuple[list[Array], list[Array]]] = {}
         for batch, wanted in zip(self.batches, self.wanted, strict=True):
             found = list(outputs(batch))
@@ -203,7 +203,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Rating:
-    """How near the outputs come to the float model's.
+    """Error of the simulation's outputs against the float model's.
 
     Attributes:
         parts: every output, and slices of unlike scales inside one.
@@ -217,7 +217,7 @@ class Rating:
 
     @property
     def worst(self) -> PartQuality | None:
-        """The part with the lowest ratio; ``None`` without an output of numbers."""
+        """The part with the lowest ratio; ``None`` without a numeric output."""
         return min(self.parts, key=lambda part: part.sqnr, default=None)
 
     @property
@@ -226,7 +226,7 @@ class Rating:
         return mean_decibel([10 ** (-part.sqnr / 10) for part in self.parts])
 
     def loses_to(self, other: Rating) -> PartQuality | None:
-        """The part for which ``other`` is to be preferred; ``None`` where this rating is as good.
+        """The part because of which ``other`` is better; ``None`` where this rating is at least as good.
 
         It is, where the worst part is lower, where parts lose on the whole, or where one part loses more than any gains. What
         is beyond 50 dB counts as 50.
@@ -256,7 +256,7 @@ def mean_decibel(ratios: Sequence[float]) -> float:
 
 @contextmanager
 def in_float(sites: SiteMap, which: Callable[[Site], bool]) -> Iterator[None]:
-    """Leave some quantizers of a simulation out meanwhile."""
+    """Context manager: disable some quantizers of a simulation."""
     undo = sites.remember()
     try:
         for site in sites.values():
@@ -289,6 +289,6 @@ def _count(data: Iterable[Any]) -> int:
 
 
 def _spread(first: int, last: int, most: int) -> frozenset[int]:
-    """At most ``most`` places spread evenly over ``[first, last)``."""
+    """At most ``most`` indices spread evenly over ``[first, last)``."""
     count = min(most, last - first)
     return frozenset(first + (2 * i + 1) * (last - first) // (2 * count) for i in range(count))

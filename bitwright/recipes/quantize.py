@@ -228,7 +228,7 @@ def _check(poor_below: float, path: str | Path | None, filename_prefix: str) -> 
 
 
 def _repaired(done: Attempt, batches: Iterable[Any], **form: Any) -> SaturationRepair:
-    """Give 7 bits to weights whose products saturate, rated by the metric, or else by the worst output of the first batch."""
+    """Give 7 bits to weights whose sums saturate; rate by the metric, or by the worst output of the first batch."""
     first, sim = done.job.first, done.sim
     reference = done.job.given.outputs(first) if done.job.metric is None else ()
 
@@ -244,7 +244,7 @@ def _repaired(done: Attempt, batches: Iterable[Any], **form: Any) -> SaturationR
 
 
 def _never_worse_than_plain(done: Attempt, tried: list[str]) -> Rating:
-    """Take the plain simulation where the judge finds it better than what the recipe led to; returns its rating."""
+    """Take the plain simulation where the judge rates it above the recipe's result; returns the rating of the one taken."""
     beside = [o for o in done.report if o.kept and o.changed and not o.step.startswith("fold(")]
     on_float = any(o.on_float for o in beside)
     plain, sim = done.unchanged if on_float else done.start, None
@@ -270,7 +270,7 @@ _GAIN = 3.0  # dB of the worst part that 16 bits must bring
 
 
 def _with_more_bits(done: Attempt, poor_below: float, tried: list[str]) -> Attempt:
-    """What was done, or the same with 16-bit activations where 8 bits are why it is poor and the judge sees a gain."""
+    """The result, or one with 16-bit activations where 8-bit activations make it poor and the judge sees a gain."""
     if done.job.config_file is not None or done.job.quant_scheme is not None:
         return done
     preset, worst = find_preset(done.preset), done.rating.worst

@@ -1,4 +1,4 @@
-"""Recipes: post-training methods in a row, and what each of them did to the metric.
+"""Recipes: an ordered list of post-training methods, and a report of what each did to the metric.
 
 A recipe is a list of steps. Steps of the phase ``float`` change the float model without changing its function; then the
 simulation is made and calibrated; steps of the phase ``simulation`` choose roundings, scales and biases in it. This
@@ -34,7 +34,7 @@ _NOISE = 1e-3  # changes of the metric below this share of it are not harm
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step did.
+    """Result of one step.
 
     Attributes:
         step: as written, or ``float`` and ``no step`` for the first two lines.
@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def hurts(self) -> bool:
-        """Whether the metric became worse by this step, by more than a thousandth of itself."""
+        """Whether this step made the metric worse by more than a thousandth of its value."""
         if self.change is None or self.metric is None:
             return False
         return self.change < -_NOISE * abs(self.metric)
@@ -95,7 +95,7 @@ class RecipeReport(Tabular, Sequence[Outcome]):
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Steps that changed nothing, with what they say; folding where there is no batch norm is none of them."""
+        """Steps that changed nothing, with their notes; folding a model without batch norms is not counted."""
         said = (o for o in self.outcomes if not o.changed and o.kept)
         return tuple(f"{o.step} ({o.note})" for o in said if not (o.step == "fold()" and " 0 kept" in o.note))
 
@@ -142,7 +142,7 @@ def metric_of(metric: Callable[[Any], Any], model: Any) -> float:
 
 
 def checked_metric(step: str, metric: float) -> float:
-    """``metric`` itself.
+    """Return ``metric`` unless it is NaN.
 
     Raises:
         CalibrationError: it is NaN.
@@ -364,7 +364,7 @@ def _named(step: Any) -> Step:
 
 
 def _works_on(function: Callable[..., Any]) -> str:
-    """Name of the first parameter."""
+    """Name of the first parameter, which says what the function works on."""
     return next(iter(inspect.signature(function).parameters), "")
 
 
@@ -411,12 +411,12 @@ def _too_late(step: Step, before: Step) -> str:
 
 
 def integer_bits(spec: QuantSpec | None) -> int:
-    """Width of an integer format; more than any of them for others."""
+    """Bits of an integer format; a number above all of them for other formats."""
     return spec.format.bits if spec is not None and isinstance(spec.format, IntFormat) else 64
 
 
 class Runner(ABC):
-    """What steps are carried out on: the float model, then its simulation.
+    """Protocol of the object that runs steps: it holds the float model, then its simulation.
 
     Attributes:
         judge: says what a step is worth; ``None`` keeps every step.
@@ -470,7 +470,7 @@ def run_recipe(
     on_harm: OnHarm = "report",
     lower_is_better: bool = False,
 ) -> RecipeReport:
-    """Carry out ``steps`` and leave the runner with a calibrated simulation.
+    """Run ``steps``; the runner then holds a calibrated simulation.
 
     Args:
         steps: as :func:`parse_recipe` gives them.
@@ -513,7 +513,7 @@ def run_recipe(
 
 
 def _impossible(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:
-    """Refuse what the runner cannot do; of optional steps, say why by their place."""
+    """Refuse steps that the runner cannot do; returns the reason for each optional one, by its position."""
     found = {}
     for index, step in enumerate(steps):
         try:
@@ -526,7 +526,7 @@ def _impossible(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightErr
 
 
 class _Run:
-    """A recipe under way: its outcomes so far, and what the judge saw last.
+    """State of a running recipe: outcomes so far, and the judge's last rating.
 
     Attributes:
         before: the judge's number for the state that is in effect; ``None`` where it is not known.
@@ -551,7 +551,7 @@ class _Run:
         changed: bool = True,
         on_float: bool = False,
     ) -> Outcome:
-        """Write down a step."""
+        """Record the outcome of a step."""
         metric = metric if metric is None else checked_metric(step, metric)
         # the float model is not a predecessor: its metric is the goal
         kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
@@ -561,19 +561,19 @@ class _Run:
         return self.outcomes[-1]
 
     def leave_out(self, step: Step, why: BitwrightError) -> None:
-        """Write down an optional step that cannot be done."""
+        """Record an optional step that cannot be done."""
         logger.warning("%s is left out: %s", step, why)
         self.outcomes.append(Outcome(str(step), None, None, f"{_LEFT_OUT}{why}", kept=False))
 
     def _give_up(self) -> None:
-        """Undo the step that waits, if one does: what it waited for could not be done."""
+        """Undo the step that waits for a later one, if there is one: the later step could not be done."""
         if self._pending is not None:
             self._pending()
             self._pending = None
             self._take_back()
 
     def _take_back(self, count: int = 1) -> None:
-        """The steps written last are no longer in effect."""
+        """Mark the last recorded steps as undone."""
         self.outcomes[-count:] = [replace(outcome, kept=False) for outcome in self.outcomes[-count:]]
 
     def carry_out(self, step: Step, rounded_later: bool) -> bool:
@@ -609,7 +609,7 @@ class _Run:
         return False
 
     def _judged(self, step: Step, undo: Undo, rounded_later: bool) -> tuple[tuple[float, float] | None, bool, str]:
-        """The judge's numbers before and after the step just done; whether the step stays; what the numbers stand for."""
+        """The judge's ratings before and after the last step, whether the step is kept, and what the ratings measure."""
         runner, kind, both = self.runner, step.kind, self._pending
         if runner.judge is None or not runner.judge.possible or not (runner.changed or both):
             return None, True, ""

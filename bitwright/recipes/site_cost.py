@@ -1,4 +1,4 @@
-"""What every quantizer costs the output of a model, estimated for all of them in one run forward and one back.
+"""Estimate the output error that each quantizer causes, for all quantizers in one forward and one backward pass.
 
 With ``e`` the error that a quantizer makes of its tensor and ``J`` the derivative of the outputs by this tensor, the error of
 the outputs is ``J e`` to first order. For a random ``v`` of independent signs, ``(v J) . e`` has the mean square ``|J e|^2``
@@ -36,7 +36,7 @@ Error = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class OutputErrors:
-    """Noise of the outputs over their signal, by what causes it.
+    """Ratio of noise to signal of the outputs, by the quantizer that causes it.
 
     Attributes:
         activations: site -> the noise that its quantizer makes.
@@ -54,14 +54,14 @@ class OutputErrors:
 
     @property
     def total(self) -> float:
-        """All noise, as if no two errors had anything in common."""
+        """Sum of all noise; the errors are taken as uncorrelated."""
         return sum(self.activations.values()) + sum(self.weights.values())
 
 
 def output_errors(
     model: SimulatedModel, batches: Iterable[Any], *, samples: int = _SAMPLES, seed: int = 0
 ) -> OutputErrors:
-    """Estimate what each quantizer of a calibrated simulation costs the outputs.
+    """Estimate the output error that each quantizer of a calibrated simulation causes.
 
     Args:
         model: the simulation.
@@ -79,7 +79,7 @@ def output_errors(
 
 
 class _Watch:
-    """Gathers the noise of every site over batches."""
+    """Accumulates the noise of every site over batches."""
 
     def __init__(self, model: SimulatedModel, seed: int) -> None:
         self._sites, self._quantize, self._graph = model.sites(), model.quantize, model.graph()
@@ -131,7 +131,7 @@ class _Watch:
         gradients: Mapping[int, Tensor],
         ends: Mapping[int, Tensor],
     ) -> None:
-        """Run back from the outputs ``ends``; the part that ran last is still there, those before it run once more."""
+        """Backpropagate from the outputs ``ends``; the last part is still in memory, earlier ones are recomputed."""
         last = len(program.steps)
         while begun and gradients:
             first, state = begun.pop()
@@ -142,7 +142,7 @@ class _Watch:
         self._leaves = []
 
     def _through(self, state: State, gradients: Mapping[int, Tensor], ends: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """From the derivatives by ``ends`` of a part those by the ``state`` that it began with."""
+        """Gradients with respect to the ``state`` at the start of a part, from those with respect to its ``ends``."""
         before = {v: t for v, t in state.items() if isinstance(t, Tensor) and t.requires_grad}
         roots = [v for v in gradients if ends[v].requires_grad]
         if roots:
@@ -152,7 +152,7 @@ class _Watch:
         return {v: t.grad for v, t in before.items() if t.grad is not None}
 
     def _measure(self, program: Program, state: State, wanted: Mapping[int, Tensor]) -> float:
-        """Noise over signal of the quantized outputs, the mean over the parts of those whose length depends on no value."""
+        """Mean noise-to-signal ratio of the quantized outputs, over the parts whose length does not depend on values."""
         outputs = tuple(wanted)
         whole = Program((*program.steps, Step("", outputs, (), lambda tensors: ())), program.constants, ())
         run(whole, state, 0, len(program.steps), self._quantize)
@@ -230,7 +230,7 @@ class _Watch:
     def _of_weight(
         self, slot: int, site: str, step: Step, state: State, constants: Mapping[int, Tensor], exact: Sequence[Any]
     ) -> list[Error | None]:
-        """What a weight's quantizer changes of its layer's outputs; ``None`` of what is not a tensor of numbers."""
+        """Error that a weight's quantizer causes in its layer's outputs; ``None`` for results that are not numeric tensors."""
         works = [self._works(site, y) for y in exact]
         if not any(works):
             return [None] * len(exact)
@@ -248,7 +248,7 @@ class _Watch:
         return [None if error is None else partial(torch.Tensor.detach, error) for error in errors]
 
     def _error(self, site: str, x: Tensor) -> Error | None:
-        """What the quantizer of ``site`` changes of ``x``."""
+        """Error that the quantizer of ``site`` makes of ``x``."""
         if not self._works(site, x):
             return None
         value = x.detach()
@@ -285,7 +285,7 @@ class _Watch:
 
 
 def _of(part: OutputPart, y: Tensor) -> Tensor:
-    """The values of a part in an output."""
+    """Slice a part out of an output."""
     return y if part.axis is None else y.index_select(part.axis, torch.tensor(part.indices, device=y.device))
 
 
@@ -295,7 +295,7 @@ def _separated(results: list[Any]) -> list[Any]:
 
 
 def _alias(x: Any) -> Any:
-    """``x`` with a derivative of its own: by what one step reads, not by all that read the value."""
+    """A view of ``x`` with a gradient of its own: that of one reader, not the sum over all readers."""
     if not isinstance(x, Tensor) or not x.requires_grad:
         return x
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""More bits, or float, for the few activations whose eight bits cost the outputs most, within a stated allowance.
+"""Give more bits, or float, to the few activations whose 8-bit grids cause most of the output error, within stated limits.
 
 A value that a layer multiplies gets 16 bits, or stays in float where the target has no kernel for 16. Others, which only
 elementwise operators and the caller read, stay in float, where such operators run anyway.
@@ -29,7 +29,7 @@ _FLOAT_OUT = frozenset(("Gemm", "MatMul"))  # whose kernels on codes return floa
 
 
 class Neighbours:
-    """The operators that read and make the values of each quantizer.
+    """Operators that produce and consume the values of each quantizer.
 
     Args:
         graph: of the simulated model.
@@ -48,7 +48,7 @@ class Neighbours:
             self.makers[key] = _computing(op for op in made if op is not None)
 
     def layers(self, key: int) -> set[str]:
-        """Names of the layers that read or make its values and need more than 8 bits for it."""
+        """Names of the layers that read or produce its values and would leave the 8-bit kernels."""
         makers = (op for op in self.makers[key] if op.type not in _FLOAT_OUT)
         return {op.name for op in (*self.readers[key], *makers) if self.work[op.name]}
 
@@ -70,25 +70,25 @@ class Neighbours:
 
 
 def _computing(ops: Iterable[Op]) -> tuple[Op, ...]:
-    """Each of ``ops`` once, but for those that only move data."""
+    """``ops`` without duplicates and without those that only move data."""
     return tuple({op.name: op for op in ops if op_row(op.type).kind != "movement"}.values())
 
 
 class ByProducts:
-    """Shares of the multiplications in layers that read or make raised values."""
+    """Cost by the share of multiplications in layers that read or produce widened values."""
 
     def __init__(self, around: Neighbours) -> None:
         self._around = around
         self._all = sum(around.work.values()) or 1.0
 
     def share(self, keys: Sequence[int]) -> float:
-        """Of the model's multiplications, what raising ``keys`` takes off the kernels on 8-bit codes."""
+        """Share of the model's multiplications that leave the 8-bit kernels if ``keys`` are widened."""
         layers = {name for key in keys for name in self._around.layers(key)}
         return sum(self._around.work[name] for name in layers) / self._all
 
 
 class ByTime:
-    """Shares of the time that a runtime takes for the model on 8-bit codes, by its :class:`KernelTimes`.
+    """Cost by the share of a runtime's time for the 8-bit model, from its :class:`KernelTimes`.
 
     An operator that reads or makes a raised value works in float: what it reads on a grid is dequantized for it, and what it
     makes on one is quantized. A raised value between two such operators is converted no more, so that a share may be below
@@ -110,7 +110,7 @@ class ByTime:
         return operators * self._rows * self._times.operator
 
     def share(self, keys: Sequence[int]) -> float:
-        """How much longer the model takes with ``keys`` raised, as a share."""
+        """Relative increase of the model's time if ``keys`` are widened."""
         raised = set(keys)
         around, graph = self._around, self._around.graph
         ops: dict[str, Op] = {}
@@ -123,7 +123,7 @@ class ByTime:
         return (longer - sum(self._converted(value) for value in ends)) / self._all
 
     def _moving(self, raised: set[int]) -> float:
-        """What transposes take, and pools on codes that have the channels first."""
+        """Time of transposes, and of pooling on channels-first codes."""
         codes = frozenset(op.name for op in self._layouts.convolutions if self._on_codes(op, raised))
         if codes not in self._known:
             moved = self._layouts.moved(lambda op: op.name in codes)
@@ -133,12 +133,12 @@ class ByTime:
         return self._known[codes]
 
     def _on_codes(self, op: Op, raised: set[int]) -> bool:
-        """Whether it reads and makes values on grids, none of them raised."""
+        """Whether all values it reads and produces are on 8-bit grids."""
         keys = [self._around.key_of.get(value) for value in (str(op.inputs[0]), *self._made(op))]
         return all(key is not None and key not in raised for key in keys)
 
     def _longer(self, op: Op, raised: set[int]) -> float:
-        """What ``op`` takes longer in float, with the conversions of values on grids between it and operators on codes."""
+        """Extra time of ``op`` in float, with the conversions between it and integer operators."""
         graph, key_of = self._around.graph, self._around.key_of
         in_float, on_codes = self._times.layer(graph, op)
         read = (v for v in dict.fromkeys(v for _, v in op.sources()) if not graph.values[v].is_static)
@@ -146,7 +146,7 @@ class ByTime:
         return in_float - on_codes + sum(map(self._converted, borders))
 
     def _made(self, op: Op) -> Iterable[str]:
-        """What ``op`` makes, or what the operators make that a runtime takes into its kernel."""
+        """Outputs of ``op``, or of the operators that a runtime fuses into its kernel."""
         for value in op.outputs:
             for _ in range(_FUSED):
                 reader = self._around.graph.sole_consumer(value)
@@ -170,7 +170,7 @@ _NARROW = 8  # bits from which upwards nothing is raised
 
 @dataclass(frozen=True)
 class Widened:
-    """A quantizer that works with more bits now, or would.
+    """A quantizer that was widened, or could be.
 
     Attributes:
         site: its first site.
@@ -189,7 +189,7 @@ class Widened:
 
     @property
     def now(self) -> str:
-        """What it has now."""
+        """The bits it has now."""
         return "float" if self.bits[1] is None else f"{self.bits[1]} bits"
 
     @property
@@ -206,7 +206,7 @@ class Widened:
 
 @dataclass(frozen=True)
 class WidenReport(Tabular):
-    """What was raised, and what would have been.
+    """Quantizers that were widened, and those that did not fit the limits.
 
     Attributes:
         raised: the quantizers with more bits.
@@ -222,7 +222,7 @@ class WidenReport(Tabular):
 
     @property
     def changed(self) -> bool:
-        """Whether something was raised."""
+        """Whether a quantizer was widened."""
         return bool(self.raised)
 
     @property
@@ -323,7 +323,7 @@ def _check(bits: int | None, **shares: float) -> None:
 
 @dataclass(frozen=True)
 class _Allowed:
-    """What may be spent: shares of the work and of the elements; of the work less where the noise is below ``enough``."""
+    """Limits: shares of the work and of the elements; the share of work falls where the noise is below ``enough``."""
 
     allowance: float
     memory: float
@@ -331,7 +331,7 @@ class _Allowed:
     drowned: float  # least share of the work while the outputs are noise
 
     def less_than(self, costs: tuple[float, float], noise: float) -> bool:
-        """Whether ``costs`` are more, while the outputs' noise is ``noise`` times their signal."""
+        """Whether ``costs`` exceed the limits, where the outputs' noise is ``noise`` times their signal."""
         allowance, memory = self.allowance, self.memory
         if noise < self.enough:
             allowance *= noise / self.enough
@@ -341,7 +341,7 @@ class _Allowed:
 
 
 class _Candidates:
-    """The quantizers that can be raised, and what it costs."""
+    """Quantizers that can be widened, and the cost of each."""
 
     def __init__(self, model: SimulatedModel, bits: int | None, times: KernelTimes | None) -> None:
         graph, sites = model.observed_graph(), model.sites()
@@ -363,7 +363,7 @@ class _Candidates:
         return self._work.share(keys), sum(self._elements[k] for k in keys)
 
     def noises(self, errors: OutputErrors) -> dict[int, float]:
-        """Quantizers and the noise they make, the most first."""
+        """Quantizers with the noise they cause, largest first."""
         made: dict[int, float] = {}
         for name, noise in errors.activations.items():
             key = id(self._sites[name].quantizer)
@@ -372,7 +372,7 @@ class _Candidates:
         return dict(sorted(made.items(), key=lambda item: -item[1]))
 
     def next(self, raised: Sequence[int], loud: Mapping[int, float]) -> int:
-        """The one to try next: the noisiest, or that which takes most noise away for the time it costs."""
+        """The quantizer to try next: the noisiest, or the one with the largest noise reduction per time."""
         if isinstance(self._work, ByProducts):
             return next(iter(loud))
         now = self._work.share(raised)
@@ -380,14 +380,14 @@ class _Candidates:
         return max(noisiest, key=lambda k: loud[k] / max(self._work.share([*raised, k]) - now, _FREE))
 
     def widened(self, key: int, share: float) -> Widened:
-        """What raising it means."""
+        """The record of widening it."""
         quantizer = self.quantizers[key]
         bits = quantizer.spec.format.bits
         now = None if not self._around.is_read(key) else _NARROW if bits < _NARROW else self._bits
         return Widened(quantizer.name, (bits, now), share, *self.cost([key]))
 
     def put_in_force(self, key: int, what: Widened) -> None:
-        """Raise it."""
+        """Widen it."""
         if what.bits[1] is None:
             self.quantizers[key].release(what.why)
         else:
