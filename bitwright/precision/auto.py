@@ -48,7 +48,7 @@ _COSTS = {**_ALWAYS, "activation_bytes": "activations", "ms": "ms"}
 
 
 def _shown(cost: str) -> list[str]:
-    """The costs that have a column: the one that is to be small, and those of every model."""
+    """The costs shown as columns: the minimized one, and those that every model has."""
     return list(dict.fromkeys([*_ALWAYS, cost]))
 
 
@@ -94,7 +94,7 @@ class TrialRow:
 
 
 def cells(row: TrialRow, cost: str) -> list[str]:
-    """A line of the table, see :func:`head`."""
+    """Cells of the row, in the order of :func:`head`."""
     costs = [getattr(row, name) for name in _shown(cost)]
     values = [*costs, row.sqnr_db, row.metric, row.drop]
     if row.failed:
@@ -104,12 +104,12 @@ def cells(row: TrialRow, cost: str) -> list[str]:
 
 
 def quality(row: TrialRow) -> float:
-    """What a trial loses: of the metric, or else the noise of its outputs; the less the better."""
+    """Loss of the metric, or else noise of the outputs; lower is better."""
     return row.drop if row.drop is not None else -(row.sqnr_db if row.sqnr_db is not None else math.inf)
 
 
 def front(rows: Sequence[TrialRow], cost: str) -> list[TrialRow]:
-    """The trials that no other one beats in both the cost and the quality, the cheapest first."""
+    """The Pareto front of cost and quality, cheapest first."""
     tried = sorted((row for row in rows if not row.failed), key=lambda row: row.name)
     return undominated(tried, lambda row: getattr(row, cost) or math.inf, quality)
 
@@ -179,7 +179,7 @@ _MIN_SQNR = 20.0  # dB, where there is no metric
 
 @dataclass(frozen=True)
 class AutoResult(Tabular):
-    """What :func:`auto_quantize` returns.
+    """Result of :func:`auto_quantize`.
 
     Attributes:
         trials: all that finished, in the order of the search.
@@ -206,7 +206,7 @@ class AutoResult(Tabular):
 
     @property
     def sim(self) -> Any:
-        """The simulation of the best trial, made again; ``None`` where there is no best trial."""
+        """The simulation of the best trial, rebuilt; ``None`` where there is no best trial."""
         return None if self.best is None else self.simulation(self.best.name)
 
     def simulation(self, name: str) -> Any:
@@ -334,7 +334,7 @@ def auto_quantize(
 
 
 class _Auto:
-    """One search."""
+    """State of one search."""
 
     def __init__(self, job: Job, begin: float, deadline: float | None, trials: Sequence[Trial] | None) -> None:
         self._job, self._begin, self._deadline, self._given = job, begin, deadline, trials
@@ -345,7 +345,7 @@ class _Auto:
         self._ended = False
 
     def run(self, executor: Any, workers: int, show: Show) -> None:
-        """Carry out trials that are not finished yet, wave by wave; each one that finished is noted and shown."""
+        """Run unfinished trials wave by wave; record and show each one that finishes."""
         try:
             self._note_float()
             for first in self._waves():
@@ -360,7 +360,7 @@ class _Auto:
             self.reason = "Ctrl-C ended the search; the same call goes on"
 
     def _wave(self, wave: Sequence[Trial], executor: Any, workers: int, show: Show) -> None:
-        """Carry out the trials of a wave that are not finished yet.
+        """Run the unfinished trials of a wave.
 
         Raises:
             KeyboardInterrupt: Ctrl-C ended a trial, which has the best point that it found.
@@ -378,7 +378,7 @@ class _Auto:
                 raise KeyboardInterrupt
 
     def _in_time(self, _: Trial) -> bool:
-        """Whether a trial may begin now; an executor asks when it has a worker for it. The first one always may."""
+        """Whether a trial may begin before the deadline; asked by the executor when a worker is free. The first trial always may."""
         late = self._deadline is not None and time.monotonic() - self._begin > self._deadline
         self._ended = bool(self.reports) and late
         return not self._ended
@@ -497,7 +497,7 @@ class _Auto:
         return rows, best, nearest, "" if best is not None else self._why_float(rows, tried, nearest)
 
     def result(self) -> AutoResult:
-        """What there is."""
+        """The result of the trials so far."""
         if self.reports:
             self._write_state()
         rows, best, nearest, why = self._state()

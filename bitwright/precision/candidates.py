@@ -121,7 +121,7 @@ def spec_at(planned: QuantSpec, wanted: QuantSpec) -> QuantSpec:
 
 
 def coarser(one: Candidate, other: Candidate) -> bool:
-    """Whether ``one`` cannot be more precise than ``other``: integers of no more bits, in weights and in activations."""
+    """Whether ``one`` has integer weights and activations of at most the bits of ``other``."""
     return one != other and _no_finer(one.weight, other.weight) and _no_finer(one.activation, other.activation)
 
 
@@ -133,13 +133,13 @@ def _no_finer(one: QuantSpec | None, other: QuantSpec | None) -> bool:
 
 
 def highest(candidates: Sequence[Candidate]) -> int:
-    """Place of the candidate with the most bits."""
+    """Index of the candidate with the most bits."""
     return max(range(len(candidates)), key=lambda i: (sum(candidates[i].bits), candidates[i].bits[1]))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Quantizers that change together.
+    """Quantizers whose precision changes together.
 
     Attributes:
         name: of its first layer.
@@ -160,7 +160,7 @@ class Group:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """All of them."""
+        """All sites of the group."""
         return (*self.weights, *self.activations)
 
 
@@ -171,7 +171,7 @@ class _Sets:
         self._parent: dict[int, int] = {}
 
     def find(self, key: int) -> int:
-        """The set of ``key``."""
+        """The representative of the set that contains ``key``."""
         root = key
         while (up := self._parent.setdefault(root, root)) != root:
             root = up
@@ -180,7 +180,7 @@ class _Sets:
         return root
 
     def join(self, keys: Sequence[int]) -> None:
-        """Put the sets of ``keys`` together."""
+        """Merge the sets of ``keys``."""
         for key in keys[1:]:
             self._parent[self.find(key)] = self.find(keys[0])
 
@@ -223,7 +223,7 @@ def operands(sim: Any, which: Callable[[Site], bool] = can_change) -> dict[str, 
 
 
 def _is_operand(site: Site) -> bool:
-    """Whether it is a kernel's own: what is read or inside, not what is returned."""
+    """Whether the site is an input or an inner value of a kernel, not an output."""
     return site.is_stored or site.role == "input" or site.inner is not None
 
 
@@ -367,7 +367,7 @@ def distinct(
 
 
 def ties(groups: Sequence[Group]) -> list[list[int]]:
-    """Places of the groups of each tie."""
+    """Indices of the groups of each tie."""
     found: dict[str, list[int]] = {}
     for i, group in enumerate(groups):
         if group.tie:

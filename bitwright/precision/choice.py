@@ -42,7 +42,7 @@ _SECONDS = 20.0  # for one program: the best answer by then is taken
 
 @dataclass(frozen=True)
 class Pair:
-    """What two groups add together.
+    """Cost or noise that two groups add together.
 
     Attributes:
         first, second: places of the groups.
@@ -78,7 +78,7 @@ class Cost:
         return float(rows.max()) + self.together(choice)
 
     def together(self, choice: Sequence[int]) -> float:
-        """What the pairs add at ``choice``."""
+        """The sum that the pairs add at ``choice``."""
         return float(sum(pair.extra[choice[pair.first], choice[pair.second]] for pair in self.pairs))
 
     @staticmethod
@@ -250,7 +250,7 @@ class _Pairs:
         self.at = [(a, b, i, j) for a, b in self._pairs for i in groups[a] for j in groups[b]]
 
     def columns(self, cost: Cost, picked: Floats) -> Floats:
-        """``picked`` with what each two candidates add."""
+        """Extend ``picked`` by the terms of the pairs."""
         extra: dict[tuple[int, int], Floats] = {}
         for pair in cost.pairs:
             key = (pair.first, pair.second)
@@ -310,7 +310,7 @@ class _Program:
 
 
 def undominated(points: Iterable[P], cost: Callable[[P], float], loss: Callable[[P], Any]) -> list[P]:
-    """The points that no other one beats in both the cost and the loss, the cheapest first."""
+    """The Pareto front of cost and loss, cheapest first."""
     kept: list[P] = []
     for point in sorted(points, key=lambda p: (cost(p), loss(p))):
         if not kept or loss(point) < loss(kept[-1]):
@@ -341,7 +341,7 @@ class Correction:
     coarser: Sequence[Sequence[int]] = ()
 
     def see(self, choice: Choice, noise: float) -> None:
-        """Take a measurement into account."""
+        """Add a measurement and refit the factors."""
         if np.isfinite(noise):
             self.seen.append((choice, max(noise, _TINY)))
 
@@ -429,11 +429,11 @@ class Interactions:
     _known: dict[Choice, float] = field(default_factory=dict, repr=False)
 
     def worth(self, expected: float, noise: float) -> bool:
-        """Whether a point is so much louder than expected that it should be looked into."""
+        """Whether the measured noise of a point exceeds the estimate so much that pairs are searched for."""
         return len(self.correction.seen) > 1 and noise > LOUD * expected and self.looked < _MOST
 
     def find(self, choice: Choice) -> tuple[int, ...]:
-        """Look for the groups that make ``choice`` loud, and correct the estimates; which ones, none where there are many."""
+        """Find the pair of groups whose interaction makes ``choice`` noisy and correct the estimates; empty where many interact."""
         self.looked += 1
         low = [unit for unit in self.units if any(choice[g] != self.base[g] for g in unit)]
         whole = self._excess(choice, low)
@@ -477,7 +477,7 @@ class Interactions:
         return self._known[wanted] - self.correction.plain.of(wanted)
 
     def _together(self, choice: Choice, one: Sequence[int], other: Sequence[int], noise: float) -> tuple[int, ...]:
-        """Two groups make noise together, also at candidates that are coarser still."""
+        """Record the interaction of two groups, also for coarser candidates."""
         first, second = self._of(choice, one), self._of(choice, other)
         size = len(self.candidates)
         extra = np.zeros((size, size))
@@ -503,7 +503,7 @@ class Interactions:
 
 
 def told(groups: Sequence[str], found: Sequence[int]) -> str:
-    """What was found, in a sentence for notes."""
+    """One sentence on the pairs that were found, for the notes."""
     if len(found) == 1:
         return f"what {groups[found[0]]} costs was measured: its estimate was far too low"
     return f"{groups[found[0]]} and {groups[found[1]]} cost far more together than alone; what they do was measured"

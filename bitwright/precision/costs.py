@@ -1,4 +1,4 @@
-"""What a choice of precisions costs: bytes of weights, bit operations, the peak of activations, milliseconds.
+"""Costs of a choice of precisions: bytes of weights, bit operations, peak of activations, milliseconds.
 
 A cost is one or more rows of a table ``[rows, groups, candidates]`` and a constant per row: the cost of a choice is the
 largest of its rows, each the sum of what its groups add. Sums have one row; the peak of activations has one per operator.
@@ -57,7 +57,7 @@ TIMES_FORMAT = "bitwright-times"
 
 
 class Bits:
-    """Bits of every site under a candidate, and of what does not change."""
+    """Bits of every site under a candidate, and of the sites that no search changes."""
 
     def __init__(
         self, sim: Any, groups: Sequence[Group], candidates: Sequence[Candidate], least: Mapping[str, int]
@@ -133,7 +133,7 @@ def bit_ops(bits: Bits, kernels: Mapping[str, Mapping[int, Any]]) -> Cost:
 
 
 def present_costs(sim: Any, times: Any = None) -> dict[str, float]:
-    """All costs of a simulation as it stands; milliseconds where there is a table of them.
+    """All costs of the current simulation; milliseconds where a table of them is given.
 
     Raises:
         ConfigError: the table has no time for the precision of a layer.
@@ -193,7 +193,7 @@ def activation_bytes(bits: Bits) -> Cost:
 
 
 def _needed(table: Floats, fixed: Floats) -> tuple[Floats, Floats]:
-    """Without rows that another one is at least as large as at every choice."""
+    """Drop rows that another row dominates at every choice."""
     order = np.argsort(-(table.max(2, initial=0.0).sum(1) + fixed), kind="stable")
     kept: list[int] = []
     for i in order:
@@ -241,7 +241,7 @@ def _rows_of(times: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def timed(sim: Any, times: Mapping[str, Any]) -> tuple[str, ...]:
-    """The presets that every row of a table has which counts for a simulation.
+    """The presets for which every row of the table that applies to the simulation has a time.
 
     Raises:
         ConfigError: there is none.

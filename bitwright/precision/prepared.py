@@ -1,4 +1,4 @@
-"""Every precision of every quantizer made ready once, so that a trial only sets one of them.
+"""Prepare every precision of every quantizer once, so that a trial only selects them.
 
 Weights of fewer bits are rounded with error feedback (ranges by ``seq_mse`` below 8 bits, then ``gptq``), all of them at each
 width, and kept; activations keep the encodings that follow from their statistics. These weights make up for errors of their
@@ -83,7 +83,7 @@ class PreparedPrecisions:
         self.restore()
 
     def restore(self) -> None:
-        """Bring the simulation back to what it was."""
+        """Restore the simulation to its state before the search."""
         self._base()
         for site, tensor in self._original.items():
             self.steps.set_weight(site, tensor)
@@ -162,7 +162,7 @@ class PreparedPrecisions:
             )  # fmt: skip
 
     def fit(self, choice: Sequence[int]) -> None:
-        """Set a candidate at every group, and round weights once more, each layer seeing the errors of those before it."""
+        """Set a candidate at every group, then round the weights again, each layer with the errors of those before it as input."""
         self.apply(choice)
         if not self._rounding:
             return
@@ -210,12 +210,12 @@ class PreparedPrecisions:
                 self._states[name, self._spec(name, self.candidates[c])]()
 
     def same(self, group: int, one: int, other: int) -> bool:
-        """Whether two candidates make the same of a group."""
+        """Whether two candidates give a group the same precision."""
         a, b = self.candidates[one], self.candidates[other]
         return all(self._spec(name, a) == self._spec(name, b) for name in self.groups[group].sites)
 
     def errors(self, candidate: int, batches: Iterable[Any], *, samples: int, seed: int) -> OutputErrors:
-        """What each quantizer costs the outputs with every group at ``candidate``; groups that may not have it stay."""
+        """Output error of each quantizer with every group at ``candidate``; groups that cannot have it are unchanged."""
         self.restore()
         rounded: dict[str, Tensor] = {}
         for i, group in enumerate(self.groups):
@@ -233,11 +233,11 @@ class PreparedPrecisions:
 
 
 class _NoRange(Exception):
-    """No range follows from what was seen."""
+    """Raised where statistics give no range."""
 
 
 def _regrid(site: Site, spec: QuantSpec) -> None:
-    """Another grid of the range that was given, where no data was seen."""
+    """Recompute the grid from the stored range where there are no statistics."""
     from bitwright.core.numerics import affine
 
     encoding = site.quantizer.required

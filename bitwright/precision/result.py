@@ -1,4 +1,4 @@
-"""What a search for precisions is asked for, the points that it has measured so far, and the result that it returns."""
+"""Goal, measured points and result of a search for mixed precision."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Point:
 
 @dataclass(frozen=True)
 class MixedPrecision(Tabular):
-    """What :func:`bitwright.mixed_precision` returns.
+    """Result of :func:`bitwright.mixed_precision`.
 
     Attributes:
         sim: the simulation, with the chosen precisions.
@@ -83,12 +83,12 @@ class MixedPrecision(Tabular):
 
     @property
     def met(self) -> bool:
-        """Whether a point met what was asked for."""
+        """Whether a point meets the goal."""
         return self.chosen is not None
 
     @property
     def front(self) -> tuple[Point, ...]:
-        """The measured points that no other one beats in both the cost and what was measured."""
+        """The Pareto front of the measured points."""
         return tuple(p for p in self.points if p.front)
 
     @property
@@ -158,7 +158,7 @@ def _short(value: float) -> str:
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinities: they are null."""
+    """Replace infinities, which JSON lacks, by null."""
     return {k: None if isinstance(v, str) and v in ("inf", "-inf", "nan") else v for k, v in row.items()}
 
 
@@ -172,7 +172,7 @@ def confirmed(points: Iterable[P], order: Callable[[P], Any], passes: Callable[[
 
 
 def decibel(noise: float) -> float:
-    """SQNR of a ratio of noise to signal."""
+    """SQNR in dB of a noise-to-signal ratio."""
     return math.inf if noise <= 0 else -10 * math.log10(noise)
 
 
@@ -188,7 +188,7 @@ _LEAST = 0.02  # excess of a point that lost nothing
 
 @dataclass
 class Seen:
-    """A point that was measured.
+    """A measured point.
 
     Attributes:
         choice: a candidate per group.
@@ -209,7 +209,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Goal:
-    """What is asked for.
+    """Goal of a search.
 
     Attributes:
         cost: what is to be small.
@@ -229,7 +229,7 @@ class Goal:
 
     @property
     def quality(self) -> bool:
-        """Whether the cheapest of the good points is wanted, not the best within the budget."""
+        """Whether the search is for the cheapest good point, not the best within a budget."""
         return self.min_sqnr is not None or (self.metric is not None and self.metric.allowed is not None)
 
     @property
@@ -238,11 +238,11 @@ class Goal:
         return math.inf if self.min_sqnr is None else 10 ** (-self.min_sqnr / 10)
 
     def good(self, seen: Seen) -> bool:
-        """Whether a point keeps within what is allowed, beyond doubt by the samples that choose."""
+        """Whether a point meets the goal with the confidence asked for, on the samples that choose."""
         return self.within(seen, seen.bound)
 
     def within(self, seen: Seen, drop: float) -> bool:
-        """Whether a point keeps within what is allowed, if its metric drops by ``drop``."""
+        """Whether a point meets the goal if its metric drops by ``drop``."""
         if self.min_sqnr is not None and decibel(seen.noise) < self.min_sqnr:
             return False
         if self.metric is None or self.metric.allowed is None:
@@ -261,7 +261,7 @@ class Goal:
         return self.within(seen, self.metric.bound(seen.score, high))
 
     def excess(self, seen: Seen) -> float:
-        """How often a point uses up what is allowed; more than 1 where it is not good."""
+        """Ratio of a point's loss to the allowed loss; above 1 where it is not good."""
         found = [seen.noise / self.most_noise]
         if self.metric is not None and self.metric.allowed is not None and seen.score is not None:
             lost, allowed = max(seen.bound, 0.0), self.metric.allowed
@@ -269,7 +269,7 @@ class Goal:
         return max(*found, _LEAST)
 
     def rank(self, seen: Seen) -> tuple[float, ...]:
-        """The smaller the better, among points within the budget."""
+        """Sort key among points within the budget; lower is better."""
         if self.quality:
             return (0.0, seen.cost, seen.noise) if self.good(seen) else (1.0, seen.drop, seen.noise)
         return (seen.drop, seen.noise) if self.metric is not None else (seen.noise,)
@@ -277,7 +277,7 @@ class Goal:
 
 @dataclass
 class Book:
-    """The points measured so far.
+    """Record of the measured points.
 
     Attributes:
         goal: what they are measured against.
@@ -290,7 +290,7 @@ class Book:
     best: Seen | None = None
 
     def add(self, point: Seen) -> bool:
-        """Whether it is the best so far."""
+        """Add a point; returns whether it is the best so far."""
         self.seen[point.choice] = point
         if self.best is None or self.goal.rank(point) < self.goal.rank(self.best):
             self.best = point
@@ -298,5 +298,5 @@ class Book:
         return False
 
     def good(self) -> list[Seen]:
-        """Those that keep within what is allowed."""
+        """The points that meet the goal."""
         return [p for p in self.seen.values() if self.goal.good(p)]

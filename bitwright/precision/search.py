@@ -41,7 +41,7 @@ from bitwright.precision.result import Book, Goal, MixedPrecision, Point, Seen, 
 
 
 def last_word(book: Book) -> tuple[Seen | None, dict[str, Any] | None]:
-    """The cheapest good point that the samples held back confirm, and the interval of its drop there.
+    """The cheapest good point that the held-back samples confirm, with the interval of its drop on them.
 
     No point is added to a search after this test: see :func:`confirmed`.
     """
@@ -72,7 +72,7 @@ def last_word(book: Book) -> tuple[Seen | None, dict[str, Any] | None]:
 
 
 def why_none(book: Book) -> str:
-    """Why no point is the result."""
+    """The reason why no point meets the goal."""
     goal = book.goal
     if not any(goal.within(p, p.drop) for p in book.seen.values()):
         return "no point keeps within what is allowed; the simulation has the best one"
@@ -114,7 +114,7 @@ class Proposals:
     book: Book
 
     def points(self) -> Iterable[Choice]:
-        """All of them; whoever asks for the next one has measured the last."""
+        """Yield the points to measure; the caller measures each before it asks for the next."""
         goal, seen = self.book.goal, self.book.seen
         if not goal.quality:  # the quietest choice by the estimates as corrected so far, until it stays the same
             while (quietest := self._quietest(self.correction.noise())) is not None and quietest not in seen:
@@ -130,7 +130,7 @@ class Proposals:
         yield from self._single()
 
     def _between(self) -> Iterable[Choice]:
-        """Close in on the noise at which points cease to be good; each time the cheapest choice below it."""
+        """Bisect the noise at which points cease to be good; each step takes the cheapest choice below it."""
         seen, tries = self.book.seen, 0
         while tries < _TRIES:
             noise = self.correction.noise()
@@ -172,7 +172,7 @@ class Proposals:
         return (choice for choice in found if choice is not None)
 
     def _bracket(self, noise: Cost) -> tuple[Seen | None, Seen | None]:
-        """The good point with the most noise, and the bad one with the least that has more."""
+        """The noisiest good point, and the least noisy bad point above it."""
 
         def loud(point: Seen) -> float:
             return noise.of(point.choice)
@@ -183,7 +183,7 @@ class Proposals:
         return good, min(above, key=loud, default=None)
 
     def _aim(self, noise: Cost, good: Seen | None, bad: Seen | None) -> float:
-        """The noise at which the loss should be what is allowed: on a line through the logarithms of two points.
+        """The noise at which the predicted loss equals the allowed one: log-log interpolation between two points.
 
         A loss grows about as the noise does while both are small, which gives the line where there is one point only.
         """
@@ -344,7 +344,7 @@ class Explorer:
             )
 
     def _measure_alone(self, unknown: Sequence[str]) -> None:
-        """The noise of groups that there is no estimate of: each alone at its candidates, the others at the most bits."""
+        """Measure groups without an estimate: one at a time at each candidate, the others at the most bits."""
         base = self._best()
         quiet = self.noise(base, fitted=False)
         for i, group in enumerate(self.groups):
@@ -359,7 +359,7 @@ class Explorer:
         self.prepared.restore()
 
     def correction(self) -> Correction:
-        """The estimates, before anything was seen."""
+        """The estimates before any measurement."""
         order = [[i for i, c in enumerate(self.candidates) if coarser(c, of)] for of in self.candidates]
         return Correction(self._table.copy(), coarser=order)
 
@@ -392,12 +392,12 @@ class Explorer:
             self.prepared.fit(choice)
 
     def measure(self) -> float:
-        """Noise over signal of the outputs of what is set."""
+        """Noise-to-signal ratio of the outputs of the current state."""
         return self._noise.measure()
 
     @property
     def measurements(self) -> int:
-        """How often the outputs were measured."""
+        """Number of measurements of the outputs so far."""
         return self._noise.runs
 
     def bounds(self, cost: str, budget: float | Mapping[str, float] | None) -> dict[str, float]:
@@ -439,7 +439,7 @@ class Explorer:
     # -- searching
 
     def run(self, goal: Goal, save: Callable[[], None]) -> MixedPrecision:
-        """Measure points until nothing more can be learnt, or there is no more to spend."""
+        """Measure points until no candidate can improve the result, or the budget is spent."""
         book, correction = Book(goal), self.correction()
         self._before = self._noise.runs
         units = sorted([*ties(self.groups), *([i] for i, g in enumerate(self.groups) if not g.tie)])
@@ -468,7 +468,7 @@ class Explorer:
         return tuple(best if best in g.candidates else g.candidates[-1] for g in self.groups)
 
     def _look_into(self, choice: Choice, together: Interactions) -> None:
-        """Find out which groups make a point louder than expected; these measurements are not counted as evaluations."""
+        """Find the groups that make a point noisier than predicted; these measurements do not count as evaluations."""
         before = self._noise.runs
         found = together.find(choice)
         self._before += self._noise.runs - before
@@ -477,7 +477,7 @@ class Explorer:
             logger.info("%s", self.notes[-1])
 
     def _spent(self, goal: Goal) -> str:
-        """Why the search has to end here; empty where it goes on."""
+        """The reason why the search ends here; empty where it continues."""
         used = goal.metric.evaluations if goal.metric is not None else self._noise.runs - self._before
         longest = goal.metric.seconds if goal.metric is not None else 0.0
         left = math.inf if self._deadline is None else self._deadline - (time.monotonic() - self._begin)
@@ -486,7 +486,7 @@ class Explorer:
         return OUT_OF_TIME if left < longest or left < 0 else ""
 
     def _measure(self, choice: Choice, book: Book, correction: Correction) -> bool:
-        """Measure one point; whether it is the best so far."""
+        """Measure one point; returns whether it is the best so far."""
         goal, metric = book.goal, book.goal.metric
         point = Seen(choice, self.costs[goal.cost].of(choice), self.noise(choice))
         correction.see(choice, point.noise)
@@ -583,7 +583,7 @@ class Explorer:
 
 
 def _up(value: float, digits: int = 6) -> float:
-    """``value`` rounded up, so that who asks for what is printed gets it."""
+    """``value`` rounded up, so that the printed number works as a bound."""
     unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 1.0
     return math.ceil(value / unit * (1 - 1e-12)) * unit
 
@@ -717,7 +717,7 @@ def mixed_precision(
 def check_options(
     metric: Any, allowed_drop: Any, min_sqnr: float | None, deadline: float | None, confidence: float, **of_metric: Any
 ) -> None:
-    """What a search is asked for, as far as it can be told before it begins.
+    """Check the options of a search before it begins.
 
     Args:
         of_metric: ``lower_is_better``, ``labels`` and ``evaluation_data``.
@@ -744,7 +744,7 @@ def check_options(
 
 
 def _check_of_metric(metric: Any, given: Sequence[str]) -> None:
-    """Refuse options of the other kind of metric, which would be passed over in silence."""
+    """Refuse options that the given kind of metric does not use."""
     data = [name for name in given if name != "lower_is_better"]
     if callable(metric) and data:
         raise ConfigError(

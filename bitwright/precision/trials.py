@@ -1,4 +1,4 @@
-"""The trials of an automatic search: which there are, how one is carried out, where, and its folder.
+"""Trials of an automatic search: their list, how and where one runs, and its folder.
 
 Fixed trials come first, from cheap to dear, then those that the analysis of the first one suggests. They run in this process, in
 local worker processes, or on a Ray cluster.
@@ -69,7 +69,7 @@ class Trial:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Trial:
-        """What :meth:`to_dict` gave, as JSON has it."""
+        """Build one from the data of :meth:`to_dict`."""
         recipe = plain["recipe"]
         return cls(**{**plain, "recipe": None if recipe is None else tuple(recipe), "mixed": tuple(plain["mixed"])})
 
@@ -138,7 +138,7 @@ _QUALITY = (
 
 @dataclass(frozen=True)
 class Job:
-    """What every trial of a search needs; plain enough to be sent to another process.
+    """Data and options shared by the trials of a search; can be sent to another process.
 
     Attributes:
         model: as the user gave it.
@@ -157,7 +157,7 @@ class Job:
 
     @cached_property
     def float_side(self) -> FloatSide:
-        """The float model: what every trial is compared with; made once per process."""
+        """The float model's metric and outputs, with which trials are compared; computed once per process."""
         return FloatSide(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class FloatSide:
             )
 
     def check_metric(self) -> None:
-        """Put the metric to outputs that are noise.
+        """Check the metric on outputs that are noise.
 
         Raises:
             ConfigError: it does not tell them from those of the float model, or calls them better.
@@ -202,7 +202,7 @@ class FloatSide:
 
 
 def run_trial(job: Job, trial: Trial, given_up: str = "") -> None:
-    """Carry out a trial and put its folder in place; one that fails has a folder that says why.
+    """Run a trial and write its folder; the folder of a failed trial holds the reason.
 
     Args:
         given_up: why the trial cannot be carried out: its folder says that.
@@ -237,7 +237,7 @@ def run_trial(job: Job, trial: Trial, given_up: str = "") -> None:
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C caused an error: extensions of Python turn it into errors of their own."""
+    """Whether Ctrl-C caused an error; extension modules convert it into errors of their own."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         if isinstance(error, KeyboardInterrupt):
@@ -270,7 +270,7 @@ def _simulated(job: Job, trial: Trial) -> tuple[Any, dict[str, Any]]:
 
 
 def _left(job: Job) -> float | None:
-    """Seconds until the search has to end."""
+    """Seconds until the deadline of the search."""
     return None if job.until is None else max(job.until - time.time(), 0.0)
 
 
@@ -331,12 +331,12 @@ def read_trial(folder: Path, name: str, trial: Trial | None = None) -> dict[str,
 
 
 def _plain(trial: Any) -> Any:
-    """A trial as JSON has it; what it is for decides nothing."""
+    """A trial as plain JSON data, without its ``why``."""
     return json.loads(json.dumps({k: v for k, v in (trial or {}).items() if k != "why"}))
 
 
 def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
-    """What a search wrote.
+    """Read the state file of a search.
 
     Raises:
         ConfigError: the file is damaged.
@@ -349,7 +349,7 @@ def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left."""
+    """Remove unfinished folders of killed processes."""
     trials = folder / "trials"
     for path in trials.iterdir() if trials.is_dir() else ():
         if path.name.startswith(_PARTIAL):
@@ -357,7 +357,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def identity(model: Any, data: Sequence[Any], options: Mapping[str, Any]) -> dict[str, str]:
-    """What a folder belongs to: hashes of the model, of the data, and the options that decide results."""
+    """Identity of a search folder: hashes of the model and the data, and the options that decide results."""
     files = ("config_file", "times")
     plain = {k: _text(v) for k, v in options.items() if k not in ("labels", "evaluation_data", *files)}
     plain.update({name: _hash_of_file(options[name]) for name in files})
@@ -399,7 +399,7 @@ def _model_hash(model: Any) -> str:
 
 
 def _without_weights(proto: Any) -> bytes:
-    """The graph of a model; its large weights are looked at by themselves."""
+    """The model without its large weights, which are hashed apart."""
     for tensor in proto.graph.initializer:
         for field in ("raw_data", "external_data", "data_location"):
             tensor.ClearField(field)
@@ -418,7 +418,7 @@ def _module_hash(model: Any) -> str:
 
 
 def claim(folder: Path, mine: Mapping[str, str]) -> None:
-    """Note what the folder belongs to, or check it.
+    """Record the identity of a search in its folder, or check it.
 
     Raises:
         ConfigError: it belongs to a search of something else.
@@ -457,14 +457,14 @@ Executor = Callable[[Job, Iterable[Trial], int], Iterator[Trial]]
 
 
 def in_process(job: Job, trials: Iterable[Trial], workers: int) -> Iterator[Trial]:
-    """One after the other, here."""
+    """Run trials one after the other in this process."""
     for trial in trials:
         run_trial(job, trial)
         yield trial
 
 
 def in_workers(job: Job, trials: Iterable[Trial], workers: int) -> Iterator[Trial]:
-    """In local processes; trials of a process that is lost run again, each in a process of its own."""
+    """Run trials in local processes; those of a process that dies run again, each in a process of its own."""
     _check_sendable(job)
     source = iter(trials)
     while lost := (yield from _in_a_pool(job, source, workers)):
@@ -479,7 +479,7 @@ def _pool(workers: int) -> ProcessPoolExecutor:
 
 
 def _in_a_pool(job: Job, source: Iterator[Trial], workers: int) -> Generator[Trial, None, list[Trial]]:
-    """Carry out trials until there are no more, or a process is lost; returns those that ran then."""
+    """Run trials until none is left or a process dies; returns those that were running then."""
     started: list[Trial] = []
     running: dict[Future[None], Trial] = {}
     with _pool(workers) as pool:
@@ -503,7 +503,7 @@ def _in_a_pool(job: Job, source: Iterator[Trial], workers: int) -> Generator[Tri
 
 
 def _alone(job: Job, trial: Trial) -> None:
-    """Carry out a trial whose process was lost; where that happens again and again, its folder says so."""
+    """Run a trial again whose process died; after repeated deaths its folder records the failure."""
     for _ in range(_ATTEMPTS - 1):
         with _pool(1) as pool:
             try:
@@ -527,7 +527,7 @@ def _check_sendable(job: Job) -> None:
 
 
 def on_ray(job: Job, trials: Iterable[Trial], workers: int) -> Iterator[Trial]:
-    """As Ray tasks, which Ray repeats when a worker is lost; the folder has to be visible to all of them.
+    """Run trials as Ray tasks, which Ray repeats when a worker is lost; all workers need access to the folder.
 
     Raises:
         ConfigError: Ray is not installed.
