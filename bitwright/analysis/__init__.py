@@ -1,4 +1,4 @@
-"""Which layer and which quantizer cost the accuracy, why, and what helps; for simulations of both front ends."""
+"""Find the layers and quantizers that cost accuracy, the causes, and the remedies; for simulations of both front ends."""
 
 from bitwright.lazy import published
 

@@ -1,4 +1,4 @@
-"""``bitwright.analyze``: sensitivity of every site and layer, where error is made, why, and what helps."""
+"""``bitwright.analyze``: sensitivity of every site and layer, where error arises, its causes and remedies."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _layers(
 
 
 def _total(names: Sequence[str], sites: Mapping[str, SiteRow]) -> float | None:
-    """What sites cost together, as if their errors had nothing in common."""
+    """Summed cost of sites; their errors are taken as uncorrelated."""
     known = [sites[n].cost for n in names if sites[n].noise is not None or sites[n].only_db is not None]
     return sum(known) if known else None
 
@@ -142,7 +142,7 @@ def _add_errors(row: LayerRow, errors: LayerErrors, subject: Subject) -> None:
 def group_rows(
     groups: Mapping[str, Sequence[str]], sites: Mapping[str, SiteRow], pairs: Mapping[str, Pair]
 ) -> tuple[GroupRow, ...]:
-    """Groups as they were asked for; columns that were not measured are empty."""
+    """Rows of the requested groups; columns that were not measured are empty."""
     found = []
     for name, held in groups.items():
         row = GroupRow(name, tuple(held), _total(held, sites))
@@ -154,7 +154,7 @@ def group_rows(
 
 
 def group_target(name: str) -> str:
-    """What a group is called among targets: none of these is a site's name."""
+    """Key of a group among targets; never equal to the name of a site."""
     return f"group: {name}"
 
 
@@ -186,7 +186,7 @@ def analyze(
     progress: bool = True,
     seed: int = 0,
 ) -> Analysis:
-    """Find which layers and which quantizers cost the accuracy of a simulation, and why.
+    """Find the layers and quantizers that cost a simulation its accuracy, and the causes.
 
     Args:
         sim: a calibrated simulation of either front end; as it was afterwards.
@@ -249,7 +249,7 @@ def analyze(
 
 @dataclass
 class _Run:
-    """The stages of an analysis, and what they found."""
+    """Stages of an analysis and their results."""
 
     subject: Subject
     model: SimulatedModel | None
@@ -267,7 +267,7 @@ class _Run:
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def fast(self, few: Sequence[Any], samples: int, seed: int) -> None:
-        """Estimate all sites, and look at the errors of every layer."""
+        """Estimate the cost of all sites and measure the errors of every layer."""
         if self.model is None:
             return
         from bitwright.analysis.layer_errors import observe
@@ -279,7 +279,7 @@ class _Run:
         self.passes += self._share(few) * (5 + self.seen.runs / max(self.seen.steps, 1))
 
     def totals(self) -> None:
-        """Outputs and metric of the whole model on all data, or on as much as the time allows."""
+        """Measure outputs and metric of the whole model on all data, or on as much as the time allows."""
         try:
             pairs = list(zip(self.batches, self.judge.labels, strict=True))
             for batch, labels in bar(pairs, "outputs", self.show):
@@ -299,7 +299,7 @@ class _Run:
         self.passes += 2 * self.judged_rows / self._rows(self.batches)
 
     def exact(self, few: Sequence[Any], kept: Kept, budget: int, named: Mapping[str, tuple[str, ...]]) -> None:
-        """Measure what the mode asks for."""
+        """Measure the targets of the mode."""
         from bitwright.analysis.sensitivity import Sensitivity
 
         if self.ended:
@@ -323,7 +323,7 @@ class _Run:
     def _targets(
         self, named: Mapping[str, tuple[str, ...]]
     ) -> tuple[dict[str, frozenset[str]], dict[str, frozenset[str]]]:
-        """Quantizers, those that cost most first, and groups."""
+        """Quantizers, most costly first, and groups."""
         sites = self.subject.sites
         together = self.subject.sharing
         unique = {names[0]: names for name, names in together.items() if sites[name].enabled}
@@ -336,7 +336,7 @@ class _Run:
         return picked, {group_target(n): frozenset(held) for n, held in self.groups.items()}
 
     def _chosen(self, unique: Mapping[str, tuple[str, ...]]) -> list[str]:
-        """The quantizers to measure: those without an estimate first, then those that cost most."""
+        """The quantizers to measure: those without an estimate first, then the most costly ones."""
         noise = self._noise
         cost = {name: max(noise.get(n, 0.0) for n in names) for name, names in unique.items()}
         estimated = [name for name, names in unique.items() if not noise.keys().isdisjoint(names)]
@@ -361,7 +361,7 @@ class _Run:
 
     @property
     def ended(self) -> bool:
-        """Whether Ctrl-C or the deadline ended it before the last stage."""
+        """Whether Ctrl-C or the deadline ended the analysis early."""
         return any(note.startswith("ended by") for note in self.notes)
 
     def _end(self, what: str, more: str = "") -> None:
@@ -375,7 +375,7 @@ class _Run:
         return max(1, sum(map(rows_of, batches)))
 
     def result(self, named: Mapping[str, tuple[str, ...]]) -> Analysis:
-        """The rows."""
+        """Build the analysis from the measurements."""
         pairs = {} if self.found is None else self.found.pairs
         metrics = {} if self.found is None else self.found.metrics
         seen = {} if self.seen is None else self.seen.sites
@@ -414,7 +414,7 @@ def _check_options(mode: str, samples: int, memory_budget: int | None) -> None:
 
 
 def _steps_of(subject: Subject, batch: Any) -> tuple[SimulatedModel | None, str]:
-    """The simulation as steps; or none, and why its calls cannot be run one by one."""
+    """The simulation as steps, or ``None`` with the reason why it cannot be run step by step."""
     model = subject.steps()
     try:
         model.program(batch)
@@ -424,7 +424,7 @@ def _steps_of(subject: Subject, batch: Any) -> tuple[SimulatedModel | None, str]
 
 
 def _check_outputs(subject: Subject, batch: Any) -> list[str]:
-    """Refuse models whose outputs cannot be compared; a note where float runs differ a little."""
+    """Refuse models whose outputs cannot be compared; add a note where two float runs differ slightly."""
     once = [np.array(y) for y in subject.outputs(batch, True)]
     if not any(y.dtype.kind == "f" and y.size for y in once):
         kinds = ", ".join(sorted({y.dtype.name for y in once})) or "none"
@@ -457,7 +457,7 @@ def _finite(one: Array, other: Array) -> tuple[Array, Array]:
 
 
 def _name(subject: Subject, batches: Sequence[Any], metric: Any, mode: str) -> str:
-    """A fingerprint of everything that measurements depend on."""
+    """Fingerprint of everything on which the measurements depend."""
 
     def parts() -> Iterable[bytes]:
         yield f"{mode} {metric if isinstance(metric, str) else metric_name(metric)}".encode()

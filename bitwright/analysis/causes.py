@@ -1,12 +1,12 @@
-"""Why a layer makes much error: rules on what was measured at its sites, and the remedies that the product has.
+"""Causes of a layer's error: rules on the statistics of its sites, and the remedies that are available.
 
 A rule looks at one site, or at the layer, and says nothing or gives a :class:`~bitwright.analysis.result.Cause`. The site
 that costs the outputs most is asked first.
 
 Remedies of the float model: each is measured on a simulation of its own, of a copy of the model that it has changed.
 
-What it brings is told against a simulation of the copy as it is, made under the same rules, asked for the same at every site
-and calibrated on the same data, so that the difference is the remedy's alone.
+Its gain is measured against a simulation of the unchanged copy with the same rules, the same specs at every site and the same
+calibration data, so that the difference comes from the remedy alone.
 
 Trying what the causes suggest: each remedy is applied to the simulation, measured, and kept only while it is the best.
 """
@@ -99,7 +99,7 @@ _HARMLESS = frozenset(("passes_on", "dead_channels"))
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a rule is asked about."""
+    """Input of a rule: a layer with the statistics of one of its sites."""
 
     layer: LayerRow
     op: Op
@@ -123,7 +123,7 @@ def causes_of(
     errors: Mapping[str, LayerErrors],
     reciprocals: Mapping[str, str],
 ) -> tuple[Cause, ...]:
-    """The causes that hold for a layer, the one that costs most first; each kind of cause once.
+    """The causes found for a layer, most costly first; each kind of cause once.
 
     Args:
         layer, subject: the layer, and its simulation.
@@ -169,7 +169,7 @@ def _rounding(
     ranked: Sequence[str],
     values: Mapping[str, SiteValues],
 ) -> Cause | None:
-    """Of a layer that costs much and shows nothing unusual: whether what follows enlarges its error, or it is plain rounding."""
+    """Cause of a costly layer with ordinary statistics: later operators amplify its error, or it is plain rounding."""
     name = next((n for n in ranked if rows[n].enabled), None)
     if name is None or rows[name].bits is None:
         return None
@@ -201,7 +201,7 @@ def _cause(key: str, seen: _Seen, text: str, remedies: tuple[str, ...], **eviden
 
 
 def _is_of_the_grid(spec: QuantSpec | None) -> bool:
-    """Whether a grid does not reach the largest values by its rule: a symmetric one of 2 or 3 bits, from the extremes."""
+    """Whether the grid clips by definition: a symmetric one of 2 or 3 bits whose range comes from the extremes."""
     if spec is None or not isinstance(spec.format, IntFormat) or spec.format.bits > 3 or spec.fixed_range is not None:
         return False
     return spec.symmetry == "symmetric" and spec.method.name == "minmax"
@@ -344,7 +344,7 @@ def _difference(seen: _Seen) -> Cause | None:
 
 
 def _balance(seen: _Seen) -> str:
-    """What moves scales between the channels of an activation: between convolutions, or in front of linear layers."""
+    """The remedy that balances channels: equalization between convolutions, smoothing before linear layers."""
     place = seen.site.channels.place
     return "equalize" if place is not None and place.axis < -1 else "smooth"
 
@@ -456,7 +456,7 @@ Measured = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Measures what changes of the float model bring.
+    """Measures the gain of changes to the float model.
 
     Attributes:
         subject: the simulation; it is left as it is.
@@ -473,7 +473,7 @@ class Adjustment:
     clock: Clock
 
     def rows(self, layers: Sequence[LayerRow]) -> tuple[list[RemedyRow], list[str]]:
-        """A row per remedy of the float model that the causes of ``layers`` suggest; and why others have none."""
+        """One row per remedy of the float model that the causes of ``layers`` suggest, and the reasons why others have none."""
         rows: list[RemedyRow] = []
         notes: list[str] = []
         asked = {name: _asking(name, layers) for name in METHODS}
@@ -497,7 +497,7 @@ class Adjustment:
         return rows, notes
 
     def _with(self, name: str) -> Measured | str:
-        """The figures with a remedy; or why it changes nothing."""
+        """The figures with a remedy, or the reason why it changes nothing."""
         sim = self.subject.sim
         if sim.repairs:
             return "repairs of the simulation are not part of its float model"
@@ -546,7 +546,7 @@ _NAMES = ("per_channel", "8_bits", "16_bits", "minmax", "mse", "seq_mse", "gptq"
 
 @dataclass(frozen=True)
 class Trials:
-    """What remedies are tried with.
+    """Inputs of the trials of remedies.
 
     Attributes:
         subject, model: the simulation, and its steps; ``None`` where it has none.
@@ -628,7 +628,7 @@ def try_remedies(
 
 
 def _layers(trials: Trials, layers: Sequence[LayerRow], notes: list[str], clock: Clock) -> list[RemedyRow]:
-    """Try what the causes of layers suggest, layer after layer; the simulation keeps the best."""
+    """Try the suggested remedies layer by layer; the simulation keeps the best."""
     rows: list[RemedyRow] = []
     now = None
     for layer in layers:
@@ -645,7 +645,7 @@ def _layers(trials: Trials, layers: Sequence[LayerRow], notes: list[str], clock:
 def _layer(
     trials: Trials, layer: LayerRow, before: tuple[float, float | None], notes: list[str], clock: Clock
 ) -> tuple[list[RemedyRow], tuple[float, float | None]]:
-    """Try what one layer's causes suggest, and leave the best of it."""
+    """Try the remedies suggested for one layer and keep the best."""
     rows: list[RemedyRow] = []
     best, again = before, None
     restore = trials.subject.remember(parameters=True)
@@ -690,7 +690,7 @@ def _suggested(trials: Trials, layer: LayerRow) -> Iterator[tuple[str, Site]]:
 
 
 def _apply(trials: Trials, remedy: str, site: Site) -> bool:
-    """Carry a remedy out; whether there was anything to do."""
+    """Apply a remedy; returns whether it changed anything."""
     if remedy in ("seq_mse", "gptq"):
         return _choose(trials, remedy, site)
     return _SITE_REMEDIES[remedy](trials, site)

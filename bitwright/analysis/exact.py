@@ -1,4 +1,4 @@
-"""What quantizers cost the outputs, measured: with only some of them, and with all but them.
+"""Measure the output error of quantizers: with only some of them enabled, and with all but them.
 
 The values of a float run and of a quantized run are kept. With only one site quantized, everything before it is as in the
 float run; with all but one, as in the quantized run. So only steps run again that read a changed value, and a change that a
@@ -44,7 +44,7 @@ class Measured:
     values: list[Array] = field(default_factory=list)
 
     def add(self, wanted: Sequence[Array], found: Sequence[Array]) -> None:
-        """One batch; what is not finite in float, or of another shape, is left out."""
+        """Add a batch; values that are not finite in float, or of another shape, are left out."""
         for i, (w, f) in enumerate(zip(wanted, found, strict=True)):
             if is_judged(w, f):
                 noise, signal = noise_and_signal(w, f)
@@ -167,7 +167,7 @@ class Replay:
 
 
 class Exact:
-    """Measures targets: sets of sites.
+    """Measures the output error of targets, which are sets of sites.
 
     Args:
         model: a calibrated simulation.
@@ -251,7 +251,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _array(value: Any) -> Array:
-    """An output as numbers; a sequence has none."""
+    """An output as an array; ``None`` for a sequence."""
     if not isinstance(value, Tensor):
         return np.empty(0, np.int64)
     half = (torch.float16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""How sure a difference of two metrics is: paired intervals, and how many samples would show it.
+"""Confidence intervals of the difference of two metrics over paired samples, and the number of samples that would show it.
 
 Float and quantized model answer the same samples, so their values are compared pair by pair. Of right and wrong answers only
 those count on which the two disagree: McNemar's test, in its exact form. Of other numbers the mean difference is taken, and
@@ -185,7 +185,7 @@ def _worse(estimate: float, better: Better) -> str:
 
 
 def _rounded(n: int) -> str:
-    """Two digits: more would be pretended."""
+    """Round to two significant digits, which is what the estimate supports."""
     digits = 10 ** max(0, len(str(n)) - 2)
     return f"{math.ceil(n / digits) * digits:,}"
 

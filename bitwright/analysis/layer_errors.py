@@ -1,4 +1,4 @@
-"""Where error is made and where it only passes: every step in float and quantized, side by side, in one pass over data.
+"""Separate the error that each step adds from the error it passes on: float and quantized runs side by side, in one pass.
 
 Each step runs four times: in float and quantized, on what the float steps before it made and on what the quantized ones
 made. Steps without quantizers run twice. Values live as long as a later step reads them, so memory is that of two runs.
@@ -210,7 +210,7 @@ class SiteValues:
 
     @property
     def noise(self) -> float:
-        """What the site's quantizer adds, over the power of the values; 0 of zeros."""
+        """Noise of the site's quantizer over the power of the values; 0 for zeros."""
         return (self.round_noise + self.clip_noise) / self.power if self.power else 0.0
 
     @property
@@ -288,7 +288,7 @@ class Ratio:
     signal: float = 0.0
 
     def add(self, wanted: Any, found: Any) -> None:
-        """The error of ``found``; what is not finite in ``wanted``, or of another shape, is left out."""
+        """Add the error of ``found``; values that are not finite in ``wanted``, or of another shape, are left out."""
         if not isinstance(wanted, Tensor) or not wanted.is_floating_point() or wanted.shape != found.shape:
             return
         reference = wanted.detach().float().flatten()
@@ -330,12 +330,12 @@ class LayerErrors:
 
     @property
     def root_mean_square(self) -> float:
-        """Of what it makes in float."""
+        """Root mean square of its float output."""
         return math.sqrt(self.after.signal / self.elements) if self.elements else 0.0
 
 
 class Lockstep:
-    """Runs batches and gathers what every layer and site shows.
+    """Runs batches and accumulates statistics of every layer and site.
 
     Args:
         model: a calibrated simulation.
@@ -415,7 +415,7 @@ class Lockstep:
             self._add(name, made[index])
 
     def _see_inside(self, step: Step, real: State, constants: Mapping[int, Tensor]) -> None:
-        """What passes the quantizers inside a recurrent layer, of all steps of time together."""
+        """Observe the quantizers inside a recurrent layer, over all time steps."""
         kept: dict[str, list[Tensor]] = {}
 
         def keep(name: str, x: Tensor) -> Tensor:

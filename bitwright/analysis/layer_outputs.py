@@ -1,4 +1,4 @@
-"""What every layer makes of an input, in float and simulated, written side by side."""
+"""Write the output of every layer for an input, in float and simulated."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def layer_values(sim: Any, batch: Any) -> Iterator[tuple[str, Array, Array]]:
 
 
 def _keep(state: dict[int, Any], step: Any, results: Any, last_read: Mapping[int, int], here: int) -> None:
-    """Let go of what nothing reads any more, and hold what is still read."""
+    """Release values that no later operator reads."""
     for value in step.reads:
         if last_read.get(value) == here:
             state.pop(value, None)
@@ -188,7 +188,7 @@ def names_of_export(folder: Path, prefix: str | None) -> dict[str, str]:
 
 
 class _Names:
-    """Names that files may have, each once."""
+    """Unique file names."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()

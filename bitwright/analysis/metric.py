@@ -1,4 +1,4 @@
-"""What the user judges the model by: a named comparison of outputs, or a function of the model."""
+"""Metrics of a model: a named comparison of outputs, or the user's function of the model."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def named_metric(name: str, labels: Sequence[Any] | Array | None) -> OutputMetri
 
 
 def checked_values(which: str, found: Any) -> Array:
-    """What a user's function returned: a number, or one value per sample.
+    """Check the result of a user's metric: a number, or one value per sample.
 
     Raises:
         ConfigError: it is neither, or not finite.

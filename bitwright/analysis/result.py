@@ -1,4 +1,4 @@
-"""What an analysis found: rows of sites and layers, worst first, and their form as JSON (``docs/analysis.md``)."""
+"""Result of an analysis: rows of sites and layers, worst first, and their JSON form (``docs/analysis.md``)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def noise_of(db: float) -> Noise:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a layer makes much error.
+    """Cause of a layer's error.
 
     Attributes:
         cause: key, one of :data:`bitwright.analysis.causes.CAUSES`.
@@ -107,7 +107,7 @@ class SiteRow:
 
     @property
     def cost(self) -> Noise:
-        """What rows are sorted by: noise at the outputs, measured where it was, else estimated."""
+        """Sort key: noise at the outputs, measured where available, else estimated."""
         if self.only_db is not None:
             return noise_of(self.only_db)
         return self.noise or 0.0
@@ -182,7 +182,7 @@ class MetricRow:
 
 @dataclass
 class Analysis(Tabular):
-    """What :func:`bitwright.analyze` returns.
+    """Result of :func:`bitwright.analyze`.
 
     Attributes:
         model: ``name``, ``front_end``, ``parameters``, ``bytes_float``, ``bytes_quantized``.
@@ -212,7 +212,7 @@ class Analysis(Tabular):
 
     @checks_arguments
     def worst(self, n: int = 5) -> tuple[LayerRow, ...]:
-        """The ``n`` layers that cost most."""
+        """The ``n`` most costly layers."""
         return self.layers[:n]
 
     @checks_arguments
@@ -231,12 +231,12 @@ class Analysis(Tabular):
 
     @property
     def format(self) -> str:
-        """What its dictionary says it is."""
+        """Value of the dictionary's ``format`` key."""
         return FORMAT
 
     @property
     def version(self) -> int:
-        """Of the dictionary's layout."""
+        """Version of the dictionary's layout."""
         return VERSION
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What an analysis measures: the metric of the whole model, and targets switched alone or left out.
+"""Measurements of an analysis: the metric of the whole model, and targets enabled alone or left out.
 
 :class:`Sensitivity` measures a target by running again what it changes (:mod:`bitwright.analysis.exact`), or by switching
 quantizers in the simulation where there are no steps; :class:`Judged` compares the quantized model with the float model, by
@@ -40,7 +40,7 @@ _COARSER = (8.0, 64.0)  # by what steps are widened to see whether a metric depe
 
 @dataclass
 class Judged:
-    """What the whole model is worth.
+    """Metric and output error of the whole model.
 
     Attributes:
         subject: the simulation.
@@ -97,7 +97,7 @@ class Judged:
             self.row = metric_row(metric_name(self.function), self.better, before, after)
 
     def called(self, which: str) -> Array:
-        """The user's function of the model as it stands."""
+        """Call the user's function with the current model."""
         assert self.function is not None
         try:
             found = self.function(self.subject.runnable())
@@ -112,7 +112,7 @@ class Judged:
         return checked_values(which, found)
 
     def _coarse(self, factor: float) -> Array:
-        """The user's function of the model with wider steps on every grid."""
+        """Call the user's function with coarser steps on every grid."""
 
         def widen() -> None:
             for quantizer in self.subject.sites.unique():
@@ -136,7 +136,7 @@ class Judged:
 def judged(
     subject: Subject, metric: str | Function | None, better: Better, labels: Sequence[Array] | None, batches: int
 ) -> Judged:
-    """What the user asks for.
+    """Build it from the user's ``metric`` and ``better``.
 
     Raises:
         ConfigError: there is no such metric, it needs labels, or ``better`` is neither ``higher`` nor ``lower``.
@@ -158,13 +158,13 @@ def judged(
 
 
 def metric_name(metric: Function | None) -> str:
-    """What a function is called in tables."""
+    """Name of a metric function in tables."""
     return str(getattr(metric, "__name__", None) or type(metric).__name__)
 
 
 @dataclass(kw_only=True)
 class Sensitivity(Costs):
-    """What switching quantizers does to the outputs and to the metric.
+    """Effect of single targets on the outputs and the metric.
 
     Attributes:
         subject, judged: the simulation, and what it is judged by.
@@ -190,7 +190,7 @@ class Sensitivity(Costs):
     peak: int = 0
 
     def load(self) -> int:
-        """Take what an earlier analysis measured; returns how much."""
+        """Load the measurements of an earlier analysis; returns how many there are."""
         found = self.kept.load()
         try:
             pairs = {name: Pair.from_dict(row) for name, row in found.get("pairs", {}).items()}
@@ -202,7 +202,7 @@ class Sensitivity(Costs):
         return len(self.pairs) + len(self.metrics)
 
     def known(self) -> Mapping[str, Any]:
-        """What was measured, as JSON types."""
+        """All measurements, as JSON types."""
         return {"pairs": {name: pair.to_dict() for name, pair in self.pairs.items()}, "metrics": self.metrics}
 
     def measure(self, targets: Mapping[str, Sites]) -> None:
@@ -235,7 +235,7 @@ class Sensitivity(Costs):
                 self.metrics[name] = alone, without
 
     def _settings(self, targets: Mapping[str, Sites], known: Mapping[str, Any]) -> dict[str, tuple[Setting, Setting]]:
-        """Of targets that are not known: only their sites, and all but these."""
+        """Quantizer settings of the targets not measured yet: only their sites, and all but these."""
         sites = self.subject.sites
         todo = {name: held for name, held in targets.items() if name not in known}
         return {name: (partial(by_itself, sites, held), partial(left_out, sites, held)) for name, held in todo.items()}

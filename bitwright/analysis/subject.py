@@ -1,4 +1,4 @@
-"""What an analysis works on, for either front end: the simulation, its steps, the data and its labels, and the targets.
+"""Inputs of an analysis for either front end: the simulation and its steps, the data with labels, and the targets.
 
 A target is what is measured together: the quantizer of a site, a layer, a block, all weights, all activations, or what a
 pattern of the user's matches.
@@ -95,7 +95,7 @@ def split_labels(labels: Any, batches: Sequence[Any]) -> list[Array] | None:
 
 
 def fingerprint(batches: Sequence[Any], more: Iterable[bytes]) -> str:
-    """A name for data and for what ``more`` holds."""
+    """Hash of the data and of ``more``."""
     found = hashlib.sha256()
     for batch in batches:
         for array in arrays_in(batch):
@@ -143,7 +143,7 @@ class QuantizedSteps:
     def run(
         self, step: Step, state: Mapping[int, Tensor], constants: Mapping[int, Tensor], active: Active
     ) -> Sequence[Tensor]:
-        """What ``step`` writes with the ``active`` quantizers."""
+        """Outputs of ``step`` with the ``active`` quantizers enabled."""
         inside = [name for name in self.inside(step) if self.sites[name].enabled]
         working = [name for name in inside if active(name)]
 
@@ -258,7 +258,7 @@ class Subject:
 
     @property
     def sites(self) -> SiteMap:
-        """Its quantizer sites."""
+        """All quantizer sites."""
         found: SiteMap = self.sim.quantizers
         return found
 
@@ -271,7 +271,7 @@ class Subject:
         return {name: tuple(by_quantizer[id(site.quantizer)]) for name, site in self.sites.items()}
 
     def remember(self, *, parameters: bool = False) -> Undo:
-        """Keep its state; the function returned brings it back."""
+        """Save the state; returns a function that restores it."""
         undo: Undo = self.sim.remember(parameters=parameters)
         return undo
 
@@ -305,7 +305,7 @@ class Subject:
 
 
 def open_subject(sim: Any) -> Subject:
-    """The simulation as an analysis sees it.
+    """Open a simulation for analysis.
 
     Raises:
         ConfigError: it is not a simulation.

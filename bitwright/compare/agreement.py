@@ -1,4 +1,4 @@
-"""Codes of two tensors on one grid: how many are equal, and how far the others are apart."""
+"""Compare the codes of two tensors on one grid: share of equal codes, and distance of the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BFLOAT_ROUNDS = 2.0**-8 * (1 + 2.0**-7)  # a value that becomes bfloat16, which
 
 @dataclass(frozen=True)
 class Agreement:
-    """How one tensor compares in one mode.
+    """Agreement of one tensor in one mode.
 
     Attributes:
         equal: share of elements with the same code, 0 to 1.
@@ -144,7 +144,7 @@ def spread(scale: Array, axis: int | None, like: Array, block: int = 0) -> Array
 
 
 def output_step(array: Array) -> Array:
-    """What counts as one step of a tensor on no grid: a thousandth of its largest value."""
+    """Step used for a tensor without a grid: a thousandth of its largest value."""
     peak = float(np.abs(array).max(initial=0.0)) if array.dtype.kind == "f" else 0.0
     return np.array(OUTPUT_STEP * peak if np.isfinite(peak) and peak else OUTPUT_STEP)
 
@@ -157,7 +157,7 @@ def _spacing(one: Array, other: Array, fmt: FloatFormat, unit: Array) -> Array:
 
 
 def level(expected: Array, found: Array | None) -> float:
-    """Signal-to-noise ratio in dB; of strings only whether they are equal."""
+    """Signal-to-noise ratio in dB; strings are only compared for equality."""
     if found is None or expected.shape != found.shape:  # a sequence or a map of another length
         return -math.inf
     if expected.dtype.kind in "OSU":

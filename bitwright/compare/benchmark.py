@@ -1,4 +1,4 @@
-"""How fast the quantized file of an export is beside its float file, on the inputs of its samples."""
+"""Measure the speed of an export's quantized file relative to its float file, on the inputs of its samples."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _told(exported: Exported, speed: Ratio, *, busy: int = logging.WARNING) -> E
 
 
 def brief_speed(exported: Exported, target: str = DEFAULT_TARGET, *, slowest: float = math.inf) -> Ratio | None:
-    """How many times as fast as float the files of an export are with one thread, in a third of a second or seven rounds.
+    """Speed of an export's file relative to float with one thread, in a third of a second or seven rounds.
 
     In the runtime of ``target`` where that reads ONNX files, else in ONNX Runtime. ``None`` where the export has no samples to
     run, or where one run of both files takes longer than ``slowest``, in seconds.

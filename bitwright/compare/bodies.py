@@ -39,7 +39,7 @@ Run = tuple[str, int]  # a site, and which of its runs
 
 
 def runs_of(given: Array | Sequence[Array] | None) -> Sequence[Array]:
-    """What a site had in each of its runs."""
+    """Values of a site in each of its runs."""
     return [given] if isinstance(given, np.ndarray) else list(given or ())
 
 
@@ -51,7 +51,7 @@ _MOST_NODES = 50_000  # copies of one loop's nodes; what would be longer stays a
 
 @dataclass
 class Opened:
-    """A model without the bodies that the simulation gave values for.
+    """A model whose bodies were inlined where the simulation gave values for them.
 
     Attributes:
         model: the model, a copy where something changed.
@@ -77,7 +77,7 @@ class Opened:
 
 
 def open_bodies(model: ir.Model, values: Values) -> Opened:
-    """Put what ran of every If, Loop and Scan into the main graph.
+    """Inline the executed branches and iterations of every If, Loop and Scan into the main graph.
 
     A body without sites stays as it is, and so does one whose values do not tell what ran, a loop of more than 50,000
     copied nodes, one over optional values, and a Scan that is a recurrent layer (:func:`side_by_side`).
@@ -106,7 +106,7 @@ def _has_body(node: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A body in the main graph: what stands for its inputs, its nodes, and its outputs."""
+    """An inlined copy of a body: the values that replace its inputs, its nodes, and its outputs."""
 
     inputs: dict[ir.Value, ir.Value]
     nodes: list[ir.Node]
@@ -164,7 +164,7 @@ class _Opener:
         return part.nodes
 
     def _ran(self, graph: ir.Graph) -> bool | None:
-        """Whether a branch was taken; ``None`` where no site in it tells. A loop without iterations keeps its axes."""
+        """Whether a branch was taken; ``None`` where it has no site. A loop without iterations keeps its axes."""
         given = [array for place in places_in(graph) if (array := self._given(*place)) is not None]
         return any(array.shape != (0,) for array in given) if given else None
 
@@ -227,7 +227,7 @@ class _Opener:
         return self._border(node, self._emit(node, "Gather", [scanned.value, at], name, axis=scanned.axis))
 
     def _results(self, node: ir.Node, shape: _Shape, copies: Sequence[_Copy]) -> list[ir.Value]:
-        """What the loop hands out: its states after the last iteration, and what the iterations made, stacked."""
+        """Outputs of the loop: its states after the last iteration, and the stacked results of all iterations."""
         first = 1 if node.op_type == "Loop" else 0
         end = first + len(shape.states)
         results = copies[-1].outputs[first:end]
@@ -248,7 +248,7 @@ class _Opener:
         return made
 
     def _border(self, node: ir.Node, value: ir.Value) -> ir.Value:
-        """``value`` on the other side of a border."""
+        """``value`` behind a Max of one tensor, which no optimiser removes."""
         tensor = is_tensor(value)
         op = "Max" if tensor and value.dtype in _FLOATS else "Identity"
         made = self._emit(node, op, [value], f"{value.name}_beyond")
@@ -256,7 +256,7 @@ class _Opener:
         return made
 
     def _fence(self, body: ir.Graph, node: ir.Node) -> None:
-        """Let a body read what it takes from the main graph across a border; constants it reads as they are, or fed."""
+        """Put a border before each value that a body reads from the main graph; constants stay, or become inputs."""
         known: dict[ir.Value, ir.Value] = {}
         reads = [(reader, i, value) for reader in body.all_nodes() for i, value in enumerate(reader.inputs)]
         for reader, i, value in reads:
@@ -271,7 +271,7 @@ class _Opener:
         return self._fed(value) if _is_float_constant(value) else self._border(node, value)
 
     def _fed(self, value: ir.Value) -> ir.Value:
-        """An input of the model that is fed the constant ``value``."""
+        """Make the constant ``value`` an input of the model."""
         assert value.const_value is not None and value.dtype is not None
         return self.found.feed(self.builder, f"{value.name}_fed", value.const_value.numpy(), value.dtype)
 
@@ -298,7 +298,7 @@ class _Opener:
         return _Copy(inputs, nodes, outputs)
 
     def _rename(self, clone: ir.Graph, names: dict[str, str]) -> None:
-        """Give everything in ``clone`` but its inputs a name of its own, noted in ``names``."""
+        """Give every value in ``clone`` except its inputs a new name, recorded in ``names``."""
         values = [v for graph in clone.subgraphs() for v in graph.inputs]
         for node in clone.all_nodes():
             node.name = self.builder.names.node(str(node.name))
@@ -308,7 +308,7 @@ class _Opener:
             names[str(value.name)] = value.name = fresh
 
     def _replace(self, node: ir.Node, results: Sequence[ir.Value]) -> None:
-        """Let the readers of ``node`` read ``results``, under the names that they know, and take it out."""
+        """Replace the outputs of ``node`` by ``results``, which take their names, and remove the node."""
         for value, result in zip(node.outputs, results, strict=False):
             if value.uses() or value.is_graph_output():
                 made = self._border(node, result)
@@ -335,7 +335,7 @@ def _taken(ran: Mapping[str, bool | None]) -> str | None:
 
 @dataclass(frozen=True)
 class _Scanned:
-    """What a Scan takes apart: along which axis, and whether from its end."""
+    """A scanned input: its axis, and whether it is read in reverse."""
 
     value: ir.Value
     axis: int
@@ -344,7 +344,7 @@ class _Scanned:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a loop reads and hands out.
+    """Inputs and outputs of a loop.
 
     Attributes:
         states: before the first iteration.
@@ -384,7 +384,7 @@ def _scan_shape(node: ir.Node, body: ir.Graph) -> _Shape:
 
 
 def _share_constant(one: _Copy, other: _Copy) -> _Copy:
-    """``other`` without the nodes that do in every iteration what they do in ``one``, the first."""
+    """Drop the nodes of ``other`` whose results are those of ``one``, the first iteration."""
     varying = {value for key, value in other.inputs.items() if value is not one.inputs[key]}
     shared: dict[ir.Value, ir.Value] = {}
     left = []
@@ -402,7 +402,7 @@ def _share_constant(one: _Copy, other: _Copy) -> _Copy:
 
 
 def _renumber(node: ir.Node, names: Mapping[str, str], runs: Mapping[Run, int]) -> None:
-    """Let a copied quantizer be a run of its own."""
+    """Number the copy of a quantizer as a run of its own."""
     facts = read_metadata(node)
     if facts is not None:
         facts["entry"] = names.get(facts["entry"], facts["entry"])
@@ -411,7 +411,7 @@ def _renumber(node: ir.Node, names: Mapping[str, str], runs: Mapping[Run, int]) 
 
 
 def places_in(graph: ir.Graph) -> list[Run]:
-    """Every activation quantizer in a body, and in bodies within."""
+    """Every activation quantizer in a body and its nested bodies."""
     noted = (read_metadata(node) for node in graph.all_nodes())
     return [
         (str(site), int(run))
@@ -521,7 +521,7 @@ def _layer_of(scan: ir.Node, values: Values, graph_inputs: Mapping[str, Array]) 
 
 
 def _lay_out(layer: _Layer, builder: Builder, found: Opened) -> None:
-    """Put the body of one layer in the place of its Scan."""
+    """Replace the Scan of one layer by its body."""
     scan, body, count = layer.scan, layer.body, len(layer.states)
     length, batch, _ = layer.states[0].shape
     assert scan.graph is not None
@@ -635,7 +635,7 @@ def _pools_before(node: ir.Node, entry: str, count: int) -> tuple[ir.Node, ...]:
 
 
 def _pooled(pools: Sequence[ir.Node], array: Array, opset: int) -> Array:
-    """What ``pools`` make of ``array``, one after the other."""
+    """Apply ``pools`` to ``array`` in order."""
     given = ir.Value(name="x", type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape))
     nodes: list[ir.Node] = []
     for pool in pools:

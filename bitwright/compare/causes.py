@@ -1,4 +1,4 @@
-"""Why two executions that are fed the same differ at a tensor: suspected causes, each with a run that leaves it out.
+"""Find why two executions differ at a tensor given equal inputs: suspected causes, each tested by a run without it.
 
 A suspect whose run removes the difference is the cause. The file is tested first, with float kernels: does it hold the
 weights, biases, grids and operators of the first execution? Then what a runtime makes of it: a bias or a grid of its own,
@@ -74,11 +74,11 @@ class Doubt:
         self.ops = tuple(self.place.piece.ops)
 
     def agreement(self, one: Array, other: Array) -> Agreement:
-        """How two values of the tensor compare on its grid."""
+        """Agreement of two values of the tensor on its grid."""
         return self.lockstep.agreement(self.pair, one, other)
 
     def again(self, edit: Edit = unchanged, **options: Any) -> Array | None:
-        """What the second execution makes there after an edit, or with other settings of ONNX Runtime."""
+        """Value of the second execution after an edit, or with other settings of ONNX Runtime."""
 
         def run(model: ir.Model, feeds: Any, types: Any) -> Any:
             return self.b.rerun(model, feeds, **options)
@@ -89,11 +89,11 @@ class Doubt:
         return found.get(self.pair)
 
     def file(self, edit: Edit = unchanged) -> Array | None:
-        """What the file says there, with float kernels."""
+        """Value of the file with float kernels."""
         return self.again(edit, mode="float")
 
     def beside(self, value: Callable[[], Array | None]) -> Run:
-        """A run whose result is compared with what the first execution has."""
+        """A run compared with the first execution."""
         return lambda: None if (found := value()) is None else (self.wanted, found)
 
     def both(self, edit: Edit) -> Run:
@@ -107,7 +107,7 @@ class Doubt:
 
 
 def file_causes(doubt: Doubt) -> Iterator[Suspect]:
-    """What the file may say otherwise."""
+    """Suspected causes in the file."""
     yield from _parameters(doubt)
     yield from _grid(doubt)
     if not doubt.a.values:  # a simulation has no operators
@@ -117,7 +117,7 @@ def file_causes(doubt: Doubt) -> Iterator[Suspect]:
 
 
 def unexplained(doubt: Doubt) -> tuple[str, str]:
-    """What to say where no run removes the difference."""
+    """Finding for a difference that no run removes."""
     if doubt.a.how == "float" and (inside := _rounded_inside(doubt)):
         remedy = "compare with the simulation, which rounds there too: @simulation in the place of @float"
         return f"quantizers in the body of {inside} round what {doubt.a.label} has in float", remedy
@@ -161,7 +161,7 @@ def _parameters(doubt: Doubt) -> Iterator[Suspect]:
 
 
 def _grid(doubt: Doubt) -> Iterator[Suspect]:
-    """Another scale or zero point than the first execution has there."""
+    """Suspect a scale or zero point that differs from the first execution's."""
     a, b = doubt.pair.a, doubt.pair.b
     if not (a.quantized and b.quantized) or a.scale is None or b.scale is None:
         return
@@ -185,7 +185,7 @@ def _grid(doubt: Doubt) -> Iterator[Suspect]:
 
 
 def _limits_of_a(doubt: Doubt, makers: dict[str, ir.Node]) -> Iterator[Suspect]:
-    """A Relu or Clip that only the first execution has, last in front of the tensor."""
+    """Suspect a Relu or Clip before the tensor that only the first execution has."""
     theirs = dict(zip(doubt.place.piece.made, doubt.ops, strict=False))
     ends = {doubt.pair.a.entry, doubt.pair.a.result, *doubt.pair.b.names}
 
@@ -206,7 +206,7 @@ def _limits_of_a(doubt: Doubt, makers: dict[str, ir.Node]) -> Iterator[Suspect]:
 
 
 def _limits_of_b(doubt: Doubt, makers: dict[str, ir.Node]) -> Iterator[Suspect]:
-    """A Relu or Clip that only the second execution has."""
+    """Suspect a Relu or Clip that only the second execution has."""
     ours = {name for name, node in makers.items() if node.op_type not in QDQ}
     if not ours or doubt.pair.a.entry in doubt.pair.b.names:
         return
@@ -306,12 +306,12 @@ _ENOUGH = 0.99  # equal codes of a tensor where others are one step off: what su
 
 
 def close(agreement: Agreement) -> bool:
-    """Whether two values differ by no more than the order of summation may change."""
+    """Whether two values differ by no more than the order of a sum explains."""
     return agreement.ok or (agreement.lsb <= MOST_LSB + SLACK and agreement.equal >= _ENOUGH)
 
 
 def removes(before: Agreement, after: Agreement) -> bool:
-    """Whether a run without a suspected cause has no difference left: not where most of the codes that differed still do."""
+    """Whether the run without a suspected cause removes the difference: most codes that differed are equal there."""
     fewer = after.lsb < before.lsb / 2 or 2 * (1 - after.equal) <= 1 - before.equal
     return close(after) and fewer
 
@@ -346,7 +346,7 @@ def _first_of(doubt: Doubt, suspected: Iterable[Suspect], tried: tuple[Retry, ..
 
 
 def suspects(doubt: Doubt) -> Iterator[Suspect]:
-    """In the order in which they are tried: what the file says before what a runtime makes of it."""
+    """Suspects in the order of trial: first those in the file, then those of the runtime."""
     plain = doubt.file()
     if not doubt.b.in_runtime or plain is None or not close(doubt.agreement(doubt.wanted, plain)):
         yield from file_causes(doubt)
@@ -407,7 +407,7 @@ def _roundings(doubt: Doubt) -> Iterator[Suspect]:
 
 
 def _four_bits(doubt: Doubt) -> Iterator[Suspect]:
-    """MatMulNBits, whose activations ONNX Runtime quantizes by itself."""
+    """Suspect a MatMulNBits whose activations ONNX Runtime quantizes itself."""
     if doubt.b.how != "onnxruntime":
         return
     kernels: dict[str, str] = {}
@@ -425,7 +425,7 @@ def _four_bits(doubt: Doubt) -> Iterator[Suspect]:
 
 
 def _bias(doubt: Doubt) -> Iterator[Suspect]:
-    """A bias that the runtime rounds, or that its accumulator does not hold."""
+    """Suspect a bias that the runtime rounds, or that exceeds its accumulator."""
     zeros = {
         key: np.zeros_like(b.value)
         for key, b in doubt.lockstep.parameters[1].items()
@@ -443,7 +443,7 @@ def _bias(doubt: Doubt) -> Iterator[Suspect]:
 
 
 def _saturation(doubt: Doubt) -> Iterator[Suspect]:
-    """Sums of products that 16 or 32 bits do not hold."""
+    """Suspect sums of products that overflow 16 or 32 bits."""
     how = doubt.b.how
     # OpenVINO does not tell of every operator that it fused into which kernel
     if doubt.kernel == "float" and how != "openvino":
@@ -473,7 +473,7 @@ def _saturation(doubt: Doubt) -> Iterator[Suspect]:
 
 
 def _fusion(doubt: Doubt, plain: Array) -> Iterator[Suspect]:
-    """Kernels that the runtime put in the place of several operators."""
+    """Suspect a fused kernel that replaces several operators."""
     kernel, name = doubt.kernel, doubt.pair.name
     if doubt.b.how == "onnxruntime":
         yield Suspect(
@@ -494,7 +494,7 @@ def _fusion(doubt: Doubt, plain: Array) -> Iterator[Suspect]:
 
 
 def in_context(both: Lockstep, most: int) -> list[Finding]:
-    """The first ``most`` tensors that the second execution, a runtime, makes otherwise in the whole file than alone."""
+    """The first ``most`` tensors whose operators the runtime computes differently within the whole file than alone."""
     if not both.b.in_runtime:
         return []
 

@@ -1,4 +1,4 @@
-"""Certificates: what an exported model answers on its stored samples, with all that the answers depend on.
+"""Certificates: the answers of an exported model on its stored samples, with everything they depend on.
 
 A certificate lies beside the files of an export. It holds the hashes of these files, the versions of the packages that took part,
 what the CPU can do, and hashes of answers: every tensor of codes that executors of a profile make of the stored input, and every
@@ -47,7 +47,7 @@ _KEYS = ("kind", "version", "files", "manifest", "data", "seeds", "versions", "m
 
 
 def cpu_features() -> list[str]:
-    """What this CPU can do, of what decides which integer kernels runtimes take; empty where the system does not tell."""
+    """Instruction sets of this CPU that decide which integer kernels runtimes choose; empty where the system hides them."""
     info = Path("/proc/cpuinfo")
     words = set(info.read_text(encoding="utf-8", errors="replace").split()) if info.is_file() else set()
     return [name for name in _FEATURES if name in words]
@@ -161,7 +161,7 @@ def read_certificate(path: str | os.PathLike[str]) -> Document:
 
 @dataclass(frozen=True)
 class Difference:
-    """What two certificates, or a certificate and its repetition, say otherwise.
+    """One difference between two certificates, or between a certificate and its repetition.
 
     Attributes:
         what: ``file``, ``manifest``, ``data``, ``seed``, ``version``, ``instruction set``, ``machine``, or ``answer of <whom>``.
@@ -177,7 +177,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CertificateReport(Tabular):
-    """What :func:`check_certificate` or :func:`compare_certificates` found.
+    """Result of :func:`check_certificate` or :func:`compare_certificates`.
 
     Attributes:
         first, second: what was compared.
@@ -251,7 +251,7 @@ def check_certificate(folder: str | os.PathLike[str], prefix: str | None = None)
 
 
 def compare_certificates(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> CertificateReport:
-    """Which files, versions, instruction sets and answers two certificates say otherwise.
+    """List the files, versions, instruction sets and answers in which two certificates differ.
 
     Raises:
         ExportError: one is missing, of another version, or was changed.

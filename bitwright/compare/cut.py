@@ -1,4 +1,4 @@
-"""Taking an exported model apart at its quantizers, so that each layer can be fed the simulation's own values.
+"""Cut an exported model at its quantizers, so that each layer can be fed the simulation's own values.
 
 The cut is made once, in one model: after each quantizer its readers read a new graph input instead,
 through a copy of the quantizer, and the quantizer's own output becomes a graph output. The pieces between
@@ -46,7 +46,7 @@ _WIDE = 16  # bits; wider inputs have no integer kernel
 
 @dataclass(eq=False)
 class Piece:
-    """What lies between quantizers: operators that depend on each other without a cut between them.
+    """A connected group of operators between quantizers.
 
     Attributes:
         ops: their types, in execution order, without QuantizeLinear and DequantizeLinear.
@@ -77,7 +77,7 @@ class Piece:
         return self.epsilon * math.sqrt(self.halves)
 
     def add(self, node: ir.Node) -> None:
-        """Take in one operator."""
+        """Add one operator."""
         coarse = max((_HALF.get(v.dtype, 0.0) for v in (*node.inputs, *node.outputs) if v is not None), default=0.0)
         self.halves += coarse > 0
         self.epsilon = max(self.epsilon, coarse)
@@ -92,7 +92,7 @@ class Piece:
 
 
 def array_of(value: ir.Value | None) -> Array | None:
-    """What a constant holds; ``None`` for other values."""
+    """The array of a constant; ``None`` for other values."""
     return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
@@ -122,7 +122,7 @@ def dequantizer(value: ir.Value | None) -> ir.Node | None:
 
 
 def zero_points(node: ir.Node) -> Array:
-    """The codes that stand for zero in the constant that a DequantizeLinear reads, so that they broadcast against it."""
+    """Zero points of a dequantized constant, shaped to broadcast against it."""
     codes, zero = constant_at(node, 0), constant_at(node, 2)
     return np.zeros(()) if codes is None or zero is None else spread(zero, node.attributes.get_int("axis", 1), codes)
 
@@ -214,7 +214,7 @@ def _makers(node: ir.Node, cuts: Container[ir.Value], static: Container[ir.Node]
 
 
 class Cut:
-    """A model taken apart at places.
+    """A model cut at places.
 
     Args:
         model: it is changed.
@@ -254,7 +254,7 @@ class Cut:
         return self._part(list(dict.fromkeys(place.entry for place in places)))
 
     def _part(self, results: list[ir.Value]) -> tuple[ir.Model, dict[str, Array]]:
-        """What makes ``results``, and what to feed it beside the graph's inputs."""
+        """The submodel that computes ``results``, with its feeds besides the graph's inputs."""
         model = part_of(self._model, results, self._index)
         feeds = {}
         for name in self._fed.keys() & {str(value.name) for value in model.graph.inputs}:
@@ -323,7 +323,7 @@ class Cut:
 
 
 def cut_by_sites(model: ir.Model, values: Values, outputs: Mapping[str, Array]) -> Cut:
-    """A copy of ``model``, taken apart at every activation quantizer that the simulation has a value for.
+    """A copy of ``model``, cut at every activation quantizer for which the simulation has a value.
 
     Float outputs that end in no quantizer are places too: the only ones of a weight-only model.
 
@@ -434,7 +434,7 @@ def graphs_in(node: ir.Node) -> list[ir.Graph]:
 
 
 def reads_of(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads, and what the graphs nested in it read; their own values among it do no harm."""
+    """Inputs of a node and of the graphs nested in it; may include values of these graphs."""
     yield from (value for value in node.inputs if value is not None)
     for graph in graphs_in(node):
         yield from graph.outputs
@@ -457,7 +457,7 @@ def _root(parent: dict[ir.Node, ir.Node], node: ir.Node) -> ir.Node:
 
 
 def copied_chain(chain: Iterable[ir.Node], entry: ir.Value, given: ir.Value, names: Names) -> list[ir.Node]:
-    """The nodes of a :func:`quantizer_chain` once more, reading ``given`` in the place of ``entry``; in no graph yet."""
+    """Copy the nodes of a :func:`quantizer_chain` with ``given`` in place of ``entry``; not yet in a graph."""
     known: dict[ir.Value | None, ir.Value] = {entry: given}
     copies = []
     for node in chain:

@@ -1,4 +1,4 @@
-"""The first operator at which two executions of a model part, how that grows with depth, and its cause."""
+"""Find the first operator at which two executions of a model differ, the growth of the difference with depth, and its cause."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _row(both: Lockstep, pair: Pair) -> DriftRow:
 
 
 def _carried(rows: Mapping[Pair, DriftRow], a: Side) -> list[Finding]:
-    """What is left where every operator agrees, fed the same, and the executions differ nevertheless."""
+    """Finding where every operator agrees given equal inputs and the executions still differ."""
     for row in rows.values():
         if not close(row.carried):
             retry = Retry("rounding", "fed what the other one has in front of it", row.carried, row.own, True)

@@ -1,4 +1,4 @@
-"""A file on a target that is not here: its operators on integers by the executors of a profile, the rest by float kernels.
+"""Execute a file as a target would, without the target: integer operators by the executors of a profile, the rest in float.
 
 A QDQ model is divided as the target would divide it. An operator whose operands are dequantized codes, and whose result goes to
 one quantizer, is one integer kernel; Relu and Clip between them join it where the profile says so. What is left runs in ONNX
@@ -51,7 +51,7 @@ class Kernel:
 
     @property
     def reads(self) -> Iterator[tuple[ir.Value, ir.Node]]:
-        """The codes that it reads, and what would dequantize them."""
+        """Codes of its operands, and the DequantizeLinear nodes that read them."""
         for value in self.node.inputs:
             source = dequantizer(value)
             if source is not None and source.inputs[0] is not None:
@@ -59,7 +59,7 @@ class Kernel:
 
     @property
     def made(self) -> str:
-        """The tensor that it writes."""
+        """Name of the tensor that it writes."""
         last = self.node if self.quantizer is None else self.quantizer
         return str(last.outputs[0].name)
 
@@ -87,7 +87,7 @@ class Held:
     uses: dict[Any, int]
 
     def let_go(self, read: Iterable[Any]) -> None:
-        """Forget what a step was the last to read."""
+        """Release the values that a step was the last to read."""
         for name in read:
             self.uses[name] = self.uses.get(name, 0) - 1
             if self.uses[name] == 0:
@@ -267,14 +267,14 @@ class _Order:
         (self._kernels if node in self._starts else self._nodes).append(node)
 
     def made(self, names: Iterable[str]) -> None:
-        """These values are there now."""
+        """Mark these values as available."""
         for node in (node for name in names for node in self.readers.get(name, ())):
             self._missing[node] -= 1
             if self._missing[node] == 0:
                 self._there(node)
 
     def drained(self) -> list[ir.Node]:
-        """All nodes beside kernels that can run now, and what can run after them."""
+        """All float nodes that can run now, and those that can run after them."""
         found: list[ir.Node] = []
         while self._nodes:
             node = self._nodes.popleft()
@@ -292,7 +292,7 @@ class _Order:
 
 
 def _unsigned(call: Call, activations: int) -> Call:
-    """The same on codes that are 128 higher, as uint8: runtimes of x86 rewrite int8 activations so."""
+    """The kernel on uint8 codes, 128 higher: runtimes on x86 rewrite int8 activations this way."""
 
     def higher(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -319,7 +319,7 @@ def _tensor(name: str, value: ir.Value) -> onnx.TensorProto:
 
 
 def _names(node: ir.Node) -> list[str]:
-    """What a node reads of the graph that it is in, also inside its bodies."""
+    """Names that a node reads from its graph, also inside its bodies."""
     bodies = graphs_in(node)
     if not bodies:
         return [str(value.name) for value in node.inputs if value is not None]
@@ -332,7 +332,7 @@ def _names(node: ir.Node) -> list[str]:
 
 
 def bounds_of(node: ir.Node) -> tuple[float, float]:
-    """What a Relu or a Clip of constants cuts at; NaN where a bound is computed."""
+    """Bounds of a Relu, or of a Clip with constant bounds; NaN where a bound is computed."""
     if node.op_type == "Relu":
         return 0.0, float("inf")
     ends = [float("-inf"), float("inf")]
@@ -359,7 +359,7 @@ def find_kernels(model: ir.Model, profile: Profile) -> Iterator[Kernel]:
 
 
 def _kernel_of(node: ir.Node, results: set[int], profile: Profile) -> Kernel | None:
-    """The kernel that ``node`` becomes, with what joins it; ``None`` where it is computed in float."""
+    """The kernel of ``node`` with the operators fused into it; ``None`` where it is computed in float."""
     quantizer, joined = _quantizer_after(node, results)
     grid = None if quantizer is None else _grid(quantizer)
     if not _ends_well(node, quantizer, joined, grid, profile) or not _reads_codes(node, grid, profile):
@@ -407,7 +407,7 @@ def _grid(quantizer: ir.Node) -> Grid | None:
 
 
 def _joins(joined: Sequence[ir.Node], grid: Grid, profile: Profile) -> bool:
-    """Whether what lies between an operator and its quantizer goes into the kernel."""
+    """Whether the operators between a node and its quantizer are fused into the kernel."""
     if profile.relu == "always":
         return not any(np.isnan(bounds_of(node)).any() for node in joined)
     # in float32 and with its epsilon, as ONNX Runtime compares (clip_quantizelinear.cc): 255 * float32(6 / 255) is 6 there

@@ -1,4 +1,4 @@
-"""A LiteRT file on a target that is not here: its operators on codes by the executors of a profile.
+"""Execute a LiteRT file as a target would, without the target: integer operators by the executors of a profile.
 
 Operators that only move codes, those in float, and integer ones that the profile does not name are computed by LiteRT's reference
 kernel of that one operator.
@@ -96,7 +96,7 @@ class FlatExecutor:
         return {name: array for name, array in named.items() if outputs is None or name in outputs}
 
     def _made(self, index: int, values: Mapping[int, Array], seen: Callable[[str, Array], None] | None) -> list[Array]:
-        """What an operator makes, by the profile's executor or by LiteRT."""
+        """Outputs of an operator, from the profile's executor or from LiteRT."""
         op, kind = self.file.graph.operators[index], self._kinds()[index]
         if self._executes(index, kind):
             codes = self._compute(index, kind, values)

@@ -1,4 +1,4 @@
-"""Does a decoder file generate what its simulation generated? Token by token, in ONNX Runtime, with the file's own cache."""
+"""Compare the tokens of a decoder file with those of its simulation, one by one, in ONNX Runtime with the file's own cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A LiteRT file against the simulation, tensor by tensor, each operator fed the simulation's own codes.
+"""Compare a LiteRT file with the simulation tensor by tensor; each operator is fed the simulation's own codes.
 
 The file itself is cut: after every tensor of a site its readers read a new input instead, and the tensor becomes an
 output. All operators, weights, scales and options are those of the file. What comes out is compared twice: with the
@@ -86,7 +86,7 @@ _SLOPE_BITS = 8  # fractional bits of slopes in XNNPACK's kernels
 
 
 def arithmetic_error(kind: str, inputs: Sequence[Array], output: Array, options: Any, wide: bool) -> float:
-    """How far the arithmetic of a kernel may bring a value before it is rounded, in steps of its output.
+    """Largest error of a kernel's arithmetic before rounding, in steps of its output.
 
     Args:
         kind: of the operator.
@@ -241,7 +241,7 @@ class FlatFile:
         return sorted(found)
 
     def bound(self, site: _Site) -> float:
-        """How far the arithmetic of the kernels before ``site`` may bring a value, in steps of its grid: the most over them."""
+        """Largest error of the arithmetic of the kernels before ``site``, in steps of its grid."""
 
         def scales(tensor: int) -> Array:  # none of floats, and of an input that is left out
             grid = self.graph.tensors[int(tensor)].quantization if tensor >= 0 else None
@@ -342,7 +342,7 @@ def _measured(
 
 
 def _before_rounding(cut: Cut, place: Place, graph_inputs: Mapping[str, Array]) -> Array | None:
-    """What float kernels make in front of the quantizer of ``place``; ``None`` at an input, or where it is refused."""
+    """Float value before the quantizer of ``place``; ``None`` at an input, or where the runtime refuses the part."""
     if not place.chain or place.entry.producer() is None:
         return None
     model, feeds = cut.before([place])
@@ -384,7 +384,7 @@ def _why(ops: Sequence[str], found: Sequence[Agreement], specified: float | None
 
 
 class _Specified:
-    """What every operator of a file made in a run, against what its reference kernel is specified to make of the same codes.
+    """Codes of every operator in a run beside those that its reference kernel is specified to compute from the same inputs.
 
     Args:
         file: that ran.

@@ -1,4 +1,4 @@
-"""Two executions on one input: from the input on, and operator by operator, fed what the first one computed before it.
+"""Run two executions on one input, end to end and operator by operator; each operator is fed the first execution's values.
 
 Constants that operators read are compared as floats between the two models, and exchanged for targeted runs
 (:class:`Parameter`).
@@ -100,7 +100,7 @@ def _evaluated(model: ir.Model, values: Iterable[ir.Value]) -> dict[ir.Value, Ar
 
 
 def role_of(node: ir.Node, port: int) -> str:
-    """What a constant at ``port`` is to ``node``."""
+    """Role of the constant at ``port`` of ``node``."""
     if node.op_type in TRAITS["bias_port"] and port == 2:
         return "bias"
     if node.op_type in TRAITS["layer"]:
@@ -123,7 +123,7 @@ def _step(value: ir.Value, array: Array) -> Array | None:
 
 
 def give(model: ir.Model, values: Mapping[Key, Array]) -> None:
-    """Let operators of ``model`` read other constants, in float; those of another shape stay."""
+    """Replace constants that operators of ``model`` read by float values; those of another shape stay."""
     builder = Builder(model)
     by_output = {str(node.outputs[0].name): node for node in model.graph if node.outputs}
     for (name, port), array in values.items():
@@ -174,7 +174,7 @@ def narrow(model: ir.Model, outputs: set[str], bits: int) -> bool:
 
 
 def _dequantized(layer: ir.Node) -> Iterator[ir.Node]:
-    """What dequantizes its weight and bias, also a bias that an Add adds: runtimes make one layer of both."""
+    """DequantizeLinear nodes of its weight and bias, also of a bias in a following Add, which runtimes fuse."""
     values = [*layer.inputs[1:]]
     for reader, port in layer.outputs[0].uses() if layer.op_type == "MatMul" else ():
         values += [reader.inputs[1 - port]] if reader.op_type == "Add" else []
@@ -228,12 +228,12 @@ class Lockstep:
 
     @cached_property
     def free_a(self) -> dict[Pair, Array]:
-        """Values of ``a``, run from the input on."""
+        """Values of ``a``, run end to end."""
         return self._free(self.a, self.feeds_a, [pair.a for pair in self.pairs])
 
     @cached_property
     def free_b(self) -> dict[Pair, Array]:
-        """Values of ``b``, run from the input on."""
+        """Values of ``b``, run end to end."""
         return self._free(self.b, self.feeds_b, [pair.b for pair in self.pairs])
 
     def _free(self, side: Side, feeds: Feeds, points: Sequence[Point]) -> dict[Pair, Array]:
@@ -271,7 +271,7 @@ class Lockstep:
 
     @cached_property
     def keys_in_a(self) -> dict[Key, Key]:
-        """Parameters of ``b`` -> what they are called in ``a``: by the tensor that the operator makes, else by their order."""
+        """Parameters of ``b`` -> their names in ``a``: matched by the output of their operator, else by order."""
         ours, theirs = self.parameters
         alias = {name: pair.a.entry for pair in self.pairs for name in (pair.b.entry, pair.b.result)}
         found = {(name, port): (alias.get(name, name), port) for name, port in theirs}
@@ -306,7 +306,7 @@ class Lockstep:
 
     @property
     def own_b(self) -> dict[Pair, Array]:
-        """Outputs of the operators of ``b``, fed what ``a`` has."""
+        """Outputs of the operators of ``b``, fed the values of ``a``."""
         return self._own_b[0]
 
     @cached_property
@@ -380,7 +380,7 @@ class Lockstep:
         return {pair: found[names[pair.b]] if pair.b in names else array for pair, array in values.items()}
 
     def agreement(self, pair: Pair, one: Array, other: Array) -> Agreement:
-        """How two values of a tensor compare on its grid."""
+        """Agreement of two values of a tensor on its grid."""
         point, side = (pair.b, self.b) if pair.b.quantized or not pair.a.quantized else (pair.a, self.a)
         scale = steps_of(point, one, side.model)
         return compare(one, other, {**point.facts, "places": [[pair.name, 0]]}, scale)

@@ -1,4 +1,4 @@
-"""Where two executions are compared: quantizers, tensors between float operators, outputs; matched by name.
+"""Points at which two executions are compared: quantizers, tensors between float operators, outputs; matched by name.
 
 A file that an export wrote keeps the names of the float model's tensors, and so do files of other tools: what a
 QuantizeLinear reads has the name it has without it.
@@ -62,12 +62,12 @@ class Point:
 
     @property
     def quantized(self) -> bool:
-        """Whether a quantizer makes it."""
+        """Whether it is the output of a quantizer."""
         return self.entry != self.result
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What :func:`bitwright.compare.agreement.compare` reads of it."""
+        """The facts that :func:`bitwright.compare.agreement.compare` needs."""
         return {"places": [[self.names[0], 0]], "format": self.format, "axis": self.axis}
 
 
@@ -80,7 +80,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """What it is called in reports."""
+        """Name in reports."""
         return (self.b if self.b.quantized else self.a).names[0]
 
 

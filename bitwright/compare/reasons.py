@@ -1,4 +1,4 @@
-"""Why codes of the exported file differ from the simulation's, and how far each reason reaches.
+"""Reasons why codes of the exported file differ from the simulation's, and the bound of each.
 
 A reason that is bounded does not excuse whatever it could explain. The value before rounding is measured, in float, and
 two codes of one value may differ only where it lies on the border between them, give or take what the kernel's arithmetic
@@ -50,7 +50,7 @@ _FUNCTIONS = frozenset((
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a place whose codes differ.
+    """Facts about a place whose codes differ.
 
     Attributes:
         ops: operator types of its piece of the graph.
@@ -228,7 +228,7 @@ def reason_of(evidence: Evidence, mode: Mode) -> Reason:
 
 
 def explain(evidence: Evidence) -> str | None:
-    """Why codes differ, by mode; ``None`` where none does."""
+    """The reason why codes differ, by mode; ``None`` where none differs."""
     lines = []
     for mode in (mode for mode in _REASONS if evidence.differs(mode)):
         reason, found = reason_of(evidence, mode), evidence.found[mode]
@@ -319,7 +319,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Saturated:
-    """What a default session computes otherwise than one with exact sums.
+    """Differences between a default session and one with exact sums.
 
     Attributes:
         places: site -> agreement of its codes in both sessions, where they do not agree; the worst run of several.

@@ -1,4 +1,4 @@
-"""What comparisons of two executions found: the reports of ``verify`` and of ``drift``."""
+"""Reports of ``verify`` and ``drift``."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class OutputRow:
 
 @dataclass(frozen=True)
 class VerifyReport(Tabular):
-    """What :func:`bitwright.compare.verify.verify_layers` found.
+    """Result of :func:`bitwright.compare.verify.verify_layers`.
 
     Attributes:
         rows: one per quantized place, in execution order.
@@ -151,7 +151,7 @@ class VerifyReport(Tabular):
 
     @property
     def answer(self) -> str:
-        """Whether the file computes what the simulation does, in one line, which is the first of the text."""
+        """First line of the report: whether the file computes the same as the simulation."""
         good = sum(row.verdict == "agrees" for row in self.rows)
         within = sum(row.verdict == "within" for row in self.rows)
         more = f", {within} within what their kernel may do" if within else ""
@@ -159,7 +159,7 @@ class VerifyReport(Tabular):
 
     @property
     def _modes(self) -> tuple[str, str]:
-        """What the two comparisons are called in this runtime."""
+        """Names of the two comparisons in this runtime."""
         return ("reference", "default") if self.runtime == "litert" else ("float", "integer")
 
     __str__ = to_text
@@ -259,7 +259,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class Finding:
-    """Why two executions differ at one tensor.
+    """Cause of the difference at one tensor.
 
     Attributes:
         name, ops: of the row.
@@ -279,7 +279,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DriftReport(Tabular):
-    """What :func:`bitwright.compare.drift.drift` found.
+    """Result of :func:`bitwright.compare.drift.drift`.
 
     Attributes:
         a, b: labels of the two executions; ``a`` is the one nearer to what was trained.
@@ -329,7 +329,7 @@ class DriftReport(Tabular):
 
     @property
     def answer(self) -> str:
-        """Where the two executions part, in one line, which is the first of the text."""
+        """First line of the report: where the two executions begin to differ."""
         first = self.first
         found = f"{len(self.rows)} tensors agree" if first is None else f"{first.cause} at {first.name}"
         verdict = "" if first is None else ": ok" if self.ok else ": NOT ok"

@@ -34,7 +34,7 @@ Edit = Callable[[ir.Model], None]
 
 @dataclass(frozen=True)
 class Otherwise:
-    """An output that a runtime makes otherwise of the whole file, as it is, than of the same operators.
+    """An output that a runtime computes differently in the whole file than operator by operator.
 
     Attributes:
         runtime: which.
@@ -67,7 +67,7 @@ class Otherwise:
 
 
 def how_to_fix(shapes: Mapping[str, Sequence[int]]) -> str:
-    """What a user does to give inputs the ``shapes``."""
+    """Remedy text: how to fix the inputs to ``shapes``."""
     given = {name: list(shape) for name, shape in shapes.items()}
     return (
         f"fix the lengths of the inputs in the session (OpenVINO: model.reshape({given}) before compile_model), or write the "
@@ -81,7 +81,7 @@ def free_inputs(model: ir.Model) -> list[ir.Value]:
 
 
 def fix_lengths(model: ir.Model, feeds: Mapping[str, Array]) -> None:
-    """Give inputs the lengths of what is fed, and forget what was known of the tensors after them."""
+    """Set the input shapes to those of the feeds, and drop the stored shapes of later tensors."""
     for value in free_inputs(model):
         if value.name is not None and value.name in feeds:
             value.shape = ir.Shape(feeds[value.name].shape)
@@ -91,7 +91,7 @@ def fix_lengths(model: ir.Model, feeds: Mapping[str, Array]) -> None:
 
 
 def observe(model: ir.Model) -> None:
-    """Make every quantized activation an output too.
+    """Add every quantized activation to the outputs.
 
     What layers make before it is rounded stays inside: OpenVINO 2026.4 computes zeros then of a network that is right without.
     """
@@ -111,7 +111,7 @@ def computed_otherwise(
     changed: Callable[[Edit], Callable[[str], float]],
     runtime: str,
 ) -> Otherwise | None:
-    """The first output that a runtime makes otherwise with free axes, or while nothing observes what lies before it.
+    """The first output that a runtime computes differently with free axes, or when no inner value is an output.
 
     Args:
         model: the file.

@@ -1,4 +1,4 @@
-"""Which layers saturate or overflow in integer kernels: what their weights allow, and what was counted on data.
+"""Find layers that saturate or overflow in integer kernels: bounds from their weights, and counts on data.
 
 - **pairs**: CPUs without dot-product instructions add two products of uint8 and int8 in 16 bits, which saturate; which two,
   ONNX Runtime and OpenVINO choose differently where a convolution has an odd number of channels;
@@ -104,7 +104,7 @@ class IntegerProduct:
         return np.asarray, apart
 
     def rows(self, codes: Array, most: int, rng: np.random.Generator) -> list[Array]:
-        """What the weight of every group is multiplied with: at most so many rows, chosen by chance, ``[N, K]``."""
+        """Input rows of every group's matrix product, a random choice of at most that many, ``[N, K]``."""
         given = codes.astype(np.int64) + (_SIGNED if self.signed else 0)
         if self.node.op_type != "Conv":
             flat = given.reshape(-1, given.shape[-1])
@@ -197,7 +197,7 @@ _HEAD = ("weight", "operator", "pairs at risk", "outputs with one", "off by", "l
 
 @dataclass(frozen=True)
 class LayerSums:
-    """What one layer adds up.
+    """Sums of one layer.
 
     Attributes:
         site: of its weight.
@@ -228,7 +228,7 @@ class LayerSums:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What goes wrong in it, in words; empty where nothing does."""
+        """Its faults in words; empty where there is none."""
         return tuple(self._faults())
 
     def _faults(self) -> Iterator[str]:
@@ -246,7 +246,7 @@ class LayerSums:
 
 @dataclass(frozen=True)
 class SaturationReport(Tabular):
-    """What :func:`saturation` found.
+    """Result of :func:`saturation`.
 
     Attributes:
         layers: in execution order.
@@ -270,7 +270,7 @@ class SaturationReport(Tabular):
         return tuple(layer.site for layer in self.layers if layer.touched)
 
     def to_text(self) -> str:
-        """The answer, a table, and what is to be said of it."""
+        """The answer, a table, and notes."""
         first, *rest = self._lines()
         return "\n".join([first, text_table(_HEAD, map(_cells, self.layers)), "", *rest])
 
@@ -304,7 +304,7 @@ def _cells(layer: LayerSums) -> tuple[str, ...]:
 
 
 def _left_out(model: ir.Model, known: Container[ir.Node]) -> Iterator[str]:
-    """A note on the products that were not taken apart."""
+    """A note on the products that were not examined."""
     layers = [node for node in model.graph.all_nodes() if node.op_type in ("Conv", "Gemm", "MatMul")]
     left = [node for node in layers if node not in known and node.graph is model.graph]
     inside = [node for node in layers if node.graph is not model.graph and reads_int8_weight(node)]
@@ -319,7 +319,7 @@ def _left_out(model: ir.Model, known: Container[ir.Node]) -> Iterator[str]:
 
 
 def saturation(model: ir.Model, batches: Iterable[Feeds], *, rows: int = _ROWS) -> SaturationReport:
-    """Take the sums of every integer product of an exported model apart.
+    """Examine the sums of every integer product of an exported model.
 
     Args:
         model: as an export wrote it, or another QDQ model.
@@ -361,7 +361,7 @@ class _Count:
     lost: int = 0
 
     def add(self, codes: Array, rows: int, rng: np.random.Generator) -> None:
-        """Take in what the layer reads in one batch."""
+        """Add the layer's inputs in one batch."""
         product, weights = self.product, self.product.matrices()
         biases = [np.zeros(1, np.int64)] * len(weights)
         if product.bias is not None:
@@ -377,7 +377,7 @@ class _Count:
                 self.lost = max(self.lost, *(int(np.abs(lost).max(initial=0)) for lost in losses))
 
     def layer(self) -> LayerSums:
-        """What was found."""
+        """The result for this layer."""
         product, weights, shares = self.product, self.product.matrices(), [0.0]
         for order in product.orders() if product.pairs else ():
             bounds = [largest_pair(order(weight.T).T) for weight in weights]

@@ -32,7 +32,7 @@ Seen = Callable[[str, Array], None]
 
 @dataclass(frozen=True)
 class Port:
-    """A graph input or output, as a session of ONNX Runtime tells of it."""
+    """A graph input or output, with the attributes of ONNX Runtime's ``NodeArg``."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Does an exported file compute what its simulation computed? Layer by layer, in a runtime.
+"""Verify that an exported file computes the same as its simulation, layer by layer, in a runtime.
 
 Deep networks cannot be compared end to end: one value that lands on the other side of a rounding boundary
 (float sums depend on their order) spreads through all layers after it. So every activation quantizer is
@@ -139,7 +139,7 @@ def _verify_onnx(
 
 
 def _is_drawn(cut: Cut, place: Place) -> bool:
-    """Whether operators that draw random numbers lead to a place, so that it may have other values in every run."""
+    """Whether a place depends on operators that draw random numbers, so that its values differ from run to run."""
     return bool(RANDOM & {node.op_type for node in cut.part([place])[0].graph})
 
 
@@ -151,7 +151,7 @@ def _as_a_whole(
     failures: Mapping[Mode, str],
     runtime: str,
 ) -> Otherwise | None:
-    """An output that a runtime other than ONNX Runtime makes otherwise than the operators do."""
+    """An output that a runtime other than ONNX Runtime computes differently in the whole file."""
     if runtime == "onnxruntime" or failures:
         return None
 
@@ -224,7 +224,7 @@ def _compare_group(
 
 
 def _agreements(place: Place, results: Mapping[Mode, Mapping[str, Array]]) -> dict[Mode, Agreement]:
-    """By mode; one that the runtime refused agrees in nothing."""
+    """Agreement by mode; none where the runtime refused to run."""
     found: dict[Mode, Agreement] = dict.fromkeys(MODES, Agreement(0.0, math.inf, place.expected.size))
     for mode, made in results.items():
         found[mode] = compare(place.expected, made[str(place.result.name)], place.facts, place.scale)
@@ -252,7 +252,7 @@ def _without(held: Mapping[str, T], names: Container[str]) -> dict[str, T]:
 
 
 def _constant_rows(node: ir.Node, values: Mapping[str, Array | Sequence[Array]]) -> Iterator[Row]:
-    """What a stored weight or bias stands for against the simulation's value, where one was given."""
+    """Rows of stored weights and biases against the simulation's values, where these were given."""
     facts = read_metadata(node)
     if facts is None or facts["role"] == "activation":
         return
@@ -391,7 +391,7 @@ def _lost_to_saturation(
     *,
     signed: bool,
 ) -> str | None:
-    """What a default session loses on this CPU to sums that saturate, where unsigned weights of the target prevent it."""
+    """Loss of a default session on this CPU to sums that saturate, where unsigned weights of the target prevent it."""
     possible = signed and find_target(target).unsigned_in_bodies and any(p.pairs for p in integer_products(model))
     if not possible or not sums_saturate():
         return None

@@ -378,7 +378,7 @@ class _Auto:
                 raise KeyboardInterrupt
 
     def _in_time(self, _: Trial) -> bool:
-        """Whether a trial may begin before the deadline; asked by the executor when a worker is free. The first trial always may."""
+        """Whether a trial may begin before the deadline; asked when a worker is free. The first trial always may."""
         late = self._deadline is not None and time.monotonic() - self._begin > self._deadline
         self._ended = bool(self.reports) and late
         return not self._ended

@@ -433,7 +433,7 @@ class Interactions:
         return len(self.correction.seen) > 1 and noise > LOUD * expected and self.looked < _MOST
 
     def find(self, choice: Choice) -> tuple[int, ...]:
-        """Find the pair of groups whose interaction makes ``choice`` noisy and correct the estimates; empty where many interact."""
+        """Find the groups whose interaction makes ``choice`` noisy, and correct the estimates; empty where many interact."""
         self.looked += 1
         low = [unit for unit in self.units if any(choice[g] != self.base[g] for g in unit)]
         whole = self._excess(choice, low)

@@ -162,7 +162,7 @@ class PreparedPrecisions:
             )  # fmt: skip
 
     def fit(self, choice: Sequence[int]) -> None:
-        """Set a candidate at every group, then round the weights again, each layer with the errors of those before it as input."""
+        """Set a candidate at every group, then round weights again, each layer with the errors of earlier ones in its input."""
         self.apply(choice)
         if not self._rounding:
             return
