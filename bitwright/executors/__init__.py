@@ -1,1 +1,1 @@
-"""Integer arithmetic of targets, operator by operator, in numpy: what a kernel makes of the codes that it reads."""
+"""Integer arithmetic of targets in numpy, operator by operator: the codes that a kernel computes."""

@@ -1,4 +1,4 @@
-"""What is written for others to read, and the check that it computes what the simulation computed.
+"""Write files for runtimes and other tools.
 
 Nothing here runs or changes a simulation; the front ends hand over graphs, encodings and samples.
 """

@@ -82,7 +82,7 @@ def _paired(kind: str, values: Sequence[ir.Value], names: Sequence[str]) -> dict
 
 
 def _why_not(names: Sequence[str], taken: Sequence[str]) -> str | None:
-    """Why inputs and outputs cannot have these ``names``, of which ``taken`` are those of parameters."""
+    """The reason why ``names`` cannot name inputs and outputs; ``taken`` are names of parameters."""
     if taken:
         return f"{taken[0]!r} is the name of a parameter"
     twice = next((name for name in names if names.count(name) > 1), "")
@@ -135,7 +135,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a simulation computed on one input, by site and by name of the graph's inputs and outputs."""
+    """Values of a simulation on one input, by site and by name of the graph's inputs and outputs."""
 
     sites: Mapping[str, Sequence[Array]]
     inputs: Mapping[str, Array]
@@ -196,7 +196,7 @@ def bias_form(sim: Simulation, bias: BiasForm) -> BiasForm:
 
 
 def recurrent_form(sim: Simulation, form: RecurrentForm | None, target: str | Target) -> RecurrentForm:
-    """How recurrent layers are written: as asked for, or as the target has them where no step is quantized inside.
+    """The form of recurrent layers: as requested, or the target's own where no step is quantized inside.
 
     Raises:
         ConfigError: there is no such target.
@@ -220,7 +220,7 @@ def _is_inside(site: Site) -> bool:
 
 
 def _steps(sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, target: str) -> Iterator[str]:
-    """One note per recurrent layer: its form, and what is lost against quantizers inside the steps."""
+    """One note per recurrent layer: its form, and the difference from quantizers inside the steps."""
     counts = Counter(_inside(sim))
     returned = Counter(site.op for site in sim.quantizers.values() if site.inner == HIDDEN and site.enabled)
     for op in sim.graph.ops:
@@ -242,7 +242,7 @@ def _steps(sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, ta
 
 
 def _float_steps(inside: int) -> str:
-    """What steps in float lose against a simulation with ``inside`` quantizers in them."""
+    """The note on float steps where the simulation has ``inside`` quantizers in them."""
     if inside:
         return (
             f"whose steps are in float: {inside} tensors inside the native operator are in float that the simulation rounds "
@@ -255,7 +255,7 @@ def _float_steps(inside: int) -> str:
 
 
 def _told(sim: Simulation, result: QdqResult, encodings: Iterable[str], tensors: Container[str]) -> Iterator[str]:
-    """What writing a model has left to say about its sites."""
+    """Notes on the sites of a written model."""
     for note in result.notes:
         if note.kind == "float site":
             yield f"{note.site}: {_why_in_float(sim, note.site) or note.text}"
@@ -267,7 +267,7 @@ def _told(sim: Simulation, result: QdqResult, encodings: Iterable[str], tensors:
 
 
 def _why_in_float(sim: Simulation, site: str) -> str:
-    """What left it in float: a calibration, a step of a recipe, or what its grid follows from; nothing where the user did."""
+    """Why a site is in float: calibration, a recipe step or its source; empty where the user asked for it."""
     if site not in sim.quantizers:
         return ""
     quantizer = sim.quantizers[site].quantizer
@@ -278,7 +278,7 @@ def _why_in_float(sim: Simulation, site: str) -> str:
 
 
 def _outside_steps(sim: Simulation, sites: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those inside recurrent layers, whose operators compute in float what the simulation rounds at every step."""
+    """Drop the sites inside recurrent layers, whose operators compute in float."""
     return {name: values for name, values in sites.items() if sim.quantizers[name].inner is None}
 
 
@@ -390,7 +390,7 @@ def write_artefacts(
 
 
 class _WrongKernelsError(Exception):
-    """What a check found ends the writing of files, which appear together or not at all."""
+    """Raised by a check to abort writing; files appear together or not at all."""
 
     def __init__(self, found: WrongKernels) -> None:
         self.found = found
@@ -513,7 +513,7 @@ def _half(
     rest: str | None,
     edges: Edges,
 ) -> Half | None:
-    """What the file has in half precision; see :func:`bitwright.export.qdq.half.half_for`.
+    """The half-precision settings of the file; see :func:`bitwright.export.qdq.half.half_for`.
 
     Raises:
         ConfigError: it is asked for, and is not to be had in LiteRT files.
@@ -601,7 +601,7 @@ def _named_inputs(model: ir.Model, data: Sequence[Array]) -> dict[str, Array]:
 
 
 def _origin(sim: Simulation, encodings: Mapping[str, Encoding], target: str, data: Sequence[Array]) -> dict[str, str]:
-    """What the file tells about where it comes from: equal exports tell the same."""
+    """Provenance stored in the file; equal exports store equal text."""
     text = json.dumps({name: encoding_to_json(e) for name, e in sorted(encodings.items())}, sort_keys=True)
     return {
         "tool": f"bitwright {__version__}",
@@ -614,7 +614,7 @@ def _origin(sim: Simulation, encodings: Mapping[str, Encoding], target: str, dat
 
 
 def _health(sim: Simulation) -> dict[str, Any]:
-    """What was repaired, and which batches of the calibration data were not taken as they were."""
+    """Repairs, and the calibration batches that were skipped or changed."""
     found: dict[str, Any] = {"repairs": [asdict(repair) for repair in sim.repairs]} if sim.repairs else {}
     lines = [] if sim.calibration_log is None else sim.calibration_log.lines()
     return {**found, "non_finite": lines} if lines else found

@@ -1,4 +1,4 @@
-"""What lies in a file or folder that this package writes, as tables: where it comes from, and how its tensors are quantized.
+"""Show the contents of a file or folder of this package as tables: provenance, and how each tensor is quantized.
 
 Folders of an export, checkpoints, ONNX files, LiteRT files, encodings files, sites files and manifests are told apart by name.
 ONNX and LiteRT files of other tools are read as well.

@@ -34,7 +34,7 @@ _IMAGE = 4  # axes of a batch of pictures
 
 @dataclass(frozen=True)
 class Normalization:
-    """What a program does to pixels in front of the model: ``(pixel * scale - mean) / std``.
+    """Preprocessing of pixels before the model: ``(pixel * scale - mean) / std``.
 
     Attributes:
         mean, std: one number, or one per channel; of pixels that are scaled, as torchvision has them.
@@ -51,7 +51,7 @@ class Normalization:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Normalization:
-        """From a dict with the keys ``mean``, ``std``, ``scale``, ``layout``, ``input``.
+        """Build it from a dict with the keys ``mean``, ``std``, ``scale``, ``layout``, ``input``.
 
         Raises:
             ConfigError: another key, a ``std`` of zero, or numbers that cannot be used.
@@ -88,7 +88,7 @@ class Normalization:
 
 @dataclass(frozen=True)
 class Edges:
-    """What was asked of the inputs and outputs of a file.
+    """Requested types and normalisation of a file's inputs and outputs.
 
     Attributes:
         inputs, outputs: type of all of them.
@@ -103,7 +103,7 @@ class Edges:
 
     @property
     def changes(self) -> bool:
-        """Whether anything was asked for."""
+        """Whether any change was requested."""
         return {self.inputs, self.outputs, *self.named.values()} != {"float32"} or self.normalize is not None
 
     @property
@@ -113,7 +113,7 @@ class Edges:
 
 
 def edges_of(io: str | Mapping[str, str] | None, normalize: Mapping[str, Any] | None = None) -> Edges:
-    """What ``io`` and ``normalize`` of an export ask for.
+    """Parse ``io`` and ``normalize`` of an export.
 
     Args:
         io: a type for inputs and outputs, or a dict from ``"inputs"``, ``"outputs"`` or names of them to types.
@@ -361,7 +361,7 @@ def _take_pixels(builder: Builder, model: ir.Model, value: ir.Value, norm: Norma
 
 
 def _rename_entries(model: ir.Model, old: str, new: str) -> None:
-    """Let quantizers say that what enters them is called ``new``."""
+    """Record ``new`` as the name of the quantizers' input."""
     for node in model.graph:
         facts = read_metadata(node) if METADATA in node.metadata_props else None
         if facts is not None and facts.get("entry") == old:
@@ -428,7 +428,7 @@ def _grid_values(builder: Builder, name: str, fact: Mapping[str, Any]) -> tuple[
 def _float_input(
     builder: Builder, graph: ir.Graph, first: ir.Node, i: int, value: ir.Value, fact: Mapping[str, Any] | None
 ) -> None:
-    """Put in front of an input what makes of float32 what it takes."""
+    """Insert a conversion from float32 to the type of an input."""
     name = str(value.name)
     shape = value.shape
     outer = ir.Value(name=name, type=ir.TensorType(D.FLOAT), shape=None if shape is None else shape.copy())

@@ -104,7 +104,7 @@ def write_grouped_attention(
 
 
 def reads_past_length(model: ir.Model, caches: Sequence[CacheNames]) -> bool:
-    """Whether anything but the operator depends on how long the past is, which a buffer does not tell."""
+    """Whether another operator depends on the length of the past, which a fixed buffer hides."""
     past = {name for names in caches for name in (names.past_key, names.past_value)}
     for value in (v for v in model.graph.inputs if v.name in past):
         for use in value.uses():
@@ -187,7 +187,7 @@ def _product_of(keys: ir.Value, stored: Mapping[str, Encoding]) -> tuple[float, 
 
 
 def _moved_from(value: ir.Value | None, stored: Mapping[str, Encoding]) -> tuple[ir.Value | None, Encoding | None]:
-    """What is moved to ``value``, and the encoding it is on."""
+    """The source of ``value`` across data movement, and its encoding."""
     found = None
     while value is not None and (node := value.producer()) is not None:
         if node.op_type == "Site" and _site(node) in stored:
@@ -199,7 +199,7 @@ def _moved_from(value: ir.Value | None, stored: Mapping[str, Encoding]) -> tuple
 
 
 def _scaled(node: ir.Node | None) -> tuple[ir.Value, float] | None:
-    """What a product or quotient with a scalar constant scales, and by how much."""
+    """The operand and factor of a product or quotient with a scalar constant."""
     if node is None or node.op_type not in ("Mul", "Div"):
         return None
     for port in (1, 0) if node.op_type == "Mul" else (1,):

@@ -179,7 +179,7 @@ def _means_the_same(node: ir.Node) -> bool:
 
 
 def _rename_modes(model: ir.Model, node: ir.Node, opset: int) -> None:
-    """What an older opset calls otherwise, or wants to see though it is empty."""
+    """Rename modes that older opsets spell differently, and add attributes that they require."""
     if node.op_type == "GridSample" and opset < 20:
         mode = node.attributes.get_string("mode", "linear") or "linear"
         node.attributes.add(ir.AttrString("mode", {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)))

@@ -143,7 +143,7 @@ def site_node(value: ir.Value, site: str, builder: Builder) -> ir.Node:
 
 
 def layer_input(node: ir.Node, port: int) -> ir.Value | None:
-    """What ``node`` reads at ``port``; ``None`` where it is left out."""
+    """Input ``port`` of ``node``; ``None`` where it is left out."""
     return node.inputs[port] if port < len(node.inputs) else None
 
 
@@ -152,7 +152,7 @@ def layer_input(node: ir.Node, port: int) -> ir.Value | None:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a recurrent node says."""
+    """Attributes and inputs of a recurrent node."""
 
     node: ir.Node
     hidden: int
@@ -406,7 +406,7 @@ class _Context(Context):
 
 
 def expand(node: ir.Node, builder: Builder) -> None:
-    """Put a Scan, and what is computed before and after it, in the place of ``node``."""
+    """Replace ``node`` by a Scan with the operators before and after it."""
     layer = Layer.of(node)
     outer = NodeWriter(builder, before(node), layer)
     x = node.inputs[X]

@@ -19,7 +19,7 @@ FileFormat = Literal["onnx", "tflite"]
 
 @dataclass(frozen=True)
 class SlowStem:
-    """Which first convolutions of a network a runtime computes faster in float.
+    """First convolutions of a network that a runtime computes faster in float.
 
     Attributes:
         channels: most channels of the image.
@@ -35,7 +35,7 @@ class SlowStem:
 
 @dataclass(frozen=True)
 class Target:
-    """How files are written for one runtime.
+    """Settings of files for one runtime.
 
     Attributes:
         name: what ``target=`` takes.

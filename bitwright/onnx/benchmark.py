@@ -53,7 +53,7 @@ def benchmark_path(
     seconds: float = 2.0,
     suggest: bool = False,
 ) -> BenchmarkReport:
-    """What ``bitwright benchmark`` prints: of a folder that an export wrote, or of any quantized ONNX model.
+    """Benchmark an export folder, or any quantized ONNX model; the command ``bitwright benchmark``.
 
     Args:
         path: the folder or the file; a file is compared with itself without its quantizers, on random inputs.

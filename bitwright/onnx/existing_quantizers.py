@@ -79,7 +79,7 @@ def fixed_number(node: ir.Node, value: ir.Value) -> Array:
 
 
 def stored_constant(node: ir.Node, facts: dict[str, Any], codes: Array) -> tuple[Array, Encoding | None]:
-    """The float32 that ``node`` makes of codes, and their grid; ``None`` for that where blocks cannot say it."""
+    """The float32 values of a dequantized constant, and their grid; ``None`` for a grid that is not expressible."""
     scale, zero, axis, block = np.ones((), np.float32), None, 0, 0
     if node.op_type == "Mul":
         scale, zero, axis = _folded_parameters(node, facts)
@@ -206,7 +206,7 @@ def lengths_of(value: ir.Value | None) -> list[int | None] | None:
 
 
 def rank_of(value: ir.Value | None) -> int | None:
-    """How many axes a tensor has, where that is known."""
+    """Rank of a tensor, where it is known."""
     return None if value is None or value.shape is None else len(value.shape)
 
 
@@ -338,7 +338,7 @@ def has_quantizers(model: ir.Model) -> bool:
 
 
 def _integer_form(node: ir.Node) -> str | None:
-    """Which of ``_FORMS`` an operator that computes on integers is of."""
+    """The row of ``_FORMS`` of an integer operator."""
     form = _INTEGER_OPERATORS.get(node.op_type, "operator" if node.op_type.startswith("QLinear") else None)
     return form if node.domain in _DOMAINS else None
 
@@ -404,7 +404,7 @@ def _own(node: ir.Node) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """What becomes a :class:`Given` once names no longer change."""
+    """Data of a :class:`Given`, until names are final."""
 
     value: ir.Value
     encoding: Encoding
@@ -496,7 +496,7 @@ def _initializer(model: ir.Model, name: str, array: Array, dtype: ir.DataType) -
 
 
 def _constant_readers(value: ir.Value, encoding: Encoding, uses: Iterable[tuple[ir.Node, int]]) -> Iterator[_Taken]:
-    """Who reads a constant, also after operators that only move it."""
+    """Readers of a constant, also across data movement."""
     waiting = [(value, encoding, uses)]
     while waiting:
         value, encoding, uses = waiting.pop()

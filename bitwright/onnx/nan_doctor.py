@@ -1,4 +1,4 @@
-"""Which operator of an ONNX model turned finite numbers into NaN or Inf, and why.
+"""Find the operator of an ONNX model that turned finite numbers into NaN or Inf, and the reason.
 
 Every batch runs through a :class:`~bitwright.onnx.nan_doctor.Probe`. Where nothing is suspected, that is all. Otherwise the
 nodes around what is not finite are told to a :class:`~bitwright.core.health.report.Tracker` in execution order, steps of
@@ -183,7 +183,7 @@ BODY_ATTRIBUTES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Sca
 
 
 def flags_of(x: Any) -> Flags:
-    """Which non-finite values an array, or a sequence or map with some, holds; of anything but floats it is none."""
+    """Kinds of non-finite values in an array, sequence or map; none for other types than floats."""
     if not isinstance(x, np.ndarray):
         return Flags(*map(any, zip(CLEAN, *map(flags_of, arrays_of(x)), strict=True)))
     if x.dtype.kind != "f" or np.isfinite(x).all():
@@ -222,7 +222,7 @@ def _nodes(graph: ir.Graph, opset: int) -> list[ir.Node]:
 
 
 def _made(nodes: Iterable[ir.Node]) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """What ``nodes`` make, each with its node."""
+    """Outputs of ``nodes``, each with its node."""
     for node in nodes:
         yield from ((node, value) for value in node.outputs if value.name)
 
@@ -276,7 +276,7 @@ class Probe:
         return dict(zip(outputs, found[: len(outputs)], strict=True)), suspects
 
     def flags(self, names: Sequence[str], feeds: Feeds) -> dict[str, Flags]:
-        """What values of this graph that nodes make hold; infinities beside a NaN are not told."""
+        """Non-finite kinds of this graph's node outputs; infinities beside a NaN are not listed."""
         key = tuple(names)
         if not names:
             return {}
@@ -584,7 +584,7 @@ class Frame:
         return bool(self.suspects) or any(self.flags(name).bad for name in self.feeds)
 
     def flags(self, name: str) -> Flags:
-        """What a value of this graph holds."""
+        """Non-finite kinds of a value of this graph."""
         given = self.feeds.get(name)
         if given is None and name in self.probe.sequences and name not in self._given:
             given = self.fetch([name])[name]
@@ -666,7 +666,7 @@ def _runs_scan(frame: Frame, node: ir.Node, body: Body, given: Sequence[Any], ar
 
 
 def scan_inputs(node: ir.Node) -> int:
-    """How many of the inputs of a Scan are taken apart."""
+    """Number of scanned inputs of a Scan."""
     return int(node.attributes["num_scan_inputs"].as_int())
 
 
@@ -709,7 +709,7 @@ def _batches(data: Iterable[Any] | None, specs: Sequence[InputSpec]) -> Iterable
 
 @dataclass(eq=False)
 class _Origin:
-    """Where an event of the tracker happened."""
+    """Position of an event of the tracker."""
 
     frame: Frame
     node: ir.Node | None
@@ -775,7 +775,7 @@ class Doctor:
         self.batches += 1
 
     def report(self) -> HealthReport:
-        """What was found."""
+        """The findings."""
         reported = {culprit.op for culprit in self._culprits.values()}
         notes = [note for op, note in self._harmless.items() if op not in reported]
         calls = sum(1 for _ in self.model.graph.all_nodes()) * self.batches

@@ -1,4 +1,4 @@
-"""What methods ask of ONNX models: opened for a change, given to ``quantize``, simulated with biases to be corrected."""
+"""ONNX side of :class:`bitwright.methods.front_end.FrontEnd`: models opened for a change, quantized, or bias-corrected."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _SMALL = 1 << 24
 
 
 def _in_numpy(node: ir.Node, inputs: Sequence[Array]) -> Array | None:
-    """What a convolution or a batch norm in inference computes in float32; ``None`` for other operators, and for large ones."""
+    """Output of a convolution or batch norm in float32 numpy; ``None`` for other operators, and for large ones."""
     if node.domain not in ("", "ai.onnx") or any(x.dtype != np.float32 for x in inputs):
         return None
     attrs = {a.name: a.value for a in node.attributes.values() if not a.is_ref()}
@@ -257,7 +257,7 @@ class OnnxCorrectable(Correctable):
         return np.array(self.sim.marked.graph.initializers[name].const_value.numpy(), np.float32)  # type: ignore[union-attr]
 
     def set_param(self, name: str, value: Array) -> None:
-        """In the simulation, whose sessions are made anew."""
+        """Replace the parameter in the simulation; sessions are created again."""
         self.sim.set_parameter(name, value)
 
 
@@ -381,7 +381,7 @@ class OnnxOpened(Opened):
         return view
 
     def changed(self) -> str | None:
-        """What is different on the example input; ``None`` when only rounding is."""
+        """The difference on the example input, in words; ``None`` within rounding."""
         return what_changed(self.view, self.example, self._before)
 
     def fold(self, progress: bool, unchecked: bool = False) -> FoldReport:
@@ -593,7 +593,7 @@ def float_outputs(view: OnnxView, feeds: dict[str, Array]) -> list[list[Array]]:
 
 
 def what_changed(view: OnnxView, feeds: dict[str, Array], before: Sequence[Sequence[Array]]) -> str | None:
-    """What is different since ``before`` was taken; ``None`` when only rounding is."""
+    """The difference from ``before``, in words; ``None`` within rounding."""
     for value, old, new in zip(view.model.graph.outputs, before, float_outputs(view, feeds), strict=True):
         if len(old) != len(new):
             return f"{value.name} holds {len(new)} tensors, not {len(old)}"

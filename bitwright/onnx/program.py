@@ -45,7 +45,7 @@ _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 @dataclass(frozen=True)
 class Answer:
-    """What a batch said about its way through the model.
+    """Answers of a batch about branches and iterations.
 
     Attributes:
         value: number of the value that was asked.
@@ -77,7 +77,7 @@ class Recorded:
     answers: tuple[Answer, ...]
 
     def state(self, feeds: Mapping[str, NDArray[Any]]) -> State:
-        """What the program starts from."""
+        """Initial state of the program."""
         return {self.inputs[name]: to_tensor(array) for name, array in feeds.items() if name in self.inputs}
 
     def suits(self, state: State) -> bool:
@@ -359,7 +359,7 @@ class Steps:
     def _close(
         self, node: ir.Node, turns: _Turns, undo: tuple[int, int], ended: bool, ways: Sequence[tuple[int, bool]]
     ) -> None:
-        """What a loop hands out: its states, and what its iterations made in a row; ``ways`` are axes and directions."""
+        """Outputs of a loop: its states, and the stacked results of iterations; ``ways`` are axes and directions."""
         if not ended or (ways and not turns.count):  # no shape is known of the results of no iteration
             self._whole(node, undo)
             return
@@ -422,7 +422,7 @@ def _returned(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _held_by(value: ir.Value) -> list[ir.Value]:
-    """What a sequence or a map is made of."""
+    """Elements of a sequence or map."""
     node = value.producer()
     if node is None or node.op_type not in _HOLDERS:
         return []
@@ -660,7 +660,7 @@ class OnnxSimulation:
         return self.sim.quantizers
 
     def shared(self) -> Mapping[str, str]:
-        """What the plan says of values that are only moved."""
+        """The plan's groups of values that are only moved."""
         return self.sim.plan.shared
 
     def weight(self, site: str) -> Tensor:

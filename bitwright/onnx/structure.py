@@ -1,4 +1,4 @@
-"""An ONNX model as structured pruning sees and changes it: initializers are cut, and operators told their new widths."""
+"""ONNX side of structured pruning: cut initializers, and update widths in operators."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class OnnxStructure(Structured):
         holder.const_value = ir.Tensor(np.ascontiguousarray(value).astype(dtype.numpy()), dtype=dtype, name=name)
 
     def outputs(self, batch: Any) -> list[Array]:
-        """What the model returns for feeds."""
+        """Outputs of the model for feeds."""
         feeds = as_feeds(batch, input_specs(self.model))
         return [np.asarray(a) for a in run_session(open_session(self.model, self.providers), feeds, "batch")]
 
     def _constant(self, op: Op, port: int) -> Array | None:
-        """What a constant input holds; ``None`` where it is computed or left out."""
+        """Array of a constant input; ``None`` where it is computed or left out."""
         self.graph()
         assert self._read is not None
         name = op.inputs[port] if port < len(op.inputs) else None

@@ -100,7 +100,7 @@ class RecurrentLayer:
         )
 
     def real(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the node makes of its inputs, in float."""
+        """Outputs of the node in float."""
         return self._run(tensors, {})
 
     def inside(self, tensors: Sequence[Tensor], quantize: Quantize) -> list[Tensor]:

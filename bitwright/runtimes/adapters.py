@@ -365,7 +365,7 @@ def refusals_of(row: Runtime, file: Path) -> Iterator[None]:
 
 
 def _remedy(row: Runtime, message: str) -> str:
-    """What to change about a file that ``row`` refuses with ``message``."""
+    """The remedy for a file that ``row`` refuses with ``message``."""
     if any(words in message for words in _DAMAGED):
         return "export again, or copy the file anew: it is damaged"
     if any(words in message for words in _NO_TENSOR):

@@ -1,4 +1,4 @@
-"""How fast an exported file is beside its float model: time, size, memory, loading; and which operators cost it.
+"""Measure an exported file relative to its float model: time, size, memory, loading, and time per operator.
 
 Every number is measured on this machine in this call. Times are wall clock, of rounds that run the float and the quantized
 file one after the other.

@@ -100,7 +100,7 @@ def operator_libraries() -> tuple[str, ...]:
 
 
 def _reason(error: Exception) -> str:
-    """What ONNX Runtime says of a library, without its own prefix."""
+    """ONNX Runtime's message about a library, without its prefix."""
     return str(error).split(" with error: ")[-1].strip().splitlines()[0]
 
 
@@ -141,7 +141,7 @@ IO_KEY = "bitwright.io"
 
 
 def as_file_inputs(facts: Mapping[str, Any], feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """What a file takes, of float32 inputs of its model.
+    """Convert float32 inputs of the model to those of the file.
 
     Args:
         facts: name -> what the file says of an input under :data:`IO_KEY`.
@@ -286,7 +286,7 @@ def _kind(op: str) -> Kind:
 
 
 def _why_float(node: ir.Node) -> str:
-    """Why ``node`` runs in float although it reads a quantized value; empty where it reads none."""
+    """The reason why ``node`` runs in float although it reads a quantized value; empty where it reads none."""
     codes = [_codes_of(value) for value in node.inputs]
     if not any(code is not None for code in codes):
         return ""

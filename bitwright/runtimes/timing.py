@@ -39,7 +39,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast one step is as another, from rounds that ran next to each other.
+    """Speed ratio of two steps, from rounds that ran in turns.
 
     Attributes:
         median: above 1 where it is faster.

@@ -70,7 +70,7 @@ class ReducedInput(nn.Module):
 
 
 def no_chain(module: nn.Module, path: str, op: str) -> str | None:
-    """Why a module cannot be replaced by a chain; ``None`` where it can.
+    """The reason why a module cannot be replaced by a chain; ``None`` where it can.
 
     Args:
         module: that makes the call.
@@ -97,7 +97,7 @@ def no_chain(module: nn.Module, path: str, op: str) -> str | None:
 
 
 def chain_plan(module: nn.Module, chain: Chain) -> list[dict[str, Any]]:
-    """What :func:`chain_from_plan` builds, as plain data: class and arguments of every layer in a row."""
+    """The layers that :func:`chain_from_plan` builds, as plain data: class and arguments of each."""
     rows = [_row_before(part) for part in chain.before]
     rows.append(_last_row(module, chain))
     return [{k: int(v) if isinstance(v, np.integer) else v for k, v in row.items()} for row in rows]

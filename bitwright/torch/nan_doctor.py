@@ -1,4 +1,4 @@
-"""Which call of a PyTorch model turned finite numbers into NaN or Inf, and why.
+"""Find the call of a PyTorch model that turned finite numbers into NaN or Inf, and the reason.
 
 The model runs on the data as it is, every call seen by a :class:`~bitwright.torch.nan_doctor.Doctor`.
 
@@ -120,7 +120,7 @@ class Doctor(Recorder):
 
     @property
     def interceptor(self) -> Interceptor:
-        """What leads the calls here."""
+        """The interceptor of the model's calls."""
         return self._interceptor_of()
 
     def _start(self) -> None:
@@ -172,7 +172,7 @@ class Doctor(Recorder):
         self._close()
 
     def returns(self, output: Any) -> None:
-        """The model returns ``output``: who made what is bad in it?"""
+        """Find the origin of non-finite values in the returned ``output``."""
         with torch._C.DisableTorchFunction():
             for path, tensor in flatten_tensors(output):
                 if _is_readable(tensor):
@@ -320,7 +320,7 @@ class Doctor(Recorder):
     # -- the report
 
     def report(self) -> HealthReport:
-        """What was found so far."""
+        """The findings so far."""
         names = self._names()
         found = [self._culprit(detail, names) for detail in self._accused.values()]
         notes = [
@@ -425,7 +425,7 @@ _SUMMED = {
 
 
 def flags_of(tensor: torch.Tensor) -> Flags:
-    """Which non-finite values ``tensor`` holds; one reduction where there are none."""
+    """Kinds of non-finite values in ``tensor``; costs one reduction where there are none."""
     tensor = tensor.detach()
     if not _is_readable(tensor) or bool(tensor.sum(dtype=_SUMMED[tensor.dtype]).isfinite()):
         return CLEAN
@@ -433,7 +433,7 @@ def flags_of(tensor: torch.Tensor) -> Flags:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The same for all views of one memory."""
+    """Key of the memory that a tensor's views share."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,4 +1,4 @@
-"""What methods ask of PyTorch modules: opened for a change, given to ``quantize``, simulated with biases to be corrected."""
+"""PyTorch side of :class:`bitwright.methods.front_end.FrontEnd`: modules opened for a change, quantized, or bias-corrected."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class TorchOpened(Opened):
         return TorchView(self.model, [map_tensors(self.example, torch.clone)])  # a model may write into its input
 
     def _outputs_of(self, view: TorchView) -> list[tuple[str, torch.Tensor]]:
-        """What the model computes when it is recorded, or in another run where that may differ."""
+        """Outputs of the recorded run, or of another run where they may differ."""
         with same_draws():
             view.graph()
         result = view.take_result()
@@ -166,7 +166,7 @@ class TorchOpened(Opened):
         return float_outputs(self.model, self.example)
 
     def changed(self) -> str | None:
-        """What is different on the example input; ``None`` when only rounding is."""
+        """The difference on the example input, in words; ``None`` within rounding."""
         return what_changed(self._outputs, self._before)
 
     def fold(self, progress: bool, unchecked: bool = False) -> FoldReport:
@@ -358,7 +358,7 @@ def _named_floats(output: Any) -> list[tuple[str, torch.Tensor]]:
 def what_changed(
     outputs: Callable[[], list[tuple[str, torch.Tensor]]], before: list[tuple[str, torch.Tensor]]
 ) -> str | None:
-    """What is different in ``outputs()`` since ``before`` was taken of it; ``None`` when only rounding is."""
+    """The difference of ``outputs()`` from ``before``, in words; ``None`` within rounding."""
     try:
         after = outputs()
     except Exception as error:  # in the model's own code, which may rely on what the folds have changed

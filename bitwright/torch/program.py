@@ -263,7 +263,7 @@ class _Replay:
 
 
 class _Inside:
-    """A recorded call of a recurrent layer as a function of its tensors and of what stands for the quantizers inside."""
+    """A recorded call of a recurrent layer as a function of its tensors and its inner quantizers."""
 
     __slots__ = ("template", "sites")
 
@@ -311,7 +311,7 @@ class TorchSimulation:
         return self.sim.quantizers
 
     def shared(self) -> Mapping[str, str]:
-        """What the plan says of values that are only moved."""
+        """The plan's groups of values that are only moved."""
         return self.sim.plan.shared
 
     def _tensor(self, site: str) -> Tensor:

@@ -156,7 +156,7 @@ class Ranks:
             ) from error
 
     def gather(self, contents: Sequence[bytes]) -> list[bytes]:
-        """What all ranks give, those of the first before those of the second.
+        """Values of all ranks, in the order of ranks.
 
         Raises:
             CalibrationError: as :meth:`reduce`.

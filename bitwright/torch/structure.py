@@ -220,7 +220,7 @@ class TorchStructure(Structured):
             self._tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
     def outputs(self, batch: Any) -> list[Array]:
-        """What the model returns for a batch."""
+        """Outputs of the model for a batch."""
         with torch.no_grad(), evaluation(self.model):
             return outputs_of(self.model, to_device(batch, model_device(self.model)))
 
@@ -440,7 +440,7 @@ class TorchStructure(Structured):
         return widths.pop() if len(widths) == 1 else None
 
     def problem(self, kept: Kept, predicted: Graph) -> Problem | None:
-        """What does not work after a cut: the call that fails, or that makes another shape than predicted."""
+        """The fault after a cut: the call that fails, or whose shape is not the predicted one."""
         try:
             graph = record(self.model, self._examples, whole=True).graph()
         except ModelError as error:
@@ -588,7 +588,7 @@ def _fitted(model: nn.Module, start: Mapping[str, int], tries: Sequence[tuple[st
 
 
 def _wrong_shapes(model: nn.Module, changed: Mapping[str, int]) -> int:
-    """How many parameters have other shapes in a module that its class makes of the changed configuration."""
+    """Number of parameters whose shapes differ in a module built from the changed configuration."""
     have = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     config = copy.deepcopy(model.config)
     vars(config).update(changed)
@@ -659,7 +659,7 @@ def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
 
 
 def _is_cut(step: Mapping[str, Any]) -> bool:
-    """Whether a step says what is kept of axes of parameters, and which widths attributes of modules have."""
+    """Whether a step lists the kept positions of parameters and the widths in module attributes."""
     parameters, attributes = step.get("parameters"), step.get("attributes")
     if not (isinstance(parameters, Mapping) and isinstance(attributes, Mapping)):
         return False
@@ -702,7 +702,7 @@ def _check_fits(name: str, tensor: torch.Tensor, axes: Mapping[str, Sequence[int
 
 
 def _taken(tensor: torch.Tensor, axes: Mapping[int, Sequence[int]]) -> torch.Tensor:
-    """What is left of a tensor."""
+    """Select the kept positions of a tensor."""
     for axis, positions in axes.items():
         tensor = tensor.index_select(axis, torch.tensor(positions, device=tensor.device))
     return tensor.contiguous()

@@ -101,7 +101,7 @@ class TorchView:
         return self._graph
 
     def take_result(self) -> Any:
-        """What the model returned for the last example when it was recorded; ``None`` where another run may give another.
+        """Outputs of the recorded run on the last example; ``None`` where another run may differ.
 
         That is so where it draws random numbers, or takes fused kernels that a recording does not; the result is let go of.
         """
@@ -131,7 +131,7 @@ class TorchView:
         return np.array(tensor.numpy())
 
     def constant(self, name: str) -> Array | None:
-        """What a value made of parameters and constants alone holds, as numpy, float32 or wider; recorded anew after edits."""
+        """Array of a value computed from parameters and constants alone, float32 or wider; recomputed after edits."""
         if self._edited:
             self.refresh()
         self.graph()
@@ -218,7 +218,7 @@ class TorchView:
     # -- edits
 
     def can_edit(self, edit: Edit) -> str | None:
-        """Why ``edit`` cannot be done on this module; ``None`` when it can."""
+        """The reason why ``edit`` cannot be done on this module; ``None`` where it can."""
         self.graph()
         if isinstance(edit, SetParam):
             return None if edit.name in self._tensors else f"there is no parameter {edit.name}"
@@ -389,7 +389,7 @@ class TorchView:
         return restore
 
     def _parents(self) -> dict[int, list[tuple[nn.Module, str]]]:
-        """Where every module of the recorded model hangs; read once per recording."""
+        """Parent and attribute of every module; read once per recording."""
         if getattr(self, "_parent_graph", None) is not self._graph:
             table: dict[int, list[tuple[nn.Module, str]]] = {}
             for _, module in walk_modules(self.model):

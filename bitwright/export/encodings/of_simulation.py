@@ -62,7 +62,7 @@ class SavedSites:
 
 
 def read_sites(path: AnyPath) -> SavedSites:
-    """What a ``*_sites.json`` says; no entry is trusted.
+    """Read and check a ``*_sites.json``.
 
     Raises:
         ExportError: the file does not exist or cannot be read.

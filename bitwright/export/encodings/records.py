@@ -177,7 +177,7 @@ def _concrete(rank: int, axis: int | None) -> int | None:
 def _candidates(
     granularity: Granularity, channel_axis: Channels, block_axis: int | None, rank: int
 ) -> list[Granularity]:
-    """What an entry may mean for an operator with these axes, the likeliest first."""
+    """Possible readings of an entry for an operator with these axes, most likely first."""
     if isinstance(granularity, PerTensor):
         return [granularity]
     given = PerBlock(1, block_axis, channel_axis).channel_axes
@@ -215,7 +215,7 @@ def _place(values: NDArray[Any], shape: Shape, turned: bool) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class EncodingsFile:
-    """What an encodings file says; `quantizer_args` and `excluded_layers` are empty in version 2.0.0."""
+    """Contents of an encodings file; `quantizer_args` and `excluded_layers` are empty in version 2.0.0."""
 
     version: Version
     records: tuple[NamedEncoding, ...]

@@ -320,7 +320,7 @@ def _remove(staging: Path) -> None:
 
 
 def _finish(journal: Path, target: Path) -> None:
-    """Move what is still in ``journal`` into place. Repeatable; another process may do the same at the same time."""
+    """Move the files listed in ``journal`` into place. Repeatable, also by several processes at once."""
     last = journal.name[1 : -len(_COMMIT)]
     try:
         _sync_folder(target)
@@ -519,7 +519,7 @@ class FinishedLayers:
         return self.folder / f"{key[:32]}.safetensors"
 
     def get(self, key: str) -> dict[str, NDArray[Any]] | None:
-        """What was kept under ``key``, as it was given to :meth:`put`; ``None`` when nothing was, or not this.
+        """The value stored under ``key``; ``None`` where there is none, or it belongs to another key.
 
         Raises:
             ExportError: the file is there and the operating system refuses it, or it is none: a device has no end.

@@ -52,7 +52,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest file says.
+    """Contents of a manifest file.
 
     Attributes:
         files: everything that was exported, sorted by name.
@@ -75,7 +75,7 @@ class Manifest:
     version: int = VERSION
 
     def problems(self, folder: AnyPath) -> list[str]:
-        """Which files in ``folder`` are missing or differ from what was written; empty if none."""
+        """The files in ``folder`` that are missing or were changed since they were written."""
         found = []
         for entry in self.files:
             path = Path(folder, entry.name)
@@ -219,7 +219,7 @@ class Fingerprint:
         self._hash.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches, each added on its way, so that data is read only once."""
+        """Yield the batches and hash each on the way, so that data are read only once."""
         for batch in batches:
             self.update(batch)
             yield batch
@@ -357,7 +357,7 @@ def write_origin(model: ir.Model, facts: Mapping[str, str]) -> None:
 
 
 def read_origin(path: str | os.PathLike[str]) -> dict[str, str]:
-    """What :func:`write_origin` put into the file at ``path``; empty for files that tell nothing.
+    """Provenance that :func:`write_origin` stored in the file at ``path``; empty where there is none.
 
     Raises:
         ExportError: there is no such file, or it is not an ONNX model.
@@ -379,5 +379,5 @@ def read_message(path: str | os.PathLike[str]) -> onnx.ModelProto:
 
 
 def origin_in(model: onnx.ModelProto) -> dict[str, str]:
-    """What :func:`write_origin` put into a model."""
+    """Provenance that :func:`write_origin` stored in a model."""
     return {prop.key.removeprefix(_PREFIX): prop.value for prop in model.metadata_props if prop.key.startswith(_PREFIX)}

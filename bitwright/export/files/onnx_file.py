@@ -214,7 +214,7 @@ def checked_on_failure(source: object, site: str, kind: type[BitwrightError] = M
 
 
 def _flaw(source: object) -> str | None:
-    """What the checker says of a path, a proto or a model."""
+    """The message of the ONNX checker for a path, a proto or a model."""
     try:
         onnx.checker.check_model(ir.to_proto(source) if isinstance(source, ir.Model) else source)  # type: ignore[arg-type]
     except onnx.checker.ValidationError as error:
@@ -349,7 +349,7 @@ def _is_apart(tensor: ir.TensorProtocol | None) -> bool:
 
 
 def _initializers_of_bodies(model: ir.Model) -> Iterator[ir.Value]:
-    """Those of the bodies of ``If``, ``Loop`` and ``Scan``, and of functions."""
+    """Initializers of the bodies of ``If``, ``Loop`` and ``Scan``, and of functions."""
     return (
         value for graph in all_graphs(model.graph) if graph is not model.graph for value in graph.initializers.values()
     )
@@ -395,7 +395,7 @@ def _write_tensor(file: BinaryIO, head: bytes, tensor: ir.TensorProtocol | None)
 
 
 def write_elements(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
-    """Write the elements as they are in files, and let go of the memory of a tensor that lies in another one."""
+    """Write the elements in file byte order, and release the memory of a tensor that is stored in another file."""
     array = tensor.numpy() if tensor.dtype in _PLAIN and sys.byteorder == "little" else None
     if array is not None and array.flags.c_contiguous:
         file.write(array.reshape(-1).view(np.uint8).data)  # without a copy

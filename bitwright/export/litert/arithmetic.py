@@ -105,7 +105,7 @@ _UNARY_OPTIONS = {
 
 
 def fits(kernel: str) -> Callable[[Grid, Sequence[Grid]], str | None]:
-    """What the kernel of one operand demands of grids."""
+    """Whether grids meet the constraints of a kernel with one operand."""
 
     def accepts(out: Grid, inputs: Sequence[Grid]) -> str | None:
         if kernel not in _INTEGER_UNARY:

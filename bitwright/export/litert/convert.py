@@ -1,4 +1,4 @@
-"""From a QDQ model of ours, or a float one, to the bytes of a LiteRT file."""
+"""Convert a QDQ model of an export, or a float model, to the bytes of a LiteRT file."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SAME, VALID = 0, 1
 
 @dataclass(frozen=True)
 class Window:
-    """Where a kernel of two spatial axes looks; of a sequence the first axis has length 1.
+    """Window of a kernel with two spatial axes; for a sequence the first axis has length 1.
 
     Attributes:
         size, stride, dilation: per spatial axis.
@@ -166,7 +166,7 @@ def padded(
 
 
 def weight_problem(grid: Grid | None, axis: int) -> str | None:
-    """Why integer kernels do not take a weight on this grid, whose output channels lie along ``axis``."""
+    """The reason why integer kernels refuse a weight on this grid, with output channels along ``axis``."""
     if grid is None:
         return "its weight is in float"
     if grid.dtype != "int8":
@@ -179,7 +179,7 @@ def weight_problem(grid: Grid | None, axis: int) -> str | None:
 
 
 def bias_problem(bias: Held | None, data: Grid | None, weight: Grid | None) -> str | None:
-    """Why integer kernels do not take this bias; one in float is rounded to the grid of the products."""
+    """The reason why integer kernels refuse this bias; a float one is rounded to the grid of the products."""
     if bias is None or data is None or weight is None:
         return None
     if not bias.constant:

@@ -261,7 +261,7 @@ def dequantized(codes: Array, grid: Grid) -> Array:
 
 @dataclass(frozen=True)
 class Domain:
-    """How one operator is computed: on which numbers, into which value.
+    """How one operator is computed: its operands and its result.
 
     Attributes:
         integer: on codes.
@@ -302,7 +302,7 @@ class Lowering:
     # ------------------------------------------------------------------------------------------------ values
 
     def get(self, value: ir.Value | str | None) -> Held:
-        """What is known of a value; a constant is met here first."""
+        """Facts about a value; constants are added at first use."""
         assert value is not None
         name = value if isinstance(value, str) else str(value.name)
         if name not in self.held:
@@ -349,7 +349,7 @@ class Lowering:
     def scratch(
         self, name: str, shape: Sequence[int], free: Sequence[bool], dtype: str = "float32", grid: Grid | None = None
     ) -> int:
-        """A tensor that stands for no value of the ONNX model."""
+        """A tensor without a counterpart in the ONNX model."""
         return self.flat.tensor(name, shape, grid.dtype if grid else dtype, grid, free=free)
 
     # ----------------------------------------------------------------------------------------- forms of a value
@@ -557,7 +557,7 @@ class Lowering:
         return None
 
     def grid_of(self, node: ir.Node) -> Grid | None:
-        """The grid of a QuantizeLinear or DequantizeLinear with constant parameters; ``None`` of anything else."""
+        """The grid of a QuantizeLinear or DequantizeLinear with constant parameters; ``None`` for other nodes."""
         if node.domain or node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
             return None
         if node.attributes.get_int("block_size", 0):
@@ -580,7 +580,7 @@ class Lowering:
     # ------------------------------------------------------------------------------------------------- messages
 
     def site(self, node: ir.Node) -> str:
-        """What the user knows ``node`` as: the site after it, perhaps after a change of shape, else its own name."""
+        """Name of ``node`` for messages: the site after it, also behind a reshape, else its own name."""
         uses = chain.from_iterable(_last(value).uses() for value in node.outputs)
         codes = (use.node.outputs[0] for use in uses if use.node.op_type == "QuantizeLinear")
         for reader in chain.from_iterable(value.uses() for value in codes):
@@ -629,7 +629,7 @@ def _keeps_order(held: Held, start: Perm, perm: Perm) -> bool:
 
 
 def _unfit(target: Grid, inputs: Sequence[Grid]) -> str | None:
-    """Why no integer kernel takes these grids of activations."""
+    """The reason why no integer kernel accepts these activation grids."""
     if target.dtype not in _ACTIVATION_TYPES or not target.per_tensor:
         return "the grid of its output is not one of 8 or 16 bits with one scale"
     for grid in inputs:
@@ -657,7 +657,7 @@ def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float]:
 def _on_codes(
     target: Grid, held: Sequence[Held], accepts: Callable[[Grid, Sequence[Grid]], str | None], unless: str | None
 ) -> tuple[bool, str | None]:
-    """Whether an operator lies between codes, and what is against its being computed on them."""
+    """Whether an operator reads and writes codes, and the reason why it is not computed on them."""
     grids = [one.grid for one in held if one.grid is not None]
     floats = [one for one in held if one.grid is None]
     if not floats:
@@ -668,14 +668,14 @@ def _on_codes(
 
 
 def _last(value: ir.Value) -> ir.Value:
-    """What comes of ``value`` along single readers that change no grid."""
+    """Follow ``value`` along single readers that keep its grid."""
     while (passed := _passed_on(value)) is not None:
         value = passed
     return value
 
 
 def _passed_on(value: ir.Value) -> ir.Value | None:
-    """What the only reader of ``value`` makes of it, where that changes no grid."""
+    """The output of the only reader of ``value``, where it keeps the grid."""
     use = next(iter(value.uses())) if len(value.uses()) == 1 else None
     if use is None or use.idx != 0 or use.node.domain or use.node.op_type not in _CHANGES_NO_GRID:
         return None

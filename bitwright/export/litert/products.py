@@ -74,7 +74,7 @@ def _fully_connected(low: Lowering, node: ir.Node, data: Held, weight: Held, tra
 
 @dataclass(frozen=True)
 class _Bias:
-    """Where the bias of a product stands: input ``port`` of ``node``, the product itself or an Add after it."""
+    """Position of a product's bias: input ``port`` of ``node``, which is the product or an Add after it."""
 
     node: ir.Node
     port: int

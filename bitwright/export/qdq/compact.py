@@ -1,4 +1,4 @@
-"""The same QDQ model in fewer bytes, for models whose weights are so small that quantizers outweigh what their integers save.
+"""Store a QDQ model in fewer bytes, for models so small that quantizers take more bytes than integer weights save.
 
 A pair of QuantizeLinear and DequantizeLinear, its two constants and what is noted on it take some 400 bytes under readable names,
 and about 150 here, which is what 50 weights save. Nothing that is computed changes.
@@ -117,7 +117,7 @@ def _share_constants(model: ir.Model, known: set[str]) -> dict[ir.Value, ir.Valu
 
 
 def _stands_alone(value: ir.Value) -> bool:
-    """Whether no equal constant may stand for ``value``: integers of weights are parameters, and ONNX Runtime writes signed ones
+    """Whether ``value`` must stay apart from equal constants: integer weights are parameters, and ONNX Runtime writes signed ones
     and their zero points anew, under one name each.
     """
     ports = {port for node, port in value.uses() if node.op_type == "DequantizeLinear"}

@@ -70,7 +70,7 @@ def after(anchor: ir.Node) -> Place:
 
 @dataclass(frozen=True)
 class Pair:
-    """What a second QuantizeLinear and DequantizeLinear of the same grid needs."""
+    """Data for a second QuantizeLinear and DequantizeLinear on the same grid."""
 
     encoding: Encoding
     dtype: ir.DataType
@@ -164,7 +164,7 @@ def _short(name: str) -> str:
 
 
 def note_metadata(node: ir.Node, *, derive: bool = False, **facts: object) -> None:
-    """Write what a quantizer is onto the node that ends it, as JSON, where verification finds it; what is usual is left out.
+    """Store the facts of a quantizer as JSON on its last node, for verification; default values are left out.
 
     ``derive`` leaves out what can be read off the node and the QuantizeLinear in front of it too: only where neither changes
     any more.
@@ -179,7 +179,7 @@ def note_metadata(node: ir.Node, *, derive: bool = False, **facts: object) -> No
 
 
 def read_metadata(node: ir.Node) -> dict[str, Any] | None:
-    """What :func:`note_metadata` wrote, or ``None``.
+    """The facts that :func:`note_metadata` stored, or ``None``.
 
     Raises:
         ExportError: it was changed since.
@@ -219,7 +219,7 @@ def _derived(node: ir.Node) -> dict[str, Any]:
 
 
 def damaged_metadata(node: ir.Node | onnx.NodeProto) -> ExportError:
-    """For what an export wrote on ``node`` and cannot be read any more."""
+    """The error for damaged metadata on ``node``."""
     return ExportError(
         str(node.name or node.op_type),
         "what the export wrote on this operator is damaged",
@@ -245,7 +245,7 @@ def folded_parts(node: ir.Node) -> tuple[ir.Value, ir.Value | None, ir.Value] | 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """What was written for an activation: facts for verification, and the pair if it can be repeated."""
+    """Nodes written for an activation: facts for verification, and the pair if it can be repeated."""
 
     value: ir.Value
     scale: ir.Value | None = None
@@ -453,7 +453,7 @@ def _write_wide(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding)
 
 
 def _write_half(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
-    """A cast to the half type and back; Clip first, because Cast makes infinity of what is too large."""
+    """A cast to the half type and back, after a Clip: Cast turns too large values into infinity."""
     fmt = encoding.format
     assert isinstance(fmt, FloatFormat)
     value = _clip_to(pen, value, fmt.max)

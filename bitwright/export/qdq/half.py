@@ -82,7 +82,7 @@ _PERIODIC_REACH, _COUNTS_TO = 8.0, 256.0
 
 @dataclass(frozen=True)
 class Half:
-    """How the float part of a file is written.
+    """Half-precision settings of a file's float part.
 
     Attributes:
         kind: the type.
@@ -118,7 +118,7 @@ def half_for(
     inputs: str = "float32",
     outputs: str = "float32",
 ) -> Half | None:
-    """What a file with ``encodings`` has in half precision; ``None`` for nothing.
+    """The half-precision settings for a file with ``encodings``; ``None`` where all stays float32.
 
     Args:
         encodings: by site; those of half precision ask for operators of it.
@@ -144,7 +144,7 @@ def half_for(
 
 @dataclass
 class Halved:
-    """What :func:`write_half` did.
+    """Result of :func:`write_half`.
 
     Attributes:
         done: how many operators compute in half precision.
@@ -214,7 +214,7 @@ def _chain(node: ir.Node) -> list[ir.Node]:
 
 
 def settle_types(model: ir.Model) -> None:
-    """Give values whose type no inference has told the type that the definition of their operator gives."""
+    """Set the types of values that inference left open from the definitions of their operators."""
     for node in all_nodes(model.graph):
         if all(value.dtype is not None for value in node.outputs):
             continue
@@ -257,7 +257,7 @@ def _is_float(value: ir.Value | None) -> bool:
 
 
 def _held(value: ir.Value) -> Array | None:
-    """What a constant holds."""
+    """The array of a constant."""
     if value.is_graph_input():
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -304,7 +304,7 @@ def _measured(model: ir.Model, feeds: Mapping[str, Array]) -> tuple[dict[str, fl
 
 
 def _divisors(node: ir.Node) -> Iterator[ir.Value]:
-    """What ``node`` divides by, or takes the root or logarithm of."""
+    """Operands of ``node`` that are divisors, or arguments of a root or logarithm."""
     port = _DIVIDES.get(node.op_type, -1)
     value = node.inputs[port] if 0 <= port < len(node.inputs) and not node.domain else None
     if value is not None:
@@ -331,7 +331,7 @@ def _run(model: ir.Model, feeds: Mapping[str, Array], wanted: Sequence[str]) -> 
 
 
 class _Choice:
-    """Which operators compute in half precision."""
+    """Chooses the operators that compute in half precision."""
 
     def __init__(
         self, model: ir.Model, half: Half, reach: Mapping[str, float], least: Mapping[str, float], kept: set[ir.Value]
@@ -425,7 +425,7 @@ class _Choice:
         return found
 
     def _too_fine(self, node: ir.Node) -> Iterator[tuple[ir.Value, str]]:
-        """What ``node`` reads that half precision makes zero, or has too few digits for; and why."""
+        """The operand of ``node`` that half precision rounds to zero or too coarsely, and the reason."""
         kind = self.half.kind
         for value in _divisors(node):
             least = self.least.get(str(value.name), math.inf)
@@ -446,7 +446,7 @@ class _Choice:
         return 0.0
 
     def _why_not(self, node: ir.Node) -> str:
-        """Why an operator that reads or makes float32 stays there; empty where it need not."""
+        """The reason why an operator stays in float32; empty where it can be converted."""
         if node.op_type in _FLOAT32 and not node.domain:
             return _FLOAT32[node.op_type]
         if node in self.after:
@@ -498,7 +498,7 @@ class _Choice:
         return ""
 
     def _sums(self, node: ir.Node) -> str:
-        """Why the sum inside an operator may not fit."""
+        """The reason why the sum inside an operator may overflow."""
         source = node.inputs[0] if node.inputs else None
         reach = 0.0 if source is None else self.reach.get(str(source.name), 0.0)
         if node.op_type in _SQUARES and reach**2 * ROOM > self.limit:
@@ -535,7 +535,7 @@ class _Choice:
         return bool(makers) and codes and not any(array is not None and array.size > 1 for array in held)
 
     def _worth_it(self, nodes: set[ir.Node]) -> set[ir.Node]:
-        """Of stretches of operators those with weights of their own."""
+        """The connected groups of operators that hold weights."""
         root = {node: node for node in nodes}
 
         def of(node: ir.Node) -> ir.Node:

@@ -236,7 +236,7 @@ class _Pen:
 def _write(
     builder: Builder, node: ir.Node, gather: ir.Node, table: _Table, made: dict[tuple[ir.Value, str], ir.Value]
 ) -> None:
-    """Put the operators for ``table`` in the place of ``gather``, and note what they stand for."""
+    """Replace ``gather`` by the operators for ``table``, and record it in their metadata."""
     pen = _Pen(builder, gather, table.along, made)
     packed = _packed(table) if table.codes.dtype in _WIDE else None
     if packed is not None:
@@ -486,7 +486,7 @@ class _Stored:
 
 
 def _stored(node: ir.Node, dtype: ir.DataType, perm: tuple[int, ...]) -> _Stored:
-    """What the operators that ``node`` ends look rows up in."""
+    """The table that the operators ending in ``node`` look up."""
     by_type = {one.op_type: one for one in _chain(node)}
     if OP_TYPE in by_type:
         return _unpacked(by_type[OP_TYPE], dtype)

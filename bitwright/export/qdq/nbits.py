@@ -45,7 +45,7 @@ class _Packed:
 
 
 def can_say(node: ir.Node) -> bool:
-    """Whether MatMulNBits can stand for ``node``, a MatMul or Gemm with a DequantizeLinear of a constant.
+    """Whether MatMulNBits can replace ``node``, a MatMul or Gemm with a DequantizeLinear of a constant.
 
     It cannot for other widths than 4 bits, a Gemm with factors or a transposed input, and a weight that several products
     share.

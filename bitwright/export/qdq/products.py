@@ -1,4 +1,4 @@
-"""What a runtime's optimiser must not see through: products of float activations with quantized weights, and outputs.
+"""Barriers against a runtime's optimiser: products of float activations with quantized weights, and outputs.
 
 ONNX Runtime's default session turns MatMul and Gemm after the DequantizeLinear of a matrix into MatMulNBits, which by
 default quantizes the *activations* to eight bits as well, a grid that no simulation contains. A Reshape to
@@ -287,7 +287,7 @@ def _dequantizer(value: ir.Value | None) -> ir.Node | None:
 
 
 def _codes(value: ir.Value | None) -> ir.Value | None:
-    """What DequantizeLinear makes ``value`` of."""
+    """The codes of ``value``, the output of a DequantizeLinear."""
     maker = _dequantizer(value)
     return None if maker is None else maker.inputs[0]
 
@@ -301,7 +301,7 @@ def _holds_floats(value: ir.Value | None) -> bool:
 
 
 def _stored_matrix(value: ir.Value | None) -> bool:
-    """Whether ``value`` is a matrix that DequantizeLinear makes of a constant."""
+    """Whether ``value`` is a dequantized constant matrix."""
     maker = _dequantizer(value)
     codes = None if maker is None else maker.inputs[0]
     if value is None or codes is None or not codes.is_initializer():

@@ -33,7 +33,7 @@ _CODE_TYPES = frozenset((ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16,
 
 
 def measure_codes(model: ir.Model) -> None:
-    """Let Shape and Size read codes instead of what a DequantizeLinear makes of them.
+    """Connect Shape and Size to the codes before a DequantizeLinear.
 
     Args:
         model: changed in place; computes the same. Codes of other types than of 8 and 16 bits stay unread.
@@ -178,7 +178,7 @@ def _close(body: ir.Graph, builder: Builder) -> None:
 
 
 def _captured(body: ir.Graph, inside: set[ir.Node]) -> list[ir.Value]:
-    """What nodes of ``body`` read from the graphs around it, in their order."""
+    """Values that nodes of ``body`` capture from outer graphs, in order."""
     own = {value for graph in (body, *body.subgraphs()) for value in (*graph.inputs, *graph.initializers.values())}
     read = dict.fromkeys(value for node in all_nodes(body) for value in node.inputs if value is not None)
     return [value for value in read if value not in own and value.producer() not in inside]
@@ -193,7 +193,7 @@ def _named_as(old: ir.Value, new: ir.Value) -> ir.Value:
 
 
 def _rename_scale(node: ir.Node | None, new_names: Mapping[str, str]) -> None:
-    """Let what is noted on a quantizer name the scale that it reads now."""
+    """Update the scale's name in a quantizer's metadata."""
     facts = None if node is None else read_metadata(node)
     if node is not None and facts is not None and facts["scale"] in new_names:
         note_metadata(node, **{**facts, "scale": new_names[facts["scale"]]})

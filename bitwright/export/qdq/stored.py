@@ -1,4 +1,4 @@
-"""How a constant is stored: its codes in the type of a file, and the scale and zero point beside them."""
+"""Stored form of a constant: its codes in the type of a file, with scale and zero point."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ RANDOM = frozenset(
 
 
 def find_constants(model: ir.Model, also: Iterable[ir.Value | None] = ()) -> dict[ir.Value, ir.TensorProtocol]:
-    """Values that are the same in every run: initializers, Constant nodes, marked values made of them.
+    """Find values that are equal in every run: initializers, Constant nodes, and marked values computed from them.
 
     Initializers that are graph inputs can be overridden and do not count. What is computed from constants
     alone (a weight under weight normalisation, say) is evaluated only where a marker reads it or where it is one of
@@ -70,7 +70,7 @@ def _stored(model: ir.Model) -> dict[ir.Value, ir.TensorProtocol]:
 
 
 def _held_by(node: ir.Node) -> ir.TensorProtocol | None:
-    """What a Constant holds."""
+    """The array of a Constant."""
     is_constant = node.op_type == "Constant" and not node.domain
     return ir.convenience.get_const_tensor(node.outputs[0]) if is_constant else None
 
@@ -84,7 +84,7 @@ def _is_pure(node: ir.Node) -> bool:
 def _evaluate(
     model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.TensorProtocol]
 ) -> dict[ir.Value, ir.TensorProtocol]:
-    """What pure operators on constants give, wherever in the model they stand: also in branches that never run."""
+    """Evaluate pure operators on constants anywhere in the model, also in branches that never run."""
     part = ir.Model(_part(model, wanted, known), ir_version=_IR_VERSION)
     session = new_session(ir.to_proto(part).SerializeToString(), session_options(optimized=False))
     return {value: ir.Tensor(array) for value, array in zip(wanted, session.run(None, {}), strict=True)}
@@ -307,7 +307,7 @@ def bias_place(node: ir.Node) -> tuple[ir.Node, int] | None:
 
 
 def _bias_values(node: ir.Node) -> list[ir.Value]:
-    """What ``node`` may read as a bias: one number per output channel, and no mask of attention."""
+    """Operands of ``node`` that can be a bias: one number per output channel, not an attention mask."""
     place = bias_place(node)
     value = None if place is None else node.inputs[place[1]]
     shape = None if value is None or value.shape is None or not value.shape.is_static() else value.shape.numpy()

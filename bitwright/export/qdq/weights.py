@@ -255,7 +255,7 @@ def _is_misread(w: Writing, value: ir.Value, encoding: Encoding) -> bool:
 
 
 def _width(w: Writing, value: ir.Value, encoding: Encoding) -> int | None:
-    """Bits that the codes of the constant ``value`` take; ``None`` for floats and what is left to the table of forms."""
+    """Bits of the codes of the constant ``value``; ``None`` for floats and the types in the table of forms."""
     fmt = encoding.format
     if _is_misread(w, value, encoding):
         return 4 if isinstance(fmt, IntFormat) and fmt.bits <= 4 else 16
@@ -346,7 +346,7 @@ def _is_weight(value: ir.Value) -> bool:
 
 
 def _bias_problem(operator: ir.Node, given: Encoding, weight: Weight, array: NDArray[Any]) -> str | None:
-    """Why the bias ``array`` of ``operator`` has no int32 form, or ``None``."""
+    """The reason why the bias ``array`` of ``operator`` has no int32 form, or ``None``."""
     attributes = {key: attr.value for key, attr in operator.attributes.items()}
     channel, summed = weight_axes(operator.op_type, attributes, 1, len(weight.shape))
     if channel is None:

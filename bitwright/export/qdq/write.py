@@ -57,7 +57,7 @@ OLDEST_OPSET, IR_VERSION = 13, 10
 
 @dataclass(frozen=True)
 class QdqResult:
-    """What :func:`to_qdq` returns.
+    """Result of :func:`to_qdq`.
 
     Attributes:
         model: the QDQ model.
@@ -269,7 +269,7 @@ def _write_as_simulated(w: Writing, found: list[ir.Node]) -> str:
 
 
 def _reach(encoding: Encoding) -> float:
-    """How many steps there are at least between zero and the largest value of a range that is chosen at run time."""
+    """Least number of steps between zero and the largest value of a range chosen at run time."""
     whole = largest_code(encoding.format)
     return whole / 2 if isinstance(encoding.format, IntFormat) and not encoding.format.signed else whole
 
@@ -305,7 +305,7 @@ def _tidy(w: Writing) -> None:
 
 
 def _forms(narrow: int, left: int, could: int) -> Iterator[str]:
-    """How products with quantized weights are written: ``narrow`` as MatMulNBits, ``left`` not, though ``could`` of these be."""
+    """Counts of products with quantized weights: ``narrow`` as MatMulNBits, ``left`` not, of which ``could`` be."""
     if narrow:
         yield f"; {narrow} written as MatMulNBits"
     if left:

@@ -1,4 +1,4 @@
-"""What is known of a marked model and what was written of it so far: every step of writing QDQ reads and adds to it."""
+"""State of writing QDQ: facts about the marked model, and the nodes written so far; shared by all steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Weight:
 
 @dataclass(eq=False)
 class Written:
-    """What one quantizer became, kept until names are final; ``places`` are its sites and their runs.
+    """Nodes of one quantizer, kept until names are final; ``places`` are its sites and their runs.
 
     ``pooled`` is the number of pools between what the sites mark and ``entry``.
     """
@@ -137,6 +137,6 @@ class Writing:
             self.tensors.setdefault(site, []).append(result)
 
     def array(self, value: ir.Value) -> NDArray[Any] | None:
-        """The value of a constant; ``None`` for what is computed anew in every run."""
+        """The array of a constant; ``None`` for computed values."""
         tensor = self.constants.get(value)
         return None if tensor is None else tensor.numpy()

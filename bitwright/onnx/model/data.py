@@ -1,4 +1,4 @@
-"""What a model is fed: checks with helpful messages, and data from files, images, Python code or chance.
+"""Feeds of a model: checks with helpful messages, and data from files, images, Python code or a random generator.
 
 A *feed* is what one run takes: a dict from input names to arrays. Where a model has one input, the array alone is
 enough; a tuple or list gives the inputs in the order of the model.
@@ -53,7 +53,7 @@ class InputSpec:
 
 
 def input_specs(model: ir.Model) -> tuple[InputSpec, ...]:
-    """What ``model`` takes, in its order; initializers that may be overridden are left out."""
+    """Inputs of ``model`` in order, without initializers that may be overridden."""
     return tuple(_spec(value) for value in model.graph.inputs if not value.is_initializer())
 
 
@@ -152,7 +152,7 @@ def _shaped(array: Array, spec: InputSpec, where: str) -> Array:
 
 @dataclass(frozen=True)
 class Pictures:
-    """How pictures become an input: resized, scaled, normalised, put in order.
+    """Preprocessing of pictures: resize, scale, normalise, layout.
 
     ``(pixel * scale - mean) / std`` per colour, with pixels 0..255.
 

@@ -1,4 +1,4 @@
-"""Tensors that cannot hold NaN or Inf where what they are made of is finite: bounds on magnitudes, operator by operator.
+"""Prove which tensors stay finite for finite operands: bounds on magnitudes, operator by operator.
 
 Minima and maxima pass over NaN, so something has to look for it. A sum does, at the price of a pass over the tensor. Yet a
 convolution of finite numbers is finite unless it overflows, and that the bounds of its input rule out: no partial sum

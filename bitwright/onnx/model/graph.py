@@ -44,7 +44,7 @@ _DTYPES = {"float": "float32", "double": "float64"}
 
 @dataclass(frozen=True)
 class GraphView:
-    """A graph and what its names stand for.
+    """A graph with its values by name.
 
     Attributes:
         graph: for rules, placement and algorithms.
@@ -75,7 +75,7 @@ def build_graph(model: ir.Model, shapes: Mapping[str, tuple[int, ...]] | None = 
 
 @dataclass(frozen=True)
 class _Node:
-    """What the tables below may ask about a node."""
+    """Facts about a node for the tables below."""
 
     node: ir.Node
     attrs: Mapping[str, Any]
@@ -487,7 +487,7 @@ def _bodies(node: ir.Node) -> list[ir.Graph]:
 
 
 def _captured(node: ir.Node) -> list[ir.Value]:
-    """What the bodies of an operator other than If, Loop and Scan hand out to it."""
+    """Outputs of the bodies of an operator other than If, Loop and Scan."""
     if node.op_type in TRAITS["bodies"] and node.domain in _STANDARD:
         return []
     return [value for body in _bodies(node) for value in body.outputs]

@@ -1,4 +1,4 @@
-"""What makes the tensors of a model visible from outside: reductions beside them, and ways out of bodies.
+"""Instrument a model to observe its tensors: reductions beside them, and outputs out of bodies.
 
 A :class:`Tap` is one tensor with the quantizer that watches it; an :class:`Instrument` adds what a tap reads to a model.
 """
@@ -89,7 +89,7 @@ class Tap:
 
     @property
     def followed(self) -> bool:
-        """Whether more data can change what is known of its channels."""
+        """Whether more data can change its channel statistics."""
         return (bool(self.channels) or not self.scalars) and any(watch.wanted for watch in self.watches)
 
     @property
@@ -172,7 +172,7 @@ class Tap:
         return float(statistics.bounds_of(seen).lo.min())
 
     def _excluded(self) -> int:
-        """How many elements that are not finite the quantizer has met."""
+        """Number of non-finite elements that the quantizer has seen."""
         seen = self.quantizer.statistics
         if not isinstance(seen, statistics.MinMax | statistics.Histogram):
             return 0
@@ -263,7 +263,7 @@ class Instrument:
         return tap
 
     def _source(self, tap: Tap, op: str, place: Place) -> tuple[ir.Value, Place]:
-        """What a scalar of a tensor is taken from, and where."""
+        """Source and position of a scalar of a tensor."""
         part = tap.value
         if op == "ReduceMax" and tap.pooled is not None:
             part = tap.pooled

@@ -285,7 +285,7 @@ def clone_model(model: ir.Model) -> ir.Model:
 
 
 def own_tensor(tensor: ir.TensorProtocol) -> ir.Tensor | ir.ExternalTensor:
-    """The same elements, not copied, under a name of their own."""
+    """A tensor with a new name that shares the elements."""
     if not isinstance(tensor, ir.ExternalTensor):
         return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
     own = ir.ExternalTensor(
@@ -517,7 +517,7 @@ def _put_neutral_numbers_second(model: ir.Model) -> None:
 
 
 def _in_a_circle(graph: ir.Graph) -> str:
-    """Name of a node that cannot be ordered: what is left when nodes are taken away that wait for nothing."""
+    """Name of a node in a cycle, found by topological sorting."""
     waits = {node: sum(maker.graph is graph for maker in set(node.predecessors())) for node in graph}
     ready = [node for node, count in waits.items() if not count]
     while ready:
@@ -593,7 +593,7 @@ def _showing(model: ir.Model, names: Collection[str]) -> ir.Model:
 
 
 def _made_values(model: ir.Model) -> Iterator[ir.Value]:
-    """What the nodes of the main graph make."""
+    """Names of all node outputs of the main graph."""
     return chain.from_iterable(node.outputs for node in model.graph)
 
 

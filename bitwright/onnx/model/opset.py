@@ -94,7 +94,7 @@ def _standard_operators(model: ir.Model) -> set[str]:
 
 
 def _convert(loaded: Loaded) -> tuple[Loaded, list[str]]:
-    """The converted model, and what is to be said about its operators."""
+    """The converted model, and notes on its operators."""
     site = str(loaded.path or loaded.model.graph.name or "model")
     skeleton = loaded.model.clone()
     rewritten = rewrite_dropped(skeleton, loaded.opset)

@@ -138,7 +138,7 @@ class _Splitter:
         return made
 
     def _half(self, node: ir.Node, port: int, value: ir.Value, direction: int, batch_first: bool) -> ir.Value:
-        """What one direction reads of ``value``, which has both along one axis."""
+        """The slice of ``value`` for one direction; both lie along one axis."""
         axis = 1 if batch_first and port in _STATES else 0
         tensor = value.const_value if value.is_initializer() and not value.is_graph_input() else None
         name = f"{value.name}.{_DIRECTIONS[direction]}"
@@ -243,19 +243,19 @@ def _unchanged_states(node: ir.Node) -> list[int]:
 
 
 def _states_of(node: ir.Node) -> tuple[int, int]:
-    """Where the states of a loop begin among its inputs, and how many there are."""
+    """Index of a loop's first state among its inputs, and the number of states."""
     if node.op_type == "Loop":
         return 2, len(node.inputs) - 2
     return 0, len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
 
 
 def _conditions(node: ir.Node) -> int:
-    """How many outputs of the body of a loop come before its states: a Loop returns whether it goes on."""
+    """Number of body outputs before the states: a Loop returns its condition first."""
     return int(node.op_type == "Loop")
 
 
 def _through_copies(body: ir.Graph, value: ir.Value) -> ir.Value:
-    """What ``value`` is a copy of, as far as the copies are made in ``body``."""
+    """The original of ``value`` across Identity nodes in ``body``."""
     while True:
         node = value.producer()
         copies = node is not None and node.op_type == "Identity" and node.domain in _STANDARD
@@ -472,7 +472,7 @@ def part_training_norms(model: ir.Model, opset: int, site: str) -> list[str]:
 
 
 def train_norms(model: ir.Model, names: Sequence[str]) -> None:
-    """Tell the converted batch norms of these names by attribute what the number of their outputs told before."""
+    """Set the training attribute of converted batch norms, which older opsets implied by their number of outputs."""
     wanted = set(names)
     for node in all_nodes(model.graph) if wanted else ():
         if node.op_type == "BatchNormalization" and node.name in wanted:
@@ -541,7 +541,7 @@ def _is_undone(node: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Site:
-    """What a rewrite works on: the model, its names, outputs and opset, and the channels of tensors in blocks."""
+    """Context of a rewrite: the model, its names, outputs and opset, and the channels of blocked tensors."""
 
     model: ir.Model
     names: Names
@@ -559,7 +559,7 @@ def _rename(_: _Site, node: ir.Node) -> None:
 
 
 def _layer(site: _Site, node: ir.Node) -> None:
-    """A layer, what is added to its result, and its activation function."""
+    """A layer with the addition and the activation function after it."""
     kind = node.op_type.removeprefix("Fused")
     inputs, attributes = list(node.inputs), dict(node.attributes)
     added = inputs[3] if kind == "Conv" and len(inputs) > 3 else None
@@ -830,7 +830,7 @@ _OPTIMIZED_REWRITES: dict[tuple[str, str], Callable[[_Site, ir.Node], None]] = {
 
 @cache
 def block_length() -> int:
-    """Channels in a block on this machine: what ONNX Runtime makes of a convolution with one output channel."""
+    """Channels per block on this machine, found from ONNX Runtime's rewrite of a convolution with one output channel."""
     x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, (1, 1, 4, 4))
     y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, (1, 1, 4, 4))
     weight = onnx.numpy_helper.from_array(np.ones((1, 1, 1, 1), np.float32), "w")

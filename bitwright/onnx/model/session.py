@@ -153,7 +153,7 @@ def _options(threads: int, arena: bool = True) -> Any:
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """What the runtime refuses becomes a ModelError."""
+    """Convert the runtime's refusals to ModelError."""
     try:
         yield
     except BitwrightError:  # of ours, and a RuntimeError like some of the runtime's
@@ -192,7 +192,7 @@ def check_providers(providers: Providers | None) -> list[Any]:
 def run_session(
     session: Any, feeds: Mapping[str, NDArray[Any]], site: str, names: Sequence[str] | None = None
 ) -> list[Any]:
-    """What a session makes of ``feeds``: the outputs of ``names``, all of them by default.
+    """Run a session on ``feeds``; returns the outputs of ``names``, all of them by default.
 
     Raises:
         ModelError: the model fails on them; ``site`` says what was run.

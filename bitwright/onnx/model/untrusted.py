@@ -1,4 +1,4 @@
-"""What is checked of a model file before anything reads its tensors: their sizes, where their data lie, and stated shapes.
+"""Check a model file before its tensors are read: their sizes, the location of their data, and stated shapes.
 
 A tensor whose data do not fit its shape, or lie in a file that the model has no business with, would be read past its
 end, allocated at a length that a damaged number says, or taken from anywhere on the disk.
@@ -449,7 +449,7 @@ class _DataFiles:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """What the system knows of a regular file; ``None`` where there is none, or none of such a name."""
+    """File status of a regular file; ``None`` where there is none."""
     try:
         found = path.stat()
     except OSError:

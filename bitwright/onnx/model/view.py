@@ -93,7 +93,7 @@ class OnnxView:
         return _wide(tensor.numpy()).copy()
 
     def constant(self, name: str) -> Array | None:
-        """What a value made of initializers and constants alone holds; numbers of less than 32 bits as float32.
+        """Array of a value computed from initializers and constants alone; floats below 32 bits as float32.
 
         ``None`` inside the body of an If, Loop or Scan, which is not run by itself.
         """
@@ -188,7 +188,7 @@ class OnnxView:
         return result
 
     def _constant(self, value: ir.Value) -> Array:
-        """What a static value holds; values computed from initializers are computed once and kept."""
+        """Array of a static value; values computed from initializers are cached."""
         if value.const_value is not None:
             array: Array = value.const_value.numpy()
             return array
@@ -198,7 +198,7 @@ class OnnxView:
         return self._constants[name]
 
     def _computed(self, values: Sequence[ir.Value], site: str) -> list[Array]:
-        """What values of the main graph hold that constants alone make."""
+        """Arrays of the main graph's values that depend on constants alone."""
         part = ir.convenience.extract(self.model.graph, [], values)
         part.opset_imports.update(self.model.opset_imports)
         session = open_session(ir.Model(part, ir_version=self.model.ir_version), self.providers)
@@ -242,7 +242,7 @@ class OnnxView:
     # -- edits
 
     def can_edit(self, edit: Edit) -> str | None:
-        """Why ``edit`` cannot be done on this model; ``None`` when it can."""
+        """The reason why ``edit`` cannot be done on this model; ``None`` where it can."""
         if isinstance(edit, SetParam):
             known = edit.name in self.model.graph.initializers
             return None if known else f"there is no initializer {edit.name}"
@@ -522,7 +522,7 @@ def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
 
 
 def _iterations(array: Array, axes: int | None) -> list[Array]:
-    """What one run has of a value: loops put ``axes`` axes in front of it."""
+    """The value in one run: loops put ``axes`` axes in front of it."""
     if axes is None:
         return [array]
     if axes == 0:  # of a branch; one that was not taken gives nothing
@@ -598,7 +598,7 @@ def _no_initializer(node: ir.Node, port: int) -> str | None:
 
 
 def _no_chain(node: ir.Node) -> str | None:
-    """Why no layers can be put in front of a node whose weight changes."""
+    """The reason why no layers can be inserted before a node whose weight changes."""
     weight = node.inputs[1] if len(node.inputs) > 1 else None
     if weight is None or not weight.is_initializer() or node.inputs[0] is None:
         return "it has no stored weight"
@@ -646,7 +646,7 @@ def _is_dequantized(value: ir.Value) -> bool:
 
 
 def _signature(node: ir.Node) -> tuple[Any, ...]:
-    """What an operator computes, whatever it reads: equal for operators that a session can serve together."""
+    """Signature of an operator without its operands; operators with equal ones share a session."""
     attributes = tuple(
         sorted(
             (a.name, a.type, a.value if isinstance(a.value, (int, float, str)) else repr(a.value))

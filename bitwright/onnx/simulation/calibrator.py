@@ -93,7 +93,7 @@ class Watching:
     folder: tempfile.TemporaryDirectory[str] | None = None
 
     def name(self, output: str) -> str:
-        """What to fetch in order to get ``output``."""
+        """Name to fetch for ``output``."""
         return self.names.get(output, output)
 
 
@@ -235,7 +235,7 @@ def _blocked_channels(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def _channels_made(node: onnx.NodeProto, given: Collection[int | None]) -> int | None:
-    """Channels of what ``node`` makes of tensors with so many; ``None`` where that is not known."""
+    """Number of output channels of ``node`` from those of its operands; ``None`` where it is not known."""
     known = [n for n in given if n is not None]
     if not known or len(known) < len(given):
         return None

@@ -1,4 +1,4 @@
-"""From placed sites to models that run: markers in the graph, and the simulation that follows from them.
+"""Build runnable models from placed sites: markers in the graph, and the simulation made of them.
 
 There is one marked model per simulation. What runs (calibration, simulation) and what is exported are both derived
 from it, by the same writer of quantizers (:mod:`bitwright.export.qdq.forms`), so that they cannot drift apart.
@@ -80,7 +80,7 @@ class WeightFile:
         bias: bool,
         make: Callable[[], ir.TensorProtocol],
     ) -> ir.Tensor | ir.ExternalTensor:
-        """What ``make`` gives for these arguments, from the file if it was asked for before; a small tensor stays in memory.
+        """Result of ``make`` for these arguments, from the file if it exists; small tensors stay in memory.
 
         Args:
             name: of the tensor.
@@ -106,7 +106,7 @@ class WeightFile:
 
 
 def file_for(model: ir.Model, kept: WeightFile | None) -> WeightFile | None:
-    """Where the quantized weights of a large model lie: not in ``kept`` where most of that is of no use any more."""
+    """File of a large model's quantized weights: a new one where most of ``kept`` is stale."""
     if not is_large(model):
         return None
     return WeightFile() if kept is None or kept.size > 2 * weight_bytes(model) else kept
@@ -306,7 +306,7 @@ def _unchanged(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 def _simulated(
     name: str, tensor: ir.TensorProtocol, encoding: Encoding, *, bias: bool, file: WeightFile | None
 ) -> ir.Tensor | ir.ExternalTensor:
-    """What a constant becomes; in a ``file``, so that the weights of a large model are never held all at once."""
+    """Quantize a constant, into a ``file`` so that the weights of a large model are never all in memory."""
 
     def fold() -> ir.Tensor:
         array = folded_constant(tensor.numpy(), encoding, bias=bias)
@@ -317,7 +317,7 @@ def _simulated(
 
 
 def folded_constant(array: NDArray[Any], encoding: Encoding, *, bias: bool) -> NDArray[Any]:
-    """What a simulation computes with in the place of a constant; its dtype stays.
+    """The quantized value of a constant in a simulation; its dtype stays.
 
     Args:
         array: the constant.

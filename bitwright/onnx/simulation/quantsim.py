@@ -195,7 +195,7 @@ Array = NDArray[Any]
 
 
 class CalibrationSession:
-    """What a calibration callback is given: runs like an ``onnxruntime.InferenceSession``, and is watched."""
+    """Session for a calibration callback: runs like an ``onnxruntime.InferenceSession`` and is observed."""
 
     def __init__(self, calibrator: Calibrator, outputs: Sequence[str], occupancy: Occupancy) -> None:
         self.calibrator, self._outputs, self._occupancy = calibrator, list(outputs), occupancy
@@ -268,7 +268,7 @@ class TrialSession:
 
 
 def _structure(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> tuple[Any, ...]:
-    """What a session depends on: which sites work, and the encodings that are written into it."""
+    """Cache key of a session: its enabled sites and their encodings."""
     activations = (site for site in sim.quantizers if site not in sim.constants)
     return tuple(None if (e := encodings.get(site)) is None else True if _is_input(e) else e for site in activations)
 
@@ -668,7 +668,7 @@ class QuantizationSimModel(SimulationFiles):
         return Calibrator(simulation, watched, self.memory_budget, self.providers, self.threads, channels=channels)
 
     def _watched_model(self) -> MarkedSimulation:
-        """What calibration runs: weights quantized, activations in float except the frozen ones."""
+        """The model that calibration runs: weights quantized, activations in float except the frozen ones."""
         encodings = {
             site.name: site.encoding
             for site in self.quantizers.values()
@@ -708,7 +708,7 @@ class QuantizationSimModel(SimulationFiles):
         self.calibrated = True
 
     def _diagnosed(self, model: ir.Model, feeds: Any) -> HealthReport:
-        """Where ``model``, which was made from the marked one, computes what is not finite."""
+        """Find where ``model``, made from the marked one, computes non-finite values."""
         from bitwright.onnx.nan_doctor import Doctor
 
         doctor = Doctor(model, "model", self.providers, self.threads)
@@ -808,7 +808,7 @@ class QuantizationSimModel(SimulationFiles):
             return self._dummy
 
     def health(self) -> HealthTable:
-        """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
+        """Health of calibration values and weights at every site: NaN, Inf, zero and constant channels, saturation."""
         return self.quantizers.health(self.constants)
 
     def _refresh_biases(self) -> None:
@@ -880,7 +880,7 @@ class QuantizationSimModel(SimulationFiles):
             return self._session[1]
 
     def trial_session(self) -> TrialSession:
-        """What runs like :attr:`session` and follows every later change of the quantizers without being made anew.
+        """A session like :attr:`session` that follows later changes of the quantizers without being rebuilt.
 
         For searches, which change bits and scales between runs over little data; see
         :mod:`bitwright.onnx.simulation.quantsim`. Sums are rounded in another order than in :attr:`session`.
@@ -979,7 +979,7 @@ class QuantizationSimModel(SimulationFiles):
         return found, {name: values[name] for name in outputs}
 
     def _sample(self, result: QdqResult, feeds: Feeds) -> Samples:
-        """What the simulation computes on ``feeds``, at the sites that a file has."""
+        """Values of the simulation on ``feeds``, at the sites that a file has."""
         names = [
             site.name
             for site in self.quantizers.values()
@@ -1156,7 +1156,7 @@ class QuantizationSimModel(SimulationFiles):
         target: str = DEFAULT_TARGET,
         rest: str | None = None,
     ) -> DriftReport:
-        """Where two of float model, simulation, exported file and runtime part, and why.
+        """Find where two of float model, simulation, exported file and runtime begin to differ, and why.
 
         Args:
             a, b: ``"float"``, ``"simulation"``, ``"file"``, or a runtime.
@@ -1187,7 +1187,7 @@ class QuantizationSimModel(SimulationFiles):
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
     ) -> TargetSession:
-        """What :meth:`export` would write, as a target computes it that need not be here.
+        """Run the model that :meth:`export` would write as a target computes it, without the target.
 
         Args:
             profile: of the target: a name of `bitwright list profiles`, or the path of a TOML file.
@@ -1214,7 +1214,7 @@ class QuantizationSimModel(SimulationFiles):
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
     ) -> SaturationReport:
-        """Which layers saturate or overflow in integer kernels, by their weights and on data.
+        """Find layers that saturate or overflow in integer kernels, by their weights and on data.
 
         Args:
             batches: inputs to count on; the example by default.

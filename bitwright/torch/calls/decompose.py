@@ -1,4 +1,4 @@
-"""Fused torch calls written as the operators they stand for, so that quantizers find their places inside.
+"""Decompose fused torch calls into their operators, so that quantizers can be placed inside.
 
 Each decomposition is the documented equivalent of the fused call; in float the two agree to rounding.
 """

@@ -1,4 +1,4 @@
-"""Which torch functions are which operators: one row per function, keyed by the function objects torch hands out.
+"""Table of torch functions and their operators, keyed by the function objects that torch intercepts.
 
 A row maps the arguments of a call to the ports of the canonical operator (``bitwright.core.graph.operators``). ``torch.add``,
 ``Tensor.add_``, ``Tensor.__radd__`` and ``+`` are the same operator; the tables below list names once and
@@ -54,7 +54,7 @@ class Function:
     named_by: str | None = None
 
     def called(self, kwargs: Mapping[str, Any]) -> str:
-        """What this call is named after: ``label``, unless it has a name of its own."""
+        """Base of the call's name: ``label``, unless it has a name of its own."""
         return self.label if self.named_by is None else str(kwargs.get(self.named_by, self.label))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Function:
         return tuple(out), named
 
     def _replace_rest(self, args: list[Any], kwargs: dict[str, Any], new: Mapping[int, Any], port: int) -> None:
-        """Exchange the operands of the port that stands for any number of them, given as a sequence or one by one."""
+        """Replace the operands of the variadic port, given as a sequence or one by one."""
         name = self.ports[port]
         at, plain = self.signature.index(name), name.removeprefix("*")
         if plain in kwargs:
@@ -121,7 +121,7 @@ class Function:
 
 
 def _second_number(ports: Sequence[str], bound: Arguments) -> float | None:
-    """The number that a call reads beside a floating-point tensor, whose type stays; ``None`` where it is anything else.
+    """The scalar operand of a call beside a floating-point tensor; ``None`` for other operands.
 
     A tensor is none, whatever it holds: parameters and buffers change.
     """
@@ -595,7 +595,7 @@ def as_function(func: torch._ops.OpOverload[..., Any], args: tuple[Any, ...], kw
 
 
 def results(func: torch._ops.OpOverload[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the operator returns, where the function that was carried out in its place returned ``output``."""
+    """Results of the operator, from the ``output`` of the function that was called in its place."""
     if func._schema.name.removeprefix("aten::") not in _SEVERAL:
         return output
     return (output, *func(*args, **kwargs)[1:])

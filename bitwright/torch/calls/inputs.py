@@ -90,7 +90,7 @@ def _children_or_cached(obj: Any, caches: bool) -> list[tuple[str, Any]] | None:
 
 
 def _values(obj: Any) -> Collection[Any] | None:
-    """What a container holds, without the names and caches; ``None`` of anything else."""
+    """Values of a container, without names and caches; ``None`` for other objects."""
     kind = type(obj)
     if kind is tuple or kind is list:
         return obj
@@ -139,7 +139,7 @@ def tensors_in(obj: Any) -> list[torch.Tensor]:
 
 
 def _values_to_map(obj: Any, leaf: type) -> Collection[Any] | None:
-    """What a container or a cache holds in which there may be something to replace."""
+    """Values of a container or cache that may hold tensors to replace."""
     if isinstance(obj, (leaf, torch.Tensor, nn.utils.rnn.PackedSequence)):
         return None
     return [value for _, value in _cached(obj)] if _is_cache(obj) else _values(obj)
@@ -152,7 +152,7 @@ def _is_constant(obj: Any) -> bool:
 
 
 def _containers(values: Iterable[Any], leaf: type) -> list[Any]:
-    """Those of ``values`` in which there may be something to replace."""
+    """The ``values`` that may hold tensors to replace."""
     return [v for v in values if not (isinstance(v, leaf) or _is_constant(v))]
 
 
@@ -209,7 +209,7 @@ def _rebuild(item: Any, values: list[Any]) -> Any:
 
 
 class NotOfModel:
-    """Mixin of modules that stand in a model and show its quantizers: whoever walks over the model passes them by."""
+    """Mixin of modules that expose quantizers inside a model; walks over the model skip them."""
 
 
 @contextmanager
@@ -372,7 +372,7 @@ def outputs_of(model: nn.Module, batch: Any) -> list[NDArray[Any]]:
 
 
 def named_outputs_of(model: nn.Module, batch: Any) -> list[tuple[str, NDArray[Any]]]:
-    """The same with the path of each in what the model returns: ``logits``, ``output[1].boxes``."""
+    """Output tensors with the path of each in the result: ``logits``, ``output[1].boxes``."""
     args, kwargs = as_call(to_device(batch, model_device(model)))
     with torch.no_grad(), evaluation(model):
         return named_arrays(model(*args, **kwargs))

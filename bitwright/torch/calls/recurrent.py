@@ -168,7 +168,7 @@ class _Context(Context):
         return self.weight_hr is None and not self.once and not torch.compiler.is_dynamo_compiling()
 
     def reading(self, weight_hh: Tensor, bias_hh: Tensor | None) -> _Context:
-        """The same layer with another weight and bias."""
+        """A copy of the layer with another weight and bias."""
         new = copy.copy(self)
         new.weight_hh, new.bias_hh = weight_hh, bias_hh
         new._columns = None
@@ -219,7 +219,7 @@ def _scan(
 
 
 def _whole(ctx: _Context, x: Tensor, initial: tuple[Tensor, ...], reverse: bool) -> Sequences | None:
-    """What computes all steps at once, where there is such a thing."""
+    """The function that computes all steps at once, if torch has one."""
     make = getattr(ctx.inside, "sequence", None) if ctx.together else None
 
     def steps(x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None, *initial: Tensor) -> tuple[Tensor, ...]:
@@ -297,7 +297,7 @@ WEIGHT_PORTS = {1: "W", 2: "R", 8: "projection"}
 
 
 def onnx_rows(cell: str) -> tuple[int, ...]:
-    """Which gate of torch's weights stands at each place of ONNX's."""
+    """For each gate of ONNX's order, its index in torch's weights."""
     return gate_order(GATES[cell], CELLS[cell].gates)
 
 
@@ -308,7 +308,7 @@ def _onnx(cell: str, weight: Tensor) -> Tensor:
 
 
 def _in_front(x: Tensor | None) -> Tensor | None:
-    """With an axis of length 1 in front."""
+    """Insert a first axis of length 1."""
     return None if x is None else x.unsqueeze(0)
 
 

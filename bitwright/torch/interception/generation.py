@@ -1,4 +1,4 @@
-"""The calls that ``generate`` makes of the forward of a model: on all tokens of an input, then on one token and a cache."""
+"""Record the two kinds of forward calls of ``generate``: on all tokens of an input, then on one token with a cache."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Frame:
             self.where = self.key
 
     def next(self, label: Hashable) -> int:
-        """How often ``label`` was seen since the anchor; counts this time."""
+        """Count ``label``; returns how often it was seen since the anchor."""
         n = self.counts.get(label, 0)
         self.counts[label] = n + 1
         return n
@@ -98,7 +98,7 @@ class Frame:
         self.counts.clear()
 
     def next_turn(self, place: Hashable) -> int:
-        """How often the place of a parameter was called in this forward; counts this time."""
+        """Count a call at the place of a parameter; returns how often it was called in this forward."""
         n = self.turns.get(place, 0)
         self.turns[place] = n + 1
         return n
@@ -109,7 +109,7 @@ class Frame:
 
 
 class Handler(ABC):
-    """What happens to the calls: recording, calibration, simulation, export."""
+    """Protocol of what is done with intercepted calls: recording, calibration, simulation, export."""
 
     @abstractmethod
     def call(
@@ -144,7 +144,7 @@ class Handler(ABC):
 
 
 class Thread:
-    """What one thread runs of a model.
+    """State of one thread that runs the model.
 
     Attributes:
         handler: where its calls go; ``None`` means to the interceptor's own.
@@ -627,7 +627,7 @@ class Interceptor:
 
     @property
     def here(self) -> Thread:
-        """What the calling thread runs."""
+        """State of the calling thread."""
         try:
             return self._threads.state
         except AttributeError:
@@ -778,7 +778,7 @@ class Interceptor:
     def _traced(
         self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler
     ) -> Any:
-        """The same while ``torch.compile`` traces it: what threads and errors need is left out, so that the graph is one."""
+        """Run under ``torch.compile``: without the bookkeeping of threads and errors, so that one graph is traced."""
         self._before_tracing()
         self._refuse_hidden_functions()
         here.frames = [Frame("", "", self.model)]
@@ -869,7 +869,7 @@ class Interceptor:
         return names
 
     def attribute_name(self, tensor: torch.Tensor) -> str | None:
-        """Where a module keeps ``tensor`` as a plain attribute (also in a list, tuple or dict); ``None`` if nowhere."""
+        """The attribute (also in a list, tuple or dict) in which a module keeps ``tensor``; ``None`` if there is none."""
         if self._attributes is None:
             self._attributes = _attributes_of(self.model)
         return self._attributes.get(id(tensor))

@@ -1,4 +1,4 @@
-"""Which calls are one place: turns of loops over layers and over time, and calls that activation checkpointing repeats.
+"""Decide which calls are one place: iterations of loops over layers or time, and calls repeated by activation checkpointing.
 
 A layer that a loop calls on one line is a chain in depth, whose calls have places of their own, or a loop over time.
 ``for _ in range(4): x = layer(x)`` is the same network as four layers that share their weights, each with a range of its
@@ -292,7 +292,7 @@ class Event:
 
 
 class Trace:
-    """What ran while a model was recorded: calls, and where the place of a parameter was called."""
+    """Record of a run: its calls, and the calls at each parameter's place."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -377,7 +377,7 @@ def _module_of(place: Where) -> str | None:
 
 
 def _turns(trace: Trace, place: Where) -> int:
-    """How often every forward calls a place; 0 where the forwards differ, or that cannot be layers in depth."""
+    """Number of calls of a place per forward; 0 where forwards differ, or the calls cannot be layers in depth."""
     by_forward = trace.starts[place]
     turns = {len(starts) for starts in by_forward}
     if len(turns) != 1 or len(by_forward) != trace.forwards:
@@ -433,7 +433,7 @@ def _alike(turns: Sequence[Sequence[_Shape]]) -> bool:
 
 
 def _end(events: Sequence[Event], start: int, last: int, path: str | None) -> int:
-    """Where the calls of the place itself end: one call for a parameter, those within a module otherwise."""
+    """End of the place's own calls: one call for a parameter, else those within its module."""
     if path is None:
         return start + 1
     end = start
@@ -447,7 +447,7 @@ _Shape = tuple[str, str, tuple[Read, ...]]
 
 
 def _reads(events: Sequence[Event], turn_of: Mapping[int, tuple[int, int]], turn: int) -> list[_Shape]:
-    """What the calls of one turn do and read, told by where it comes from: this turn, the one before, or elsewhere."""
+    """Signature of one iteration: its calls, and whether each operand is from this iteration, the one before, or elsewhere."""
     found = []
     for event in events:
         reads: list[Read] = []

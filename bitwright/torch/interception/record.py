@@ -48,7 +48,7 @@ class Slot:
 
 @dataclass
 class Call:
-    """What is known of one op: its first run, and what later runs read."""
+    """Facts about one op: its first run, and the operands of later runs."""
 
     key: Key
     label: str
@@ -219,7 +219,7 @@ class Recorder(Handler):
         return output
 
     def _keeps(self, read: Sequence[_Tensor]) -> bool:
-        """Whether what is computed of parameters alone becomes an operator."""
+        """Whether calls on parameters alone become operators."""
         return self._whole and any(v.kind == "param" for v in read)
 
     def _note_constants(
@@ -330,7 +330,7 @@ class Recorder(Handler):
         return names
 
     def _inner(self, call: Call, names: Mapping[int, str], values: dict[str, Value]) -> dict[str, str]:
-        """What is computed inside a recurrent layer; its values are added to ``values``."""
+        """Operators inside a recurrent layer; their values are added to ``values``."""
         if call.type not in CELLS:
             return {}
         hidden, last = names[call.outputs[0]], self.values[call.outputs[1]]
@@ -489,7 +489,7 @@ def name_calls(calls: Sequence[Call]) -> None:
 
 
 def _base_name(call: Call, is_main: bool) -> str:
-    """What a call is named after; ``is_main``: it is what its module is for."""
+    """Base of a call's name; ``is_main``: it is the main call of its module."""
     if is_main and call.path:
         return call.path
     if call.param and call.param.endswith(("_weight", ".weight")) and len(call.param) > 7:
@@ -555,7 +555,7 @@ def record(
 
 
 def find_places(running: Interceptor, run: Callable[[], AnyRecorder], forwards: int) -> AnyRecorder:
-    """What ``run`` records when the places of ``running`` are told apart: called anew while more of them are found.
+    """Record ``run``, again as long as more places of ``running`` are found.
 
     Args:
         running: gets its ``turns`` and ``loops``.

@@ -266,7 +266,7 @@ def grid_numbers(grid: Grid) -> tuple[np.float32, np.float32, np.float32]:
 
 
 def codes_from_to(grid: Grid) -> tuple[np.float32, np.float32]:
-    """Where the values begin and end that round to a code of the grid."""
+    """Bounds of the values that round to a code of the grid."""
     return np.float32((grid.lo - 0.5) * grid.scale), np.float32((grid.hi + 0.5) * grid.scale)
 
 

@@ -62,7 +62,7 @@ STEEPEST = 10.0
 
 
 def unlearnable(encoding: Encoding) -> str | None:
-    """Why a range like this one cannot be learned; ``None`` where it can."""
+    """The reason why this range cannot be learned; ``None`` where it can."""
     if encoding.dynamic:
         return "every run chooses it of the tensor that passes"
     if not is_fast(encoding):
@@ -243,7 +243,7 @@ class LearnedRange:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return next(iter(self.parameters().values())).device
 
     def _present(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -423,7 +423,7 @@ class RangeEnds(LearnedRange):
         self.show(encoding.min, encoding.max)
 
     def show(self, lo: Any, hi: Any) -> None:
-        """Put the parameters at ends that :attr:`base` was made of, which may lie between its codes."""
+        """Set the parameters to the ends from which :attr:`base` was made, which may lie between its codes."""
         shape = self._shape_of(self.base.granularity)
         for parameter, values in ((self.min, lo), (self.max, hi)):
             given = torch.from_numpy(np.asarray(values, np.float32).reshape(shape).copy())
@@ -501,7 +501,7 @@ def _scale_and_zero(
 
 @dataclass(frozen=True)
 class Scaling:
-    """What the gradients of a range need to know: LSQ's factor, steps of the grid, shape of the parameters.
+    """Constants of a range's gradients: LSQ's factor, steps of the grid, shape of the parameters.
 
     ``blocks`` is the granularity where the last block lacks elements, so that a scale stands for each index of an axis.
     ``by_ends``: the parameters of the optimizer are the ends of the range (:class:`RangeEnds`), without LSQ's factor.

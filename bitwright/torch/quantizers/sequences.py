@@ -384,7 +384,7 @@ class _Ranges:
 
 
 def _given_to(place: int, sums: Floats, gates: Floats, moved: Floats, tanh: Floats) -> Floats:
-    """What a quantizer was given in a step: one of :data:`NAMES`, by its place there."""
+    """Input of a quantizer in a step: one of :data:`NAMES`, by index."""
     if place < len(_PRE):
         return sums[place]
     if place < len(_PRE) + len(_GATE):
@@ -417,7 +417,7 @@ _LEAST = 256  # elements of a state from which compiled loops pay
 
 @dataclass(frozen=True)
 class OnGrid:
-    """What happens to an inner tensor that has a calibrated quantizer."""
+    """Quantizes an inner tensor with a calibrated quantizer."""
 
     quantizer: Quantizer
 
@@ -428,7 +428,7 @@ class OnGrid:
 
 @dataclass(frozen=True)
 class Keep:
-    """What happens to an inner tensor that is observed: it is put with those of the other steps.
+    """Observes an inner tensor: collects it over all steps.
 
     Attributes:
         steps: takes the tensors.

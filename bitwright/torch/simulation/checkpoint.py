@@ -79,7 +79,7 @@ def save_checkpoint(sim: SimulatedModule, folder: str | Path) -> Path:
 
 
 def _seen(sim: SimulatedModule) -> dict[str, NDArray[Any]]:
-    """What every quantizer saw in calibration, under ``kind/field/site``; a quantizer has the name of its first site."""
+    """Calibration statistics of every quantizer, under ``kind/field/site`` with the name of its first site."""
     return {
         f"{statistics.kind_of(seen)}/{field}/{quantizer.name}": np.array(array)
         for quantizer in sim.quantizers.unique()
@@ -89,7 +89,7 @@ def _seen(sim: SimulatedModule) -> dict[str, NDArray[Any]]:
 
 
 def _state(sim: SimulatedModule) -> dict[str, Any]:
-    """What a checkpoint keeps of a simulation beside the model's tensors, as plain JSON."""
+    """State of a simulation beside the model's tensors, as plain JSON."""
     if sim._simulator.stage not in ("simulate", "uncalibrated"):
         raise ModelError(
             "save_checkpoint", "the simulation is being calibrated", "call it when compute_encodings has returned"
@@ -199,7 +199,7 @@ def _put(sim: SimulatedModule, loaded: _Checkpoint, settings: Mapping[str, _Sett
 
 
 def _remedy(sim: SimulatedModule, saved: Iterable[str]) -> str:
-    """What to do where the names ``saved`` of tensors are not those of the model; often one of the two is folded."""
+    """The remedy where the tensor names ``saved`` are not those of the model; often one of the two is folded."""
     here, there = (
         {name for name in names if name.endswith(".running_mean")}
         for names in ((name for name, _ in named_state(sim.model)), saved)
@@ -219,7 +219,7 @@ def _check_names(where: Path, expected: Iterable[str], found: Iterable[str], rem
 
 
 def _settings(sim: SimulatedModule, where: Path, loaded: _Checkpoint, remedy: str) -> dict[str, _Setting]:
-    """What a checkpoint says of every quantizer, checked against the simulation."""
+    """Settings of every quantizer in a checkpoint, checked against the simulation."""
     _check_names(where, sim.quantizers, loaded.quantizers, remedy)
     settings = {name: _setting(where, sim.quantizers[name], saved) for name, saved in loaded.quantizers.items()}
     _check_groups(where, sim, settings)
@@ -332,7 +332,7 @@ def _check_tensor(folder: Path, name: str, saved: torch.Tensor, own: torch.Tenso
 
 @dataclass(frozen=True)
 class _Setting:
-    """What a checkpoint says of one quantizer."""
+    """Settings of one quantizer in a checkpoint."""
 
     spec: QuantSpec
     encoding: Encoding | None
@@ -352,7 +352,7 @@ class _Setting:
 
 
 def _setting(where: Path, site: Site, saved: Mapping[str, Any]) -> _Setting:
-    """What is saved of ``site``, if it fits its tensor.
+    """The saved settings of ``site``, if they fit its tensor.
 
     Raises:
         EncodingsError: naming the site and what is wrong with it.

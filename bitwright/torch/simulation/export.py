@@ -1,4 +1,4 @@
-"""From a simulation to files: ONNX with QDQ, the float model with encodings, the sites, and a manifest.
+"""Write a simulation to files: ONNX with QDQ, the float model with encodings, the sites, and a manifest.
 
 Parameters, inputs and outputs have the model's names in the file, whatever torch's exporter called them.
 """
@@ -778,7 +778,7 @@ def run_as(sim: SimulatedModule, profile: Any, batch: Any, **options: Any) -> Ta
 
 
 def saturation_count(sim: SimulatedModule, batches: Sequence[Any], **options: Any) -> Callable[[], SaturationReport]:
-    """What takes the sums of integer products apart, for the encodings of the moment of its call; the model is traced once.
+    """A function that counts saturated sums under the current encodings; the model is traced once.
 
     Args:
         sim: calibrated.

@@ -117,7 +117,7 @@ def knows_steps() -> bool:
 
 
 def _names(function: Callable[..., Any]) -> set[str]:
-    """What ``function`` looks up: globals, attributes, modules."""
+    """Names that ``function`` looks up: globals, attributes, modules."""
     return set(inspect.unwrap(function).__code__.co_names)
 
 
@@ -366,7 +366,7 @@ def _is_mistaken(tensor: ir.TensorProtocol) -> bool:
 
 @lru_cache(maxsize=1)
 def _registry(operators: int) -> Any:
-    """What the exporter can translate while torch has so many operators: a package that brings more brings translations."""
+    """The exporter's registry, cached by torch's number of operators: a package that adds operators adds translations."""
     from torch.onnx._internal.exporter import _registration
 
     registry = _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
@@ -636,7 +636,7 @@ def _fixed(traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: 
 def _of_inputs(
     traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> Iterator[tuple[fx.Node, bool]]:
-    """What is computed of inputs, and whether of float inputs or with parameters."""
+    """Values that depend on inputs, and whether on float inputs or on parameters."""
     given = (*parameters, *tensors)
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     of_inputs = set(placeholders[len(parameters) :])

@@ -102,7 +102,7 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """What ``copy.deepcopy`` makes of a model, without its recursion and without its look at every number.
+    """Copy a model as ``copy.deepcopy`` does, without recursion and without a memo entry per number.
 
     Modules are copied one by one, children first, so that the copy of a parent finds them in the memo. A class that has a
     say in how it is copied is left to ``copy.deepcopy``.
@@ -136,7 +136,7 @@ def _copied_state(state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]
 
 
 def _copied_entry(entry: Any, memo: dict[int, Any]) -> Any:
-    """What ``copy.deepcopy`` makes of a parameter, a buffer or a module, found without its search for how to do it."""
+    """Copy a parameter, a buffer or a module as ``copy.deepcopy`` does, without its dispatch."""
     if entry is None or id(entry) in memo:
         return memo.get(id(entry))
     if type(entry) is nn.Parameter:
@@ -621,7 +621,7 @@ class QuantizationSimModel(SimulatedModule):
 
     @checks_arguments
     def drift(self, a: str = "simulation", b: str = "onnxruntime", batch: Any = None, **options: Any) -> Any:
-        """Where two of float model, simulation, exported file and runtime part, and why.
+        """Find where two of float model, simulation, exported file and runtime begin to differ, and why.
 
         Args:
             a, b: ``"float"``, ``"simulation"``, ``"file"``, or a runtime.
@@ -640,7 +640,7 @@ class QuantizationSimModel(SimulatedModule):
 
     @checks_arguments
     def runs_as(self, profile: str | Path, batch: Any = None, **options: Any) -> Any:
-        """What :meth:`export` would write, as a target computes it that need not be here.
+        """Run the model that :meth:`export` would write as a target computes it, without the target.
 
         Args:
             profile: of the target: a name of `bitwright list profiles`, or the path of a TOML file.
@@ -668,7 +668,7 @@ class QuantizationSimModel(SimulatedModule):
 
     @checks_arguments
     def saturation(self, batches: Any = None, **options: Any) -> Any:
-        """Which layers saturate or overflow in integer kernels, by their weights and on data.
+        """Find layers that saturate or overflow in integer kernels, by their weights and on data.
 
         Args:
             batches: inputs to count on, of one shape; the example by default.

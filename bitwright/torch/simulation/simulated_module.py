@@ -49,7 +49,7 @@ class SavesDequantized:
         self.sim = sim
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the class does, with the dequantized state dict."""
+        """Call the class with the dequantized state dict."""
         if kwargs.get("state_dict") is None:
             kwargs["state_dict"] = self.sim.dequantized_state_dict()
             others = [
@@ -211,7 +211,7 @@ class SimulatedModule(SimulationFiles):
             yield
 
     def health(self) -> HealthTable:
-        """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
+        """Health of calibration values and weights at every site: NaN, Inf, zero and constant channels, saturation."""
         found = self._quantized_parameters()
         sites = {n: self.graph.values[s.value].param for n, s in self.quantizers.items()}
         return self.quantizers.health({n: found[p] for n, p in sites.items() if p in found})

@@ -197,7 +197,7 @@ def _found(pools: dict[str, _Pool]) -> dict[str, tuple[torch.Tensor, torch.Tenso
 
 
 def _statistics(path: str, pool: _Pool) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Mean and variance; ``None`` where nothing was seen, which is told."""
+    """Mean and variance; ``None`` with a warning where there was no data."""
     if pool.broken:
         raise CalibrationError(
             path,

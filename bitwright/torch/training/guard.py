@@ -108,7 +108,7 @@ class TrainingGuard:
         return [] if self._sim is None else [learned for _, learned in learned_ranges(self._sim)]
 
     def _bad(self, here: bool) -> str | None:
-        """Where this step is bad, in words for a message; ``None`` where it is not."""
+        """The fault of this step in words; ``None`` where there is none."""
         ranks = calibrating_ranks(self._distributed)
         if ranks is None:
             return "" if here else None

@@ -79,7 +79,7 @@ def _nothing(function: str) -> ConfigError:
 
 @dataclass
 class _Track:
-    """What is known of one weight tensor; codes are those of the grid of the moment."""
+    """Statistics of one weight tensor; codes are on the current grid."""
 
     codes: Tensor
     direction: Tensor  # of the last change of the code: -1, 0 or 1
@@ -180,7 +180,7 @@ class _Spiked(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class PivotGradient:
-    """What a quantizer does to the gradients of its input.
+    """Modifies the gradients of a quantizer's input.
 
     Attributes:
         eps: width of the zone about every threshold, in steps; above 0, at most 1.

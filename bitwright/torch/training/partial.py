@@ -1,4 +1,4 @@
-"""What of a simulated model trains: some layers, ranges alone, or biases and norms alone."""
+"""Select what trains in a simulated model: some layers, ranges alone, or biases and norms alone."""
 
 from __future__ import annotations
 
