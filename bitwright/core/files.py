@@ -100,7 +100,7 @@ def _named(path: AnyPath, error: ErrorType) -> BufferedReader:
 
 
 def too_large(path: AnyPath, size: int, max_bytes: int, error: ErrorType, larger: str = _LARGER) -> BitwrightError:
-    """What is raised about a file of too many bytes."""
+    """The error for a file with too many bytes."""
     return error(os.fspath(path), f"it has {size} bytes, more than {max_bytes}", larger)
 
 
@@ -119,7 +119,7 @@ def read_document(
     kind: str | None = None,
     unreadable: Unreadable | None = None,
 ) -> Any:
-    """What a ``.json``, ``.yaml``, ``.yml`` or ``.toml`` file holds: plain values within the limits of this module.
+    """Read a ``.json``, ``.yaml``, ``.yml`` or ``.toml`` file: plain values within the limits of this module.
 
     Args:
         path: of the file.
@@ -404,7 +404,7 @@ def _check_sizes(members: list[zipfile.ZipInfo], size: int) -> None:
 
 
 def _array(file: IO[bytes], size: int) -> Array:
-    """What a stream of ``size`` bytes holds; its end is reached, so that a checksum is compared."""
+    """Read an array from a stream of ``size`` bytes to its end, so that its checksum is compared."""
     readers: dict[tuple[int, int], Any] = {
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,

@@ -25,7 +25,7 @@ from bitwright.tables import Tabular
 
 @dataclass(frozen=True)
 class RangesReport(Tabular):
-    """Which sites have ranges of another method now.
+    """Sites whose range method was changed.
 
     Attributes:
         method: its name.
@@ -104,7 +104,7 @@ def _has_plain_bounds(quantizer: Quantizer) -> bool:
 
 @dataclass(frozen=True)
 class LayerInputsReport(Tabular):
-    """Which sites are quantized still, and which are not any more.
+    """Sites that stay quantized, and those that were disabled.
 
     Attributes:
         kept: sites of values that a layer reads, or inside a recurrent layer.
@@ -165,7 +165,7 @@ def _divided(sim: Simulation, only_with_attention: bool) -> tuple[list[Site], li
 
 
 def _needed(sim: Simulation) -> Iterator[Site]:
-    """The sites of weights, of what is inside operators, and of what layers with weights read."""
+    """Sites of weights, inside operators, and of inputs of layers with weights."""
     sites = sim.quantizers.values()
     layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site.port)}
     read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}

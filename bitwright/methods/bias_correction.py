@@ -103,7 +103,7 @@ def _times_pdf(x: Array) -> Array:
 
 
 def expected_error(layer: Layer, error: Array, expected: Array) -> Array:
-    """What an error of the weight adds to the output, in the mean.
+    """Mean shift of the output caused by an error of the weight.
 
     Args:
         layer: whose weight it is.
@@ -148,7 +148,7 @@ def expected_inputs(layers: Layers, moments: Moments) -> dict[str, Array]:
 
 
 def _computed_moments(op: Op, known: Moments) -> Moments:
-    """Those of the output of an operator that runs once, where they follow and are not known yet."""
+    """Moments of an operator's output, where they follow from its inputs and are not known yet."""
     if len(op.outputs) != 1 or op.outputs[0] in known or op.also:
         return {}
     passed = moments_behind(op, known)
@@ -204,7 +204,7 @@ def missing_biases(view: FloatModel) -> list[AddBias]:
 
 @dataclass
 class BiasReport(Tabular):
-    """What was corrected and what was not.
+    """Result of bias correction: corrected and refused layers.
 
     Attributes:
         corrected: layer -> what was taken off its bias, shape [outputs].

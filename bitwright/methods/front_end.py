@@ -1,4 +1,4 @@
-"""What methods ask of the front end that a model belongs to: models opened for a change, models on their way to a simulation."""
+"""Protocols of the front ends for methods: models opened for a change, models to be quantized, simulations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Opened(ABC):
 
     @abstractmethod
     def changed(self) -> str | None:
-        """What the model computes differently on its example input since it was opened; ``None`` for nothing."""
+        """The change of the model's outputs on its example input since it was opened; ``None`` for none."""
 
     @abstractmethod
     def fold(self, progress: bool, unchecked: bool = False) -> FoldReport:
@@ -61,7 +61,7 @@ class Opened(ABC):
 
     @abstractmethod
     def outputs(self, batches: Iterable[Any]) -> Iterable[Sequence[Array]]:
-        """What the model as it stands returns for each batch."""
+        """Outputs of the current model for each batch."""
 
 
 class Correctable(ABC):
@@ -130,11 +130,11 @@ class GivenModel(ABC):
 
     @abstractmethod
     def outputs(self, batch: Any) -> Sequence[Any]:
-        """What the model returns, as arrays."""
+        """Outputs of the model, as arrays."""
 
     @abstractmethod
     def output_names(self) -> Sequence[str]:
-        """Of what :meth:`outputs` returned last, in its order."""
+        """Names of the last result of :meth:`outputs`, in its order."""
 
     @abstractmethod
     def metric_target(self) -> Any:
@@ -150,7 +150,7 @@ class GivenModel(ABC):
 
 
 class Kept(Protocol):
-    """What stays of every value when channels are removed."""
+    """Positions of every value that are kept when channels are removed."""
 
     def axes(self, value: str | None) -> tuple[Array | None, ...]:
         """Per axis of a value the positions that stay, ascending, or ``None`` for all; ``()`` where all of it stays."""
@@ -161,7 +161,7 @@ class Kept(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a cut does not work.
+    """The reason why a cut fails.
 
     Attributes:
         where: operator, or path of the module.
@@ -234,7 +234,7 @@ class Structured(ABC):
 
     @abstractmethod
     def problem(self, kept: Kept, predicted: Graph) -> Problem | None:
-        """What does not work after a cut of the model whose graph was ``predicted``; ``None`` where all shapes are right."""
+        """The fault after a cut whose graph was ``predicted``; ``None`` where all shapes are as predicted."""
 
     @abstractmethod
     def view(self) -> Any:
@@ -270,7 +270,7 @@ def kept_axes(rank: int, result: int, gone: set[int]) -> tuple[int | None, ...]:
 
 
 class FrontEnd(ABC):
-    """What opens models and simulations of a front end for methods; one object each."""
+    """A front end for methods: opens its models and simulations; one object each."""
 
     @abstractmethod
     def given(self, model: Any, providers: Any, memory_budget: int | None) -> GivenModel:
@@ -345,7 +345,7 @@ _FRONT_ENDS = {"torch": "torch", "onnx": "onnx", "onnx_ir": "onnx"}
 
 
 def front_end_of(model: Any) -> FrontEnd:
-    """What changes a model, or reads a simulation, of either front end.
+    """The front end of a model or simulation.
 
     Raises:
         ModelError: it is of neither.

@@ -37,7 +37,7 @@ Attrs = Mapping[str, Any]
 
 
 def bn_affine(weight: Array | None, bias: Array | None, mean: Array, var: Array, eps: float) -> tuple[Array, Array]:
-    """What a batch norm in inference does to each channel, as ``scale * x + shift``.
+    """Scale and shift per channel of a batch norm in inference: ``scale * x + shift``.
 
     Args:
         weight, bias: gamma and beta, shape [C]; ``None`` stands for 1 and 0.
@@ -138,7 +138,7 @@ def fold_forward(
 
 
 def forward_obstacle(op_type: str, attrs: Attrs, kernel: Sequence[int], shift: Array) -> str | None:
-    """Why a shift of the layer's input is not a constant shift of its output; ``None`` when it is one.
+    """The reason why a shift of the layer's input is not a constant shift of its output; ``None`` where it is.
 
     Zeros of the padding are not shifted, and the border outputs of a transposed convolution see fewer inputs.
     """
@@ -410,7 +410,7 @@ class Layers:
         return Layer(op.name, op.type, op.attrs, "norm", name, bias, axes, len(shape), output, adder, offset)
 
     def _norm_weight(self, op: Op, ports: list[int]) -> tuple[Value | None, float]:
-        """What a norm multiplies by, and what was added to its parameter for it."""
+        """The factor of a norm, and the constant added to its parameter."""
         read = [self.graph.values[name] for name in op.inputs if name is not None]
         if op.type != "Mul":
             return (self.graph.values[str(op.inputs[1])] if 1 in ports else None), 0.0
@@ -687,7 +687,7 @@ class _Walk:
         return None
 
     def _reader(self, op: Op, port: int, value: str) -> str | None:
-        """Go on with an operator that reads ``value``; or what stands against it."""
+        """Visit an operator that reads ``value``; returns the objection, if any."""
         layer = self.layers.of.get(op.name)
         if layer is not None and layer.kind == "layer" and port == 0:
             return self._consume(layer, value)
@@ -714,7 +714,7 @@ class _Walk:
         return made.shape.index(lengths[self.axis[value]])
 
     def _tie_others(self, op: Op, value: str) -> str | None:
-        """Follow what shares channels with ``value`` at ``op``; or what stands against it."""
+        """Follow the values that share channels with ``value`` at ``op``; returns the objection, if any."""
         axis = self.axis[value]
         self._enter(op.outputs[0], axis)
         others = [source for source in op.inputs if source is not None and source != value]
@@ -804,7 +804,7 @@ def _divided_bounds(group: Group, s: Array) -> list[Edit]:
 
 
 def bounds_of(op: Op) -> tuple[float, float]:
-    """Where an activation cuts; infinite where it does not."""
+    """Bounds of a clipping activation; infinite where it does not clip."""
     low, high = (op.attrs.get(end) for end in ("min", "max"))
     return (-np.inf if low is None else float(low)), (np.inf if high is None else float(high))
 
@@ -857,7 +857,7 @@ def no_bar(items: Iterable[Any], title: str) -> Iterable[Any]:
 def sift(
     items: Sequence[T], carry_out: Callable[[Sequence[T]], Undo], check: Check | None, bar: Bar = no_bar
 ) -> tuple[list[T], list[tuple[T, str]]]:
-    """Which of ``items`` can be carried out without an objection of ``check``; the model is left as it was.
+    """Find the ``items`` that can be applied without an objection of ``check``; the model is restored.
 
     Args:
         items: changes that are independent as far as anybody knows.

@@ -28,7 +28,7 @@ _ROUNDS = 3  # a narrower weight changes what later layers read
 
 @dataclass(frozen=True)
 class SaturationRepair(Tabular):
-    """What ``repair="saturation"`` did.
+    """Result of ``repair="saturation"``.
 
     Attributes:
         narrowed: weights that have 7 bits now.
@@ -103,7 +103,7 @@ _PREPARES = frozenset(("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Transpos
 
 @dataclass(frozen=True)
 class StemReport(Tabular):
-    """What :func:`leave_stem_in_float` did.
+    """Result of :func:`leave_stem_in_float`.
 
     Attributes:
         layers: operators that compute in float now, in execution order.

@@ -1,4 +1,4 @@
-"""What quantizers cost, by switching them: each target by itself, or one after the other while the outputs stay good.
+"""Cost of quantizers by switching them: each target alone, or one after the other while the outputs stay good.
 
 A target is any set of sites: those of one quantizer, a layer, a group, all weights. A setting is a block in which the simulation
 works with a target switched; :class:`Costs` scores settings within a deadline, shows progress, and keeps what it knows on

@@ -17,7 +17,7 @@ _BEFORE_SOFTMAX = frozenset((  # scales, masks, soft caps, sinks, heads and batc
 
 
 def attention_products(graph: Graph) -> Iterator[tuple[Op, Op]]:
-    """The two products of every attention: queries with keys, and what softmax makes of it with values."""
+    """The two products of every attention: queries by keys, and softmax by values."""
     for op in graph.ops:
         if op.type == "Softmax" and op.inputs[0] is not None and len(op.outputs) == 1:
             scores = _product_before(graph, op.inputs[0])

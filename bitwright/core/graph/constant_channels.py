@@ -39,7 +39,7 @@ from bitwright.core.numerics.arrays import (
 
 @dataclass(frozen=True)
 class ChannelAxis:
-    """Where a value has its channels.
+    """Position of a value's channels.
 
     Attributes:
         axis: counted from the end (-3 of images, -1 of features), whatever stands in front.
@@ -62,7 +62,7 @@ _AXIS_ONE = ("BatchNormalization", "InstanceNormalization")
 
 
 def channel_axes(graph: Graph) -> dict[str, ChannelAxis]:
-    """Value -> where it has its channels, for the values of which the graph tells; one pass, in linear time.
+    """Value -> position of its channels, where the graph determines it; one pass, linear time.
 
     =============================================  ====================================
     made by                                        channels
@@ -124,7 +124,7 @@ def _layer_axis(graph: Graph, op: Op) -> int | None:
 
 
 def _data(graph: Graph, op: Op) -> str | None:
-    """What a layer reads at its first port of activations."""
+    """The first activation operand of a layer."""
     ports = op_row(op.type).activations
     return op.inputs[ports[0]] if ports and ports[0] < len(op.inputs) else None
 
@@ -164,12 +164,12 @@ class ConstantChannels:
 
     @property
     def zero(self) -> tuple[int, ...]:
-        """Those that hold nothing but zeros."""
+        """Channels that are always zero."""
         return tuple(self.index[self.value == 0].tolist())
 
     @property
     def constant(self) -> tuple[int, ...]:
-        """Those that hold nothing but one other value."""
+        """Channels that always hold one other value."""
         return tuple(self.index[self.value != 0].tolist())
 
 
@@ -260,7 +260,7 @@ def merge_channels(a: ConstantChannels, b: ConstantChannels) -> ConstantChannels
 
 
 class ChannelWatch:
-    """What one site shows of its channels during calibration.
+    """Channel statistics of one site during calibration.
 
     Attributes:
         place: where its channels are; ``None`` where the graph does not tell, and nothing is looked at.

@@ -1,4 +1,4 @@
-"""How much an operator computes and moves: multiplications from recorded shapes, and transposes between memory layouts."""
+"""Costs of operators: multiplications from recorded shapes, and transposes between memory layouts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lifetimes(graph: Graph) -> dict[str, slice]:
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """What layers take in float and on 8-bit codes in one runtime, in nanoseconds on one core. Only ratios count.
+    """Times of layers in float and on 8-bit codes in one runtime, in nanoseconds on one core. Only ratios count.
 
     Attributes:
         product: per multiplication of a layer, in float and on codes.
@@ -72,7 +72,7 @@ class KernelTimes:
     layers: frozenset[str] = frozenset(("Conv", "Gemm", "MatMul"))
 
     def layer(self, graph: Graph, op: Op) -> tuple[float, float]:
-        """What ``op`` takes in float and on codes; the same where there is no kernel on codes."""
+        """Times of ``op`` in float and on codes; equal where there is no integer kernel."""
         made = size(graph, op.outputs[0]) if op.outputs else 0.0
         if op.type not in self.layers or not multiplications(graph, op):
             return (0.0, 0.0)
@@ -95,7 +95,7 @@ _ANY_LAYOUT = frozenset((
 
 @dataclass(frozen=True)
 class Moved:
-    """What the layouts of one choice of kernels cost.
+    """Transposes caused by one choice of kernels.
 
     Attributes:
         transposed: values that are transposed, as the layout they are made in is not the one in which they are read.
@@ -126,7 +126,7 @@ class Layouts:
         self._before = {op.name: self._convolution_before(op) for op, _ in self._ops if op.type == "MaxPool"}
 
     def moved(self, on_codes: Callable[[Op], bool]) -> Moved:
-        """What is transposed where the convolutions for which ``on_codes`` holds have integer kernels."""
+        """Transposes needed where the convolutions for which ``on_codes`` holds have integer kernels."""
         last: set[str] = set()  # values with the channels last
         wanted: dict[str, set[bool]] = {}  # value -> whether its readers want the channels last
         pools: list[Op] = []
@@ -166,7 +166,7 @@ class Layouts:
         return not found.is_static and len(found.shape) == _IMAGE
 
     def time(self, moved: Moved, times: KernelTimes, rows: int = 1) -> float:
-        """What ``moved`` takes, in nanoseconds.
+        """Time of ``moved`` in nanoseconds.
 
         Args:
             moved: of this graph.

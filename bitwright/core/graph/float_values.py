@@ -108,7 +108,7 @@ _WEIGHTED_SUMS = frozenset(("MatMul", "Gemm", "Conv"))  # followed for a logarit
 
 
 def computed_values(graph: Graph) -> set[str]:
-    """What a product of tensors leads to; a table that is looked up by position is none."""
+    """Values computed from products of tensors, without lookups by position."""
     computed: set[str] = set()
     for op in graph.ops:
         product = op_row(op.type).kind == "compute" and op.type != "Embedding"
@@ -189,7 +189,7 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
 
 
 def steering_values(graph: Graph, static: set[str]) -> list[str]:
-    """What the code of a model reads to decide what it computes, and what that comes from, but for what layers make.
+    """Values that a model's control flow reads, and their sources up to the outputs of layers.
 
     These are single numbers: thresholds, times and step sizes of a solver; and tensors that such numbers lead to and that
     lead to them again, as the states and error estimates of a solver that chooses its steps do. A tensor of which the code
@@ -390,7 +390,7 @@ def chosen_outputs(graph: Graph, static: set[str]) -> tuple[set[str], list[Op]]:
 
 
 def _chosen_rows(ops: Iterable[Op], static: set[str]) -> set[str]:
-    """Values whose rows one of ``ops`` chose or sorted, and what these make of them."""
+    """Values whose rows one of ``ops`` selected or sorted, and values computed from them."""
     found: set[str] = set()
     for op in ops:
         carries = op.type not in _PUTS_BACK and any(value in found for _, value in op.sources())

@@ -169,7 +169,7 @@ class _Search:
         return None
 
     def _readings(self, value: str) -> Iterator[_Form]:
-        """What a value can be taken for: its form, or a tensor by itself."""
+        """Possible readings of a value: its form, or a plain tensor."""
         if value in self.forms:
             yield self.forms[value]
         yield _Form({self._origin(value): 1})
@@ -220,7 +220,7 @@ class _Search:
         return found
 
     def _ends(self) -> dict[str, str]:
-        """What computes a normalised value -> the last operator of the normalisation; what only moves one is left out."""
+        """Operator that computes a normalised value -> last operator of the normalisation, without data movement."""
         ends: dict[str, str] = {}
         for value, op in reversed(self.going.items()):
             readers = [ends[r.name] for r, _ in self.graph.consumers(value) if ends.get(r.name)]

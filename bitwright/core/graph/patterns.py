@@ -56,7 +56,7 @@ class Match:
 
 @dataclass(frozen=True)
 class NoMatch:
-    """Why a chain that starts at ``op`` is not ``pattern``; ``near`` when only its surroundings forbid it."""
+    """The reason why a chain from ``op`` does not match ``pattern``; ``near`` where only its context forbids it."""
 
     op: str
     pattern: Pattern

@@ -57,7 +57,7 @@ class Cell:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What one step hands to the next: ``hidden``, and ``cell`` for LSTM."""
+        """States passed from step to step: ``hidden``, and ``cell`` for LSTM."""
         return tuple(inner.name for inner in reversed(self.inner) if inner.kind == "state")
 
 
@@ -104,7 +104,7 @@ ACTIVATION_RANGES: dict[str, tuple[float, float]] = {
 
 
 class Context(ABC):
-    """How a step computes where it is run: with numpy, torch, or by writing nodes."""
+    """Backend of a step: numpy, torch, or a writer of ONNX nodes."""
 
     @abstractmethod
     def quantize(self, name: str, x: Any) -> Any:
@@ -129,7 +129,7 @@ class Context(ABC):
 
 @dataclass(frozen=True)
 class Variant:
-    """What the attributes of an operator change in its equations.
+    """Variants of the equations selected by an operator's attributes.
 
     Attributes:
         linear_before_reset: GRU: reset the product with ``R`` instead of the hidden state (PyTorch's GRU).
@@ -162,7 +162,7 @@ def variant_of(attrs: Mapping[str, Any]) -> Variant:
 def inner_values(
     op: str, op_type: str, attrs: Mapping[str, Any], hidden: str | None, shape: tuple[int, ...], dtype: str
 ) -> tuple[dict[str, str], list[Value]]:
-    """What a front end records of the tensors inside a layer.
+    """Inner tensors of a layer, as a front end records them.
 
     Args:
         op, op_type, attrs: name, type and attributes of the operator.

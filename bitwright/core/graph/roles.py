@@ -1,4 +1,4 @@
-"""What every parameter of a language model is for, found from what its operators compute with each other.
+"""Find the role of every parameter of a language model from the graph of its operators.
 
 No table of architectures and no names: queries, keys and values are what the two products of an attention read; a gate and the
 layer beside it meet in a product; a router ends in a choice of the largest; the output layer makes the logits. What is not
@@ -55,7 +55,7 @@ _CHOICES = frozenset(("TopK", "ArgMax"))
 
 @dataclass(frozen=True)
 class Use:
-    """What a graph says of a parameter; see :class:`Part`."""
+    """Use of a parameter in the graph; see :class:`Part`."""
 
     role: str
     why: str = ""
@@ -124,7 +124,7 @@ def ends_of(graph: Graph) -> dict[str, str]:
 
 
 def _projection(letters: Set[str]) -> str:
-    """The role of a layer that makes what these letters of an attention stand for."""
+    """The role of a layer that computes these operands (letters) of an attention."""
     both = "".join(letter for letter in "qkv" if letter in letters)
     return both if both in ROLES else "qkv"
 
@@ -382,7 +382,7 @@ class _Search:
         return -1 if transposed else -2
 
     def _other_maker(self, op: Op, port: int) -> Op | None:
-        """What makes the activation that meets a parameter, across operators that only move it."""
+        """Producer of the other operand of a parameter's operator, across data movement."""
         others = [name for other, name in enumerate(op.inputs) if other != port and name is not None]
         maker = self.graph.producer(others[0]) if others else None
         while maker is not None and maker.type in _MOVES and maker.inputs and maker.inputs[0] is not None:

@@ -1,4 +1,4 @@
-"""How convolutions and pools move their window over an input."""
+"""Windows of convolutions and pools over an input."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def conv_pads(attrs: Mapping[str, Any], sizes: Sequence[int], kernel: Sequence[i
 
 
 def windows(x: Array, kernel: Sequence[int], attrs: Mapping[str, Any], fill: float = 0) -> Array:
-    """What each output of a convolution reads: a view ``[N, *positions, C, *kernel]`` of ``x [N, C, *space]``, padded.
+    """The window of each output of a convolution: a view ``[N, *positions, C, *kernel]`` of ``x [N, C, *space]``, padded.
 
     Args:
         x: the input.

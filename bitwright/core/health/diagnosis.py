@@ -1,4 +1,4 @@
-"""Why an operator produced NaN or Inf, the remedy by cause, and the repair that a simulation can apply.
+"""Diagnose NaN and Inf: the cause at an operator, the remedy by cause, and the repair that a simulation can apply.
 
 :func:`diagnose` receives the health of everything the operator read and wrote, in canonical port order, and tries the
 cases of its type, then those that any operator may meet. A :class:`Repair` changes what one operator hands on and nothing
@@ -41,13 +41,13 @@ class Run:
     needed: float | None = None
 
     def port(self, index: int) -> TensorHealth | None:
-        """The operand at a port, if it is connected and holds anything."""
+        """The operand at a port, if it is connected and not empty."""
         found = self.operands[index] if index < len(self.operands) else None
         return found if found is not None and found.size else None
 
     @property
     def dtype(self) -> str:
-        """Of the result."""
+        """Dtype of the result."""
         return self.outputs[0].dtype if self.outputs else "float32"
 
     @property
@@ -57,7 +57,7 @@ class Run:
 
 
 class Remedy(NamedTuple):
-    """What to do about a cause: in words, then how it is written in a PyTorch model, and in an ONNX model."""
+    """Remedy of a cause: in words, and as code in a PyTorch model and in an ONNX model."""
 
     text: str
     torch: str = ""
@@ -153,7 +153,7 @@ REMEDIES: dict[str, Remedy] = {
 
 
 def remedy(cause: str, front: Front | None = None) -> str:
-    """What to do about a cause, and how that is written in models of a front end.
+    """The remedy of a cause, with its code in models of a front end.
 
     >>> remedy("zero times infinity", "onnx")
     'mask by selection, not by multiplying with zero (a Where node)'
@@ -171,7 +171,7 @@ def diagnose(
     needed: float | None = None,
     front: Front | None = None,
 ) -> Finding:
-    """Why this call turned finite values into others.
+    """Find the cause why this call produced non-finite values from finite ones.
 
     Args:
         op_type: canonical type (``bitwright.core.graph.operators``), or the function's own name where it has none.
@@ -493,7 +493,7 @@ REPAIRS: dict[str, RepairKind] = {
 
 @dataclass(frozen=True)
 class Repair:
-    """What becomes of the output of one operator.
+    """Repair of one operator's output.
 
     Attributes:
         op: its name in the simulation.
@@ -529,7 +529,7 @@ class Repair:
 
 @dataclass(frozen=True, eq=False)
 class Stabilized(Tabular):
-    """What ``stabilize`` of a front end did to a simulation.
+    """Result of ``stabilize``.
 
     Attributes:
         sim: the simulation.

@@ -1,4 +1,4 @@
-"""Numerical health: the records that a diagnosis is made of, the operator to blame, and what statistics say of a site.
+"""Numerical health: records for a diagnosis, the operator at fault, and the health of a site from its statistics.
 
 A front end runs the model on data, tells a :class:`Tracker` which tensors every operator read and wrote, and
 measures the ones around each origin of a non-finite value (:func:`measure_tensor`). The tracker decides which
@@ -42,7 +42,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class TensorHealth:
-    """What one tensor holds.
+    """Counts of kinds of values in one tensor.
 
     Attributes:
         name: value, parameter or argument name.
@@ -181,7 +181,7 @@ def first_non_finite(x: Array) -> tuple[tuple[int, ...], float] | None:
 
 
 def check_parameters(parameters: Mapping[str, Array]) -> None:
-    """Refuse parameters that hold NaN or Inf, before anything is calibrated.
+    """Refuse parameters with NaN or Inf before calibration.
 
     Args:
         parameters: by name, those that are to be quantized.
@@ -269,7 +269,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class HealthReport(Tabular):
-    """What a run over the data showed.
+    """Result of a health check over the data.
 
     Attributes:
         model: its name.
@@ -335,7 +335,7 @@ def _shortened(names: Sequence[str], count: int) -> str:
 
 
 class Flags(NamedTuple):
-    """Which non-finite values a tensor holds."""
+    """Kinds of non-finite values in a tensor."""
 
     nan: bool = False
     pos_inf: bool = False
@@ -392,7 +392,7 @@ class Event:
 
     @property
     def spread(self) -> int:
-        """How many operators carried the values on."""
+        """Number of operators that propagated the values."""
         return len(self.carriers)
 
     @property
@@ -479,7 +479,7 @@ class Tracker:
         return origin
 
     def _mark(self, written: Iterable[tuple[Hashable, Flags]], event: Event | None) -> None:
-        """What is bad of the tensors written comes from ``event``; the others are clean again."""
+        """Attribute non-finite values of the written tensors to ``event``, and mark the other tensors as clean."""
         if event is None and not self._taint:
             return
         for key, flags in written:
@@ -589,7 +589,7 @@ class SiteHealth:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader should know, one phrase each; empty for a healthy site."""
+        """Findings as phrases; empty for a healthy site."""
         found = [f"{n} {what}" for n, what in ((self.nan, "NaN"), (self.pos_inf, "+Inf"), (self.neg_inf, "-Inf")) if n]
         found += [
             self._told(which, what)

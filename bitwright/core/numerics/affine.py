@@ -51,7 +51,7 @@ _PIECE = 1 << 17  # elements that are quantized at once: a few arrays of them fi
 
 
 def grid(fmt: Format, symmetry: Symmetry, lo: ArrayLike) -> Format:
-    """The grid that ``symmetry`` makes of ``fmt``, given the lower bounds ``lo`` of the range.
+    """The grid of ``fmt`` under ``symmetry``, given the lower bounds ``lo`` of the range.
 
     ======================  ==============================================================
     symmetry                integer grid
@@ -344,7 +344,7 @@ def format_numbers(fmt: FloatFormat) -> NDArray[np.float32]:
 
 
 def scale_multiples(encoding: Encoding) -> NDArray[np.float32] | None:
-    """What is stored of each scale beside ``encoding.common``, of the shape of ``encoding.scale``.
+    """The stored multiple of ``encoding.common`` for each scale, in the shape of ``encoding.scale``.
 
     ``None`` where each scale is stored as itself. The float32 product of the two is ``encoding.scale``.
     """

@@ -1,4 +1,4 @@
-"""What calibration found for one site: the grid and where it lies."""
+"""Encoding of one site: its grid and range."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Encoding:
         return self.format.max * self.scale.astype(np.float64)
 
     def permuted(self, axes: tuple[int, ...]) -> Encoding:
-        """That of the same numbers with the axes of their tensor in another order.
+        """The encoding of the tensor with its axes permuted.
 
         >>> from bitwright.core.numerics.granularity import PerBlock
         >>> from bitwright.core.numerics.formats import IntFormat

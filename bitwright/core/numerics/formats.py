@@ -151,7 +151,7 @@ def parse_format(text: str | Format) -> Format:
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """What the scales of a tensor are stored as; in computations they are float32, whatever they are stored as.
+    """Storage format of a tensor's scales; computations use float32.
 
     Zero points follow from the scale that is stored.
 

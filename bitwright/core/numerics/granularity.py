@@ -1,4 +1,4 @@
-"""How many scales a tensor has, and which of its elements share one."""
+"""Granularity: how many scales a tensor has, and which elements share one."""
 
 from __future__ import annotations
 
@@ -150,12 +150,12 @@ class PerBlock:
         return min(self.size, max(1, shape[axis]))
 
     def padding(self, shape: Shape, site: str = "tensor") -> int:
-        """How many elements the last block lacks; 0 where the size divides the axis."""
+        """Number of elements missing in the last block; 0 where the size divides the axis."""
         axis, _ = self._concrete(shape, site)
         return -shape[axis] % self._length(shape, axis)
 
     def broadcast_shape(self, shape: Shape, site: str = "tensor") -> Shape:
-        """Shape of what :meth:`spread` makes of a parameter."""
+        """Shape of a parameter after :meth:`spread`."""
         axis, _ = self._concrete(shape, site)
         param = self.param_shape(shape, site)
         if self.padding(shape, site):

@@ -82,7 +82,7 @@ def paired_product(codes: NDArray[np.int64], weight: NDArray[np.int64]) -> NDArr
 
 
 def saturated(codes: NDArray[np.int64], weight: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What saturation takes from ``codes @ weight``, and how many pairs saturate; both ``[N, M]``."""
+    """Loss of ``codes @ weight`` to saturation, and the number of saturated pairs; both ``[N, M]``."""
     return pair_losses(lambda k: codes[:, k], codes.shape[0], weight)
 
 
@@ -130,7 +130,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 def bias_entries(shape: tuple[int, ...]) -> int | None:
-    """How many output channels a bias of ``shape`` serves: all its axes but the last have one element; else ``None``.
+    """Number of output channels of a bias of ``shape``, if all its axes but the last have one element; else ``None``.
 
     >>> bias_entries((10,)), bias_entries((1, 10)), bias_entries((2, 10)), bias_entries(())
     (10, 10, None, None)
@@ -139,7 +139,7 @@ def bias_entries(shape: tuple[int, ...]) -> int | None:
 
 
 def underivable(input_encoding: Encoding, weight_encoding: Encoding, channels: int) -> str | None:
-    """Why no int32 bias of ``channels`` entries follows from the two encodings, or ``None`` when one does.
+    """The reason why the two encodings give no int32 bias of ``channels`` entries, or ``None`` where they do.
 
     It takes an integer input (2 to 16 bits, one scale) and an integer weight (2 to 8 bits) with one scale per
     tensor or per output channel. A grouped transposed convolution has one scale per group and channel within
@@ -262,7 +262,7 @@ def quantize_bias(bias: ArrayLike, encoding: Encoding) -> NDArray[np.int32]:
 
 
 def fake_quantize_bias(bias: ArrayLike, encoding: Encoding) -> NDArray[np.float32]:
-    """What ``bias`` becomes: ``float32(code) * scale``, shape of ``bias``.
+    """The quantized bias: ``float32(code) * scale``, shape of ``bias``.
 
     The code is rounded to float32 before the product, as ONNX DequantizeLinear does with int32; above
     ``2**24`` this differs in the last bit from the product of the exact code.

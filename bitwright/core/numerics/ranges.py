@@ -242,7 +242,7 @@ def _compared(
 
 
 def _remark(method: RangeMethod, replaced: NDArray[np.bool_], excess: Float64s) -> tuple[str, bool]:
-    """What to say of ranges, and whether it is that they are poor."""
+    """A note on the ranges, and whether it says that they are poor."""
     poor = excess > _TOLERATED
     if poor.any():
         share = "" if poor.size == 1 else f" of {int(poor.sum())} of {poor.size} ranges"

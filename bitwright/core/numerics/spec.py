@@ -1,4 +1,4 @@
-"""What is asked for: one tensor (`QuantSpec`), and the named presets for a whole model."""
+"""Specifications: of one tensor (`QuantSpec`), and the named presets for a whole model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYMMETRIES: tuple[Symmetry, ...] = ("asymmetric", "symmetric", "strict_symmetric
 
 @dataclass(frozen=True)
 class RangeMethod:
-    """How the range is taken from the statistics: the name of a row of ``ranges.RANGE_METHODS`` and its options.
+    """Method of computing the range from statistics: the name of a row of ``ranges.RANGE_METHODS`` and its options.
 
     ``RangeMethod("percentile", {"percentile": 99.99})``; options are kept as a sorted tuple so that specs hash.
     """
@@ -60,7 +60,7 @@ def check_policy(policy: str, site: str = "non_finite") -> NonFinite:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """What one tensor is quantized to, before any data was seen.
+    """Specification of a tensor's quantization, independent of data.
 
     Attributes:
         format: the grid, or its name. Under ``symmetry`` the calibrated encoding may carry a variant of it:
@@ -176,19 +176,19 @@ class Preset:
 
 
 def weight_spec(format: str | Format = "int8", granularity: Granularity | None = None, **changes: Any) -> QuantSpec:
-    """A weight spec: symmetric, per output channel unless told otherwise."""
+    """A weight spec: symmetric and per output channel by default."""
     return QuantSpec(parse_format(format), PerChannel() if granularity is None else granularity, **changes)
 
 
 def activation_spec(format: str | Format = "uint8", **changes: Any) -> QuantSpec:
-    """An activation spec: asymmetric and per tensor unless told otherwise."""
+    """An activation spec: asymmetric and per tensor by default."""
     changes.setdefault("symmetry", "asymmetric")
     changes.setdefault("granularity", PerTensor())
     return QuantSpec(parse_format(format), **changes)
 
 
 def dynamic_spec(format: str | Format = "int8", granularity: Granularity | None = None, **changes: Any) -> QuantSpec:
-    """An activation spec whose range is chosen at run time: per token unless told otherwise.
+    """An activation spec whose range is chosen at run time: per token by default.
 
     >>> dynamic_spec().describe(), dynamic_spec("uint8", PerTensor()).describe()
     ('int8 symmetric per token, range at run time', 'uint8 asymmetric per tensor, range at run time')

@@ -504,7 +504,7 @@ class _Counter:
             self.counts, self.exponent = _widened(self.counts, np.asarray(power - self.exponent)), power
 
     def result(self) -> Histogram:
-        """What was counted."""
+        """The counts."""
         none = np.zeros((), np.int64)
         clean = MinMax(np.asarray(self.lo), np.asarray(self.hi), np.asarray(self.regular), none, none, none)
         return Histogram(

@@ -69,7 +69,7 @@ def is_aimet_config(data: Mapping[str, Any]) -> bool:
 def read_aimet_config(
     data: Mapping[str, Any], preset: Preset = PRESETS["w8a8"], source: str = "AIMET configuration"
 ) -> Rules:
-    """The rules that a quantsim configuration stands for.
+    """Convert a quantsim configuration to rules.
 
     Bit widths are not part of the file: they are those of ``preset``, and so is a blockwise granularity,
     which the file cannot express. A bias with ``is_quantized: False`` becomes the int32 that integer
@@ -102,7 +102,7 @@ class _Section:
         return ConfigError(f"{self.source}: {self.path(key)}", problem, remedy)
 
     def rule(self, key: str, value: bool, **facets: Any) -> Rule:
-        """The rule that the value of ``key`` stands for."""
+        """Convert the value of ``key`` to a rule."""
         return Rule(**facets, origin=f"{self.path(key)}={value} ({self.source})", optional=True)
 
     def part(self, key: str, known: tuple[str, ...] | None, required: tuple[str, ...] = ()) -> _Section:

@@ -1,4 +1,4 @@
-"""What a user asks for as rules: scheme and bit widths, and configuration files (ours in YAML, TOML or JSON, AIMET's JSON).
+"""Read a user's settings as rules: scheme, bit widths and configuration files (YAML, TOML or JSON, and AIMET's JSON).
 
 Ours, in YAML::
 

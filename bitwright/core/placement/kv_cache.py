@@ -1,4 +1,4 @@
-"""The key-value cache of attention: what is asked for keys and for values, and where a model keeps them.
+"""The key-value cache of attention: specifications of keys and values, and their places in a model.
 
 Keys and values are quantized where the products of attention read them, which is what a cache holds: after rotary positions,
 before heads are repeated, whatever the model calls them and whether it has a cache of its own, static or growing. Both
@@ -35,7 +35,7 @@ _MOST_WITH_ZERO_POINT = (
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What keys, or values, are stored as: the number format, and which of the elements share a scale.
+    """Storage of keys or values: the number format, and the elements that share a scale.
 
     ``per_token`` is one scale per token and head, chosen when the token is written. ``per_channel`` with a ``group`` is one
     scale per channel and ``group`` tokens, chosen when these are written (KIVI, Liu et al. 2024, arXiv:2402.02750); of a
@@ -70,7 +70,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class KvCache:
-    """What is asked of a cache.
+    """Specification of a cache.
 
     Attributes:
         key, value: ``None`` leaves them in float.
@@ -83,7 +83,7 @@ class KvCache:
 
 
 def parse_kv_cache(given: KvCache | Mapping[str, Any] | None, at: str = "kv_cache") -> KvCache | None:
-    """What a user wrote: ``{"key": "int8", "value": {"format": "int4", "granularity": "per_token"}, "recent": 32}``.
+    """Parse a user's setting: ``{"key": "int8", "value": {"format": "int4", "granularity": "per_token"}, "recent": 32}``.
 
     Keys are per channel and values per token where no granularity is given. With fewer than 8 bits, per channel is per channel
     and 16 tokens, unless ``group`` says how many (0: one calibrated scale for all tokens). ``"symmetric": True`` leaves zero
@@ -177,7 +177,7 @@ def _token_bits(elements: int, shared: int, spec: QuantSpec) -> int:
 
 
 def cache_places(graph: Graph, cache: KvCache | None) -> dict[tuple[str, int], CachePlace]:
-    """Where keys and values are read, by operator and port.
+    """Operators and ports that read keys and values.
 
     Raises:
         ConfigError: the model has no attention.

@@ -1,4 +1,4 @@
-"""Where quantizers go: a pure function of graph, rules and operator table.
+"""Place quantizers: a pure function of graph, rules and operator table.
 
 :func:`place` decides in four linear passes, none of which depends on the position of an operator in the graph:
 
@@ -134,7 +134,7 @@ class Facts:
         return "" if need is None or row.kind == "compute" else REASONS[need].format(op)
 
     def exact_reason(self, value: str, spec: QuantSpec | None, reader: OpRow | None = None) -> str:
-        """Why no grid of ``spec`` serves a value; empty where one does. Small float formats have steps that grow.
+        """The reason why no grid of ``spec`` suits a value; empty where one does. Small float formats have growing steps.
 
         Args:
             reader: of the value; a layer quantizes what it reads of positions and of a solver's states, which stay in float.
@@ -215,7 +215,7 @@ class Facts:
         return found
 
     def _moving_operands(self, op: Op, row: OpRow) -> list[str]:
-        """What ``op`` reads as data and is not the same in every run."""
+        """Data operands of ``op`` that are not constant."""
         ports = row.activations
         return [value for port, value in op.sources() if value not in self.static and (ports is None or port in ports)]
 
@@ -261,7 +261,7 @@ def _rules_of_ends(graph: Graph, rules: Rules) -> list[Rule]:
 
 
 def _stacks(graph: Graph) -> set[int]:
-    """How many matrices the stacks of a graph hold."""
+    """Number of matrices in the stacks of a graph."""
     found: set[int] = set()
     for op in graph.ops:
         operands = [graph.values[value] for _, value in op.sources() if len(graph.values[value].shape) == 3]
@@ -273,7 +273,7 @@ def _stacks(graph: Graph) -> set[int]:
 
 
 def _picked_by(graph: Graph, value: str) -> str | None:
-    """The operator that picks the largest elements of ``value``, or of what operators on elements make of it."""
+    """The operator that picks the largest elements of ``value``, directly or after elementwise operators."""
     level = [value]
     for _ in range(_BETWEEN):
         readers = [op for name in level for op, _ in graph.consumers(name)]
@@ -401,13 +401,13 @@ class Ledger:
         self.unused: dict[int, tuple[str, str]] = {}  # rule -> first tensor it matched in vain, and why
 
     def setting(self, op: Op, ports: frozenset[str], param: str | None, site: str, *values: str) -> Setting:
-        """What the rules say of a tensor of ``op`` that has all these names."""
+        """The rules' setting for a tensor of ``op`` with all these names."""
         known = self.facts.roles
         roles = [known[name] for name in (op.name, site, *values) if name in known] if known else ()
         return self.facts.resolver.setting(op.type, ports, param, (op.name, op.module, site, *values), roles)
 
     def output_setting(self, op: Op, index: int, value: str) -> Setting:
-        """What the rules say of an output."""
+        """The rules' setting for an output."""
         ports = frozenset(("output", "model_output") if self.facts.graph.is_output(value) else ("output",))
         return self.setting(op, ports, None, f"{op.name}.output[{index}]", value)
 
@@ -430,7 +430,7 @@ class Ledger:
         return spec
 
     def range_from(self, spec: QuantSpec, setting: Setting) -> RangeFrom:
-        """What fixes both ends of the range of an activation."""
+        """Whether the operator, a rule or the target fixes both ends of an activation's range; empty for none."""
         if spec.fixed_range is None or None in spec.fixed_range or not isinstance(spec.format, IntFormat):
             return ""
         base = self.facts.rules.activation
@@ -585,7 +585,7 @@ def _operand_reason(ledger: Ledger, op: Op, row: OpRow, port: int, value: Value)
 
 
 def no_int32_reason(ledger: Ledger, op: Op, bias: Value, grids: dict[int, str]) -> str:
-    """Why no int32 bias follows from input and weight; empty if one does."""
+    """The reason why input and weight give no int32 bias; empty where they do."""
     if op.type not in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
         return FLOAT_OP.format(f"the bias of {op.type}")
     if 0 not in grids or 1 not in grids:
@@ -613,7 +613,7 @@ def no_int32_reason(ledger: Ledger, op: Op, bias: Value, grids: dict[int, str]) 
 
 
 def _output_channels(op: Op, shape: tuple[int, ...]) -> int:
-    """How many output channels an operator with a weight of ``shape`` has."""
+    """Number of output channels of an operator with a weight of ``shape``."""
     axis, _ = weight_axes(op.type, op.attrs, 1, len(shape))
     assert axis is not None, op.type
     return shape[axis] * (int(op.attrs.get("group", 1)) if op.type == "ConvTranspose" else 1)
@@ -663,7 +663,7 @@ class Operands:
             self._bias(op, port, values, grids if product is None else self._grids[product.name])
 
     def _read(self, op: Op) -> list[tuple[int, list[str]]]:
-        """What ``op`` reads that can be quantized: per port, the values of all runs."""
+        """Operands of ``op`` that can be quantized: per port, the values of all runs."""
         by_port: dict[int, dict[str, None]] = {}
         for port, value in op.sources():
             if value not in self.facts.float_values:
@@ -801,7 +801,7 @@ class Operands:
         return self.ledger.operand_groups.setdefault((origin, spec), site)
 
     def _constants(self, op: Op, row: OpRow, port: int, values: list[str], grids: dict[int, str]) -> None:
-        """Quantize what is the same in every run: weights, other parameters, constants."""
+        """Quantize constants: weights, other parameters, computed constants."""
         ledger, several = self.ledger, len(values) > 1
         value = self.facts.graph.values[values[0]]
         param = "weight" if is_table(self.facts, op, row, port) else self._param_name(op, row, port, value)
@@ -1220,7 +1220,7 @@ def _floats(ledger: Ledger) -> dict[str, str]:
 
 
 def _computed_of_params(ledger: Ledger) -> dict[str, str]:
-    """Parameters that no operator reads but in what is the same in every run, such as rows of constant places in a table."""
+    """Parameters used only in values that are equal in every run, such as table rows at constant positions."""
     graph = ledger.facts.graph
     made: dict[str, list[str]] = {}
     read = (value for value in graph.values.values() if value.kind == "constant" and graph.consumers(value.name))
@@ -1249,7 +1249,7 @@ def _reason(ledger: Ledger, value: Value) -> str:
 
 
 def _unspoken_reason(ledger: Ledger, value: Value) -> str:
-    """Why a value is in float about which no decision was made on its own."""
+    """The reason why a value without a decision of its own is in float."""
     facts = ledger.facts
     if match := facts.inner.get(value.name):
         group = ledger.group_of.get(match.output)
@@ -1268,7 +1268,7 @@ def _unspoken_reason(ledger: Ledger, value: Value) -> str:
 
 
 def _unused(ledger: Ledger) -> Iterator[str]:
-    """What is wrong with each rule that changed nothing."""
+    """The fault of each rule that changed nothing."""
     unused = [
         (index, rule)
         for index, rule in enumerate(ledger.facts.rules.rules)

@@ -259,7 +259,7 @@ class Coverage(Tabular, Sequence[Row]):
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many rows are ``quantized``, ``shared`` and ``float``."""
+        """Numbers of rows that are ``quantized``, ``shared`` and ``float``."""
         return dict(Counter(row.status for row in self.rows))
 
     def _cells(self) -> list[tuple[str, str, str, str, str]]:

@@ -1,4 +1,4 @@
-"""What the user asks for, rule by rule: which tensors are quantized, and how.
+"""Rules: which tensors are quantized, and how.
 
 A :class:`Rule` selects tensors and sets some of their facets; :class:`Rules` is the base specs, the rules in
 order, and the supergroups. Later rules win, facet by facet, so a list of rules reads from the general to the

@@ -49,7 +49,7 @@ class Violation:
 
 @dataclass
 class CalibrationLog(Tabular):
-    """What became of the batches.
+    """Record of accepted, skipped and changed batches.
 
     Attributes:
         batches: how many came.
@@ -80,7 +80,7 @@ class CalibrationLog(Tabular):
 
 
 class Observer:
-    """What watches the runs of a calibration.
+    """Protocol of an observer of calibration runs.
 
     Attributes:
         runs: how many there were.
@@ -195,7 +195,7 @@ class BatchGate:
         return [one for one in found if one is not None]
 
     def _of_quantizer(self, quantizer: Quantizer, before: Statistics | None) -> Violation | None:
-        """What a quantizer received in this batch that is not finite; ``None``: nothing."""
+        """Non-finite values that a quantizer received in this batch; ``None`` for none."""
         after = quantizer.statistics
         if after is before or not isinstance(after, MinMax | Histogram):
             return None
@@ -319,7 +319,7 @@ class UnlikeJoin:
 
     @property
     def codes(self) -> float:
-        """How many steps of the join's grid the narrowest operand's range has."""
+        """Number of the join's grid steps in the narrowest operand's range."""
         lo, hi = self.small[1]
         return (hi - lo) / self.step
 
@@ -385,7 +385,7 @@ def _read_later(graph: Graph, value: str, read: Mapping[tuple[str, int], Site]) 
 
 
 def _unlike(op: Op, site: Site, made: Mapping[str, Site], read: Mapping[tuple[str, int], Site]) -> UnlikeJoin | None:
-    """What ``op`` joins badly; ``None`` where every operand has steps enough on the grid of ``site``."""
+    """The operand of ``op`` with too few steps on the grid of ``site``; ``None`` where all have enough."""
     encoding = site.encoding
     if encoding is None or not isinstance(encoding.format, IntFormat) or encoding.scale.size != 1:
         return None

@@ -118,7 +118,7 @@ Edit = SetParam | AddBias | Bypass | Clamp | Untie | Chain
 
 
 class FloatModel(Protocol):
-    """What an algorithm may ask of a model; named after the model, never after an algorithm."""
+    """Protocol of a float model that algorithms read and change."""
 
     def graph(self) -> Graph:
         """The data-flow graph of the model as it stands after the edits so far."""
@@ -127,7 +127,7 @@ class FloatModel(Protocol):
         """The value of a parameter, float32 or wider; a copy."""
 
     def constant(self, name: str) -> Array | None:
-        """What a value of the kind ``constant`` holds for the parameters as they stand, float32 or wider; a copy.
+        """Array of a value of the kind ``constant`` under the current parameters, float32 or wider; a copy.
 
         ``None`` where it is not computed apart from the model.
         """
@@ -139,7 +139,7 @@ class FloatModel(Protocol):
         """One operator as a function of its activation inputs, with its parameters as they stand."""
 
     def can_edit(self, edit: Edit) -> str | None:
-        """Why ``edit`` is impossible, or ``None`` when it can be done."""
+        """The reason why ``edit`` is impossible, or ``None`` where it can be done."""
 
     def edit(self, edits: Sequence[Edit]) -> Undo:
         """Carry out the edits together; the function returned undoes them."""

@@ -79,7 +79,7 @@ def noise_and_signal(wanted: Array, found: Array) -> tuple[Array, Array]:
 
 
 def parts_of(batches: Sequence[Sequence[Array]], names: Sequence[str] = ()) -> list[OutputPart]:
-    """How the outputs of a model are divided.
+    """Divide the outputs of a model into parts that are rated apart.
 
     An output is divided along the axis, other than the first, whose slices differ most in scale: at a gap of a factor of 10
     between neighbours in the order of their root mean squares. Slices whose values all lie in [0, 1] are one part whatever

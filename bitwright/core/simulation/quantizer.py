@@ -1,4 +1,4 @@
-"""One quantizer: what is asked for, what was seen, what came out. How it works on a tensor is the front end's."""
+"""One quantizer: its spec, statistics and encoding. Front ends apply it to tensors."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Occupancy:
         Occupancy.__init__(self, **state)
 
     def enter(self) -> None:
-        """This thread starts to run the simulation.
+        """Begin a run of the simulation in this thread.
 
         Raises:
             BusyError: another thread is changing it.
@@ -72,7 +72,7 @@ class Occupancy:
             self._running[me] = self._running.get(me, 0) + 1
 
     def leave(self) -> None:
-        """This thread is through with what it entered."""
+        """End the run that this thread began."""
         me = threading.current_thread()
         with self._lock:
             left = self._running.get(me, 0) - 1
@@ -158,7 +158,7 @@ class Lock:
 
 @checks_methods
 class Simulation(Tabular, ABC):
-    """What the simulations of both front ends have.
+    """Base class of the simulations of both front ends.
 
     Attributes:
         graph: the data flow that the quantizers were placed on.
@@ -187,7 +187,7 @@ class Simulation(Tabular, ABC):
         self.rules, self.origin, self.calibration_log, self._observer = rules, {}, None, None
 
     def _plan(self) -> Plan:
-        """Where the rules put quantizers in the graph; rules that apply to nothing are told."""
+        """Place quantizers by the rules; warn about rules that match nothing."""
         plan = place(self.graph, self.rules)
         for line in plan.unused:
             logger.warning(line)
@@ -222,7 +222,7 @@ class Simulation(Tabular, ABC):
     @property
     @abstractmethod
     def repairs(self) -> tuple[Repair, ...]:
-        """What :func:`~bitwright.torch.stabilize` put into effect, in order: it keeps operators from handing on NaN and Inf."""
+        """Repairs made by :func:`~bitwright.torch.stabilize`, in order: they keep operators from propagating NaN and Inf."""
 
     @property
     @abstractmethod
@@ -243,7 +243,7 @@ class Simulation(Tabular, ABC):
 
     @abstractmethod
     def _set_calibrated(self) -> None:
-        """From now on the encodings of the sites are in effect."""
+        """Put the encodings of the sites into effect."""
 
     @abstractmethod
     def _refresh_biases(self) -> None:
@@ -262,11 +262,11 @@ class Simulation(Tabular, ABC):
 
     @abstractmethod
     def _gate(self, observer: Observer, policy: NonFinite) -> BatchGate:
-        """What decides which of the observed batches count."""
+        """The policy that decides which observed batches count."""
 
     @abstractmethod
     def _observed(self, observer: Observer) -> AbstractContextManager[Any]:
-        """What a calibration hands out, while its runs are observed."""
+        """Context in which the runs of a calibration are observed; yields the target for a calibration callback."""
 
     @abstractmethod
     def _find_encodings(self, observer: Observer) -> None:
@@ -277,18 +277,18 @@ class Simulation(Tabular, ABC):
         return self._occupancy.exclusive(what)
 
     def _unseen(self) -> Mapping[str, str]:
-        """What ran without having been recorded -> why it is in float."""
+        """Calls that were not recorded -> the reason why they are in float."""
         return {}
 
     # -- what methods ask of a simulation
 
     @abstractmethod
     def _outputs(self, batch: Any) -> Sequence[Any]:
-        """What the simulated model returns, as arrays."""
+        """Outputs of the simulated model, as arrays."""
 
     @abstractmethod
     def _outputs_and(self, names: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
-        """What :meth:`_outputs` gives for a batch, and an array for each of some sites of activations or values, in one run.
+        """Function of a batch: the outputs, and an array for each named site or value, from one run.
 
         What is returned is for the simulation as it stands.
         """
@@ -318,7 +318,7 @@ class Simulation(Tabular, ABC):
     @property
     @abstractmethod
     def _metric_target(self) -> Any:
-        """What a metric is given: the simulated module, or the session."""
+        """Argument of a metric: the simulated module, or the session."""
 
     _export_options: Mapping[str, Any] = {}  # of `export`, where a recipe has made the simulation
 
@@ -332,7 +332,7 @@ class Simulation(Tabular, ABC):
 
     @abstractmethod
     def _saturation_count(self, batches: Sequence[Any], **options: Any) -> Callable[[], Any]:
-        """What counts saturated sums of the file, with the encodings of the time of the call; the model is recorded once."""
+        """A function that counts saturated sums of the file under the current encodings; the model is recorded once."""
 
     @abstractmethod
     def _repairable(self) -> dict[str, str | None]:
@@ -449,7 +449,7 @@ class Simulation(Tabular, ABC):
 
 
 def fed(data: Any, args: Any, target: Any, arrays: tuple[type, ...]) -> Iterable[Any]:
-    """The batches of what ``compute_encodings`` was given; a callback is called here, with ``target``, and leaves none.
+    """The batches given to ``compute_encodings``; a callback is called here with ``target`` and yields none.
 
     Args:
         data: batches, or a callback.

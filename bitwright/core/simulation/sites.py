@@ -90,7 +90,7 @@ class Site(OnlyKnownAttributes):
 
     @property
     def inner(self) -> str | None:
-        """What it is inside the steps of a recurrent layer (``cell``, ``input.pre``, ...), if it is there."""
+        """Name inside the steps of a recurrent layer (``cell``, ``input.pre``, ...), if it is there."""
         return self._plan.inner
 
     @property
@@ -374,7 +374,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
         return changed
 
     def _float_sources(self, site: Site) -> list[str]:
-        """Of a bias with the scales of input and weight: which of these are not quantized."""
+        """For a bias with the scales of input and weight: those of the two that are not quantized."""
         return [name for name in site._plan.follows or () if not self._sites[name].enabled]
 
     def health(self, parameters: Mapping[str, Array]) -> HealthTable:
@@ -407,7 +407,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
         return [s for s in self._sites.values() if s.enabled and s.encoding is None and not s.quantizer.derived]
 
     def require_reached(self) -> None:
-        """Refuse sites that no batch reached, before anything is built on the calibration.
+        """Refuse sites that no batch reached.
 
         Raises:
             CalibrationError: there are such sites; the first is the place, the message counts them.
@@ -480,7 +480,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Every site as plain data: what is asked for, and the encoding where there is one."""
+        """Every site as plain data: its spec, and its encoding where there is one."""
         return [site.row for site in self._sites.values()]
 
     def __repr__(self) -> str:
@@ -557,7 +557,7 @@ def place_quantizers(
 
 
 def _least_reach(planned: SitePlan, graph: Graph) -> float:
-    """What the range of a softmax has to reach for ONNX Runtime's kernel; 0 for other operators.
+    """Least range of a softmax for ONNX Runtime's kernel; 0 for other operators.
 
     QLinearSoftmax sums exponentials of up to ``2 ** 32 / (n exp(5))`` over its ``n`` entries and multiplies each by the inverse
     of the output's scale, in 32 bits: with scales below ``1 / (148 n)``, which nearly equal entries get, that overflows.

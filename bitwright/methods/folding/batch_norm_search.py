@@ -1,4 +1,4 @@
-"""Where batch norms can be folded without changing the function, and the reason wherever they cannot.
+"""Find the batch norms that can be folded without changing the function, and the reasons for the others.
 
 Batch norms in a row, each the only reader of the one before, form a *chain* and are folded as one. Chains and
 the layers beside them form a *component* when they share a batch norm or a parameter: it is folded whole or
@@ -51,7 +51,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Between:
-    """What stands between a layer and its batch norms, where it moves elements.
+    """Data movement between a layer and its batch norms.
 
     Attributes:
         path: the operators that do, in execution order.
@@ -147,7 +147,7 @@ def _sent(
 
 
 def _move(graph: Graph, op: Op, width: int | None) -> Move:
-    """What an operator does; ``width`` stands for the length of a last axis that the graph leaves open."""
+    """The data movement of an operator; ``width`` replaces an unknown length of the last axis."""
     if op.type == "Transpose":
         return Move(op.name)
     shape = graph.values[op.outputs[0]].shape
@@ -251,7 +251,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a model before batch norms are looked at.
+    """Facts about a model that the search needs.
 
     Attributes:
         graph, view: the model.
@@ -287,7 +287,7 @@ def operand(op: Op, port: int) -> str | None:
 
 
 def sources_of(op: Op) -> tuple[str, ...]:
-    """What any run of the op reads at port 0."""
+    """Values that the op reads at port 0, over all its runs."""
     return tuple(dict.fromkeys(value for port, value in op.sources() if port == 0))
 
 
@@ -323,7 +323,7 @@ def maker_of(facts: Facts, value: str | None) -> Op | None:
 
 
 def layers_before(facts: Facts, chain: Chain) -> Beside:
-    """The layers whose values, read by nothing else, enter the chain; and what stands against them."""
+    """The layers whose outputs enter the chain and have no other reader, and the objections to each."""
     graph = facts.graph
     head = graph.op(chain[0])
     layers: list[tuple[Op, Path]] = []
@@ -349,7 +349,7 @@ def layers_before(facts: Facts, chain: Chain) -> Beside:
 
 
 def layers_after(facts: Facts, chain: Chain) -> Beside:
-    """The layers that read what leaves the chain; and what stands against them."""
+    """The layers that read the chain's output, and the objections to each."""
     graph = facts.graph
     layers: list[tuple[Op, Path]] = []
     passed: list[Op] = []
@@ -375,7 +375,7 @@ def layers_after(facts: Facts, chain: Chain) -> Beside:
 
 
 def _number_readers(graph: Graph, value: str) -> list[tuple[Op, int]]:
-    """Who reads the numbers of a value, not its lengths alone."""
+    """Readers of a value's elements, without those that read only its shape."""
     return [reader for reader in graph.consumers(value) if reader[0].type not in _MEASURES]
 
 
@@ -418,7 +418,7 @@ def _first_foreign(ops: Sequence[Op], known: Collection[str]) -> str | None:
 
 
 def why_unfit(facts: Facts, norm: Op) -> str | None:
-    """Why a batch norm is not a fixed function of one value that could be taken out."""
+    """The reason why a batch norm is not a fixed function of one value and cannot be folded."""
     if norm.attrs.get("training") or any(operand(norm, port) is None for port in (3, 4)):
         return "it normalises with the statistics of the batch, so it is not a fixed function of one value"
     if _varies(norm):
@@ -436,7 +436,7 @@ def why_unfit(facts: Facts, norm: Op) -> str | None:
 
 
 def why_not_private(graph: Graph, norm: Op) -> str | None:
-    """Why the parameters of a batch norm cannot be rewritten for it alone."""
+    """The reason why the parameters of a batch norm cannot be rewritten for it alone."""
     uses = ((value, reader) for value in _params(norm) for reader, _ in graph.consumers(value))
     return next((f"{reader.name} also reads {value}" for value, reader in uses if reader is not norm), None)
 
@@ -470,7 +470,7 @@ def other_use(facts: Facts, param: str) -> str | None:
 def why_no_layer(
     graph: Graph, op: Op, direction: Direction, scale: Array, shift: Array, between: Between | None
 ) -> str | None:
-    """What in a layer itself stands against folding into it."""
+    """The property of a layer that prevents folding into it."""
     weight, bias = operand(op, 1), operand(op, 2)
     if _varies(op):
         return f"the runs of {op.name} differ in their parameters or attributes"
@@ -540,7 +540,7 @@ def _varies(op: Op) -> bool:
 
 
 def _folding_attrs(op: Op) -> tuple[Any, ...]:
-    """What decides how a layer's parameters absorb a scale and a shift."""
+    """Attributes that decide how a layer absorbs a scale and a shift."""
     attrs = op.attrs
     numbers = (attrs.get("group", 1), attrs.get("alpha", 1.0), attrs.get("beta", 1.0))
     return op.type, bool(attrs.get("transB")), *map(float, numbers)
@@ -607,7 +607,7 @@ class _Component:
 
 
 def find_folds(graph: Graph, view: FloatModel) -> tuple[list[Fold], list[Refusal]]:
-    """Where batch norms can be folded without changing the function, and why not elsewhere.
+    """Find the folds that keep the function, and the reasons for the other batch norms.
 
     Backward folds come first: they need no assumption on padding. What they leave is tried forward. Each
     batch norm is in exactly one fold or one refusal. Time and memory grow linearly with the graph.
@@ -640,7 +640,7 @@ def find_folds(graph: Graph, view: FloatModel) -> tuple[list[Fold], list[Refusal
 
 
 def _affine(facts: Facts, norm: Op) -> _Affine | str:
-    """What a batch norm does, or why it has to stay."""
+    """Scale and shift of a batch norm, or the reason why it has to stay."""
     if reason := why_unfit(facts, norm):
         return reason
     values = (facts.graph.values.get(operand(norm, port) or "") for port in (1, 2, 3, 4))
@@ -741,7 +741,7 @@ def _join(facts: Facts, norms: _Norms, component: _Component, chain: Chain, laye
 
 
 def _between(facts: Facts, direction: Direction, layer: Op, chain: Chain, path: Path) -> Between | str | None:
-    """How the channels of a layer stand to those of its batch norms, or why in no way; ``None``: they are the same."""
+    """The map from a layer's channels to its batch norms', or the reason why there is none; ``None`` where they are equal."""
     if path is None:
         return None
     if direction == "backward":
@@ -807,7 +807,7 @@ def _why_no_place(graph: Graph, norms: _Norms, component: _Component, blocked: s
 
 
 class FoldReport(Tabular, Reversible, Sequence[tuple[str, str]]):
-    """What was folded and what was not; as a sequence, the folded ``(layer, batch norm)`` pairs.
+    """Folded and refused batch norms; as a sequence, the folded ``(layer, batch norm)`` pairs.
 
     Attributes:
         folded: the folds that were carried out.

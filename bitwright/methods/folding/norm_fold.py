@@ -62,7 +62,7 @@ def folded_weight(layer: Layer, W: Array, gamma: Array, beta: Array | None) -> t
 
 @dataclass
 class NormReport(Tabular, Reversible):
-    """What was folded.
+    """Result of folding norms.
 
     Attributes:
         groups: norms with the layers that took their weights.

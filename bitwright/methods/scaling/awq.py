@@ -86,7 +86,7 @@ def channel_scales(magnitude: Array, alpha: float) -> Array:
 
 
 class Inputs:
-    """What a layer reads, as far as the error of its output depends on it.
+    """Statistics of a layer's input that determine its output error.
 
     The sum of squares of ``x @ d.T`` over all rows ``x`` is ``trace(d H d.T)`` with the second moment ``H``, which takes
     the place of the rows as soon as there are more rows than channels. Where ``H`` needs more room than is given, some
@@ -160,7 +160,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         alpha: the best; 0 where scaling does not help.
@@ -223,7 +223,7 @@ class Scaled:
 
 @dataclass
 class AwqReport(Tabular, Reversible):
-    """What was scaled.
+    """Result of AWQ.
 
     Attributes:
         scaled: groups whose channels were scaled.

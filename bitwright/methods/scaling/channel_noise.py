@@ -83,12 +83,12 @@ class Grid:
 
 
 def rounding_noise(grids: Sequence[Grid], log_factors: Array, sharpness: float = SHARPNESS) -> tuple[float, Array]:
-    """What the roundings of all tensors cost together, and its gradient; :class:`RoundingNoise` at one point."""
+    """Total rounding noise of all tensors and its gradient; :class:`RoundingNoise` at one point."""
     return RoundingNoise(grids, len(log_factors), sharpness)(log_factors)
 
 
 class RoundingNoise:
-    """What the roundings of all tensors cost together, as a function of the factors.
+    """Total rounding noise of all tensors as a function of the factors.
 
     Rows of a grid that have one factor are summed once, and columns likewise: of a layer that ends its groups one number per
     channel is left. Grids that are small then are evaluated together, as one list of entries.

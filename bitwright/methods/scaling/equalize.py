@@ -156,7 +156,7 @@ class _Ranges:
 
 
 def absorbed_bias(mean: Array, std: Array) -> Array:
-    """What can be taken off a channel before a ReLU and added after it, changing one value in 740 a little.
+    """The amount that moves from before a ReLU to after it, changing one value in 740 slightly.
 
     Args:
         mean, std: of the channel before the ReLU, shape [C]: beta and \\|gamma\\| of its batch norm.
@@ -174,7 +174,7 @@ def absorbed_bias(mean: Array, std: Array) -> Array:
 
 @dataclass
 class EqualizeReport(Tabular, Reversible):
-    """What was equalized and what was not.
+    """Result of equalization.
 
     Attributes:
         groups: the equalized ones.
@@ -361,7 +361,7 @@ def _why_no_clamp(view: FloatModel, op: str, group: Group, axis: int) -> str | N
 
 @dataclass(frozen=True)
 class _Plan:
-    """How groups are equalized, and what the report says of it."""
+    """Plan of the equalization of groups, with its report."""
 
     edits: list[Edit]
     factors: list[Array]

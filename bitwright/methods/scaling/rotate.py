@@ -381,7 +381,7 @@ class Online:
 
 @dataclass
 class RotateReport(Tabular, Reversible):
-    """What was rotated.
+    """Result of a rotation.
 
     Attributes:
         norms: what was folded first.

@@ -108,7 +108,7 @@ def _tied(ranges: Array, tie: Array) -> Array:
 
 @dataclass
 class SmoothReport(Tabular, Reversible):
-    """What was smoothed.
+    """Result of smoothing.
 
     Attributes:
         groups: producers and the layers that read them.
