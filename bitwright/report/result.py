@@ -55,7 +55,22 @@ class Reported(Tabular):
         if self.poor:
             wrong.append(f"POOR, below {self.poor_below:g} dB")
         wrong += [self.tried] if self.tried else []
+        sizes = self._sizes
+        if sizes and sizes[1] > sizes[0]:
+            wrong.append(f"the file is LARGER than the float file by {sizes[1] - sizes[0]:,} bytes")
         return "; ".join([*wrong, figure])
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Bytes of the exported float model and of the quantized one, with their external data; empty once they were removed."""
+        done = self.exported
+        models = [] if done is None else [done.float_model, done.tflite or done.qdq]
+        if not all(file.is_file() for file in models):
+            return []
+        return [
+            sum(path.stat().st_size for path in done.files if path.name in (file.name, f"{file.name}.data"))
+            for file in models
+        ]
 
     def _meaning(self, sqnr: float) -> str:
         """Rate an SQNR in a word, unless the headline already says POOR, and give the noise as a share of the output."""
@@ -133,10 +148,10 @@ class Reported(Tabular):
     def _files(self, verified: str | None) -> Iterator[str]:
         """Size, speed, verification and names of the files."""
         done = self.exported
-        sizes = [
-            sum(path.stat().st_size for path in done.files if path.name in (file.name, f"{file.name}.data"))
-            for file in (done.float_model, done.tflite or done.qdq)
-        ]
+        sizes = self._sizes
+        if not sizes:
+            yield f"the files written to {done.manifest.parent} are there no more"
+            return
         larger = (
             ": larger, as its quantizers take more than the integers of its weights save" if sizes[1] > sizes[0] else ""
         )

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -217,3 +218,16 @@ def test_float_and_quantized_runs_of_a_model_draw_the_same_numbers():
     result = bitwright.quantize(Drawing().eval(), data, progress=False)
     assert result.quality.sqnr > 30  # with other numbers it is 0
     assert "left out" not in str(result.report)
+
+
+@both
+@pytest.mark.parametrize(("width", "larger"), [(4, True), (64, False)], ids=["few weights", "many weights"])
+def test_the_first_line_says_where_the_file_is_larger_than_float(front_end, width, larger, tmp_path):
+    model = made(lambda: nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 4)))
+    result = quantized(front_end, model, data(5), path=tmp_path, poor_below=-math.inf)
+    written = result.exported.qdq.stat().st_size - result.exported.float_model.stat().st_size
+    assert (written > 0) is larger
+    assert (f"the file is LARGER than the float file by {written:,} bytes; " in result.headline) is larger
+    for file in result.exported.files:
+        file.unlink()
+    assert "LARGER" not in result.headline and f"the files written to {tmp_path} are there no more" in str(result)
