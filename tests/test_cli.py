@@ -602,10 +602,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quantize_ends_with_metric_size_verification_files_and_steps(small, tmp_path):
     common = ("quantize", small / "m.onnx", "--data", small / "d.npz", "--recipe", "fold", "--out", tmp_path)
     lines = run(*common, "--metric", "accuracy", "--labels", small / "labels.npy").output.splitlines()
-    assert lines[0].startswith("output") and re.search(r"(excellent|good|fair) \(\d+ dB or more\)", lines[0])
+    assert re.search(r"output 7 \d.*(excellent|good|fair) \(\d+ dB or more\)", lines[0])
     found = {line.partition(":")[0]: line for line in lines}
     assert found["metric"].startswith("metric: float 1 -> quantized ")
     sizes = [(tmp_path / name).stat().st_size / 1e3 for name in ("m_float.onnx", "m.onnx")]
+    assert lines[0].startswith("the file is LARGER than the float file by ") == (sizes[1] > sizes[0])
     assert found["size"].startswith(f"size: float {sizes[0]:.1f} kB -> quantized {sizes[1]:.1f} kB")
     assert found["verify"] == "verify: 3 of 3 places agree: ok"
     assert "speed against float in onnxruntime, 1 thread" in found

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.core.graph.graph import Graph
-from bitwright.core.simulation.calibration import arrays_in, with_samples
+from bitwright.core.simulation.calibration import arrays_in, refuse_one_batch, with_samples
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ModelError, close_matches
@@ -37,10 +37,7 @@ def listed(data: Iterable[Any], where: str = "analyze") -> list[Any]:
     Raises:
         CalibrationError: (of ``where``) it is one batch instead of several, or there is none.
     """
-    if isinstance(data, Mapping) or hasattr(data, "shape") or not isinstance(data, Iterable):
-        raise CalibrationError(
-            where, f"data is a {type(data).__name__}, not a list of batches", "write [batch] for a single batch"
-        )
+    refuse_one_batch(data, where)
     batches = list(with_samples(data))
     if not batches:
         raise CalibrationError(

@@ -51,7 +51,7 @@ from bitwright.core.health.report import (
     first_non_finite,
     measure_tensor,
 )
-from bitwright.core.simulation.calibration import refuse_empty
+from bitwright.core.simulation.calibration import refuse_empty, refuse_one_batch
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.export.files.onnx_file import is_tensor
 from bitwright.export.qdq.forms import Builder, after
@@ -698,12 +698,7 @@ def _batches(data: Iterable[Any] | None, specs: Sequence[InputSpec]) -> Iterable
     if data is None:
         rng = np.random.default_rng(0)
         return [{spec.name: random_array(spec, rng) for spec in specs}]
-    if isinstance(data, (Mapping, np.ndarray)) or callable(data):
-        raise CalibrationError(
-            "check_model",
-            f"data is a {type(data).__name__}, not a list of batches",
-            "write check_model(model, [batch]) for a single batch",
-        )
+    refuse_one_batch(data, "check_model", "check_model(model, [batch])")
     return data
 
 

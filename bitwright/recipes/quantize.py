@@ -14,6 +14,7 @@ from bitwright.compare.benchmark import measured_if_short
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import NonFinite, Preset, find_preset
 from bitwright.core.placement.rules import Rules
+from bitwright.core.simulation.calibration import refuse_one_batch
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, checks_arguments
 from bitwright.export.edges import edges_of
@@ -307,8 +308,9 @@ def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]
         again: whether they are to be gone through more than once; those of a generator are then kept.
 
     Raises:
-        CalibrationError: there is none.
+        CalibrationError: there is none, or ``data`` is one batch.
     """
+    refuse_one_batch(data, "quantize")
     if again and iter(data) is data:
         data = list(data)
     source = iter(data)

@@ -54,6 +54,10 @@ class Reported(Tabular):
         wrong = [f"{step}, which the recipe names, changed nothing" for step in self.asked]
         if self.poor:
             wrong.append(f"POOR, below {self.poor_below:g} dB")
+        elif worst is not None and worst.low is not None and worst.low < self.poor_below:
+            wrong.append(
+                f"UNCERTAIN, the interval reaches below {self.poor_below:g} dB: more held-out samples would tell"
+            )
         wrong += [self.tried] if self.tried else []
         sizes = self._sizes
         if sizes and sizes[1] > sizes[0]:

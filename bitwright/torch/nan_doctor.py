@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -38,7 +37,7 @@ from bitwright.core.health.report import (
     Tracker,
     measure_tensor,
 )
-from bitwright.core.simulation.calibration import refuse_empty
+from bitwright.core.simulation.calibration import refuse_empty, refuse_one_batch
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError
 from bitwright.progress import progress as shown
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM
@@ -535,12 +534,8 @@ def _doctor(interceptor: Interceptor) -> Doctor:
 
 
 def _feed(interceptor: Interceptor, data: Iterable[Any] | Callable[..., Any], show: bool) -> Doctor:
-    if isinstance(data, (torch.Tensor, np.ndarray, Mapping)):
-        raise CalibrationError(
-            "check_model",
-            f"data is a {type(data).__name__}, not a list of batches",
-            "write check_model(model, [batch]) for a single batch",
-        )
+    if not callable(data):
+        refuse_one_batch(data, "check_model", "check_model(model, [batch])")
     doctor = _doctor(interceptor)
     try:
         if callable(data):

@@ -15,7 +15,7 @@ import bitwright
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 from bitwright.core.simulation.output_quality import PartQuality
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.recipes import attempt
 from bitwright.recipes.judge import Judge, Rating
 from bitwright.recipes.recipe import KINDS, Step
@@ -38,15 +38,19 @@ def data(count, scale=1.0, rows=16):
     return [scale * torch.randn(rows, 16, generator=GENERATOR) for _ in range(count)]
 
 
+def as_onnx(model, batch):
+    file = io.BytesIO()
+    torch.onnx.export(model, (batch,), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "rows"}})
+    return onnx.load_from_string(file.getvalue())
+
+
 def quantized(front_end, model, batches, *args, **options):
     if front_end == "torch":
         return bitwright.quantize(model, batches, *args, progress=False, **options)
-    file = io.BytesIO()
-    torch.onnx.export(model, (batches[0],), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "rows"}})
     if "held_out" in options:
         options["held_out"] = [b.numpy() for b in options["held_out"]]
     feeds = [batch.numpy() for batch in batches]
-    return bitwright.quantize(onnx.load_from_string(file.getvalue()), feeds, *args, progress=False, **options)
+    return bitwright.quantize(as_onnx(model, batches[0]), feeds, *args, progress=False, **options)
 
 
 FINE = Preset(weight_spec("int16"), activation_spec("uint8"))  # weights that make no noise
@@ -74,6 +78,37 @@ def test_a_last_part_of_another_kind_is_what_rates(front_end):
     assert other.quality.worst.sqnr < alike.quality.worst.sqnr - 10
     assert other.poor and str(other).startswith("POOR, below 20 dB; output")
     assert "try " in str(other).splitlines()[1]
+
+
+@both
+def test_data_that_are_one_batch_are_refused(front_end):
+    model, batches = made(Plain), data(2)
+    with pytest.raises(
+        CalibrationError, match=r"quantize: data is a (Tensor|ndarray), not a list of batches.*write \[batch\]"
+    ):
+        if front_end == "torch":
+            bitwright.quantize(model, batches[0])
+        else:
+            bitwright.quantize(as_onnx(model, batches[0]), batches[0].numpy())
+
+
+def test_batches_of_inputs_with_labels_get_the_remedy():
+    loader = [(x, torch.zeros(len(x))) for x in data(3)]
+    with pytest.raises(
+        ModelError, match=r"Remedy: of batches \(input, label\) pass the inputs alone, as \[x for x, \*_ in loader\]"
+    ):
+        bitwright.quantize(made(Plain), loader)
+    assert bitwright.quantize(made(Plain), [x for x, *_ in loader], "w8a8", effort="quick").quality.worst is not None
+
+
+@both
+def test_an_interval_that_reaches_below_the_limit_is_said_first(front_end):
+    model = made(Plain)
+    sure = quantized(front_end, model, data(20), fallback=False)
+    low, sqnr = sure.quality.worst.low, sure.quality.worst.sqnr
+    unsure = replace(sure, poor_below=(low + sqnr) / 2)
+    assert not sure.headline.startswith("UNCERTAIN") and not unsure.poor
+    assert unsure.headline.startswith(f"UNCERTAIN, the interval reaches below {unsure.poor_below:g} dB")
 
 
 @both

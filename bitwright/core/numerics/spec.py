@@ -243,6 +243,15 @@ PRESETS: dict[str, Preset] = {
 _WEIGHTS = re.compile(r"w(?P<bits>[2-8])(?:g(?P<group>[1-9]\d*))?(?P<asym>_asym)?")
 
 
+#: names that other tools give what a preset does, in lower case without ``-`` and ``_``
+_OTHER_NAMES = {
+    "int8": "w8a8", "uint8": "w8a8", "8bit": "w8a8", "qint8": "w8a8", "quint8": "w8a8", "static": "w8a8", "int16": "w8a16",
+    "int4": "w4g32", "uint4": "w4g32", "4bit": "w4g32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
+    "float8": "fp8", "fp8e4m3": "fp8", "dynamic": "w8a8_dynamic", "w8a32": "w8", "w4a32": "w4", "int8weightonly": "w8",
+    "int4weightonly": "w4g32", "bnb4bit": "nf4",
+}  # fmt: skip
+
+
 def find_preset(name: str | Preset) -> Preset:
     """The preset called ``name``; a :class:`Preset` is returned as it is.
 
@@ -264,8 +273,9 @@ def find_preset(name: str | Preset) -> Preset:
         if found["asym"]:
             return Preset(weight_spec(f"uint{found['bits']}", group, symmetry="asymmetric"), None)
         return Preset(weight_spec(f"int{found['bits']}", group), None)
+    meant = _OTHER_NAMES.get(str(name).lower().replace("-", "").replace("_", ""))
     raise ConfigError(
         site=f"preset {name!r:.100}",
-        problem=f"there is no preset of this name{close_matches(str(name), PRESETS)}",
+        problem=f"there is no preset of this name{f' (did you mean {meant!r}?)' if meant else close_matches(str(name), PRESETS)}",
         remedy=f"use one of {', '.join(PRESETS)}; w4g128, w3g64_asym, ... for weights alone; or a Preset of your own",
     )

@@ -217,6 +217,22 @@ class BatchGate:
             watch.seen = seen
 
 
+def refuse_one_batch(data: Any, function: str, write: str = "[batch]") -> None:
+    """Refuse data that are one batch instead of an iterable of batches: an array, a tensor, or one batch's mapping of inputs.
+
+    Args:
+        data: as the user gave them to ``function``.
+        write: how one batch is written there, for the message.
+
+    Raises:
+        CalibrationError: they are.
+    """
+    if isinstance(data, Mapping) or hasattr(data, "shape") or not isinstance(data, Iterable):
+        raise CalibrationError(
+            function, f"data is a {type(data).__name__}, not a list of batches", f"write {write} for a single batch"
+        )
+
+
 def refuse_empty(number: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse a batch without a sample, of which nothing could be learned.
 

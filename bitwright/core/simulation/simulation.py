@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from bitwright.core.graph.float_values import chosen_outputs
 from bitwright.core.graph.graph import Graph
@@ -28,6 +28,7 @@ from bitwright.core.simulation.calibration import (
     CalibrationLog,
     Observer,
     nested_calibration,
+    refuse_one_batch,
     warn_of_unlike_joins,
 )
 from bitwright.core.simulation.float_model import Undo
@@ -352,8 +353,8 @@ class Simulation(Tabular, ABC):
             for quantizer in self.quantizers.unique()
         )
 
-    def _without_runs(self, data: Any, arrays: tuple[type, ...]) -> bool:
-        """Whether a calibration runs nothing, because no quantizer needs data; ``arrays`` are types of single batches.
+    def _without_runs(self, data: Any) -> bool:
+        """Whether a calibration runs nothing, because no quantizer needs data.
 
         Raises:
             CalibrationError: data were given that are neither batches nor a callback.
@@ -361,8 +362,8 @@ class Simulation(Tabular, ABC):
         if self.needs_data or (data is not None and any(q.checks_range for q in self.quantizers.unique() if q.enabled)):
             return False
         if data is not None:
-            if not callable(data) or isinstance(data, arrays):
-                fed(data, None, None, arrays)
+            if not callable(data):
+                fed(data, None, None)
             logger.info("compute_encodings: no range follows from data, so nothing is run; weights alone are read")
         return True
 
@@ -448,28 +449,22 @@ class Simulation(Tabular, ABC):
         return self.quantizers._repr_html_(repr(self))
 
 
-def fed(data: Any, args: Any, target: Any, arrays: tuple[type, ...]) -> Iterable[Any]:
+def fed(data: Any, args: Any, target: Any) -> Iterable[Any]:
     """The batches given to ``compute_encodings``; a callback is called here with ``target`` and yields none.
 
     Args:
         data: batches, or a callback.
         args: second argument of the callback.
         target: what the callback runs.
-        arrays: types of single batches.
 
     Raises:
         CalibrationError: it is neither.
     """
-    if callable(data) and not isinstance(data, arrays):
+    if callable(data):
         data(target) if args is None else data(target, args)
         return ()
-    if isinstance(data, (*arrays, Mapping)) or not isinstance(data, Iterable):
-        raise CalibrationError(
-            "compute_encodings",
-            f"data is a {type(data).__name__}, not a list of batches",
-            "write sim.compute_encodings([batch]) for a single batch",
-        )
-    return data
+    refuse_one_batch(data, "compute_encodings", "sim.compute_encodings([batch])")
+    return cast("Iterable[Any]", data)
 
 
 def nothing_ran(data: Any, callback: str, uses: str) -> CalibrationError:

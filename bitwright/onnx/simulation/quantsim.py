@@ -584,12 +584,12 @@ class QuantizationSimModel(SimulationFiles):
             ConfigError: there is no such policy.
             BusyError: another thread changes the simulation.
         """
-        if self._without_runs(data, (np.ndarray,)):
+        if self._without_runs(data):
             with self._calibration(resume, allow_unreached, non_finite, runs=False):
                 return
         with self.calibrating(resume=resume, allow_unreached=allow_unreached, non_finite=non_finite) as session:
             calibrator = session.calibrator
-            for batch in bar(fed([] if data is None else data, args, session, (np.ndarray,)), "calibrating", progress):
+            for batch in bar(fed([] if data is None else data, args, session), "calibrating", progress):
                 calibrator.run(batch)
             if data is None:
                 self._calibrate_on_example(calibrator)

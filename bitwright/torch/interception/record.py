@@ -625,9 +625,22 @@ def explained(
     return ModelError(
         f"{type(model).__name__}{f', in {where}' if where else ''}",
         f"the model fails on the example input ({shapes or 'no tensors'}): {type(error).__name__}: {error}",
-        "pass dummy_input as the model's forward takes it (a tensor, a tuple of positional arguments, or a dict of keyword "
-        "arguments), of a shape, dtype and device it accepts; the model's own error is the __cause__ of this one",
+        f"{_pairs(model, args, error)}pass an example (dummy_input, or the first batch of the data) as the model's forward takes "
+        "it: a tensor, a tuple of positional arguments, or a dict of keyword arguments, of a shape, dtype and device it accepts; "
+        "the model's own error is the __cause__ of this one",
     )
+
+
+def _pairs(model: nn.Module, args: tuple[Any, ...], error: Exception) -> str:
+    """A remedy for batches with more values than the forward has parameters, as (input, label) of a loader."""
+    signature = forward_signature(model)
+    if signature is None or len(args) < 2 or not isinstance(error, TypeError):
+        return ""
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return "of batches (input, label) pass the inputs alone, as [x for x, *_ in loader]; else "
+    return ""
 
 
 def _note_again(call: Call, op_type: str, inputs: Sequence[int | None], attrs: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -430,11 +429,11 @@ class QuantizationSimModel(SimulatedModule):
             BusyError: another thread uses the simulation.
         """
         ranks = calibrating_ranks(distributed)
-        if self._without_runs(data, (torch.Tensor, np.ndarray)):
+        if self._without_runs(data):
             with self._calibration(resume, allow_unreached, non_finite, ranks, runs=False):
                 return
         with self._calibration(resume, allow_unreached, non_finite, ranks):
-            batches = fed(self.examples if data is None else data, args, self.model, (torch.Tensor, np.ndarray))
+            batches = fed(self.examples if data is None else data, args, self.model)
             device = model_device(self.model)
             for i, batch in enumerate(bar(batches, "calibrating", progress)):
                 self._run_batch(i, to_device(batch, device))

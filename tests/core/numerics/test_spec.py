@@ -68,6 +68,15 @@ def test_a_misspelt_preset_gets_the_close_ones():
         find_preset("w8a9")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("int8", "w8a8"), ("INT4", "w4g32"), ("float16", "fp16"), ("dynamic", "w8a8_dynamic")]
+)
+def test_names_of_other_tools_get_the_preset_that_does_the_same(name, meant):
+    with pytest.raises(ConfigError, match=f"there is no preset of this name .did you mean '{meant}'"):
+        find_preset(name)
+    assert find_preset(meant)
+
+
 def test_a_preset_of_ones_own_may_leave_a_kind_in_float():
     own = Preset(weight_spec("int3"), None)
     assert find_preset(own).activation is None

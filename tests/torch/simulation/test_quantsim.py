@@ -488,7 +488,9 @@ def test_unknown_names(model: Net, batches: list[Tensor]) -> None:
 def test_example_of_wrong_shape_or_kind(model: Net, batches: list[Tensor]) -> None:
     with pytest.raises(ModelError, match=r"Net, in conv: the model fails .* \(x: \(1, 7, 4, 4\) float32 on cpu\)"):
         QuantizationSimModel(model, torch.randn(1, 7, 4, 4))
-    with pytest.raises(ModelError, match=r"the model fails on the example input.*Remedy: pass dummy_input"):
+    with pytest.raises(
+        ModelError, match=r"the model fails on the example input.*Remedy: .*pass an example .dummy_input"
+    ):
         QuantizationSimModel(model, (batches[0], batches[0]))
 
 
