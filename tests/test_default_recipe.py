@@ -15,8 +15,8 @@ import torch
 import bitwright.onnx
 import bitwright.onnx as onnx_front
 import bitwright.torch
-from bitwright.analysis.intervals import compare
 from bitwright.core.simulation.float_model import sqnr
+from bitwright.metrics.intervals import compare
 from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_model, fold_all_batch_norms
 from tests.methods.transformer import with_outliers
 from tests.support import data

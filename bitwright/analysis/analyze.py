@@ -12,25 +12,18 @@ import numpy as np
 
 from bitwright.analysis import subject as targets
 from bitwright.analysis.causes import Trials, causes_of
-from bitwright.analysis.intervals import Better
 from bitwright.analysis.layer_errors import SiteValues, calibrated_bounds, grid_row
 from bitwright.analysis.result import Analysis, GroupRow, LayerRow, SiteRow, decibel
 from bitwright.analysis.sensitivity import Judged, judged, metric_name
-from bitwright.analysis.subject import (
-    Array,
-    Subject,
-    fingerprint,
-    first_rows,
-    listed,
-    open_subject,
-    rows_of,
-    split_labels,
-)
+from bitwright.analysis.subject import Array, Subject, fingerprint, first_rows, listed, open_subject
 from bitwright.core.graph.float_values import reciprocals
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, ModelError, checks_arguments, some_of
 from bitwright.methods.switching import Clock, Kept
+from bitwright.metrics.intervals import Better
+from bitwright.metrics.labels import inputs_and_labels, rows_of, split_labels
+from bitwright.metrics.metric import OutputMetric, find_metric, is_function
 from bitwright.progress import progress as bar
 
 if TYPE_CHECKING:
@@ -50,6 +43,7 @@ def site_rows(
     pairs: Mapping[str, Pair],
     metrics: Mapping[str, tuple[float, float]],
     target: Mapping[str, str],
+    named: OutputMetric | None = None,
 ) -> dict[str, SiteRow]:
     """Every site's row, in execution order.
 
@@ -58,6 +52,7 @@ def site_rows(
         values: what was seen.
         pairs, metrics: what was measured, by target.
         target: site -> the target that stands for its quantizer.
+        named: the metric of ``pairs``.
     """
     found = {}
     for name, site in subject.sites.items():
@@ -72,7 +67,7 @@ def site_rows(
         pair = pairs.get(target[name])
         if pair is not None and pair.batches:
             row.only_db, row.without_db = decibel(pair.only.ratio), decibel(pair.without.ratio)
-            row.metric_only, row.metric_without = pair.only.metric, pair.without.metric
+            row.metric_only, row.metric_without = pair.only.score(named), pair.without.score(named)
         if target[name] in metrics:
             row.metric_only, row.metric_without = metrics[target[name]]
     return found
@@ -173,11 +168,12 @@ _ENOUGH_REPEATED_DB = 30.0  # below, quantization error cannot be told from the 
 def analyze(
     sim: Any,
     data: Iterable[Any],
-    metric: str | Callable[[Any], Any] | None = None,
+    metric: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     mode: Mode = "auto",
     deadline: float | None = None,
     *,
     labels: Any = None,
+    transform: Callable[[Any], Any] | None = None,
     better: Better = "higher",
     groups: targets.Groups | None = None,
     samples: int = _SAMPLES,
@@ -191,14 +187,17 @@ def analyze(
     Args:
         sim: a calibrated simulation of either front end; as it was afterwards.
         data: batches as the model takes them, without labels; a few hundred samples.
-        metric: ``"accuracy"`` (with ``labels``), ``"agreement"`` with the float model's answers, ``"kl"``, or a function of
-            the model (PyTorch) or session (ONNX) that returns one value per sample, or one number. Outputs are compared by
-            SQNR in any case.
+        metric: a name of :data:`bitwright.metrics.metric.NAMED` (``"accuracy"`` with ``labels``, ``"agreement"`` with the float
+            model's answers, ``"f1"``, ``"map"``, ...) or ``{name: options}``, an object of torchmetrics, or a function of the
+            model (PyTorch) or session (ONNX) that returns one value per sample, or one number. Outputs are compared by SQNR in
+            any case.
         mode: ``"fast"`` estimates every quantizer from one run forward and one back; ``"exact"`` measures every quantizer on
             all data; ``"auto"`` estimates all and measures the worst, 24 of them or as many as ``deadline`` allows. Where
             the outputs are below 20 dB and there is no deadline, it tries the remedies for the worst layer, too.
         deadline: seconds after which it ends with what it has.
-        labels: right answers, one per sample in the order of the data.
+        labels: right answers, one per sample in the order of the data, or a function that takes them from a batch.
+        transform: makes of a batch what the model takes. Without it, and without ``labels`` that a metric needs, batches are
+            pairs of an input and its labels.
         better: ``"lower"`` for a metric function that is an error or a perplexity.
         groups: sites that are measured together: patterns of site or layer names, or name -> pattern(s).
         samples: rows that estimates are taken on, and in ``auto`` measurements too; a batch is not divided.
@@ -224,10 +223,13 @@ def analyze(
     """
     _check_options(mode, samples, memory_budget)
     clock, subject = Clock(deadline), open_subject(sim)
+    named_metric = None if metric is None or metric == "sqnr" or is_function(metric) else find_metric(metric)
+    needed = named_metric is not None and named_metric.needs_labels
+    data, labels = inputs_and_labels(data, transform, labels, needed)
     batches = listed(data)
     named = targets.chosen(groups, subject.sites)
     parts = split_labels(labels, batches)
-    judge = judged(subject, metric, better, parts, len(batches))
+    judge = judged(subject, named_metric or metric, better, parts, len(batches))
     with subject.exclusive():
         notes = _check_outputs(subject, batches[0])
         model, why = _steps_of(subject, batches[0])
@@ -380,7 +382,7 @@ class _Run:
         metrics = {} if self.found is None else self.found.metrics
         seen = {} if self.seen is None else self.seen.sites
         target = {name: names[0] for name, names in self.subject.sharing.items()}
-        sites = site_rows(self.subject, self._noise, seen, pairs, metrics, target)
+        sites = site_rows(self.subject, self._noise, seen, pairs, metrics, target, self.judge.named)
         model = {"name": self.subject.name, "front_end": self.subject.front_end, **self.subject.size()}
         rows = self._rows(self.batches)
         if 0 < self.judged_rows < rows:
@@ -460,7 +462,7 @@ def _name(subject: Subject, batches: Sequence[Any], metric: Any, mode: str) -> s
     """Fingerprint of everything on which the measurements depend."""
 
     def parts() -> Iterable[bytes]:
-        yield f"{mode} {metric if isinstance(metric, str) else metric_name(metric)}".encode()
+        yield f"{mode} {metric_name(metric) if is_function(metric) else metric}".encode()
         for name, site in subject.sites.items():
             yield f"{name} {site.enabled}".encode()
             if site.enabled and site.encoding is not None:

@@ -571,7 +571,7 @@ class Trials:
         judged = judged or self.judged()
         for batch, labels in zip(self.batches, judged.labels, strict=True):
             judged.batch(batch, labels)
-        metric = judged.whole.metric
+        metric = judged.whole.score(judged.named)
         if judged.function is not None:
             metric = float(judged.called("quantized").mean())
         sqnr = judged.output["sqnr_db"]

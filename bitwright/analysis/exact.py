@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.analysis.metric import OutputMetric
 from bitwright.analysis.subject import Active, QuantizedSteps
 from bitwright.core.simulation.output_quality import is_judged, noise_and_signal
 from bitwright.methods.rounding.driver import Store
 from bitwright.methods.rounding.program import Program, SimulatedModel, State, Step
+from bitwright.metrics.metric import OutputMetric
 
 Array = NDArray[Any]
 Sites = frozenset[str]
@@ -57,10 +57,9 @@ class Measured:
         ratios = [self.noise[i] / self.signal[i] for i in self.noise if self.signal[i]]
         return sum(ratios) / len(ratios) if ratios else None
 
-    @property
-    def metric(self) -> float | None:
-        """Mean of the metric's values."""
-        return float(np.concatenate(self.values).mean()) if self.values else None
+    def score(self, metric: OutputMetric | None) -> float | None:
+        """The metric of the samples that were added; ``None`` where there is none."""
+        return float(metric.per_sample(self.values).mean()) if self.values and metric is not None else None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types."""
@@ -74,7 +73,17 @@ class Measured:
     def from_dict(cls, content: Mapping[str, Any]) -> Measured:
         """What :meth:`to_dict` gave."""
         noise, signal = ({int(k): float(v) for k, v in content[n].items()} for n in ("noise", "signal"))
-        return cls(noise, signal, [np.asarray(v, np.float64) for v in content["values"]])
+        return cls(noise, signal, [_values(v) for v in content["values"]])
+
+
+def _values(content: Sequence[Any]) -> Array:
+    """Of a metric as they were written: numbers of the same count per sample, or something else of each."""
+    try:
+        return np.asarray(content, np.float64)
+    except (TypeError, ValueError):
+        found = np.empty(len(content), object)
+        found[:] = content
+        return found
 
 
 @dataclass

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bitwright.analysis.intervals import Difference
 from bitwright.errors import ConfigError, checks_arguments
+from bitwright.metrics.intervals import Difference
+from bitwright.metrics.metric import MetricRow
 from bitwright.tables import Tabular, data_frame, html_table, plain, text_table
 
 FORMAT, VERSION = "bitwright-analysis", 1
@@ -167,17 +168,6 @@ class RemedyRow:
     metric_before: float | None = None
     metric_after: float | None = None
     kept: bool = False
-
-
-@dataclass(frozen=True)
-class MetricRow:
-    """The user's metric of the float and of the quantized model."""
-
-    name: str
-    float: Number
-    quantized: Number
-    better: str
-    difference: Difference
 
 
 @dataclass

@@ -15,21 +15,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bitwright.analysis.exact import Exact, Measured, Pair, Sites
-from bitwright.analysis.intervals import Better
-from bitwright.analysis.metric import (
-    Array,
-    OutputMetric,
-    are_probabilities,
-    checked_values,
-    divergence,
-    metric_row,
-    named_metric,
-)
-from bitwright.analysis.result import MetricRow, decibel
+from bitwright.analysis.result import decibel
 from bitwright.analysis.subject import Subject
 from bitwright.core.numerics import affine
 from bitwright.errors import BitwrightError, ConfigError
 from bitwright.methods.switching import Costs, Setting, by_itself, changed, left_out
+from bitwright.metrics.intervals import Better
+from bitwright.metrics.metric import (
+    Array,
+    MetricRow,
+    OutputMetric,
+    are_probabilities,
+    checked_values,
+    divergence,
+    is_function,
+    metric_row,
+    named_metric,
+)
 
 if TYPE_CHECKING:
     from bitwright.methods.rounding.program import SimulatedModel
@@ -81,7 +83,8 @@ class Judged:
             ConfigError: it is not finite, or does not depend on the model.
         """
         if self.named is not None and self.wanted:
-            before, after = np.concatenate(self.wanted), np.concatenate(self.whole.values)
+            before = checked_values("float", self.named.per_sample(self.wanted))
+            after = checked_values("quantized", self.named.per_sample(self.whole.values))
             self.row = metric_row(self.named.name, self.named.better, before, after)
         elif self.function is not None:
             with self.subject.in_float():
@@ -133,9 +136,7 @@ class Judged:
         return {"sqnr_db": decibel(self.whole.ratio), "kl": mean}
 
 
-def judged(
-    subject: Subject, metric: str | Function | None, better: Better, labels: Sequence[Array] | None, batches: int
-) -> Judged:
+def judged(subject: Subject, metric: Any, better: Better, labels: Sequence[Array] | None, batches: int) -> Judged:
     """Build it from the user's ``metric`` and ``better``.
 
     Raises:
@@ -146,14 +147,8 @@ def judged(
     by_batch = [None] * batches if labels is None else list(labels)
     if metric is None or metric == "sqnr":
         return Judged(subject, None, None, better, by_batch)
-    if isinstance(metric, str):
+    if not is_function(metric):
         return Judged(subject, named_metric(metric, labels), None, better, by_batch)
-    if not callable(metric):
-        raise ConfigError(
-            "metric",
-            f"it is a {type(metric).__name__}",
-            "give a name (accuracy, agreement, kl) or a function of the model",
-        )
     return Judged(subject, None, metric, better, by_batch)
 
 

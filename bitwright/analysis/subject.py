@@ -27,6 +27,7 @@ from bitwright.errors import BitwrightError, CalibrationError, ConfigError, Mode
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.rounding.program import Program, SimulatedModel, Step, block_units, run_step
 from bitwright.methods.switching import by_operator, switched_off
+from bitwright.metrics.labels import rows_of
 
 Array = NDArray[Any]
 
@@ -48,11 +49,6 @@ def listed(data: Iterable[Any], where: str = "analyze") -> list[Any]:
     return batches
 
 
-def rows_of(batch: Any) -> int:
-    """Samples of a batch: the length of its first array with an axis; 1 where it has none."""
-    return next((int(array.shape[0]) for array in arrays_in(batch) if len(array.shape)), 1)
-
-
 def first_rows(batches: Sequence[Any], samples: int) -> list[Any]:
     """As many of the first batches as hold ``samples`` rows; a batch is not divided."""
     found: list[Any] = []
@@ -63,32 +59,6 @@ def first_rows(batches: Sequence[Any], samples: int) -> list[Any]:
         if count >= samples:
             break
     return found
-
-
-def split_labels(labels: Any, batches: Sequence[Any]) -> list[Array] | None:
-    """Labels of each batch.
-
-    Args:
-        labels: one per sample in the order of the data, or one array per batch; ``None`` where there are none.
-
-    Raises:
-        ConfigError: there are more or fewer of them than samples.
-    """
-    if labels is None:
-        return None
-    if isinstance(labels, (list, tuple)) and all(hasattr(part, "shape") and len(part.shape) for part in labels):
-        parts = [np.asarray(part) for part in labels]
-        flat = np.concatenate(parts) if parts else np.empty(0)
-    else:
-        flat = np.asarray(labels)
-    rows = [rows_of(batch) for batch in batches]
-    if flat.ndim == 0 or len(flat) != sum(rows):
-        raise ConfigError(
-            "labels",
-            f"there are {len(flat) if flat.ndim else 1} for {sum(rows)} samples",
-            "give one label per sample, in the order of the data",
-        )
-    return np.split(flat, np.cumsum(rows)[:-1])
 
 
 def fingerprint(batches: Sequence[Any], more: Iterable[bytes]) -> str:

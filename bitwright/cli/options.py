@@ -182,7 +182,7 @@ class Reading:
 
         A batch that the model's fixed batch size does not let divide is read whole.
         """
-        from bitwright.analysis.subject import rows_of
+        from bitwright.metrics.labels import rows_of
         from bitwright.onnx import load_data
         from bitwright.onnx.model.data import Pictures
 
@@ -201,6 +201,11 @@ class Reading:
             yield {name: array[:kept] if array.ndim and len(array) == rows else array for name, array in feeds.items()}
 
 
+_METRICS = (
+    "accuracy", "agreement", "kl", "top5", "f1", "miou", "psnr", "ssim", "perplexity", "wer", "map", "map50"
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Metric:
     """The metric of a command, beside the error of the outputs."""
@@ -208,11 +213,17 @@ class Metric:
     metric: Annotated[
         str | None,
         data_option(
-            help="accuracy (with --labels), agreement, kl, or module:function that scores an InferenceSession.",
-            autocompletion=lambda incomplete: [n for n in ("accuracy", "agreement", "kl") if n.startswith(incomplete)],
+            help="With --labels: accuracy, top5, f1, miou, psnr, ssim, perplexity, wer, map, map50; options as "
+            "f1,average=micro. Without: agreement, kl, or module:function that scores an InferenceSession.",
+            autocompletion=lambda incomplete: [n for n in _METRICS if n.startswith(incomplete)],
         ),
     ] = None
-    labels: Annotated[Path | None, data_option(help="Right answers: a .npy file, one per sample.")] = None
+    labels: Annotated[
+        Path | None,
+        data_option(
+            help="Right answers, one per sample: .npy, .csv (last column), .txt (lines), .json (a list, or COCO boxes)."
+        ),
+    ] = None
     lower_is_better: Annotated[bool, data_option("--lower-is-better", help="For metrics such as a perplexity.")] = False
 
     def named(self) -> Any:
@@ -227,15 +238,9 @@ class Metric:
         """As many labels as ``batches`` hold samples, since ``--limit`` may leave some out; ``None`` without labels."""
         if self.labels is None:
             return None
-        import numpy as np
+        from bitwright.metrics.labels import read_labels, rows_of
 
-        from bitwright.analysis.subject import rows_of
-
-        try:
-            found = np.load(self.labels, allow_pickle=False)
-        except ValueError as error:
-            raise ConfigError(str(self.labels), f"it is not an array: {error}", "write it with numpy.save") from error
-        return found[: sum(map(rows_of, batches))]
+        return read_labels(self.labels)[: sum(map(rows_of, batches))]
 
     def of_sessions(self, model: Any, batches: Callable[[], Sequence[Any]]) -> tuple[Any, bool]:
         """A function from a session to a number, and whether lower is better; ``(None, False)`` without a metric.
@@ -247,27 +252,12 @@ class Metric:
         metric = self.named()
         if metric is None or callable(metric):
             return metric, self.lower_is_better
-        import numpy as np
-
-        from bitwright.analysis.metric import named_metric
-        from bitwright.analysis.subject import split_labels
-        from bitwright.onnx.model.session import open_session
+        from bitwright.methods.front_end import front_end_of
+        from bitwright.metrics.metric import scorer
 
         samples = batches()
-        given = self.answers(samples)
-        row, labels = named_metric(metric, given), split_labels(given, samples)
-        answers: Sequence[Any] = [None] * len(samples) if labels is None else labels
-        session = open_session(model, None)
-        wanted = [session.run(None, dict(feeds)) for feeds in samples]
-
-        def score(session: Any) -> float:
-            values = [
-                row.values(session.run(None, dict(feeds)), reference, right)
-                for feeds, reference, right in zip(samples, wanted, answers, strict=True)
-            ]
-            return float(np.concatenate(values).mean())
-
-        return score, row.better == "lower"
+        given = front_end_of(model).given(model, None, None)
+        return scorer(metric, self.lower_is_better, given, samples, self.answers(samples))
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:

@@ -15,6 +15,8 @@ from bitwright.compression.prune import Pruned, PruneOptions, Ranking, checked_t
 from bitwright.compression.reconstruct import Fit, estimate_batch_norms, reconstruct
 from bitwright.errors import CalibrationError, checks_arguments
 from bitwright.methods.front_end import front_end_of
+from bitwright.metrics.labels import inputs_and_labels
+from bitwright.metrics.metric import find_metric, is_function, scorer
 from bitwright.recipes.recipe import checked_metric, metric_of
 from bitwright.tables import Table, Tabular
 
@@ -89,7 +91,9 @@ def compress(
     data: Iterable[Any],
     target: Mapping[str, float],
     *,
-    metric: Callable[[Any], float] | None = None,
+    metric: str | Mapping[str, Any] | Callable[[Any], float] | None = None,
+    labels: Any = None,
+    transform: Callable[[Any], Any] | None = None,
     importance: str = "l2",
     ranking: Ranking = "uniform",
     loss: Callable[[Any], Any] | None = None,
@@ -113,8 +117,9 @@ def compress(
         model: a ``torch.nn.Module``, or an ONNX model as a path, a message or an ``onnx_ir`` model; left as it is.
         data: batches, as :func:`bitwright.quantize` takes them; the first checks the cut, all of them serve reconstruction.
         target: cost -> the part of it that may be left, ``{"macs": 0.5}``; costs are ``macs``, ``params``, ``bytes``.
-        metric: ``metric(model) -> float`` of a module, or of the ``InferenceSession`` of an ONNX model; measured before
-            and after.
+        metric: a name of :data:`bitwright.metrics.metric.NAMED` or ``{name: options}``, an object of torchmetrics, or
+            ``metric(model) -> float`` of a module, or of the ``InferenceSession`` of an ONNX model; measured before and after.
+        labels, transform: as for :func:`bitwright.quantize`.
         importance: a row of :data:`bitwright.compression.importance.IMPORTANCE`.
         ranking: ``uniform`` takes the same part of every group; ``global`` the units with the lowest scores, each in parts of
             the mean of its group.
@@ -142,13 +147,16 @@ def compress(
     started = time.perf_counter()
     checked_target(target)
     front = front_end_of(model)
+    named = None if metric is None or is_function(metric) else find_metric(metric)
+    data, labels = inputs_and_labels(data, transform, labels, named is not None and named.needs_labels)
     batches = list(data)
     if not batches:
         raise CalibrationError("compress", "the data held no batch", "pass a non-empty list or DataLoader")
     given = front.given(model, providers, None)
     metrics: dict[str, float] = {}
-    if metric is not None:
-        metrics["float"] = checked_metric("float", metric_of(metric, given.metric_target()))
+    score, _ = scorer(named or metric, False, given, batches, labels)
+    if score is not None:
+        metrics["float"] = checked_metric("float", metric_of(score, given.metric_target()))
     structure = front.structured(model, batches[0], providers)
     same = structure.one_configuration() if alike is None else alike
     options = PruneOptions(
@@ -160,8 +168,8 @@ def compress(
     after = size_costs(structure.graph())
 
     def measured(name: str) -> None:
-        if metric is not None:
-            metrics[name] = checked_metric(name, metric_of(metric, structure.metric_target()))
+        if score is not None:
+            metrics[name] = checked_metric(name, metric_of(score, structure.metric_target()))
 
     measured("pruned")
     view = structure.view()
@@ -169,7 +177,7 @@ def compress(
     fits = reconstruct(original, view, report.readers, batches, progress) if reconstruction else ()
     count = estimate_batch_norms(original, view, report.norms, batches, progress) if batch_norms else 0
     structure.refresh()
-    if metric is not None:
+    if score is not None:
         metrics["compressed"] = metrics["pruned"]
     if any(fit.kept for fit in fits) or count:
         measured("compressed")

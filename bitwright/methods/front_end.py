@@ -141,6 +141,10 @@ class GivenModel(ABC):
         """What a metric is given: the module, or a session; asked for before the first :meth:`copy`."""
 
     @abstractmethod
+    def answers(self, target: Any, batch: Any) -> Sequence[Any]:
+        """What a model that a metric is given returns, as arrays."""
+
+    @abstractmethod
     def reference(self, work: Any) -> Any:
         """The float model that a simulation is about to be made of, as bias correction takes it."""
 

@@ -452,6 +452,11 @@ class OnnxGiven(GivenModel):
         assert self._loaded is not None
         return open_session(self._loaded.model, self._providers)
 
+    def answers(self, target: Any, batch: Any) -> Sequence[Array]:
+        """As the base class says, of a session."""
+        specs = self._float[1]
+        return [one_array(y) for y in run_session(target, as_feeds(batch, specs), "the model")]
+
     def reference(self, work: Loaded) -> Any:
         """The model itself: a simulation has its own, and methods of rounding leave this one."""
         return work.model

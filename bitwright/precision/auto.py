@@ -12,7 +12,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.precision.choice import undominated
 from bitwright.precision.costs import COSTS, check_cost, check_rows, table_of_times, timed
 from bitwright.precision.result import confirmed
-from bitwright.precision.search import INTERRUPTED, check_options
+from bitwright.precision.search import INTERRUPTED, check_options, judged_data
 from bitwright.precision.trials import (
     FIRST,
     Job,
@@ -241,7 +241,7 @@ class AutoResult(Tabular):
 def auto_quantize(
     model: Any,
     data: Iterable[Any],
-    metric: str | Callable[[Any], Any] | None = None,
+    metric: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     *,
     allowed_drop: float | str | None = None,
     lower_is_better: bool = False,
@@ -252,6 +252,7 @@ def auto_quantize(
     cost: str = "bit_ops",
     times: Any = None,
     labels: Any = None,
+    transform: Callable[[Any], Any] | None = None,
     evaluation_data: Iterable[Any] | None = None,
     confidence: float = 0.9,
     config_file: Any = None,
@@ -270,7 +271,7 @@ def auto_quantize(
 
     Args:
         model: a module, a path or a proto; left as it is.
-        data: batches without labels.
+        data: batches.
         metric: as for :func:`bitwright.mixed_precision`; without one the outputs are compared with the float model's.
         allowed_drop: of the metric: in its units, or ``"1%"`` of its float value; 1 % by default.
         lower_is_better: for a function such as a perplexity.
@@ -281,7 +282,7 @@ def auto_quantize(
         folder: of the trials; a temporary one by default, which stays.
         cost, times: as for :func:`bitwright.mixed_precision`; of good trials the one that costs least is the best. Presets that
             a row of ``times`` lacks are not tried.
-        labels, evaluation_data, confidence: as for :func:`bitwright.mixed_precision`.
+        labels, transform, evaluation_data, confidence: as for :func:`bitwright.mixed_precision`.
         config_file: rules, as for the simulation.
         workers: trials at a time, each in a process of its own; 1 runs them here.
         executor: ``local``, or ``ray``.
@@ -313,6 +314,7 @@ def auto_quantize(
             raise ConfigError("trials", "the list is empty", "leave it out, and the search chooses them")
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ConfigError("trials", f"{min(repeated)} stands there twice", "give each trial a name of its own")
+    data, evaluation_data, labels = judged_data(metric, data, evaluation_data, labels, transform)
     batches = listed(data, "auto_quantize")
     options: dict[str, Any] = {
         "metric": metric, "lower_is_better": lower_is_better, "cost": cost, "times": times, "seed": seed,

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.analysis.intervals import Better, Difference, compare, without_samples
-from bitwright.analysis.metric import OutputMetric, checked_values, named_metric
-from bitwright.analysis.subject import Subject, open_subject, rows_of
+from bitwright.analysis.subject import Subject, open_subject
 from bitwright.core.simulation.simulation import all_or_nothing
 from bitwright.errors import ConfigError, close_matches
 from bitwright.methods.switching import Costs, changed, in_turn
+from bitwright.metrics.intervals import Better, Difference, compare, without_samples
+from bitwright.metrics.labels import split_labels
+from bitwright.metrics.metric import OutputMetric, checked_values, is_function, named_metric
 from bitwright.precision.candidates import Group, as_candidates, find_groups, highest, spec_at
 from bitwright.recipes.judge import Judge
 
@@ -52,8 +53,8 @@ class Metric:
 
     Args:
         subject: the simulation.
-        metric: ``accuracy``, ``agreement``, ``kl``, or a function of the model (the session in ONNX) that returns a number or
-            one value per sample.
+        metric: what :func:`bitwright.metrics.metric.find_metric` takes, or a function of the model (the session in ONNX) that
+            returns a number or one value per sample.
         lower_is_better: for a function.
         data, labels: what the named metrics are measured on.
         allowed: the largest drop, or a text with a percentage of the float metric (``"1%"``); ``None`` where there is none.
@@ -66,7 +67,7 @@ class Metric:
     def __init__(
         self,
         subject: Subject,
-        metric: str | Callable[[Any], Any],
+        metric: Any,
         *,
         lower_is_better: bool = False,
         data: Sequence[Any] = (),
@@ -77,16 +78,14 @@ class Metric:
         self._subject, self._data = subject, data
         self._named: OutputMetric | None = None
         self.better: Better
-        if isinstance(metric, str):
+        if not is_function(metric):
             self._named = named_metric(metric, labels)
-            self.name, self.better = metric, self._named.better
+            self.name, self.better = self._named.name, self._named.better
         else:
             self._function = metric
             self.name = getattr(metric, "__name__", type(metric).__name__)
             self.better = "lower" if lower_is_better else "higher"
-        rows = np.cumsum([0, *(rows_of(batch) for batch in data)])
-        known = None if labels is None else np.asarray(labels)
-        self._labels = [None if known is None else known[a:b] for a, b in zip(rows[:-1], rows[1:], strict=True)]
+        self._labels: Sequence[Array | None] = split_labels(labels, data) or [None] * len(data)
         self._wanted: list[Sequence[Array]] = []
         self.trusted = False
         self.evaluations, self.seconds = 0.0, 0.0
@@ -100,7 +99,7 @@ class Metric:
         if self._named is not None:
             self._wanted = [[np.array(y) for y in self._subject.outputs(batch, True)] for batch in self._data]
             values = [self._of(i, wanted) for i, wanted in enumerate(self._wanted)]
-            return Score(checked_values("float", np.concatenate(values)))
+            return Score(checked_values("float", self._named.per_sample(values)))
         with self._subject.in_float():
             return Score(checked_values("float", self._function(self._subject.runnable())))
 
@@ -143,17 +142,18 @@ class Metric:
         return Score(values)
 
     def _raced(self, subject: Subject) -> Score:
+        assert self._named is not None
         found: list[Array] = []
         done, total = 0, len(self._data)
-        for part in _PARTS:
+        for part in _PARTS if self._named.whole is None else (1.0,):
             last = max(1, round(part * total))
             for i in range(done, last):
                 found.append(self._of(i, subject.outputs(self._data[i], False)))
             done = max(done, last)
-            values = np.concatenate(found)
+            values = self._named.per_sample(found)
             if part < 1 and self._beyond_doubt(values):
                 return Score(checked_values("quantized", values), done / total)
-        return Score(checked_values("quantized", np.concatenate(found)))
+        return Score(checked_values("quantized", self._named.per_sample(found)))
 
     def _beyond_doubt(self, values: Array) -> bool:
         """Whether what was seen so far rules out that the drop is allowed."""

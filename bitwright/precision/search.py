@@ -20,6 +20,8 @@ import numpy as np
 from bitwright.analysis.subject import Subject, listed, open_subject
 from bitwright.core.numerics.spec import Preset
 from bitwright.errors import ConfigError, checks_arguments
+from bitwright.metrics.labels import inputs_and_labels, inputs_of
+from bitwright.metrics.metric import find_metric, is_function
 from bitwright.precision.candidates import (
     Candidate,
     as_candidates,
@@ -612,11 +614,12 @@ def mixed_precision(
     *,
     cost: str = "weight_bytes",
     budget: float | Mapping[str, float] | None = None,
-    metric: str | Callable[[Any], Any] | None = None,
+    metric: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     lower_is_better: bool = False,
     allowed_drop: float | str | None = None,
     min_sqnr: float | None = None,
     labels: Any = None,
+    transform: Callable[[Any], Any] | None = None,
     evaluation_data: Iterable[Any] | None = None,
     times: Any = None,
     evaluations: int = 12,
@@ -637,18 +640,21 @@ def mixed_precision(
 
     Args:
         model: a calibrated simulation of either front end (changed in place), or a model: a module, a path, a proto.
-        data: batches without labels; every fifth is held out to measure the outputs on.
+        data: batches; every fifth is held out to measure the outputs on.
         candidates: presets by name or value, or AIMET's pairs.
         cost: what is to be small: ``weight_bytes``, ``bit_ops``, ``activation_bytes``, or ``ms`` (with ``times``).
         budget: the most that may be spent: of ``cost``, or cost -> bound. A bound up to 1 is a share of what the candidate with
             the most bits costs.
-        metric: ``"accuracy"``, ``"agreement"``, ``"kl"``, or a function of the model (of the session in ONNX) that returns a
-            number or, better, one value per sample; half of the samples are then held back for the last word.
+        metric: a name of :data:`bitwright.metrics.metric.NAMED` (``"accuracy"``, ``"map"``, ...) or ``{name: options}``,
+            an object of torchmetrics, or a function of the model (of the session in ONNX) that returns a number or, better, one
+            value per sample; half of the samples are then held back for the last word.
         lower_is_better: for a function such as a perplexity.
         allowed_drop: of the metric against float: in its units, or ``"1%"`` of its float value. Of the points that keep within
             it the cheapest is taken.
         min_sqnr: instead of a metric: the least SQNR of the outputs, in dB.
-        labels: one per sample of ``evaluation_data``, for ``accuracy``.
+        labels: one per sample of ``evaluation_data``, or a function that takes them from a batch.
+        transform: makes of a batch what the model takes. Without it, and without ``labels`` that the metric needs, batches are
+            pairs of an input and its labels.
         evaluation_data: what named metrics are measured on; ``data`` by default.
         times: milliseconds per layer or operator type and candidate, or the path of a JSON file of them.
         evaluations: of the metric, at most; parts of the data count as parts.
@@ -682,6 +688,7 @@ def mixed_precision(
         metric, allowed_drop, min_sqnr, deadline, confidence, lower_is_better=lower_is_better, labels=labels,
         evaluation_data=evaluation_data,
     )  # fmt: skip
+    data, evaluation_data, labels = judged_data(metric, data, evaluation_data, labels, transform)
     batches = listed(data, "mixed_precision")
     sim = simulation_of(model, batches, wanted[highest(wanted)], config_file)
     subject = open_subject(sim)
@@ -712,6 +719,23 @@ def mixed_precision(
     except BaseException:
         restore()
         raise
+
+
+def judged_data(
+    metric: Any, data: Iterable[Any], evaluation_data: Iterable[Any] | None, labels: Any, transform: Any
+) -> tuple[Iterable[Any], Iterable[Any] | None, Any]:
+    """Data as the model takes them, and labels of what the metric is measured on.
+
+    Raises:
+        ConfigError: there is no such metric, or it needs labels and there are none.
+    """
+    named = None if metric is None or is_function(metric) else find_metric(metric)
+    needed = named is not None and named.needs_labels
+    if evaluation_data is None:
+        data, labels = inputs_and_labels(data, transform, labels, needed)
+        return data, None, labels
+    evaluation_data, labels = inputs_and_labels(evaluation_data, transform, labels, needed)
+    return inputs_of(data, transform), evaluation_data, labels
 
 
 def check_options(
@@ -746,13 +770,18 @@ def check_options(
 def _check_of_metric(metric: Any, given: Sequence[str]) -> None:
     """Refuse options that the given kind of metric does not use."""
     data = [name for name in given if name != "lower_is_better"]
-    if callable(metric) and data:
+    if is_function(metric) and data:
         raise ConfigError(
             data[0],
             "the metric is a function, which looks at data of its own",
-            f"leave {data[0]} out, or pass metric='accuracy', 'agreement' or 'kl'",
+            f"leave {data[0]} out, or pass a metric by name, as metric='accuracy'",
         )
-    if isinstance(metric, str) and "lower_is_better" in given and metric != "kl":
+    if (
+        metric is not None
+        and not is_function(metric)
+        and "lower_is_better" in given
+        and find_metric(metric).better != "lower"
+    ):
         raise ConfigError(
             "lower_is_better", f"the direction of {metric!r} is known", "leave it out; it is for functions"
         )

@@ -34,6 +34,7 @@ from bitwright.core.files import read_document
 from bitwright.errors import BitwrightError, ConfigError, close_matches
 from bitwright.export.files.atomic import write_json
 from bitwright.export.files.manifest import Fingerprint, fingerprint
+from bitwright.metrics.labels import label_array
 from bitwright.precision.candidates import as_candidates, simulation_of
 from bitwright.precision.costs import present_costs
 from bitwright.precision.measure import Metric, Noise, one_sided
@@ -362,7 +363,9 @@ def identity(model: Any, data: Sequence[Any], options: Mapping[str, Any]) -> dic
     plain = {k: _text(v) for k, v in options.items() if k not in ("labels", "evaluation_data", *files)}
     plain.update({name: _hash_of_file(options[name]) for name in files})
     if options["labels"] is not None:
-        plain["labels"] = fingerprint([np.asarray(options["labels"])])
+        known = label_array(options["labels"])
+        told = known if known.dtype != object else np.frombuffer(_text(known.tolist()).encode(), np.uint8)
+        plain["labels"] = fingerprint([told])
     if options["evaluation_data"] is not None:
         plain["evaluation_data"] = fingerprint(options["evaluation_data"])
     return {"model": _model_hash(model), "data": fingerprint(data), **plain}

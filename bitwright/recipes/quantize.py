@@ -27,6 +27,8 @@ from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.methods.folding.batch_norm_fold import FoldReport
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.runtime_repairs import SaturationRepair, StemReport, check_repair, repair_saturation
+from bitwright.metrics.labels import inputs_and_labels, inputs_of
+from bitwright.metrics.metric import MetricRow, OutputMetric, Scorer, find_metric, is_function, scorer
 from bitwright.recipes.attempt import Attempt, Job
 from bitwright.recipes.default_recipe import RecipeLike
 from bitwright.recipes.judge import Rating
@@ -55,6 +57,7 @@ class Result(Reported):
         poor_below: dB of the worst part below which the result is called poor.
         tried: what was done because the recipe or the preset gave a worse result than something else; empty for nothing.
         asked: steps that the user's recipe names and that changed nothing, with what they say.
+        metric: both values of a metric by name, and how sure their difference is.
     """
 
     sim: Any
@@ -70,6 +73,7 @@ class Result(Reported):
     poor_below: float = POOR
     tried: str = ""
     asked: tuple[str, ...] = ()
+    metric: MetricRow | None = None
 
     @property
     def model(self) -> Any:
@@ -89,7 +93,9 @@ def quantize(
     quant_scheme: str | None = None,
     providers: Any = None,
     memory_budget: int | None = None,
-    metric: Callable[[Any], float] | None = None,
+    metric: str | Mapping[str, Any] | Callable[[Any], float] | None = None,
+    labels: Any = None,
+    transform: Callable[[Any], Any] | None = None,
     lower_is_better: bool = False,
     on_harm: OnHarm = "report",
     path: str | Path | None = None,
@@ -129,9 +135,14 @@ def quantize(
         config_file: rules, as for :class:`QuantizationSimModel`.
         quant_scheme: range method, as for :class:`QuantizationSimModel`.
         providers, memory_budget: for ONNX models, as for :class:`bitwright.onnx.QuantizationSimModel`.
-        metric: ``metric(model) -> float`` of a module, ``metric(session) -> float`` of the ``InferenceSession`` of an ONNX
-            model; measured on the float and on the simulated model, and after every step of a recipe that is given.
-        lower_is_better: for metrics such as a perplexity.
+        metric: a name of :data:`bitwright.metrics.metric.NAMED` (``"accuracy"``, ``"map"``, ...) or ``{name: options}``,
+            an object of torchmetrics, or a function: ``metric(model) -> float`` of a module, ``metric(session) -> float`` of the
+            ``InferenceSession`` of an ONNX model; measured on the float and on the simulated model, and after every step of a
+            recipe that is given. A named one is measured on ``held_out``, or else on ``data``, which are kept in memory then.
+        labels: right answers for a named metric: one per sample of the data that it is measured on, or a function that takes them
+            from a batch. Without it, and without ``transform``, batches of a metric that needs labels are pairs (input, labels).
+        transform: makes of a batch of ``data`` and ``held_out`` what the model takes, as ``lambda batch: batch[0]``.
+        lower_is_better: for functions such as a perplexity.
         on_harm: ``"undo"`` takes a step back that made the metric worse, ``"report"`` keeps it and says so.
         path: folder to export to.
         filename_prefix: stem of the files.
@@ -178,17 +189,24 @@ def quantize(
     edges_of(io, normalize)
     find_target(target)
     _check(poor_below, path, filename_prefix)
+    named = None if metric is None or is_function(metric) else find_metric(metric)
+    data, held_out, labels = _labelled(named, data, held_out, labels, transform)
+    if named is not None and held_out is None and iter(data) is data:
+        data = list(data)
+    measured_on = data if held_out is None else held_out
+    score, lower_is_better = scorer(named or metric, lower_is_better, given, measured_on, labels)
 
     job = Job(
-        given, recipe, effort, config_file, quant_scheme, target, metric, lower_is_better, on_harm,
+        given, recipe, effort, config_file, quant_scheme, target, score, lower_is_better, on_harm,
         providers=providers, non_finite=non_finite, allow_unreached=allow_unreached, allow_float=allow_float,
         progress=progress,
     )  # fmt: skip
     steps = job.steps(preset)
     job.first, job.batches = first, batches = batches_of(data, again=job.reads_again(steps))
     metrics: dict[str, float] = {}
-    if metric is not None:
-        job.float_metric = metrics["float"] = checked_metric("float", metric_of(metric, given.metric_target()))
+    if score is not None:
+        first_score = score.reference.mean() if isinstance(score, Scorer) else metric_of(score, given.metric_target())
+        job.float_metric = metrics["float"] = checked_metric("float", float(first_score))
     job.divide(held_out, steps)
 
     done, plain, tried = Attempt(job, preset).run(), None, list[str]()
@@ -202,8 +220,9 @@ def quantize(
 
     form = {"weight_only": weight_only, "target": target}
     repaired = None if repair is None else _repaired(done, batches, **form)
-    if metric is not None:
-        metrics["quantized"] = checked_metric("quantized", done.final_metric())
+    row = score.row(sim._metric_target) if isinstance(score, Scorer) else None
+    if score is not None:
+        metrics["quantized"] = checked_metric("quantized", done.final_metric() if row is None else row.quantized)
 
     versions: dict[str, Any] = {"opset": opset, "ir_version": ir_version, "samples": samples}
     versions |= {"rest": rest, "io": io, "normalize": normalize}
@@ -217,8 +236,27 @@ def quantize(
     measured = sim.benchmark(**form) if benchmark else None
     return Result(
         sim, done.folds, exported, metrics, done.report, measured, repaired, done.stem,
-        done.rating, plain, poor_below, "; ".join(tried), () if recipe is None else done.report.idle,
+        done.rating, plain, poor_below, "; ".join(tried), () if recipe is None else done.report.idle, row,
     )  # fmt: skip
+
+
+def _labelled(
+    named: OutputMetric | None, data: Iterable[Any], held_out: Iterable[Any] | None, labels: Any, transform: Any
+) -> tuple[Iterable[Any], Iterable[Any] | None, Any]:
+    """Data as the model takes them, and the labels of what a metric is measured on."""
+    needed = named is not None and named.needs_labels
+    if held_out is None:
+        data, labels = inputs_and_labels(data, transform, labels, needed)
+        return data, None, labels
+    if needed and labels is None:  # pairs, as far as these are
+        held_out, labels = inputs_and_labels(held_out, transform, None, True)
+        return inputs_of(data, transform or _input_of_pair), held_out, labels
+    held_out, labels = inputs_and_labels(held_out, transform, labels, needed)
+    return inputs_of(data, transform), held_out, labels
+
+
+def _input_of_pair(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
 
 
 def _check(poor_below: float, path: str | Path | None, filename_prefix: str) -> None:

@@ -29,6 +29,7 @@ class Reported(Tabular):
     exported: Any
     report: Any
     metrics: dict[str, float]
+    metric: Any
     quality: Any
     repair: Any
     stem: Any
@@ -140,7 +141,9 @@ class Reported(Tabular):
             yield self.advice
         if self.metrics:
             before, after = self.metrics["float"], self.metrics["quantized"]
-            yield f"metric: float {before:.5g} -> quantized {after:.5g} ({after - before:+.3g})"
+            row = self.metric
+            said = f"metric: float {before:.5g} -> quantized {after:.5g} ({after - before:+.3g})"
+            yield said if row is None else f"{said}, {row.name} {row.difference.text}"
         yield self.quantized
         if self.exported is not None:
             yield from self._files(verified)

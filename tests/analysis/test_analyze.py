@@ -17,12 +17,12 @@ import bitwright.onnx
 from bitwright import LayerOutputUtil
 from bitwright.analysis import Analysis
 from bitwright.analysis.exact import Exact
-from bitwright.analysis.intervals import compare, without_samples
 from bitwright.analysis.layer_outputs import layer_values
 from bitwright.analysis.result import decibel
 from bitwright.analysis.subject import open_subject
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError
 from bitwright.methods.switching import only
+from bitwright.metrics.intervals import compare, without_samples
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch import QuantizationSimModel as TorchSim

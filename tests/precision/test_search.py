@@ -14,10 +14,10 @@ import torch
 from scipy.stats import norm
 from torch import nn
 
-from bitwright.analysis.intervals import Difference, without_samples
 from bitwright.analysis.subject import open_subject
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import BitwrightError
+from bitwright.metrics.intervals import Difference, without_samples
 from bitwright.precision.candidates import as_candidates, find_groups
 from bitwright.precision.choice import Choice, Correction, Cost, Knapsack, Pair
 from bitwright.precision.costs import present_costs

@@ -128,7 +128,7 @@ def _checked(which: str, values: ArrayLike) -> NDArray[np.float64]:
 
 def _mcnemar(x: NDArray[np.float64], y: NDArray[np.float64], confidence: float) -> _Found:
     """Exact test: of the samples on which the two disagree, half are won by chance. Interval of Bonett and Price."""
-    stats = _scipy()
+    stats = scipy_stats()
     n, won, lost = x.size, int(((x == 0) & (y == 1)).sum()), int(((x == 1) & (y == 0)).sum())
     z, power = stats.norm.ppf((1 + confidence) / 2), stats.norm.ppf(_POWER)
     d, pairs = (won - lost) / n, (won + lost) / n
@@ -145,7 +145,7 @@ def _mcnemar(x: NDArray[np.float64], y: NDArray[np.float64], confidence: float) 
 
 
 def _bootstrap(d: NDArray[np.float64], confidence: float, seed: int) -> _Found:
-    stats = _scipy()
+    stats = scipy_stats()
     mean, spread = float(d.mean()), float(d.std(ddof=1))
     if spread <= 1e-12 * max(abs(mean), 1e-300):  # every sample changed alike
         return _Found(mean, mean, mean, math.inf)
@@ -190,7 +190,12 @@ def _rounded(n: int) -> str:
     return f"{math.ceil(n / digits) * digits:,}"
 
 
-def _scipy() -> Any:
+def scipy_stats() -> Any:
+    """``scipy.stats``.
+
+    Raises:
+        ConfigError: scipy is not installed.
+    """
     try:
         from scipy import stats
     except ModuleNotFoundError as error:
