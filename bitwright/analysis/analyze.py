@@ -23,7 +23,7 @@ from bitwright.errors import ConfigError, ModelError, checks_arguments, some_of
 from bitwright.methods.switching import Clock, Kept
 from bitwright.metrics.intervals import Better
 from bitwright.metrics.labels import inputs_and_labels, rows_of, split_labels
-from bitwright.metrics.metric import OutputMetric, find_metric, is_function
+from bitwright.metrics.metric import OutputMetric, is_function, needs_labels
 from bitwright.progress import progress as bar
 
 if TYPE_CHECKING:
@@ -223,13 +223,12 @@ def analyze(
     """
     _check_options(mode, samples, memory_budget)
     clock, subject = Clock(deadline), open_subject(sim)
-    named_metric = None if metric is None or metric == "sqnr" or is_function(metric) else find_metric(metric)
-    needed = named_metric is not None and named_metric.needs_labels
-    data, labels = inputs_and_labels(data, transform, labels, needed)
+    metric = None if metric == "sqnr" else metric
+    data, labels = inputs_and_labels(data, transform, labels, needs_labels(metric))
     batches = listed(data)
     named = targets.chosen(groups, subject.sites)
     parts = split_labels(labels, batches)
-    judge = judged(subject, named_metric or metric, better, parts, len(batches))
+    judge = judged(subject, metric, better, parts, len(batches))
     with subject.exclusive():
         notes = _check_outputs(subject, batches[0])
         model, why = _steps_of(subject, batches[0])

@@ -145,7 +145,7 @@ def judged(subject: Subject, metric: Any, better: Better, labels: Sequence[Array
     if better not in ("higher", "lower"):
         raise ConfigError("better", f"{better!r} is neither 'higher' nor 'lower'", "use one of them")
     by_batch = [None] * batches if labels is None else list(labels)
-    if metric is None or metric == "sqnr":
+    if metric is None:
         return Judged(subject, None, None, better, by_batch)
     if not is_function(metric):
         return Judged(subject, named_metric(metric, labels), None, better, by_batch)

@@ -242,6 +242,11 @@ class Metric:
 
         return read_labels(self.labels)[: sum(map(rows_of, batches))]
 
+    def labels_of(self, batches: Callable[[], Sequence[Any]]) -> Any:
+        """Labels for a metric by name; ``batches`` gives the samples, and refuses where there are none."""
+        metric = self.named()
+        return None if metric is None or callable(metric) else self.answers(batches())
+
     def of_sessions(self, model: Any, batches: Callable[[], Sequence[Any]]) -> tuple[Any, bool]:
         """A function from a session to a number, and whether lower is better; ``(None, False)`` without a metric.
 

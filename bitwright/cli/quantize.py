@@ -209,10 +209,7 @@ def quantize_model(
             raise ConfigError("--metric", f"there are no data to measure {judged.metric} on", "give --data as well")
         return list(reading.batches(scored, specs))
 
-    metric = judged.named()
-    labels = None if metric is None or callable(metric) or judged.labels is None else judged.answers(to_score())
-    if metric is not None and not callable(metric) and scored is None:
-        to_score()  # refuses
+    labels = judged.labels_of(to_score)
     stem = check_stem(model.stem if prefix is None else prefix, "--prefix")
     with _tells_what_is_kept(out, out / f"{stem}_manifest.json"):
         result = quantize(
@@ -223,7 +220,7 @@ def quantize_model(
             effort=effort,
             config_file=config,
             quant_scheme=scheme,
-            metric=metric,
+            metric=judged.named(),
             labels=labels,
             lower_is_better=judged.lower_is_better,
             on_harm="undo" if undo_harm else "report",

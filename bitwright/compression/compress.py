@@ -16,7 +16,7 @@ from bitwright.compression.reconstruct import Fit, estimate_batch_norms, reconst
 from bitwright.errors import CalibrationError, checks_arguments
 from bitwright.methods.front_end import front_end_of
 from bitwright.metrics.labels import inputs_and_labels
-from bitwright.metrics.metric import find_metric, is_function, scorer
+from bitwright.metrics.metric import needs_labels, scorer
 from bitwright.recipes.recipe import checked_metric, metric_of
 from bitwright.tables import Table, Tabular
 
@@ -147,14 +147,13 @@ def compress(
     started = time.perf_counter()
     checked_target(target)
     front = front_end_of(model)
-    named = None if metric is None or is_function(metric) else find_metric(metric)
-    data, labels = inputs_and_labels(data, transform, labels, named is not None and named.needs_labels)
+    data, labels = inputs_and_labels(data, transform, labels, needs_labels(metric))
     batches = list(data)
     if not batches:
         raise CalibrationError("compress", "the data held no batch", "pass a non-empty list or DataLoader")
     given = front.given(model, providers, None)
     metrics: dict[str, float] = {}
-    score, _ = scorer(named or metric, False, given, batches, labels)
+    score, _ = scorer(metric, False, given, batches, labels)
     if score is not None:
         metrics["float"] = checked_metric("float", metric_of(score, given.metric_target()))
     structure = front.structured(model, batches[0], providers)

@@ -43,38 +43,47 @@ def decoded(outputs: Sequence[Array], rows: int, *, score: float, overlap: float
     Raises:
         ConfigError: none of these layouts fits.
     """
-    per_image = _of_each_image(outputs, rows)
-    if per_image is not None:
-        return per_image
     batched = [y for y in outputs if y.ndim and len(y) == rows]
-    for y in batched:
-        if y.ndim == 3 and y.shape[2] == 6 and y.dtype.kind == "f":
-            return [(image[:, :4], image[:, 4], image[:, 5].astype(np.int64)) for image in y]
-    boxes = next((y for y in batched if y.ndim == 3 and y.shape[2] == 4 and y.dtype.kind == "f"), None)
-    if boxes is not None:
-        beside = [y.reshape(rows, -1) for y in batched if y.ndim in (2, 3) and y.size == rows * boxes.shape[1]]
-        pair = _scores_and_classes(beside)
-        if pair is not None:
-            return [(b, s, c.astype(np.int64)) for b, s, c in zip(boxes, *pair, strict=True)]
-    for y in batched:
-        if y.ndim == 3 and y.dtype.kind == "f" and y.shape[2] > y.shape[1] > 4:
-            return [_suppressed(image, score, overlap) for image in y]
-    shapes = [tuple(y.shape) for y in outputs]
-    raise ConfigError("metric map", f"outputs of shapes {shapes} have no layout of boxes that is known", _REMEDY)
+    floats = [y for y in batched if y.ndim == 3 and y.dtype.kind == "f"]
+    found = _of_each_image(outputs, rows) or _rows_of_six(floats) or _beside_boxes(floats, batched)
+    found = found or _raw(floats, score, overlap)
+    if not found:
+        shapes = [tuple(y.shape) for y in outputs]
+        raise ConfigError("metric map", f"outputs of shapes {shapes} have no layout of boxes that is known", _REMEDY)
+    return found
+
+
+def _raw(floats: Sequence[Array], score: float, overlap: float) -> list[Boxes] | None:
+    """Of [N, 4 + classes, places]."""
+    raw = next((y for y in floats if y.shape[2] > y.shape[1] > 4), None)
+    return None if raw is None else [_suppressed(image, score, overlap) for image in raw]
+
+
+def _rows_of_six(floats: Sequence[Array]) -> list[Boxes] | None:
+    """Of [N, n, 6]."""
+    rows = next((y for y in floats if y.shape[2] == 6), None)
+    return None if rows is None else [(image[:, :4], image[:, 4], image[:, 5].astype(np.int64)) for image in rows]
+
+
+def _beside_boxes(floats: Sequence[Array], batched: Sequence[Array]) -> list[Boxes] | None:
+    """Of boxes [N, n, 4], with scores and classes in arrays of their own."""
+    boxes = next((y for y in floats if y.shape[2] == 4), None)
+    if boxes is None:
+        return None
+    rows, places = boxes.shape[:2]
+    pair = _scores_and_classes([y.reshape(rows, -1) for y in batched if y.ndim in (2, 3) and y.size == rows * places])
+    return None if pair is None else [(b, s, c.astype(np.int64)) for b, s, c in zip(boxes, *pair, strict=True)]
 
 
 def _of_each_image(outputs: Sequence[Array], rows: int) -> list[Boxes] | None:
     """Torchvision's lists of dictionaries, flattened."""
     starts = [i for i, y in enumerate(outputs) if y.ndim == 2 and y.shape[1] == 4 and y.dtype.kind == "f"]
-    if len(starts) != rows or not outputs or len(outputs) % rows:
+    if len(starts) != rows or not rows or len(outputs) % rows:
         return None
     width, found = len(outputs) // rows, []
-    for begin in range(0, len(outputs), width):
-        part = outputs[begin : begin + width]
-        boxes = next((y for y in part if y.ndim == 2 and y.shape[1] == 4), None)
-        flat = [y for y in part if y.ndim == 1]
-        pair = _scores_and_classes(flat)
-        if boxes is None or pair is None or len(pair[0]) != len(boxes):
+    for boxes, begin in zip((outputs[i] for i in starts), range(0, len(outputs), width), strict=True):
+        pair = _scores_and_classes([y for y in outputs[begin : begin + width] if y.ndim == 1])
+        if pair is None or len(pair[0]) != len(boxes):
             return None
         found.append((boxes, pair[0], pair[1].astype(np.int64)))
     return found

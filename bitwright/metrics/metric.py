@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from bitwright.errors import ConfigError, close_matches
 from bitwright.metrics import detection
 from bitwright.metrics.intervals import Better, Difference, compare, scipy_stats, without_samples
-from bitwright.metrics.labels import label_array, split_labels
+from bitwright.metrics.labels import split_labels
 
 Array = NDArray[Any]
 Number = float
@@ -323,24 +324,34 @@ def _wer(vocabulary: Any = None, blank: int = 0, merge: bool = True) -> OutputMe
             "no vocabulary is given, so outputs cannot be made into words",
             "write metric={'wer': {'vocabulary': [...]}}, a list of the texts of all tokens ('|' or ' ' between words)",
         )
-    tokens = _tokens(vocabulary)
+    tokens = {i: token for i, token in enumerate(_tokens(vocabulary)) if i != blank}
+    return OutputMetric("wer", "lower", partial(_word_errors, tokens, merge), True, _error_rate)
 
-    def text(ids: Iterable[int]) -> list[str]:
-        return "".join(tokens[i] for i in ids if i != blank and 0 <= i < len(tokens)).replace("|", " ").split()
 
-    def values(outputs: Sequence[Array], _: Sequence[Array], labels: Array | None) -> Array:
-        assert labels is not None
-        found = next((y for y in outputs if y.dtype.kind in "iu" and y.ndim == 2), None)
-        scored = found is None
-        ids = answers(outputs).argmax(-1) if found is None else found
-        counts = []
-        for row, label in zip(ids, labels, strict=True):
-            row = row[np.concatenate([[True], row[1:] != row[:-1]])] if scored and merge and len(row) else row
-            right = label.split() if isinstance(label, str) else text(int(i) for i in np.asarray(label))
-            counts.append((_edits(text(map(int, row)), right), len(right)))
-        return np.array(counts, np.float64)
+def _word_errors(
+    tokens: Mapping[int, str], merge: bool, outputs: Sequence[Array], _: Sequence[Array], labels: Array | None
+) -> Array:
+    """Errors and words of each sample."""
+    assert labels is not None
+    found = [y for y in outputs if y.dtype.kind in "iu" and y.ndim == 2]
+    rows = found[0] if found else [_once(row, merge) for row in answers(outputs).argmax(-1)]
+    words = zip((_words(row, tokens) for row in rows), (_words(label, tokens) for label in labels), strict=True)
+    return np.array([(_edits(mine, right), len(right)) for mine, right in words], np.float64)
 
-    return OutputMetric("wer", "lower", values, True, lambda c: influences(c, lambda n: _ratio(n[..., 0], n[..., 1])))
+
+def _error_rate(counts: Array) -> Array:
+    return influences(counts, lambda n: _ratio(n[..., 0], n[..., 1]))
+
+
+def _once(row: Array, merge: bool) -> Array:
+    """Equal tokens in a row as one."""
+    return row[np.concatenate([[True], row[1:] != row[:-1]])] if merge and len(row) else row
+
+
+def _words(row: Any, tokens: Mapping[int, str]) -> list[str]:
+    """The words of a text, or of tokens."""
+    text = row if isinstance(row, str) else "".join(tokens.get(int(i), "") for i in np.asarray(row)).replace("|", " ")
+    return text.split()
 
 
 def _tokens(vocabulary: Any) -> list[str]:
@@ -419,6 +430,17 @@ def is_torchmetrics(metric: Any) -> bool:
     return any(f"{c.__module__}.{c.__name__}".startswith("torchmetrics.metric.Metric") for c in type(metric).__mro__)
 
 
+def named_of(metric: Any) -> OutputMetric | None:
+    """As :func:`find_metric`; ``None`` of a function of the model, and where there is no metric."""
+    return None if metric is None or is_function(metric) else find_metric(metric)
+
+
+def needs_labels(metric: Any) -> bool:
+    """Whether a metric, as the user gives it, compares with right answers that it is given."""
+    named = named_of(metric)
+    return named is not None and named.needs_labels
+
+
 def find_metric(metric: Any) -> OutputMetric:
     """The metric that a name, a name with options or an object of torchmetrics stands for.
 
@@ -480,51 +502,60 @@ def _named_options(metric: Any) -> tuple[str, dict[str, Any]]:
 
 def _by_states(metric: Any) -> OutputMetric:
     """An object of torchmetrics; of each sample its states are kept, and joined as its own processes join them."""
-    torch = importlib.import_module("torch")
     if metric.higher_is_better is None:
         raise ConfigError(
             f"metric {type(metric).__name__}", "it does not say which direction is better", "set its higher_is_better"
         )
+    better: Better = "higher" if metric.higher_is_better else "lower"
+    return OutputMetric(type(metric).__name__, better, _States(metric).of_samples, True, _States(metric).influences)
 
-    def values(outputs: Sequence[Array], _: Sequence[Array], labels: Array | None) -> Array:
+
+def _plain(state: Any) -> Any:
+    return [x.tolist() for x in state] if isinstance(state, list) else state.tolist()
+
+
+@dataclass(frozen=True)
+class _States:
+    """An object of torchmetrics, updated with one sample at a time."""
+
+    metric: Any
+
+    def of_samples(self, outputs: Sequence[Array], _: Sequence[Array], labels: Array | None) -> Array:
+        """The states that each sample leaves, as lists."""
+        torch, metric = importlib.import_module("torch"), self.metric
         found = next((y for y in outputs if y.dtype.kind == "f"), None)
         if found is None or labels is None:
             raise ConfigError("metric", "the outputs hold no float numbers", "use a function of the model")
-        right = label_array(labels)
         made = np.empty(len(found), object)
         for i in range(len(found)):
             metric.reset()
-            metric.update(torch.from_numpy(found[i : i + 1].copy()), torch.from_numpy(right[i : i + 1].copy()))
-            made[i] = {name: _kept_state(getattr(metric, name)) for name in metric._defaults}
+            metric.update(torch.from_numpy(found[i : i + 1].copy()), torch.from_numpy(labels[i : i + 1].copy()))
+            made[i] = {name: _plain(getattr(metric, name)) for name in metric._defaults}
         return made
 
-    def score(parts: Sequence[Mapping[str, Any]]) -> float:
+    def score(self, parts: Any) -> float:
+        """The metric of samples."""
+        torch, metric = importlib.import_module("torch"), self.metric
         metric.reset()
         for name, default in metric._defaults.items():
             if isinstance(default, list):
-                setattr(metric, name, [torch.from_numpy(x) for part in parts for x in part[name]])
+                setattr(metric, name, [torch.as_tensor(x) for part in parts for x in part[name]])
                 continue
             join = metric._reductions[name]
-            stacked = torch.stack([torch.from_numpy(np.asarray(part[name])) for part in parts])
+            stacked = torch.stack([torch.as_tensor(part[name], dtype=default.dtype) for part in parts])
             setattr(metric, name, stacked if join is None else join(stacked))
         metric._update_count = len(parts)
         result = float(metric.compute())
         metric.reset()
         return result
 
-    def whole(parts: Array) -> Array:
-        n, value = len(parts), score(list(parts))
+    def influences(self, parts: Array) -> Array:
+        """As :func:`influences`, of states."""
+        n, value = len(parts), self.score(parts)
         if n < 2:
             return np.full(n, value)
-        pseudo = np.array([n * value - (n - 1) * score([*parts[:i], *parts[i + 1 :]]) for i in range(n)])
-        return pseudo + value - pseudo.mean()
-
-    better: Better = "higher" if metric.higher_is_better else "lower"
-    return OutputMetric(type(metric).__name__, better, values, True, whole)
-
-
-def _kept_state(state: Any) -> Any:
-    return [x.numpy().copy() for x in state] if isinstance(state, list) else state.numpy().copy()
+        pseudo = np.array([n * value - (n - 1) * self.score(np.delete(parts, i)) for i in range(n)])
+        return np.asarray(pseudo + value - pseudo.mean())
 
 
 def named_metric(metric: Any, labels: Any) -> OutputMetric:
@@ -556,7 +587,8 @@ def scorer(
     Raises:
         ConfigError: there is no such metric, or labels are missing, do not fit, or are not read by it.
     """
-    if metric is None or is_function(metric):
+    named = named_of(metric)
+    if named is None:
         if labels is not None:
             nobody = "there is no metric that reads them"
             raise ConfigError(
@@ -565,9 +597,16 @@ def scorer(
                 "pass a metric by name, as metric='accuracy', or leave labels out",
             )
         return metric, lower_is_better
-    named, batches = named_metric(metric, labels), list(data)
-    found = Scorer(named, given.answers, given.metric_target(), batches, split_labels(labels, batches))
+    batches = list(data)
+    found = Scorer(
+        named_metric(named, labels), given.answers, given.metric_target(), batches, split_labels(labels, batches)
+    )
     return found, found.better == "lower"
+
+
+def row_of(score: Callable[[Any], Any] | None, model: Any) -> MetricRow | None:
+    """Float and ``model`` compared sample by sample, by a metric that has a value per sample."""
+    return score.row(model) if isinstance(score, Scorer) else None
 
 
 class Scorer:

@@ -21,7 +21,7 @@ from bitwright.analysis.subject import Subject, listed, open_subject
 from bitwright.core.numerics.spec import Preset
 from bitwright.errors import ConfigError, checks_arguments
 from bitwright.metrics.labels import inputs_and_labels, inputs_of
-from bitwright.metrics.metric import find_metric, is_function
+from bitwright.metrics.metric import find_metric, is_function, needs_labels
 from bitwright.precision.candidates import (
     Candidate,
     as_candidates,
@@ -729,8 +729,7 @@ def judged_data(
     Raises:
         ConfigError: there is no such metric, or it needs labels and there are none.
     """
-    named = None if metric is None or is_function(metric) else find_metric(metric)
-    needed = named is not None and named.needs_labels
+    needed = needs_labels(metric)
     if evaluation_data is None:
         data, labels = inputs_and_labels(data, transform, labels, needed)
         return data, None, labels

@@ -28,7 +28,7 @@ from bitwright.methods.folding.batch_norm_fold import FoldReport
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.runtime_repairs import SaturationRepair, StemReport, check_repair, repair_saturation
 from bitwright.metrics.labels import inputs_and_labels, inputs_of
-from bitwright.metrics.metric import MetricRow, OutputMetric, Scorer, find_metric, is_function, scorer
+from bitwright.metrics.metric import MetricRow, OutputMetric, named_of, row_of, scorer
 from bitwright.recipes.attempt import Attempt, Job
 from bitwright.recipes.default_recipe import RecipeLike
 from bitwright.recipes.judge import Rating
@@ -189,12 +189,8 @@ def quantize(
     edges_of(io, normalize)
     find_target(target)
     _check(poor_below, path, filename_prefix)
-    named = None if metric is None or is_function(metric) else find_metric(metric)
-    data, held_out, labels = _labelled(named, data, held_out, labels, transform)
-    if named is not None and held_out is None and iter(data) is data:
-        data = list(data)
-    measured_on = data if held_out is None else held_out
-    score, lower_is_better = scorer(named or metric, lower_is_better, given, measured_on, labels)
+    data, held_out, measured_on, labels = _labelled(named_of(metric), data, held_out, labels, transform)
+    score, lower_is_better = scorer(metric, lower_is_better, given, measured_on, labels)
 
     job = Job(
         given, recipe, effort, config_file, quant_scheme, target, score, lower_is_better, on_harm,
@@ -205,8 +201,7 @@ def quantize(
     job.first, job.batches = first, batches = batches_of(data, again=job.reads_again(steps))
     metrics: dict[str, float] = {}
     if score is not None:
-        first_score = score.reference.mean() if isinstance(score, Scorer) else metric_of(score, given.metric_target())
-        job.float_metric = metrics["float"] = checked_metric("float", float(first_score))
+        job.float_metric = metrics["float"] = checked_metric("float", metric_of(score, given.metric_target()))
     job.divide(held_out, steps)
 
     done, plain, tried = Attempt(job, preset).run(), None, list[str]()
@@ -220,9 +215,8 @@ def quantize(
 
     form = {"weight_only": weight_only, "target": target}
     repaired = None if repair is None else _repaired(done, batches, **form)
-    row = score.row(sim._metric_target) if isinstance(score, Scorer) else None
     if score is not None:
-        metrics["quantized"] = checked_metric("quantized", done.final_metric() if row is None else row.quantized)
+        metrics["quantized"] = checked_metric("quantized", done.final_metric())
 
     versions: dict[str, Any] = {"opset": opset, "ir_version": ir_version, "samples": samples}
     versions |= {"rest": rest, "io": io, "normalize": normalize}
@@ -236,23 +230,24 @@ def quantize(
     measured = sim.benchmark(**form) if benchmark else None
     return Result(
         sim, done.folds, exported, metrics, done.report, measured, repaired, done.stem,
-        done.rating, plain, poor_below, "; ".join(tried), () if recipe is None else done.report.idle, row,
+        done.rating, plain, poor_below, "; ".join(tried), () if recipe is None else done.report.idle,
+        row_of(score, sim._metric_target),
     )  # fmt: skip
 
 
 def _labelled(
     named: OutputMetric | None, data: Iterable[Any], held_out: Iterable[Any] | None, labels: Any, transform: Any
-) -> tuple[Iterable[Any], Iterable[Any] | None, Any]:
-    """Data as the model takes them, and the labels of what a metric is measured on."""
+) -> tuple[Iterable[Any], Iterable[Any] | None, Iterable[Any], Any]:
+    """Data as the model takes them, those that are held out and those that a metric is measured on, and their labels."""
     needed = named is not None and named.needs_labels
     if held_out is None:
         data, labels = inputs_and_labels(data, transform, labels, needed)
-        return data, None, labels
-    if needed and labels is None:  # pairs, as far as these are
-        held_out, labels = inputs_and_labels(held_out, transform, None, True)
-        return inputs_of(data, transform or _input_of_pair), held_out, labels
+        data = data if named is None else list(data)
+        return data, None, data, labels
+    pairs = needed and labels is None  # as far as these are
+    held_out = list(held_out) if named is not None else held_out
     held_out, labels = inputs_and_labels(held_out, transform, labels, needed)
-    return inputs_of(data, transform), held_out, labels
+    return inputs_of(data, transform or _input_of_pair if pairs else transform), held_out, held_out, labels
 
 
 def _input_of_pair(batch: Any) -> Any:

@@ -232,10 +232,7 @@ def test_onnx_models_and_labels_of_the_user(loader):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (
-            {"metric": "top1"},
-            "labels: the metric compares with the right answers, and no labels are given.*labels=.*pairs",
-        ),
+        ({"metric": "top1"}, "metric: it compares with the right answers, and no labels are given.*labels=.*pairs"),
         ({"metric": "topp1"}, r"there is no metric 'topp1' \(did you mean 'top1'"),
         ({"metric": {"f1": {"averag": "micro"}}}, r"metric f1: it has no option 'averag' \(did you mean 'average'"),
         ({"metric": "f1,average=all"}, "there is no average 'all'. Remedy: use macro, micro or binary"),
