@@ -123,7 +123,7 @@ def inputs_and_labels(
         if not batches or not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in batches):
             raise ConfigError(
                 "metric",
-                "the metric compares with the right answers, and no labels are given",
+                "it compares with the right answers, and no labels are given",
                 "give labels=..., one per sample in the order of the data; labels=lambda batch: ..., which takes them from a "
                 "batch; or batches that are pairs (input, labels)",
             )
