@@ -72,7 +72,7 @@ class Opened:
         name = builder.names.value(base)
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(array.shape))
         builder.graph.inputs.append(value)
-        self.feeds[name] = np.ascontiguousarray(array, dtype.numpy())
+        self.feeds[name] = np.asarray(array, dtype.numpy(), order="C")
         return value
 
 
@@ -646,6 +646,6 @@ def _pooled(pools: Sequence[ir.Node], array: Array, opset: int) -> Array:
     graph = ir.Graph([given], [made], nodes=nodes, opset_imports={"": opset}, name="pools")
     model = ir.Model(graph, ir_version=10)
     try:
-        return run_model(model, {"x": np.ascontiguousarray(array)}, "float")[str(made.name)]
+        return run_model(model, {"x": np.asarray(array, order="C")}, "float")[str(made.name)]
     except refusals():
         return array  # another number of axes: the comparison of shapes says so

@@ -259,7 +259,7 @@ class Cut:
         feeds = {}
         for name in self._fed.keys() & {str(value.name) for value in model.graph.inputs}:
             place = self._fed[name]
-            feeds[name] = np.ascontiguousarray(place.expected, (place.entry.dtype or ir.DataType.FLOAT).numpy())
+            feeds[name] = np.asarray(place.expected, (place.entry.dtype or ir.DataType.FLOAT).numpy(), order="C")
         return model, feeds
 
     def _find_pieces(self) -> None:

@@ -87,7 +87,7 @@ class FlatExecutor:
         held = Held(dict(self._held), uses)
         for i in map(int, graph.inputs):
             tensor = graph.tensors[i]
-            held.values[i] = np.ascontiguousarray(feeds[tensor.name.decode()], _dtype(tensor))
+            held.values[i] = np.asarray(feeds[tensor.name.decode()], _dtype(tensor), order="C")
         for index, op in enumerate(graph.operators):
             if int(op.outputs[0]) not in self._held:  # else of constants only, computed before
                 held.values.update(zip(map(int, op.outputs), self._made(index, held.values, seen), strict=True))

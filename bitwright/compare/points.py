@@ -300,6 +300,6 @@ def on_grids(model: ir.Model, values: Mapping[Point, Array]) -> tuple[ir.Model, 
         copy.graph.extend(chain)
         results[point] = chain[-1].outputs[0]
         results[point].dtype = results[point].dtype or ir.DataType.FLOAT
-        feeds[str(given.name)] = np.ascontiguousarray(array, dtype.numpy())
+        feeds[str(given.name)] = np.asarray(array, dtype.numpy(), order="C")
     part = part_of(copy, list(results.values()))
     return part, feeds, {point: str(value.name) for point, value in results.items()}

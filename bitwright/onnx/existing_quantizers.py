@@ -489,7 +489,7 @@ def _constant(model: ir.Model, names: Names, node: ir.Node, last: ir.Node, codes
 
 
 def _initializer(model: ir.Model, name: str, array: Array, dtype: ir.DataType) -> ir.Value:
-    tensor = ir.Tensor(np.ascontiguousarray(array), dtype=dtype, name=name)
+    tensor = ir.Tensor(np.asarray(array, order="C"), dtype=dtype, name=name)
     value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(dtype), const_value=tensor)
     model.graph.register_initializer(value)
     return value

@@ -693,7 +693,7 @@ class OnnxSimulation:
         if self._names is None:
             self._names = Names(self.sim.marked)
         name = self._names.value(f"{source.name}_chosen")
-        tensor = ir.Tensor(np.ascontiguousarray(array).astype(before.dtype), name=name)
+        tensor = ir.Tensor(np.asarray(array, order="C").astype(before.dtype), name=name)
         new = ir.Value(name=name, shape=source.shape, type=source.type, const_value=tensor)
         self.sim.marked.graph.register_initializer(new)
         self._initializers[new] = to_tensor(tensor.numpy())

@@ -92,7 +92,7 @@ class OnnxStructure(Structured):
         holder = self._initializer(name)
         assert holder.const_value is not None
         dtype = holder.const_value.dtype
-        holder.const_value = ir.Tensor(np.ascontiguousarray(value).astype(dtype.numpy()), dtype=dtype, name=name)
+        holder.const_value = ir.Tensor(np.asarray(value, order="C").astype(dtype.numpy()), dtype=dtype, name=name)
 
     def outputs(self, batch: Any) -> list[Array]:
         """Outputs of the model for feeds."""
@@ -180,7 +180,7 @@ class OnnxStructure(Structured):
             for axis, positions in enumerate(axes):
                 if positions is not None:
                     array = array.take(positions, axis)
-            value.const_value = ir.Tensor(np.ascontiguousarray(array), dtype=tensor.dtype, name=name)
+            value.const_value = ir.Tensor(np.asarray(array, order="C"), dtype=tensor.dtype, name=name)
             value.shape = ir.Shape(array.shape)
 
     def problem(self, kept: Kept, predicted: Graph) -> Problem | None:

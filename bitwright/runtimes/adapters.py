@@ -114,7 +114,7 @@ class LitertSession:
         run.allocate_tensors()
         run.reset_all_variables()  # states of recurrent layers, which stay from call to call
         for given in details:
-            run.set_tensor(given["index"], np.ascontiguousarray(feeds[given["name"]], given["dtype"]))
+            run.set_tensor(given["index"], np.asarray(feeds[given["name"]], given["dtype"], order="C"))
         run.invoke()
         return {
             made["name"]: run.get_tensor(made["index"])

@@ -201,6 +201,18 @@ def test_sites_that_run_several_times_are_told_apart() -> None:
     assert few.unchecked["again"] == "it runs 3 times in the file, and 2 arrays were given" and not few.ok
 
 
+def test_values_without_axes_are_compared() -> None:
+    """A mean of all values, what is computed of it, and a layer that it scales."""
+    g = Graph()
+    x = g.mark(g.input("x", 2, 3), "in", "uint8", (-3, 3))
+    mean = g.mark(g.op("ReduceMean", x, keepdims=0), "mean", "uint8", (-1, 1))
+    squared = g.mark(g.op("Mul", mean, mean), "squared", "uint8", (0, 1))
+    model = g.model(g.mark(g.op("Mul", x, squared, name="y"), "out", "uint8", (-3, 3)))
+    feeds = {"x": normal(2, 3)}
+    report = verify_layers(to_qdq(model, g.encodings).model, simulate(model, g.encodings, feeds)[0], feeds)
+    assert report.ok and [row.site for row in report.rows] == ["in", "mean", "squared", "out"]
+
+
 def test_merged_runs_keep_their_numbers() -> None:
     """Run 0 and run 2 mark one tensor, run 1 another."""
     g = Graph()

@@ -13,6 +13,9 @@ fit. The output is a Reshape of it then, too.
 A layer in float between quantizers gets them as well: the session quantizes its constant weight to 8 bits per tensor, and its
 bias to 32 (1.31). A Sum of its input alone keeps the layer apart from the quantizer in front, which a Reshape does not.
 
+Two pairs of quantizers in a row, of different grids, become one pair on the part of the range that both hold (1.31), whose codes
+are others than those of the second pair. A Sum between them keeps both.
+
 A Softmax over one entry is 1. Between quantizers the runtime makes QLinearSoftmax of it, whose integers overflow there: it
 answers 0 (1.31).
 """
@@ -79,6 +82,37 @@ def products_without_kernel(model: ir.Model) -> list[ir.Node]:
     ]
 
 
+def keep_both_pairs(builder: Builder, nodes: Iterable[ir.Node]) -> None:
+    """Put a Sum of one value between two pairs of quantizers in a row, unless both are the same grid.
+
+    Args:
+        builder: of the model.
+        nodes: of the model, those in bodies too.
+    """
+    for node in [node for node in nodes if node.op_type == "QuantizeLinear" and _follows_other_grid(node)]:
+        _put_sum(builder, node)
+
+
+def _follows_other_grid(node: ir.Node) -> bool:
+    """Whether a QuantizeLinear reads what the DequantizeLinear of another QuantizeLinear makes, and nothing else reads that."""
+    value = node.inputs[0]
+    while value is not None and (maker := value.producer()) is not None and maker.op_type == "Identity":
+        value = maker.inputs[0]
+    pair = None if value is None else value.producer()
+    if value is None or pair is None or pair.op_type != "DequantizeLinear":
+        return False
+    codes = pair.inputs[0]
+    return codes is not None and codes.producer() is not None and len(value.uses()) == 1 and _grid(pair) != _grid(node)
+
+
+def _grid(node: ir.Node) -> list[object]:
+    """Scale and zero point of a quantizer: the bytes of constants, other values themselves."""
+    return [
+        value if value is None or value.const_value is None else (value.dtype, value.const_value.tobytes())
+        for value in node.inputs[1:]
+    ]
+
+
 def keep_in_float(builder: Builder, model: ir.Model, floats: Container[ir.Value] = ()) -> list[ir.Node]:
     """Put a Sum of one value between quantizers and every layer whose constant weight is not a product of DequantizeLinear.
 
@@ -97,14 +131,19 @@ def keep_in_float(builder: Builder, model: ir.Model, floats: Container[ir.Value]
         if _is_float_constant(node, node.inputs[1]) or (node.inputs[1] in floats and _has_float_bias(node))
     ]
     for node in found:
-        value = node.inputs[0]
-        assert value is not None
-        apart = builder.emit(before(node), "Sum", [value], f"{value.name}_apart", value.dtype or ir.DataType.FLOAT)
-        maker = apart.producer()
-        assert maker is not None
-        maker.metadata_props[_APART] = ""
-        node.replace_input_with(0, apart)
+        _put_sum(builder, node)
     return found
+
+
+def _put_sum(builder: Builder, node: ir.Node) -> None:
+    """A Sum of one value in front of the first input of ``node``."""
+    value = node.inputs[0]
+    assert value is not None
+    apart = builder.emit(before(node), "Sum", [value], f"{value.name}_apart", value.dtype or ir.DataType.FLOAT)
+    maker = apart.producer()
+    assert maker is not None
+    maker.metadata_props[_APART] = ""
+    node.replace_input_with(0, apart)
 
 
 def _has_float_bias(node: ir.Node) -> bool:
@@ -267,7 +306,7 @@ def _reaches_quantizer(node: ir.Node) -> bool:
 
 
 def join_again(model: ir.Model) -> None:
-    """Take out what :func:`keep_in_float`, :func:`keep_apart` and :func:`guard_outputs` put in, when a model is read again."""
+    """Take out what keeps operators apart, when a model is read again: all that has ``_APART`` in its metadata."""
     apart = [node for node in all_nodes(model.graph) if _APART in node.metadata_props]
     outputs = Outputs(model) if apart else None
     for node in apart:

@@ -41,6 +41,7 @@ from bitwright.export.qdq.products import (
     float_products,
     guard_outputs,
     keep_apart,
+    keep_both_pairs,
     keep_in_float,
     products_without_kernel,
 )
@@ -231,6 +232,7 @@ def _write_products(w: Writing) -> None:
     if w.target.runtime == "onnxruntime":
         floats = {value for value, made in w.written.items() if not isinstance(made.encoding.format, IntFormat)}
         keep_in_float(w.builder, w.model, floats)
+        keep_both_pairs(w.builder, all_nodes(w.model.graph))
     found = float_products(w.model)
     if not found:
         return

@@ -115,7 +115,7 @@ class OnnxView:
         shape = tuple(int(n) for n in tensor.shape.numpy())
         if tuple(value.shape) != shape:
             raise ModelError(name, f"the new value has shape {value.shape}, the parameter {shape}", "keep the shape")
-        array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
+        array = np.asarray(value, order="C").astype(tensor.dtype.numpy())
         holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
         self._constants.clear()
 
@@ -179,7 +179,7 @@ class OnnxView:
                 array = np.asarray(next(left)) if is_open(value) else self._constant(value)
                 if value.dtype is not None and value.dtype.is_floating_point():
                     array = array.astype(value.dtype.numpy(), copy=False)
-                feeds[f"i{port}"] = np.ascontiguousarray(array)
+                feeds[f"i{port}"] = np.asarray(array, order="C")
         return _wide(self._run(node, feeds))
 
     def _run(self, node: ir.Node, feeds: dict[str, Array]) -> Array:
@@ -296,7 +296,7 @@ class OnnxView:
             self._names = Names(self.model)
         name = self._names.value(name)
         kind = dtype or ir.DataType.FLOAT
-        tensor = ir.Tensor(np.ascontiguousarray(array).astype(kind.numpy()), dtype=kind, name=name)
+        tensor = ir.Tensor(np.asarray(array, order="C").astype(kind.numpy()), dtype=kind, name=name)
         value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(kind), const_value=tensor)
         self.model.graph.register_initializer(value)
         return value

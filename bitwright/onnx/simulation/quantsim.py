@@ -529,7 +529,7 @@ class QuantizationSimModel(SimulationFiles):
                     f"the new value has shape {value.shape}, the parameter {tuple(tensor.shape.numpy())}",
                     "keep the shape",
                 )
-            array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
+            array = np.asarray(value, order="C").astype(tensor.dtype.numpy())
             holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
             for site in self._sites_of.get(name, ()):
                 self.constants[site] = np.asarray(array, np.float32) if array.dtype.kind == "V" else array

@@ -451,6 +451,7 @@ def captured(
         if place is None:
             without_checks(program.graph_module)
             in_order_of_memory(program.graph_module)
+            subtract_from_numbers(program.graph_module)
             return complex_as_pairs(program, line_of), []
         raise ModelError(
             place,
@@ -583,6 +584,7 @@ def recorded_program(
     names = list(state)
     program = torch.export.export(_Recorded(model, traced, names).eval(), tuple(tensors), strict=False)
     in_order_of_memory(program.graph_module)
+    subtract_from_numbers(program.graph_module)
     return complex_as_pairs(program, line_of), notes
 
 
@@ -786,6 +788,33 @@ def _first_read(node: fx.Node) -> int:
     if offset is None:
         return 0
     return int(offset - tensor.meta["val"].storage_offset()) if isinstance(offset, int) else -1
+
+
+def subtract_from_numbers(module: fx.GraphModule) -> None:
+    """Write ``1.0 - x`` of integers, as models compute masks, as ``-x + 1.0``.
+
+    Torch's exporter writes the difference with the number in front, for which it then finds no operator of two types (2.13).
+    """
+    rsub = (_aten.rsub.Scalar, _aten.rsub.Tensor)
+    for part in _graphs(module):
+        found = [node for node in part.graph.nodes if node.target in rsub and _is_of_integers(node)]
+        for node in found:
+            value: Any = node.args[0]
+            number = node.args[1]
+            factor: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
+            with part.graph.inserting_before(node):
+                taken = part.graph.call_function(_aten.mul.Scalar, (value, -factor))
+            taken.meta["val"] = value.meta["val"] * -1
+            node.target = _aten.add.Tensor if isinstance(number, fx.Node) else _aten.add.Scalar
+            node.args, node.kwargs = (taken, number), {}
+        if found:
+            part.recompile()
+
+
+def _is_of_integers(node: fx.Node) -> bool:
+    """Whether the tensor that is subtracted holds integers, and the result does not."""
+    value: Any = node.args[0]
+    return not value.meta["val"].is_floating_point() and bool(node.meta["val"].is_floating_point())
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[fx.GraphModule]:

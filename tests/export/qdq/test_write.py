@@ -644,6 +644,19 @@ def test_a_float_weight_behind_a_quantized_input_is_pointed_out() -> None:
     assert (note.site, note.kind) == ("w", "float weight") and "by default quantizes float weights" in note.text
 
 
+@pytest.mark.parametrize("between", [None, "Identity", "Transpose"])
+def test_a_grid_after_another_keeps_its_codes_in_a_default_session(between: str | None) -> None:
+    """ONNX Runtime makes one pair of two in a row, on the part of the range that both hold: 51 dB from either."""
+    g, data = Graph(), normal(2, 3, 4)
+    first = g.mark(g.op("Abs", g.input("x", 2, 3, 4)), "first", "uint8", (-0.28, 3.63))
+    moved = g.op(between, first) if between else first
+    again = g.mark(moved, "again", "uint8", (-0.28, 3.63))  # the same grid: nothing to keep
+    model = g.model(g.op("Neg", g.mark(again, "second", "uint8", (-0.277, 3.44)), name="y"))
+    result = to_qdq(model, g.encodings, target="ort_cpu")
+    assert types(result.model).count("Sum") == 1
+    assert_same(model, g, {"x": data}, result)
+
+
 # ------------------------------------------------------------------------------------- odd but legal graphs
 
 

@@ -51,6 +51,11 @@ def ties(x: Tensor) -> Tensor:
     return x[:, keys.sort(stable=True).indices] * (keys > 1).sort(stable=True).values[:, None]
 
 
+def masked(x: Tensor) -> Tensor:
+    seen = (x.detach() > 0).long()
+    return x * (1.0 - seen) + torch.rsub(seen, 2.5, alpha=3)
+
+
 def frames(x: Tensor) -> Tensor:
     y = x.transpose(1, 2)
     (batch, channels, n), step = y.shape, y.stride()
@@ -66,7 +71,7 @@ class Net(nn.Module):
         self.fc = nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        return [f(self.fc(x)) for f in (squeezed, all_squeezed, halves, ordered, ties, frames)]
+        return [f(self.fc(x)) for f in (squeezed, all_squeezed, halves, ordered, ties, masked, frames)]
 
 
 @pytest.mark.slow_variants("True")
