@@ -2,12 +2,14 @@
 
     python benchmarks/compression_reach.py                  every architecture, one process each; results are kept
     python benchmarks/compression_reach.py --only 'Llama*' --fresh
+    python benchmarks/compression_reach.py --onnx           the same of ONNX files
     python benchmarks/compression_reach.py --markdown       writes benchmarks/results/compression_reach.md
 
 Each model has random weights. ``checked_dependencies`` finds its groups; then 30 % of the units of each (at least one) are
 removed, after the outputs of the whole model with these units at zero were noted. A row says how many groups there are, the
 parameters that are left, the largest difference of an output in parts of its largest number, and how many layers were refused.
-Needs the extras ``reach``; architectures whose package cannot be imported have no row.
+Needs the extras ``reach``; architectures whose package cannot be imported have no row. With ``--onnx`` each model is exported
+by ``torch.onnx`` first, and the file is pruned; rows of the developer data set's files are added.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import logging
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +39,8 @@ from bitwright.compression.checks import checked_dependencies, masked_outputs
 from bitwright.compression.costs import size_costs
 from bitwright.compression.prune import apply
 from bitwright.methods.front_end import front_end_of
+from bitwright.torch.factors import export_float
+from tests.support import data
 from tests.support.cases import vary_norms_and_biases
 
 RESULTS, STATE = ROOT / "benchmarks" / "results" / "compression_reach.md", ROOT / "build" / "compression_reach"
@@ -42,13 +48,54 @@ PART = 0.3
 LIMIT = 240.0  # seconds an architecture may take
 
 
-def measured(row: Architecture) -> dict[str, Any]:
-    """What became of one architecture."""
+def _feeds(name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Inputs of an ONNX file of the developer data set."""
+    rng = np.random.default_rng(0)
+    shapes = {"face_slim_320": ("input", (1, 3, 240, 320)), "mnist_cntk": ("Input3", (1, 1, 28, 28)),
+              "mnist_pytorch": ("0", (1, 1, 28, 28)), "resnet20_aux": ("input", (2, 3, 32, 32))}  # fmt: skip
+    if name == "lstm_char":
+        return {"tokens": rng.integers(0, 65, (2, 16))}
+    key, shape = shapes[name]
+    return {key: rng.normal(size=shape).astype(np.float32)}
+
+
+FILES = ("face_slim_320", "mnist_cntk", "mnist_pytorch", "resnet20_aux", "lstm_char")
+
+
+def exported(row: Architecture, folder: str) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
+    """An architecture as a file, and inputs by name."""
     torch.manual_seed(0)
-    start = time.perf_counter()
+    model = row.build().float()
+    if hasattr(model, "config"):
+        model.config.use_cache = False
+    vary_norms_and_biases(model)
+    path = Path(folder, "model.onnx")
+    return str(path), export_float(model, row.batch(0), path)
+
+
+def measured(row: Architecture) -> dict[str, Any]:
+    """What became of one architecture as a module."""
+    torch.manual_seed(0)
     model = row.build().float()
     vary_norms_and_biases(model)
-    batch = row.batch(0)
+    return pruned(model, row.batch(0))
+
+
+def measured_file(row: Architecture | str) -> dict[str, Any]:
+    """What became of one architecture as a file."""
+    if isinstance(row, str):
+        return pruned(str(data.onnx_file(row)), _feeds(row))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path, feeds = exported(row, folder)
+        except Exception as error:  # of the exporter: no row
+            return {"no_export": f"{type(error).__name__}: {error}"[:300]}
+        return pruned(path, feeds)
+
+
+def pruned(model: Any, batch: Any) -> dict[str, Any]:
+    """The groups of a model, and what it computes after 30 % of each are gone."""
+    start = time.perf_counter()
     structure = front_end_of(model).structured(model, batch, None)
     before = size_costs(structure.graph())
     found = checked_dependencies(structure, batch)
@@ -76,18 +123,25 @@ def measured(row: Architecture) -> dict[str, Any]:
     return result
 
 
-def _work(row: Architecture) -> None:
+def _name(row: Architecture | str) -> str:
+    return row if isinstance(row, str) else row.name
+
+
+def _file(row: Architecture | str, onnx: bool) -> Path:
+    return (STATE / "onnx" if onnx else STATE) / f"{_name(row)}.json"
+
+
+def _work(row: Architecture | str, onnx: bool) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     try:
-        found = measured(row)
+        found = measured_file(row) if onnx or isinstance(row, str) else measured(row)
     except Exception as error:  # the row says so
         found = {"error": f"{type(error).__name__}: {error}"[:600], "trace": traceback.format_exc()[-1500:]}
-    STATE.mkdir(parents=True, exist_ok=True)
-    (STATE / f"{row.name}.json").write_text(json.dumps(found))
+    _file(row, onnx).write_text(json.dumps(found))
 
 
-def run(only: str, fresh: bool) -> None:
+def run(only: str, fresh: bool, onnx: bool) -> None:
     """Every architecture in a process of its own; what all of them need is imported once."""
     for package in (
         "bitwright.torch.opened",
@@ -96,11 +150,12 @@ def run(only: str, fresh: bool) -> None:
         "torch._dynamo",
     ):
         importlib.import_module(package)
-    for row in ARCHITECTURES:
-        file = STATE / f"{row.name}.json"
-        if not fnmatch.fnmatch(row.name, only) or (file.exists() and not fresh):
+    (STATE / "onnx").mkdir(parents=True, exist_ok=True)
+    for row in (*FILES, *ARCHITECTURES) if onnx else ARCHITECTURES:
+        file = _file(row, onnx)
+        if not fnmatch.fnmatch(_name(row), only) or (file.exists() and not fresh):
             continue
-        process = multiprocessing.get_context("fork").Process(target=_work, args=(row,))
+        process = multiprocessing.get_context("fork").Process(target=_work, args=(row, onnx))
         process.start()
         process.join(LIMIT)
         if process.is_alive():
@@ -110,7 +165,7 @@ def run(only: str, fresh: bool) -> None:
             json.loads(file.read_text()) if file.exists() else {"error": f"the process ended with {process.exitcode}"}
         )
         shown = {k: v for k, v in found.items() if k not in ("reasons", "trace")}
-        print(row.name, shown, flush=True)
+        print(_name(row), shown, flush=True)
 
 
 def markdown() -> None:
@@ -147,10 +202,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*")
     parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--onnx", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     given = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.path.insert(0, str(ROOT))
-    run(given.only, given.fresh)
+    run(given.only, given.fresh, given.onnx)
     if given.markdown:
         markdown()

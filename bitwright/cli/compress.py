@@ -28,6 +28,16 @@ def compress_model(
     ] = "prune",
     macs: Annotated[float | None, methods_option(help="Part of the multiplications that may be left, as 0.5.")] = None,
     params: Annotated[float | None, methods_option(help="Part of the parameters that may be left, as 0.5.")] = None,
+    size: Annotated[
+        float | None,
+        methods_option("--bytes", help="Part of the bytes of the parameters that may be left; with prune."),
+    ] = None,
+    ms: Annotated[
+        float | None, methods_option(help="Part of the milliseconds in ONNX Runtime that may be left; with prune.")
+    ] = None,
+    resume: Annotated[
+        Path | None, output_option(help="Folder that keeps what prune measures, to resume from after a kill.")
+    ] = None,
     sparsity: Annotated[float, methods_option(help="With sparsify: the part of each weight that becomes zero.")] = 0.5,
     pattern: Annotated[
         str, methods_option(help="With sparsify: unstructured, 2:4, or blocks of outputs and inputs as 4x1.")
@@ -52,11 +62,7 @@ def compress_model(
         raise ConfigError(
             "--method", f"there is no method {method!r}{close_matches(method, _METHODS)}", f"use {', '.join(_METHODS)}"
         )  # fmt: skip
-    target = {name: part for name, part in (("macs", macs), ("params", params)) if part is not None}
-    if not target and method != "sparsify":
-        raise ConfigError("--macs", "no target is given", "write --macs 0.5 or --params 0.5")
-    if target and method == "sparsify":
-        raise ConfigError("--macs", "zeros leave as many multiplications", "write --sparsity 0.5, or --method svd")
+    target = _target(method, {"macs": macs, "params": params, "bytes": size, "ms": ms})
     from bitwright.export.files.onnx_file import save_model
     from bitwright.onnx import load_model
     from bitwright.onnx.model.data import input_specs
@@ -69,7 +75,7 @@ def compress_model(
     if method == "prune":
         from bitwright.compression.compress import compress
 
-        report = compress(model, batches, target, metric=score)
+        report = compress(model, batches, target, metric=score, lower_is_better=lower, resume=resume)
         report.save(out, name)
         print_report(str(report))
     else:
@@ -84,3 +90,19 @@ def compress_model(
         save_model(loaded.model, out / f"{name}.onnx")
         print_report(f"{report.summary}\n{report}")
     write_json(json_file, report)
+
+
+def _target(method: str, given: dict[str, float | None]) -> dict[str, float]:
+    """The targets that were given.
+
+    Raises:
+        ConfigError: the method takes none, or others.
+    """
+    target = {name: part for name, part in given.items() if part is not None}
+    if not target and method != "sparsify":
+        raise ConfigError("--macs", "no target is given", "write --macs 0.5 or --params 0.5")
+    if target and method == "sparsify":
+        raise ConfigError("--macs", "zeros leave as many multiplications", "write --sparsity 0.5, or --method svd")
+    if method == "svd" and not target.keys() <= {"macs", "params"}:
+        raise ConfigError("--bytes, --ms", "low-rank factors are chosen by --macs and --params", "write --macs 0.5")
+    return target

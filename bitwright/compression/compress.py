@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bitwright.compression.costs import size_costs
+from bitwright.compression.costs import Prices, check_target, compare_ms, operator_times
 from bitwright.compression.groups import Refusal
-from bitwright.compression.prune import Pruned, PruneOptions, Ranking, checked_target, prune
-from bitwright.compression.reconstruct import Fit, estimate_batch_norms, reconstruct
-from bitwright.errors import CalibrationError, checks_arguments
-from bitwright.methods.front_end import front_end_of
+from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, prune
+from bitwright.compression.ratios import Chosen
+from bitwright.compression.reconstruct import Fit, Original, estimate_batch_norms, reconstruct
+from bitwright.core.graph.graph import Graph
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments
+from bitwright.methods.front_end import Structured, front_end_of
 from bitwright.metrics.labels import inputs_and_labels
 from bitwright.metrics.metric import needs_labels, scorer
 from bitwright.recipes.recipe import checked_metric, metric_of
@@ -32,6 +35,7 @@ class Compressed(Tabular):
         before, after: ``macs`` of the example batch, ``params`` and ``bytes``.
         metrics: ``{"float": ..., "pruned": ..., "compressed": ...}`` when a metric was given: before, after the cut, and after
             reconstruction.
+        choice: what the exact choice has measured.
         fits: layers that were fitted to the original's results.
         batch_norms: how many had their statistics estimated anew.
         plan: what :func:`bitwright.torch.rebuild` takes, for modules.
@@ -46,10 +50,16 @@ class Compressed(Tabular):
     before: Mapping[str, float]
     after: Mapping[str, float]
     metrics: Mapping[str, float]
+    choice: Chosen | None = None
     fits: tuple[Fit, ...] = ()
     batch_norms: int = 0
     plan: Mapping[str, Any] = field(default_factory=dict, repr=False)
     seconds: float = 0.0
+
+    @property
+    def summary(self) -> str:
+        """As :attr:`headline`."""
+        return self.headline
 
     @property
     def headline(self) -> str:
@@ -95,7 +105,8 @@ def compress(
     labels: Any = None,
     transform: Callable[[Any], Any] | None = None,
     importance: str = "l2",
-    ranking: Ranking = "uniform",
+    lower_is_better: bool = False,
+    ranking: Ranking = "exact",
     loss: Callable[[Any], Any] | None = None,
     cap: float = 0.9,
     widths: str | int = "cpu",
@@ -107,6 +118,8 @@ def compress(
     reconstruction: bool = True,
     batch_norms: bool = True,
     seed: int = 0,
+    deadline: float | None = None,
+    resume: str | Path | None = None,
     providers: Any = None,
     path: str | Path | None = None,
     progress: bool = True,
@@ -116,13 +129,17 @@ def compress(
     Args:
         model: a ``torch.nn.Module``, or an ONNX model as a path, a message or an ``onnx_ir`` model; left as it is.
         data: batches, as :func:`bitwright.quantize` takes them; the first checks the cut, all of them serve reconstruction.
-        target: cost -> the part of it that may be left, ``{"macs": 0.5}``; costs are ``macs``, ``params``, ``bytes``.
+        target: cost -> the part of it that may be left, ``{"macs": 0.5}``, or several that are met together: ``macs``,
+            ``params``, ``bytes``, ``activation_bytes`` at the peak, ``ms`` in ONNX Runtime on one thread. Milliseconds are
+            estimated from those of every operator and measured after the cut, which is repeated where they were missed.
         metric: a name of :data:`bitwright.metrics.metric.NAMED` or ``{name: options}``, an object of torchmetrics, or
             ``metric(model) -> float`` of a module, or of the ``InferenceSession`` of an ONNX model; measured before and after.
         labels, transform: as for :func:`bitwright.quantize`.
         importance: a row of :data:`bitwright.compression.importance.IMPORTANCE`.
-        ranking: ``uniform`` takes the same part of every group; ``global`` the units with the lowest scores, each in parts of
-            the mean of its group.
+        lower_is_better: of the metric.
+        ranking: ``exact`` measures the noise that each group alone makes in the outputs when it is pruned, and solves for the
+            widths of least noise; a metric is asked of the best three. ``uniform`` takes the same part of every group;
+            ``global`` the units with the lowest scores, each in parts of the mean of its group.
         loss: ``loss(module)``, a number to differentiate, for ``importance="taylor"``.
         cap: largest part of the units of one group that may go.
         widths: a row of :data:`bitwright.compression.prune.WIDTHS`, or a number: what widths are multiples of.
@@ -135,6 +152,8 @@ def compress(
         reconstruction: fit the layers that lost inputs to the results of the original.
         batch_norms: estimate the statistics of batch norms on the data.
         seed: of ``importance="random"``.
+        deadline: seconds after which no further choice is measured, for ``ranking="exact"``.
+        resume: folder that keeps what the choice measures: the same call goes on from there after a kill.
         providers: for ONNX models, as ONNX Runtime takes them.
         path: folder to write to, as :meth:`Compressed.save` does.
         progress: show progress bars on a terminal.
@@ -145,7 +164,7 @@ def compress(
         ModelError: the model cannot be read or run, or does not compute what it should after the cut.
     """
     started = time.perf_counter()
-    checked_target(target)
+    check_target(target)
     front = front_end_of(model)
     data, labels = inputs_and_labels(data, transform, labels, needs_labels(metric))
     batches = list(data)
@@ -153,37 +172,151 @@ def compress(
         raise CalibrationError("compress", "the data held no batch", "pass a non-empty list or DataLoader")
     given = front.given(model, providers, None)
     metrics: dict[str, float] = {}
-    score, _ = scorer(metric, False, given, batches, labels)
+    score, lower = scorer(metric, lower_is_better, given, batches, labels)
     if score is not None:
         metrics["float"] = checked_metric("float", metric_of(score, given.metric_target()))
-    structure = front.structured(model, batches[0], providers)
-    same = structure.one_configuration() if alike is None else alike
     options = PruneOptions(
-        importance, ranking, cap, widths, same, inner, averaged, tuple(include), tuple(exclude), seed
+        importance, ranking, cap, widths, alike, inner, averaged, tuple(include), tuple(exclude), seed
     )
-    before = size_costs(structure.graph())
-    gradients = None if loss is None else lambda names: structure.gradients(loss, names)
-    report = prune(structure, batches, target, options, gradients)
-    after = size_costs(structure.graph())
-
-    def measured(name: str) -> None:
-        if score is not None:
-            metrics[name] = checked_metric(name, metric_of(score, structure.metric_target()))
-
-    measured("pruned")
-    view = structure.view()
     original = front.structured(model, batches[0], providers).view() if reconstruction or batch_norms else None
-    fits = reconstruct(original, view, report.readers, batches, progress) if reconstruction else ()
-    count = estimate_batch_norms(original, view, report.norms, batches, progress) if batch_norms else 0
-    structure.refresh()
-    if score is not None:
-        metrics["compressed"] = metrics["pruned"]
-    if any(fit.kept for fit in fits) or count:
-        measured("compressed")
-    result = Compressed(
-        structure.finished(), report.rows, report.refused, before, after, metrics, fits, count,
-        {"format": 1, "steps": structure.steps}, time.perf_counter() - started,
-    )  # fmt: skip
+    search = Search(
+        original if reconstruction else None,
+        batch_norms,
+        score,
+        metrics.get("float"),
+        lower,
+        deadline,
+        resume,
+        progress,
+    )
+
+    def pruned(asked: Mapping[str, float], times: Mapping[str, float] | None) -> Compressed:
+        structure = front.structured(model, batches[0], providers)
+        gradients = None if loss is None else partial(structure.gradients, loss)
+        result = _pruned(structure, original, batches, asked, options, replace(search, times=times), gradients)
+        return replace(result, model=structure.finished(), plan={"format": 1, "steps": structure.steps})
+
+    if "ms" in target:
+        graph = front.structured(model, batches[0], providers).graph()
+        result = _within_ms(
+            os.fspath(model) if isinstance(model, os.PathLike) else model, graph, batches[0], target, pruned
+        )
+    else:
+        result = pruned(target, None)
+    metrics.update(result.metrics)
+    result = replace(result, metrics=metrics, seconds=time.perf_counter() - started)
     if path is not None:
         result.save(path)
     return result
+
+
+_TIMED = 3  # cuts whose milliseconds are measured
+
+
+def _within_ms(
+    model: Any,
+    graph: Graph,
+    example: Any,
+    target: Mapping[str, float],
+    pruned: Callable[[Mapping[str, float], Mapping[str, float]], Compressed],
+) -> Compressed:
+    """Cut, measure, and cut anew by what was missed."""
+    asked, times = dict(target), operator_times(model, graph, example)
+    for last in (*[False] * (_TIMED - 1), True):
+        result = pruned(asked, times)
+        ms = compare_ms({"before": model, "after": result.model}, example)
+        missed = ms["after"] / ms["before"] / target["ms"]
+        if missed <= 1 or last:
+            break
+        asked["ms"] /= missed
+    return replace(result, before={**result.before, "ms": ms["before"]}, after={**result.after, "ms": ms["after"]})
+
+
+def _pruned(
+    structure: Structured,
+    original: Any,
+    batches: Sequence[Any],
+    target: Mapping[str, float],
+    options: PruneOptions,
+    search: Search,
+    gradients: Callable[[Sequence[str]], Mapping[str, Any]] | None = None,
+) -> Compressed:
+    """Prune an opened model, and fit what is left to ``original``; the result has no model yet."""
+    prices = Prices(structure.graph(), set(target) - {"ms"})
+    report = prune(structure, batches, target, options, search, gradients)
+    before, after = prices.whole, prices(structure.graph())
+    metrics: dict[str, float] = {}
+
+    def measured(name: str) -> None:
+        if search.metric is not None:
+            metrics[name] = checked_metric(name, metric_of(search.metric, structure.metric_target()))
+
+    measured("pruned")
+    whole = Original(original, batches) if original is not None else None
+    show, fits, count = search.progress, tuple[Fit, ...](), 0
+    if whole is not None and search.original is not None:
+        fits = reconstruct(whole, structure.view(), report.readers, show)
+    if whole is not None and search.batch_norms:
+        count = estimate_batch_norms(whole, structure.view(), report.norms, show)
+    structure.refresh()
+    if metrics:
+        metrics["compressed"] = metrics["pruned"]
+    if any(fit.kept for fit in fits) or count:
+        measured("compressed")
+    return Compressed(None, report.rows, report.refused, before, after, metrics, report.choice, fits, count)
+
+
+@checks_arguments
+def prune_model(
+    model: Any,
+    data: Iterable[Any],
+    *,
+    macs: float | None = None,
+    params: float | None = None,
+    importance: str = "l2",
+    ranking: Ranking = "exact",
+    cap: float = 0.9,
+    widths: str | int = "cpu",
+    alike: bool | None = None,
+    inner: bool = False,
+    averaged: bool = False,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    reconstruction: bool = True,
+    batch_norms: bool = True,
+    seed: int = 0,
+    providers: Any = None,
+    progress: bool = True,
+) -> Compressed:
+    """:func:`compress` in place: the step ``prune`` of recipes.
+
+    Args:
+        model: a module, or a loaded ONNX model; changed in place.
+        data: batches of real inputs.
+        macs, params: the part that may be left.
+        importance, ranking, cap, widths, alike, inner, averaged, include, exclude: as for :func:`compress`.
+        reconstruction, batch_norms, seed, providers, progress: as for :func:`compress`.
+
+    Raises:
+        CalibrationError: ``data`` is empty.
+        ConfigError: no target, or one that cannot be met; an option is unknown; or nothing can be removed.
+        ModelError: the model cannot be run, is a path, or does not compute what it should after the cut.
+    """
+    target = {name: part for name, part in (("macs", macs), ("params", params)) if part is not None}
+    if not target:
+        raise ConfigError("prune", "it needs a target", "give macs or params (0.5 halves them)")
+    check_target(target)
+    batches = list(data)
+    if not batches:
+        raise CalibrationError("prune_model", "the data held no batch", "give some batches of real data")
+    front = front_end_of(model)
+    structure = front.structured(model, batches[0], providers, in_place=True)
+    original = front.structured(model, batches[0], providers).view() if reconstruction or batch_norms else None
+    options = PruneOptions(
+        importance, ranking, cap, widths, alike, inner, averaged, tuple(include), tuple(exclude), seed
+    )
+    search = Search(original if reconstruction else None, batch_norms, progress=progress)
+    result = _pruned(structure, original, batches, target, options, search)
+    structure.finished()
+    structure.give_back()
+    return replace(result, model=model, plan={"format": 1, "steps": structure.steps})

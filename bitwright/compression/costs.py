@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -116,6 +116,23 @@ def check_cost(name: str) -> str:
     return name
 
 
+def check_target(target: Mapping[str, float]) -> dict[str, float]:
+    """Cost -> the part of it that may be left; ``target`` itself.
+
+    Raises:
+        ConfigError: it is empty, names an unknown cost, or a part is not above 0 and 1 at most.
+    """
+    if not target:
+        raise ConfigError("target", "it names no cost", 'write target={"macs": 0.5} for half of the multiplications')
+    for name, part in target.items():
+        check_cost(name)
+        if not isinstance(part, (int, float)) or isinstance(part, bool) or not 0 < part <= 1:
+            raise ConfigError(
+                "target", f"{part!r} of the {name} is not a part between 0 and 1", 'write target={"macs": 0.5} for half'
+            )
+    return dict(target)
+
+
 def graph_costs(graph: Graph, samples: int = 1) -> ModelCosts:
     """The costs of a graph; linear in its operators and values."""
     kept = np.zeros(len(graph.ops) + 1)  # differences, summed up below
@@ -136,6 +153,35 @@ def graph_costs(graph: Graph, samples: int = 1) -> ModelCosts:
     return ModelCosts(tuple(rows), samples)
 
 
+class Prices:
+    """What cut graphs of one model cost, by the names of :data:`COSTS`.
+
+    Args:
+        graph: of the whole model.
+        names: costs that are wanted beside ``macs``, ``params`` and ``bytes``.
+        times: operator -> milliseconds, for ``ms``: an operator takes as much less as it multiplies less, or where it does not
+            multiply, as it makes less.
+    """
+
+    def __init__(self, graph: Graph, names: Iterable[str] = (), times: Mapping[str, float] | None = None) -> None:
+        self._names = set(names)
+        self._ms = {op.name: (times or {}).get(op.name, 0.0) / max(_work(graph, op), 1.0) for op in graph.ops}
+        self.whole = self(graph)
+
+    def __call__(self, graph: Graph) -> dict[str, float]:
+        """The costs of a graph with the operators of the whole model."""
+        found = size_costs(graph)
+        if "activation_bytes" in self._names:
+            found["activation_bytes"] = graph_costs(graph)["activation_bytes"]
+        if "ms" in self._names:
+            found["ms"] = sum(_work(graph, op) * self._ms[op.name] for op in graph.ops)
+        return found
+
+    def left(self, graph: Graph) -> dict[str, float]:
+        """In parts of the whole."""
+        return {name: cost / self.whole[name] if self.whole[name] else 1.0 for name, cost in self(graph).items()}
+
+
 def size_costs(graph: Graph) -> dict[str, float]:
     """``macs``, ``params`` and ``bytes`` of a graph: the same as of :func:`graph_costs`, which also follows activations."""
     held = {v.param: v for v in graph.values.values() if v.param is not None}
@@ -145,6 +191,10 @@ def size_costs(graph: Graph) -> dict[str, float]:
         "params": sum(counts.values()),
         "bytes": sum(n * _width(held[name].dtype) for name, n in counts.items()),
     }
+
+
+def _work(graph: Graph, op: Op) -> float:
+    return _macs(graph, op) or sum(size(graph, value) for value in op.outputs)
 
 
 def _macs(graph: Graph, op: Op) -> float:
@@ -238,20 +288,42 @@ def measure_ms(model: Any, example: Any, ops: Iterable[str], rounds: int = 15) -
         ops: names of operators; those of a module have other names in its file and are not told.
         rounds: runs that are timed; the least counts.
     """
+    ops = [] if hasattr(model, "state_dict") else list(ops)
+    found = _timed({"model": model}, example, ops, rounds)["model"]
+    return found.layers if ops else {}, float(found.whole)
+
+
+def compare_ms(models: Mapping[str, Any], example: Any, rounds: int = 15) -> dict[str, float]:
+    """Name -> milliseconds of each model in ONNX Runtime on one thread; runs of all models are taken in turns."""
+    return {name: float(found.whole) for name, found in _timed(models, example, (), rounds).items()}
+
+
+def _timed(models: Mapping[str, Any], example: Any, ops: Sequence[str], rounds: int) -> Mapping[str, Any]:
     from bitwright.export.files.onnx_file import save_in_one_file
     from bitwright.onnx import load_model
     from bitwright.onnx.model.data import as_feeds, input_specs
     from bitwright.runtimes.onnxruntime import layer_times
 
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.onnx")
-        if hasattr(model, "state_dict"):
-            from bitwright.torch.factors import export_float
+        paths = {name: Path(folder, f"{i}.onnx") for i, name in enumerate(models)}
+        feeds: dict[str, Any] = {}
+        for name, model in models.items():
+            if hasattr(model, "state_dict"):
+                from bitwright.torch.factors import export_float
 
-            feeds = export_float(model, example, path)
-            return {}, layer_times({"model": path}, feeds, (), rounds=rounds)["model"].whole
-        loaded = model if hasattr(model, "model") else load_model(model)
-        save_in_one_file(loaded.model, path)
-        feeds = dict(as_feeds(example, input_specs(loaded.model)))
-        found = layer_times({"model": path}, feeds, list(ops), rounds=rounds)["model"]
-        return found.layers, found.whole
+                feeds = export_float(model, example, paths[name])
+            else:
+                loaded = model if hasattr(model, "model") else load_model(model)
+                save_in_one_file(loaded.model, paths[name])
+                feeds = dict(as_feeds(example, input_specs(loaded.model)))
+        return layer_times(paths, feeds, ops, rounds=rounds)
+
+
+def operator_times(model: Any, graph: Graph, example: Any, rounds: int = 15) -> dict[str, float]:
+    """Operator -> milliseconds; those of a module, which are not measured one by one, by what they multiply and make."""
+    times, whole = measure_ms(model, example, [op.name for op in graph.ops], rounds)
+    if times:
+        return dict(_of_layers(graph, times))
+    work = {op.name: _work(graph, op) for op in graph.ops}
+    total = max(sum(work.values()), 1.0)
+    return {name: whole * amount / total for name, amount in work.items()}

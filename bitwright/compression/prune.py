@@ -5,21 +5,23 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from bitwright.compression.checks import checked_dependencies, difference, masked_outputs
-from bitwright.compression.costs import size_costs
+from bitwright.compression.costs import Prices, check_target
 from bitwright.compression.groups import Dependencies, Group, Refusal
-from bitwright.compression.importance import Evidence, channel_axis, comparable, criterion, mean_squares
-from bitwright.core.graph.graph import Graph, Op
+from bitwright.compression.importance import Evidence, comparable, criterion, mean_squares
+from bitwright.compression.ratios import Chosen, Record, choose
+from bitwright.compression.reconstruct import Original
+from bitwright.compression.widths import WidthSpace, cut_graph, few_batches, lost
 from bitwright.core.simulation.float_model import Array
 from bitwright.errors import ConfigError, ModelError, close_matches, first_few
-from bitwright.methods.front_end import Kept, Structured
+from bitwright.methods.front_end import Structured
 
-Ranking = Literal["uniform", "global"]
+Ranking = Literal["exact", "uniform", "global"]
 
 #: target -> how many channels its kernels compute at once; widths stay multiples of it where a layer has four times as many
 WIDTHS: dict[str, int] = {
@@ -30,7 +32,6 @@ WIDTHS: dict[str, int] = {
     "tensor_cores_int8": 16,
     "hexagon": 32,
 }
-COSTS = ("macs", "params", "bytes")
 
 
 @dataclass(frozen=True)
@@ -63,35 +64,6 @@ class Choice:
     costs: Mapping[str, float]
 
 
-def cut_graph(graph: Graph, kept: Kept) -> Graph:
-    """The graph with the shapes that a cut leaves."""
-    values = dict(graph.values)
-    for name, value in graph.values.items():
-        if kept.axes(name):
-            values[name] = replace(value, shape=kept.shape(name, value.shape))
-    return Graph(graph.ops, values, graph.inputs, graph.outputs)
-
-
-def checked_target(target: Mapping[str, float]) -> dict[str, float]:
-    """Parts of each cost that may be left.
-
-    Raises:
-        ConfigError: an unknown cost, or a part that is not between 0 and 1.
-    """
-    if not target:
-        raise ConfigError("target", "it names no cost", 'write target={"macs": 0.5} for half of the multiplications')
-    for name, part in target.items():
-        if name not in COSTS:
-            raise ConfigError(
-                "target", f"there is no cost {name!r}{close_matches(str(name), COSTS)}", f"use {', '.join(COSTS)}"
-            )
-        if not isinstance(part, (int, float)) or not 0 < part <= 1:
-            raise ConfigError(
-                "target", f"{part!r} of the {name} is not a part between 0 and 1", 'write target={"macs": 0.5} for half'
-            )
-    return dict(target)
-
-
 def step_of(group: Group, multiple: int) -> int:
     """How many units go at once, so that the widths of the layers that make them stay multiples of ``multiple``."""
     count = max((m.positions.shape[1] for m in group.makers), default=1)
@@ -107,25 +79,25 @@ class Selector:
 
     Args:
         found: the dependency graph.
+        prices: what cut graphs cost.
         groups: those that may lose units.
         scores: group -> score of every unit.
         cap: largest part of the units of one group that may go.
         multiple: of the widths that are left, see :func:`step_of`.
         ranking: ``uniform`` takes the same part from every group; ``global`` the lowest scores, each in parts of the mean of
-            its group.
+            its group; ``exact`` begins with ``uniform``.
         alike: take as many units from groups that are kin.
     """
 
     def __init__(
-        self, found: Dependencies, groups: Sequence[Group], scores: Mapping[str, Array], *, cap: float = 0.9,
-        multiple: int = 1, ranking: Ranking = "uniform", alike: bool = False,
+        self, found: Dependencies, prices: Prices, groups: Sequence[Group], scores: Mapping[str, Array], *,
+        cap: float = 0.9, multiple: int = 1, ranking: Ranking = "uniform", alike: bool = False,
     ) -> None:  # fmt: skip
-        self.found, self.groups, self.scores = found, list(groups), scores
+        self.found, self.prices, self.groups, self.scores = found, prices, list(groups), scores
         self.cap, self.multiple, self.ranking, self.alike = cap, multiple, ranking, alike
-        self.whole = size_costs(found.graph)
-        self._order = {g.name: np.argsort(scores[g.name], kind="stable") for g in self.groups}
+        self.order: dict[str, Array] = {g.name: np.argsort(scores[g.name], kind="stable") for g in self.groups}
         shared = [comparable(np.asarray(scores[g.name], np.float64)) for g in self.groups]
-        ranks = [np.argsort(self._order[g.name]) / g.units for g in self.groups]  # where scores are equal, evenly
+        ranks = [np.argsort(self.order[g.name]) / g.units for g in self.groups]  # where scores are equal, evenly
         owners = np.repeat(np.arange(len(self.groups)), [g.units for g in self.groups])
         self._owners = owners[np.lexsort((np.concatenate(ranks), np.concatenate(shared)))]
 
@@ -134,14 +106,30 @@ class Selector:
         removed = {}
         counts = self._counts(part)
         for group in self.groups:
-            step = step_of(group, self.multiple)
-            most = int(min(self.cap, 1 - 1 / group.units) * group.units)
-            count = min(int(counts[group.name] + 0.5), most)
+            step = self.step(group)
+            count = min(int(counts[group.name] + 0.5), self.most(group))
             left = -(-(group.units - count) // step) * step
             count = group.units - min(left, group.units)
             if count:
-                removed[group.name] = np.sort(self._order[group.name][:count])
+                removed[group.name] = np.sort(self.order[group.name][:count])
         return removed
+
+    def step(self, group: Group) -> int:
+        """How many units go at once."""
+        return step_of(group, self.multiple)
+
+    def most(self, group: Group) -> int:
+        """How many units may go at most."""
+        return int(min(self.cap, 1 - 1 / group.units) * group.units)
+
+    def sets(self) -> list[list[Group]]:
+        """Groups that lose as many units each."""
+        if not self.alike:
+            return [[group] for group in self.groups]
+        kin: dict[str, list[Group]] = {}
+        for group in self.groups:
+            kin.setdefault(f"{group.kin}/{group.units}", []).append(group)
+        return list(kin.values())
 
     def _counts(self, part: float) -> dict[str, float]:
         """How many units of each group go, before they are rounded."""
@@ -152,16 +140,12 @@ class Selector:
             counts = {group.name: part * group.units for group in self.groups}
         if not self.alike:
             return counts
-        kin: dict[str, list[Group]] = {}
-        for group in self.groups:
-            kin.setdefault(f"{group.kin}/{group.units}", []).append(group)
-        means = ((alike, float(np.mean([counts[g.name] for g in alike]))) for alike in kin.values())
+        means = ((alike, float(np.mean([counts[g.name] for g in alike]))) for alike in self.sets())
         return {group.name: mean for alike, mean in means for group in alike}
 
     def left(self, removed: Mapping[str, Array]) -> dict[str, float]:
         """What is left of every cost, in parts of the whole."""
-        costs = size_costs(cut_graph(self.found.graph, self.found.cut(removed)))
-        return {name: costs[name] / self.whole[name] if self.whole[name] else 1.0 for name in costs}
+        return self.prices.left(cut_graph(self.found.graph, self.found.cut(removed)))
 
     def choose(self, target: Mapping[str, float]) -> Choice:
         """The smallest removal that meets the target, by bisection.
@@ -189,10 +173,10 @@ class Selector:
                 high, best = middle, removed
             else:
                 low = middle
-        best = self._refilled(best, target)
+        best = self.refilled(best, target)
         return Choice(best, self.left(best))
 
-    def _refilled(self, removed: Mapping[str, Array], target: Mapping[str, float]) -> dict[str, Array]:
+    def refilled(self, removed: Mapping[str, Array], target: Mapping[str, float]) -> dict[str, Array]:
         """Give units back, the most important ones first, while the target is still met: whole steps are coarse."""
         best = dict(removed)
         groups = {g.name: g for g in self.groups}
@@ -201,7 +185,7 @@ class Selector:
         while waiting and left_over > 0:
             left_over -= 1
             name = max(waiting, key=lambda n: float(np.max(comparable(self.scores[n])[best[n]])))
-            step, scores = step_of(groups[name], self.multiple), self.scores[name]
+            step, scores = self.step(groups[name]), self.scores[name]
             order = best[name][np.argsort(scores[best[name]], kind="stable")]
             fewer = {**best, name: np.sort(order[:-step])}
             if len(order) <= step:
@@ -226,7 +210,7 @@ class PruneOptions:
     ranking: Ranking = "uniform"
     cap: float = 0.9
     widths: str | int = "cpu"
-    alike: bool = False
+    alike: bool | None = None
     inner: bool = False
     averaged: bool = False
     include: tuple[str, ...] = ()
@@ -258,6 +242,7 @@ class PruneReport:
         rows: of every group that could be pruned.
         refused: layers that were not touched, and why.
         costs: what is left of each cost, in parts of the whole.
+        choice: what the exact choice has measured.
         readers: operators that lost inputs -> which of their outputs are left, ``None`` for all.
         norms: batch norms -> which of their channels are left.
     """
@@ -265,8 +250,36 @@ class PruneReport:
     rows: tuple[Pruned, ...]
     refused: tuple[Refusal, ...]
     costs: Mapping[str, float]
+    choice: Chosen | None = None
     readers: Mapping[str, Array | None] = field(default_factory=dict, repr=False)
     norms: Mapping[str, Array | None] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the exact choice is made.
+
+    Attributes:
+        original: a ``FloatModel`` of the whole model, to which trials are fitted; ``None`` leaves layers as they are.
+        batch_norms: move the statistics of batch norms in trials.
+        metric: of the model; decides between the choices of least noise.
+        baseline: the metric of the model as it is.
+        lower_is_better: of the metric.
+        deadline: seconds after which no further choice is measured.
+        resume: folder that keeps measurements.
+        progress: show progress bars.
+        times: operator -> milliseconds, for a target of ``ms``.
+    """
+
+    original: Any = None
+    batch_norms: bool = False
+    metric: Callable[[Any], Any] | None = None
+    baseline: float | None = None
+    lower_is_better: bool = False
+    deadline: float | None = None
+    resume: Any = None
+    progress: bool = True
+    times: Mapping[str, float] | None = None
 
 
 def prune(
@@ -274,6 +287,7 @@ def prune(
     batches: Sequence[Any],
     target: Mapping[str, float],
     options: PruneOptions = PruneOptions(),  # noqa: B008
+    search: Search = Search(),  # noqa: B008
     gradients: Callable[[Sequence[str]], Mapping[str, Array]] | None = None,
 ) -> PruneReport:
     """Remove units from a model until a target is met.
@@ -283,13 +297,14 @@ def prune(
         batches: data; the first one checks the cut.
         target: cost -> the part of it that may be left.
         options: how units are chosen.
+        search: how the exact choice is made, for ``ranking="exact"``.
         gradients: parameters -> gradients of a loss, for ``importance="taylor"``.
 
     Raises:
         ConfigError: a target or an option that cannot be met; nothing can be removed, with the layers and the reasons.
         ModelError: the cut model does not compute what the whole one does with the same channels at zero.
     """
-    target, score, multiple = checked_target(target), criterion(options.importance), options.multiple
+    target, score, multiple = check_target(target), criterion(options.importance), options.multiple
     found = checked_dependencies(structure, batches[0], inner=options.inner, averaged=options.averaged)
     groups = [g for g in found.groups if _chosen(g, options)]
     if not groups:
@@ -297,20 +312,17 @@ def prune(
     evidence = _evidence(structure, found, groups, batches, options, gradients)
     scores = {g.name: np.asarray(score(g, evidence)) for g in groups}
     selector = Selector(
-        found, groups, scores, cap=options.cap, multiple=multiple, ranking=options.ranking, alike=options.alike
-    )
-    choice = selector.choose(target)
+        found, Prices(found.graph, target, search.times), groups, scores, cap=options.cap, multiple=multiple,
+        ranking=options.ranking, alike=structure.one_configuration() if options.alike is None else options.alike,
+    )  # fmt: skip
+    choice, chosen = selector.choose(target), None
+    if options.ranking == "exact":
+        chosen, removed = _exact(structure, selector, batches, target, choice, search, options)
+        removed = selector.refilled(removed, target)
+        choice = Choice(removed, selector.left(removed))
     removed = dict(choice.removed)
     cut = found.cut(removed)
-    known = {op.name: op for op in found.graph.ops}
-
-    def left(op: Op, channel: int) -> Array | None:
-        axes = cut.axes(op.outputs[0])
-        return axes[channel] if axes else None
-
-    gone = dict.fromkeys(m.op for g in groups if g.name in removed for m in g.readers)
-    readers = {name: left(known[name], channel_axis(known[name])) for name in gone}
-    norms = {op.name: left(op, 1) for op in found.graph.ops if op.type == "BatchNormalization"}
+    readers, norms = lost(found, cut, [g for g in groups if g.name in removed])
     apply(structure, found, removed, batches[0])
     rows = tuple(
         Pruned(
@@ -322,7 +334,26 @@ def prune(
         )
         for g in groups
     )
-    return PruneReport(rows, found.refused, choice.costs, readers, norms)
+    return PruneReport(rows, found.refused, choice.costs, chosen, readers, norms)
+
+
+def _exact(
+    structure: Structured, selector: Selector, batches: Sequence[Any], target: Mapping[str, float], uniform: Choice,
+    search: Search, options: PruneOptions,
+) -> tuple[Chosen, dict[str, Array]]:  # fmt: skip
+    """The numbers of units within the target that disturb the outputs least; the same part of every group is tried too."""
+    few = few_batches(batches)
+    original = None if search.original is None else Original(search.original, few)
+    space = WidthSpace(structure, selector, few, original, search.batch_norms)
+    start = space.nearest(uniform.removed)
+    record = Record(search.resume, space, options, search.batch_norms, original is None, space.fingerprint)
+    if search.baseline is not None:
+        record.get("score", lambda: float(search.baseline or 0.0))
+    chosen = choose(
+        space, target, metric=search.metric, lower_is_better=search.lower_is_better, deadline=search.deadline,
+        start=start, record=record, progress=search.progress,
+    )  # fmt: skip
+    return chosen, space.removed(chosen.best.choice)
 
 
 def _nothing(found: Dependencies) -> ConfigError:

@@ -14,23 +14,26 @@ again, until it stays the same. A metric, where there is one, is asked of the be
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.compression.costs import check_cost
+from bitwright.compression.costs import check_cost, check_target
 from bitwright.core.files import read_document
 from bitwright.core.simulation.float_model import Undo
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.export.files.atomic import write_json
+from bitwright.methods.switching import Kept
 from bitwright.precision.choice import Choice, Correction, Cost, Knapsack, undominated
 from bitwright.progress import progress as progress_bar
 
@@ -38,6 +41,7 @@ logger = logging.getLogger("bitwright")
 Array = NDArray[Any]
 _ROUNDS = 6  # choices whose noise is measured
 _TRIED = 3  # choices whose metric is measured
+_NEARER = 8  # programs that are solved for one choice, where costs multiply
 _TINY = 1e-12
 SCORES_FORMAT = "bitwright-compression-scores"
 
@@ -74,25 +78,37 @@ class Part:
     options: tuple[Option, ...]
 
 
-class Space(Protocol):
-    """A model whose parts can be had in several ways."""
+class Space(ABC):
+    """A model whose parts can be had in several ways.
 
-    @property
-    def parts(self) -> Sequence[Part]:
-        """What is chosen for."""
+    Attributes:
+        parts: what is chosen for.
+        fixed: costs of everything else.
+    """
 
-    @property
-    def fixed(self) -> Mapping[str, float]:
-        """Costs of everything else."""
+    parts: Sequence[Part]
+    fixed: Mapping[str, float]
 
+    @abstractmethod
     def apply(self, choice: Sequence[int]) -> Undo:
         """Carry out an option for every part; the function returned takes it back."""
 
+    @abstractmethod
     def noise(self) -> float:
         """Noise over signal of the outputs of the model as it stands, against those of the original."""
 
+    @abstractmethod
     def runnable(self) -> Any:
         """What a metric is given."""
+
+    def costs_of(self, choice: Sequence[int]) -> dict[str, float]:
+        """Costs of the whole model; the sum over parts, where costs of parts do not depend on each other."""
+        picked = [part.options[k].costs for part, k in zip(self.parts, choice, strict=True)]
+        return {name: sum(costs[name] for costs in picked) + held for name, held in self.fixed.items()}
+
+    def around(self, choice: Sequence[int]) -> Mapping[str, tuple[Sequence[Sequence[float]], float]]:
+        """Cost -> what options of every part cost, and the rest; exact where a choice differs from this one in one part."""
+        return {n: ([[o.costs[n] for o in p.options] for p in self.parts], held) for n, held in self.fixed.items()}
 
 
 @dataclass(frozen=True)
@@ -132,25 +148,31 @@ class Chosen:
 
 
 class Tables:
-    """Costs of a space as the exact choice wants them."""
+    """Costs of a space as the exact choice wants them.
 
-    def __init__(self, space: Space, names: Iterable[str]) -> None:
+    Args:
+        space: what is chosen from.
+        base: the choice near which costs are added up; as it is by default.
+    """
+
+    def __init__(self, space: Space, base: Sequence[int] | None = None) -> None:
         self.parts, self.width = list(space.parts), max((len(p.options) for p in space.parts), default=1)
         self.allowed = [list(range(len(part.options))) for part in self.parts]
         self.costs = {
-            name: Cost(name, "", self._spread(lambda o, name=name: o.costs[name])[None], np.array([space.fixed[name]]))  # type: ignore[misc]
-            for name in names
+            name: Cost(name, "", self._table(rows)[None], np.array([held]))
+            for name, (rows, held) in space.around(base or [0] * len(self.parts)).items()
         }
 
-    def _spread(self, value: Callable[[Option], float]) -> Array:
+    def _table(self, rows: Sequence[Sequence[float]]) -> Array:
         table = np.zeros((len(self.parts), self.width))
-        for i, part in enumerate(self.parts):
-            table[i, : len(part.options)] = [value(option) for option in part.options]
+        for i, row in enumerate(rows):
+            table[i, : len(row)] = row
         return table
 
     def noise(self, sensitivity: Sequence[float]) -> Array:
         """``[parts, options]``, from the noise per error of every part."""
-        table = self._spread(lambda option: option.error) * np.asarray(sensitivity, float)[:, None]
+        table = self._table([[option.error for option in part.options] for part in self.parts])
+        table = table * np.asarray(sensitivity, float)[:, None]
         table[:, 0] = 0.0
         return np.asarray(table)
 
@@ -161,21 +183,18 @@ def bounds_of(space: Space, target: Mapping[str, float]) -> dict[str, float]:
     Raises:
         ConfigError: a ratio is none, a cost is unknown, or no choice meets the target: says the nearest that can be met.
     """
-    if not target:
-        raise ConfigError("target", "it is empty", 'write {"macs": 0.5}')
-    for name, ratio in target.items():
-        check_cost(name)
-        if not isinstance(ratio, (int, float)) or isinstance(ratio, bool) or not 0 < ratio <= 1:
-            raise ConfigError("target", f"{ratio!r} is not a ratio of {name}", "write a number above 0, 1 at most")
-        if space.parts and name not in space.parts[0].options[0].costs:
-            known = ", ".join(space.parts[0].options[0].costs)
-            raise ConfigError("target", f"{name} of single layers is not known here", f"use {known}")
+    check_target(target)
+    for name in target:
+        if name not in space.fixed:
+            raise ConfigError(
+                "target", f"{name} of single layers is not known here", f"use {', '.join(space.fixed)}"
+            )  # fmt: skip
     if not space.parts:
         raise ConfigError("target", "no layer can be made smaller", "see the reasons in the report's refused layers")
-    tables = Tables(space, target)
-    whole = {name: tables.costs[name].of([0] * len(tables.parts)) for name in target}
+    whole = space.costs_of([0] * len(space.parts))
     for name, ratio in target.items():
-        least = sum(min(o.costs[name] for o in part.options) for part in tables.parts) + space.fixed[name]
+        smallest = [min(range(len(p.options)), key=lambda k, p=p: p.options[k].costs[name]) for p in space.parts]  # type: ignore[misc]
+        least = space.costs_of(smallest)[name]
         if least > whole[name] * ratio * (1 + 1e-9):
             nearest = math.ceil(least / whole[name] * 1000) / 1000
             share = space.fixed[name] / whole[name]
@@ -188,8 +207,31 @@ def bounds_of(space: Space, target: Mapping[str, float]) -> dict[str, float]:
     return {name: whole[name] * ratio for name, ratio in target.items()}
 
 
-def sensitivities(space: Space, progress: bool = True) -> list[float]:
+def quietest(space: Space, noise: Cost, bounds: Mapping[str, float], start: Sequence[int]) -> Choice | None:
+    """The choice of least estimated noise within bounds; ``None`` where none was found.
+
+    Where costs of parts multiply, as those of two layers in a row do, they are added up near a choice, the program is solved,
+    and both are repeated near its solution; what was missed of a bound is made up for in the next one.
+    """
+    room, base = dict(bounds), tuple(start)
+    within: list[Choice] = []
+    for _ in range(_NEARER):
+        tables = Tables(space, base)
+        choice = Knapsack(tables.allowed, tables.costs).quietest(noise, room)
+        if choice is None or choice in within:
+            break
+        real = space.costs_of(choice)
+        within += [choice] if all(real[n] <= most * (1 + 1e-9) for n, most in bounds.items()) else []
+        if all(math.isclose(real[n], tables.costs[n].of(choice), rel_tol=1e-9) for n in bounds):
+            break
+        room = {name: room[name] * most / real[name] for name, most in bounds.items()}
+        base = choice
+    return min(within, key=noise.of, default=None)
+
+
+def sensitivities(space: Space, progress: bool = True, record: Record | None = None) -> list[float]:
     """Noise of the outputs per error of each part, each measured with one option alone: the one nearest to half of the cost."""
+    record = record or Record()
     found = []
     for i, part in enumerate(progress_bar(list(space.parts), "sensitivity of layers", enabled=progress)):
         others = [k for k in range(1, len(part.options)) if part.options[k].error > _TINY]
@@ -199,9 +241,39 @@ def sensitivities(space: Space, progress: bool = True) -> list[float]:
         middle = min(others, key=lambda k, part=part: abs(part.options[k].ratio - 0.5))  # type: ignore[misc]
         choice = [0] * len(space.parts)
         choice[i] = middle
-        with _applied(space, choice):
-            found.append(space.noise() / part.options[middle].error)
+        noise = record.get(f"noise {choice}", lambda choice=choice: _noise(space, choice))  # type: ignore[misc]
+        found.append(noise / part.options[middle].error)
     return found
+
+
+class Record:
+    """Numbers that a search has measured, kept on disk: after a kill it goes on from there.
+
+    Args:
+        folder: where; ``None`` keeps nothing.
+        space: whose options, and whose original, the numbers are of.
+        of: what else they depend on.
+
+    Raises:
+        ConfigError: the folder has measurements of something else, or a file that cannot be read.
+    """
+
+    def __init__(self, folder: str | Path | None = None, space: Space | None = None, *of: Any) -> None:
+        named = "" if space is None else repr([(p.name, [(o.name, o.error) for o in p.options]) for p in space.parts])
+        self._kept = Kept(folder, hashlib.sha256(repr((named, *of)).encode()).hexdigest()[:16], "compression.json")
+        self._known = self._kept.load()
+
+    def get(self, name: str, measure: Callable[[], float]) -> float:
+        """The number of that name: as it was, or measured and written."""
+        if name not in self._known:
+            self._known[name] = measure()
+            self._kept.save(lambda: self._known, now=True)
+        return float(self._known[name])
+
+
+def _noise(space: Space, choice: Sequence[int]) -> float:
+    with _applied(space, choice):
+        return space.noise()
 
 
 @contextmanager
@@ -249,6 +321,8 @@ def choose(
     rounds: int = _ROUNDS,
     tried: int = _TRIED,
     sensitivity: Sequence[float] | None = None,
+    start: Sequence[int] | None = None,
+    record: Record | None = None,
     progress: bool = True,
 ) -> Chosen:
     """The choice within the target that disturbs the outputs least; the model is left as it was.
@@ -262,6 +336,8 @@ def choose(
         rounds: choices whose noise is measured, at most.
         tried: choices whose metric is measured, at most.
         sensitivity: what :func:`sensitivities` found before.
+        start: a choice within the target, which is measured too.
+        record: keeps what is measured.
         progress: show a progress bar.
 
     Raises:
@@ -271,18 +347,19 @@ def choose(
     ends = time.monotonic() + (math.inf if deadline is None else deadline)
     notes = []
     bounds = bounds_of(space, target)
-    tables = Tables(space, {**{n: 0 for n in space.parts[0].options[0].costs}, **target})
+    tables, record = Tables(space), record or Record()
     if metric is not None:
-        checked_score(metric, space.runnable(), "original")  # before any work is lost
-    found = list(sensitivity) if sensitivity is not None else sensitivities(space, progress)
+        record.get("score", lambda: checked_score(metric, space.runnable(), "original"))  # before any work is lost
+    found = list(sensitivity) if sensitivity is not None else sensitivities(space, progress, record)
     correction = Correction(np.maximum(tables.noise(found), 0.0))
-    knapsack = Knapsack(tables.allowed, tables.costs)
     seen: dict[Choice, Tried] = {}
+    if start is not None:
+        seen[tuple(start)] = _measured(space, tuple(start), record)
     for _ in range(rounds):
-        choice = knapsack.quietest(correction.noise(), bounds)
+        choice = quietest(space, correction.noise(), bounds, start or [0] * len(space.parts))
         if choice is None or choice in seen:
             break
-        seen[choice] = _measured(space, tables, choice)
+        seen[choice] = _measured(space, choice, record)
         correction.see(choice, seen[choice].noise)
         if time.monotonic() > ends:
             notes.append("the search ended because time was used up")
@@ -291,7 +368,7 @@ def choose(
     assert best, "bounds_of has found that some choice meets the target"
     evaluations = 0
     if metric is not None:
-        best = _scored(space, best[:tried], metric, ends)
+        best = _scored(space, best[:tried], metric, ends, record)
         evaluations = 1 + len(best)
         seen.update((one.choice, one) for one in best)
         best.sort(key=lambda t: t.score or 0.0, reverse=not lower_is_better)
@@ -299,18 +376,24 @@ def choose(
     return Chosen(best[0], tuple(seen.values()), dict(zip(names, found, strict=True)), evaluations, tuple(notes))
 
 
-def _measured(space: Space, tables: Tables, choice: Choice) -> Tried:
+def _measured(space: Space, choice: Choice, record: Record) -> Tried:
+    noise = record.get(f"noise {list(choice)}", lambda: _noise(space, choice))
+    return Tried(choice, space.costs_of(choice), noise)
+
+
+def _score(space: Space, choice: Choice, metric: Callable[[Any], Any]) -> float:
     with _applied(space, choice):
-        noise = space.noise()
-    return Tried(choice, {name: cost.of(choice) for name, cost in tables.costs.items()}, noise)
+        return checked_score(metric, space.runnable(), "compressed")
 
 
-def _scored(space: Space, choices: Iterable[Tried], metric: Callable[[Any], Any], ends: float) -> list[Tried]:
+def _scored(
+    space: Space, choices: Iterable[Tried], metric: Callable[[Any], Any], ends: float, record: Record
+) -> list[Tried]:
     """The metric of choices in their order, until the clock has passed ``ends``."""
     rated = []
     for one in choices:
-        with _applied(space, one.choice):
-            rated.append(replace(one, score=checked_score(metric, space.runnable(), "compressed")))
+        score = record.get(f"score {list(one.choice)}", lambda one=one: _score(space, one.choice, metric))  # type: ignore[misc]
+        rated.append(replace(one, score=score))
         if time.monotonic() > ends:
             break
     return rated
@@ -323,6 +406,7 @@ def front(
     points: int = 8,
     metric: Callable[[Any], Any] | None = None,
     sensitivity: Sequence[float] | None = None,
+    record: Record | None = None,
     progress: bool = True,
 ) -> list[Tried]:
     """Choices from the cheapest to the model as it is, none of which another one beats; each is measured once.
@@ -333,26 +417,25 @@ def front(
         points: how many bounds on it.
         metric: asked once per point.
         sensitivity: what :func:`sensitivities` found before.
+        record: keeps what is measured.
         progress: show a progress bar.
     """
-    tables = Tables(space, space.parts[0].options[0].costs if space.parts else (cost,))
     check_cost(cost)
-    found = list(sensitivity) if sensitivity is not None else sensitivities(space, progress)
+    tables, record = Tables(space), record or Record()
+    found = list(sensitivity) if sensitivity is not None else sensitivities(space, progress, record)
     noise = Cost.noise(np.maximum(tables.noise(found), 0.0))
-    knapsack = Knapsack(tables.allowed, tables.costs)
-    whole = tables.costs[cost].of([0] * len(tables.parts))
-    least = sum(min(o.costs[cost] for o in part.options) for part in tables.parts) + space.fixed[cost]
+    whole = space.costs_of([0] * len(tables.parts))[cost]
+    least = space.costs_of([len(part.options) - 1 for part in tables.parts])[cost]
     choices: dict[Choice, None] = {}
     for most in np.linspace(least, whole, points):
-        choice = knapsack.quietest(noise, {cost: float(most)})
+        choice = quietest(space, noise, {cost: float(most)}, [0] * len(tables.parts))
         if choice is not None:
             choices[choice] = None
     seen = []
     for choice in progress_bar(list(choices), "points of the front", enabled=progress):
-        one = _measured(space, tables, choice)
+        one = _measured(space, choice, record)
         if metric is not None:
-            with _applied(space, choice):
-                one = replace(one, score=checked_score(metric, space.runnable(), "compressed"))
+            (one,) = _scored(space, [one], metric, math.inf, record)
         seen.append(one)
     return undominated(seen, lambda t: t.costs[cost], lambda t: t.noise)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.windows import windows
-from bitwright.core.simulation.float_model import Array, SetParam, sqnr
+from bitwright.core.simulation.float_model import Array, SetParam, Undo, sqnr
 from bitwright.progress import progress as progress_bar
 
 _ROWS = 32  # of one sample that a layer is fitted to
@@ -58,26 +58,65 @@ def least_squares(X: Array, Y: Array, W: Array, damping: float = _DAMPING) -> Ar
     return np.asarray(np.linalg.solve(H, X.T @ Y + d * W))
 
 
+class Original:
+    """What layers of the original model compute, read once for any number of cuts.
+
+    Args:
+        view: a ``FloatModel``, which stays as it is.
+        batches: data that can be read again.
+    """
+
+    def __init__(self, view: Any, batches: Iterable[Any]) -> None:
+        self.batches = batches
+        self._view = view
+        self.graph = view.graph()
+        self.ops = {op.name: op for op in self.graph.ops}
+        self._results: dict[str, list[tuple[Array, Array]]] = {}
+        self._moments: dict[str, tuple[Array, Array]] = {}
+
+    def results(self, ops: Sequence[Op]) -> dict[str, list[tuple[Array, Array]]]:
+        """Layer -> of each batch, the positions and the rows of its result there."""
+        new = [op for op in ops if op.name not in self._results]
+        self._results.update({op.name: [] for op in new})
+        for i, captured in enumerate(self._view.capture([op.outputs[0] for op in new], self.batches) if new else ()):
+            for op in new:
+                y = np.asarray(captured[op.outputs[0]][0])
+                places = _places(op, y.shape, i)
+                self._results[op.name].append((places, _rows(y, 1 if op.type == "Conv" else y.ndim - 1, places)))
+        return {op.name: self._results[op.name] for op in ops}
+
+    def moments(self, values: Sequence[str]) -> dict[str, tuple[Array, Array]]:
+        """Value -> mean and variance of each channel."""
+        self._moments.update(_moments(self._view, [v for v in values if v not in self._moments], self.batches))
+        return {value: self._moments[value] for value in values}
+
+
 def reconstruct(
-    original: Any, pruned: Any, ops: Mapping[str, Array | None], batches: Iterable[Any], progress: bool = True
+    original: Original,
+    pruned: Any,
+    ops: Mapping[str, Array | None],
+    progress: bool = True,
+    undos: list[Undo] | None = None,
 ) -> tuple[Fit, ...]:
     """Fit layers of a pruned model to the results of the original, in the order of the model.
 
     Args:
-        original, pruned: a ``FloatModel`` each; ``pruned`` is changed.
+        original: the whole model, and the data.
+        pruned: a ``FloatModel``, which is changed.
         ops: names of layers -> which outputs of the original are left, ``None`` for all; others than convolutions and linear
             layers are left out.
-        batches: data that can be read again.
+        progress: show a progress bar.
+        undos: takes what undoes each change.
     """
+    undos = [] if undos is None else undos
     graph = pruned.graph()
-    known = {op.name: op for op in original.graph().ops}
-    layers = [op for op in graph.ops if op.name in ops and op.name in known and _matrix(graph, op) is not None]
-    if not layers:
-        return ()
-    wanted = _results(original, [known[op.name] for op in layers], ops, batches)
+    layers = [op for op in graph.ops if op.name in ops and op.name in original.ops and _matrix(graph, op) is not None]
+    wanted = original.results([original.ops[op.name] for op in layers])
     fits = []
     for op in progress_bar(layers, "Reconstruct", progress):
-        fit = _fit(pruned, graph, op, wanted[op.name], batches)
+        left = ops[op.name]
+        rows = [(places, y if left is None else y[:, left]) for places, y in wanted[op.name]]
+        fit = _fit(pruned, graph, op, rows, original.batches, undos)
         if fit is not None:
             fits.append(fit)
     return tuple(fits)
@@ -110,21 +149,9 @@ def _rows(y: Array, channel: int, places: Array) -> Array:
     return moved.reshape(-1, moved.shape[-1])[places]
 
 
-def _results(
-    view: Any, ops: Sequence[Op], left: Mapping[str, Array | None], batches: Iterable[Any]
-) -> dict[str, list[tuple[Array, Array]]]:
-    """Layer -> of each batch, the positions and the rows of its result there."""
-    found: dict[str, list[tuple[Array, Array]]] = {op.name: [] for op in ops}
-    for i, captured in enumerate(view.capture([op.outputs[0] for op in ops], batches)):
-        for op in ops:
-            y, kept = np.asarray(captured[op.outputs[0]][0]), left[op.name]
-            places = _places(op, y.shape, i)
-            rows = _rows(y, 1 if op.type == "Conv" else y.ndim - 1, places)
-            found[op.name].append((places, rows if kept is None else rows[:, kept]))
-    return found
-
-
-def _fit(view: Any, graph: Graph, op: Op, wanted: Sequence[tuple[Array, Array]], batches: Iterable[Any]) -> Fit | None:
+def _fit(
+    view: Any, graph: Graph, op: Op, wanted: Sequence[tuple[Array, Array]], batches: Iterable[Any], undos: list[Undo]
+) -> Fit | None:
     held = _matrix(graph, op)
     assert held is not None
     weight, bias = held
@@ -156,7 +183,7 @@ def _fit(view: Any, graph: Graph, op: Op, wanted: Sequence[tuple[Array, Array]],
     edits = [SetParam(weight, (V1.T.reshape(W.shape) if columns else V1).astype(np.float32))]
     if b is not None and bias is not None:
         edits.append(SetParam(bias, new[-1].astype(np.float32)))
-    view.edit(edits)
+    undos.append(view.edit(edits))
     return Fit(op.name, before, after, True)
 
 
@@ -167,40 +194,46 @@ def _patches(x: Array, shape: Sequence[int], attrs: Mapping[str, Any], places: A
 
 
 def estimate_batch_norms(
-    original: Any, pruned: Any, norms: Mapping[str, Array | None], batches: Iterable[Any], progress: bool = True
-) -> int:
+    original: Original, pruned: Any, norms: Mapping[str, Array | None], progress: bool = True,
+    undos: list[Undo] | None = None,
+) -> int:  # fmt: skip
     """Move the statistics of batch norms as what they read has moved, one after the other in the order of the model.
 
     The mean changes by the difference of the means that both models have on the data, the variance by the ratio of the
     variances: statistics from training keep what they know beyond the data.
 
     Args:
-        original, pruned: a ``FloatModel`` each; ``pruned`` is changed.
+        original: the whole model, and the data.
+        pruned: a ``FloatModel``, which is changed.
         norms: batch norms -> which channels of the original are left, ``None`` for all.
-        batches: data that can be read again.
+        progress: show a progress bar.
+        undos: takes what undoes each change.
 
     Returns:
         How many were changed.
     """
     graph = pruned.graph()
-    sources = {op.name: str(op.inputs[0]) for op in original.graph().ops if op.name in norms}
+    sources = {name: str(original.ops[name].inputs[0]) for name in norms if name in original.ops}
     ops = [op for op in graph.ops if op.name in sources and _has_statistics(graph, op)]
-    before = _moments(original, [sources[op.name] for op in ops], batches)
+    before = original.moments([sources[op.name] for op in ops])
     for op in progress_bar(ops, "Batch norms", progress):
         left = norms[op.name]
         mean, variance = (a if left is None else a[left] for a in before[sources[op.name]])
-        _move_statistics(pruned, graph, op, mean, variance, batches)
+        undo = _move_statistics(pruned, graph, op, mean, variance, original.batches)
+        if undos is not None:
+            undos.append(undo)
     return len(ops)
 
 
-def _move_statistics(view: Any, graph: Graph, op: Op, mean: Array, variance: Array, batches: Iterable[Any]) -> None:
+def _move_statistics(view: Any, graph: Graph, op: Op, mean: Array, variance: Array, batches: Iterable[Any]) -> Undo:
     source = str(op.inputs[0])
     new_mean, new_variance = _moments(view, [source], batches)[source]
     names = [str(graph.values[str(v)].param) for v in op.inputs[3:5]]
     held, spread = (np.asarray(view.param(name), np.float64) for name in names)
     ratio = np.where(variance > 0, new_variance / np.where(variance > 0, variance, 1.0), 1.0)
     moved = np.asarray(held + new_mean - mean, np.float32)
-    view.edit([SetParam(names[0], moved), SetParam(names[1], np.asarray(spread * ratio, np.float32))])
+    undo: Undo = view.edit([SetParam(names[0], moved), SetParam(names[1], np.asarray(spread * ratio, np.float32))])
+    return undo
 
 
 def _has_statistics(graph: Graph, op: Op) -> bool:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.compression.costs import graph_costs
-from bitwright.compression.ratios import Chosen, Option, Part, choose
+from bitwright.compression.ratios import Chosen, Option, Part, Space, choose
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.graph.windows import windows
@@ -694,7 +694,7 @@ def _few_rows(layer: ReadsInputs, x: Array, most: int, random: np.random.Generat
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
-class SvdSpace:
+class SvdSpace(Space):
     """Layers of a model, each as it is or in factors of some rank: what :func:`bitwright.compression.ratios.choose` chooses from.
 
     Args:

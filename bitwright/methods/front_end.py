@@ -248,6 +248,10 @@ class Structured(ABC):
     def finished(self) -> Any:
         """The model, as its users hold it."""
 
+    @abstractmethod
+    def give_back(self) -> None:
+        """Write the model as it stands into the one that was opened in place."""
+
     def one_configuration(self) -> bool:
         """Whether one set of numbers describes the widths of all blocks of the model."""
         return False
@@ -301,11 +305,13 @@ class FrontEnd(ABC):
         """
 
     @abstractmethod
-    def structured(self, model: Any, first: Any, providers: Any) -> Structured:
+    def structured(self, model: Any, first: Any, providers: Any, in_place: bool = False) -> Structured:
         """A copy of a model, opened for the removal of channels; ``first`` is an example input.
 
+        With ``in_place`` the model itself is changed, at the latest by :meth:`Structured.give_back`.
+
         Raises:
-            ModelError: it cannot be read or run.
+            ModelError: it cannot be read or run; or in place, it is a path.
         """
 
     @abstractmethod

@@ -127,13 +127,14 @@ class Kept:
     Args:
         folder: where; made if need be. ``None`` keeps nothing.
         name: fingerprint of simulation, data and metric.
+        file: name of the file.
 
     Raises:
         ConfigError: the folder has measurements of something else, or a file that cannot be read.
     """
 
-    def __init__(self, folder: str | Path | None = None, name: str = "") -> None:
-        self._path = None if folder is None else Path(folder) / _FILE
+    def __init__(self, folder: str | Path | None = None, name: str = "", file: str = _FILE) -> None:
+        self._path = None if folder is None else Path(folder) / file
         self._name = name
         self._written = time.monotonic()
 
@@ -143,11 +144,11 @@ class Kept:
             return {}
         content = read_document(self._path, ConfigError, remedy=_REMEDY, max_bytes=_MOST)
         if not (isinstance(content, dict) and isinstance(content.get("measured"), dict)):
-            raise self.damaged("it holds no measurements of an analysis")
+            raise self.damaged("it holds no measurements")
         if content.get("version") != _VERSION or content.get("fingerprint") != self._name:
             raise ConfigError(
                 str(self._path),
-                "it holds measurements of another simulation, other data or another metric",
+                "it holds measurements of another model, other data or another metric",
                 "name another folder with resume=..., or remove this file to measure anew",
             )
         return dict(content["measured"])

@@ -24,7 +24,7 @@ from bitwright.methods.layers import Layer
 from bitwright.onnx.existing_quantizers import has_quantizers
 from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.instrument import Instrument
-from bitwright.onnx.model.load import Loaded, Source, load_model
+from bitwright.onnx.model.load import Loaded, Source, clone_model, load_model
 from bitwright.onnx.model.opset import modernize
 from bitwright.onnx.model.session import Providers, open_session, run_session
 from bitwright.onnx.model.view import OnnxView, Undo, measure_shapes, run_measured, tensor_names, values_by_name
@@ -473,9 +473,12 @@ class OnnxFrontEnd(FrontEnd):
         """As the base class says."""
         return OnnxGiven(model, providers, memory_budget)
 
-    def structured(self, model: Source, first: Any, providers: Any) -> OnnxStructure:
+    def structured(self, model: Source | Loaded, first: Any, providers: Any, in_place: bool = False) -> OnnxStructure:
         """As the base class says."""
-        return OnnxStructure(load_model(model), first, providers)
+        if in_place:
+            _loaded(model, "prune_model")
+        loaded = replace(model, model=clone_model(model.model)) if isinstance(model, Loaded) else load_model(model)
+        return OnnxStructure(loaded, first, providers, partial(_put_into, model) if in_place else None)
 
     def save_compressed(self, model: Source, plan: dict[str, Any], folder: Path, name: str) -> list[Path]:
         """``<name>.onnx``."""
@@ -572,6 +575,14 @@ def _computed_weights(graph: Graph) -> Iterator[str]:
         for value in op.inputs[1:] if op.type in TRAITS["layer"] else ():
             if value is not None and graph.values[value].kind == "constant" and graph.values[value].is_float:
                 yield value
+
+
+def _put_into(model: Any, loaded: Loaded) -> None:
+    """Write a model into another one, whose names of inputs it has."""
+    if isinstance(model, Loaded):
+        model.model.graph = loaded.model.graph
+    else:
+        give_back(loaded, model)
 
 
 def give_back(loaded: Loaded, model: Model) -> None:

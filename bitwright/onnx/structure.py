@@ -31,9 +31,17 @@ class OnnxStructure(Structured):
         loaded: the caller's copy.
         example: feeds of one run.
         providers: as ONNX Runtime takes them.
+        put: is given the model at the end.
     """
 
-    def __init__(self, loaded: Loaded, example: Any, providers: Providers | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        example: Any,
+        providers: Providers | None = None,
+        put: Callable[[Loaded], None] | None = None,
+    ) -> None:
+        self._put = put
         self.loaded, self.model, self.providers = loaded, loaded.model, providers
         self._example = example
         _untie(self.model)
@@ -49,6 +57,12 @@ class OnnxStructure(Structured):
         """The model as a message."""
         infer_shapes(self.model)
         return ir.to_proto(self.model)
+
+    def give_back(self) -> None:
+        """Write it into the model that was opened in place."""
+        infer_shapes(self.model)
+        if self._put is not None:
+            self._put(replace(self.loaded, model=self.model))
 
     def metric_target(self) -> Any:
         """A session of the model."""

@@ -210,19 +210,24 @@ KINDS: dict[str, Kind] = {
         "weights of layer and RMS norms into the layers after them",
         run="bitwright.methods.folding.norm_fold.fold_norms",
     ),
+    "prune": Kind(
+        "float",
+        "fewer channels, heads and hidden units, fitted to the original",
+        run="bitwright.compression.compress.prune_model",
+    ),
     "svd": Kind(
         "float",
         "layers as smaller ones in a row, by low-rank factors",
-        ("fold",),
+        ("fold", "prune"),
         run="bitwright.compression.svd.svd_model",
     ),
     "sparsify": Kind(
         "float",
         "zeros in weights, by magnitude, Wanda or SparseGPT",
-        ("fold", "svd", "equalize", "smooth", "rotate", "awq"),
+        ("fold", "prune", "svd", "equalize", "smooth", "rotate", "awq"),
         run="bitwright.compression.sparsify.sparsify_model",
     ),
-    "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",), gain=0.0),
+    "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold", "prune"), gain=0.0),
     "smooth": Kind(
         "float",
         "move activation outliers into weights",

@@ -282,7 +282,7 @@ class TorchFrontEnd(FrontEnd):
         """As the base class says."""
         return TorchGiven(model, providers, memory_budget)
 
-    def structured(self, model: nn.Module, first: Any, providers: Any) -> TorchStructure:
+    def structured(self, model: nn.Module, first: Any, providers: Any, in_place: bool = False) -> TorchStructure:
         """As the base class says.
 
         Raises:
@@ -290,7 +290,7 @@ class TorchFrontEnd(FrontEnd):
         """
         refuse_providers(providers)
         require_module(model)
-        return TorchStructure(copied(model), [first])
+        return TorchStructure(model if in_place else copied(model), [first])
 
     def save_compressed(self, model: nn.Module, plan: dict[str, Any], folder: Path, name: str) -> list[Path]:
         """``<name>.safetensors`` and ``<name>.plan.json``."""

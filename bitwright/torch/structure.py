@@ -152,6 +152,9 @@ class TorchStructure(Structured):
             self.steps.append({"kind": "cut", "parameters": {}, "attributes": {"config": found}})
         return self.model
 
+    def give_back(self) -> None:
+        """Nothing: the module itself was changed."""
+
     def one_configuration(self) -> bool:
         """Whether it is a model of transformers or alike, which is saved as its configuration and its weights."""
         return _is_pretrained(self.model)

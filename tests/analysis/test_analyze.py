@@ -132,7 +132,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on_from_there(case, tmp_
 
 def test_a_folder_of_another_analysis_is_refused(torch_case, tmp_path):
     bitwright.analyze(torch_case.sim, torch_case.data[:2], resume=tmp_path)
-    with pytest.raises(ConfigError, match="holds measurements of another simulation, other data or another metric"):
+    with pytest.raises(ConfigError, match="holds measurements of another model, other data or another metric"):
         bitwright.analyze(torch_case.sim, torch_case.data[1:3], resume=tmp_path)
 
 
@@ -141,7 +141,7 @@ def test_a_folder_of_another_analysis_is_refused(torch_case, tmp_path):
     [
         pytest.param("{", "it is not JSON", id="torn"),
         pytest.param("[" * 100 + "]" * 100, "it is nested too deeply", id="deep"),
-        pytest.param("[]", "it holds no measurements of an analysis", id="a-list"),
+        pytest.param("[]", "it holds no measurements", id="a-list"),
         pytest.param('{"measured": {"pairs": {"x": 3}}}', "its measurements cannot be read", id="other-pairs"),
         pytest.param('{"measured": {"metrics": {"x": [1]}}}', "its measurements cannot be read", id="other-metrics"),
     ],

@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 import bitwright
+from bitwright.compression.checks import checked_dependencies
+from bitwright.compression.costs import Prices
+from bitwright.compression.prune import Selector
+from bitwright.compression.reconstruct import Original
+from bitwright.compression.widths import WidthSpace
 from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.methods.front_end import front_end_of
 from bitwright.torch import load_compressed, rebuild
 from bitwright.torch.structure import save_compressed
 
@@ -67,7 +73,7 @@ def test_half_of_the_operations(net: Net, form: str, tmp_path: Path) -> None:
         name = candidate.get_inputs()[0].name
         return float(np.square(candidate.run(None, {name: DATA[0].numpy()})[0] - reference).mean())
 
-    result = bitwright.compress(model, data, {"macs": 0.5}, metric=error, widths=2)
+    result = bitwright.compress(model, data, {"macs": 0.5}, metric=error, lower_is_better=True, widths=2)
     assert result.after["macs"] <= 0.5 * result.before["macs"]
     assert result.metrics["compressed"] < 0.5 * result.metrics["pruned"]
     assert str(result).startswith(result.headline + "\n") and "fc: the model returns it" in str(result).replace(
@@ -154,6 +160,17 @@ def test_damaged_files_of_a_compressed_model_are_refused(
         load_compressed(Net(), tmp_path)
 
 
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_several_targets_at_once(net: Net, form: str, tmp_path: Path) -> None:
+    """All of them are met, the peak of activations too, and milliseconds are those that were measured."""
+    model, data = given(net, form, tmp_path)
+    target = {"macs": 0.6, "params": 0.8, "activation_bytes": 0.75, "ms": 0.99}
+    result = bitwright.compress(model, data, target, widths=1, ranking="uniform", reconstruction=False)
+    left = {name: result.after[name] / result.before[name] for name in target}
+    assert all(left[name] <= part for name, part in target.items() if name != "ms")
+    assert 0 < result.after["ms"] < 2 * result.before["ms"]
+
+
 def test_bad_input(net: Net) -> None:
     with pytest.raises(ConfigError, match=r"0.01 of the macs cannot be met: with cap=0.5 the least is 0\.\d+.*macs"):
         bitwright.compress(net, DATA, {"macs": 0.01}, cap=0.5)
@@ -187,3 +204,76 @@ def test_every_criterion(net: Net, importance: str, ranking: Any) -> None:
         exclude=() if importance != "gamma" else ("fc",),
     )  # fmt: skip
     assert result.after["macs"] <= 0.6 * result.before["macs"]
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_pruned_then_quantized_by_one_recipe(net: Net, form: str, tmp_path: Path) -> None:
+    """8 bits on half of the multiplications; the file has the widths of the simulation and agrees with it."""
+    model, data = given(net, form, tmp_path)
+    recipe = [{"prune": {"macs": 0.6, "widths": 2}}, "fold", {"sparsify": {"sparsity": 0.1, "method": "magnitude"}}]
+    result = bitwright.quantize(model, data, recipe=recipe, path=tmp_path / "out", progress=False)
+    assert "% of the macs" in result.report[0].note and "left" in result.report[0].note
+    assert result.sim.verify(data[0]).ok
+    costs = bitwright.model_costs(str(tmp_path / "out" / "model.onnx"), [data[0]])
+    assert costs["macs"] <= 0.6 * bitwright.model_costs(model, [data[0]])["macs"] * 1.001
+    assert net.conv1.weight.shape == (16, 3, 3, 3)
+
+
+def test_the_choice_goes_on_after_a_kill(net: Net, tmp_path: Path) -> None:
+    """What was measured is not measured again, and other data is refused."""
+    asked: list[int] = []
+
+    def metric(model: nn.Module) -> float:
+        asked.append(1)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return -float(np.square(model(DATA[0]).detach().numpy() - net(DATA[0]).detach().numpy()).mean())
+
+    options: dict[str, Any] = {"metric": metric, "widths": 2, "resume": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        bitwright.compress(net, DATA, {"macs": 0.5}, **options)
+    known = json.loads((tmp_path / "compression.json").read_text())["measured"]
+    assert sum(name.startswith("noise") for name in known) >= 2
+    result = bitwright.compress(net, DATA, {"macs": 0.5}, **options)
+    again = json.loads((tmp_path / "compression.json").read_text())["measured"]
+    assert known.items() <= again.items() and result.after["macs"] <= 0.5 * result.before["macs"]
+    plain = bitwright.compress(net, DATA, {"macs": 0.5}, metric=lambda m: -metric(m), lower_is_better=True, widths=2)
+    assert [row.removed for row in plain.rows] == [row.removed for row in result.rows]
+    with pytest.raises(ConfigError, match="measurements of another model, other data"):
+        bitwright.compress(net, DATA[1:], {"macs": 0.5}, **options)
+
+
+def test_the_exact_choice_spares_the_group_that_matters() -> None:
+    """The results of one layer are hardly read: it loses more channels than the other; the same part of both does worse."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 1)
+    ).eval()
+    with torch.no_grad():
+        net[2].weight[:, 4:] *= 0.02
+    even = bitwright.compress(net, DATA, {"macs": 0.5}, ranking="uniform", widths=1, importance="activation")
+    exact = bitwright.compress(net, DATA, {"macs": 0.5}, widths=1, importance="activation")
+
+    def error(model: nn.Module) -> float:
+        return float((model(DATA[0]) - net(DATA[0])).square().mean())
+
+    assert exact.after["macs"] <= 0.5 * exact.before["macs"]
+    assert error(exact.model) < 0.5 * error(even.model)
+    assert exact.choice is not None and len(exact.choice.tried) >= 2
+    assert list(exact.choice.sensitivity) == ["0", "2"]
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_trials_leave_nothing_behind(net: Net, form: str, tmp_path: Path) -> None:
+    """Biases and statistics that are fitted to a trial are taken back with the cut."""
+    model, data = given(net, form, tmp_path)
+    front = front_end_of(model)
+    structure = front.structured(model, data[0], None)
+    found = checked_dependencies(structure, data[0])
+    scores = {g.name: np.arange(g.units) + 1.0 for g in found.groups}
+    selector = Selector(found, Prices(found.graph), found.groups, scores, ranking="exact")
+    space = WidthSpace(structure, selector, data, Original(front.structured(model, data[0], None).view(), data), True)
+    undo = space.apply([len(part.options) - 1 for part in space.parts])
+    assert space.noise() > 1e-3
+    undo()
+    assert space.noise() == 0

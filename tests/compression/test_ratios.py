@@ -10,6 +10,7 @@ import pytest
 from bitwright.compression.ratios import (
     Option,
     Part,
+    Space,
     choose,
     front,
     greedy,
@@ -23,7 +24,7 @@ from bitwright.errors import CalibrationError, ConfigError
 LOSS = (1.0, 8.0, 2.0)  # of a part that is halved
 
 
-class Additive:
+class Additive(Space):
     """Three parts of 100 multiplications; noise adds up, and the metric is what it leaves of 1."""
 
     def __init__(self, loss=LOSS):
@@ -143,10 +144,10 @@ def test_scores_are_kept_and_those_of_another_model_are_refused(tmp_path):
             {"macs": 0.2},
             r"0.2 of the macs cannot be met: the nearest that can is 0\.297, as 6\.2%|nearest that can is 0\.297",
         ),
-        ({"macs": 0}, "0 is not a ratio of macs"),
+        ({"macs": 0}, "0 of the macs is not a part between 0 and 1"),
         ({"mcas": 0.5}, "no cost 'mcas' \\(did you mean 'macs'"),
         ({"ms": 0.5}, "ms of single layers is not known here"),
-        ({}, "it is empty"),
+        ({}, "it names no cost"),
     ],
 )
 def test_targets_that_cannot_be_met_say_what_can(target, message):

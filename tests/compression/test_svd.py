@@ -255,7 +255,7 @@ def test_the_plan_of_a_report_rebuilds_the_class_and_refuses_another(small):
     "options, message",
     [
         ({"macs": 0.001}, r"0.001 of the macs cannot be met: the nearest that can is 0\.\d+"),
-        ({"macs": 1.5}, "1.5 is not a ratio of macs"),
+        ({"macs": 1.5}, "1.5 of the macs is not a part between 0 and 1"),
         ({}, "it needs a target"),
         ({"ratios": {"frist": 0.5}}, "no such layer \\(did you mean 'first'"),
         ({"ratios": {"first": -1}}, "-1 is not a ratio"),

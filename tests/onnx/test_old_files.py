@@ -51,7 +51,7 @@ def batches(count: int = 3) -> list[dict[str, np.ndarray]]:
 
 #: steps that take long, and those that take away what random weights cannot do without
 _LITTLE = {name: {"iterations": 4} for name in ("adaround", "brecq", "qdrop", "flexround", "learned_clipping", "autoround")} | {
-    "svd": {"macs": 0.99}, "sparsify": {"sparsity": 0.02},
+    "prune": {"macs": 0.9, "widths": 1}, "svd": {"macs": 0.99}, "sparsify": {"sparsity": 0.02},
 }  # fmt: skip
 
 

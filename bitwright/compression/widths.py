@@ -1,0 +1,213 @@
+"""How many units each group keeps, as a choice: costs of layers in a row multiply, and errors are measured on the cut model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from bitwright.compression.costs import Prices
+from bitwright.compression.groups import Cut, Dependencies, Group
+from bitwright.compression.importance import channel_axis
+from bitwright.compression.ratios import Option, Part, Space
+from bitwright.compression.reconstruct import Original, estimate_batch_norms, reconstruct
+from bitwright.core.graph.graph import Graph
+from bitwright.core.simulation.float_model import Array, Undo
+from bitwright.export.files.manifest import fingerprint
+from bitwright.methods.bias_correction import samples_in
+from bitwright.methods.front_end import Kept, Structured
+
+_OPTIONS = 10  # of one group, at most
+_JUDGED = 64  # samples that choices are measured on
+
+
+def lost(
+    found: Dependencies, cut: Cut, groups: Iterable[Group]
+) -> tuple[dict[str, Array | None], dict[str, Array | None]]:
+    """Layers that read ``groups``, and batch norms -> which of their outputs a cut leaves, ``None`` for all."""
+    known = {op.name: op for op in found.graph.ops}
+
+    def left(name: str, channel: int) -> Array | None:
+        axes = cut.axes(known[name].outputs[0])
+        return axes[channel] if axes else None
+
+    readers = {
+        name: left(name, channel_axis(known[name])) for name in dict.fromkeys(m.op for g in groups for m in g.readers)
+    }
+    norms = {op.name: left(op.name, 1) for op in found.graph.ops if op.type == "BatchNormalization"}
+    return readers, norms
+
+
+def cut_graph(graph: Graph, kept: Kept) -> Graph:
+    """The graph with the shapes that a cut leaves."""
+    values = dict(graph.values)
+    for name, value in graph.values.items():
+        if kept.axes(name):
+            values[name] = replace(value, shape=kept.shape(name, value.shape))
+    return Graph(graph.ops, values, graph.inputs, graph.outputs)
+
+
+def _counts(units: int, step: int, most: int) -> list[int]:
+    """Numbers of units that may go, from none on: those that leave multiples of ``step``, at most :data:`_OPTIONS` of them."""
+    left = [n for n in range(units // step * step, 0, -step) if units - n <= most]
+    counts = sorted({0, *(units - n for n in left)})
+    return [counts[i] for i in np.unique(np.linspace(0, len(counts) - 1, _OPTIONS + 1).round().astype(int))]
+
+
+def few_batches(batches: Sequence[Any], samples: int = _JUDGED) -> list[Any]:
+    """The first batches, until they hold so many samples."""
+    chosen, count = [], 0
+    for batch in batches:
+        chosen.append(batch)
+        count += max(samples_in(batch), 1)
+        if count >= samples:
+            break
+    return chosen
+
+
+class Units(Protocol):
+    """Which units of groups may go; see :class:`bitwright.compression.prune.Selector`."""
+
+    found: Dependencies
+    prices: Prices
+    scores: Mapping[str, Array]
+    order: dict[str, Array]
+
+    def sets(self) -> list[list[Group]]:
+        """Groups that lose as many units each."""
+
+    def step(self, group: Group) -> int:
+        """How many units go at once."""
+
+    def most(self, group: Group) -> int:
+        """How many units may go at most."""
+
+
+class WidthSpace(Space):
+    """The groups of a model, each as it is or with fewer units.
+
+    Args:
+        structure: the model; as it was after each trial.
+        selector: which units of each group go first, how many at once, and what cut graphs cost.
+        batches: data that choices are measured on.
+        original: what layers of the cut model are fitted to; ``None`` leaves them as they are.
+        batch_norms: move their statistics.
+    """
+
+    def __init__(
+        self,
+        structure: Structured,
+        selector: Units,
+        batches: Sequence[Any],
+        original: Original | None,
+        batch_norms: bool,
+    ) -> None:
+        self.structure, self.selector, self.found = structure, selector, selector.found
+        self._batches, self._original, self._batch_norms = batches, original, batch_norms
+        self._wanted = [structure.outputs(batch) for batch in batches]
+        self._seen: dict[tuple[int, ...], dict[str, float]] = {}
+        self.sets, self.counts = [], []
+        for groups in selector.sets():
+            counts = _counts(groups[0].units, selector.step(groups[0]), min(map(selector.most, groups)))
+            if len(counts) > 1:
+                self.sets.append(list(groups))
+                self.counts.append(counts)
+        self._n = len(self.sets)
+        self.fixed = dict.fromkeys(selector.prices.whole, 0.0)
+        self.parts = [self._part(i, selector.scores) for i in range(self._n)]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data and what the model makes of it."""
+        return fingerprint([self._batches, self._wanted])
+
+    def _part(self, i: int, scores: Mapping[str, Array]) -> Part:
+        groups, counts = self.sets[i], self.counts[i]
+        energy = []  # share of squared scores that goes with so many units
+        for group in groups:
+            sorted_scores = np.square(np.asarray(scores[group.name], np.float64)[self.selector.order[group.name]])
+            total = max(float(sorted_scores.sum()), 1e-300)
+            energy.append(np.concatenate([[0.0], np.cumsum(sorted_scores)])[counts] / total)
+        errors = np.maximum.accumulate(np.mean(energy, 0))
+        alone = [[0] * i + [k] + [0] * (self._n - i - 1) for k in range(len(counts))]
+        options = [
+            Option(f"{groups[0].units - n} of {groups[0].units}", self.costs_of(choice), float(e), 1 - n / groups[0].units, n)
+            for n, e, choice in zip(counts, errors, alone, strict=True)
+        ]  # fmt: skip
+        return Part(", ".join(g.name for g in groups), tuple(options))
+
+    def removed(self, choice: Sequence[int]) -> dict[str, Array]:
+        """Group -> units that go."""
+        return {
+            group.name: np.sort(self.selector.order[group.name][: counts[k]])
+            for groups, counts, k in zip(self.sets, self.counts, choice, strict=True)
+            for group in groups
+            if k
+        }
+
+    def nearest(self, removed: Mapping[str, Array]) -> list[int]:
+        """The choice that takes at least as many units of every group."""
+        choice = []
+        for groups, counts in zip(self.sets, self.counts, strict=True):
+            wanted = max(len(removed.get(g.name, ())) for g in groups)
+            choice.append(next((k for k, n in enumerate(counts) if n >= wanted), len(counts) - 1))
+        return choice
+
+    def costs_of(self, choice: Sequence[int]) -> dict[str, float]:
+        """Of the graph that the cut leaves."""
+        key = tuple(choice)
+        if key not in self._seen:
+            self._seen[key] = self.selector.prices(cut_graph(self.found.graph, self.found.cut(self.removed(choice))))
+        return self._seen[key]
+
+    def around(self, choice: Sequence[int]) -> Mapping[str, tuple[Sequence[Sequence[float]], float]]:
+        """Every option is tried with the others at ``choice``; costs are of degree two in the units of a group."""
+        here = self.costs_of(choice)
+        rows: dict[str, list[list[float]]] = {name: [] for name in here}
+        rest = {name: -(self._n - 1) * here[name] for name in here}
+        for i, counts in enumerate(self.counts):
+            at = sorted({0, len(counts) // 2, len(counts) - 1})
+            costs = [self.costs_of([*choice[:i], k, *choice[i + 1 :]]) for k in at]
+            for name in here:
+                curve = np.polynomial.Polynomial.fit([counts[k] for k in at], [c[name] for c in costs], len(at) - 1)
+                row = curve(np.asarray(counts, float))
+                rest[name] += float(row[-1])
+                rows[name].append((row - row[-1]).tolist())
+        return {name: (rows[name], rest[name]) for name in here}
+
+    def apply(self, choice: Sequence[int]) -> Undo:
+        """Cut the model, and fit what is left to the original."""
+        removed = self.removed(choice)
+        if not removed:
+            return lambda: None
+        cut = self.found.cut(removed)
+        groups = [self.found.group(name) for name in removed]
+        undos: list[Undo] = [self.structure.cut(cut)]
+        if self._original is not None:
+            readers, norms = lost(self.found, cut, groups)
+            view = self.structure.view()
+            reconstruct(self._original, view, readers, progress=False, undos=undos)
+            if self._batch_norms:
+                estimate_batch_norms(self._original, view, norms, progress=False, undos=undos)
+
+        def undo() -> None:
+            while undos:
+                undos.pop()()
+
+        return undo
+
+    def noise(self) -> float:
+        """Over signal, of the outputs on the data; the mean of batches and outputs."""
+        found = []
+        for batch, wanted in zip(self._batches, self._wanted, strict=True):
+            for y, y0 in zip(self.structure.outputs(batch), wanted, strict=True):
+                if y0.dtype.kind == "f" and y0.size:
+                    signal = float(np.square(y0, dtype=np.float64).sum())
+                    found.append(float(np.square(y.astype(np.float64) - y0).sum()) / max(signal, 1e-300))
+        return float(np.mean(found)) if found else 0.0
+
+    def runnable(self) -> Any:
+        """What a metric is given."""
+        return self.structure.metric_target()
