@@ -437,7 +437,7 @@ class Spill:
                 arrays[name] = weight.detach().contiguous()
                 continue
             arrays[f"{name}:codes"] = torch.from_numpy(np.ascontiguousarray(weight.codes))
-            for field in ("scale", "zero_point", "common"):
+            for field in ("scale", "zero_point", "common", "shift"):
                 values = getattr(weight.encoding, field)
                 if values is not None:
                     arrays[f"{name}:{field}"] = torch.from_numpy(np.array(values))
@@ -460,7 +460,7 @@ class Spill:
                 if not field:
                     yield name, file.get_tensor(name)
                 elif field == "codes":
-                    known = (f"{stem}:{f}" for f in ("scale", "zero_point", "common"))
+                    known = (f"{stem}:{f}" for f in ("scale", "zero_point", "common", "shift"))
                     parts = [file.get_tensor(f).numpy() if f in file.keys() else None for f in known]  # noqa: SIM118
                     codes = file.get_tensor(name).numpy()
                     yield stem, PackedWeight(stem, codes, _encoding(encodings[stem], *parts))
@@ -481,9 +481,10 @@ def _described(encoding: Encoding) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _encoding(described: Mapping[str, Any], scale: Any, zero_point: Any, common: Any) -> Encoding:
+def _encoding(described: Mapping[str, Any], scale: Any, zero_point: Any, common: Any, shift: Any) -> Encoding:
     fmt, granularity = parse_format(described["format"]), granularity_from_json(described["granularity"])
-    return Encoding(fmt, scale, zero_point, granularity, parse_scale_format(described["scale_format"]), common)
+    stored = parse_scale_format(described["scale_format"])
+    return Encoding(fmt, scale, zero_point, granularity, stored, common, shift=shift)
 
 
 def fingerprint(*parts: Any) -> str:

@@ -42,6 +42,7 @@ class Layout:
     group: int | str
     symmetric: bool
     scale_format: str = "float32"
+    float_zero_point: bool = False
 
     @property
     def bits(self) -> int:
@@ -51,6 +52,7 @@ class Layout:
     def __str__(self) -> str:
         grouped = f"groups of {self.group}" if isinstance(self.group, int) else f"one scale per {self.group}"
         kind = "" if isinstance(self.format, FloatFormat) else (" symmetric" if self.symmetric else " asymmetric")
+        kind = " with zero points that are real numbers" if self.float_zero_point else kind
         scales = "" if self.scale_format == "float32" else f", {self.scale_format} scales"
         return f"{self.format.name}{kind}, {grouped}{scales}"
 
@@ -175,8 +177,9 @@ class PackedWeight:
     @property
     def layout(self) -> Layout:
         """What engines tell formats apart by."""
-        zero = signed(self)[1]
-        return Layout(self.format, group_of(self.granularity), not zero.any(), self.encoding.scale_format.name)
+        free = self.encoding.shift is not None
+        symmetric, stored = not free and not signed(self)[1].any(), self.encoding.scale_format.name
+        return Layout(self.format, group_of(self.granularity), symmetric, stored, float_zero_point=free)
 
     @property
     def plan(self) -> WeightPlan:
@@ -363,8 +366,10 @@ def planned(name: str, shape: Iterable[int], spec: QuantSpec | None) -> WeightPl
     """The plan of one weight under ``spec``; ``None`` leaves it in float."""
     if spec is None:
         return WeightPlan(name, tuple(shape), None)
-    symmetric = isinstance(spec.format, FloatFormat) or spec.symmetry != "asymmetric"
-    layout = Layout(spec.format, group_of(spec.granularity), symmetric, spec.scale_format.name)
+    free = spec.symmetry == "float_zero_point"
+    layout = Layout(
+        spec.format, group_of(spec.granularity), not spec.has_zero_point, spec.scale_format.name, float_zero_point=free
+    )
     shape = tuple(shape)
     return WeightPlan(name, shape, layout, _axis(spec.granularity, len(shape)))
 

@@ -813,6 +813,7 @@ def _nearest(part: Part, raw: Callable[..., Tensor], spec: QuantSpec | None) -> 
     if not own or rows >= part.shape[0]:
         return PackedWeight.nearest(part.name, raw(part.name).float(), spec)
     codes = scale = zero_point = None
+    shifts: list[Any] = []
     for start in range(0, part.shape[0], rows):
         piece = slice(start, start + rows)
         made = PackedWeight.nearest(part.name, raw(part.name, piece).float(), spec)
@@ -822,8 +823,10 @@ def _nearest(part: Part, raw: Callable[..., Tensor], spec: QuantSpec | None) -> 
                 np.empty((part.shape[0], *a.shape[1:]), a.dtype) for a in (made.scale, made.zero_point)
             )
         codes[piece], scale[piece], zero_point[piece] = made.codes, made.scale, made.zero_point
+        shifts += [] if made.encoding.shift is None else [made.encoding.shift]
     assert codes is not None and scale is not None and zero_point is not None
-    return PackedWeight(part.name, codes, replace(made.encoding, scale=scale, zero_point=zero_point))
+    shift = np.concatenate(shifts) if shifts else None
+    return PackedWeight(part.name, codes, replace(made.encoding, scale=scale, zero_point=zero_point, shift=shift))
 
 
 class _Counted:

@@ -319,7 +319,7 @@ def merged(sim: Simulation, simulator: Simulator, ranks: Ranks | None) -> Iterat
 
 def _content(quantizer: Quantizer) -> bytes:
     encoding = quantizer.encoding
-    values = () if encoding is None else (encoding.scale.tobytes(), encoding.zero_point.tobytes())
+    values = () if encoding is None else (encoding.scale.tobytes(), encoding.zero.tobytes())
     return b"".join((repr((quantizer.spec, quantizer.enabled)).encode(), *values))
 
 

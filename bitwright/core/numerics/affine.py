@@ -60,6 +60,7 @@ def grid(fmt: Format, symmetry: Symmetry, lo: ArrayLike) -> Format:
     ``symmetric``           signed, of the same width
     ``strict_symmetric``    signed without its lowest code
     ``unsigned_symmetric``  unsigned if no bound is negative, else signed
+    ``float_zero_point``    as given
     ======================  ==============================================================
 
     Float formats are symmetric by nature and stay as they are.
@@ -67,7 +68,7 @@ def grid(fmt: Format, symmetry: Symmetry, lo: ArrayLike) -> Format:
     >>> [grid(IntFormat(8), "unsigned_symmetric", lo).name for lo in (0.0, -1.0)]
     ['uint8', 'int8']
     """
-    if isinstance(fmt, FloatFormat) or symmetry == "asymmetric":
+    if isinstance(fmt, FloatFormat) or symmetry in ("asymmetric", "float_zero_point"):
         return fmt
     if symmetry == "strict_symmetric":
         return IntFormat(fmt.bits, narrow=True)
@@ -218,6 +219,9 @@ def encode(
     """
     lower, upper = _fixed(np.asarray(lo, np.float64), np.asarray(hi, np.float64), spec.fixed_range)
     fmt = grid(spec.format, spec.symmetry, lower)
+    if spec.symmetry == "float_zero_point" and isinstance(fmt, IntFormat):
+        scale, zero_point, shift = choose_float_zero_point(lower, upper, fmt, site)
+        return Encoding(fmt, scale, zero_point, granularity, shift=shift)
     if spec.scale_format.name == "e8m0":  # decided on the exact bounds: at a power of two, rounding would matter
         lower, upper = checked_bounds(lower, upper, site)
         powers = power_of_two_scale(np.maximum(-lower, upper), fmt)
@@ -226,6 +230,43 @@ def encode(
     symmetric, stored = spec.symmetry != "asymmetric", spec.scale_format
     scale, zero_point = choose_qparams(lower, upper, fmt, symmetric=symmetric, site=site, scale_format=stored)
     return with_scale(Encoding(fmt, scale, zero_point, granularity), scale, spec.scale_format)
+
+
+def choose_float_zero_point(
+    lo: ArrayLike, hi: ArrayLike, fmt: IntFormat, site: str = "tensor"
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]:
+    """Map the range ``[lo, hi]`` onto the grid of ``fmt`` so that its ends are those of the grid; zero may lie outside.
+
+    Args:
+        lo, hi: bounds, both of parameter shape P.
+        fmt: the grid, unsigned.
+        site: name for error messages.
+
+    Returns:
+        ``scale``, float32; ``zero_point``, int64, within ``[qmin, qmax]``; what the zero point is above it, float32: up to half
+        a step, and more where zero lies beyond the grid. A range of one number has this number as its first code.
+
+    Raises:
+        RangeError: a bound is NaN or infinite, or ``lo > hi``.
+
+    >>> choose_float_zero_point([-1.0, 1.0], [2.0, 1.0], IntFormat(2, signed=False))
+    (array([1., 1.], dtype=float32), array([1, 0]), array([ 0., -1.], dtype=float32))
+
+    Reference: Badri and Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models".
+    """
+    lower, upper = np.broadcast_arrays(np.asarray(lo, np.float64), np.asarray(hi, np.float64))
+    checked_bounds(lower, upper, site)
+    lower, upper = (
+        np.clip(end, -_FLOAT32_MAX * (1 - 2.0**-12), _FLOAT32_MAX * (1 - 2.0**-12)) for end in (lower, upper)
+    )
+    one = upper == lower
+    size = np.where(lower == 0, 1.0, np.abs(lower))
+    # zero may be so far away that codes near it would be lost in float32: the grid is made wider, at most a millionth of that
+    scale = np.where(one, size, np.maximum((upper - lower) / fmt.steps, size * 2.0**-20))
+    scale = np.maximum(scale, _FLOAT32_TINY).astype(np.float32)
+    zero = (fmt.qmin - lower / scale.astype(np.float64)).astype(np.float32)
+    zero_point = np.clip(np.rint(zero), fmt.qmin, fmt.qmax)
+    return scale, zero_point.astype(np.int64), (zero - zero_point).astype(np.float32)
 
 
 def power_of_two_scale(largest: ArrayLike, fmt: Format) -> Float64s:
@@ -394,6 +435,8 @@ def _fixed(
 
 def quantize(x: Array, enc: Encoding) -> Array:
     """Codes of ``x``: ``clip(rint(x / scale) + zero_point, qmin, qmax)``, ties to even.
+
+    Of zero points that are real numbers: ``clip(rint(x / scale + zero), qmin, qmax)``.
 
     The arithmetic is float32, as in ONNX QuantizeLinear; it is float64 for float64 input and for grids of
     more than 16 bits, whose codes float32 cannot tell apart. Infinities saturate; NaN has no code and becomes
@@ -618,7 +661,8 @@ def _in_pieces(function: Callable[[Array, Encoding], Array], x: NDArray[Any], en
     for first in range(0, len(x), rows):
         part, here = slice(first, first + rows), enc
         if axis is not None and axis % x.ndim == 0:
-            here = replace(enc, scale=enc.scale[part], zero_point=enc.zero_point[part])
+            shift = None if enc.shift is None else enc.shift[part]
+            here = replace(enc, scale=enc.scale[part], zero_point=enc.zero_point[part], shift=shift)
         found = function(x[part], here)
         if result is None:
             result = np.empty(x.shape, found.dtype)
@@ -635,7 +679,7 @@ def _wide(fmt: Format) -> bool:
 def _params(x: Array, enc: Encoding, dtype: str) -> tuple[Array, Array]:
     """Scale and zero point, shaped to broadcast against ``x`` in the view of the granularity."""
     spread = enc.granularity.spread
-    scale, zero_point = (spread(param, tuple(x.shape)) for param in (enc.scale, enc.zero_point))
+    scale, zero_point = (spread(param, tuple(x.shape)) for param in (enc.scale, enc.zero))
     return like(scale, x, dtype), like(zero_point, x, dtype)
 
 
@@ -647,6 +691,8 @@ def _codes(x: Array, enc: Encoding) -> Array:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # overflow saturates, NaN stays
         if isinstance(enc.format, FloatFormat):
             return cast(round_to_float(view / scale, enc.format), dtype)
+        if enc.shift is not None:
+            return namespace(x).clip(rint(view / scale + zero_point), enc.format.qmin, enc.format.qmax)
         return namespace(x).clip(rint(view / scale) + zero_point, enc.format.qmin, enc.format.qmax)
 
 

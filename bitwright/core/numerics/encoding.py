@@ -13,7 +13,7 @@ from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChanne
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """A format with its scale and zero point: ``x ~ (q - zero_point) * scale``.
+    """A format with its scale and zero point: ``x ~ (q - zero_point) * scale``; with a ``shift``, that of ``zero`` instead.
 
     Attributes:
         format: integer grid or small float format.
@@ -25,6 +25,8 @@ class Encoding:
             every axis that shares it; else ``None``.
         dynamic: every run chooses scale and zero point of the tensor that passes (:func:`affine.choose_at_run_time`); those
             here are 1 and 0 and mean nothing, and nothing lies beyond ``min`` and ``max``, which are infinite.
+        shift: float32, shape P: what the zero points are above ``zero_point``, of grids whose zero points are real numbers
+            (``symmetry="float_zero_point"``; unsigned integers); ``None`` of all others.
 
     Two encodings are equal when every field is equal, bit for bit.
     """
@@ -36,6 +38,7 @@ class Encoding:
     scale_format: ScaleFormat = FLOAT32_SCALE
     common: NDArray[np.float32] | None = None
     dynamic: bool = False
+    shift: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         scale = np.array(self.scale, np.float32)
@@ -47,6 +50,11 @@ class Encoding:
             common = np.array(self.common, np.float32)
             common.flags.writeable = False
             object.__setattr__(self, "common", common)
+        if self.shift is not None:
+            shift = np.array(self.shift, np.float32)
+            assert shift.shape == scale.shape and isinstance(self.format, IntFormat) and not self.format.signed
+            shift.flags.writeable = False
+            object.__setattr__(self, "shift", shift)
         object.__setattr__(self, "scale", scale)
         object.__setattr__(self, "zero_point", zero_point)
 
@@ -54,10 +62,17 @@ class Encoding:
         return not (isinstance(self.format, IntFormat) and self.format.bits == 32 and not self.format.signed)
 
     @property
+    def zero(self) -> NDArray[np.int32 | np.int64 | np.float32]:
+        """What real zero is counted from: ``zero_point``, float32 with the ``shift`` where there is one."""
+        return self.zero_point if self.shift is None else self.zero_point.astype(np.float32) + self.shift
+
+    @property
     def symmetric(self) -> bool:
         """Whether real zero sits where a symmetric grid has it: code 0 if signed, 0 or the middle if unsigned."""
         if not isinstance(self.format, IntFormat):
             return True
+        if self.shift is not None:
+            return False
         if self.format.signed:
             return bool((self.zero_point == 0).all())
         middle = (self.format.qmax + 1) // 2
@@ -69,7 +84,7 @@ class Encoding:
         if self.dynamic:
             return np.full(self.scale.shape, -np.inf)
         if isinstance(self.format, IntFormat):
-            return (self.format.qmin - self.zero_point.astype(np.float64)) * self.scale
+            return (self.format.qmin - self.zero.astype(np.float64)) * self.scale
         return -self.format.max * self.scale.astype(np.float64)
 
     @property
@@ -78,7 +93,7 @@ class Encoding:
         if self.dynamic:
             return np.full(self.scale.shape, np.inf)
         if isinstance(self.format, IntFormat):
-            return (self.format.qmax - self.zero_point.astype(np.float64)) * self.scale
+            return (self.format.qmax - self.zero.astype(np.float64)) * self.scale
         return self.format.max * self.scale.astype(np.float64)
 
     def permuted(self, axes: tuple[int, ...]) -> Encoding:
@@ -101,7 +116,8 @@ class Encoding:
         turned = replace(held, axis=axes.index(held.axis % len(axes)), channel_axis=channels)
         scale, zero_point = self.scale.transpose(axes), self.zero_point.transpose(axes)
         common = self.common.transpose(axes) if self.common is not None and self.common.ndim else self.common
-        return replace(self, scale=scale, zero_point=zero_point, granularity=turned, common=common)
+        shift = None if self.shift is None else self.shift.transpose(axes)
+        return replace(self, scale=scale, zero_point=zero_point, granularity=turned, common=common, shift=shift)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Encoding):
@@ -115,16 +131,19 @@ class Encoding:
             and self.dynamic == other.dynamic
             and (self.common is None) == (other.common is None)
             and (other.common is None or np.array_equal(np.asarray(self.common), other.common))
+            and (self.shift is None) == (other.shift is None)
+            and (other.shift is None or np.array_equal(np.asarray(self.shift), other.shift))
         )
 
     def __hash__(self) -> int:
-        return hash((self.format, self.granularity, self.scale.tobytes(), self.zero_point.tobytes()))
+        return hash((self.format, self.granularity, self.scale.tobytes(), self.zero.tobytes()))
 
     def __repr__(self) -> str:
         if self.dynamic:
             return f"Encoding({self.format.name}, {phrase(self.granularity)}, range at run time)"
         if self.scale.ndim == 0:
-            return f"Encoding({self.format.name}, scale={float(self.scale):.6g}, zero_point={int(self.zero_point)})"
+            zero = f"{int(self.zero_point)}" if self.shift is None else f"{float(self.zero):.6g}"
+            return f"Encoding({self.format.name}, scale={float(self.scale):.6g}, zero_point={zero})"
         return (
             f"Encoding({self.format.name}, {self.granularity}, scale={self.scale.min():.4g}..{self.scale.max():.4g} "
             f"{self.scale.shape})"

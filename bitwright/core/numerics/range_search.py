@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.compiled.loops import Loops, loops
-from bitwright.core.numerics.affine import checked_bounds, choose_qparams, round_to_float
-from bitwright.core.numerics.formats import FloatFormat, Format
+from bitwright.core.numerics.affine import checked_bounds, choose_float_zero_point, choose_qparams, round_to_float
+from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat
 from bitwright.core.numerics.spec import Symmetry
 from bitwright.core.numerics.statistics import HALF_BINS, Histogram, Samples, histogram_exponent
 
@@ -28,6 +28,7 @@ _SCANNED = 1 << 16  # values of all rows that are scanned together
 _BLOCK = 1 << 11  # values of one row times candidates in one block of a scan
 _SYMMETRIC_STEPS = 101
 _ASYMMETRIC_STEPS, _POSITIONS = 17, 21
+_FREE_STEPS, _FREE_POSITIONS = 19, 14  # of grids whose zero may lie between two codes
 
 
 class _Bins:
@@ -50,6 +51,8 @@ def candidate_grids(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s)
 
     The first candidate is the grid of the full range ``[lo, hi]``.
     """
+    if symmetry == "float_zero_point":
+        return _free_grids(fmt, lo, hi)
     scale, _ = choose_qparams(lo, hi, fmt, symmetric=symmetry != "asymmetric")
     full = scale.astype(np.float64)[:, None]
     if isinstance(fmt, FloatFormat) or symmetry != "asymmetric":
@@ -66,8 +69,28 @@ def candidate_grids(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s)
     return scales, 0 - below, fmt.steps - below
 
 
+def _free_grids(fmt: Format, lo: Float64s, hi: Float64s) -> tuple[Float64s, Float64s, Float64s]:
+    """:func:`candidate_grids` whose zero may lie between two codes: every scale with its grid at several places.
+
+    Ends may also lie a step within the range or beyond it, so that the values at both ends share their error with others.
+    """
+    assert isinstance(fmt, IntFormat)
+    scale, _, _ = choose_float_zero_point(lo, hi, fmt)
+    shrink = np.r_[1.0, np.linspace(1 + 1 / 16, 0.5, _FREE_STEPS)]
+    scales = scale.astype(np.float64)[:, None] * np.repeat(shrink, _FREE_POSITIONS)
+    centre = ((lo + hi) / 2)[:, None] / scales
+    position = np.tile(np.r_[0.0, np.linspace(-1, 1, _FREE_POSITIONS - 1)], len(shrink))
+    lowest = centre + position - fmt.steps / 2
+    lowest[:, 0] = lo / scales[:, 0]  # the full range first, to the last bit
+    return scales, lowest, lowest + fmt.steps
+
+
 def grids_of(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s) -> tuple[Float64s, Float64s, Float64s]:
     """Scales, lowest and highest codes (counted from zero) of the grids that the ranges ``[lo, hi]`` get."""
+    if symmetry == "float_zero_point" and isinstance(fmt, IntFormat):
+        scale, zero_point, shift = choose_float_zero_point(lo, hi, fmt)
+        lowest: Float64s = fmt.qmin - (zero_point.astype(np.float64) + shift)
+        return scale.astype(np.float64), lowest, lowest + fmt.steps
     scale, zero_point = choose_qparams(*checked_bounds(lo, hi), fmt, symmetric=symmetry != "asymmetric")
     if isinstance(fmt, FloatFormat):
         return scale.astype(np.float64), np.full(scale.shape, -fmt.max), np.full(scale.shape, fmt.max)
@@ -123,7 +146,8 @@ class NoiseSearch:
 
     def noise_of_values(self, stats: Samples) -> Float64s:
         """The squared error of every candidate, summed over the values, ``(rows, candidates)``."""
-        values = np.nan_to_num(stats.values.reshape(len(self.scales), -1).astype(np.float64, copy=False))
+        values = stats.values.reshape(len(self.scales), -1).astype(np.float64, copy=False)
+        values = values if self._free else np.nan_to_num(values)
         found = np.zeros(self.scales.shape)
         for rows in row_chunks(len(values), values.shape[1] * self.scales.shape[1]):
             found[rows] = sum(self._noise(values[rows], self.scales[rows], self.lowest[rows]))
@@ -150,8 +174,8 @@ class NoiseSearch:
         best = np.zeros(unit.size, np.int64)
         for rows in row_chunks(unit.size, values.shape[1], _SCANNED):
             part = values[rows] * np.ldexp(1.0, unit[rows]).astype(values.dtype)
-            if stats.bounds.count.sum() < values.size:
-                part = np.nan_to_num(part)  # zero costs nothing on any grid
+            if stats.bounds.count.sum() < values.size and not self._free:
+                part = np.nan_to_num(part)  # zero costs nothing on these grids
             part = part.astype(np.float64 if exact else np.float32, copy=False)
             best[rows] = self._scan(part, np.ldexp(self.scales[rows], unit[rows]), self.lowest[rows])
         return best
@@ -183,6 +207,11 @@ class NoiseSearch:
         return best
 
     @property
+    def _free(self) -> bool:
+        """Whether zero may lie between two codes, so that it costs something."""
+        return self.symmetry == "float_zero_point"
+
+    @property
     def _steps(self) -> float:
         return 2 * self.fmt.max if isinstance(self.fmt, FloatFormat) else self.fmt.steps
 
@@ -195,11 +224,14 @@ class NoiseSearch:
         number = values.dtype.type
         codes = values[:, None, :] * (1 / scales).astype(values.dtype)[:, :, None]
         low_end = float(lowest.flat[0])
-        if self.symmetry == "asymmetric" and not isinstance(self.fmt, FloatFormat):
+        if self.symmetry in ("asymmetric", "float_zero_point") and not isinstance(self.fmt, FloatFormat):
             codes -= lowest.astype(values.dtype)[:, :, None]
             low_end = 0.0
         inside = np.clip(codes, number(low_end), number(low_end + self._steps))
         codes -= inside
+        if self._free:  # places without a value cost nothing
+            np.nan_to_num(codes, copy=False)
+            np.nan_to_num(inside, copy=False)
         clipped = np.einsum("rcn,rcn->rc", codes, codes)
         if isinstance(self.fmt, FloatFormat):
             codes = round_to_float(inside, self.fmt)
@@ -229,8 +261,9 @@ class _Grids:
         return np.asarray(values - np.clip(values, self.lowest * self.scale, self.highest * self.scale))
 
     def nearest(self, values: Float64s) -> Float64s:
-        """Codes of ``values`` on an integer grid."""
-        return np.asarray(np.clip(np.rint(values / self.scale), self.lowest, self.highest))
+        """Codes of ``values`` on an integer grid, whose codes may be counted from a number that is not whole."""
+        apart = self.lowest - np.rint(self.lowest)
+        return np.asarray(np.clip(np.rint(values / self.scale - apart) + apart, self.lowest, self.highest))
 
 
 def _pooled(counts: NDArray[np.int64], zeros: NDArray[np.int64], pool: int) -> Float64s:
@@ -252,7 +285,7 @@ def _binned_noise(mass: Float64s, grids: _Grids, edges: Float64s) -> Float64s:
     as a sum over edges of ``A`` times the step of the density there: one product of matrices.
     """
     step = -np.diff(mass / np.diff(edges), axis=1, prepend=0, append=0)
-    compiled = loops()
+    compiled = loops() if (grids.lowest == np.rint(grids.lowest)).all() else None
     area = _edge_errors(grids, edges) if compiled is None else _edge_errors_compiled(grids, edges, compiled)
     return np.asarray((area @ step[:, :, None])[:, :, 0])
 

@@ -73,6 +73,7 @@ def encoding_to_json(encoding: Encoding) -> JsonDict:
         "scale": [float(s) for s in encoding.scale.ravel()],
         "zero_point": [int(z) for z in encoding.zero_point.ravel()],
         **_scale_format_to_json(encoding),
+        **({} if encoding.shift is None else {"shift": [float(s) for s in encoding.shift.ravel()]}),
         **({"dynamic": True} if encoding.dynamic else {}),
     }
 
@@ -118,7 +119,12 @@ def encoding_from_json(data: JsonDict, site: str = "encoding") -> Encoding:
         if scale_format.shared != "none":
             common = np.array(_numbers(data["common"], int, float), np.float64).astype(np.float32)
             common = common.reshape(tuple(data["common_shape"]))
-        encoding = Encoding(fmt, scale, zero_point, granularity, scale_format, common, dynamic)
+        shift = None
+        if "shift" in data:
+            shift = np.array(_numbers(data["shift"], int, float), np.float64).reshape(shape).astype(np.float32)
+            if not isinstance(fmt, IntFormat) or fmt.signed or not np.isfinite(shift).all():
+                raise ValueError(f"its zero points are real numbers, which {fmt.name} has none of, or not finite")
+        encoding = Encoding(fmt, scale, zero_point, granularity, scale_format, common, dynamic, shift)
         if not is_sayable(encoding):
             raise ValueError(f"its scales are not of the format {scale_format.name}")
         return encoding

@@ -20,10 +20,12 @@ from bitwright.core.numerics.formats import (
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken, phrase
 from bitwright.errors import ConfigError, close_matches
 
-Symmetry = Literal["asymmetric", "symmetric", "strict_symmetric", "unsigned_symmetric"]
+Symmetry = Literal["asymmetric", "symmetric", "strict_symmetric", "unsigned_symmetric", "float_zero_point"]
 NonFinite = Literal["error", "skip", "clamp"]
 NON_FINITE: tuple[NonFinite, ...] = ("error", "skip", "clamp")
-SYMMETRIES: tuple[Symmetry, ...] = ("asymmetric", "symmetric", "strict_symmetric", "unsigned_symmetric")
+SYMMETRIES: tuple[Symmetry, ...] = (
+    "asymmetric", "symmetric", "strict_symmetric", "unsigned_symmetric", "float_zero_point",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class QuantSpec:
             ``strict_symmetric`` drops the lowest code; ``unsigned_symmetric`` uses the unsigned grid of the
             same width when no value is negative.
         granularity: which elements share a scale; axes left ``None`` come from the operator.
-        symmetry: where the zero point lies.
+        symmetry: where the zero point lies. ``float_zero_point``: anywhere, between two codes and beyond the grid too, as HQQ
+            has it: a float32 number beside each scale. Of weights, unsigned integers of up to 8 bits.
         method: how the range is chosen.
         fixed_range: ``(lo, hi)`` instead of calibration; either end may be ``None`` (that end is calibrated).
         non_finite: what calibration does when the tensor holds NaN or Inf: ``error`` stops, ``skip`` leaves
@@ -113,6 +116,7 @@ class QuantSpec:
             check_policy(self.non_finite, "QuantSpec.non_finite")
         object.__setattr__(self, "scale_format", parse_scale_format(self.scale_format))
         self._check_dynamic()
+        self._check_float_zero_point()
         if self.scale_format == FLOAT32_SCALE:
             return
         has_zero_point = isinstance(self.format, IntFormat) and self.symmetry == "asymmetric"
@@ -127,6 +131,26 @@ class QuantSpec:
                 if has_zero_point
                 else "set scale_format to 'float32'",
             )
+
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether zero may lie at any code, or between two: of integers, ``asymmetric`` and ``float_zero_point``."""
+        return isinstance(self.format, IntFormat) and self.symmetry in ("asymmetric", "float_zero_point")
+
+    def _check_float_zero_point(self) -> None:
+        """Refuse zero points between two codes where nothing computes with them."""
+        if self.symmetry != "float_zero_point":
+            return
+        fmt = self.format
+        problem = remedy = ""
+        if not isinstance(fmt, IntFormat) or fmt.signed or fmt.bits > 8:
+            problem, remedy = f"{fmt.name} has none", "use uint2 to uint8, or the symmetry 'asymmetric'"
+        elif self.scale_format != FLOAT32_SCALE:
+            problem, remedy = f"scales of {self.scale_format.name} go with none", "use scale_format='float32'"
+        elif self.dynamic or self.fixed_range is not None:
+            problem, remedy = "they are chosen of weights at hand", "use the symmetry 'asymmetric'"
+        if problem:
+            raise ConfigError("QuantSpec.symmetry", f"zero points that are real numbers: {problem}", remedy)
 
     def _check_dynamic(self) -> None:
         """Refuse what no range that is chosen at run time can be."""
@@ -240,7 +264,7 @@ PRESETS: dict[str, Preset] = {
 
 
 #: weights alone: bits, size of a group, with zero points or without
-_WEIGHTS = re.compile(r"w(?P<bits>[2-8])(?:g(?P<group>[1-9]\d*))?(?P<asym>_asym)?")
+_WEIGHTS = re.compile(r"w(?P<bits>[2-8])(?:g(?P<group>[1-9]\d*))?(?P<zero>_asym|_float_zero)?")
 
 
 #: names that other tools give what a preset does, in lower case without ``-`` and ``_``
@@ -255,7 +279,7 @@ _OTHER_NAMES = {
 def find_preset(name: str | Preset) -> Preset:
     """The preset called ``name``; a :class:`Preset` is returned as it is.
 
-    ``w<bits>``, ``w<bits>g<group>`` and the same with ``_asym`` quantize weights alone.
+    ``w<bits>``, ``w<bits>g<group>`` and the same with ``_asym`` or ``_float_zero`` quantize weights alone.
 
     Raises:
         ConfigError: no such preset; the message lists close names.
@@ -270,7 +294,10 @@ def find_preset(name: str | Preset) -> Preset:
     found = _WEIGHTS.fullmatch(name) if isinstance(name, str) else None
     if found is not None:
         group = PerBlock(int(found["group"])) if found["group"] else PerChannel()
-        if found["asym"]:
+        if found["zero"] == "_float_zero":
+            method = RangeMethod("mse")
+            return Preset(weight_spec(f"uint{found['bits']}", group, symmetry="float_zero_point", method=method), None)
+        if found["zero"]:
             return Preset(weight_spec(f"uint{found['bits']}", group, symmetry="asymmetric"), None)
         return Preset(weight_spec(f"int{found['bits']}", group), None)
     meant = _OTHER_NAMES.get(str(name).lower().replace("-", "").replace("_", ""))

@@ -173,7 +173,7 @@ class CachePlace:
 def _token_bits(elements: int, shared: int, spec: QuantSpec) -> int:
     """Bits of ``elements`` numbers, and of their float16 scales and zero points where ``shared`` have one, chosen at run time."""
     scales = elements * 16 // shared if spec.dynamic else 0
-    return elements * spec.format.bits + scales * (2 if spec.symmetry == "asymmetric" else 1)
+    return elements * spec.format.bits + scales * (2 if spec.has_zero_point else 1)
 
 
 def cache_places(graph: Graph, cache: KvCache | None) -> dict[tuple[str, int], CachePlace]:

@@ -370,7 +370,9 @@ def fulfilled_by(spec: QuantSpec, encoding: Encoding) -> QuantSpec:
         middle: Symmetry = "symmetric" if fmt.signed else "unsigned_symmetric"
         plain = (encoding.zero_point == 0).all()
         symmetry = middle if plain and spec.symmetry != "asymmetric" else "asymmetric"
-        if fmt.narrow and plain:
+        if encoding.shift is not None:
+            symmetry = "float_zero_point"
+        elif fmt.narrow and plain:
             symmetry = "strict_symmetric"
     if encoding.dynamic:
         symmetry = "symmetric" if isinstance(fmt, FloatFormat) or fmt.signed else "asymmetric"
@@ -395,7 +397,9 @@ def _fits(spec: QuantSpec, encoding: Encoding) -> bool:
             encoding.granularity,
         )
     same_width = spec.format.bits == encoding.format.bits and type(spec.format) is type(encoding.format)
-    symmetric = spec.symmetry == "asymmetric" or encoding.symmetric
+    symmetric = spec.has_zero_point or encoding.symmetric
+    if (spec.symmetry == "float_zero_point") != (encoding.shift is not None):
+        return False
     return same_width and symmetric and spec.granularity == encoding.granularity
 
 

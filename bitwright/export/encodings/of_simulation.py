@@ -121,7 +121,7 @@ def quantizer_args(sim: Simulation) -> dict[str, Any]:
         "param_bitwidth": 32 if weight is None else weight.format.bits,
         "activation_bitwidth": 32 if activation is None else activation.format.bits,
         "dtype": "int" if isinstance(spec.format, IntFormat) else "float",
-        "is_symmetric": weight is None or weight.symmetry != "asymmetric",
+        "is_symmetric": weight is None or not weight.has_zero_point,
         "per_channel_quantization": weight is not None and type(weight.granularity).__name__ == "PerChannel",
     }
 

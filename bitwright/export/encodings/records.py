@@ -290,6 +290,7 @@ def to_onnx_order(encoding: Encoding, order: Sequence[int], shape: tuple[int, ..
         shape: of the weight in torch.
     """
     granularity, scale, zero_point = encoding.granularity, encoding.scale, encoding.zero_point
+    shift = encoding.shift
     if isinstance(granularity, PerTensor):
         return encoding
     assert granularity.axis is not None
@@ -298,6 +299,7 @@ def to_onnx_order(encoding: Encoding, order: Sequence[int], shape: tuple[int, ..
         granularity = PerChannel(0)
         size = shape[0] // len(scale)
         scale, zero_point = np.repeat(scale[:, 0], size), np.repeat(zero_point[:, 0], size)
+        shift = None if shift is None else np.repeat(shift[:, 0], size)
     wanted: Granularity = PerChannel(axis + 1)
     if isinstance(granularity, PerBlock):
         wanted = PerBlock(granularity.size, axis + 1, tuple(c % 2 + 1 for c in granularity.channel_axes))
@@ -307,7 +309,8 @@ def to_onnx_order(encoding: Encoding, order: Sequence[int], shape: tuple[int, ..
             values = _reordered(values, order)
         return values if isinstance(wanted, PerChannel) else values[None]
 
-    return replace(encoding, granularity=wanted, scale=moved(scale), zero_point=moved(zero_point))
+    shift = None if shift is None else moved(shift)
+    return replace(encoding, granularity=wanted, scale=moved(scale), zero_point=moved(zero_point), shift=shift)
 
 
 def from_onnx_order(encoding: Encoding, order: Sequence[int]) -> Encoding:
@@ -331,7 +334,9 @@ def from_onnx_order(encoding: Encoding, order: Sequence[int]) -> Encoding:
         values = values if isinstance(wanted, PerChannel) else values[0]
         return _reordered(values, order) if axis == 0 or isinstance(wanted, PerBlock) else values
 
-    return replace(encoding, granularity=wanted, scale=moved(encoding.scale), zero_point=moved(encoding.zero_point))
+    scale, zero_point = moved(encoding.scale), moved(encoding.zero_point)
+    shift = None if encoding.shift is None else moved(encoding.shift)
+    return replace(encoding, granularity=wanted, scale=scale, zero_point=zero_point, shift=shift)
 
 
 def _reordered(values: NDArray[Any], order: Sequence[int]) -> NDArray[Any]:

@@ -91,7 +91,7 @@ def write_encodings(
     seen: set[str] = set()
     for record in records:
         _check_record(record, version, seen)
-        entry, reason = _WRITERS[version](record)
+        entry, reason = _entry(record, version)
         if record.encoding.dynamic:
             entry, reason = None, "every run chooses its range; left out"
         if reason is not None:
@@ -124,6 +124,13 @@ def _check_record(record: NamedEncoding, version: str, seen: set[str]) -> None:
             f"scale {scale.ravel()[where]} at position {where} is not a positive finite number",
             "calibrate this tensor again with finite data that reaches it, or leave its record out",
         )
+
+
+def _entry(record: NamedEncoding, version: str) -> tuple[Any, str | None]:
+    """The entry of a record, or ``None`` and why there is none; and what of it the version does not say."""
+    if record.encoding.shift is not None:
+        return None, f"version {version} has whole zero points, and these are real numbers; left out"
+    return _WRITERS[version](record)
 
 
 def _write_0_6_1(record: NamedEncoding) -> tuple[Any, str | None]:

@@ -317,6 +317,8 @@ def _form(encoding: Encoding, narrow: bool) -> _Form:
     fmt = encoding.format
     if encoding.dynamic:
         return _write_at_run_time
+    if encoding.shift is not None:
+        return _refuse_float_zero_point
     if isinstance(fmt, IntFormat) and fmt.bits <= 16 and _spans_axis(encoding.granularity):
         return _write_spanning
     if isinstance(fmt, IntFormat):
@@ -326,6 +328,14 @@ def _form(encoding: Encoding, narrow: bool) -> _Form:
     if is_small_float(fmt):
         return _write_small_float
     return partial(_write_pair, narrow=True) if narrow else _write_float8
+
+
+def _refuse_float_zero_point(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
+    raise ExportError(
+        pen.site,
+        "zero points of ONNX are whole numbers, and those of this activation are not",
+        "quantize activations with the symmetry 'asymmetric': float_zero_point is for weights",
+    )
 
 
 def _narrow_is_safe(marker: ir.Node) -> bool:

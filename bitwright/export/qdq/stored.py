@@ -77,14 +77,16 @@ def check_shape(encoding: Encoding, shape: tuple[int, ...], site: str) -> None:
         )
 
 
-def has_scale(fmt: Format) -> bool:
-    """Whether constants of ``fmt`` are stored as codes that DequantizeLinear scales.
+def has_scale(encoding: Encoding) -> bool:
+    """Whether constants of ``encoding`` are stored as codes that DequantizeLinear scales.
 
-    Halves are numbers of their own. No operator of ONNX looks numbers of a codebook up and scales them in blocks. Above 16 bits
-    DequantizeLinear takes int32, which integer kernels would misread.
+    Its zero points are whole numbers. Halves are numbers of their own. No operator of ONNX looks numbers of a
+    codebook up and scales them in blocks. Above 16 bits DequantizeLinear takes int32, which integer kernels would
+    misread.
     """
+    fmt = encoding.format
     if isinstance(fmt, IntFormat):
-        return fmt.bits <= 16
+        return fmt.bits <= 16 and encoding.shift is None
     return not fmt.codebook and fmt.name not in HALVES
 
 
@@ -108,7 +110,7 @@ def store_constant(
     fmt = encoding.format
     if fmt.name in HALVES:
         return Stored(np.asarray(quantize(array, encoding)).astype(HALVES[fmt.name].numpy()), None, None)
-    if not has_scale(fmt):
+    if not has_scale(encoding):
         return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
     codes = np.asarray(quantize(array, encoding))
     if is_small_float(fmt):  # its numbers are whole multiples of the smallest one
@@ -209,6 +211,7 @@ def transpose_encoding(encoding: Encoding, perm: Sequence[int]) -> Encoding:
         encoding,
         scale=encoding.scale.transpose(perm),
         zero_point=encoding.zero_point.transpose(perm),
+        shift=None if encoding.shift is None else encoding.shift.transpose(perm),
         granularity=moved,
         common=common if common is None else common.transpose(perm),
     )

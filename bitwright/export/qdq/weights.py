@@ -176,7 +176,7 @@ def write_constant(w: Writing, node: ir.Node, site: str) -> None:
     in_body = _is_read_in_body(w, result)
     apart = in_body or _saturates(w, result, encoding)
     shift = apart or (w.activation == "unsigned" and not _is_weight(result))
-    turned = has_scale(encoding.format) and source.dtype in (None, ir.DataType.FLOAT)
+    turned = has_scale(encoding) and source.dtype in (None, ir.DataType.FLOAT)
     for reader, port in tuple(result.uses()) if turned else ():
         if reader.op_type == "Transpose" and port == 0:
             _write_transposed(w, reader, source, encoding, w.places[node], shift=apart)
@@ -188,7 +188,8 @@ def write_constant(w: Writing, node: ir.Node, site: str) -> None:
     write = _folded if folds else _dequantize
     value = write(w, node, small, values, source)
     if small.op is None:
-        w.note(site, "stored in float", f"{encoding.format.name} constants have no exact small form")
+        kind = encoding.format.name + (" with zero points that are real numbers" if encoding.shift is not None else "")
+        w.note(site, "stored in float", f"{kind}: such constants have no exact small form")
     result = _in_place_of_marker(w, node, value)
     w.heirs.setdefault(source, result)
     scale = values[1] if small.scale is not None else None

@@ -92,10 +92,11 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
     if layout is None:
         return
     check_groups(plan)
-    why = row.refuses(plan)
+    why = "it stores zero points as integers" if layout.float_zero_point else row.refuses(plan)
     if not why:
         return
-    able = [other.name for other in others if other is not row and not other.refuses(plan)]
+    free = layout.float_zero_point
+    able = [] if free else [other.name for other in others if other is not row and not other.refuses(plan)]
     instead = f"write {' or '.join(able)}, which hold it" if able else "no kind of files that is written here holds it"
     remedy = f"{instead}; or quantize it to what {row.name} holds: {row.holds}"
     if len(plan.shape) > 2:

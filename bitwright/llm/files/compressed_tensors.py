@@ -207,7 +207,7 @@ def _input_args(found: LayerInput, name: str) -> dict[str, Any]:
             "use int8 or float8_e4m3, per tensor or, chosen at run time, per token",
         )
     symmetric = isinstance(fmt, FloatFormat) or (
-        found.encoding.symmetric if found.encoding is not None else spec.symmetry != "asymmetric"
+        found.encoding.symmetric if found.encoding is not None else not spec.has_zero_point
     )
     return {
         "num_bits": fmt.bits, "type": "int" if isinstance(fmt, IntFormat) else "float", "symmetric": symmetric,

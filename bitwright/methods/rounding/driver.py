@@ -771,6 +771,7 @@ def _packed(choice: Choice, index: int) -> dict[str, NDArray[Any]]:
     return {
         **weight,
         **({} if common is None else {f"{index}.common": np.asarray(common)}),
+        **({} if choice.encoding.shift is None else {f"{index}.shift": np.asarray(choice.encoding.shift)}),
         f"{index}.scale": np.asarray(choice.encoding.scale),
         f"{index}.zero_point": np.asarray(choice.encoding.zero_point, np.int64),
         f"{index}.errors": np.array([choice.before, choice.after]),
@@ -794,7 +795,8 @@ def _misfit(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: S
     """Why what a cache has is nothing that :func:`_packed` gives for this layer; ``None`` if it can be."""
     known = model.sites()[layer.site].encoding
     assert known is not None
-    shapes = {"scale": known.scale.shape, "zero_point": known.scale.shape, "errors": (2,)}
+    params = ("scale", "zero_point", "shift")[: 2 + (known.shift is not None)]
+    shapes = {**dict.fromkeys(params, known.scale.shape), "errors": (2,)}
     if f"{index}.weight" in kept:
         shapes["weight"] = tuple(model.weight(layer.site).shape)
     for part, shape in shapes.items():
@@ -816,7 +818,8 @@ def _unpacked(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model:
     known = model.sites()[layer.site].encoding
     assert known is not None
     common = kept.get(f"{index}.common", known.common)
-    encoding = replace(known, zero_point=kept[f"{index}.zero_point"], common=common)
+    shift = None if known.shift is None else kept[f"{index}.shift"]
+    encoding = replace(known, zero_point=kept[f"{index}.zero_point"], common=common, shift=shift)
     encoding = with_stored_scale(encoding, kept[f"{index}.scale"])
     before, after = kept[f"{index}.errors"].tolist()
     weight = kept.get(f"{index}.weight")
@@ -869,7 +872,7 @@ def _weight_key(model: SimulatedModel, layer: Layer) -> bytes:
     encoding = model.sites()[layer.site].encoding
     weight = model.weight(layer.site).float().cpu().numpy()
     assert encoding is not None, layer.site
-    grid = encoding.scale.tobytes() + encoding.zero_point.tobytes()
+    grid = encoding.scale.tobytes() + encoding.zero.tobytes()
     return f"{layer.name} {encoding.format.name}".encode() + grid + weight.tobytes()
 
 

@@ -121,7 +121,7 @@ def _grids(grid: Grid | None, columns: Tensor) -> list[Grid | None]:
     if grid is None:
         return [None] * int(columns.shape[2])
     parts = (_by_column(t, columns) for t in (grid.scale, grid.lo, grid.hi))
-    return [Grid(scale, lo, hi, format=grid.format) for scale, lo, hi in zip(*parts, strict=True)]
+    return [Grid(scale, lo, hi, format=grid.format, free=grid.free) for scale, lo, hi in zip(*parts, strict=True)]
 
 
 def _gone(block: Tensor, diagonal: Tensor, settings: Settings, every: tuple[int, int] | None) -> Tensor:
@@ -238,6 +238,12 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     target = _least_squares(w, found, settings) if settings.match_float and seen else w
     nearest = grid.nearest(w)
     if settings.sparsity > 0 or group_of_pattern(settings.pattern) is not None:
+        if grid.free:
+            raise ConfigError(
+                layer.name,
+                "zeros are asked for, and its grid, whose zero points are real numbers, may have no code for zero",
+                "quantize the weight with the symmetry 'asymmetric' or 'symmetric'",
+            )
         if not seen:
             raise CalibrationError(
                 layer.name, "its inputs are all zero, so that no weight is worth more", "give other data"

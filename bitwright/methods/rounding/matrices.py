@@ -268,6 +268,7 @@ class Grid:
         common: what stored scales are multiples of, where they are.
         index: which of the encoding's scales each weight has, int64 ``[G, O, K]``; ``None`` where no method asks for it.
         steps: of an integer grid with zero points, the number of its codes less one; 0 where there is none.
+        free: whether zero points are real numbers: codes with real zero at 0 are then a whole number above ``lo``.
     """
 
     scale: Tensor
@@ -279,6 +280,7 @@ class Grid:
     common: Tensor | None = None
     index: Tensor | None = None
     steps: int = 0
+    free: bool = False
 
     def nearest(self, w: Tensor) -> Tensor:
         """Codes of ``w``, ties to even."""
@@ -288,12 +290,16 @@ class Grid:
         """Codes of weights that are divided by their scales."""
         if self.format is not None:
             return round_to_float(ratio, self.format).float()
-        return torch.clamp(ratio.round(), self.lo, self.hi)
+        return torch.clamp(self.to_codes(ratio), self.lo, self.hi)
+
+    def to_codes(self, ratio: Tensor) -> Tensor:
+        """The nearest code of an integer grid that has no ends."""
+        return (ratio - self.lo).round() + self.lo if self.free else ratio.round()
 
     def below(self, ratio: Tensor) -> tuple[Tensor, Tensor]:
         """The code at or below each ratio, and how far the next is above it; integers may lie beyond the ends of the grid."""
         if self.format is None:
-            down = ratio.floor()
+            down = (ratio - self.lo).floor() + self.lo if self.free else ratio.floor()
             return down, torch.ones_like(down)
         numbers = torch.from_numpy(format_numbers(self.format)).to(ratio.device)
         index = (torch.searchsorted(numbers, ratio.contiguous(), right=True) - 1).clamp(0, len(numbers) - 2)
@@ -326,10 +332,10 @@ class Grid:
         if isinstance(encoding.format, FloatFormat):
             hi = torch.full((1, 1, 1), encoding.format.max, device=device)
             return Grid(spread(encoding.scale), -hi, hi, own_rows, encoding.format, stored, common, index)
-        lo = (encoding.format.qmin - encoding.zero_point).astype("float32")
-        hi = spread((encoding.format.qmax - encoding.zero_point).astype("float32"))
-        steps = 0 if encoding.symmetric else encoding.format.steps
-        return Grid(spread(encoding.scale), spread(lo), hi, own_rows, None, stored, common, index, steps)
+        lo = (encoding.format.qmin - encoding.zero).astype("float32")
+        hi = spread((encoding.format.qmax - encoding.zero).astype("float32"))
+        steps, free = 0 if encoding.symmetric else encoding.format.steps, encoding.shift is not None
+        return Grid(spread(encoding.scale), spread(lo), hi, own_rows, None, stored, common, index, steps, free)
 
 
 def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
@@ -340,7 +346,11 @@ def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
         firsts = layer.tensor(values).reshape(layer.shape)[granularity.firsts(layer.shape)]
         return np.asarray(firsts.reshape(granularity.param_shape(layer.shape)).cpu())
 
-    if grid.steps and isinstance(encoding.format, IntFormat):
+    if grid.free and isinstance(encoding.format, IntFormat):
+        fmt, zero = encoding.format, 0 - gathered(grid.lo)
+        whole = np.clip(np.rint(zero), fmt.qmin, fmt.qmax)
+        encoding = replace(encoding, zero_point=whole.astype(np.int64), shift=zero - whole)
+    elif grid.steps and isinstance(encoding.format, IntFormat):
         encoding = replace(encoding, zero_point=encoding.format.qmin - gathered(grid.lo).astype(np.int64))
     return with_stored_scale(encoding, gathered(grid.scale))
 

@@ -175,7 +175,7 @@ class LearnedDivision:
         if self.grid.format is not None:
             ratio = torch.clamp(ratio, self.grid.lo, self.grid.hi)
         with torch.no_grad():
-            difference = (ratio.round() if self.grid.format is None else self.grid.rounded(ratio)) - ratio
+            difference = (self.grid.to_codes(ratio) if self.grid.format is None else self.grid.rounded(ratio)) - ratio
         return torch.clamp(ratio + difference, self.grid.lo, self.grid.hi) * scale
 
     @torch.no_grad()
@@ -221,12 +221,19 @@ class SignedRounding:
             with torch.no_grad():
                 stored = grid.stored(scale) - scale
             return scale + stored, grid.lo, grid.hi
-        low, high = grid.lo * grid.scale * self.low[index], grid.hi * grid.scale * self.high[index]
+        # ends move towards zero, or towards the middle of the grid where zero may lie beyond it
+        middle = (grid.lo + grid.hi) / 2 if grid.free else 0.0
+        low, high = (
+            (middle + (end - middle) * part[index]) * grid.scale
+            for end, part in ((grid.lo, self.low), (grid.hi, self.high))
+        )
         scale = (high - low) / grid.steps
         with torch.no_grad():
             stored = grid.stored(scale.clamp(min=torch.finfo(torch.float32).tiny)) - scale
         scale = scale + stored
         lo = low / scale
+        if grid.free:
+            return scale, lo, lo + grid.steps
         with torch.no_grad():
             whole = lo.round().clamp(-grid.steps, 0) - lo
         lo = lo + whole
@@ -237,7 +244,7 @@ class SignedRounding:
         if self.grid.format is None:
             moved = ratio + self.offset
             with torch.no_grad():
-                difference = moved.round() - moved
+                difference = replace(self.grid, lo=lo).to_codes(moved) - moved
             return torch.clamp(moved + difference, lo, hi)
         # cut first: the rounding of a float format saturates, and what is beyond its ends moves with the scale
         moved = torch.clamp(ratio + self.offset * self.grid.below(ratio.detach())[1], lo, hi)
@@ -257,7 +264,9 @@ class SignedRounding:
         codes = self._codes(scale, lo, hi)
         if self.grid.format is not None:
             return self.grid.rounded(codes), replace(self.grid, scale=scale)
-        return codes.round(), replace(self.grid, scale=scale, lo=lo.round(), hi=hi.round())
+        if not self.grid.free:
+            codes, lo, hi = codes.round(), lo.round(), hi.round()
+        return codes, replace(self.grid, scale=scale, lo=lo, hi=hi)
 
 
 class LearnedClipping(SignedRounding):

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitwright.core.numerics.affine import encode, is_sayable, stored_scale, with_stored_scale
+from bitwright.core.numerics.affine import choose_float_zero_point, encode, is_sayable, stored_scale, with_stored_scale
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import FloatFormat
+from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.numerics.statistics import rows_of
@@ -38,7 +38,8 @@ class Settings:
     """Of the method.
 
     Attributes:
-        num_candidates: fractions ``1/n, 2/n, ..., 1`` of the present range; of float formats on to ``1.5``.
+        num_candidates: fractions ``1/n, 2/n, ..., 1`` of the present range; of float formats on to ``1.5``. Where zero points
+            are real numbers half as many, from ``0.65`` to ``1.1`` of it, each at five places.
         rows_per_input: as for GPTQ; at most 8192 rows are drawn where outputs are computed.
         loss_fn: ``mse``; ``l1``, the absolute error; ``sqnr``, noise over signal of every output channel, as the geometric mean
             over batches.
@@ -95,6 +96,9 @@ def _candidates(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encodi
     a quarter.
     """
     is_float = isinstance(start.format, FloatFormat)
+    if start.shift is not None:
+        yield from _moved(start, count)
+        return
     if not is_float and start.common is None:
         yield from _fractions(start, spec, count)
         return
@@ -108,6 +112,18 @@ def _candidates(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encodi
         candidate = replace(start, scale=scale)
         if is_sayable(candidate):
             yield candidate
+
+
+def _moved(start: Encoding, count: int) -> Iterator[Encoding]:
+    """``start`` and grids somewhat wider and narrower than it at places nearby; their zero points are real numbers."""
+    yield start
+    assert isinstance(start.format, IntFormat)
+    centre, half = (start.max + start.min) / 2, (start.max - start.min) / 2
+    for part in np.linspace(1.1, 0.65, max(2, count // 2)):
+        for step in (-0.6, -0.3, 0.0, 0.3, 0.6):
+            middle = centre + step * start.scale
+            scale, zero_point, shift = choose_float_zero_point(middle - half * part, middle + half * part, start.format)
+            yield replace(start, scale=scale, zero_point=zero_point, shift=shift)
 
 
 def _fractions(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encoding]:
@@ -250,7 +266,9 @@ def _within_blocks(hessian: Tensor, encoding: Encoding, layer: Layer) -> Callabl
 
 def _chosen(one: Encoding, other: Encoding, where: np.ndarray) -> Encoding:
     zero_point = np.where(where, other.zero_point, one.zero_point)
-    return with_stored_scale(replace(one, zero_point=zero_point), np.where(where, other.scale, one.scale))
+    shift = None if one.shift is None or other.shift is None else np.where(where, other.shift, one.shift)
+    chosen = replace(one, zero_point=zero_point, shift=shift)
+    return with_stored_scale(chosen, np.where(where, other.scale, one.scale))
 
 
 def method(settings: Settings) -> Callable[[Task], Sequence[Choice]]:

@@ -55,8 +55,9 @@ class Grid:
 
 
 def is_fast(encoding: Encoding) -> bool:
-    """Whether the four passes serve: integer grids whose codes float32 holds exactly."""
-    return isinstance(encoding.format, IntFormat) and encoding.format.bits <= 16 and not encoding.dynamic
+    """Whether the four passes serve: integer grids whose codes float32 holds exactly, counted from whole zero points."""
+    whole = isinstance(encoding.format, IntFormat) and encoding.shift is None
+    return whole and encoding.format.bits <= 16 and not encoding.dynamic
 
 
 def make_grid(encoding: Encoding, shape: tuple[int, ...], device: torch.device) -> Grid:

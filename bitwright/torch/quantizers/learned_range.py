@@ -65,6 +65,8 @@ def unlearnable(encoding: Encoding) -> str | None:
     """The reason why this range cannot be learned; ``None`` where it can."""
     if encoding.dynamic:
         return "every run chooses it of the tensor that passes"
+    if encoding.shift is not None:
+        return "its zero points are real numbers: methods that round weights move them, training does not"
     if not is_fast(encoding):
         return f"{encoding.format.name} is not an integer grid of up to 16 bits"
     if encoding.scale_format != FLOAT32_SCALE:

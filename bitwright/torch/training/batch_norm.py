@@ -446,7 +446,8 @@ def _scaled(encoding: Encoding, factors: Doubles) -> Encoding:
     scale = np.clip(exact, np.finfo(np.float32).tiny, None).astype(np.float32)
     turned = np.broadcast_to(along < 0, scale.shape)
     reflected = encoding.zero_point if encoding.symmetric else fmt.qmin + fmt.qmax - encoding.zero_point
-    return replace(encoding, scale=scale, zero_point=np.where(turned, reflected, encoding.zero_point))
+    shift = None if encoding.shift is None else np.where(turned, -encoding.shift, encoding.shift)
+    return replace(encoding, scale=scale, zero_point=np.where(turned, reflected, encoding.zero_point), shift=shift)
 
 
 def _place_anew(sim: QuantizationSimModel, folds: Sequence[Fold]) -> None:

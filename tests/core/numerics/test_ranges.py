@@ -58,6 +58,10 @@ def heavy_tailed(size=100_000, seed=0):
     return np.random.default_rng(seed).standard_t(3, size).astype(np.float32)
 
 
+#: symmetries of every format, whose zero points are whole numbers
+WHOLE = tuple(symmetry for symmetry in SYMMETRIES if symmetry != "float_zero_point")
+
+
 def error_of(x, lo, hi, spec, gamma=1.0):
     """Squared error of ``x`` on the grid of the range, clipped values weighing ``gamma`` times."""
     enc = encode(lo, hi, spec)
@@ -68,7 +72,7 @@ def error_of(x, lo, hi, spec, gamma=1.0):
 # ---- every method on every kind of data
 
 
-@pytest.mark.parametrize("symmetry", SYMMETRIES)
+@pytest.mark.parametrize("symmetry", WHOLE)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("data", DEGENERATE.values(), ids=DEGENERATE)
 def test_every_method_gives_a_valid_range_on_degenerate_data(data, method, symmetry):
@@ -427,6 +431,7 @@ def test_each_method_says_what_it_needs():
         "mse": "histogram",
         "sqnr": "histogram",
         "entropy": "histogram",
+        "hqq": "histogram",
     }
 
 
@@ -685,7 +690,7 @@ def test_degenerate_tensors(granularity, fill):
         ("int8n", "uint8", "int2", "uint16", "int32", "float8_e4m3", "float16") if whole else ("uint4", "float4_e2m1")
     )
     for fmt in map(parse_format, formats):
-        for symmetry in ("symmetric",) if isinstance(fmt, FloatFormat) else SYMMETRIES:
+        for symmetry in ("symmetric",) if isinstance(fmt, FloatFormat) else WHOLE:
             # searches take most of the time, and depend on the grid by its number of codes only
             searched = symmetry != "asymmetric" and fmt.name in ("uint8", "uint4", "float8_e4m3", "float4_e2m1")
             for method in ANY_METHOD if searched else CLOSED:
@@ -716,7 +721,7 @@ def test_arbitrary_tensors(dtype, data):
     spec = QuantSpec(
         parse_format(data.draw(st.sampled_from(ANY_FORMAT))),
         data.draw(st.sampled_from(list(GRANULARITIES.values()))),
-        data.draw(st.sampled_from(SYMMETRIES)),
+        data.draw(st.sampled_from(WHOLE)),
         data.draw(st.sampled_from(ANY_METHOD)),
     )
     check(x, spec)
@@ -733,3 +738,60 @@ def test_torch_gives_the_same_ranges(data):
     ours, theirs = ranges_of(x, spec), ranges_of(torch.from_numpy(x), spec)
     for one, other in zip(ours, theirs, strict=True):
         assert np.array_equal(one[0], other[0]) and np.array_equal(one[1], other[1])
+
+
+# ---- zero points that are real numbers
+
+
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
+@pytest.mark.parametrize("granularity", GRANULARITIES.values(), ids=GRANULARITIES)
+def test_free_zero_points_of_degenerate_tensors_leave_at_most_half_a_step(granularity, fill):
+    x = fill.astype(np.float32)
+    for method in ("minmax", "mse", "hqq"):
+        spec = QuantSpec("uint4", granularity, "float_zero_point", RangeMethod(method))
+        enc = encode(*choose_range_of(x, spec, granularity), spec, granularity)
+        found = fake_quantize(x, enc)
+        assert np.isfinite(found).all() and np.isfinite(enc.scale).all() and (enc.scale > 0).all()
+        if method == "minmax":
+            step = granularity.spread(enc.scale, x.shape).astype(np.float64)
+            moved = np.abs(found.astype(np.float64) - x).reshape(granularity.view_shape(x.shape))
+            assert (moved <= (0.501 + 2e-3 * (np.abs(x).max() > 3e38)) * step + 1e-6 * np.abs(x).max()).all()
+
+
+def test_free_zero_points_hold_ends_of_the_range_that_zero_is_not_in():
+    x = np.float32([[5.0, 5.25, 5.5, 5.75], [-2.0, -2.0, -2.0, -2.0]])
+    spec = QuantSpec("uint2", PerChannel(0), "float_zero_point")
+    enc = encode(*choose_range_of(x, spec, PerChannel(0)), spec, PerChannel(0))
+    assert np.array_equal(fake_quantize(x, enc), x)
+    assert enc.zero.tolist() == [-20.0, 1.0] and not enc.symmetric and enc.min.tolist() == [5.0, -2.0]
+    theirs = fake_quantize(torch.from_numpy(x), enc)
+    assert np.array_equal(theirs.numpy(), x)
+
+
+def test_search_of_free_zero_points_beats_whole_ones_and_half_quadratic_lies_between():
+    """Weights of a normal distribution, 4 and 3 bits in groups of 32, which do not divide the rows."""
+    x = np.random.default_rng(0).standard_normal((64, 100)).astype(np.float32)
+    where = PerBlock(32, 1, 0)
+
+    def noise(bits, symmetry, method):
+        spec = QuantSpec(f"uint{bits}", where, symmetry, RangeMethod(method))
+        return float(np.square(fake_quantize(x, encode(*choose_range_of(x, spec, where), spec, where)) - x).sum())
+
+    for bits in (4, 3):
+        whole, free = noise(bits, "asymmetric", "mse"), noise(bits, "float_zero_point", "mse")
+        plain, half = noise(bits, "float_zero_point", "minmax"), noise(bits, "float_zero_point", "hqq")
+        assert free < 0.95 * whole and free < 0.9 * plain and free < half < 1.02 * plain
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"format": "int4"}, "int4 has none"),
+        ({"format": "float8_e4m3"}, "float8_e4m3 has none"),
+        ({"scale_format": "float16"}, "scales of float16 go with none"),
+        ({"fixed_range": (0.0, 1.0)}, "chosen of weights at hand"),
+    ],
+)
+def test_free_zero_points_are_refused_where_nothing_computes_with_them(change, problem):
+    with pytest.raises(ConfigError, match=f"zero points that are real numbers: .*{problem}"):
+        QuantSpec(**{"format": "uint4", "symmetry": "float_zero_point", **change})

@@ -71,6 +71,14 @@ def test_layouts_hold_the_simulation(kind, spec, version, tmp_path):
     assert kind == "awq" or own["checkpoint_format"] == {1: "gptq", 2: "gptq_v2"}[version]
 
 
+@pytest.mark.parametrize("kind", ["compressed-tensors", "gguf", "torchao", "gptq", "awq"])
+def test_real_zero_points_are_refused_by_files_that_store_integers(tmp_path, kind):
+    sim = weight_only(tiny(LlamaConfig), "w4g32_float_zero")
+    with pytest.raises(ExportError, match="zero points that are real numbers.*it stores zero points as integers"):
+        write_simulation(tmp_path, sim, to=kind)
+    assert not list(tmp_path.iterdir())
+
+
 def test_layers_that_differ_are_refused(tmp_path):
     sim = weight_only(tiny(LlamaConfig), "w4g32")
     sim.quantizers[f"{LAYER}.weight"].spec = QuantSpec("int8", PerBlock(32))

@@ -16,7 +16,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, largest_code
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import choose_range_of
-from bitwright.core.numerics.spec import weight_spec
+from bitwright.core.numerics.spec import RangeMethod, weight_spec
 from bitwright.errors import ConfigError
 from bitwright.methods.rounding import gptq
 from bitwright.methods.rounding.gptq import Settings, inverse_factor, quadratic_error, round_columns
@@ -435,6 +435,8 @@ def test_flexround_keeps_one_scale_where_rows_share_it():
 
 
 def encoded(w: torch.Tensor, format: str, scale_format: str = "float32", block: int = 8, **changes: Any) -> Encoding:
+    if format == "uint4":
+        changes = {"symmetry": "float_zero_point", "method": RangeMethod("mse")} | changes
     spec = weight_spec(format, PerBlock(block, 1, 0), scale_format=scale_format, **changes)
     return encode(*choose_range_of(w, spec, spec.granularity), spec, spec.granularity)
 
@@ -447,6 +449,7 @@ FORMATS = {
     "float16-scales": ("int4", "float16"),
     "LPBQ": ("int4", "uint4"),
     "bfloat16": ("bfloat16", "float32"),
+    "real-zero-points": ("uint4", "float32"),
 }
 
 
@@ -460,7 +463,10 @@ def test_a_grid_is_that_of_the_quantizer_in_every_format(name):
     assert torch.equal(grid.stored(grid.scale), grid.scale) and grid_encoding(grid, encoding, layer) == encoding
     down, gap = grid.below(w[None] / grid.scale)
     inside = (w[None] / grid.scale < down + gap) & (down <= w[None] / grid.scale)
-    ends = grid.nearest(w[None]).abs() >= largest_code(encoding.format) - 1
+    nearest = grid.nearest(w[None])
+    ends = (
+        (nearest <= grid.lo) | (nearest >= grid.hi) if grid.free else nearest.abs() >= largest_code(encoding.format) - 1
+    )
     assert (inside | ends).all() and (gap > 0).all()
     inside &= (w[None] / grid.scale).clamp(grid.lo, grid.hi) == w[None] / grid.scale
     soft = AdaptiveRounding(w[None], grid).soft()
@@ -517,3 +523,32 @@ def test_gptaq_moves_columns_as_in_the_paper():
         left[:, k + 1 :] += np.outer(column, P[k, k + 1 :]) - np.outer(error, upper[k, k + 1 :])
     assert (found[0].numpy() == codes).mean() > 0.99
     assert not torch.equal(found, round_columns(w.clone(), hessian, grid, Settings(act_order=False, block=7)))
+
+
+@pytest.mark.parametrize("method", ["gptq", "seq_mse", "adaround"])
+def test_methods_gain_on_real_zero_points_and_keep_them_in_a_cache(tmp_path, method):
+    torch.manual_seed(0)
+    x = torch.randn(512, 40) @ torch.randn(40, 40) + 1
+    model = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 6)).eval()
+    found, wanted = [], model(x).detach()
+    for folder in (None, tmp_path, tmp_path):
+        sim = QuantizationSimModel(model, x[:2], preset="w3g32_float_zero")
+        sim.compute_encodings()
+        nearest = sim.model(x).detach()
+        options = {"iterations": 200} if method == "adaround" else {}
+        apply_reconstruction(sim, [x], method, progress=False, cache_dir=folder, **options)
+        found.append(sim.model(x).detach())
+        assert (found[-1] - wanted).square().mean() < (nearest - wanted).square().mean()
+        for name in ("0.weight", "2.weight"):
+            enc, w = sim.quantizers[name].encoding, sim.model.get_parameter(name).detach()
+            assert enc.shift is not None and (enc.shift != 0).any()
+            if method != "seq_mse":
+                torch.testing.assert_close(fake_quantize(w, enc), w, atol=1e-6, rtol=1e-6)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
+
+
+def test_zeros_are_refused_where_zero_may_have_no_code():
+    sim = QuantizationSimModel(nn.Linear(32, 4), torch.randn(2, 32), preset="w4_float_zero")
+    sim.compute_encodings()
+    with pytest.raises(ConfigError, match="may have no code for zero.*asymmetric"):
+        apply_reconstruction(sim, [torch.randn(64, 32)], "gptq", progress=False, sparsity=0.5)

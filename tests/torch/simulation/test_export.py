@@ -730,6 +730,33 @@ def test_weights_that_are_no_integers_stay_so_between_quantized_activations(weig
     assert sim.verify(batches[1]).ok
 
 
+def test_real_zero_points_are_exported_and_kept_in_checkpoints(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = ThreeLayers().eval(), torch.randn(2, 4, 5, 5)
+    weight = {"format": "uint4", "symmetry": "float_zero_point", "method": "mse"}
+    sim = QuantizationSimModel(model, x, config_file={"rules": [{"weight": weight}, {"match": "conv", "output": None}]})
+    sim.compute_encodings([x])
+    exported = sim.export(tmp_path, "net", x)
+    assert_close_db(sim.model(x), in_onnxruntime(exported.qdq)(x), 100)
+    assert sim.verify(x).ok
+    assert any("conv.weight: uint4 with zero points that are real numbers" in note for note in exported.notes)
+    assert any("conv.weight: version 1.0.0 has whole zero points" in note for note in exported.notes)
+    sim.save_checkpoint(tmp_path / "saved")
+    other = QuantizationSimModel(model, x, config_file={"rules": [{"weight": weight}]})
+    other.load_checkpoint(tmp_path / "saved")
+    assert other.quantizers["conv.weight"].encoding == sim.quantizers["conv.weight"].encoding
+    assert torch.equal(other.model(x), sim.model(x))
+
+
+def test_real_zero_points_of_activations_are_refused_where_they_are_written(tmp_path: Path) -> None:
+    x = torch.randn(2, 4, 5, 5)
+    rules = {"rules": [{"match": "out", "output": {"format": "uint8", "symmetry": "float_zero_point"}}]}
+    sim = QuantizationSimModel(ThreeLayers().eval(), x, config_file=rules)
+    sim.compute_encodings([x])
+    with pytest.raises(ExportError, match="zero points of ONNX are whole numbers.*float_zero_point is for weights"):
+        sim.export(tmp_path, "net", x)
+
+
 @pytest.mark.parametrize("unsigned, kind", [(True, np.uint8), (False, np.int8), (None, None)])
 def test_unsigned_weights_compute_the_simulation_on_every_cpu(
     unsigned: bool | None, kind: type | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
