@@ -204,8 +204,9 @@ def drift(
 
     PATH is a folder that sim.export wrote, an ONNX file, or the .tflite file of
     an export. HOW is float, simulation, file (float kernels, every quantizer as
-    it stands), or a runtime: onnxruntime, openvino, litert. HOW alone takes the
-    path of the other argument.
+    it stands), a runtime: onnxruntime, openvino, litert, or a target that is not
+    here: a name of `bitwright list profiles`, or a .toml file. HOW alone takes
+    the path of the other argument.
 
     Every operator is fed the same in both, and compared on its grid; then both
     run from the input on, which shows how the difference grows. Suspected causes
@@ -222,6 +223,7 @@ def drift(
       bitwright drift exported/ exported/@openvino --data samples.npz
       bitwright drift exported/@simulation exported/net.tflite
       bitwright drift float.onnx other_tool_int8.onnx@onnxruntime --data samples.npz
+      bitwright drift exported/@simulation exported/@cmsis_nn
     """
     from bitwright.compare.drift import drift as compare
     from bitwright.compare.sides import open_sides

@@ -8,7 +8,7 @@ sums that saturate, products fused with activations that were not quantized, its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,10 @@ from bitwright.compare.points import Pair
 from bitwright.compare.reasons import Evidence, measure
 from bitwright.compare.report import CauseName, Finding, Retry
 from bitwright.compare.runtime import fix_lengths, free_inputs, how_to_fix, offers_exact_sums
+from bitwright.compare.sides import Side
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.integer_sums import INT32_MAX
+from bitwright.executors.profile import Profile, exact_kernels
 from bitwright.export.qdq.forms import Builder
 from bitwright.export.qdq.markers import move_uses
 
@@ -91,6 +93,17 @@ class Doubt:
     def file(self, edit: Edit = unchanged) -> Array | None:
         """Value of the file with float kernels."""
         return self.again(edit, mode="float")
+
+    def other_profile(self, side: Side, profile: Profile) -> tuple[Array, Array] | None:
+        """Both values, where ``side`` computes its own with another profile."""
+        mine = side is self.a
+        edit: Edit = (lambda model: give(model, self.lockstep.rounded)) if mine else unchanged
+        feeds = self.lockstep.feeds_a if mine else self.lockstep.feeds_b
+        run = replace(side, profile=profile).run
+        found, _ = self.lockstep.locally(side, feeds, [self.pair], edit=edit, run=run)
+        if self.pair not in found:
+            return None
+        return (self.lockstep.on_grid(found)[self.pair], self.found) if mine else (self.wanted, found[self.pair])
 
     def beside(self, value: Callable[[], Array | None]) -> Run:
         """A run compared with the first execution."""
@@ -302,6 +315,7 @@ def _shown(array: Array) -> str:
 
 
 _PAIRS = ("onnxruntime", "openvino")  # whose kernels multiply uint8 by int8, in pairs where there is no VNNI
+_WIDEST = 64  # bits of sums in runs without an overflow
 _ENOUGH = 0.99  # equal codes of a tensor where others are one step off: what summation order may do
 
 
@@ -348,8 +362,15 @@ def _first_of(doubt: Doubt, suspected: Iterable[Suspect], tried: tuple[Retry, ..
 def suspects(doubt: Doubt) -> Iterator[Suspect]:
     """Suspects in the order of trial: first those in the file, then those of the runtime."""
     plain = doubt.file()
-    if not doubt.b.in_runtime or plain is None or not close(doubt.agreement(doubt.wanted, plain)):
+    profiles = doubt.a.profile is not None or doubt.b.profile is not None
+    if not profiles and (not doubt.b.in_runtime or plain is None or not close(doubt.agreement(doubt.wanted, plain))):
         yield from file_causes(doubt)
+        return
+    if profiles:
+        yield from file_causes(doubt)
+        yield from _of_profiles(doubt)
+        if plain is not None:
+            yield from _fusion(doubt, plain)
         return
     yield from _four_bits(doubt)
     yield from _bias(doubt)
@@ -391,6 +412,7 @@ def _roundings(doubt: Doubt) -> Iterator[Suspect]:
         "codes that differ taken from the border",
         partial(levelled, 0.0),
     )
+    yield from _roundings_of_profiles(doubt)
     error = doubt.lockstep.errors.get(place.codes, 0.0)
     if error:
         yield Suspect(
@@ -422,6 +444,69 @@ def _four_bits(doubt: Doubt) -> Iterator[Suspect]:
         "with session.qdq_matmulnbits_accuracy_level = 1",
         doubt.beside(partial(doubt.again, mode="integer", entries=level)),
     )
+
+
+def _of_profiles(doubt: Doubt) -> Iterator[Suspect]:
+    """The arithmetic of a target, whichever of the two it is: each part of it with what leaves sums exact in its place."""
+    for side, other in ((doubt.b, doubt.a), (doubt.a, doubt.b)):
+        profile = side.profile
+        if profile is None:
+            continue
+        pairs = "adds products of uint8 and int8 in pairs, whose sums saturate at 16 bits"
+        narrower = "quantize again with repair='saturation', which gives the layers that need it 7-bit weights"
+        parts: dict[CauseName, tuple[dict[str, Any], str, str, str]] = {}
+        if profile.pairs:
+            parts["saturation"] = (
+                {"pairs": False},
+                f"{profile.name} {pairs}",
+                narrower,
+                "with sums of pairs that do not saturate",
+            )
+        elif other.how in _PAIRS and profile.reads == "onnx":
+            parts["saturation"] = (
+                {"pairs": True},
+                f"{other.label} {pairs}",
+                narrower,
+                "with sums of pairs that saturate",
+            )
+        if profile.accumulator < _WIDEST // 2 or doubt.place.piece.accumulated > INT32_MAX:
+            parts["overflow"] = (
+                {"accumulator": _WIDEST}, f"sums of {profile.name} have {profile.accumulator} bits and wrap around",
+                "leave its input in float, split the layer along its inner axis, or give its weight fewer bits",
+                f"with sums of {_WIDEST} bits",
+            )  # fmt: skip
+        if profile.bias == "float32":
+            parts["bias"] = (
+                {"bias": "int32"}, f"{profile.name} adds the bias in float32, after the sum is one",
+                f"export with target={profile.target!r}, which keeps the bias in float", "with an int32 bias, added to the sum",
+            )  # fmt: skip
+        exact = exact_kernels(profile)
+        for cause, (change, text, remedy, without) in parts.items():
+            yield Suspect(cause, text, remedy, without, partial(doubt.other_profile, side, replace(profile, **change)))
+            run = partial(doubt.other_profile, side, replace(exact, **change))
+            yield Suspect(cause, f"{text}, and its kernels round otherwise", remedy, f"{without}, rounded once", run)
+        if len(parts) > 1:
+            changes, texts, _, without_all = zip(*parts.values(), strict=True)
+            together = {key: value for change in changes for key, value in change.items()}
+            first, remedy = next((cause, part[2]) for cause, part in parts.items())
+            run = partial(doubt.other_profile, side, replace(exact, **together))
+            yield Suspect(first, "; ".join(texts), remedy, ", ".join(without_all), run)
+
+
+def _roundings_of_profiles(doubt: Doubt) -> Iterator[Suspect]:
+    """How the kernels of a target bring sums onto the grid, against those of another target, or one exact rounding."""
+    for side, other in ((doubt.b, doubt.a), (doubt.a, doubt.b)):
+        profile = side.profile
+        if profile is None:
+            continue
+        changed, without = exact_kernels(profile), "with the exact product and one rounding, a half to even"
+        if other.profile is not None and other.profile.reads == profile.reads:
+            changed, without = (
+                replace(profile, kernels=other.profile.kernels),
+                f"with the kernels of {other.profile.name}",
+            )
+        text = f"the kernels of {profile.name} round otherwise: {doubt.kernel}"
+        yield Suspect("rounding", text, "", without, partial(doubt.other_profile, side, changed))
 
 
 def _bias(doubt: Doubt) -> Iterator[Suspect]:

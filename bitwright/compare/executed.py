@@ -362,6 +362,8 @@ def _kernel_of(node: ir.Node, results: set[int], profile: Profile) -> Kernel | N
     """The kernel of ``node`` with the operators fused into it; ``None`` where it is computed in float."""
     quantizer, joined = _quantizer_after(node, results)
     grid = None if quantizer is None else _grid(quantizer)
+    if joined and node.op_type in _FLOAT_RESULTS and (grid is None or not _joins(joined, grid, profile)):
+        quantizer, joined, grid = None, (), None  # what lies in between is computed on its floats
     if not _ends_well(node, quantizer, joined, grid, profile) or not _reads_codes(node, grid, profile):
         return None
     if not profile.signed and not _become_unsigned(node):

@@ -45,9 +45,13 @@ class FlatExecutor:
         self._held: dict[int, Array] = {}
         for index, tensor in enumerate(graph.tensors):
             data = model.buffers[tensor.buffer].data
+            shape = [] if tensor.shape is None else tensor.shape
             if data is not None and len(data):
-                shape = [] if tensor.shape is None else tensor.shape
                 self._held[index] = np.frombuffer(np.asarray(data, np.uint8).tobytes(), _dtype(tensor)).reshape(shape)
+            elif (
+                0 in shape and index not in self.file.makers and index not in graph.inputs
+            ):  # a constant without elements, such as the shape of a scalar
+                self._held[index] = np.empty(shape, _dtype(tensor))
         self._sessions: dict[int, LitertSession] = {}
         self.by_reference = sorted({kind for i, kind in enumerate(self._kinds()) if self._unnamed(i, kind)})
 
@@ -134,7 +138,14 @@ class FlatExecutor:
             self._sessions[index] = session_of(self._alone(index, fed), reference=True)
         session = self._sessions[index]
         found = session.run({f"in{i}": values[i] for i in fed})
-        return [found[f"out{int(i)}"] for i in op.outputs]
+        made = {int(i): found[f"out{int(i)}"] for i in op.outputs}
+        # LiteRT takes a shape without elements for none, and returns one axis where a scalar is made
+        scalars = {
+            i
+            for i, array in made.items()
+            if array.size == 1 and (tensors[i].shape is None or not len(tensors[i].shape))
+        }
+        return [array.reshape(()) if i in scalars else array for i, array in made.items()]
 
     def _alone(self, index: int, fed: Sequence[int]) -> bytes:
         """A file of one operator; ``fed`` are its inputs, and other tensors hold constants or states."""

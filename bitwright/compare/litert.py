@@ -12,8 +12,9 @@ to these roundings alone. Source: ``tensorflow/lite/kernels/internal/reference``
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -221,9 +222,17 @@ class FlatFile:
         """Kinds of the operators between the sites before ``site`` and itself, in execution order."""
         return [self.kinds[self.graph.operators[i].opcodeIndex] for i in self.indices(site)]
 
-    def kernel_of(self, site: _Site) -> str:
-        """Kind and type of the kernel that makes the codes of ``site``, such as ``CONV_2D int8``; ``float`` where none does."""
+    def kernel_of(self, site: _Site, variants: Mapping[str, str] = MappingProxyType({})) -> str:
+        """Kind and type of the kernel that makes the codes of ``site``, such as ``CONV_2D int8``; ``float`` where none does.
+
+        Args:
+            site: where codes are made.
+            variants: kind -> how a target computes it; the last of these on the way, if there is one, is named with it.
+        """
         kinds = self.kernels(site)
+        named = [kind for kind in kinds if kind in variants and kind != "QUANTIZE"]
+        if named:
+            return f"{named[-1]} {variants[named[-1]]}"
         return f"{kinds[-1]} {np.dtype(site.dtype).name}" if kinds and kinds[-1] != "QUANTIZE" else "float"
 
     def indices(self, site: _Site) -> list[int]:
@@ -448,6 +457,8 @@ def run_converted(
     feeds: Mapping[str, Array],
     types: dict[str, str] | None = None,
     errors: dict[str, float] | None = None,
+    opened: Callable[[bytes], Any] = session_of,
+    variants: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Array]:
     """Graph outputs of ``model`` by name, as the kernels that LiteRT takes by default make them.
 
@@ -456,6 +467,8 @@ def run_converted(
         feeds: by name of graph input; what the model does not read is left out.
         types: filled with the codes of every site -> kernel, such as ``CONV_2D int8``; ``float`` where none makes them.
         errors: filled with the codes of every site -> how far the arithmetic of these kernels may bring a value, in steps.
+        opened: what runs the file that the model is converted to.
+        variants: kind of operator -> how a target computes it; ``types`` has that in the place of the type of codes.
 
     Raises:
         ConfigError: LiteRT is not installed.
@@ -469,9 +482,10 @@ def run_converted(
         sites = {tuple(site.places[0]): site for site in file.sites}
         for codes, place in _codes(model):
             site = sites.get(place)
-            (types if types is not None else {})[codes] = "float" if site is None else file.kernel_of(site)
+            (types if types is not None else {})[codes] = "float" if site is None else file.kernel_of(site, variants)
             (errors if errors is not None else {})[codes] = 0.0 if site is None else file.bound(site)
-    return session_of(content).run(feeds)
+    found: dict[str, Array] = opened(content).run(feeds)
+    return found
 
 
 def _codes(model: ir.Model) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -1,10 +1,13 @@
-"""The executions that ``drift`` compares: the float model, the simulation, the exported file, the file in a runtime."""
+"""The executions that ``drift`` compares: the float model, the simulation, the exported file, the file in a runtime or as a
+target computes it that is not here.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.compare.bodies import after_pools, pooled_places
+from bitwright.compare.executed import CodeExecutor
+from bitwright.compare.executed_flat import FlatExecutor
 from bitwright.compare.litert import run_converted
 from bitwright.compare.points import run_name
 from bitwright.compare.runtime import run_in, run_model
 from bitwright.errors import ConfigError, ExportError, close_matches
+from bitwright.executors.profile import Profile, find_profile, profile_names
 from bitwright.export.artefacts import Samples
 from bitwright.export.edges import with_float_edges
 from bitwright.export.files.manifest import read_manifest
@@ -40,10 +46,11 @@ class Side:
 
     Attributes:
         label: what the user called it.
-        how: ``float``, ``simulation``, ``file``, or a row of :data:`bitwright.runtimes.adapters.RUNTIMES`.
+        how: ``float``, ``simulation``, ``file``, a row of :data:`bitwright.runtimes.adapters.RUNTIMES`, or a profile's name.
         path: of the ONNX file.
         model: the graph that is run; of a simulation the file it was exported to.
         values: of a simulation: site, graph input or graph output -> what it had there.
+        profile: of a target whose executors compute it.
     """
 
     label: str
@@ -51,11 +58,12 @@ class Side:
     path: Path
     model: ir.Model
     values: Mapping[str, Sequence[Array]] = field(default_factory=dict)
+    profile: Profile | None = None
 
     @property
     def in_runtime(self) -> bool:
-        """Whether a runtime executes it with kernels that it chooses itself."""
-        return self.how in RUNTIMES
+        """Whether a runtime, or the executors of a target, compute it with kernels that they choose themselves."""
+        return self.how in RUNTIMES or self.profile is not None
 
     @property
     def rank(self) -> int:
@@ -75,8 +83,17 @@ class Side:
         Raises:
             ExportError: the runtime refuses it: its message, the operator it names, and what to change.
         """
-        row = RUNTIMES[self.how if self.in_runtime else "onnxruntime"]
+        profile, flat = self.profile, self.profile is not None and self.profile.reads == "tflite"
+        row = _FLAT if flat else RUNTIMES[self.how if self.how in RUNTIMES else "onnxruntime"]
         with refusals_of(row, self.path):
+            if profile is not None and flat:
+                opened = partial(FlatExecutor, profile=profile)
+                return named_arrays(run_converted(model, feeds, types, errors, opened, profile.kernels))
+            if profile is not None:
+                executor = CodeExecutor(model, profile)
+                made = {k.made: f"{k.node.op_type} {profile.kernels[k.node.op_type]}" for k in executor.kernels}
+                (types if types is not None else {}).update(made)
+                return named_arrays(executor.run(feeds))
             if self.in_runtime and row.suffix != ".onnx":
                 return named_arrays(run_converted(model, feeds, types, errors))
             if self.in_runtime:
@@ -98,7 +115,8 @@ def open_sides(
 
     Args:
         one, other: a folder that an export wrote, the ``.tflite`` file in it, or an ONNX file, with ``@float``,
-            ``@simulation``, ``@file`` or ``@<runtime>`` after it; or only that word, about what the other one names.
+            ``@simulation``, ``@file``, ``@<runtime>`` or ``@<profile>`` after it; or only that word, about what the other one
+            names.
         prefix: stem of the files; needed only where a folder holds several exports.
 
     Raises:
@@ -110,7 +128,7 @@ def open_sides(
     if not known:
         raise ConfigError(f"{one} {other}", "neither names a folder or a file", _how_to_name())
     first, second = (_open(path or known[0], how, prefix) for path, how in parts)
-    if (first.how, first.path) == (second.how, second.path):
+    if (first.how, first.path, first.profile) == (second.how, second.path, second.profile):
         problem = f"both are {first.label}, which does not differ from itself"
         raise ConfigError(f"{one} {other}", problem, "compare it with another execution or another file")
     return first, second
@@ -140,28 +158,43 @@ def sides_in_memory(
     file_model = with_tables(file_model)
     sides, known = [], _words()
     for word in words:
-        if word not in known:
+        profile = _profile_of(word)
+        if word not in known and profile is None:
             problem = f"{word!r} is not an execution{close_matches(word, known)}"
             raise ConfigError("drift", problem, f"use one of {', '.join(known)}")
-        if word in RUNTIMES:
-            find_runtime(word)
+        _check_runtime(word, profile)
         kept = {**values, **_by_run(samples.sites, file_model)} if word == "simulation" else {}
-        sides.append(Side(word, word, Path("model.onnx"), float_model if word == "float" else file_model, kept))
+        model = float_model if word == "float" else file_model
+        sides.append(Side(word, word if profile is None else profile.name, Path("model.onnx"), model, kept, profile))
     return sides
 
 
 def _words() -> tuple[str, ...]:
     """The executions that a side can name."""
-    return (*_FIRST, *RUNTIMES)
+    return (*_FIRST, *RUNTIMES, *profile_names())
+
+
+def _profile_of(how: str) -> Profile | None:
+    """The profile that a word names, if it is that of a target or of a TOML file."""
+    return find_profile(how) if how.endswith(".toml") or how in profile_names() else None
+
+
+def _check_runtime(how: str, profile: Profile | None) -> None:
+    if how in RUNTIMES:
+        find_runtime(how)
+    if profile is not None and profile.reads == "tflite":
+        find_runtime(_FLAT.name)
 
 
 def _how_to_name() -> str:
-    return f"write PATH, PATH@HOW or HOW: {', '.join(_words())}"
+    return f"write PATH, PATH@HOW or HOW: {', '.join(_words())}, or the path of a profile (.toml)"
 
 
 def _split(text: str) -> tuple[str, str]:
     """The path and the execution that ``PATH@HOW`` names; either may be empty."""
     words = _words()
+    if text.endswith(".toml") and "@" not in text:
+        return "", text
     if Path(text).exists():
         return text, ""
     if text in words:
@@ -172,21 +205,20 @@ def _split(text: str) -> tuple[str, str]:
         raise ConfigError(text, problem, _how_to_name())
     if not at:
         return text, ""
-    if how not in words:
+    if how not in words and not how.endswith(".toml"):
         problem = f"{how!r} is not an execution{close_matches(how, words)}"
         raise ConfigError(text, problem, _how_to_name())
     return path, how
 
 
 def _open(text: str, how: str, prefix: str | None) -> Side:
-    path = Path(text)
-    if how in RUNTIMES:
-        find_runtime(how)
+    path, profile = Path(text), _profile_of(how)
+    _check_runtime(how, profile)
     if not path.exists():
         raise ExportError(text, "there is no such file or folder", "check the path")
     if path.suffix == _FLAT.suffix:
         return _open_flat(path, how)
-    if path.is_dir() and how == _FLAT.name:
+    if path.is_dir() and (how == _FLAT.name or (profile is not None and profile.reads == "tflite")):
         _check_flat(path, find_export(path, prefix))
     if not path.is_dir():
         model = read_model(path)
@@ -197,12 +229,12 @@ def _open(text: str, how: str, prefix: str | None) -> Side:
         if how == "float" and has_quantizers(model):
             problem = "the file holds quantizers, and a file alone does not keep the float model"
             raise ExportError(text, problem, "name the folder of the export, or the float model's own file")
-        return Side(f"{text}@{how}", how, path, model)
+        return Side(f"{text}@{how}", how if profile is None else profile.name, path, model, profile=profile)
     stem, how = find_export(path, prefix), how or "file"
     file = path / (f"{stem}_float.onnx" if how == "float" else f"{stem}.onnx")
     model = read_model(file)
     values = samples_of(path, stem, model) if how == "simulation" else {}
-    return Side(f"{text}@{how}", how, file, model, values)
+    return Side(f"{text}@{how}", how if profile is None else profile.name, file, model, values, profile)
 
 
 def _open_flat(path: Path, how: str) -> Side:

@@ -51,7 +51,8 @@ def _finished(call: Call, sums: Array, axis: int) -> Array:
             wide[axis] = bias.values.size
             step = bias.scale.reshape(-1) if bias.scale.size else np.float32(1)  # a float bias stands for itself
             values += (bias.values.reshape(-1).astype(np.float32) * step).reshape(wide)
-        return call.grid.store(np.rint(values * np.float32(1 / call.grid.scale)))
+        rounded = np.floor if call.variant == "truncated" else np.rint
+        return call.grid.store(rounded(values * np.float32(1 / call.grid.scale)))
     return call.grid.store(REQUANTIZERS[call.variant](sums, scales.reshape(shape)))
 
 

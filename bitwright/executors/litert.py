@@ -106,7 +106,8 @@ def _fully_connected(call: Call) -> Array:
 def _fully_connected_alike(call: Call) -> Array:
     """The same with one requantization for one weight scale and for several."""
     data, weight = call.read(0), call.read(1)
-    sums = matmul(data.centred.reshape(-1, weight.values.shape[1]), weight.centred.T, _bias(call))
+    centred = data.centred.reshape(-1, weight.values.shape[1])
+    sums = matmul(centred, weight.centred.T, _bias(call), accumulator=_accumulator(call))
     shape = data.values.shape[:-1] if call.attributes.get("keepNumDims") else sums.shape[:-1]
     double = replace(call, variant="q31_double")
     return stored(call, _requantized(double, sums, _factor(double))).reshape(*shape, -1)
@@ -386,7 +387,7 @@ def _variants(kernel: Kernel, *names: str) -> dict[str, Kernel]:
     return dict.fromkeys(names, kernel)
 
 
-_FIXED = ("q31_double", "q31_single", "once")
+_FIXED = ("q31_double", "q31_single", "once", "truncated")
 _ANY = (*_FIXED, "q23_single", "float32")
 
 #: operator of TensorFlow Lite -> variant -> its kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,10 @@ from bitwright.executors.kernels import CODE_KERNELS
 from bitwright.executors.litert import FLAT_KERNELS
 
 FOLDER = Path(__file__).with_name("profiles")
-_READS = {"onnx": CODE_KERNELS, "tflite": FLAT_KERNELS}
+#: format of a file -> operator -> variant of its arithmetic -> kernel
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {"onnx": CODE_KERNELS, "tflite": FLAT_KERNELS}
+#: variants that compute what the simulation does: the exact product, rounded once, a half to even; the first that a kernel has
+_EXACT = ("once", "divided", "float32", "table")
 _ACCUMULATORS = (16, 24, 32)
 _RELU = ("redundant", "always")
 
@@ -53,6 +56,18 @@ class Profile:
     bias: str = "int32"
     relu: str = "redundant"
     signed: bool = False
+
+
+def exact_kernels(profile: Profile) -> Profile:
+    """The same profile with kernels that compute what the simulation does, where there are such.
+
+    Example:
+        >>> exact_kernels(find_profile("ort_arm")).kernels["Conv"]
+        'once'
+    """
+    table = VARIANTS[profile.reads]
+    found = {op: next((v for v in _EXACT if v in table[op]), given) for op, given in profile.kernels.items()}
+    return replace(profile, kernels=found)
 
 
 def profile_names() -> list[str]:
@@ -119,11 +134,11 @@ def _check(site: str, found: Profile) -> None:
             problem = f"{key} is {value!r}{close}"
             raise ConfigError(site, problem, f"use one of {', '.join(map(repr, allowed))}")
 
-    one_of("reads", found.reads, tuple(_READS))
+    one_of("reads", found.reads, tuple(VARIANTS))
     one_of("accumulator", found.accumulator, _ACCUMULATORS)
     one_of("bias", found.bias, ("int32", "float32"))
     one_of("relu", found.relu, _RELU)
-    table = _READS[found.reads]
+    table = VARIANTS[found.reads]
     for operator, variant in found.kernels.items():
         if operator not in table:
             problem = f"there is no executor for {operator!r}{close_matches(operator, table)}"

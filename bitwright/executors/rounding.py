@@ -11,6 +11,7 @@ name                        arithmetic
 ``q23_single``              the 24 bits of a float32 factor, one rounding, a half upwards
 ``q23_away``                the same, a half away from zero
 ``once``                    the exact product, a half to even: the rounding of a simulation
+``truncated``               the exact product, cut down to the next whole number: a shift without rounding
 ==========================  =========================================================================================
 
 Sources: gemmlowp ``fixedpoint.h``, TensorFlow Lite ``kernels/internal/common.h`` and ``quantization_util.cc``, MLAS
@@ -169,5 +170,6 @@ REQUANTIZERS: dict[str, Callable[[Any, Any], Any]] = {
     "q15_single": lambda sums, factor: rescaled_wide(sums, *quantize_multiplier(factor)),
     "q23_single": rescaled_by_float_bits,
     "q23_away": _rescaled_away,
+    "truncated": lambda sums, factor: np.floor(np.asarray(sums) * np.asarray(factor, np.float64)).astype(np.int64),
     "once": lambda sums, factor: np.rint(np.asarray(sums) * np.asarray(factor, np.float64)).astype(np.int64),
 }

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -28,11 +31,12 @@ from bitwright.compare.lockstep import clear, parameters
 from bitwright.compare.runtime import optimized_types, run_model
 from bitwright.compare.verify import verify_folder
 from bitwright.errors import ConfigError, ExportError
+from bitwright.executors.profile import FOLDER, find_profile, profile_names
 from bitwright.export.targets import rules_for
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, quantize
 from tests.onnx.nets import Net, body
-from tests.support.without_vnni import run_without_vnni
+from tests.support.without_vnni import lacks_vnni, run_without_vnni
 
 
 class Residual(nn.Module):
@@ -165,6 +169,85 @@ def test_what_was_planted_in_the_file_is_named(exported: Path, tmp_path: Path, c
     assert report.first.retries[-1].removed and report.first.retries[-1].before.lsb > 1
     assert cause == "clip" or f"the {cause} {layer}.{cause} is" in report.first.text
     assert not report.ok
+
+
+@pytest.fixture(scope="module")
+def for_profiles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Folders of the perceptron by target and bits of its weights: sums of 8 bits saturate, those of 7 do not."""
+
+    @cache
+    def made(target: str, bits: int) -> Path:
+        torch.manual_seed(0)
+        path = tmp_path_factory.mktemp("perceptron")
+        rules = rules_for(target, None)
+        sim = QuantizationSimModel(perceptron().eval(), BATCHES[0], config_file=rules, default_param_bw=bits)
+        sim.compute_encodings([2 * batch for batch in BATCHES])
+        forms: dict[str, Any] = {"unsigned_weights": False} if target == "ort_cpu" else {}
+        sim.export(path, "net", BATCHES[0], target=target, **forms)
+        return path
+
+    return made
+
+
+@pytest.mark.slow_variants(
+    *(f"{name}-{cause}" for name in ("litert_reference", "xnnpack") for cause in ("rounding", "saturation", "bias")),
+    "ort_arm-bias",
+    "ort_x64-bias",
+    "htp-bias",
+)
+@pytest.mark.parametrize("cause", ["rounding", "saturation", "bias"])
+@pytest.mark.parametrize("name", profile_names())
+def test_what_was_planted_in_a_profile_is_named(
+    for_profiles: Callable[[str, int], Path], tmp_path: Path, name: str, cause: str
+) -> None:
+    """Kernels that cut off where they would round, sums of pairs or of 16 bits, and another bias in the file."""
+    profile, text = find_profile(name), (FOLDER / f"{name}.toml").read_text()
+    if profile.reads == "tflite":
+        pytest.importorskip("ai_edge_litert")
+    folder = for_profiles(profile.target, 8 if cause == "saturation" else 7)
+    planted = tmp_path / "planted.toml"
+    if cause == "rounding":
+        planted.write_text(re.sub(r'(Gemm|FULLY_CONNECTED) = "\w+"', r'\1 = "truncated"', text))
+        wanted, named = "rounding", "the kernels of planted round otherwise: (Gemm|FULLY_CONNECTED) truncated"
+    elif cause == "saturation" and profile.target == "ort_cpu" and not profile.signed:
+        planted.write_text(text if profile.pairs else f"pairs = true\n{text}")
+        wanted, named = "saturation", "planted adds products of uint8 and int8 in pairs"
+    elif cause == "saturation":
+        planted.write_text(f"accumulator = 16\n{text}")
+        wanted, named = "overflow", "sums of planted have 16 bits and wrap around"
+    else:
+        bias = next(t.name for t in onnx.load(folder / "net.onnx").graph.initializer if t.name.startswith("3.bias"))
+        file = changed(folder, tmp_path, shift(bias, lambda b: b + (60_000 if b.dtype == np.int32 else 2)))
+        report = drift(f"{folder}@file", f"{file}@{name}", data_of(folder))
+        assert report.first is not None and (report.first.name, report.first.cause) == ("4.output[0]", "bias"), report
+        return
+    other = name if cause == "rounding" else "simulation"
+    report = drift(f"{folder}@{other}", f"{folder}@{planted}")
+    assert report.first is not None and report.first.cause == wanted, report.to_text()
+    assert re.search(named, report.first.text) and report.first.retries[-1].removed
+    assert report.ok == (cause == "rounding")
+
+
+def test_a_profile_beside_a_runtime_and_in_memory(for_profiles: Callable[[str, int], Path], tmp_path: Path) -> None:
+    """What a runtime here does otherwise than a target is named too; a word that is none is refused."""
+    folder = for_profiles("ort_cpu", 8)
+    report = drift(f"{folder}@onnxruntime", "ort_x64_avx2" if lacks_vnni() else "ort_x64")
+    assert report.ok and {row.own.equal for row in report.rows} == {1.0}, report.to_text()
+    report = drift(f"{folder}@ort_x64", "ort_x64_avx2")
+    assert report.first is not None and report.first.cause == "saturation" and "ort_x64_avx2 adds" in report.first.text
+    if lacks_vnni():
+        report = drift(f"{folder}@onnxruntime", "ort_x64")
+        assert report.first is not None and report.first.cause == "saturation"
+        assert report.first.text.startswith(f"{folder}@onnxruntime adds products")
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(perceptron().eval(), BATCHES[0])
+    sim.compute_encodings(BATCHES)
+    assert sim.drift("simulation", "ort_x64", BATCHES[0]).ok
+    assert CliRunner().invoke(app, ["drift", f"{folder}@file", "ort_x64"]).exit_code == 0
+    with pytest.raises(ConfigError, match=r"'ort_x46' is not an execution \(did you mean 'ort_x64'"):
+        drift(f"{folder}@file", f"{folder}@ort_x46")
+    with pytest.raises(ConfigError, match="the file cannot be read: No such file"):
+        drift(f"{folder}@file", str(tmp_path / "none.toml"))
 
 
 @pytest.mark.slow_variants("chain-litert", "residual-litert", "perceptron-litert")

@@ -82,6 +82,28 @@ def test_codes_are_those_of_the_reference_kernels(exported: dict[str, Path]) -> 
     assert session.notes == ()
 
 
+class Scalar(nn.Module):
+    """A mean over everything becomes a scalar in a LiteRT file, whose shape is a constant without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) - x.mean()
+
+
+def test_a_scalar_in_a_litert_file() -> None:
+    pytest.importorskip("ai_edge_litert")
+    torch.manual_seed(0)
+    sim = bitwright.torch.QuantizationSimModel(Scalar().eval(), torch.from_numpy(X))
+    sim.compute_encodings([torch.from_numpy(X)])
+    (found,) = sim.runs_as("litert_reference").run(None, {"x": X})
+    with torch.no_grad():
+        error = np.abs(found - sim.model(torch.from_numpy(X)).numpy()).max()
+    assert error <= 1.01 * sim.quantizers["first.output[0]"].encoding.scale
+
+
 @pytest.mark.parametrize("profile", ["ort_x64", "litert_reference"])
 def test_simulations_of_both_front_ends_run_as_a_target(exported: dict[str, Path], profile: str) -> None:
     pytest.importorskip("ai_edge_litert")

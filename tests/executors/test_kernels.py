@@ -220,6 +220,25 @@ def test_sums_are_exact_at_any_length(depth: int) -> None:
     assert found.dtype == kind_for(float(np.abs(w).sum((1, 2, 3)).max() * max(int(x.max()) - 7, 7)))
 
 
+@pytest.mark.parametrize("op", ["MatMul", "Gemm"])
+def test_a_product_before_a_clip_inside_the_grid_returns_floats(op: str) -> None:
+    """ONNX Runtime clips the floats of its integer kernel there."""
+    draw = Draw(1)
+    proto = OPERATORS[op](draw)
+    graph, place = proto.graph, next(i for i, node in enumerate(proto.graph.node) if node.op_type == op)
+    step = next(numpy_helper.to_array(t) for t in graph.initializer if t.name == "y_s")
+    held = {"low": np.float32(-20) * step, "high": np.float32(30) * step}
+    graph.initializer.extend(numpy_helper.from_array(np.asarray(a, np.float32), name) for name, a in held.items())
+    graph.node[place].output[0] = "before"
+    graph.node.insert(place + 1, helper.make_node("Clip", ["before", "low", "high"], ["y"]))
+    given = feeds(proto, draw)
+    executor = CodeExecutor(ir.from_proto(proto), find_profile("ort_x64"))
+    assert [kernel.quantizer for kernel in executor.kernels] == [None]
+    (found,) = executor.run(given).values()
+    (wanted,) = new_session(proto.SerializeToString(), session_options(entries=EXACT_SUMS)).run(None, given)
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_clip_at_the_end_of_the_grid_joins_the_kernel() -> None:
     """255 * float32(6 / 255) is 6 in float32, and beyond it in float64; ONNX Runtime takes the Clip away."""
     draw = Draw(0)
