@@ -37,9 +37,9 @@ def drift(
     Args:
         a, b: a folder that an export wrote, or an ONNX file, followed by what is executed: ``exported@float``,
             ``exported@simulation``, ``exported@file`` (float kernels, every quantizer as it stands), ``exported@onnxruntime``,
-            ``exported@openvino``, ``exported@litert`` or ``exported/net.tflite`` (converted part by part), or a target that is not
-            here: ``exported@cmsis_nn``, ``exported@mine.toml``. Without ``@`` a folder is its file, and a word alone is about the
-            path of the other one.
+            ``exported@openvino``, ``exported@litert`` or ``exported/net.tflite`` (converted part by part), or a target that is
+            not here: ``exported@cmsis_nn``, ``exported@mine.toml``. Without ``@`` a folder is its file, and a word alone is about
+            the path of the other one.
         data: one input by name; by default what the export keeps with its samples, and the simulation knows no other.
         prefix: stem of the files; needed only where a folder holds several exports.
         diagnoses: of so many tensors, the first that differ on their own, the cause is looked for; those where both round
