@@ -362,15 +362,14 @@ def _first_of(doubt: Doubt, suspected: Iterable[Suspect], tried: tuple[Retry, ..
 def suspects(doubt: Doubt) -> Iterator[Suspect]:
     """Suspects in the order of trial: first those in the file, then those of the runtime."""
     plain = doubt.file()
-    profiles = doubt.a.profile is not None or doubt.b.profile is not None
-    if not profiles and (not doubt.b.in_runtime or plain is None or not close(doubt.agreement(doubt.wanted, plain))):
-        yield from file_causes(doubt)
-        return
-    if profiles:
+    if doubt.a.profile is not None or doubt.b.profile is not None:
         yield from file_causes(doubt)
         yield from _of_profiles(doubt)
         if plain is not None:
             yield from _fusion(doubt, plain)
+        return
+    if not doubt.b.in_runtime or plain is None or not close(doubt.agreement(doubt.wanted, plain)):
+        yield from file_causes(doubt)
         return
     yield from _four_bits(doubt)
     yield from _bias(doubt)
