@@ -7,7 +7,7 @@ sums that saturate, products fused with activations that were not quantized, its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -445,51 +445,73 @@ def _four_bits(doubt: Doubt) -> Iterator[Suspect]:
     )
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A part of a target's arithmetic that may explain a difference, and what it is replaced with."""
+
+    cause: CauseName
+    change: Mapping[str, Any]
+    text: str
+    remedy: str
+    without: str
+
+
+def _parts(profile: Profile, other: Side, accumulated: int) -> Iterator[_Part]:
+    """What the sums of a target may lose.
+
+    Args:
+        profile: of the target.
+        other: the execution that it is compared with.
+        accumulated: the largest sum there.
+    """
+    pairs = "adds products of uint8 and int8 in pairs, whose sums saturate at 16 bits"
+    narrower = "quantize again with repair='saturation', which gives the layers that need it 7-bit weights"
+    if profile.pairs:
+        without = "with sums of pairs that do not saturate"
+        yield _Part("saturation", {"pairs": False}, f"{profile.name} {pairs}", narrower, without)
+    elif other.how in _PAIRS and profile.reads == "onnx":
+        without = "with sums of pairs that saturate"
+        yield _Part("saturation", {"pairs": True}, f"{other.label} {pairs}", narrower, without)
+    if profile.accumulator < _WIDEST // 2 or accumulated > INT32_MAX:
+        yield _Part(
+            "overflow",
+            {"accumulator": _WIDEST},
+            f"sums of {profile.name} have {profile.accumulator} bits and wrap around",
+            "leave its input in float, split the layer along its inner axis, or give its weight fewer bits",
+            f"with sums of {_WIDEST} bits",
+        )
+    if profile.bias == "float32":
+        yield _Part(
+            "bias",
+            {"bias": "int32"},
+            f"{profile.name} adds the bias in float32, after the sum is one",
+            f"export with target={profile.target!r}, which keeps the bias in float",
+            "with an int32 bias, added to the sum",
+        )
+
+
 def _of_profiles(doubt: Doubt) -> Iterator[Suspect]:
     """The arithmetic of a target, whichever of the two it is: each part of it with what leaves sums exact in its place."""
     for side, other in ((doubt.b, doubt.a), (doubt.a, doubt.b)):
-        profile = side.profile
-        if profile is None:
-            continue
-        pairs = "adds products of uint8 and int8 in pairs, whose sums saturate at 16 bits"
-        narrower = "quantize again with repair='saturation', which gives the layers that need it 7-bit weights"
-        parts: dict[CauseName, tuple[dict[str, Any], str, str, str]] = {}
-        if profile.pairs:
-            parts["saturation"] = (
-                {"pairs": False},
-                f"{profile.name} {pairs}",
-                narrower,
-                "with sums of pairs that do not saturate",
-            )
-        elif other.how in _PAIRS and profile.reads == "onnx":
-            parts["saturation"] = (
-                {"pairs": True},
-                f"{other.label} {pairs}",
-                narrower,
-                "with sums of pairs that saturate",
-            )
-        if profile.accumulator < _WIDEST // 2 or doubt.place.piece.accumulated > INT32_MAX:
-            parts["overflow"] = (
-                {"accumulator": _WIDEST}, f"sums of {profile.name} have {profile.accumulator} bits and wrap around",
-                "leave its input in float, split the layer along its inner axis, or give its weight fewer bits",
-                f"with sums of {_WIDEST} bits",
-            )  # fmt: skip
-        if profile.bias == "float32":
-            parts["bias"] = (
-                {"bias": "int32"}, f"{profile.name} adds the bias in float32, after the sum is one",
-                f"export with target={profile.target!r}, which keeps the bias in float", "with an int32 bias, added to the sum",
-            )  # fmt: skip
-        exact = exact_kernels(profile)
-        for cause, (change, text, remedy, without) in parts.items():
-            yield Suspect(cause, text, remedy, without, partial(doubt.other_profile, side, replace(profile, **change)))
-            run = partial(doubt.other_profile, side, replace(exact, **change))
-            yield Suspect(cause, f"{text}, and its kernels round otherwise", remedy, f"{without}, rounded once", run)
-        if len(parts) > 1:
-            changes, texts, _, without_all = zip(*parts.values(), strict=True)
-            together = {key: value for change in changes for key, value in change.items()}
-            first, remedy = next((cause, part[2]) for cause, part in parts.items())
-            run = partial(doubt.other_profile, side, replace(exact, **together))
-            yield Suspect(first, "; ".join(texts), remedy, ", ".join(without_all), run)
+        if side.profile is not None:
+            yield from _without(doubt, side, list(_parts(side.profile, other, doubt.place.piece.accumulated)))
+
+
+def _without(doubt: Doubt, side: Side, parts: Sequence[_Part]) -> Iterator[Suspect]:
+    """Runs without each part, without it and the roundings of the kernels, and without all."""
+    assert side.profile is not None
+    exact = exact_kernels(side.profile)
+    for one in parts:
+        run = partial(doubt.other_profile, side, replace(side.profile, **one.change))
+        yield Suspect(one.cause, one.text, one.remedy, one.without, run)
+        run = partial(doubt.other_profile, side, replace(exact, **one.change))
+        text = f"{one.text}, and its kernels round otherwise"
+        yield Suspect(one.cause, text, one.remedy, f"{one.without}, rounded once", run)
+    if len(parts) > 1:
+        together = {key: value for one in parts for key, value in one.change.items()}
+        run = partial(doubt.other_profile, side, replace(exact, **together))
+        texts, without = "; ".join(one.text for one in parts), ", ".join(one.without for one in parts)
+        yield Suspect(parts[0].cause, texts, parts[0].remedy, without, run)
 
 
 def _roundings_of_profiles(doubt: Doubt) -> Iterator[Suspect]:

@@ -138,14 +138,7 @@ class FlatExecutor:
             self._sessions[index] = session_of(self._alone(index, fed), reference=True)
         session = self._sessions[index]
         found = session.run({f"in{i}": values[i] for i in fed})
-        made = {int(i): found[f"out{int(i)}"] for i in op.outputs}
-        # LiteRT takes a shape without elements for none, and returns one axis where a scalar is made
-        scalars = {
-            i
-            for i, array in made.items()
-            if array.size == 1 and (tensors[i].shape is None or not len(tensors[i].shape))
-        }
-        return [array.reshape(()) if i in scalars else array for i, array in made.items()]
+        return [_as_noted(tensors[int(i)], found[f"out{int(i)}"]) for i in op.outputs]
 
     def _alone(self, index: int, fed: Sequence[int]) -> bytes:
         """A file of one operator; ``fed`` are its inputs, and other tensors hold constants or states."""
@@ -191,6 +184,12 @@ class FlatExecutor:
 _SECOND_ELSE = frozenset(
     ("SOFTMAX", "LOGISTIC", "TANH", "LEAKY_RELU", "AVERAGE_POOL_2D", "MAX_POOL_2D", "MEAN", "RESIZE_BILINEAR")
 )
+
+
+def _as_noted(tensor: Any, array: Array) -> Array:
+    """A scalar where the file notes one: LiteRT takes a shape without elements for none, and returns one axis."""
+    scalar = array.size == 1 and (tensor.shape is None or len(tensor.shape) == 0)
+    return array.reshape(()) if scalar else array
 
 
 def _has_grid(tensor: Any) -> bool:

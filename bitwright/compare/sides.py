@@ -217,35 +217,41 @@ def _open(text: str, how: str, prefix: str | None) -> Side:
     if not path.exists():
         raise ExportError(text, "there is no such file or folder", "check the path")
     if path.suffix == _FLAT.suffix:
-        return _open_flat(path, how)
-    if path.is_dir() and (how == _FLAT.name or (profile is not None and profile.reads == "tflite")):
-        _check_flat(path, find_export(path, prefix))
+        return _open_flat(path, how, profile)
+    name = how if profile is None else profile.name
     if not path.is_dir():
         model = read_model(path)
-        how = how or ("file" if has_quantizers(model) else "float")
-        if how == "simulation":
-            problem = "a file alone does not keep what the simulation computed"
-            raise ExportError(text, problem, "name the folder of the export, or compare with @file")
-        if how == "float" and has_quantizers(model):
-            problem = "the file holds quantizers, and a file alone does not keep the float model"
-            raise ExportError(text, problem, "name the folder of the export, or the float model's own file")
-        return Side(f"{text}@{how}", how if profile is None else profile.name, path, model, profile=profile)
-    stem, how = find_export(path, prefix), how or "file"
-    file = path / (f"{stem}_float.onnx" if how == "float" else f"{stem}.onnx")
+        name = name or ("file" if has_quantizers(model) else "float")
+        _check_file(text, name, model)
+        return Side(f"{text}@{how or name}", name, path, model, profile=profile)
+    stem, name = find_export(path, prefix), name or "file"
+    if name == _FLAT.name or (profile is not None and profile.reads == "tflite"):
+        _check_flat(path, stem)
+    file = path / (f"{stem}_float.onnx" if name == "float" else f"{stem}.onnx")
     model = read_model(file)
-    values = samples_of(path, stem, model) if how == "simulation" else {}
-    return Side(f"{text}@{how}", how if profile is None else profile.name, file, model, values, profile)
+    values = samples_of(path, stem, model) if name == "simulation" else {}
+    return Side(f"{text}@{how or name}", name, file, model, values, profile)
 
 
-def _open_flat(path: Path, how: str) -> Side:
+def _check_file(text: str, how: str, model: ir.Model) -> None:
+    """Refuse what an ONNX file alone does not keep."""
+    if how == "simulation":
+        problem = "a file alone does not keep what the simulation computed"
+        raise ExportError(text, problem, "name the folder of the export, or compare with @file")
+    if how == "float" and has_quantizers(model):
+        problem = "the file holds quantizers, and a file alone does not keep the float model"
+        raise ExportError(text, problem, "name the folder of the export, or the float model's own file")
+
+
+def _open_flat(path: Path, how: str, profile: Profile | None) -> Side:
     """A LiteRT file: the model that it was converted from lies beside it."""
-    if how not in ("", _FLAT.name):
+    if how not in ("", _FLAT.name) and (profile is None or profile.reads != "tflite"):
         problem = f"{path.name} is a LiteRT file, which only {_FLAT.name} runs"
         raise ExportError(f"{path}@{how}", problem, f"name the folder of the export: {path.parent}@{how}")
     if not path.with_name(f"{path.stem}_manifest.json").is_file():
         problem = "no export lies beside it, which says what its tensors are called in the model"
         raise ExportError(str(path), problem, "name the folder of an export with target='litert'")
-    return _open(str(path.parent), _FLAT.name, path.stem)
+    return _open(str(path.parent), how or _FLAT.name, path.stem)
 
 
 def _check_flat(folder: Path, stem: str) -> None:
