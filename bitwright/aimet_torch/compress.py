@@ -1,26 +1,35 @@
 """AIMET's compression: ``ModelCompressor.compress_model`` and the classes of its parameters.
 
-Layers are factored without data, as AIMET factors them; scores of layers are kept as JSON, never as a pickle.
+Layers are factored without data, as AIMET factors them; channels are removed by their L1 norms, and the layers that read them
+fitted by least squares to their old results on the data; scores of layers are kept as JSON, never as a pickle.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bitwright.aimet_common.absent import differs
 from bitwright.aimet_common.defs import CompressionScheme, CostMetric, GreedySelectionParameters, RankSelectScheme
+from bitwright.compression.checks import checked_dependencies
+from bitwright.compression.costs import Prices
+from bitwright.compression.groups import Dependencies, Group
+from bitwright.compression.importance import Evidence, criterion
+from bitwright.compression.prune import Selector, apply
 from bitwright.compression.ratios import Scores, greedy, load_scores, measure_scores, monotonic, save_scores
 from bitwright.compression.ratios import checked_score as _checked_score
+from bitwright.compression.reconstruct import Original, estimate_batch_norms, reconstruct
 from bitwright.compression.svd import Factored, LowRankLayer, SvdSpace
-from bitwright.errors import ConfigError
+from bitwright.compression.widths import WidthSpace, lost
+from bitwright.errors import CalibrationError, ConfigError
 from bitwright.methods.front_end import front_end_of
 from bitwright.torch.calls.inputs import model_device
 
@@ -201,9 +210,7 @@ class ModelCompressor:
 
         baseline = _checked_score(metric, model, "original")
         if compress_scheme is CompressionScheme.channel_pruning:
-            raise ConfigError(
-                "compress_scheme", "channel_pruning is not here yet", "call bitwright.compress(model, data)"
-            )
+            return _narrowed(model, metric, baseline, _inputs(model, input_shape), cost_metric, parameters, trainer)
         return _factored(
             model,
             metric,
@@ -275,6 +282,162 @@ def _factored(
     return work, _statistics(space, found, baseline, _checked_score(metric, work, "compressed"), scores)
 
 
+def _narrowed(
+    model: torch.nn.Module,
+    metric: Callable[[Any], float],
+    baseline: float,
+    example: Any,
+    cost_metric: CostMetric,
+    parameters: Any,
+    trainer: Any,
+) -> tuple[torch.nn.Module, CompressionStats]:
+    """Input channels of convolutions go, with the layers before them; the convolutions are fitted to their old results."""
+    names = {id(module): name for name, module in model.named_modules()}
+    channels = _Channels(model, example, parameters)
+    params = parameters.mode_params
+    scores: Scores | None = None
+    if parameters.mode is ChannelPruningParameters.Mode.auto:
+        cost = "macs" if cost_metric is CostMetric.mac else "params"
+        ignored = {names.get(id(module)) for module in params.modules_to_ignore}
+        ratios, scores = channels.greedily(metric, baseline, params.greedy_select_params, cost, ignored)
+    else:
+        ratios = _asked_channels(channels.read, channels.found, names, params.list_of_module_comp_ratio_pairs)
+    work, kept = channels.cut(ratios)
+    if trainer is not None:
+        for layer in (name for name, part in kept.items() if part < 1):
+            trainer.train_model(work, work.get_submodule(layer), train_flag=True)
+    left = channels.prices.left(channels.structure.graph())
+    return work, CompressionStats(
+        f"{baseline:f}",
+        f"{_checked_score(metric, work, 'compressed'):f}",
+        f"{left['params']:f}",
+        f"{left['macs']:f}",
+        [CompressionStats.LayerStats(layer, round(part, 4)) for layer, part in kept.items()],
+        scores,
+    )
+
+
+class _Channels:
+    """The input channels of the convolutions of a model.
+
+    Attributes:
+        read: convolution -> the channels that it reads, where they can be removed.
+    """
+
+    def __init__(self, model: torch.nn.Module, example: Any, parameters: ChannelPruningParameters) -> None:
+        front = front_end_of(model)
+        self.structure, self._example, self._multiple = (
+            front.structured(model, example, None),
+            example,
+            parameters.multiplicity,
+        )
+        self.found = checked_dependencies(self.structure, example)
+        types = {op.name: op.type for op in self.found.graph.ops}
+        self.read = {m.op: group for group in self.found.groups for m in group.readers if types.get(m.op) == "Conv"}
+        self.prices = Prices(self.found.graph)
+        data = _images(parameters.data_loader, parameters.num_reconstruction_samples, model_device(model))
+        self._original = Original(front.structured(model, example, None).view(), data)
+
+    def _selector(self, left_out: Collection[str], ratios: Sequence[float] | None) -> Selector:
+        groups = list({g.name: g for g in self.read.values() if g.name not in left_out}.values())
+        evidence = Evidence(self.found.graph, self.structure.param)
+        scores = {group.name: criterion("l1")(group, evidence) for group in groups}
+        return Selector(self.found, self.prices, groups, scores, multiple=self._multiple, ratios=ratios)
+
+    def greedily(
+        self, metric: Callable[[Any], float], baseline: float, given: GreedySelectionParameters, cost: str,
+        ignored: Collection[str | None],
+    ) -> tuple[dict[str, float], Scores]:  # fmt: skip
+        """Ratios by AIMET's greedy search, and the scores, which are written down."""
+        count = int(given.num_comp_ratio_candidates)
+        left_out = {group.name for layer, group in self.read.items() if layer in ignored}
+        selector = self._selector(left_out, [k / count for k in range(1, count)])
+        space = WidthSpace(self.structure, selector, self._original.batches, self._original, True)
+        first = {group.name: layer for layer, group in reversed(self.read.items())}
+        space.parts = [replace(part, name=first[part.name]) for part in space.parts]
+        scores, used = _scores(space, [part.name for part in space.parts], metric, given)
+
+        def cost_of(ratios: Mapping[str, float]) -> float:
+            return space.cost_of_cut(self._gone(selector, ratios))[cost]
+
+        target = _checked_ratio("target_comp_ratio", given.target_comp_ratio)
+        return greedy(used, cost_of, target * self.prices.whole[cost], baseline), scores
+
+    def _gone(self, selector: Selector, ratios: Mapping[str, float]) -> dict[str, Any]:
+        """Group -> the units that go, so that these parts are left, in multiples."""
+        removed = {}
+        for layer, ratio in ratios.items():
+            group = self.read[layer]
+            left = max(1, round(group.units * ratio / self._multiple) * self._multiple)
+            if left < group.units:
+                removed[group.name] = np.sort(selector.order[group.name][: group.units - left])
+        return removed
+
+    def cut(self, ratios: Mapping[str, float]) -> tuple[torch.nn.Module, dict[str, float]]:
+        """The model with these parts of the inputs of layers, and the part that every layer keeps."""
+        removed = self._gone(self._selector((), None), ratios)
+        if removed:
+            readers, norms = lost(self.found, self.found.cut(removed), [self.found.group(name) for name in removed])
+            apply(self.structure, self.found, removed, self._example)
+            reconstruct(self._original, self.structure.view(), readers, progress=False)
+            estimate_batch_norms(self._original, self.structure.view(), norms, progress=False)
+            self.structure.refresh()
+        kept = {layer: 1 - len(removed.get(group.name, ())) / group.units for layer, group in self.read.items()}
+        return self.structure.finished(), kept
+
+
+def _images(loader: Iterable[Any], samples: int, device: Any) -> list[Any]:
+    """Inputs of a data loader without its labels, until there are so many.
+
+    Raises:
+        CalibrationError: it holds none.
+    """
+    chosen: list[Any] = []
+    count = 0
+    for batch in loader:
+        images = batch[0] if isinstance(batch, (tuple, list)) else batch
+        images = images[: samples - count]
+        chosen.append(images.to(device) if device is not None else images)
+        count += len(images)
+        if count >= samples:
+            break
+    if not count:
+        raise CalibrationError("data_loader", "it held no image", "pass a loader of images, with labels or without")
+    return chosen
+
+
+def _asked_channels(
+    read: Mapping[str, Group], found: Dependencies, names: Mapping[int, str], pairs: Iterable[ModuleCompRatioPair]
+) -> dict[str, float]:
+    """Ratios by name of convolution; of layers that read the same channels, one."""
+    ratios: dict[str, float] = {}
+    for pair in pairs:
+        name = names.get(id(pair.module))
+        if name is None:
+            raise ConfigError("ModuleCompRatioPair", "its module is not in the model", "pass a module of this model")
+        if name not in read:
+            reasons = "; ".join(str(r) for r in found.refused) or "it is no convolution whose inputs a layer makes"
+            raise ConfigError(name, f"its input channels cannot be removed: {reasons}", "leave it out of the list")
+        ratio = _checked_ratio(name, pair.comp_ratio)
+        other = next((n for n, r in ratios.items() if read[n].name == read[name].name and r != ratio), None)
+        if other is not None:
+            raise ConfigError(
+                name, f"it reads the same channels as {other}, with another ratio", f"give both {ratios[other]:g}"
+            )  # fmt: skip
+        ratios[name] = ratio
+    return ratios
+
+
+def _scores(
+    space: Any, names: Sequence[str], metric: Callable[[Any], float], given: GreedySelectionParameters
+) -> tuple[Scores, Scores]:
+    """Scores of every layer at every ratio, read or measured, and written down; and the same made monotonic, if asked."""
+    known = None if given.saved_eval_scores_dict is None else load_scores(given.saved_eval_scores_dict, names)
+    scores = measure_scores(space, metric, known)
+    save_scores(SCORES_FILE, scores)
+    return scores, {name: monotonic(row) for name, row in scores.items()} if given.use_monotonic_fit else scores
+
+
 def _statistics(
     space: SvdSpace, found: Sequence[Factored], baseline: float, score: float, scores: Scores | None
 ) -> CompressionStats:
@@ -333,11 +496,7 @@ def _chosen(
     space: SvdSpace, metric: Callable[[Any], float], baseline: float, given: GreedySelectionParameters, cost: str
 ) -> tuple[Mapping[str, float], Scores]:
     """Ratios by AIMET's greedy search, and the scores, which are written down."""
-    names = [layer.name for layer in space.layers]
-    known = None if given.saved_eval_scores_dict is None else load_scores(given.saved_eval_scores_dict, names)
-    scores = measure_scores(space, metric, known)
-    save_scores(SCORES_FILE, scores)
-    used = {name: monotonic(row) for name, row in scores.items()} if given.use_monotonic_fit else scores
+    scores, used = _scores(space, [layer.name for layer in space.layers], metric, given)
 
     def cost_of(ratios: Mapping[str, float]) -> float:
         total = space.fixed[cost]

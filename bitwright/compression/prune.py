@@ -16,7 +16,7 @@ from bitwright.compression.groups import Dependencies, Group, Refusal
 from bitwright.compression.importance import Evidence, comparable, criterion, mean_squares
 from bitwright.compression.ratios import Chosen, Record, choose
 from bitwright.compression.reconstruct import Original
-from bitwright.compression.widths import WidthSpace, cut_graph, few_batches, lost
+from bitwright.compression.widths import WidthSpace, counts_of, cut_graph, few_batches, lost
 from bitwright.core.simulation.float_model import Array
 from bitwright.errors import ConfigError, ModelError, close_matches, first_few
 from bitwright.methods.front_end import Structured
@@ -87,14 +87,16 @@ class Selector:
         ranking: ``uniform`` takes the same part from every group; ``global`` the lowest scores, each in parts of the mean of
             its group; ``exact`` begins with ``uniform``.
         alike: take as many units from groups that are kin.
+        ratios: parts of a group that may be left, in the place of ten even steps.
     """
 
     def __init__(
         self, found: Dependencies, prices: Prices, groups: Sequence[Group], scores: Mapping[str, Array], *,
         cap: float = 0.9, multiple: int = 1, ranking: Ranking = "uniform", alike: bool = False,
+        ratios: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         self.found, self.prices, self.groups, self.scores = found, prices, list(groups), scores
-        self.cap, self.multiple, self.ranking, self.alike = cap, multiple, ranking, alike
+        self.cap, self.multiple, self.ranking, self.alike, self.ratios = cap, multiple, ranking, alike, ratios
         self.order: dict[str, Array] = {g.name: np.argsort(scores[g.name], kind="stable") for g in self.groups}
         shared = [comparable(np.asarray(scores[g.name], np.float64)) for g in self.groups]
         ranks = [np.argsort(self.order[g.name]) / g.units for g in self.groups]  # where scores are equal, evenly
@@ -121,6 +123,14 @@ class Selector:
     def most(self, group: Group) -> int:
         """How many units may go at most."""
         return int(min(self.cap, 1 - 1 / group.units) * group.units)
+
+    def counts(self, groups: Sequence[Group]) -> list[int]:
+        """How many units of each of ``groups`` may go, ascending from 0."""
+        if self.ratios is not None:
+            units = groups[0].units
+            left = {max(1, round(units * ratio / self.multiple) * self.multiple) for ratio in self.ratios}
+            return sorted({0, *(units - n for n in left if n < units)})
+        return counts_of(groups[0].units, self.step(groups[0]), min(map(self.most, groups)))
 
     def sets(self) -> list[list[Group]]:
         """Groups that lose as many units each."""

@@ -66,7 +66,7 @@ class Original:
         batches: data that can be read again.
     """
 
-    def __init__(self, view: Any, batches: Iterable[Any]) -> None:
+    def __init__(self, view: Any, batches: Sequence[Any]) -> None:
         self.batches = batches
         self._view = view
         self.graph = view.graph()

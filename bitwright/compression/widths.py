@@ -49,7 +49,7 @@ def cut_graph(graph: Graph, kept: Kept) -> Graph:
     return Graph(graph.ops, values, graph.inputs, graph.outputs)
 
 
-def _counts(units: int, step: int, most: int) -> list[int]:
+def counts_of(units: int, step: int, most: int) -> list[int]:
     """Numbers of units that may go, from none on: those that leave multiples of ``step``, at most :data:`_OPTIONS` of them."""
     left = [n for n in range(units // step * step, 0, -step) if units - n <= most]
     counts = sorted({0, *(units - n for n in left)})
@@ -78,11 +78,8 @@ class Units(Protocol):
     def sets(self) -> list[list[Group]]:
         """Groups that lose as many units each."""
 
-    def step(self, group: Group) -> int:
-        """How many units go at once."""
-
-    def most(self, group: Group) -> int:
-        """How many units may go at most."""
+    def counts(self, groups: Sequence[Group]) -> list[int]:
+        """How many units of each of ``groups`` may go, ascending from 0."""
 
 
 class WidthSpace(Space):
@@ -110,7 +107,7 @@ class WidthSpace(Space):
         self._seen: dict[tuple[int, ...], dict[str, float]] = {}
         self.sets, self.counts = [], []
         for groups in selector.sets():
-            counts = _counts(groups[0].units, selector.step(groups[0]), min(map(selector.most, groups)))
+            counts = selector.counts(groups)
             if len(counts) > 1:
                 self.sets.append(list(groups))
                 self.counts.append(counts)
@@ -159,8 +156,12 @@ class WidthSpace(Space):
         """Of the graph that the cut leaves."""
         key = tuple(choice)
         if key not in self._seen:
-            self._seen[key] = self.selector.prices(cut_graph(self.found.graph, self.found.cut(self.removed(choice))))
+            self._seen[key] = self.cost_of_cut(self.removed(choice))
         return self._seen[key]
+
+    def cost_of_cut(self, removed: Mapping[str, Array]) -> dict[str, float]:
+        """Of the graph that is left without these units."""
+        return self.selector.prices(cut_graph(self.found.graph, self.found.cut(removed)))
 
     def around(self, choice: Sequence[int]) -> Mapping[str, tuple[Sequence[Sequence[float]], float]]:
         """Every option is tried with the others at ``choice``; costs are of degree two in the units of a group."""
