@@ -314,24 +314,29 @@ def diff(
     html: Annotated[Path | None, output_option(metavar="FILE", help="Also write the differences here.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare two runs of a model: encodings, layers, metrics, sizes; or two certificates.
+    """Compare two runs of a model: encodings, layers, metrics, sizes; or two certificates or manifests.
 
     Layers are compared where both runs were analysed. Of two certificates, as
     from two machines, the files, versions and instruction sets that differ are
-    named, and the first tensor that was answered otherwise.
+    named, and the first tensor that was answered otherwise. Of two manifests the
+    files, settings, data, seeds and versions that differ.
 
-    Exit code 1 when an encoding, or an answer of a certificate, differs.
+    Exit code 1 when an encoding, an answer of a certificate, or a file differs.
 
     \b
     Examples:
       bitwright diff exported/ exported-again/
       bitwright diff before.json after.json --html diff.html
       bitwright diff here/net_certificate.json there/net_certificate.json
+      bitwright diff here/net_manifest.json there/net_manifest.json
     """
-    from bitwright.compare.certificate import compare_certificates, is_certificate
+    from bitwright.compare.certificate import compare_certificates, compare_manifests, is_certificate, is_manifest
 
     if is_certificate(first) or is_certificate(second):
         finish(compare_certificates(first, second), json_file)
+        return
+    if is_manifest(first) and is_manifest(second):
+        finish(compare_manifests(first, second), json_file)
         return
     from bitwright.report import diff_runs, read_run
 

@@ -43,6 +43,8 @@ _AGAIN = "certify the folder anew: bitwright certify"
 _FEATURES = (
     "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "i8mm", "sve",
 )  # fmt: skip
+#: differences that answers follow from
+_DECIDES = ("file", "manifest", "setting", "data", "seed")
 _KEYS = ("kind", "version", "files", "manifest", "data", "seeds", "versions", "machine", "answers", "digest")
 
 
@@ -164,7 +166,8 @@ class Difference:
     """One difference between two certificates, or between a certificate and its repetition.
 
     Attributes:
-        what: ``file``, ``manifest``, ``data``, ``seed``, ``version``, ``instruction set``, ``machine``, or ``answer of <whom>``.
+        what: ``file``, ``manifest``, ``setting``, ``data``, ``seed``, ``version``, ``instruction set``, ``machine``,
+            or ``answer of <whom>``.
         name: of the file, the package, the instruction set or the first tensor that differs.
         first, second: what each says.
     """
@@ -177,7 +180,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CertificateReport(Tabular):
-    """Result of :func:`check_certificate` or :func:`compare_certificates`.
+    """Result of :func:`check_certificate`, :func:`compare_certificates` or :func:`compare_manifests`.
 
     Attributes:
         first, second: what was compared.
@@ -196,10 +199,7 @@ class CertificateReport(Tabular):
     @property
     def ok(self) -> bool:
         """Whether files and answers are the same; versions and machines may differ then."""
-        return not any(
-            one.what in ("file", "manifest", "data", "seed") or one.what.startswith("answer")
-            for one in self.differences
-        )
+        return not any(one.what in _DECIDES or one.what.startswith("answer") for one in self.differences)
 
     def to_text(self) -> str:
         """The answer, and a table of what differs."""
@@ -215,12 +215,13 @@ class CertificateReport(Tabular):
     def _line(self) -> str:
         if self.ok:
             beside = f"; {len(self.differences)} facts of versions and machines differ" if self.differences else ""
-            return f"all {self.answers} answers and all files are equal{beside}"
+            compared = f"all {self.answers} answers and " if self.answers else ""
+            return f"{compared}all files are equal{beside}"
         answers = [d for d in self.differences if d.what.startswith("answer")]
-        causes = [d for d in self.differences if d.what in ("file", "manifest", "data", "seed")]
+        causes = [d for d in self.differences if d.what in _DECIDES]
         facts = [f"{d.what} {d.name}" for d in self.differences if d.what in ("instruction set", "version", "machine")]
         if causes:
-            return f"{causes[0].what} {causes[0].name} differs"
+            return f"{causes[0].what} {causes[0].name}".rstrip() + " differs"
         why = f"; what differs besides: {', '.join(facts)}" if facts else "; nothing else differs"
         return f"{answers[0].what} differs, first at {answers[0].name}{why}"
 
@@ -260,6 +261,32 @@ def compare_certificates(first: str | os.PathLike[str], second: str | os.PathLik
     if Path(first).resolve() == Path(second).resolve():
         raise ConfigError("diff", f"both are {os.fspath(first)}", "name two certificates")
     return _compared(read_certificate(first), read_certificate(second), os.fspath(first), os.fspath(second))
+
+
+def is_manifest(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is the manifest of an export, by its name."""
+    place = Path(path)
+    return place.is_file() and place.name.endswith("_manifest.json")
+
+
+def compare_manifests(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> CertificateReport:
+    """Which files, settings, data, seeds and versions the manifests of two exports say otherwise.
+
+    Raises:
+        ExportError: one is missing or cannot be read.
+        ConfigError: both are the same file.
+    """
+    if Path(first).resolve() == Path(second).resolve():
+        raise ConfigError("diff", f"both are {os.fspath(first)}", "name two manifests")
+    one, other = (read_manifest(Path(path)) for path in (first, second))
+    hashes = [{file.name: file.sha256 for file in manifest.files} for manifest in (one, other)]
+    found = list(_of_mapping("file", hashes[0], hashes[1]))
+    found += _of_mapping("setting", one.settings, other.settings)
+    if one.data != other.data:
+        found.append(Difference("data", "", str(one.data)[:19], str(other.data)[:19]))
+    found += _of_mapping("seed", one.seeds, other.seeds)
+    found += _of_mapping("version", one.versions, other.versions)
+    return CertificateReport(os.fspath(first), os.fspath(second), tuple(found), 0)
 
 
 def _compared(one: Document, other: Document, first: str, second: str) -> CertificateReport:

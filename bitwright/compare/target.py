@@ -18,6 +18,7 @@ from bitwright.compare.executed_flat import FlatExecutor
 from bitwright.compare.sides import Side, check_feeds, open_side, read_model
 from bitwright.errors import ConfigError, ExportError
 from bitwright.executors.profile import Profile, find_profile
+from bitwright.export.files.manifest import read_manifest
 from bitwright.export.litert.convert import to_tflite
 from bitwright.export.samples import find_export
 from bitwright.export.targets import DEFAULT_TARGET
@@ -44,19 +45,27 @@ class TargetSession:
         executor: of the file.
         model: the QDQ model that was exported, for names, types and shapes.
         label: for messages.
+        exported: the target that the file was written for, where that is known.
 
     Attributes:
         profile: of the target.
         notes: what the profile does not settle, or other kernels computed.
     """
 
-    def __init__(self, executor: CodeExecutor | FlatExecutor, model: ir.Model, label: str) -> None:
+    def __init__(
+        self, executor: CodeExecutor | FlatExecutor, model: ir.Model, label: str, exported: str | None = None
+    ) -> None:
         self._executor, self._model, self._label = executor, model, label
         self.profile = executor.profile
         notes = [f"{key}: no public document of {self.profile.name} settles it" for key in self.profile.assumed]
         if isinstance(executor, FlatExecutor) and executor.by_reference:
             kinds = ", ".join(executor.by_reference)
             notes.append(f"{kinds}: computed by LiteRT's reference kernel, as the profile does not name it")
+        if exported is not None and exported != self.profile.target:
+            notes.append(
+                f"the file was exported for {exported}, and {self.profile.name} computes files for {self.profile.target}: "
+                f"its grids and biases may be none that the target takes; export with target={self.profile.target!r}"
+            )
         self.notes = tuple(notes)
 
     def run(self, output_names: Sequence[str] | None, input_feed: Feeds, seen: Seen | None = None) -> list[Array]:
@@ -145,7 +154,9 @@ def open_target(
     found, place = find_profile(profile), Path(path)
     if found.reads == "onnx":
         side = open_side(place, prefix)
-        return TargetSession(CodeExecutor(side.model, found), side.model, str(path))
+        manifest = side.path.with_name(f"{side.path.stem}_manifest.json")
+        exported = str(read_manifest(manifest).settings.get("target", DEFAULT_TARGET)) if manifest.is_file() else None
+        return TargetSession(CodeExecutor(side.model, found), side.model, str(path), exported)
     find_runtime("litert")
     if not place.is_dir():
         problem = f"profile {found.name} computes .tflite files, which lie in the folder of an export"

@@ -18,6 +18,7 @@ from bitwright.compare.certificate import (
     certify,
     check_certificate,
     compare_certificates,
+    compare_manifests,
     read_certificate,
 )
 from bitwright.errors import ConfigError, ExportError
@@ -93,6 +94,26 @@ def test_two_machines_are_told_apart(folder: Path, tmp_path: Path, capsys: pytes
     )
     assert app(["diff", str(mine), str(other)], standalone_mode=False) == 1
     assert "instruction set avx512_vnni" in capsys.readouterr().out
+
+
+def test_two_manifests_are_compared(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, other = folder / "net_manifest.json", tmp_path / "other_manifest.json"
+    document = json.loads(mine.read_text())
+    document["versions"]["onnxruntime"] = "1.30.0"
+    other.write_text(json.dumps(document))
+    report = compare_manifests(mine, other)
+    assert report.ok and str(report).startswith("all files are equal; 1 facts of versions and machines differ")
+    document["files"][0]["sha256"] = "0" * 64
+    document["settings"]["target"] = "litert"
+    other.write_text(json.dumps(document))
+    assert app(["diff", str(mine), str(other)], standalone_mode=False) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"file {document['files'][0]['name']} differs"
+    assert [line.split()[:2] for line in lines[3:]] == [
+        ["file", document["files"][0]["name"]], ["setting", "target"], ["version", "onnxruntime"],
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="both are .*Remedy: name two manifests"):
+        compare_manifests(mine, mine)
 
 
 def test_wrong_certificates_are_refused(folder: Path, tmp_path: Path) -> None:

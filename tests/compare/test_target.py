@@ -137,6 +137,8 @@ def test_wrong_input_is_named(exported: dict[str, Path], tmp_path: Path, monkeyp
         session.run(None, {"x": X[:, :, :9, :9]})
     with pytest.raises(ExportError, match=r"it has no output 'z'; its outputs are output"):
         session.run(["z"], {"x": X})
+    (note,) = open_target(exported["litert"], "ort_x64").notes
+    assert note.startswith("the file was exported for litert, and ort_x64 computes files for ort_cpu")
     with pytest.raises(ExportError, match=r"it holds no net.tflite.*Remedy: export with target='litert'"):
         open_target(exported["ort_cpu"], "litert_reference")
     with pytest.raises(ExportError, match="computes .tflite files, which lie in the folder of an export"):
