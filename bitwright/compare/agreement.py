@@ -128,6 +128,11 @@ def step_of(one: Array, other: Array, facts: Mapping[str, Any], scale: Array | N
     """One step of the grid at each element, broadcast against ``one``; ``facts`` and ``scale`` as for :func:`compare`."""
     fmt = None if facts["format"] == OUTPUT_FORMAT else parse_format(facts["format"])
     step = np.array(1.0) if scale is None else spread(scale, facts["axis"], one)
+    if (
+        isinstance(fmt, FloatFormat) and fmt.codebook
+    ):  # without scales the numbers themselves are stored, and are equal or not
+        gap = float(np.diff(fmt.codebook).min())
+        return gap * step if scale is not None else np.array(1e-6 * np.abs(one).max(initial=1e-30))
     return _spacing(one, other, fmt, step) if isinstance(fmt, FloatFormat) else step
 
 

@@ -284,6 +284,8 @@ def _stored_value(node: ir.Node) -> tuple[Array, Array | None]:
         codes, zero, factor = map(array_of, parts)
         assert codes is not None and factor is not None
         return (codes.astype(np.float32) - (0.0 if zero is None else zero)).astype(np.float32) * factor, factor
+    if node.op_type in ("Reshape", "Mul"):  # numbers of a codebook
+        return _looked_up(node)
     held = constant_at(node, 0)
     if node.op_type != "DequantizeLinear":
         maker = node.inputs[0].producer() if node.inputs[0] is not None else None
@@ -298,6 +300,29 @@ def _stored_value(node: ir.Node) -> tuple[Array, Array | None]:
     block = node.attributes.get_int("block_size", 0)
     steps = spread(scale, node.attributes.get_int("axis", 1), held, block).astype(np.float32)
     return (held.astype(np.float32) - zero_points(node).astype(np.float32)) * steps, scale
+
+
+def _maker(node: ir.Node, port: int) -> ir.Node:
+    """The operator that makes an input which is no constant."""
+    value = node.inputs[port]
+    maker = None if value is None else value.producer()
+    assert maker is not None
+    return maker
+
+
+def _looked_up(node: ir.Node) -> tuple[Array, Array]:
+    """Numbers of a codebook: the result of Cast of indices, Gather, Mul by scales and of blocks Reshape, which ``node`` ends.
+
+    Returns: they, and the scale of each.
+    """
+    shape = constant_at(node, 1) if node.op_type == "Reshape" else None
+    product = node if shape is None else _maker(node, 0)
+    gather = _maker(product, 0)
+    table, codes, scale = constant_at(gather, 0), constant_at(_maker(gather, 1), 0), constant_at(product, 1)
+    assert table is not None and codes is not None and scale is not None
+    value = table[codes.astype(np.int64)] * scale
+    scales = np.broadcast_to(scale, value.shape)
+    return (value, scales) if shape is None else (value.reshape(shape), scales.reshape(shape))
 
 
 def _compare_outputs(

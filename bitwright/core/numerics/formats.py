@@ -80,7 +80,7 @@ class FloatFormat:
     @property
     def bias(self) -> int:
         """Exponent bias."""
-        return (1 << (self.exponent_bits - 1)) - 1
+        return (1 << max(self.exponent_bits - 1, 0)) - 1
 
     @property
     def min_exponent(self) -> int:
@@ -118,13 +118,16 @@ NF4 = FloatFormat(
     ),
 )  # fmt: skip
 
+#: the sign alone: Rastegari et al. 2016, arXiv:1603.05279
+BINARY = FloatFormat("binary", 0, 0, 1.0, scaled=True, codebook=(-1.0, 1.0))
+
 FLOAT_FORMATS: dict[str, FloatFormat] = {
-    f.name: f for f in (FLOAT8_E4M3, FLOAT8_E5M2, FLOAT6_E2M3, FLOAT6_E3M2, FLOAT4_E2M1, NF4, FLOAT16, BFLOAT16)
+    f.name: f for f in (FLOAT8_E4M3, FLOAT8_E5M2, FLOAT6_E2M3, FLOAT6_E3M2, FLOAT4_E2M1, NF4, BINARY, FLOAT16, BFLOAT16)
 }
 _ALIASES = {"fp8": "float8_e4m3", "e4m3": "float8_e4m3", "e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3",
             "fp8_e5m2": "float8_e5m2", "fp6_e2m3": "float6_e2m3", "e2m3": "float6_e2m3", "fp6_e3m2": "float6_e3m2",
             "e3m2": "float6_e3m2", "fp4": "float4_e2m1", "fp4_e2m1": "float4_e2m1", "e2m1": "float4_e2m1",
-            "fp16": "float16", "bf16": "bfloat16"}  # fmt: skip
+            "fp16": "float16", "bf16": "bfloat16", "int1": "binary"}  # fmt: skip
 
 
 def parse_format(text: str | Format) -> Format:
@@ -136,11 +139,10 @@ def parse_format(text: str | Format) -> Format:
     if isinstance(text, (IntFormat, FloatFormat)):
         return text
     key = str(text).strip().lower()
+    if (name := _ALIASES.get(key, key)) in FLOAT_FORMATS:
+        return FLOAT_FORMATS[name]
     if match := re.fullmatch(r"(u?)int([0-9]{1,3})(n?)", key):
         return IntFormat(int(match[2]), signed=not match[1], narrow=bool(match[3]))
-    key = _ALIASES.get(key, key)
-    if key in FLOAT_FORMATS:
-        return FLOAT_FORMATS[key]
     known = [*FLOAT_FORMATS, *_ALIASES, "int4", "int8", "int16", "uint4", "uint8", "uint16"]
     raise FormatError(
         site=f"format {text!r:.100}",

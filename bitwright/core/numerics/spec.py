@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bitwright.core.numerics.formats import (
+    BINARY,
     FLOAT32_SCALE,
     SCALE_FORMATS,
     FloatFormat,
@@ -71,7 +72,7 @@ class QuantSpec:
         granularity: which elements share a scale; axes left ``None`` come from the operator.
         symmetry: where the zero point lies. ``float_zero_point``: anywhere, between two codes and beyond the grid too, as HQQ
             has it: a float32 number beside each scale. Of weights, unsigned integers of up to 8 bits.
-        method: how the range is chosen.
+        method: how the range is chosen; by least squared error for ``binary``, whose only magnitude is the scale.
         fixed_range: ``(lo, hi)`` instead of calibration; either end may be ``None`` (that end is calibrated).
         non_finite: what calibration does when the tensor holds NaN or Inf: ``error`` stops, ``skip`` leaves
             the whole batch out of all statistics, ``clamp`` uses the finite elements only; ``None`` is the
@@ -106,6 +107,8 @@ class QuantSpec:
                 remedy="write RangeMethod('mse'), with the name of the method",
             )
         object.__setattr__(self, "format", parse_format(self.format))
+        if self.format == BINARY and self.method == RangeMethod():
+            object.__setattr__(self, "method", RangeMethod("mse"))
         if self.symmetry not in SYMMETRIES:
             raise ConfigError(
                 site="QuantSpec.symmetry",

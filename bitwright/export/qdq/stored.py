@@ -28,17 +28,25 @@ HALVES = {"float16": D.FLOAT16, "bfloat16": D.BFLOAT16}
 
 @dataclass(frozen=True)
 class Stored:
-    """A constant in its small form; ``array`` is in the type it is stored as."""
+    """A constant in its small form; ``array`` is in the type it is stored as.
+
+    With a ``table`` (the numbers of a codebook) it holds indices, ``scale`` broadcasts against them, and ``shape`` is that of the
+    constant where indices are divided into blocks.
+    """
 
     array: NDArray[Any]
     scale: NDArray[np.float32] | None
     zero_point: NDArray[Any] | None
     axis: int | None = None
     block: int | None = None
+    table: NDArray[np.float32] | None = None
+    shape: NDArray[np.int64] | None = None
 
     @property
     def op(self) -> str | None:
         """The operator that makes its float value; none where it is stored in float."""
+        if self.table is not None:
+            return "Gather"
         if self.scale is not None:
             return "DequantizeLinear"
         return None if self.array.dtype == np.float32 else "Cast"
@@ -80,9 +88,8 @@ def check_shape(encoding: Encoding, shape: tuple[int, ...], site: str) -> None:
 def has_scale(encoding: Encoding) -> bool:
     """Whether constants of ``encoding`` are stored as codes that DequantizeLinear scales.
 
-    Its zero points are whole numbers. Halves are numbers of their own. No operator of ONNX looks numbers of a
-    codebook up and scales them in blocks. Above 16 bits DequantizeLinear takes int32, which integer kernels would
-    misread.
+    Its zero points are whole numbers. Halves are numbers of their own. Numbers of a codebook are looked up, which
+    DequantizeLinear does not do. Above 16 bits DequantizeLinear takes int32, which integer kernels would misread.
     """
     fmt = encoding.format
     if isinstance(fmt, IntFormat):
@@ -91,7 +98,13 @@ def has_scale(encoding: Encoding) -> bool:
 
 
 def store_constant(
-    array: NDArray[Any], encoding: Encoding, shown: Encoding, site: str, *, width: int | None = None
+    array: NDArray[Any],
+    encoding: Encoding,
+    shown: Encoding,
+    site: str,
+    *,
+    width: int | None = None,
+    tables: bool = False,
 ) -> Stored:
     """The small form of a constant, see the table of this module.
 
@@ -101,6 +114,7 @@ def store_constant(
         shown: the grid to be written: ``encoding`` itself or its :func:`unsigned` form.
         site: name for error messages.
         width: least number of bits that the codes take; 16 for what no integer kernel is to take up.
+        tables: whether numbers of a codebook are stored as indices, which Gather looks up; else they are stored in float.
 
     Raises:
         EncodingsError: the encoding does not fit the shape.
@@ -110,6 +124,8 @@ def store_constant(
     fmt = encoding.format
     if fmt.name in HALVES:
         return Stored(np.asarray(quantize(array, encoding)).astype(HALVES[fmt.name].numpy()), None, None)
+    if tables and isinstance(fmt, FloatFormat) and fmt.codebook:
+        return _indices(array, encoding, fmt)
     if not has_scale(encoding):
         return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
     codes = np.asarray(quantize(array, encoding))
@@ -125,6 +141,27 @@ def store_constant(
     ]
     shift = (1 << (fmt.bits - 1)) if shown.format != fmt else 0
     return _scaled((codes.astype(np.int64) + shift).astype(dtype.numpy()), shown, array.shape)
+
+
+def _indices(array: NDArray[Any], encoding: Encoding, fmt: FloatFormat) -> Stored:
+    """Indices into the codebook of ``fmt``; in blocks, an axis of ``array`` is two: the blocks, and what is in them."""
+    table, shape = np.array(fmt.codebook, np.float32), array.shape
+    found = np.searchsorted(table, np.asarray(quantize(array, encoding)))
+    indices = found.astype((D.UINT4 if len(table) <= 16 else D.UINT8).numpy())
+    scale, granularity = encoding.scale, encoding.granularity
+    if isinstance(granularity, PerChannel):
+        assert granularity.axis is not None
+        scale = scale.reshape([-1 if i == granularity.axis % len(shape) else 1 for i in range(len(shape))])
+    if not isinstance(granularity, PerBlock):
+        return Stored(indices, scale, None, table=table)
+    assert granularity.axis is not None
+    axis, length = granularity.axis % len(shape), shape[granularity.axis]
+    size = math.gcd(granularity.size, length)  # of whole blocks, also where the last one is shorter
+    scale = np.repeat(scale, granularity.size // size, axis)[(*(slice(None),) * axis, slice(0, length // size))]
+    blocks = (*shape[:axis], length // size, size, *shape[axis + 1 :])
+    return Stored(
+        indices.reshape(blocks), np.expand_dims(scale, axis + 1), None, table=table, shape=np.array(shape, np.int64)
+    )
 
 
 def folded(small: Stored, rank: int) -> Stored:

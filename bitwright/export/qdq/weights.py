@@ -163,8 +163,27 @@ def _dequantize(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], 
             ir.DataType.FLOAT,
             **_axis_attributes(small),
         )
+    if small.op == "Gather":
+        value = _looked_up(w, at, small, values, str(source.name))
     if small.op == "Cast" or not is_float32:
         value = w.builder.emit(before(at), "Cast", [value], name, dtype, to=int(dtype))
+    return value
+
+
+def _looked_up(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], name: str) -> ir.Value:
+    """The numbers of a codebook that the stored indices stand for, times their scales; in front of ``at``."""
+    codes, scale, table, *shape = values
+
+    def emit(op: str, inputs: list[ir.Value], suffix: str, dtype: ir.DataType, **attributes: int) -> ir.Value:
+        return w.builder.emit(before(at), op, inputs, f"{name}_{suffix}", dtype, **attributes)
+
+    indices = emit("Cast", [codes], "indices", ir.DataType.INT32, to=int(ir.DataType.INT32))
+    numbers = emit("Gather", [table, indices], "numbers", ir.DataType.FLOAT)
+    numbers.shape = indices.shape
+    value = emit("Mul", [numbers, scale], "dq" if small.shape is None else "blocks", ir.DataType.FLOAT)
+    if small.shape is not None:
+        value = emit("Reshape", [value, *shape], "dq", ir.DataType.FLOAT)
+        value.shape = ir.Shape(small.shape.tolist())
     return value
 
 
@@ -319,7 +338,9 @@ def _store(
     if key not in w.stored:
         array = w.array(source)
         assert array is not None
-        small = store_constant(array.transpose(perm) if perm else array, encoding, shown, site, width=width)
+        small = store_constant(
+            array.transpose(perm) if perm else array, encoding, shown, site, width=width, tables=w.target.gathers_codes
+        )
         if folds and small.op == "DequantizeLinear":
             small = folded(small, small.array.ndim)
         elif not w.target.short_blocks:
@@ -332,7 +353,8 @@ def _store(
 
 
 def _parameters(w: Writing, small: Stored, base: str) -> list[ir.Value]:
-    parts = (("q", small.array), ("scale", small.scale), ("zero_point", small.zero_point))
+    parts = [("q", small.array), ("scale", small.scale), ("zero_point", small.zero_point)]
+    parts += [("table", small.table), ("shape", small.shape)]
     return [w.builder.initializer(f"{base}_{name}", a) for name, a in parts if a is not None]
 
 

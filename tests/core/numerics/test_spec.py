@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bitwright.core.numerics.affine import encode, fake_quantize
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT8_E4M3, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.numerics.ranges import find_range_method
+from bitwright.core.numerics.ranges import choose_range_of, find_range_method
 from bitwright.core.numerics.serialize import encoding_from_json, encoding_to_json, spec_from_json, spec_to_json
 from bitwright.core.numerics.spec import (
     PRESETS,
@@ -75,6 +76,17 @@ def test_names_of_other_tools_get_the_preset_that_does_the_same(name, meant):
     with pytest.raises(ConfigError, match=f"there is no preset of this name .did you mean '{meant}'"):
         find_preset(name)
     assert find_preset(meant)
+
+
+@pytest.mark.parametrize("name", ["int1", "binary"])
+def test_binary_weights_are_plus_or_minus_their_mean_magnitude(name):
+    """The scale of least squared error is the mean of magnitudes (Rastegari et al. 2016, eq. 6), within a step of the search."""
+    w = np.random.default_rng(0).normal(size=(4, 500)).astype(np.float32)
+    spec = weight_spec(name)
+    assert spec.format.bits == 1 and spec.method.name == "mse"
+    encoding = encode(*choose_range_of(w, spec, PerChannel(0)), spec, PerChannel(0))
+    assert np.abs(encoding.scale / np.abs(w).mean(1) - 1).max() < 0.02
+    assert np.array_equal(fake_quantize(w, encoding), np.where(w > 0, 1, -1) * encoding.scale[:, None])
 
 
 def test_a_preset_of_ones_own_may_leave_a_kind_in_float():

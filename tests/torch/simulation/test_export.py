@@ -708,6 +708,9 @@ def test_weights_of_float8_run_beside_integer_activations(fmt, layers, shape):
     assert report.ok and all(row.as_integer.equal == 1 for row in report.rows), str(report)
 
 
+NAMES = ("conv.weight", "up.weight", "out.weight")
+
+
 class ThreeLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -755,6 +758,37 @@ def test_real_zero_points_of_activations_are_refused_where_they_are_written(tmp_
     sim.compute_encodings([x])
     with pytest.raises(ExportError, match="zero points of ONNX are whole numbers.*float_zero_point is for weights"):
         sim.export(tmp_path, "net", x)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        {"format": "nf4", "granularity": {"per_block": 48}},
+        {"format": "binary"},
+        {"format": "nf4", "granularity": "per_tensor"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("preset", ["w8a8", "nf4"])
+def test_numbers_of_a_codebook_are_stored_as_indices(preset: str, weight: dict[str, Any], tmp_path: Path) -> None:
+    """Indices of 4 bits, looked up and scaled when a session opens; blocks of 48 do not divide the 144 and 36 inputs alike."""
+    torch.manual_seed(0)
+    model, batches = ThreeLayers().eval(), [torch.randn(2, 4, 5, 5) for _ in range(2)]
+    sim = QuantizationSimModel(
+        model, batches[0], config_file={"preset": preset, "rules": [{"match": "*", "weight": weight}]}
+    )
+    sim.compute_encodings(batches)
+    exported = sim.export(tmp_path, "net", batches[0])
+    stored = {tensor.data_type for tensor in onnx.load(exported.qdq).graph.initializer if np.prod(tensor.dims) > 100}
+    assert stored == {onnx.TensorProto.UINT4}
+    assert_close_db(sim.model(batches[1]), in_onnxruntime(exported.qdq)(batches[1]), 100)
+    assert sim.verify(batches[1]).ok
+    sites, inputs, _ = read_samples(tmp_path / "net_samples.npz")
+    weights = sim.capture(list(NAMES), batches[0])
+    for factor in (1, 2):  # what the file stores is compared with what the simulation has
+        given = {name: [factor * np.asarray(v) for v in kept] for name, kept in weights.items()}
+        report = verify_layers(exported.qdq, {**sites, **given}, inputs)
+        assert [row.ok for row in report.rows if row.kernel == "constant"] == [factor == 1] * len(NAMES)
 
 
 @pytest.mark.parametrize("unsigned, kind", [(True, np.uint8), (False, np.int8), (None, None)])
