@@ -284,8 +284,8 @@ def _stored_value(node: ir.Node) -> tuple[Array, Array | None]:
         codes, zero, factor = map(array_of, parts)
         assert codes is not None and factor is not None
         return (codes.astype(np.float32) - (0.0 if zero is None else zero)).astype(np.float32) * factor, factor
-    if node.op_type in ("Reshape", "Mul"):  # numbers of a codebook
-        return _looked_up(node)
+    if node.op_type in ("Reshape", "Mul"):
+        return _written_out(node)
     held = constant_at(node, 0)
     if node.op_type != "DequantizeLinear":
         maker = node.inputs[0].producer() if node.inputs[0] is not None else None
@@ -310,17 +310,18 @@ def _maker(node: ir.Node, port: int) -> ir.Node:
     return maker
 
 
-def _looked_up(node: ir.Node) -> tuple[Array, Array]:
-    """Numbers of a codebook: the result of Cast of indices, Gather, Mul by scales and of blocks Reshape, which ``node`` ends.
+def _written_out(node: ir.Node) -> tuple[Array, Array]:
+    """Numbers that ``node`` ends to make of stored codes: Cast, then Gather or Sub, Mul by scales and, of blocks, Reshape.
 
     Returns: they, and the scale of each.
     """
     shape = constant_at(node, 1) if node.op_type == "Reshape" else None
     product = node if shape is None else _maker(node, 0)
-    gather = _maker(product, 0)
-    table, codes, scale = constant_at(gather, 0), constant_at(_maker(gather, 1), 0), constant_at(product, 1)
-    assert table is not None and codes is not None and scale is not None
-    value = table[codes.astype(np.int64)] * scale
+    step, scale = _maker(product, 0), constant_at(product, 1)
+    looked_up = step.op_type == "Gather"
+    codes, other = constant_at(_maker(step, int(looked_up)), 0), constant_at(step, 1 - int(looked_up))
+    assert codes is not None and other is not None and scale is not None
+    value = (other[codes.astype(np.int64)] if looked_up else codes.astype(np.float32) - other) * scale
     scales = np.broadcast_to(scale, value.shape)
     return (value, scales) if shape is None else (value.reshape(shape), scales.reshape(shape))
 

@@ -30,8 +30,9 @@ HALVES = {"float16": D.FLOAT16, "bfloat16": D.BFLOAT16}
 class Stored:
     """A constant in its small form; ``array`` is in the type it is stored as.
 
-    With a ``table`` (the numbers of a codebook) it holds indices, ``scale`` broadcasts against them, and ``shape`` is that of the
-    constant where indices are divided into blocks.
+    What DequantizeLinear cannot say is written out: ``scale`` then broadcasts against the codes, which are indices into a
+    ``table`` (the numbers of a codebook), or have a float ``zero_point``; ``shape`` is that of the constant where codes are
+    divided into blocks.
     """
 
     array: NDArray[Any]
@@ -47,6 +48,8 @@ class Stored:
         """The operator that makes its float value; none where it is stored in float."""
         if self.table is not None:
             return "Gather"
+        if self.zero_point is not None and self.zero_point.dtype == np.float32:
+            return "Sub"
         if self.scale is not None:
             return "DequantizeLinear"
         return None if self.array.dtype == np.float32 else "Cast"
@@ -104,7 +107,7 @@ def store_constant(
     site: str,
     *,
     width: int | None = None,
-    tables: bool = False,
+    written_out: bool = False,
 ) -> Stored:
     """The small form of a constant, see the table of this module.
 
@@ -114,7 +117,8 @@ def store_constant(
         shown: the grid to be written: ``encoding`` itself or its :func:`unsigned` form.
         site: name for error messages.
         width: least number of bits that the codes take; 16 for what no integer kernel is to take up.
-        tables: whether numbers of a codebook are stored as indices, which Gather looks up; else they are stored in float.
+        written_out: whether grids that DequantizeLinear has no form for are stored as codes: indices into a codebook, which
+            Gather looks up, and codes with zero points that are real numbers; else the numbers are stored in float.
 
     Raises:
         EncodingsError: the encoding does not fit the shape.
@@ -124,9 +128,9 @@ def store_constant(
     fmt = encoding.format
     if fmt.name in HALVES:
         return Stored(np.asarray(quantize(array, encoding)).astype(HALVES[fmt.name].numpy()), None, None)
-    if tables and isinstance(fmt, FloatFormat) and fmt.codebook:
-        return _indices(array, encoding, fmt)
     if not has_scale(encoding):
+        if written_out and fmt.bits <= 8:
+            return _written_out(array, encoding)
         return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
     codes = np.asarray(quantize(array, encoding))
     if is_small_float(fmt):  # its numbers are whole multiples of the smallest one
@@ -143,25 +147,27 @@ def store_constant(
     return _scaled((codes.astype(np.int64) + shift).astype(dtype.numpy()), shown, array.shape)
 
 
-def _indices(array: NDArray[Any], encoding: Encoding, fmt: FloatFormat) -> Stored:
-    """Indices into the codebook of ``fmt``; in blocks, an axis of ``array`` is two: the blocks, and what is in them."""
-    table, shape = np.array(fmt.codebook, np.float32), array.shape
-    found = np.searchsorted(table, np.asarray(quantize(array, encoding)))
-    indices = found.astype((D.UINT4 if len(table) <= 16 else D.UINT8).numpy())
-    scale, granularity = encoding.scale, encoding.granularity
+def _written_out(array: NDArray[Any], encoding: Encoding) -> Stored:
+    """Codes for Gather or Sub; in blocks, an axis of ``array`` is two: the blocks, and what is in them."""
+    fmt, shape, codes = encoding.format, array.shape, np.asarray(quantize(array, encoding))
+    table = np.array(fmt.codebook, np.float32) if isinstance(fmt, FloatFormat) else None
+    codes = (codes if table is None else np.searchsorted(table, codes)).astype(
+        D.UINT4.numpy() if fmt.bits <= 4 else np.uint8
+    )
+    params = [encoding.scale, *([] if encoding.shift is None else [np.asarray(encoding.zero, np.float32)])]
+    granularity, blocked = encoding.granularity, None
     if isinstance(granularity, PerChannel):
         assert granularity.axis is not None
-        scale = scale.reshape([-1 if i == granularity.axis % len(shape) else 1 for i in range(len(shape))])
-    if not isinstance(granularity, PerBlock):
-        return Stored(indices, scale, None, table=table)
-    assert granularity.axis is not None
-    axis, length = granularity.axis % len(shape), shape[granularity.axis]
-    size = math.gcd(granularity.size, length)  # of whole blocks, also where the last one is shorter
-    scale = np.repeat(scale, granularity.size // size, axis)[(*(slice(None),) * axis, slice(0, length // size))]
-    blocks = (*shape[:axis], length // size, size, *shape[axis + 1 :])
-    return Stored(
-        indices.reshape(blocks), np.expand_dims(scale, axis + 1), None, table=table, shape=np.array(shape, np.int64)
-    )
+        lengths = [-1 if i == granularity.axis % len(shape) else 1 for i in range(len(shape))]
+        params = [param.reshape(lengths) for param in params]
+    elif isinstance(granularity, PerBlock):
+        assert granularity.axis is not None
+        axis, length, blocked = granularity.axis % len(shape), shape[granularity.axis], np.array(shape, np.int64)
+        size = math.gcd(granularity.size, length)  # of whole blocks, also where the last one is shorter
+        index = (*(slice(None),) * axis, slice(0, length // size))
+        params = [np.expand_dims(np.repeat(p, granularity.size // size, axis)[index], axis + 1) for p in params]
+        codes = codes.reshape(*shape[:axis], length // size, size, *shape[axis + 1 :])
+    return Stored(codes, params[0], params[1] if len(params) > 1 else None, table=table, shape=blocked)
 
 
 def folded(small: Stored, rank: int) -> Stored:

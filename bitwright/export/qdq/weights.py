@@ -163,23 +163,24 @@ def _dequantize(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], 
             ir.DataType.FLOAT,
             **_axis_attributes(small),
         )
-    if small.op == "Gather":
-        value = _looked_up(w, at, small, values, str(source.name))
+    if small.op in ("Gather", "Sub"):
+        value = _written_out(w, at, small, values, str(source.name))
     if small.op == "Cast" or not is_float32:
         value = w.builder.emit(before(at), "Cast", [value], name, dtype, to=int(dtype))
     return value
 
 
-def _looked_up(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], name: str) -> ir.Value:
-    """The numbers of a codebook that the stored indices stand for, times their scales; in front of ``at``."""
-    codes, scale, table, *shape = values
+def _written_out(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], name: str) -> ir.Value:
+    """The numbers of a codebook for the stored indices, or codes less their zero points, times the scales; in front of ``at``."""
+    codes, scale, other, *shape = values
 
     def emit(op: str, inputs: list[ir.Value], suffix: str, dtype: ir.DataType, **attributes: int) -> ir.Value:
         return w.builder.emit(before(at), op, inputs, f"{name}_{suffix}", dtype, **attributes)
 
-    indices = emit("Cast", [codes], "indices", ir.DataType.INT32, to=int(ir.DataType.INT32))
-    numbers = emit("Gather", [table, indices], "numbers", ir.DataType.FLOAT)
-    numbers.shape = indices.shape
+    dtype = ir.DataType.FLOAT if small.table is None else ir.DataType.INT32
+    cast = emit("Cast", [codes], "codes", dtype, to=int(dtype))
+    numbers = emit(str(small.op), [cast, other] if small.table is None else [other, cast], "numbers", ir.DataType.FLOAT)
+    numbers.shape = cast.shape
     value = emit("Mul", [numbers, scale], "dq" if small.shape is None else "blocks", ir.DataType.FLOAT)
     if small.shape is not None:
         value = emit("Reshape", [value, *shape], "dq", ir.DataType.FLOAT)
@@ -339,7 +340,12 @@ def _store(
         array = w.array(source)
         assert array is not None
         small = store_constant(
-            array.transpose(perm) if perm else array, encoding, shown, site, width=width, tables=w.target.gathers_codes
+            array.transpose(perm) if perm else array,
+            encoding,
+            shown,
+            site,
+            width=width,
+            written_out=w.target.gathers_codes,
         )
         if folds and small.op == "DequantizeLinear":
             small = folded(small, small.array.ndim)

@@ -742,7 +742,8 @@ def test_real_zero_points_are_exported_and_kept_in_checkpoints(tmp_path: Path) -
     exported = sim.export(tmp_path, "net", x)
     assert_close_db(sim.model(x), in_onnxruntime(exported.qdq)(x), 100)
     assert sim.verify(x).ok
-    assert any("conv.weight: uint4 with zero points that are real numbers" in note for note in exported.notes)
+    stored = {tensor.data_type for tensor in onnx.load(exported.qdq).graph.initializer if np.prod(tensor.dims) > 100}
+    assert stored == {onnx.TensorProto.UINT4}
     assert any("conv.weight: version 1.0.0 has whole zero points" in note for note in exported.notes)
     sim.save_checkpoint(tmp_path / "saved")
     other = QuantizationSimModel(model, x, config_file={"rules": [{"weight": weight}]})
@@ -766,11 +767,14 @@ def test_real_zero_points_of_activations_are_refused_where_they_are_written(tmp_
         {"format": "nf4", "granularity": {"per_block": 48}},
         {"format": "binary"},
         {"format": "nf4", "granularity": "per_tensor"},
+        {"format": "uint3", "symmetry": "float_zero_point", "granularity": {"per_block": 48}},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("preset", ["w8a8", "nf4"])
-def test_numbers_of_a_codebook_are_stored_as_indices(preset: str, weight: dict[str, Any], tmp_path: Path) -> None:
+def test_grids_that_dequantize_linear_cannot_say_are_stored_as_codes(
+    preset: str, weight: dict[str, Any], tmp_path: Path
+) -> None:
     """Indices of 4 bits, looked up and scaled when a session opens; blocks of 48 do not divide the 144 and 36 inputs alike."""
     torch.manual_seed(0)
     model, batches = ThreeLayers().eval(), [torch.randn(2, 4, 5, 5) for _ in range(2)]
