@@ -69,7 +69,7 @@ from bitwright.torch.calls.inputs import (
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
 from bitwright.torch.interception.intercept import forward_signature
 from bitwright.torch.interception.record import Slot, named_inputs, output_names
-from bitwright.torch.simulation.exported_program import captured, runs_left, to_onnx
+from bitwright.torch.simulation.exported_program import captured, raised_at, runs_left, to_onnx, untranslated
 from bitwright.torch.simulation.ranges import refuse_corrections
 from bitwright.torch.simulation.simulated_module import SimulatedModule
 
@@ -359,6 +359,7 @@ def marked_onnx(
     shapes = _shapes(inputs, tensors, dynamic_batch, dynamic_shapes)
     sim._simulator.refresh_biases()  # they follow encodings that changed since; while tracing, tensors have no values
     returned: list[list[str]] = []
+    program = None
     try:
         # torch.export puts stand-ins in the place of the parameters meanwhile
         alone = sim._interceptor.occupancy.exclusive("export")
@@ -377,6 +378,15 @@ def marked_onnx(
         why = _root_cause(error)
         if isinstance(error, ModelError):
             why = f"{why}. {error.site}: {error.problem}" if error.__cause__ else f"{error.site}: {error.problem}"
+        elif program is not None and (found := untranslated(program, why)):
+            raise ExportError(
+                type(sim.model).__name__,
+                f"the model cannot be exported to ONNX: ONNX has no operator for {found}",
+                "compute this part by other operators, or outside of the model, and export that; the encodings alone are written "
+                "by sim.save_encodings(path)",
+            ) from error
+        elif (line := raised_at(error)) is not None:
+            why = f"{line}: {why}"
         raise ExportError(
             f"{type(sim.model).__name__}{f', in {where}' if where else ''}",
             f"the model cannot be exported to ONNX: {why}",

@@ -34,6 +34,7 @@ import functools
 import inspect
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -49,6 +50,7 @@ from onnxscript import optimizer
 from torch import fx, nn  # noqa: TID251, the language of programs that torch.export returns
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: TID251, of a real run, see docs/decisions/0022
+from torch.overrides import TorchFunctionMode
 
 import bitwright.torch.simulation.simulate  # noqa: F401, which defines the operator of marks
 from bitwright.errors import BusyError, ModelError
@@ -381,6 +383,7 @@ Passed = list[tuple[Key, tuple[Any, ...]]]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
 _PACKAGES = (_TORCH, str(Path(__file__).parents[2]) + os.sep)
+_TOOLS = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (ir, onnxscript))
 
 _aten = torch.ops.aten
 #: what takes only the shape of its other operands
@@ -576,7 +579,7 @@ def recorded_program(
         _error_on_data_dependent_ops=False,
         record_stack_traces=True,
     )
-    with same_draws():
+    with same_draws(), _ReadsOfNumpy():
         traced = record(list(state.values()), *given)
     _refuse_transformed(traced)
     notes = _fixed(traced, list(state.values()), tensors)
@@ -586,6 +589,17 @@ def recorded_program(
     in_order_of_memory(program.graph_module)
     subtract_from_numbers(program.graph_module)
     return complex_as_pairs(program, line_of), notes
+
+
+class _ReadsOfNumpy(TorchFunctionMode):
+    """Leaves a read of a number in a recording where numpy gets a tensor's values, which a recording of calls does not show."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and args[0].numel():
+            args[0].detach().reshape(-1)[0].item()
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse_transformed(traced: fx.GraphModule) -> None:
@@ -711,6 +725,38 @@ def line_of(node: fx.Node) -> str:
         return "a line that is not known"
     path, line, function = own[-1]
     return f"{Path(path).name}:{line}, in {function}"
+
+
+_NO_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='(\w+)\.(\w+)'")
+
+
+def untranslated(program: ExportedProgram, message: str) -> str:
+    """The function that torch's exporter says it has no translation of, with the lines that call it; "" where it says else."""
+    named = _NO_OPERATOR.search(message)
+    if named is None:
+        return ""
+    name = named[2].strip("_")  # what a decomposition calls often has an underscore more
+    nodes = (node for part in _graphs(program.graph_module) for node in part.graph.nodes)
+    called = [node for node in nodes if str(node.target).split(".")[1:2] in ([name], [named[2]])]
+    lines = dict.fromkeys(map(line_of, called))
+    return f"{named[1]}.{named[2]}" + (f", called at {'; '.join(lines)}" if lines else "")
+
+
+def raised_at(error: BaseException | None) -> str | None:
+    """The innermost line outside of torch and this package at which the first error of a chain was raised, as of :func:`line_of`.
+
+    ``None`` where there is none: torch's converter failed on a graph, with no forward around it.
+    """
+    found: str | None = None
+    while error is not None and found is None:
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            path = frame.f_code.co_filename
+            if not path.startswith((*_PACKAGES, *_TOOLS, "<")) and os.path.dirname(path) != os.path.dirname(
+                os.__file__
+            ):
+                found = f"{Path(path).name}:{line}, in {frame.f_code.co_name}"
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def _only_checks(node: fx.Node) -> bool:

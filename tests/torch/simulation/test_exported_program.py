@@ -107,6 +107,53 @@ def test_memory_that_a_tensor_does_not_hold_in_its_order_is_refused_with_the_lin
         sim.export(tmp_path, "m")
 
 
+class Calling(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(8, 8), nn.Linear(8, 2), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.function(self.a(x)))
+
+
+def by_numpy(x: Tensor) -> Tensor:
+    return x * float(np.sum(x.detach().numpy()))
+
+
+def by_array(x: Tensor) -> Tensor:
+    return x * float(np.asarray(x.detach()).mean())
+
+
+def each_found(x: Tensor) -> Tensor:
+    return torch.stack(x[x[:, 0] > 0].split(1)).sum(0)
+
+
+def eigenvectors(x: Tensor) -> Tensor:
+    return torch.linalg.eigh(x.T @ x)[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (by_numpy, r"test_exported_program.py:\d+, in \w+: a number that Python reads there"),
+        (by_array, r"test_exported_program.py:\d+, in \w+: a number that Python reads there"),
+        (
+            eigenvectors,
+            r"no operator for aten._linalg_eigh, called at test_exported_program.py:\d+, in \w+\. Remedy: compute",
+        ),
+    ],
+)
+def test_an_export_that_is_refused_names_the_line(function: Any, problem: str, tmp_path: Path) -> None:
+    """What numpy computes of a tensor was a constant of the example in the file, without a word."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)
+    sim = simulated(Calling(function), (x,))
+    with pytest.raises(ExportError, match=problem):
+        sim.export(tmp_path, "m", x)
+
+
 class Drawing(nn.Module):
     """Noise that operators of the file draw, and an order of rows that is drawn while it is written."""
 
