@@ -373,26 +373,7 @@ def marked_onnx(
     except BusyError:
         raise
     except Exception as error:
-        where = sim._interceptor.failed_in
-        _check_runs(sim, args, kwargs)
-        why = _root_cause(error)
-        if isinstance(error, ModelError):
-            why = f"{why}. {error.site}: {error.problem}" if error.__cause__ else f"{error.site}: {error.problem}"
-        elif program is not None and (found := untranslated(program, why)):
-            raise ExportError(
-                type(sim.model).__name__,
-                f"the model cannot be exported to ONNX: ONNX has no operator for {found}",
-                "compute this part by other operators, or outside of the model, and export that; the encodings alone are written "
-                "by sim.save_encodings(path)",
-            ) from error
-        elif (line := raised_at(error)) is not None:
-            why = f"{line}: {why}"
-        raise ExportError(
-            f"{type(sim.model).__name__}{f', in {where}' if where else ''}",
-            f"the model cannot be exported to ONNX: {why}",
-            "make the part it names independent of tensor values (torch.export's own message is above), or export the ONNX "
-            "model yourself and quantize that; the encodings alone are written by sim.save_encodings(path)",
-        ) from error
+        raise _refused(sim, args, kwargs, program, error) from error
     finally:
         sim._interceptor.forget_names()
     model.ir_version = 10
@@ -410,6 +391,41 @@ def marked_onnx(
     named = rename_values(model, _readable(sim, model) | _gate_names(sim, model))
     named.meta[_LEFT] = left
     return named
+
+
+def _refused(
+    sim: SimulatedModule, args: tuple[Any, ...], kwargs: dict[str, Any], program: Any, error: Exception
+) -> ExportError:
+    """What an export ends with: the place in the model, what torch says of it, and what helps.
+
+    Args:
+        sim, args, kwargs: what was exported, on which example.
+        program: what ``torch.export`` made of it; ``None`` where that failed.
+        error: what was raised.
+
+    Raises:
+        ExportError: the model does not run on the example.
+    """
+    where = sim._interceptor.failed_in
+    _check_runs(sim, args, kwargs)
+    why, name = _root_cause(error), type(sim.model).__name__
+    if isinstance(error, ModelError):
+        why = f"{why}. {error.site}: {error.problem}" if error.__cause__ else f"{error.site}: {error.problem}"
+    elif program is not None and (found := untranslated(program, why)):
+        return ExportError(
+            name,
+            f"the model cannot be exported to ONNX: ONNX has no operator for {found}",
+            "compute this part by other operators, or outside of the model, and export that; the encodings alone are written by "
+            "sim.save_encodings(path)",
+        )
+    elif (line := raised_at(error)) is not None:
+        why = f"{line}: {why}"
+    return ExportError(
+        f"{name}{f', in {where}' if where else ''}",
+        f"the model cannot be exported to ONNX: {why}",
+        "make the part it names independent of tensor values (torch.export's own message is above), or export the ONNX "
+        "model yourself and quantize that; the encodings alone are written by sim.save_encodings(path)",
+    )
 
 
 def _check_runs(sim: SimulatedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
