@@ -15,6 +15,7 @@ from bitwright.core.numerics.spec import Preset as Preset
 from bitwright.core.numerics.spec import QuantSpec as QuantSpec
 from bitwright.core.numerics.spec import RangeMethod as RangeMethod
 from bitwright.core.placement.rules import Rule as Rule
+from bitwright.core.registry import register as register
 from bitwright.errors import BitwrightError as BitwrightError
 from bitwright.errors import BusyError as BusyError
 from bitwright.errors import CalibrationError as CalibrationError

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bitwright.core.registry import KINDS, table_of
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [
@@ -48,8 +50,13 @@ def test_examples_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for examples that start an interpreter
     namespace: dict[str, object] = {"__name__": page.stem}
-    for line, source in python_blocks(page.read_text()):
-        run_block(page, line, source, namespace)
+    try:
+        for line, source in python_blocks(page.read_text()):
+            run_block(page, line, source, namespace)
+    finally:  # rows that an example registers are of this process
+        for table in map(table_of, KINDS):
+            for name in [name for name in dict.__iter__(table) if name not in table.own]:
+                del table[name]
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=page_id)

@@ -35,7 +35,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # how sure a difference is, is computed by scipy; objects of torchmetrics are given tensors
     "metrics": ({"errors", "core"}, NUMPY | {"scipy"}),
     "executors": ({"errors", "core", "tables"}, NUMPY),
-    "runtimes": ({"errors", "tables"}, NUMPY | ONNX | {"openvino", "ai_edge_litert"}),
+    "runtimes": ({"errors", "tables", "core"}, NUMPY | ONNX | {"openvino", "ai_edge_litert"}),
     "export": ({"errors", "core", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
     "compare": ({"errors", "core", "executors", "export", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
     # `front_end` loads the front end of the model that it is given
@@ -60,6 +60,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         NUMPY | {"torch", "onnx"},
     ),
     "aimet_onnx": (BELOW | {"analysis", "precision", "onnx", "report", "aimet_common"}, NUMPY | ONNX),
+    # conformance tests of plug-ins, which load what they test inside
+    "testing": (BELOW, NUMPY),
     "migrate": ({"errors", "aimet_common"}, set()),
     # weights of simulated PyTorch models, and the files of engines
     "llm": (BELOW | {"__version__", "torch"}, NUMPY | FILES_OUT | {"torch", "transformers", "tokenizers"}),

@@ -273,7 +273,7 @@ FREE: dict[str, str] = {
 ANYTHING: dict[str, str] = {
     "what the model takes": "batch dummy_input feeds args input_shapes labels",
     "of either front end, which says what it is not": "model",
-    "read by a function that names the argument": ("config_file data reference value output times"),
+    "read by a function that names the argument": ("config_file data reference value output times row"),
 }
 
 

@@ -21,6 +21,7 @@ _KINDS = {
     "methods": ("steps", "ranges", "efforts"),
     "targets": ("targets",),
     "runtimes": ("runtimes",),
+    "metrics": ("metrics",),
     "profiles": ("profiles",),
     "configs": ("configs",),
 }
@@ -31,7 +32,7 @@ def list_names(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="presets, methods, targets, runtimes, profiles or configs; all of them by default.",
+            help="presets, methods, targets, runtimes, profiles, metrics or configs; all of them by default.",
             show_default=False,
             autocompletion=lambda incomplete: [kind for kind in _KINDS if kind.startswith(incomplete)],
         ),

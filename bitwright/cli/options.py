@@ -33,17 +33,19 @@ def _presets() -> Rows:
 
 def _ranges() -> Rows:
     from bitwright.core.numerics.ranges import RANGE_METHODS, method_aliases
+    from bitwright.core.registry import rows_of
 
     def options(row: Any) -> str:
         return ", ".join(f"{name}={d:g} ({lo:g} to {hi:g})" for name, (d, lo, hi) in row.options.items())
 
-    return [(name, row.needs, options(row), ", ".join(method_aliases(name))) for name, row in RANGE_METHODS.items()]
+    return [(name, row.needs, options(row), ", ".join(method_aliases(name))) for name, row in rows_of(RANGE_METHODS)]
 
 
 def _steps() -> Rows:
+    from bitwright.core.registry import rows_of
     from bitwright.recipes.recipe import KINDS
 
-    return [(name, kind.phase, kind.does) for name, kind in KINDS.items()]
+    return [(name, kind.phase, kind.does) for name, kind in rows_of(KINDS)]
 
 
 def _efforts() -> Rows:
@@ -59,20 +61,30 @@ def _configs() -> Rows:
 
 
 def _targets() -> Rows:
+    from bitwright.core.registry import rows_of
     from bitwright.export.targets import TARGETS
 
-    return [(row.name, row.runtime, row.about) for row in TARGETS.values()]
+    return [(row.name, row.runtime, row.about) for _, row in rows_of(TARGETS)]
 
 
 def _runtimes() -> Rows:
     from importlib.util import find_spec
 
+    from bitwright.core.registry import rows_of
     from bitwright.runtimes.adapters import RUNTIMES
 
     def state(row: Any) -> str:
         return "yes" if find_spec(row.module.partition(".")[0]) else f"pip install 'bitwright[{row.extra}]'"
 
-    return [(name, row.suffix, state(row)) for name, row in RUNTIMES.items()]
+    return [(name, row.suffix, state(row)) for name, row in rows_of(RUNTIMES)]
+
+
+def _metrics() -> Rows:
+    from bitwright.core.registry import rows_of
+    from bitwright.metrics.metric import NAMED
+
+    rows = [(name, (make.__doc__ or "").partition("\n")[0].partition(";")[0]) for name, make in rows_of(NAMED)]
+    return [*rows, ("top5", "Share of samples whose label is among the five highest scores; top1, top3 and so on too.")]
 
 
 def _profiles() -> Rows:
@@ -90,6 +102,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...], Callable[[], Rows]]] = {
     "targets": ("Targets of export (--target, target=)", ("target", "runtime", "for"), _targets),
     "runtimes": ("Runtimes (--runtime, runtime=)", ("runtime", "reads", "installed"), _runtimes),
     "profiles": ("Profiles of targets (--as, runs_as)", ("profile", "target", "computes as"), _profiles),
+    "metrics": ("Metrics (--metric, metric=)", ("metric", "is"), _metrics),
     "configs": ("Configurations (--config, config_file=)", ("configuration", "also called"), _configs),
 }
 
@@ -201,11 +214,6 @@ class Reading:
             yield {name: array[:kept] if array.ndim and len(array) == rows else array for name, array in feeds.items()}
 
 
-_METRICS = (
-    "accuracy", "agreement", "kl", "top5", "f1", "miou", "psnr", "ssim", "perplexity", "wer", "map", "map50"
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Metric:
     """The metric of a command, beside the error of the outputs."""
@@ -215,7 +223,7 @@ class Metric:
         data_option(
             help="With --labels: accuracy, top5, f1, miou, psnr, ssim, perplexity, wer, map, map50; options as "
             "f1,average=micro. Without: agreement, kl, or module:function that scores an InferenceSession.",
-            autocompletion=lambda incomplete: [n for n in _METRICS if n.startswith(incomplete)],
+            autocompletion=lambda incomplete: [n for n in names_of("metrics") if n.startswith(incomplete)],
         ),
     ] = None
     labels: Annotated[

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from bitwright.core.graph.cost import KernelTimes
 from bitwright.core.numerics.spec import Preset, find_preset
+from bitwright.core.registry import Registry
 from bitwright.errors import ConfigError, close_matches
 
 RecurrentForm = Literal["scan", "native"]
@@ -165,7 +166,19 @@ _ORT_TIMES = KernelTimes(
     pool=15.0,
 )
 
-TARGETS: dict[str, Target] = {
+
+def _checked_target(name: str, row: Any) -> Target:
+    """A target of a plug-in."""
+    found = row() if callable(row) else row
+    if not isinstance(found, Target) or found.name != name:
+        problem = f"{found!r:.100} is no Target of that name"
+        raise ConfigError(
+            f"target {name!r}", problem, "register dataclasses.replace(TARGETS['packed'], name=..., about=...)"
+        )
+    return found
+
+
+_OWN: dict[str, Target] = {
     row.name: row
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
@@ -183,6 +196,7 @@ TARGETS: dict[str, Target] = {
         Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), False, "scan", "onnxruntime"),
     )
 }  # fmt: skip
+TARGETS: Registry[Target] = Registry("targets", _OWN, _checked_target)
 DEFAULT_TARGET = "ort_cpu"
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.registry import Registry
 from bitwright.errors import ConfigError, close_matches
 from bitwright.metrics import detection
 from bitwright.metrics.intervals import Better, Difference, compare, scipy_stats, without_samples
@@ -169,10 +170,12 @@ def _ratio(above: Array, below: Array) -> Array:
 
 
 def _agreement() -> OutputMetric:
+    """Share of answers equal to the float model's."""
     return OutputMetric("agreement", "higher", _same)
 
 
 def _kl() -> OutputMetric:
+    """Divergence of the answers' probabilities from the float model's."""
     return OutputMetric("kl", "lower", divergence)
 
 
@@ -192,6 +195,7 @@ def _top(k: int) -> OutputMetric:
 
 
 def _accuracy() -> OutputMetric:
+    """Share of right answers."""
     return replace(_top(1), name="accuracy")
 
 
@@ -409,13 +413,32 @@ def _map(
 
 
 def _map50(**options: Any) -> OutputMetric:
+    """Mean average precision at an overlap of 0.5."""
     return replace(_map(**{"at": 0.5, **options}), name="map50")
 
 
-NAMED: dict[str, Callable[..., OutputMetric]] = {
+def _checked_metric(name: str, row: Any) -> Callable[..., OutputMetric]:
+    """A metric of a plug-in: an :class:`OutputMetric`, what makes one of its options, or a class of torchmetrics."""
+    if isinstance(row, OutputMetric):
+        return lambda: row
+    if isinstance(row, type) and any(
+        f"{c.__module__}.{c.__name__}" == "torchmetrics.metric.Metric" for c in row.__mro__
+    ):
+        made: Any = row
+        return lambda **options: _by_states(made(**options))
+    if not callable(row):
+        raise ConfigError(
+            f"metric {name!r}", f"{row!r:.100} is no metric", "register an OutputMetric, or a function that returns one"
+        )
+    make: Callable[..., OutputMetric] = row
+    return make
+
+
+_OWN: dict[str, Callable[..., OutputMetric]] = {
     "accuracy": _accuracy, "agreement": _agreement, "kl": _kl, "f1": _f1, "miou": _miou, "psnr": _psnr, "ssim": _ssim,
     "perplexity": _perplexity, "wer": _wer, "map": _map, "map50": _map50,
 }  # fmt: skip
+NAMED: Registry[Callable[..., OutputMetric]] = Registry("metrics", _OWN, _checked_metric)
 """Name -> what makes the metric, with its options; ``top1``, ``top5`` and so on are names too."""
 _TOP = re.compile(r"top([1-9]\d*)")
 
@@ -466,7 +489,9 @@ def find_metric(metric: Any) -> OutputMetric:
         )
     make = NAMED[name]
     known = inspect.signature(_map if make is _map50 else make).parameters
-    wrong = [option for option in options if option not in known and "kwargs" not in known]
+    wrong = [
+        option for option in options if option not in known and not any(p.kind is p.VAR_KEYWORD for p in known.values())
+    ]
     if wrong:
         raise ConfigError(
             f"metric {name}",

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.config import read_file
+from bitwright.core.registry import Registry
 from bitwright.core.simulation.float_model import Undo
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, close_matches
 from bitwright.recipes.judge import Judge
@@ -203,7 +204,21 @@ def _rounding(does: str) -> Kind:
     return Kind("simulation", does, (*_RANGES, "seq_mse"), ROUNDING, gain=0.0)
 
 
-KINDS: dict[str, Kind] = {
+def _checked_kind(name: str, row: Any) -> Kind:
+    """A step of a plug-in: a :class:`Kind`, or a function that works on what its first parameter says."""
+    if isinstance(row, Kind):
+        if row.run is None:
+            raise ConfigError(f"step {name!r}", "nothing carries it out", "give Kind(..., run=function)")
+        return row
+    if not callable(row):
+        problem = f"{row!r:.100} is no step"
+        raise ConfigError(f"step {name!r}", problem, "register a function whose first parameter is sim, model or view")
+    _check_function(Step(name, run=row))
+    phase: Phase = "simulation" if _works_on(row) == "sim" else "float"
+    return Kind(phase, (row.__doc__ or f"the function {name}").strip().partition("\n")[0], run=row)
+
+
+_OWN: dict[str, Kind] = {
     "fold": Kind("float", "batch norms into the layers before them"),
     "fold_norms": Kind(
         "float",
@@ -278,6 +293,7 @@ KINDS: dict[str, Kind] = {
     "autoround": _rounding("learn roundings and ranges by signs of gradients, block after block"),
     "bias_correction": Kind("simulation", "take the mean error out of every layer's output", ROUNDING, gain=0.0),
 }
+KINDS: Registry[Kind] = Registry("steps", _OWN, _checked_kind)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.registry import Registry
 from bitwright.errors import BitwrightError, ConfigError, ExportError, close_matches
 from bitwright.runtimes.onnxruntime import FLOAT_KERNELS, inputs_for, new_session, session_options
 
@@ -279,7 +280,17 @@ def _open_litert(path: Path, threads: int, reference: bool) -> Session:
 
 # ----------------------------------------------------------------------------------------------------- the table
 
-RUNTIMES: dict[str, Runtime] = {
+
+def _checked_runtime(name: str, row: Any) -> Runtime:
+    """A runtime of a plug-in."""
+    found = row() if callable(row) else row
+    if not isinstance(found, Runtime) or found.name != name or found.suffix not in (".onnx", ".tflite"):
+        problem = f"{found!r:.100} is no Runtime of that name for .onnx or .tflite files"
+        raise ConfigError(f"runtime {name!r}", problem, "register Runtime(name, module, extra, suffix, remedy, open)")
+    return found
+
+
+_OWN: dict[str, Runtime] = {
     row.name: row
     for row in (
         Runtime(
@@ -298,6 +309,9 @@ RUNTIMES: dict[str, Runtime] = {
         ),
     )
 }  # fmt: skip
+
+
+RUNTIMES: Registry[Runtime] = Registry("runtimes", _OWN, _checked_runtime)
 
 
 def find_runtime(name: str) -> Runtime:

@@ -62,6 +62,7 @@ SECTIONS = {
         "TrainingGuard", "parameter_groups", "Distillation", "distillation_loss", "reestimate_bn_stats",
         "freeze_batch_norms", "WeightFreezing", "dampening_loss", "pivot_gradients", "LowRankCorrection", "gather_batches",
     ],
+    "Plug-ins": ["register"],
     "Errors": [
         "BitwrightError", "ConfigError", "ModelError", "CalibrationError", "ExportError", "EncodingsError", "RangeError",
         "FormatError", "GranularityError", "UnknownAttributeError", "BusyError",

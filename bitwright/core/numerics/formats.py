@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from bitwright.core.registry import Registry
 from bitwright.errors import FormatError, close_matches
 
 
@@ -121,9 +122,30 @@ NF4 = FloatFormat(
 #: the sign alone: Rastegari et al. 2016, arXiv:1603.05279
 BINARY = FloatFormat("binary", 0, 0, 1.0, scaled=True, codebook=(-1.0, 1.0))
 
-FLOAT_FORMATS: dict[str, FloatFormat] = {
-    f.name: f for f in (FLOAT8_E4M3, FLOAT8_E5M2, FLOAT6_E2M3, FLOAT6_E3M2, FLOAT4_E2M1, NF4, BINARY, FLOAT16, BFLOAT16)
-}
+
+def _checked_format(name: str, row: object) -> FloatFormat:
+    """A number format of a plug-in."""
+    fmt = row() if callable(row) else row
+    if not isinstance(fmt, FloatFormat):
+        problem = f"{fmt!r:.100} is no FloatFormat"
+        raise FormatError(
+            f"format {name!r}", problem, "register bitwright.FloatFormat(name, exponent_bits, mantissa_bits, ...)"
+        )
+    wrong = "its name is " + repr(fmt.name) if fmt.name != name or name != name.lower() else ""
+    numbers = fmt.codebook
+    if numbers and (len(numbers) != 1 << fmt.bits or list(numbers) != sorted(set(numbers))):
+        wrong = f"its codebook needs {1 << fmt.bits} different numbers, lowest first"
+    if not wrong and len(numbers) > 2 and 0.0 not in numbers:
+        wrong = "its codebook has no zero"
+    if not wrong and not numbers and not 0 < fmt.max < float("inf"):
+        wrong = f"its largest number is {fmt.max}"
+    if wrong:
+        raise FormatError(f"format {name!r}", wrong, "see the rows of bitwright.core.numerics.formats.FLOAT_FORMATS")
+    return fmt
+
+
+_FORMATS = (FLOAT8_E4M3, FLOAT8_E5M2, FLOAT6_E2M3, FLOAT6_E3M2, FLOAT4_E2M1, NF4, BINARY, FLOAT16, BFLOAT16)
+FLOAT_FORMATS: Registry[FloatFormat] = Registry("formats", {f.name: f for f in _FORMATS}, _checked_format)
 _ALIASES = {"fp8": "float8_e4m3", "e4m3": "float8_e4m3", "e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3",
             "fp8_e5m2": "float8_e5m2", "fp6_e2m3": "float6_e2m3", "e2m3": "float6_e2m3", "fp6_e3m2": "float6_e3m2",
             "e3m2": "float6_e3m2", "fp4": "float4_e2m1", "fp4_e2m1": "float4_e2m1", "e2m1": "float4_e2m1",

@@ -7,6 +7,7 @@ or underflows.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,6 +42,7 @@ from bitwright.core.numerics.statistics import (
     row_minmax,
     rows_of,
 )
+from bitwright.core.registry import Registry
 from bitwright.errors import CalibrationError, ConfigError, close_matches
 
 _SAMPLES = 1024  # constants in groups up to this size are searched value by value
@@ -532,16 +534,41 @@ def entropy_range(stats: Histogram | Samples, fmt: Format, symmetry: Symmetry) -
     return low_end.reshape(lo.shape), high_end.reshape(lo.shape)
 
 
-RANGE_METHODS: dict[str, RangeRow] = {
-    "minmax": RangeRow(minmax_range, "minmax"),
-    "percentile": RangeRow(percentile_range, "histogram", {"percentile": (100.0, 50.0, 100.0)}),
-    "mse": RangeRow(mse_range, "histogram", {"gamma": (1.0, 0.0, 1e6)}),
-    "sqnr": RangeRow(sqnr_range, "histogram", {"gamma": (3.0, 0.0, 1e6)}),
-    "entropy": RangeRow(entropy_range, "histogram"),
-    "hqq": RangeRow(
-        hqq_range, "histogram", {"lp_norm": (0.7, 0.05, 1.0), "beta": (10.0, 1e-3, 1e6), "iterations": (20.0, 1.0, 1e4)}
-    ),
-}
+def _checked_row(name: str, row: Any) -> RangeRow:
+    """A range method of a plug-in: a :class:`RangeRow`, or a function that reads histograms."""
+    found = RangeRow(row, "histogram") if inspect.isfunction(row) else row
+    if not isinstance(found, RangeRow) or found.needs not in ("minmax", "histogram"):
+        raise ConfigError(
+            f"range method {name!r}",
+            f"{row!r:.100} is no range method",
+            "register a function (stats, fmt, symmetry) -> (lo, hi), or a RangeRow(function, needs, options)",
+        )
+    signature = inspect.signature(found.function)
+    try:
+        signature.bind(None, None, "symmetric", **dict.fromkeys(found.options, 0.0))
+    except TypeError as error:
+        wanted = ", ".join(["stats, fmt, symmetry", *found.options])
+        problem = f"its function takes {signature}"
+        raise ConfigError(f"range method {name!r}", problem, f"let it take {wanted}") from error
+    return found
+
+
+RANGE_METHODS: Registry[RangeRow] = Registry(
+    "range_methods",
+    {
+        "minmax": RangeRow(minmax_range, "minmax"),
+        "percentile": RangeRow(percentile_range, "histogram", {"percentile": (100.0, 50.0, 100.0)}),
+        "mse": RangeRow(mse_range, "histogram", {"gamma": (1.0, 0.0, 1e6)}),
+        "sqnr": RangeRow(sqnr_range, "histogram", {"gamma": (3.0, 0.0, 1e6)}),
+        "entropy": RangeRow(entropy_range, "histogram"),
+        "hqq": RangeRow(
+            hqq_range,
+            "histogram",
+            {"lp_norm": (0.7, 0.05, 1.0), "beta": (10.0, 1e-3, 1e6), "iterations": (20.0, 1.0, 1e4)},
+        ),
+    },
+    _checked_row,
+)
 
 _ALIASES = {
     "tf": "minmax",

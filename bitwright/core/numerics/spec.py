@@ -29,6 +29,10 @@ SYMMETRIES: tuple[Symmetry, ...] = (
 )  # fmt: skip
 
 
+#: range methods of this package
+METHODS = ("minmax", "percentile", "mse", "sqnr", "entropy", "hqq")
+
+
 @dataclass(frozen=True)
 class RangeMethod:
     """Method of computing the range from statistics: the name of a row of ``ranges.RANGE_METHODS`` and its options.
@@ -106,6 +110,10 @@ class QuantSpec:
                 problem=f"{self.method!r:.100} is not a RangeMethod",
                 remedy="write RangeMethod('mse'), with the name of the method",
             )
+        if self.method.options or self.method.name not in METHODS:
+            from bitwright.core.numerics.ranges import find_range_method
+
+            find_range_method(self.method)
         object.__setattr__(self, "format", parse_format(self.format))
         if self.format == BINARY and self.method == RangeMethod():
             object.__setattr__(self, "method", RangeMethod("mse"))

@@ -18,6 +18,7 @@ from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.graph.roles import CACHES, ROLE, ROLES, check_role
 from bitwright.core.numerics.formats import Format, IntFormat, ScaleFormat, parse_format
 from bitwright.core.numerics.granularity import Granularity, PerToken
+from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import (
     PRESETS,
     SYMMETRIES,
@@ -111,6 +112,8 @@ class Rule:
             _check_choice(self, f"value of quantized for port {self.port!r}", "derived", ("True", "False"))
         if isinstance(self.format, str):
             parse_format(self.format)
+        if self.method is not None:
+            find_range_method(self.method)
         if self.non_finite is not None:
             check_policy(self.non_finite, self.origin or f"Rule({self.name!r})")
         if self.fixed_range is not None:
