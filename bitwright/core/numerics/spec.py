@@ -65,6 +65,20 @@ def check_policy(policy: str, site: str = "non_finite") -> NonFinite:
     )
 
 
+def _check_method(method: Any) -> None:
+    """Refuse what is no range method, and one that does not exist."""
+    if not isinstance(method, RangeMethod):
+        raise ConfigError(
+            site="QuantSpec.method",
+            problem=f"{method!r:.100} is not a RangeMethod",
+            remedy="write RangeMethod('mse'), with the name of the method",
+        )
+    if method.options or method.name not in METHODS:
+        from bitwright.core.numerics.ranges import find_range_method
+
+        find_range_method(method)
+
+
 @dataclass(frozen=True)
 class QuantSpec:
     """Specification of a tensor's quantization, independent of data.
@@ -104,16 +118,7 @@ class QuantSpec:
                 problem=f"{self.granularity!r:.100} is not a granularity",
                 remedy="write PerTensor(), PerChannel(), PerBlock(size) or PerGate()",
             )
-        if not isinstance(self.method, RangeMethod):
-            raise ConfigError(
-                site="QuantSpec.method",
-                problem=f"{self.method!r:.100} is not a RangeMethod",
-                remedy="write RangeMethod('mse'), with the name of the method",
-            )
-        if self.method.options or self.method.name not in METHODS:
-            from bitwright.core.numerics.ranges import find_range_method
-
-            find_range_method(self.method)
+        _check_method(self.method)
         object.__setattr__(self, "format", parse_format(self.format))
         if self.format == BINARY and self.method == RangeMethod():
             object.__setattr__(self, "method", RangeMethod("mse"))
