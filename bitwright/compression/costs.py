@@ -149,7 +149,7 @@ def graph_costs(graph: Graph, samples: int = 1) -> ModelCosts:
         seen.update(own)
         params = sum(float(math.prod(v.shape)) for v in own.values())
         stored = sum(float(math.prod(v.shape)) * _width(v.dtype) for v in own.values())
-        rows.append(OpCost(op.name, op.type, _macs(graph, op), params, stored, float(live[i])))
+        rows.append(OpCost(op.name, op.type, operator_macs(graph, op), params, stored, float(live[i])))
     return ModelCosts(tuple(rows), samples)
 
 
@@ -187,17 +187,17 @@ def size_costs(graph: Graph) -> dict[str, float]:
     held = {v.param: v for v in graph.values.values() if v.param is not None}
     counts = {name: float(math.prod(v.shape)) for name, v in held.items()}
     return {
-        "macs": sum(_macs(graph, op) for op in graph.ops),
+        "macs": sum(operator_macs(graph, op) for op in graph.ops),
         "params": sum(counts.values()),
         "bytes": sum(n * _width(held[name].dtype) for name, n in counts.items()),
     }
 
 
 def _work(graph: Graph, op: Op) -> float:
-    return _macs(graph, op) or sum(size(graph, value) for value in op.outputs)
+    return operator_macs(graph, op) or sum(size(graph, value) for value in op.outputs)
 
 
-def _macs(graph: Graph, op: Op) -> float:
+def operator_macs(graph: Graph, op: Op) -> float:
     """Multiplications of an operator in the recorded run; a table that is looked up makes none."""
     return 0.0 if op.type == "Embedding" else multiplications(graph, op) * op.calls
 

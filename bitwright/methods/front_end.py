@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -176,6 +176,42 @@ class Problem:
     text: str
 
 
+class Blocks(ABC):
+    """Blocks of a model that can be left out; the model is changed by :meth:`remove` only.
+
+    Attributes:
+        names: in the order of the model.
+        refused: parts that are like blocks -> why they are none.
+    """
+
+    names: Sequence[str]
+    refused: Mapping[str, str]
+
+    @abstractmethod
+    def graph(self) -> Graph:
+        """Of the whole model."""
+
+    @abstractmethod
+    def gone(self, names: Sequence[str]) -> Collection[str]:
+        """Operators that blocks take along."""
+
+    @abstractmethod
+    def without(self, names: Sequence[str]) -> Callable[[], None]:
+        """Leave blocks out; the function returned brings them back."""
+
+    @abstractmethod
+    def outputs(self, batch: Any) -> list[Array]:
+        """What the model returns as it stands."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[str], batch: Any) -> Mapping[str, Any]:
+        """Take blocks out for good; returns the plan, empty where the file says it.
+
+        Raises:
+            ModelError: the model then does not compute what it did with the blocks left out; it is as it was.
+        """
+
+
 class Structured(ABC):
     """A model opened for the removal of channels; it is changed in place.
 
@@ -312,6 +348,14 @@ class FrontEnd(ABC):
 
         Raises:
             ModelError: it cannot be read or run; or in place, it is a path.
+        """
+
+    @abstractmethod
+    def blocks(self, model: Any, first: Any, providers: Any) -> Blocks:
+        """The blocks of a model, which is changed in place; ``first`` is an example input.
+
+        Raises:
+            ModelError: it cannot be read or run, or is a path.
         """
 
     @abstractmethod

@@ -21,6 +21,7 @@ from bitwright.export.qdq.markers import Names, move_uses
 from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_batch_norms
 from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened
 from bitwright.methods.layers import Layer
+from bitwright.onnx.depth import OnnxBlocks
 from bitwright.onnx.existing_quantizers import has_quantizers
 from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.instrument import Instrument
@@ -479,6 +480,12 @@ class OnnxFrontEnd(FrontEnd):
             _loaded(model, "prune_model")
         loaded = replace(model, model=clone_model(model.model)) if isinstance(model, Loaded) else load_model(model)
         return OnnxStructure(loaded, first, providers, partial(_put_into, model) if in_place else None)
+
+    def blocks(self, model: Model, first: Any, providers: Any) -> OnnxBlocks:
+        """As the base class says."""
+        loaded = _loaded(model, "drop_blocks")
+        own = replace(loaded, model=clone_model(loaded.model)) if loaded is model else loaded
+        return OnnxBlocks(own, first, providers, partial(_put_into, model))
 
     def save_compressed(self, model: Source, plan: dict[str, Any], folder: Path, name: str) -> list[Path]:
         """``<name>.onnx``."""

@@ -32,6 +32,7 @@ from bitwright.torch.calls.inputs import (
     to_device,
     walk_modules,
 )
+from bitwright.torch.depth import TorchBlocks
 from bitwright.torch.interception.intercept import Frame, Key
 from bitwright.torch.program import Forward, TorchSimulation
 from bitwright.torch.ranks import batches_of_ranks
@@ -291,6 +292,16 @@ class TorchFrontEnd(FrontEnd):
         refuse_providers(providers)
         require_module(model)
         return TorchStructure(model if in_place else copied(model), [first])
+
+    def blocks(self, model: nn.Module, first: Any, providers: Any) -> TorchBlocks:
+        """As the base class says.
+
+        Raises:
+            ConfigError: ``providers`` are given.
+        """
+        refuse_providers(providers)
+        require_module(model)
+        return TorchBlocks(model, first)
 
     def save_compressed(self, model: nn.Module, plan: dict[str, Any], folder: Path, name: str) -> list[Path]:
         """``<name>.safetensors`` and ``<name>.plan.json``."""

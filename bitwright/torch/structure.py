@@ -39,6 +39,7 @@ from bitwright.torch.calls.inputs import (
     to_device,
     walk_modules,
 )
+from bitwright.torch.depth import drop_again
 from bitwright.torch.factors import rebuild_chain
 from bitwright.torch.interception.record import Call, Slot, record
 from bitwright.torch.view import TorchView
@@ -627,6 +628,9 @@ def _conv_widths(module: nn.modules.conv._ConvNd, weight: torch.Tensor) -> dict[
     return {"out_channels": width[made], "in_channels": width[read]}
 
 
+_STEPS: dict[str, Callable[[nn.Module, Mapping[str, Any]], None]] = {"chain": rebuild_chain, "drop": drop_again}
+
+
 @checks_arguments
 def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
     """Give a module of the original class the shapes that a compression left; its state dict fits afterwards.
@@ -647,8 +651,8 @@ def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
         )
     for step in plan["steps"]:
         kind = step.get("kind") if isinstance(step, Mapping) else step
-        if kind == "chain":
-            rebuild_chain(model, step)
+        if kind in _STEPS:
+            _STEPS[kind](model, step)
             continue
         if kind != "cut":
             raise ConfigError("plan", f"it has a step {kind!r} that is not known", "use the version that wrote it")

@@ -1,0 +1,132 @@
+"""Blocks of an ONNX model: branches that a residual sum adds to what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.operators import TRAITS
+from bitwright.core.simulation.float_model import Array, Undo
+from bitwright.export.qdq.markers import move_uses, remove_unread
+from bitwright.methods.front_end import Blocks
+from bitwright.onnx.model.data import as_feeds, input_specs
+from bitwright.onnx.model.graph import build_graph
+from bitwright.onnx.model.load import Loaded, clone_model
+from bitwright.onnx.model.session import Providers, open_session, run_session
+from bitwright.onnx.model.view import measure_shapes
+
+
+class OnnxBlocks(Blocks):
+    """The blocks of a loaded model.
+
+    Args:
+        loaded: as it is read.
+        example: feeds of one run.
+        providers: as ONNX Runtime takes them.
+        put: is given the model at the end.
+    """
+
+    def __init__(
+        self, loaded: Loaded, example: Any, providers: Providers | None, put: Callable[[Loaded], None]
+    ) -> None:
+        self._loaded, self._providers, self._put = loaded, providers, put
+        self._model = loaded.model
+        self._graph = build_graph(self._model, measure_shapes(self._model, example, providers), whole=True).graph
+        graph = self._graph
+        self._sums = residual_sums(graph)
+        returned = {name for name in self._sums if graph.is_output(graph.op(name).outputs[0])}
+        self.refused = dict.fromkeys(returned, "the model returns the sum")
+        self.names = [name for name in self._sums if name not in returned]
+
+    def graph(self) -> Graph:
+        """With the shapes of a run."""
+        return self._graph
+
+    def gone(self, names: Sequence[str]) -> set[str]:
+        """Operators that the model without the blocks does not have."""
+        left = {str(node.name) for node in self._cut(names).graph.all_nodes()}
+        return {op.name for op in self._graph.ops if op.name not in left}
+
+    def _cut(self, names: Sequence[str]) -> ir.Model:
+        model = clone_model(self._loaded.model)
+        nodes = {str(node.name): node for node in model.graph.all_nodes()}
+        for name in names:
+            node = nodes[name]
+            if node.graph is None:  # it went with the block around it
+                continue
+            made = node.outputs[0]
+            source = node.inputs[self._sums[name]]
+            assert source is not None
+            move_uses(made, source)
+            remove_unread(made)
+        for name, value in list(model.graph.initializers.items()):
+            if not value.uses() and not value.is_graph_output():
+                model.graph.initializers.pop(name)
+        return model
+
+    def without(self, names: Sequence[str]) -> Undo:
+        """Of a copy."""
+        before, self._model = self._model, self._cut(names)
+
+        def undo() -> None:
+            self._model = before
+
+        return undo
+
+    def outputs(self, batch: Any) -> list[Array]:
+        """What the model returns."""
+        feeds = as_feeds(batch, input_specs(self._model))
+        return [np.asarray(a) for a in run_session(open_session(self._model, self._providers), feeds, "batch")]
+
+    def remove(self, names: Sequence[str], batch: Any) -> dict[str, Any]:
+        """Write the model without them; the file says all, so that there is no plan."""
+        self._put(replace(self._loaded, model=self._cut(names)))
+        return {}
+
+
+def residual_sums(graph: Graph) -> dict[str, int]:
+    """Sums of a value and of a branch that is computed from it -> the input that is handed on without the branch.
+
+    The branch has a layer, reads nothing else that was made after its source, and the source has the shape of the sum. Every
+    branch is walked back no further than where its source was made.
+    """
+    place = {value: i for i, op in enumerate(graph.ops) for value in op.outputs}
+    found = {}
+    for op in graph.ops:
+        if op.type == "Add" and len(op.inputs) == 2 and None not in op.inputs and not op.also:
+            port = next(
+                (p for p in (0, 1) if _is_residual(graph, place, op, str(op.inputs[p]), str(op.inputs[1 - p]))), None
+            )
+            found.update({} if port is None else {op.name: port})
+    return found
+
+
+def _is_residual(graph: Graph, place: dict[str, int], op: Op, source: str, branch: str) -> bool:
+    if graph.values[source].is_static or graph.values[branch].is_static:
+        return False
+    if graph.values[source].shape != graph.values[op.outputs[0]].shape:
+        return False
+    return _branches_from(graph, place, source, branch)
+
+
+def _branches_from(graph: Graph, place: dict[str, int], source: str, branch: str) -> bool:
+    start, stack, seen, layer, reached = place.get(source, -1), [branch], {branch}, False, False
+    while stack:
+        value = stack.pop()
+        if value == source:
+            reached = True
+            continue
+        maker: Op | None = graph.producer(value)
+        if maker is None or place[value] <= start:  # an input of the model, or older than the source: a mask, positions
+            continue
+        layer = layer or maker.type in TRAITS["layer"]
+        for _, read in maker.sources():
+            if read not in seen and not graph.values[read].is_static:
+                seen.add(read)
+                stack.append(read)
+    return reached and layer
