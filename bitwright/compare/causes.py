@@ -26,7 +26,7 @@ from bitwright.compare.runtime import fix_lengths, free_inputs, how_to_fix, offe
 from bitwright.compare.sides import Side
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.integer_sums import INT32_MAX
-from bitwright.executors.profile import Profile, exact_kernels
+from bitwright.executors.profile import Profile, exact_kernels, find_profile
 from bitwright.export.qdq.forms import Builder
 from bitwright.export.qdq.markers import move_uses
 
@@ -315,6 +315,7 @@ def _shown(array: Array) -> str:
 
 
 _PAIRS = ("onnxruntime", "openvino")  # whose kernels multiply uint8 by int8, in pairs where there is no VNNI
+_PROFILES = {"qnn": "htp"}  # runtime -> the profile of its kernels
 _WIDEST = 64  # bits of sums in runs without an overflow
 _ENOUGH = 0.99  # equal codes of a tensor where others are one step off: what summation order may do
 
@@ -516,6 +517,16 @@ def _without(doubt: Doubt, side: Side, parts: Sequence[_Part]) -> Iterator[Suspe
 
 def _roundings_of_profiles(doubt: Doubt) -> Iterator[Suspect]:
     """How the kernels of a target bring sums onto the grid, against those of another target, or one exact rounding."""
+    known = _PROFILES.get(doubt.b.how)
+    if known is not None and doubt.a.profile is None:
+
+        def measured() -> tuple[Array, Array] | None:
+            side = replace(doubt.b, profile=find_profile(known))
+            found, _ = doubt.lockstep.locally(doubt.b, doubt.lockstep.feeds_b, [doubt.pair], run=side.run)
+            return (found[doubt.pair], doubt.found) if doubt.pair in found else None
+
+        text = f"the kernels of {doubt.b.how} round otherwise, as profile {known} says"
+        yield Suspect("kernel", text, "", f"computed by the executors of profile {known}", measured)
     for side, other in ((doubt.b, doubt.a), (doubt.a, doubt.b)):
         profile = side.profile
         if profile is None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.graph.windows import conv_pads
-from bitwright.executors.rounding import REQUANTIZERS
+from bitwright.executors.rounding import REQUANTIZERS, rescaled_folded
 from bitwright.executors.sums import convolution, matmul, paired_matmul, shifted, window_steps
 from bitwright.executors.tensors import Call, Grid, Tensor
 
@@ -53,6 +53,10 @@ def _finished(call: Call, sums: Array, axis: int) -> Array:
             values += (bias.values.reshape(-1).astype(np.float32) * step).reshape(wide)
         rounded = np.floor if call.variant == "truncated" else np.rint
         return call.grid.store(rounded(values * np.float32(1 / call.grid.scale)))
+    if call.variant == "folded":
+        low, high = call.grid.ends
+        codes = rescaled_folded(sums, scales.astype(np.float64).reshape(shape), call.grid.zero_point)
+        return np.clip(codes, low, high).astype(call.grid.dtype)
     return call.grid.store(REQUANTIZERS[call.variant](sums, scales.reshape(shape)))
 
 
@@ -272,8 +276,8 @@ def _global_average_pool(call: Call) -> Array:
     return grid.store(REQUANTIZERS[call.variant](sums, ratio))
 
 
-_PRODUCTS: dict[str, Kernel] = {name: _conv for name in (*REQUANTIZERS, "epilogue")}
-_MATRICES: dict[str, Kernel] = {name: _matmul for name in (*REQUANTIZERS, "epilogue")}
+_PRODUCTS: dict[str, Kernel] = {name: _conv for name in (*REQUANTIZERS, "epilogue", "folded")}
+_MATRICES: dict[str, Kernel] = {name: _matmul for name in (*REQUANTIZERS, "epilogue", "folded")}
 
 #: operator of ONNX -> variant -> its kernel
 CODE_KERNELS: dict[str, dict[str, Kernel]] = {

@@ -10,6 +10,8 @@ name                        arithmetic
 ``q15_single``              the mantissa shortened to 15 bits, one rounding, a half upwards; sums of 64 bits
 ``q23_single``              the 24 bits of a float32 factor, one rounding, a half upwards
 ``q23_away``                the same, a half away from zero
+``folded``                  the zero point added to the sum, which is cut to 3 bits below the code; a factor of 11 bits, a half
+                            upwards
 ``once``                    the exact product, a half to even: the rounding of a simulation
 ``truncated``               the exact product, cut down to the next whole number: a shift without rounding
 ==========================  =========================================================================================
@@ -142,6 +144,37 @@ def _rescaled_away(sums: Any, factor: ArrayLike) -> Integers:
     """:func:`rescaled_by_float_bits` with a half away from zero: NEON takes one off what is negative before it shifts."""
     whole = np.asarray(sums, np.int64)
     return np.sign(whole) * rescaled_by_float_bits(np.abs(whole), factor)
+
+
+_SIGNIFICAND, _KEPT = 11, 3  # bits of the factor, and bits below the code that sums keep
+
+
+def rescaled_folded(sums: Any, factor: ArrayLike, zero_point: int) -> Integers:
+    """Codes of Qualcomm's HTP: the zero point is added to the sum, which is cut to three bits below the code.
+
+    The factor has 11 bits, as in float16; the product is rounded once, a half upwards.
+
+    Args:
+        sums: of 32 bits, broadcast against ``factor``.
+        factor: input scale times weight scale over output scale.
+        zero_point: of the output.
+
+    Returns:
+        Codes that are not limited to the grid yet, int64.
+
+    Example:
+        >>> rescaled_folded([100, 104, 107], 0.01, 5).tolist()
+        [6, 6, 6]
+
+    Measured with the simulator of onnxruntime-qnn 2.7, which publishes no arithmetic.
+    """
+    values = np.asarray(factor, np.float64)
+    fraction, exponent = np.frexp(values)
+    significand = np.rint(fraction * (1 << _SIGNIFICAND)).astype(np.int64)
+    cut = np.maximum(-exponent.astype(np.int64) - _KEPT, 0)
+    total = (np.asarray(sums, np.int64) + np.rint(zero_point / values).astype(np.int64)) >> cut
+    bits = np.clip(_SIGNIFICAND - exponent - cut, 1, 62).astype(np.int64)
+    return np.asarray((total * significand + (np.int64(1) << (bits - 1))) >> bits, np.int64)
 
 
 def rescaled_in_float32(sums: Any, factor: ArrayLike) -> NDArray[np.float32]:

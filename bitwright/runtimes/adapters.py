@@ -278,6 +278,48 @@ def _open_litert(path: Path, threads: int, reference: bool) -> Session:
     return Session(found.run)  # the interpreter does not tell what computes an operator
 
 
+# ------------------------------------------------------------------------------------------------ Qualcomm's HTP
+
+_HTP = "QNNExecutionProvider"
+
+
+def _open_qnn(path: Path, threads: int, reference: bool) -> Session:
+    """ONNX Runtime with Qualcomm's provider: the HTP, on x86 its simulator; what that leaves runs on the CPU.
+
+    It takes fixed lengths only, so that a session is opened for each set of shapes.
+    """
+    if reference:
+        return _open_ort(path, threads, True)
+    import onnx
+    import onnxruntime
+    import onnxruntime_qnn
+
+    # registered once for the process, which has no other place for it
+    if all(device.ep_name != _HTP for device in onnxruntime.get_ep_devices()):
+        onnxruntime.register_execution_provider_library(_HTP, onnxruntime_qnn.get_library_path())
+    devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == _HTP]
+    given = onnx.load(path, load_external_data=False).graph.input
+    free = {v.name: [dim.dim_param for dim in v.type.tensor_type.shape.dim] for v in given}
+    opened: dict[tuple[tuple[str, tuple[int, ...]], ...], Any] = {}
+
+    def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        shapes = {name: np.shape(feeds[name]) for name in free if name in feeds}
+        key = tuple(shapes.items())
+        if key not in opened:
+            options = session_options(threads=threads)
+            for name, shape in shapes.items():
+                for axis, length in zip(free[name], shape, strict=True):
+                    if axis:
+                        options.add_free_dimension_override_by_name(axis, length)
+            options.add_provider_for_devices(devices, {"backend_path": onnxruntime_qnn.get_qnn_htp_path()})
+            opened[key] = onnxruntime.InferenceSession(str(path), options)
+        session = opened[key]
+        wanted = [out.name for out in session.get_outputs()]
+        return dict(zip(wanted, session.run(wanted, inputs_for(session, feeds)), strict=True))
+
+    return Session(run)
+
+
 # ----------------------------------------------------------------------------------------------------- the table
 
 
@@ -301,6 +343,10 @@ _OWN: dict[str, Runtime] = {
             "openvino", "openvino", "openvino", ".onnx",
             "export with target='openvino_cpu', or leave the layer in float (sim.quantizers[...].enabled = False)",
             _open_openvino,
+        ),
+        Runtime(
+            "qnn", "onnxruntime_qnn", "qnn", ".onnx",
+            "export with target='qnn', or leave the layer in float (sim.quantizers[...].enabled = False)", _open_qnn,
         ),
         Runtime(
             "litert", "ai_edge_litert", "litert", ".tflite",
