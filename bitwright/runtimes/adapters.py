@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -283,37 +284,46 @@ def _open_litert(path: Path, threads: int, reference: bool) -> Session:
 _HTP = "QNNExecutionProvider"
 
 
+def _htp_devices() -> list[Any]:
+    """The provider's devices; it is registered once for the process, which has no other place for it."""
+    import onnxruntime
+    import onnxruntime_qnn
+
+    if all(device.ep_name != _HTP for device in onnxruntime.get_ep_devices()):
+        onnxruntime.register_execution_provider_library(_HTP, onnxruntime_qnn.get_library_path())
+    return [device for device in onnxruntime.get_ep_devices() if device.ep_name == _HTP]
+
+
+def _htp_session(path: Path, threads: int, lengths: Mapping[str, int]) -> Any:
+    """A session with fixed lengths of free axes."""
+    import onnxruntime
+    import onnxruntime_qnn
+
+    options = session_options(threads=threads)
+    for axis, length in lengths.items():
+        options.add_free_dimension_override_by_name(axis, length)
+    options.add_provider_for_devices(_htp_devices(), {"backend_path": onnxruntime_qnn.get_qnn_htp_path()})
+    return onnxruntime.InferenceSession(str(path), options)
+
+
 def _open_qnn(path: Path, threads: int, reference: bool) -> Session:
     """ONNX Runtime with Qualcomm's provider: the HTP, on x86 its simulator; what that leaves runs on the CPU.
 
-    It takes fixed lengths only, so that a session is opened for each set of shapes.
+    It takes fixed lengths only, so that a session is opened for each set of lengths.
     """
     if reference:
         return _open_ort(path, threads, True)
     import onnx
-    import onnxruntime
-    import onnxruntime_qnn
 
-    # registered once for the process, which has no other place for it
-    if all(device.ep_name != _HTP for device in onnxruntime.get_ep_devices()):
-        onnxruntime.register_execution_provider_library(_HTP, onnxruntime_qnn.get_library_path())
-    devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == _HTP]
     given = onnx.load(path, load_external_data=False).graph.input
-    free = {v.name: [dim.dim_param for dim in v.type.tensor_type.shape.dim] for v in given}
-    opened: dict[tuple[tuple[str, tuple[int, ...]], ...], Any] = {}
+    axes = {v.name: [dim.dim_param for dim in v.type.tensor_type.shape.dim] for v in given}
+    opened: dict[frozenset[tuple[str, int]], Any] = {}
 
     def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
-        shapes = {name: np.shape(feeds[name]) for name in free if name in feeds}
-        key = tuple(shapes.items())
-        if key not in opened:
-            options = session_options(threads=threads)
-            for name, shape in shapes.items():
-                for axis, length in zip(free[name], shape, strict=True):
-                    if axis:
-                        options.add_free_dimension_override_by_name(axis, length)
-            options.add_provider_for_devices(devices, {"backend_path": onnxruntime_qnn.get_qnn_htp_path()})
-            opened[key] = onnxruntime.InferenceSession(str(path), options)
-        session = opened[key]
+        fed = axes.keys() & feeds.keys()
+        lengths = {axis: n for name in fed for axis, n in zip(axes[name], np.shape(feeds[name]), strict=True) if axis}
+        key = frozenset(lengths.items())
+        session = opened[key] = opened.get(key) or _htp_session(path, threads, lengths)
         wanted = [out.name for out in session.get_outputs()]
         return dict(zip(wanted, session.run(wanted, inputs_for(session, feeds)), strict=True))
 
