@@ -35,7 +35,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # how sure a difference is, is computed by scipy; objects of torchmetrics are given tensors
     "metrics": ({"errors", "core"}, NUMPY | {"scipy"}),
     "executors": ({"errors", "core", "tables"}, NUMPY),
-    "runtimes": ({"errors", "tables", "core"}, NUMPY | ONNX | {"openvino", "ai_edge_litert"}),
+    "runtimes": ({"errors", "tables", "core"}, NUMPY | ONNX | {"onnxruntime_qnn", "openvino", "ai_edge_litert"}),
     "export": ({"errors", "core", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
     "compare": ({"errors", "core", "executors", "export", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
     # `front_end` loads the front end of the model that it is given
