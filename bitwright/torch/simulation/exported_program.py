@@ -186,6 +186,24 @@ def sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descend
     return values if kept else op.Cast(values, to=self.dtype), indices
 
 
+def amax(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    """``aten.amax``: of all values where no axis is given, for which torch's exporter has no default (2.13)."""
+    return (
+        op.ReduceMax(self, op.Constant(value_ints=list(dim)), keepdims=int(keepdim))
+        if dim
+        else op.ReduceMax(self, keepdims=int(keepdim))
+    )
+
+
+def amin(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    """``aten.amin``, as :func:`amax`."""
+    return (
+        op.ReduceMin(self, op.Constant(value_ints=list(dim)), keepdims=int(keepdim))
+        if dim
+        else op.ReduceMin(self, keepdims=int(keepdim))
+    )
+
+
 def unfold_backward(grad_in: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:
     """``aten.unfold_backward``: windows of a signal, the last axis, are added where they lie in it (``istft``).
 
@@ -231,6 +249,8 @@ def site(x: Any, site: str) -> Any:
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.squeeze.dim: squeeze_dim,
     torch.ops.aten.sort.stable: sort_stable,
+    torch.ops.aten.amax.default: amax,
+    torch.ops.aten.amin.default: amin,
     torch.ops.aten.unfold_backward.default: unfold_backward,
     torch.ops.bitwright.site.default: site,
 }

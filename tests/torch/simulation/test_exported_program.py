@@ -56,6 +56,10 @@ def masked(x: Tensor) -> Tensor:
     return x * (1.0 - seen) + torch.rsub(seen, 2.5, alpha=3)
 
 
+def largest(x: Tensor) -> Tensor:
+    return x / x.detach().abs().amax() + x.detach().amin() - x.amax((0, -1), keepdim=True) + x.amin(1)[:, None]
+
+
 def frames(x: Tensor) -> Tensor:
     y = x.transpose(1, 2)
     (batch, channels, n), step = y.shape, y.stride()
@@ -71,7 +75,7 @@ class Net(nn.Module):
         self.fc = nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        return [f(self.fc(x)) for f in (squeezed, all_squeezed, halves, ordered, ties, masked, frames)]
+        return [f(self.fc(x)) for f in (squeezed, all_squeezed, halves, ordered, ties, masked, largest, frames)]
 
 
 @pytest.mark.slow_variants("True")
