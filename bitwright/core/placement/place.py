@@ -74,7 +74,13 @@ class Facts:
     def __init__(self, graph: Graph, rules: Rules) -> None:
         self.graph, self.rules = graph, rules
         self.resolver = Resolver(
-            (*_rules_of_ends(graph, rules), *_rules_of_routers(graph), *rules.rules, *_rules_of_rotations(graph))
+            (
+                *_rules_of_ends(graph, rules),
+                *_rules_of_routers(graph),
+                *_rules_of_adapters(graph),
+                *rules.rules,
+                *_rules_of_rotations(graph),
+            )
         )
         asked = any(rule.name.startswith(ROLE) for rule in rules.rules)
         self.roles = named_by_role(graph) if asked else {}
@@ -239,6 +245,91 @@ def _rules_of_routers(graph: Graph) -> list[Rule]:
             why = f"{op.name} chooses experts ({choice}), and chooses others when it is rounded"
             found.append(Rule(op.name, quantized=False, origin=why, optional=True))
     return found
+
+
+_PASSES = frozenset((*TRAITS["identity"], "Dropout", "Cast"))
+
+
+def _rules_of_adapters(graph: Graph) -> list[Rule]:
+    """Low-rank adapters beside a layer (LoRA) are in float, unless a rule of the user says more.
+
+    They are small, they train while the layer stays on its grid, and what they say is small beside it. An adapter is two layers in a
+    row, narrow between, that read what a wider layer reads and whose result is added to that layer's.
+    Reference: Hu et al. 2021, arXiv:2106.09685, section 4.1.
+    """
+    found = []
+    for down in graph.ops:
+        names = _adapter(graph, down)
+        why = f"{down.name} and {names[1]} are an adapter beside {names[-1]}" if names else ""
+        found += [Rule(name, quantized=False, origin=why, optional=True) for name in names[:-1]]
+    return found
+
+
+def _adapter(graph: Graph, down: Op) -> list[str]:
+    """The operators of an adapter that ``down`` begins, and the layer it stands beside; empty where it begins none."""
+    inputs, rank = _matrix(graph, down)
+    if not 0 < 2 * rank <= inputs:
+        return []
+    _, up = _after(graph, down)
+    within, outputs = (0, 0) if up is None else _matrix(graph, up)
+    if up is None or within != rank or 2 * rank > outputs:
+        return []
+    scaled, adder = _after(graph, up)
+    base = _beside(graph, adder, _source(graph, down.inputs[0]))
+    if base is None or _matrix(graph, base) != (inputs, outputs):
+        return []
+    return [op.name for op in (down, up, *scaled, base)]
+
+
+def _matrix(graph: Graph, op: Op) -> tuple[int, int]:
+    """Inputs and outputs of a product with a stored matrix; zeros where ``op`` is something else."""
+    weight = graph.values.get(op.inputs[1] or "") if op.type in ("Gemm", "MatMul") and len(op.inputs) > 1 else None
+    if weight is None or not weight.is_static or len(weight.shape) != 2:
+        return 0, 0
+    first, second = weight.shape
+    return (second, first) if op.attrs.get("transB") else (first, second)
+
+
+def _after(graph: Graph, op: Op) -> tuple[list[Op], Op | None]:
+    """Multiplications by constants of what ``op`` makes, and who alone reads the result."""
+    scaled: list[Op] = []
+    reader = graph.sole_consumer(op.outputs[0])
+    while reader is not None and (reader.type in _PASSES or _scales(graph, reader)):
+        scaled += [] if reader.type in _PASSES else [reader]
+        reader = graph.sole_consumer(reader.outputs[0])
+    return scaled, reader
+
+
+def _scales(graph: Graph, op: Op) -> bool:
+    """Whether ``op`` multiplies by a constant."""
+    static = [graph.values[name].is_static for _, name in op.sources()]
+    return op.type == "Mul" and (sum(static) == 1 or len(static) == 1)
+
+
+def _source(graph: Graph, value: str | None) -> str | None:
+    """What ``value`` is, through operators that do not change it."""
+    maker = graph.producer(value) if value is not None else None
+    while maker is not None and maker.type in _PASSES:
+        value = maker.inputs[0]
+        maker = graph.producer(value) if value is not None else None
+    return value
+
+
+_MOST_ADAPTERS = 16  # beside one layer
+
+
+def _beside(graph: Graph, adder: Op | None, source: str | None) -> Op | None:
+    """The product that reads ``source`` and whose result ``adder`` reads, after other adapters where there are some."""
+    for _ in range(_MOST_ADAPTERS):
+        if adder is None or adder.type != "Add":
+            return None
+        made = [op for op in (graph.producer(_source(graph, name) or "") for name in adder.inputs) if op is not None]
+        products = [op for op in made if _matrix(graph, op)[0]]
+        base = next((op for op in products if _source(graph, op.inputs[0]) == source), None)
+        if base is not None:
+            return base
+        adder = next((op for op in made if op.type == "Add"), None)
+    return None
 
 
 def _rules_of_ends(graph: Graph, rules: Rules) -> list[Rule]:
