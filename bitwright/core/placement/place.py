@@ -253,8 +253,8 @@ _PASSES = frozenset((*TRAITS["identity"], "Dropout", "Cast"))
 def _rules_of_adapters(graph: Graph) -> list[Rule]:
     """Low-rank adapters beside a layer (LoRA) are in float, unless a rule of the user says more.
 
-    They are small, they train while the layer stays on its grid, and what they say is small beside it. An adapter is two layers in a
-    row, narrow between, that read what a wider layer reads and whose result is added to that layer's.
+    They are small, and they train while the layer stays on its grid. An adapter is two layers in a row, narrow between, that
+    read what a wider layer reads and whose result is added to that layer's.
     Reference: Hu et al. 2021, arXiv:2106.09685, section 4.1.
     """
     found = []
@@ -290,6 +290,11 @@ def _matrix(graph: Graph, op: Op) -> tuple[int, int]:
     return (second, first) if op.attrs.get("transB") else (first, second)
 
 
+def _multiplied(graph: Graph, op: Op) -> str | None:
+    """What a product with a stored matrix reads; ``None`` of other operators."""
+    return _source(graph, op.inputs[0]) if _matrix(graph, op)[0] else None
+
+
 def _after(graph: Graph, op: Op) -> tuple[list[Op], Op | None]:
     """Multiplications by constants of what ``op`` makes, and who alone reads the result."""
     scaled: list[Op] = []
@@ -323,11 +328,10 @@ def _beside(graph: Graph, adder: Op | None, source: str | None) -> Op | None:
     for _ in range(_MOST_ADAPTERS):
         if adder is None or adder.type != "Add":
             return None
-        made = [op for op in (graph.producer(_source(graph, name) or "") for name in adder.inputs) if op is not None]
-        products = [op for op in made if _matrix(graph, op)[0]]
-        base = next((op for op in products if _source(graph, op.inputs[0]) == source), None)
-        if base is not None:
-            return base
+        made = [op for name in adder.inputs if (op := graph.producer(_source(graph, name) or ""))]
+        base = [op for op in made if _multiplied(graph, op) == source]
+        if base:
+            return base[0]
         adder = next((op for op in made if op.type == "Add"), None)
     return None
 
