@@ -13,13 +13,13 @@ PYTEST := -n 2 --dist worksteal tests --ignore tests/test_docs.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Threads of one test would only fight with those of its neighbour.
-test test-all check bench reach mutants: export OMP_NUM_THREADS = 1
+test test-all check bench bench-llm reach mutants: export OMP_NUM_THREADS = 1
 # Without it, every process of the tests compiles the package and the tests anew: 8 s each.
 unexport PYTHONDONTWRITEBYTECODE
 check docs: export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format docs bench reach mutants clean
+.PHONY: help demo test test-all check format docs bench bench-llm reach mutants clean
 
 help:
 	@echo "make demo    train a small network on real digits, quantize it, run it on integer kernels"
@@ -28,6 +28,7 @@ help:
 	@echo "make check   format, lint, types, examples in documentation and docstrings"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make docs    the documentation site, in build/docs"
+	@echo "make bench-llm   methods for language models, format by format (ten minutes)"
 	@echo "make bench   speed and scaling tables (minutes)"
 	@echo "make reach   what works on architectures of transformers, diffusers and timm (half an hour)"
 	@echo "make mutants plant faults for 20 minutes and list those that no test sees"
@@ -65,6 +66,9 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 	@echo "Read it: $(BIN)/python -m http.server -d build/docs"
+
+bench-llm: $(STAMP)
+	$(BIN)/python benchmarks/llm_methods.py --check --markdown benchmarks/results/llm_methods.md
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/torch_speed.py

@@ -13,16 +13,18 @@ _LATER = "it is not in this version of Bitwright"
 
 #: dotted name below ``bitwright`` (a module, or a name in one) -> what to do instead
 ABSENT: dict[str, str] = {
-    "aimet_torch.peft": _LATER,
+    "aimet_torch.peft": "simulations of PEFT models leave adapters in float and the base on its grid by themselves, and need no "
+    "replaced layers; a rule quantizes adapters (docs/language-model-methods.md)",
     "aimet_torch.gptvq": f"{_LATER}; bitwright.torch.apply_gptq rounds weights with error feedback",
-    "aimet_torch.experimental.omniquant": f"{_LATER}; bitwright.torch.smooth_model moves outliers into weights",
+    "aimet_torch.experimental.omniquant": f"{_LATER}; apply_reconstruction(sim, data, 'learned_clipping') learns "
+    "ranges, bitwright.torch.smooth_model moves outliers into weights",
     "aimet_torch.experimental.fptquant": f"{_LATER}; bitwright.torch.rotate_model merges rotations into weights",
     "aimet_torch.experimental.c_round": "Bitwright rounds ties to even, as ONNX QuantizeLinear does",
     "aimet_torch.blockwise_sampler": "methods keep values between layers themselves: "
     "apply_reconstruction(sim, data, memory_budget=..., spill_dir=...)",
     "aimet_torch.deepspeed_utils": f"{_LATER}; simulations train under DDP and FSDP2 (docs/training-with.md)",
     "aimet_torch.visualize_serialized_data": "print the statistics that ModelCompressor.compress_model returns",
-    "aimet_torch.lora": _LATER,
+    "aimet_torch.lora": "simulations of PEFT models leave adapters in float and the base on its grid by themselves",
     "aimet_torch.winnow": "AIMET removed its public entry in 2.31; pruning is not in this version of Bitwright",
     "aimet_torch.svd": "its steps are AIMET's internals; call ModelCompressor.compress_model, or bitwright.torch.svd_model",
     "aimet_torch.channel_pruning": "its steps are AIMET's internals; call ModelCompressor.compress_model, or bitwright.compress",
