@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +148,11 @@ def _network() -> tuple[Any, list[Any]]:
     return net, [torch.randn(4, 3, 8, 8, generator=generator) for _ in range(4)]
 
 
-def _steps_run(name: str) -> None:
+def _steps_run(name: str, options: Mapping[str, Any] | None = None) -> None:
     quantize = importlib.import_module("bitwright.recipes.quantize").quantize
     net, batches = _network()
     before = {key: value.clone() for key, value in net.state_dict().items()}
-    result = quantize(net, batches, recipe=["fold", name] if name != "fold" else ["fold"], progress=False)
+    result = quantize(net, batches, recipe=["fold", {name: options}] if name != "fold" else ["fold"], progress=False)
     _require(result.sim.calibrated, "the simulation is not calibrated afterwards")
     outputs = result.model(batches[0]).detach().numpy()
     _require(bool(np.isfinite(outputs).all()), "outputs of the simulation are not finite")
@@ -217,7 +217,7 @@ def _metrics_have_a_value_per_sample(name: str) -> None:
 
 
 #: kind -> name of the check -> what runs it
-_TESTS: dict[str, dict[str, Callable[[str], None]]] = {
+_TESTS: dict[str, dict[str, Callable[..., None]]] = {
     "range_methods": {
         "finite": _ranges_are_finite, "inside": _ranges_lie_inside, "scale": _ranges_scale,
         "batches": _ranges_do_not_depend_on_batches, "channels": _ranges_per_channel,
@@ -244,13 +244,14 @@ def _require(holds: bool, seen: str) -> None:
         raise _Broken(seen)
 
 
-def check(kind: str, name: str, test: str | None = None) -> None:
+def check(kind: str, name: str, test: str | None = None, *, options: Mapping[str, Any] | None = None) -> None:
     """Run conformance tests on a plug-in.
 
     Args:
         kind: a key of :data:`CHECKS`.
         name: of the row, registered or an entry point.
         test: one check; all of the kind by default.
+        options: of a step that needs some.
 
     Raises:
         ConfigError: there is no such kind, row or check; or a check fails: the message names it, and what was seen.
@@ -265,7 +266,7 @@ def check(kind: str, name: str, test: str | None = None) -> None:
         if test not in (None, which):
             continue
         try:
-            run(name)
+            run(name, options) if options is not None else run(name)
         except _Broken as broken:
             raise ConfigError(
                 f"{kind} {name!r}", f"it breaks the conformance test {which!r}: {broken}", "repair the plug-in"

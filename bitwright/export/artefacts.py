@@ -30,7 +30,7 @@ from bitwright.export.files.atomic import Spooled, atomic_files, check_destinati
 from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest, write_origin
 from bitwright.export.files.onnx_file import all_graphs, all_nodes, load, save_model
 from bitwright.export.litert.convert import to_tflite
-from bitwright.export.opsets import bring_to, check_versions
+from bitwright.export.opsets import bring_to, check_versions, may_be_newer
 from bitwright.export.qdq.compact import compact, described, forget_exporters_notes
 from bitwright.export.qdq.half import Half, half_for
 from bitwright.export.qdq.markers import Names, strip_sites
@@ -431,7 +431,7 @@ def _write(
     form = recurrent_form(sim, recurrent, target)
     written = write_recurrent(marked, form)
     stripped = strip_sites(restore_native(marked))
-    half = _half(find_target(target), encodings, written, data, rest, edges)
+    half = _half(find_target(target), encodings, written, data, rest, edges, may_be_newer(opset, ir_version))
     result = to_qdq(
         written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target, half=half,
         unsigned_weights=bool(unsigned_weights),
@@ -512,6 +512,7 @@ def _half(
     data: Sequence[Array],
     rest: str | None,
     edges: Edges,
+    newer: bool,
 ) -> Half | None:
     """The half-precision settings of the file; see :func:`bitwright.export.qdq.half.half_for`.
 
@@ -519,7 +520,7 @@ def _half(
         ConfigError: it is asked for, and is not to be had in LiteRT files.
     """
     if target.format == "onnx":
-        return half_for(encodings, _named_inputs(model, data), rest, edges.inputs, edges.outputs)
+        return half_for(encodings, _named_inputs(model, data), rest, edges.inputs, edges.outputs, newer)
     asked = next((kind for kind in (rest, edges.inputs, edges.outputs) if kind in HALVES), None)
     if asked is not None:
         problem = f"LiteRT files have no operators of {asked} here"

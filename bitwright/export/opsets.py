@@ -68,6 +68,11 @@ def has_sixteen_bits(opset: int | None) -> bool:
     return opset is None or opset >= 21
 
 
+def may_be_newer(opset: int | None, ir_version: int | None) -> bool:
+    """Whether a file with the versions asked for may have opset 22."""
+    return opset is None and (ir_version is None or ir_version >= 10)
+
+
 def bring_to(model: ir.Model, opset: int | None, ir_version: int | None) -> None:
     """Give ``model`` the versions asked for, in place; ``None`` leaves one as it is, or as the other one needs it.
 

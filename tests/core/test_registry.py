@@ -178,7 +178,7 @@ def test_rows_of_this_package_conform(kind, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(table_of("steps").own))
 def test_steps_of_this_package_conform(name):
-    check("steps", name)
+    check("steps", name, options={"macs": 0.7} if name in ("prune", "svd") else None)
 
 
 @pytest.mark.slow

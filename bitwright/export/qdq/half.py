@@ -37,6 +37,7 @@ from bitwright.core.health.report import LIMITS
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.files.onnx_file import all_nodes, save_model
+from bitwright.export.opsets import bring_to
 from bitwright.export.qdq.forms import Builder, after, read_metadata
 from bitwright.export.qdq.markers import bypass, copy_model, remove_unread
 from bitwright.export.qdq.stored import HALVES
@@ -46,6 +47,7 @@ Array = NDArray[Any]
 HalfType = Literal["float16", "bfloat16"]
 D = ir.DataType
 
+_OF_BFLOAT16 = 22  # opset from which on convolutions and pools have the type
 #: how many times as large as on the example values may become
 ROOM = 4.0
 #: elements of the constants of a stretch of operators below which half precision would only add Casts
@@ -90,6 +92,8 @@ class Half:
             ``"none"``, so that inputs and outputs alone have the type.
         inputs, outputs: whether inputs and outputs of the file have the type too.
         feeds: an example, on which magnitudes are measured; without one only definitions and constants decide.
+        newer: whether the file may have a newer opset than the model where operators have the type from there on: convolutions,
+            pools and others have bfloat16 from opset 22 on.
     """
 
     kind: HalfType
@@ -97,6 +101,7 @@ class Half:
     inputs: bool = False
     outputs: bool = False
     feeds: Mapping[str, Array] | None = None
+    newer: bool = True
 
 
 def check_half(name: str, kind: Any) -> None:
@@ -117,6 +122,7 @@ def half_for(
     rest: str | None = None,
     inputs: str = "float32",
     outputs: str = "float32",
+    newer: bool = True,
 ) -> Half | None:
     """The half-precision settings for a file with ``encodings``; ``None`` where all stays float32.
 
@@ -125,6 +131,7 @@ def half_for(
         feeds: see :class:`Half`.
         rest: type of what is not quantized: a half type, ``"float32"``, or ``None`` to follow the encodings.
         inputs, outputs: of the file; other types than half ones count as float32 here.
+        newer: see :class:`Half`.
 
     Raises:
         ConfigError: two half types are asked for.
@@ -139,7 +146,7 @@ def half_for(
     if not asked:
         return None
     scope: Literal["all", "rest", "none"] = "all" if names else "rest" if rest in HALVES else "none"
-    return Half(asked[0], scope, inputs in HALVES, outputs in HALVES, feeds)  # type: ignore[arg-type]
+    return Half(asked[0], scope, inputs in HALVES, outputs in HALVES, feeds, newer)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -173,6 +180,8 @@ def write_half(builder: Builder, model: ir.Model, half: Half, kept: Iterable[ir.
     """
     if half.kind == "bfloat16" and model.opset_imports.get("", 0) < 13:
         raise ExportError("model", "bfloat16 needs opset 13", "export the model anew with opset 13 or newer")
+    if half.kind == "bfloat16" and half.newer and model.opset_imports.get("", 0) < _OF_BFLOAT16:
+        bring_to(model, _OF_BFLOAT16, None)
     moved = _collapse(builder, model)
     settle_types(model)
     reach, least = ({}, {}) if half.feeds is None else _measured(model, half.feeds)

@@ -136,6 +136,22 @@ def test_calibration_leaves_values_beyond_half_precision_in_float(front: str, tm
     assert all(np.isfinite(y).all() for y in answers(exported.qdq, batches))
 
 
+@pytest.mark.parametrize("opset", [None, 21])
+def test_convolutions_compute_in_bfloat16_where_the_opset_has_them(opset: int | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batches = Small().eval(), [torch.randn(4, 3, 8, 8) for _ in range(2)]
+    result = bitwright.quantize(
+        model, batches, preset="bf16", path=tmp_path, recipe=["fold"], progress=False, measure_speed=False, opset=opset
+    )
+    file = onnx.load(result.exported.qdq)
+    onnx.checker.check_model(file, full_check=True)
+    assert file.opset_import[0].version == (opset or 22)
+    kinds = {v.name: v.type.tensor_type.elem_type for v in onnx.shape_inference.infer_shapes(file).graph.value_info}
+    of_convolutions = {kinds[node.output[0]] for node in file.graph.node if node.op_type == "Conv"}
+    assert of_convolutions == {FLOAT if opset else onnx.TensorProto.BFLOAT16}
+    assert any("Conv: it has no form in bfloat16" in note for note in result.exported.notes) == (opset is not None)
+
+
 def test_the_float_rest_of_an_integer_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Small().eval(), torch.randn(4, 3, 8, 8)
