@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
 from bitwright.core.numerics.formats import (
@@ -74,9 +75,8 @@ def _check_method(method: Any) -> None:
             remedy="write RangeMethod('mse'), with the name of the method",
         )
     if method.options or method.name not in METHODS:
-        from bitwright.core.numerics.ranges import find_range_method
-
-        find_range_method(method)
+        # the table of methods is made of functions that take specs, and loads after this module
+        import_module("bitwright.core.numerics.ranges").find_range_method(method)
 
 
 @dataclass(frozen=True)
