@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bitwright.aimet_common.absent import absence, absent_attribute, absent_names
+from bitwright.aimet_common.utils import Handle
 from bitwright.aimet_torch.module_quantizers import (
     METHODS,
     PUBLIC,
@@ -222,6 +223,37 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
     def _quantizers(self) -> list[Any]:
         several = [*self.param_quantizers.values(), *self.input_quantizers, *self.output_quantizers]
         return [quantizer for quantizer in several if quantizer is not None]
+
+    def _without(self, *holders: Any) -> Handle:
+        """Take quantizers away; they come back at the end of a ``with`` block."""
+        kept = [
+            (holder, key, quantizer)
+            for holder in holders
+            for key, quantizer in (list(holder.items()) if isinstance(holder, nn.ModuleDict) else enumerate(holder))
+        ]
+
+        def put_back() -> None:
+            for holder, key, quantizer in kept:
+                holder[key] = quantizer
+
+        for holder, key, _ in kept:
+            holder[key] = None
+        return Handle(put_back)
+
+    def _remove_input_quantizers(self) -> Handle:
+        return self._without(self.input_quantizers)
+
+    def _remove_output_quantizers(self) -> Handle:
+        return self._without(self.output_quantizers)
+
+    def _remove_param_quantizers(self) -> Handle:
+        return self._without(self.param_quantizers)
+
+    def _remove_activation_quantizers(self) -> Handle:
+        return self._without(self.input_quantizers, self.output_quantizers)
+
+    def _remove_all_quantizers(self) -> Handle:
+        return self._without(self.input_quantizers, self.output_quantizers, self.param_quantizers)
 
     @contextmanager
     def compute_encodings(self) -> Iterator[None]:

@@ -313,9 +313,22 @@ def _cast(source: QuantizedTensorBase, result: torch.Tensor) -> torch.Tensor:
 
 
 class QuantizedTensorBase(torch.Tensor):
-    """A tensor that carries the encoding of its elements; computations on it return ordinary tensors."""
+    """A tensor that carries the encoding of its elements; computations on it return ordinary tensors.
+
+    Raises:
+        CalibrationError: (a RuntimeError) it is made of integers.
+    """
 
     encoding: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A tensor of floating-point numbers."""
+        made = super().__new__(cls, *args, **kwargs)
+        if not made.is_floating_point():
+            raise CalibrationError(
+                cls.__name__, f"it is made of {made.dtype}", "give floating-point numbers, as codes.float()"
+            )
+        return made
 
     @classmethod
     def __torch_function__(
@@ -944,11 +957,13 @@ class AffineQuantizerBase(QuantizerBase):
         block_size: elements per block, axis by axis.
 
     Attributes:
-        min, max: the range, parameters with gradients; ``None`` until it is known.
+        min, max: the range, parameters with gradients; -1 and 1 until it is known. Setting ``None`` forgets an end.
     """
 
     min: Any
     max: Any
+    _fresh: dict[str, int | None]
+    """End -> version of its parameter as it was created; ``None`` once it was set."""
 
     def __init__(self, shape: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -961,8 +976,28 @@ class AffineQuantizerBase(QuantizerBase):
         analyzer: EncodingAnalyzer | None = rest.get("encoding_analyzer")
         self.encoding_analyzer = analyzer or MinMaxEncodingAnalyzer(self.shape, self.block_size)
         self._overwrite = {"min": True, "max": True}
-        self.register_parameter("min", None)
-        self.register_parameter("max", None)
+        self.__dict__["_fresh"] = {}
+        self.min = self.max = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("min", "max"):
+            unknown = value is None
+            value = nn.Parameter(torch.full(self.shape, -1.0 if name == "min" else 1.0)) if unknown else value
+            self._fresh[name] = value._version if unknown else None
+        super().__setattr__(name, value)
+
+    def _is_set(self, name: str) -> bool:
+        """Whether an end of the range was set, also in place, as optimizers and ``copy_`` do."""
+        version = self._fresh[name]
+        return version is None or getattr(self, name)._version != version
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, version in self._fresh.items():  # copies and unpickled parameters begin with versions of their own
+            self._fresh[name] = None if version is None else getattr(self, name)._version
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fresh": {name: None if self._is_set(name) else 0 for name in self._fresh}}
 
     # -- the grid
 
@@ -1004,7 +1039,7 @@ class AffineQuantizerBase(QuantizerBase):
     @of_place
     def is_initialized(self) -> bool:
         """Whether there is a range."""
-        return self.min is not None and self.max is not None
+        return self._is_set("min") and self._is_set("max")
 
     @of_place
     def get_min(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
@@ -1049,10 +1084,11 @@ class AffineQuantizerBase(QuantizerBase):
                 None if end is None else torch.as_tensor(end, dtype=torch.float32).detach().expand(self.shape).clone()
             )
             own = getattr(self, name)
-            if value is None or own is None:
+            if value is None or own.shape != value.shape:
                 setattr(self, name, None if value is None else nn.Parameter(value))
             else:
                 own.copy_(value)
+                self._fresh[name] = None
 
     @of_place
     def get_encodings(self) -> AffineEncoding | None:
@@ -1095,7 +1131,7 @@ class AffineQuantizerBase(QuantizerBase):
             return
         lo, hi = self.encoding_analyzer.compute_encodings(self.qmax - self.qmin, self._symmetric)
         self.encoding_analyzer.reset_stats()
-        kept = {name: getattr(self, name) for name, free in self._overwrite.items() if not free}
+        kept = {name: getattr(self, name) for name, free in self._overwrite.items() if not free and self._is_set(name)}
         self.set_range(lo if kept.get("min") is None else kept["min"], hi if kept.get("max") is None else kept["max"])
 
     def _observed_grid(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -1114,17 +1150,20 @@ class AffineQuantizerBase(QuantizerBase):
             "symmetric": torch.tensor(self._symmetric),
             "min_overwrite": torch.tensor(self._overwrite["min"]),
             "max_overwrite": torch.tensor(self._overwrite["max"]),
+            "initialized": torch.tensor(self.is_initialized()),
         }
 
     def set_extra_state(self, state: Any) -> None:
         """Restore what :meth:`get_extra_state` returned."""
         self._symmetric = bool(state["symmetric"])
         self._overwrite = {"min": bool(state["min_overwrite"]), "max": bool(state["max_overwrite"])}
+        if not state.get("initialized", True):
+            self.min = self.max = None
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         for name in ("min", "max"):  # a quantizer without a range gets one
             value = state_dict.get(f"{prefix}{name}")
-            if value is not None and getattr(self, name) is None:
+            if value is not None and not self._is_set(name):
                 setattr(self, name, nn.Parameter(value.detach().clone()))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import warnings
 
@@ -10,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from bitwright.aimet_common.absent import DifferenceWarning
@@ -30,6 +32,8 @@ from bitwright.aimet_torch.layer_output_utils import NamingScheme
 from bitwright.aimet_torch.mixed_precision import MixedPrecisionConfigurator
 from bitwright.aimet_torch.nn import QuantizationMixin, QuantizedLinear, QuantizedMSELoss, compute_encodings
 from bitwright.aimet_torch.nn.modules.custom import Add, MatMul
+from bitwright.aimet_torch.quantization.affine import Quantize, QuantizeDequantize
+from bitwright.aimet_torch.quantization.tensor import QuantizedTensor
 from bitwright.aimet_torch.quantsim import QuantizationSimModel as TorchSim
 from bitwright.aimet_torch.quantsim import load_encodings_to_sim
 from bitwright.aimet_torch.quantsim.config_utils import set_grouped_blockwise_quantization_for_weights
@@ -951,3 +955,67 @@ def test_encoding_analyzers_of_a_simulation_are_those_of_its_scheme():
     assert isinstance(found["tf_enhanced"], kinds.SqnrEncodingAnalyzer)
     sims["percentile"].set_percentile_value(99.0)
     assert sims["percentile"].model.fc.param_quantizers["weight"].encoding_analyzer.percentile == 99.0
+
+
+@pytest.mark.parametrize("cls", [Quantize, QuantizeDequantize])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_ends_are_parameters_before_a_range_is_known(cls, symmetric):
+    """An optimizer made before calibration has them; copies, pickles and state dicts know whether there is a range."""
+    quantizer = cls((3,), 8, symmetric)
+    ends = dict(quantizer.named_parameters())
+    assert set(ends) == {"min", "max"} and not quantizer.is_initialized() and quantizer.get_scale() is None
+    with pytest.raises(RuntimeError, match="the quantizer has no range yet"):
+        quantizer(torch.zeros(3))
+    for other in (copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer))):
+        assert torch.equal(other.min, quantizer.min) and not other.is_initialized()
+    other = cls((3,), 8, symmetric)
+    other.load_state_dict(quantizer.state_dict())
+    assert not other.is_initialized()
+    with quantizer.compute_encodings():
+        quantizer(torch.tensor([[-1.0, 2.0, 3.0]]))
+    assert quantizer.is_initialized() and quantizer.min is ends["min"]
+    other.load_state_dict({name: end.detach() for name, end in ends.items()}, strict=False)
+    for made in (other, copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer))):
+        assert made.is_initialized() and torch.equal(made.get_scale(), quantizer.get_scale())
+    quantizer.set_range(None, None)
+    assert not quantizer.is_initialized()
+
+
+def test_quantizers_of_a_module_are_taken_away_for_a_block():
+    layer = QuantizationMixin.from_module(nn.Linear(3, 2))
+    layer.input_quantizers[0], layer.output_quantizers[0] = (
+        QuantizeDequantize((), 8, False),
+        QuantizeDequantize((), 8, False),
+    )
+    layer.param_quantizers["weight"] = QuantizeDequantize((), 4, True)
+    x = torch.randn(2, 3)
+    with layer.compute_encodings():
+        layer(x)
+    own = {
+        "input": layer.input_quantizers[0],
+        "output": layer.output_quantizers[0],
+        "param": layer.param_quantizers["weight"],
+    }
+    removed = {
+        "input": {"input"},
+        "output": {"output"},
+        "param": {"param"},
+        "activation": {"input", "output"},
+        "all": set(own),
+    }
+    for kind, gone in removed.items():
+        with getattr(layer, f"_remove_{kind}_quantizers")():
+            here = {
+                "input": layer.input_quantizers[0],
+                "output": layer.output_quantizers[0],
+                "param": layer.param_quantizers["weight"],
+            }
+            assert {name for name, quantizer in here.items() if quantizer is None} == gone
+        assert layer.input_quantizers[0] is own["input"] and layer.param_quantizers["weight"] is own["param"]
+    with layer._remove_all_quantizers():
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_a_quantized_tensor_is_not_made_of_integers():
+    with pytest.raises(RuntimeError, match=r"QuantizedTensor: it is made of torch.int64.*as codes.float\(\)"):
+        QuantizedTensor(torch.arange(4))
