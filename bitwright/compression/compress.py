@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bitwright.analysis.result import decibel
 from bitwright.compression.costs import Prices, check_target, compare_ms, operator_times
 from bitwright.compression.groups import Refusal
 from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, prune
 from bitwright.compression.ratios import Chosen
 from bitwright.compression.reconstruct import Fit, Original, estimate_batch_norms, reconstruct
+from bitwright.compression.widths import few_batches, output_noise
 from bitwright.core.graph.graph import Graph
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.methods.front_end import Structured, front_end_of
@@ -38,6 +40,8 @@ class Compressed(Tabular):
         choice: what the exact choice has measured.
         fits: layers that were fitted to the original's results.
         batch_norms: how many had their statistics estimated anew.
+        sqnr: signal-to-noise ratio of the outputs against the original's in dB, on the first 64 samples of the data, which layers
+            were fitted to; ``None`` where outputs are no numbers.
         plan: what :func:`bitwright.torch.rebuild` takes, for modules.
         seconds: that it took.
     """
@@ -53,6 +57,7 @@ class Compressed(Tabular):
     choice: Chosen | None = None
     fits: tuple[Fit, ...] = ()
     batch_norms: int = 0
+    sqnr: float | None = None
     plan: Mapping[str, Any] = field(default_factory=dict, repr=False)
     seconds: float = 0.0
 
@@ -63,14 +68,15 @@ class Compressed(Tabular):
 
     @property
     def headline(self) -> str:
-        """One line: what is left, and the metric."""
+        """One line: what is left, how near the outputs are to the original's, and the metric."""
         parts = ", ".join(f"{self.after[n] / self.before[n]:.1%} of the {n}" for n in self.after if self.before[n])
         metric = ""
         if "compressed" in self.metrics:
             metric = f"; metric {self.metrics['float']:.4g} -> {self.metrics['compressed']:.4g}"
             if self.metrics["pruned"] != self.metrics["compressed"]:
                 metric += f" ({self.metrics['pruned']:.4g} without reconstruction)"
-        return f"{parts} left{metric}"
+        outputs = "" if self.sqnr is None else f"; outputs {self.sqnr:.1f} dB from the original's, before any training"
+        return f"{parts} left{outputs}{metric}"
 
     def table(self) -> Table:
         """Groups, with units before and after."""
@@ -242,7 +248,8 @@ def _pruned(
     gradients: Callable[[Sequence[str]], Mapping[str, Any]] | None = None,
 ) -> Compressed:
     """Prune an opened model, and fit what is left to ``original``; the result has no model yet."""
-    prices = Prices(structure.graph(), set(target) - {"ms"})
+    prices, judged = Prices(structure.graph(), set(target) - {"ms"}), few_batches(batches)
+    wanted = [structure.outputs(batch) for batch in judged]
     report = prune(structure, batches, target, options, search, gradients)
     before, after = prices.whole, prices(structure.graph())
     metrics: dict[str, float] = {}
@@ -263,7 +270,10 @@ def _pruned(
         metrics["compressed"] = metrics["pruned"]
     if any(fit.kept for fit in fits) or count:
         measured("compressed")
-    return Compressed(None, report.rows, report.refused, before, after, metrics, report.choice, fits, count)
+    noise = output_noise(structure, judged, wanted)
+    return Compressed(
+        None, report.rows, report.refused, before, after, metrics, report.choice, fits, count, decibel(noise)
+    )
 
 
 @checks_arguments

@@ -67,6 +67,17 @@ def few_batches(batches: Sequence[Any], samples: int = _JUDGED) -> list[Any]:
     return chosen
 
 
+def output_noise(structure: Structured, batches: Sequence[Any], wanted: Sequence[Sequence[Array]]) -> float | None:
+    """Noise over signal of a model's outputs against ``wanted``, the mean over batches and outputs; ``None`` without numbers."""
+    found = []
+    for batch, outputs in zip(batches, wanted, strict=True):
+        for y, y0 in zip(structure.outputs(batch), outputs, strict=True):
+            if y0.dtype.kind == "f" and y0.size:
+                signal = float(np.square(y0, dtype=np.float64).sum())
+                found.append(float(np.square(y.astype(np.float64) - y0).sum()) / max(signal, 1e-300))
+    return float(np.mean(found)) if found else None
+
+
 class Units(Protocol):
     """Which units of groups may go; see :class:`bitwright.compression.prune.Selector`."""
 
@@ -201,13 +212,7 @@ class WidthSpace(Space):
 
     def noise(self) -> float:
         """Over signal, of the outputs on the data; the mean of batches and outputs."""
-        found = []
-        for batch, wanted in zip(self._batches, self._wanted, strict=True):
-            for y, y0 in zip(self.structure.outputs(batch), wanted, strict=True):
-                if y0.dtype.kind == "f" and y0.size:
-                    signal = float(np.square(y0, dtype=np.float64).sum())
-                    found.append(float(np.square(y.astype(np.float64) - y0).sum()) / max(signal, 1e-300))
-        return float(np.mean(found)) if found else 0.0
+        return output_noise(self.structure, self._batches, self._wanted) or 0.0
 
     def runnable(self) -> Any:
         """What a metric is given."""
