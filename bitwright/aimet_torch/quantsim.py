@@ -456,6 +456,10 @@ class QuantizationSimModel(front.QuantizationSimModel):
         """Kernels of the target by operator type, and ``defaults``, from the configuration in AIMET's form."""
         return supported_kernels(self.rules)
 
+    def __str__(self) -> str:
+        """Every layer with the formats of its quantizers, and what is not quantized with the reason."""
+        return f"{self!r}\n{self.coverage()}"
+
     def show_quantizers(self) -> None:
         """Attach the quantizers of all sites to their modules."""
         self.quantizers = Quantizers(dict(self.quantizers), self._values_of)

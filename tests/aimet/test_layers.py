@@ -1016,6 +1016,10 @@ def test_quantizers_of_a_module_are_taken_away_for_a_block():
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
+def test_the_text_of_a_simulation_lists_its_layers(sim):
+    assert all(name in str(sim) for name in ("conv1.weight", "conv1.output[0]", "int8", "QuantizationSimModel("))
+
+
 def test_a_quantized_tensor_is_not_made_of_integers():
     with pytest.raises(RuntimeError, match=r"QuantizedTensor: it is made of torch.int64.*as codes.float\(\)"):
         QuantizedTensor(torch.arange(4))
