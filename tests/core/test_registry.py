@@ -172,7 +172,16 @@ OWN += [("metrics", name) for name in ("accuracy", "f1", "kl", "agreement")]
 )
 @pytest.mark.parametrize("kind, name", OWN, ids=[f"{kind}-{name}" for kind, name in OWN])
 def test_rows_of_this_package_conform(kind, name):
+    if kind == "runtimes":
+        pytest.importorskip(table_of(kind)[name].module)
     check(kind, name)
+
+
+def test_a_runtime_that_is_not_installed_names_the_extra(monkeypatch):
+    table = table_of("runtimes")
+    monkeypatch.setitem(table, "litert", replace(table["litert"], module="not_installed"))
+    with pytest.raises(ConfigError, match=r"not_installed is not installed.*bitwright\[litert\]"):
+        check("runtimes", "litert")
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def test_a_target_by_name_describes_the_target_and_so_reports_no_unused_rules():
         ({"rules": [{"weight": "derived"}]}, "q: rules[0].weight", "there is no number format of this name"),
         ({"rules": [{"weight": 8}]}, "q: rules[0].weight", "it is a int, not keys and values"),
         ({"rules": [{"weight": {"bits": 8}}]}, "q: rules[0].weight", "unknown key 'bits'"),
-        ({"rules": [{"weight": {"format": "int1"}}]}, "q: rules[0].weight.format", "not a bit width between 2 and 32"),
+        ({"rules": [{"weight": {"format": "int33"}}]}, "q: rules[0].weight.format", "not a bit width between 2 and 32"),
         ({"rules": [{"weight": {"quantized": "no"}}]}, "q: rules[0].weight.quantized", "'no' is not a boolean"),
         (
             {"rules": [{"weight": {"symmetry": "symetric"}}]},
