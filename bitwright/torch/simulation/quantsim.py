@@ -658,7 +658,7 @@ class QuantizationSimModel(SimulatedModule):
             >>> sim = QuantizationSimModel(torch.nn.Linear(4, 2), torch.ones(1, 4))
             >>> sim.compute_encodings([torch.ones(1, 4)])
             >>> session = sim.runs_as("ort_x64")
-            >>> session.run(None, {session.get_inputs()[0].name: np.ones((3, 4), np.float32)})[0].shape
+            >>> session.run(None, {session.get_inputs()[0].name: torch.ones(3, 4).numpy()})[0].shape
             (3, 2)
         """
         from bitwright.torch.simulation.export import run_as
