@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import bitwright
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import CalibrationError, ExportError, ModelError
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
 from bitwright.torch.calls.inputs import Inputs, flatten_tensors
 from bitwright.torch.interception.record import record
 from tests.support.cost import calls_left
+from tests.support.sessions import integer_session
 from tests.support.zoo import ZOO, Case, MobileNetV2, chain, chain_input
 
 
@@ -475,3 +477,34 @@ def test_statistics_do_not_depend_on_batches_or_their_order() -> None:
             encodings.append({n: s.encoding for n, s in sim.quantizers.items() if s.role == "input"})
         assert encodings[0] == encodings[1] == encodings[2]
         assert all(np.isfinite(e.scale).all() for e in encodings[0].values())
+
+
+class RelativePositions(nn.Module):
+    """Keys of relative positions, of a table, once for each sample of the batch, as DeBERTa has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.key, self.out = nn.Parameter(torch.randn(8, 16)), nn.Linear(16, 16), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = x.shape[0]
+        keys = self.key(self.table).view(8, 4, 4).transpose(0, 1).repeat(batch, 1, 1)
+        queries = x.view(batch, -1, 4, 4).transpose(1, 2).reshape(batch * 4, -1, 4)
+        return self.out(torch.bmm(queries, keys.transpose(1, 2))).view(batch, 4, -1, 3)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_what_is_repeated_for_each_sample_serves_any_batch(first: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = RelativePositions().eval(), torch.randn(first, 6, 16)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x], progress=False)
+    for batch in (1, 2, 3):
+        given = torch.randn(batch, 6, 16)
+        assert sim.model(given).shape == model(given).shape
+    result = bitwright.quantize(model, [torch.randn(first, 6, 16) for _ in range(6)], recipe=["fold"], path=tmp_path)
+    session = integer_session(result.exported.qdq)
+    for batch in (1, 2, 3):
+        given = torch.randn(batch, 6, 16)
+        (found,) = session.run(None, {session.get_inputs()[0].name: given.numpy()})
+        assert sqnr(result.sim.model(given).detach().numpy(), found) > 60

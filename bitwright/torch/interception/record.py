@@ -242,10 +242,16 @@ class Recorder(Handler):
     def _follows_input(self, op_type: str, read: Sequence[_Tensor], produced: Sequence[torch.Tensor]) -> bool:
         """Whether a call cuts or stretches what is stored to a size that an axis of the input has, or to one for distances.
 
-        Sizes are numbers in the code, of which nobody can tell where they come from; features are left out.
+        Sizes are numbers in the code, of which nobody can tell where they come from; features are left out. So is how often
+        something is repeated: as often as the batch has samples, also where that is once.
         """
         if op_type not in _RESIZING or len(read) != 1:
             return False
+        if op_type == "Tile" and produced[0].dim() >= len(read[0].shape):
+            old = (1,) * (produced[0].dim() - len(read[0].shape)) + tuple(read[0].shape)
+            times = {after // before for before, after in zip(old, produced[0].shape, strict=True) if before}
+            if times == {1} or not self._lengths.isdisjoint(times - {1}):
+                return True
         changed = Counter(produced[0].shape) - Counter(read[0].shape)
         return not self._lengths.isdisjoint(changed)
 
