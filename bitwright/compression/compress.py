@@ -75,7 +75,7 @@ class Compressed(Tabular):
             metric = f"; metric {self.metrics['float']:.4g} -> {self.metrics['compressed']:.4g}"
             if self.metrics["pruned"] != self.metrics["compressed"]:
                 metric += f" ({self.metrics['pruned']:.4g} without reconstruction)"
-        outputs = "" if self.sqnr is None else f"; outputs {self.sqnr:.1f} dB from the original's, before any training"
+        outputs = "" if self.sqnr is None else f"; outputs {self.sqnr:.1f} dB before training"
         return f"{parts} left{outputs}{metric}"
 
     def table(self) -> Table:
