@@ -161,10 +161,12 @@ def parse_format(text: str | Format) -> Format:
     if isinstance(text, (IntFormat, FloatFormat)):
         return text
     key = str(text).strip().lower()
-    if (name := _ALIASES.get(key, key)) in FLOAT_FORMATS:
-        return FLOAT_FORMATS[name]
-    if match := re.fullmatch(r"(u?)int([0-9]{1,3})(n?)", key):
+    name = _ALIASES.get(key, key)
+    # before the table: names that it lacks are looked for among the entry points of all installed packages, in milliseconds
+    if match := re.fullmatch(r"(u?)int([0-9]{1,3})(n?)", name):
         return IntFormat(int(match[2]), signed=not match[1], narrow=bool(match[3]))
+    if name in FLOAT_FORMATS:
+        return FLOAT_FORMATS[name]
     known = [*FLOAT_FORMATS, *_ALIASES, "int4", "int8", "int16", "uint4", "uint8", "uint16"]
     raise FormatError(
         site=f"format {text!r:.100}",

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bitwright.core import registry
 from bitwright.core.numerics.affine import (
     encode,
     fake_quantize,
@@ -85,6 +86,17 @@ def test_aliases(alias, name):
             parse_format(alias)
     else:
         assert parse_format(alias).name == name
+
+
+def test_integer_formats_are_read_without_a_search_for_plug_ins(monkeypatch):
+    monkeypatch.setattr(registry, "entry_points", lambda **_: pytest.fail("entry points are searched"))
+    assert [parse_format(name).name for name in ("int8", "uint4", "int8n", "int1", "nf4")] == [
+        "int8",
+        "uint4",
+        "int8n",
+        "binary",
+        "nf4",
+    ]
 
 
 @pytest.mark.parametrize("bits", [1, 33, 8.0, True, "8"])
