@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.analysis.result import decibel
-from bitwright.compression.costs import Prices, check_target, compare_ms, operator_times
+from bitwright.compression.costs import Prices, check_target, compare_ms, operator_times, parts_left
 from bitwright.compression.groups import Refusal
 from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, prune
 from bitwright.compression.ratios import Chosen
@@ -69,14 +69,13 @@ class Compressed(Tabular):
     @property
     def headline(self) -> str:
         """One line: what is left, how near the outputs are to the original's, and the metric."""
-        parts = ", ".join(f"{self.after[n] / self.before[n]:.1%} of the {n}" for n in self.after if self.before[n])
         metric = ""
         if "compressed" in self.metrics:
             metric = f"; metric {self.metrics['float']:.4g} -> {self.metrics['compressed']:.4g}"
             if self.metrics["pruned"] != self.metrics["compressed"]:
                 metric += f" ({self.metrics['pruned']:.4g} without reconstruction)"
         outputs = "" if self.sqnr is None else f"; outputs {self.sqnr:.1f} dB before training"
-        return f"{parts} left{outputs}{metric}"
+        return f"{parts_left(self.before, self.after)}{outputs}{metric}"
 
     def table(self) -> Table:
         """Groups, with units before and after."""

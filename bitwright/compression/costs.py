@@ -133,6 +133,15 @@ def check_target(target: Mapping[str, float]) -> dict[str, float]:
     return dict(target)
 
 
+def parts_left(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Parts of each cost that are left, for the first line of a report.
+
+    >>> parts_left({"macs": 200.0, "params": 40.0}, {"macs": 100.0, "params": 30.0})
+    '50.0% of the macs, 75.0% of the params left'
+    """
+    return ", ".join(f"{after[n] / before[n]:.1%} of the {n}" for n in after if before[n]) + " left"
+
+
 def graph_costs(graph: Graph, samples: int = 1) -> ModelCosts:
     """The costs of a graph; linear in its operators and values."""
     kept = np.zeros(len(graph.ops) + 1)  # differences, summed up below

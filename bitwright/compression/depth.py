@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.compression.costs import check_target, size_costs
+from bitwright.compression.costs import check_target, parts_left, size_costs
 from bitwright.compression.groups import Refusal
-from bitwright.compression.widths import few_batches
+from bitwright.compression.widths import few_batches, output_noise
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.float_model import Array
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, first_few
@@ -61,8 +61,8 @@ class DepthReport(Tabular):
     @property
     def summary(self) -> str:
         """One line."""
-        parts = ", ".join(f"{self.after[n] / self.before[n]:.1%} of the {n}" for n in self.after if self.before[n])
-        return f"{len(self.rows)} of {len(self.rows) + len(self.kept)} blocks taken out: {parts} left"
+        parts = parts_left(self.before, self.after)
+        return f"{len(self.rows)} of {len(self.rows) + len(self.kept)} blocks taken out: {parts}"
 
     def table(self) -> Table:
         """Blocks that went."""
@@ -175,14 +175,7 @@ def _check_reachable(
 def _noise(blocks: Blocks, names: Sequence[str], batches: Sequence[Any], wanted: Sequence[Sequence[Array]]) -> float:
     undo = blocks.without(names)
     try:
-        found = [
-            float(np.square(y.astype(np.float64) - y0).sum())
-            / max(float(np.square(y0, dtype=np.float64).sum()), 1e-300)
-            for batch, outputs in zip(batches, wanted, strict=True)
-            for y, y0 in zip(blocks.outputs(batch), outputs, strict=True)
-            if y0.dtype.kind == "f" and y0.size
-        ]
+        noise = output_noise(blocks, batches, wanted) or 0.0
     finally:
         undo()
-    noise = float(np.mean(found)) if found else 0.0
     return noise if np.isfinite(noise) else float("inf")

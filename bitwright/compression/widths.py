@@ -17,7 +17,7 @@ from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.export.files.manifest import fingerprint
 from bitwright.methods.bias_correction import samples_in
-from bitwright.methods.front_end import Kept, Structured
+from bitwright.methods.front_end import Blocks, Kept, Structured
 
 _OPTIONS = 10  # of one group, at most
 _JUDGED = 64  # samples that choices are measured on
@@ -67,7 +67,9 @@ def few_batches(batches: Sequence[Any], samples: int = _JUDGED) -> list[Any]:
     return chosen
 
 
-def output_noise(structure: Structured, batches: Sequence[Any], wanted: Sequence[Sequence[Array]]) -> float | None:
+def output_noise(
+    structure: Structured | Blocks, batches: Sequence[Any], wanted: Sequence[Sequence[Array]]
+) -> float | None:
     """Noise over signal of a model's outputs against ``wanted``, the mean over batches and outputs; ``None`` without numbers."""
     found = []
     for batch, outputs in zip(batches, wanted, strict=True):
