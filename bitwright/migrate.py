@@ -13,35 +13,15 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from bitwright.aimet_common.absent import absence
+from bitwright.aimet_common.absent import differences, reason
 from bitwright.errors import ConfigError
 
 PACKAGES = ("aimet_torch", "aimet_onnx", "aimet_common")
 
-_LEARNED = "also the ranges of functional calls (x + y), which AIMET does not quantize; they train once this is called"
-_NO_KERNELS = "not here: there are no kernels to plug in"
-
-#: name that a script reads or calls -> what is different about it here
-DIFFERENCES: dict[str, str] = {
-    "export": "the QDQ model is written beside the float model, as <prefix>_qdq.onnx; no .pth file is written",
-    "load_checkpoint": "nothing is unpickled: make the simulation, then sim.load_checkpoint(folder)",
-    "save_checkpoint": "writes a folder of safetensors and JSON",
-    "quantizer_parameters": _LEARNED,
-    "named_quantizer_parameters": _LEARNED,
-    "prepare_model": "returns a copy of the same class: nothing needs rewriting",
-    "add_check": "an error: pass checks= to validate_model",
-    "add_node_check": "an error: pass rules= to check_model_arch",
-    "add_pattern_check": "an error: pass rules= to check_model_arch",
-    "set_export_dir": "an error: pass result_dir= to check_model_arch",
-    "register_quantization_parameter": "not here: ranges are min and max",
-    "set_kernel": _NO_KERNELS,
-    "set_default_kernel": _NO_KERNELS,
-}
-#: where a front end or a longer name has a note of its own
-CLOSER: dict[str, str] = {
-    "onnx.export": "the opset is 21 whatever is asked for, and weights are stored as integers",
-    "aimet_onnx export": "the QDQ model is written too, as <prefix>_qdq.onnx",
-}
+#: "package name" of what a script reads or calls -> what is different about it here
+DIFFERENCES: dict[str, str] = {f"{row.package} {name}": note for row in differences() for name, note in row.at.items()}
+_ONNX_EXPORT = "the opset is 21 whatever is asked for, and weights are stored as integers"
+_NAMES = frozenset(known.rpartition(" ")[2] for known in DIFFERENCES)
 #: keyword of a call -> what is different about it here
 KEYWORDS: dict[str, str] = {
     "export_to_torchscript": "TorchScript is not written: an error",
@@ -250,7 +230,7 @@ def _statement(node: ast.Import | ast.ImportFrom, text: str) -> str:
 
 def _look_up(name: str) -> str | None:
     """The reason why ``name`` (dotted, as AIMET has it) does not exist here; ``None`` if it does."""
-    known = absence(name)
+    known = reason(name)
     try:
         found, rest = _longest_module(f"bitwright.{name}")
     except ModuleNotFoundError:
@@ -375,7 +355,7 @@ def _differences(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg in KEYWORDS:
             yield Finding(node.value.lineno, node.arg, False, KEYWORDS[node.arg])
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in DIFFERENCES:
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in _NAMES:
             yield from _different_attribute(node, origins)
     for statement in statements:
         if isinstance(statement, ast.ImportFrom):
@@ -394,16 +374,16 @@ def _different_attribute(node: ast.Attribute, origins: dict[str, str]) -> Iterat
 
 def _different_imports(statement: ast.ImportFrom) -> Iterator[Finding]:
     of_onnx = _top(statement.module) == "aimet_onnx"
-    for name in (alias.name for alias in statement.names if alias.name in DIFFERENCES):
+    for name in (alias.name for alias in statement.names if alias.name in _NAMES):
         yield Finding(statement.lineno, name, False, _note(f"{statement.module}.{name}", of_onnx))
 
 
 def _note(path: str, of_onnx: bool) -> str:
     last = path.rpartition(".")[2]
     if path.endswith("onnx.export"):
-        return CLOSER["onnx.export"]
-    closer = CLOSER.get(f"aimet_onnx {last}") if of_onnx else None
-    return DIFFERENCES[last] if closer is None else closer
+        return _ONNX_EXPORT
+    notes = [DIFFERENCES.get(f"{package} {last}", "") for package in ("aimet_torch", "aimet_onnx")]
+    return notes[of_onnx] or notes[not of_onnx]
 
 
 OTHER = "other"  # what has nothing to do with AIMET

@@ -104,6 +104,13 @@ def test_examples_of_docstrings_are_code():
     assert "    E: no.\n\n**Example**\n\n\n```python\nf(1)\n# 2\n```\n\nMore." in shown
 
 
+def test_the_page_about_aimet_has_what_the_tables_of_names_say():
+    aimet = load("docs/site/aimet_names.py")
+    page = aimet.PAGE.read_text("utf-8")
+    written = page[page.index(aimet.FIRST) : page.index(aimet.AFTER)]
+    assert written == aimet.aimet_sections(), "run: python docs/site/aimet_names.py"
+
+
 def test_the_command_line_page_has_every_command_and_option():
     import typer
 

@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from bitwright.aimet_common.absent import differences
 from bitwright.cli import app
 from bitwright.errors import ConfigError
 from bitwright.migrate import migrate, migrate_file
@@ -46,6 +47,14 @@ def test_what_is_missing_and_what_differs_is_listed_by_line():
         (5, "aimet_torch.nn.QuantizedNonsense"),
     ]
     assert {(f.line, f.name) for f in found.findings if not f.missing} == {(6, "export"), (6, "export_to_torchscript")}
+
+
+@pytest.mark.parametrize("package", ["aimet_torch", "aimet_onnx"])
+def test_each_difference_is_named_at_its_line(package):
+    notes = {name: note for row in differences() if row.package == package for name, note in row.at.items()}
+    script = f"import {package}\n" + "".join(f"{package}.some.{name}\n" for name in notes)
+    found = {(f.line, f.name): f.note for f in migrate(script).findings if not f.missing}
+    assert found == {(line, name): notes[name] for line, name in enumerate(notes, 2)}
 
 
 def test_text_that_is_no_python_is_refused():

@@ -5,8 +5,12 @@ One table for all of it: module ``__getattr__`` functions, placeholder modules a
 
 from __future__ import annotations
 
+import functools
+import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 _LATER = "it is not in this version of Bitwright"
@@ -88,7 +92,131 @@ ABSENT: dict[str, str] = {
     "aimet_onnx.lpbq_utils": "its steps are AIMET's internals; call set_lpbq_for_params(sim, ...)",
     "aimet_onnx.llm_configurator": _LATER,
     "aimet_onnx.llm_topology": "no topology is asked for: blocks are found in the graph",
-    "aimet_onnx.experimental": _LATER,
+    "aimet_onnx.experimental.lora": f"{_LATER}; simulate the model with its adapters merged",
+    "aimet_onnx.experimental.llm_configurator": _LATER,
+    "aimet_onnx.experimental.llm_topology": "no topology is asked for: blocks are found in the graph",
+}
+
+#: AIMET's own parts, which documented scripts do not call: dotted prefix below ``bitwright`` -> the call that does their work.
+#: A name of ``names.json`` that is not here gets the remedy of the longest prefix.
+INSTEAD: dict[str, str] = {
+    "aimet_common": "call the methods of aimet_torch and aimet_onnx, or bitwright.torch and bitwright.onnx",
+    "aimet_torch": "call a documented method (docs/aimet.md has the list)",
+    "aimet_onnx": "call a documented method (docs/aimet.md has the list)",
+    **dict.fromkeys(
+        (
+            "aimet_common.amp",
+            "aimet_torch.amp",
+            "aimet_torch.mixed_precision",
+            "aimet_onnx.amp",
+            "aimet_onnx.mixed_precision",
+        ),
+        "call choose_mixed_precision(sim, ...), or bitwright.mixed_precision",
+    ),
+    **dict.fromkeys(
+        ("aimet_common.auto_quant", "aimet_torch.auto_quant"), "call AutoQuant.optimize(), or bitwright.auto_quantize"
+    ),
+    **dict.fromkeys(
+        ("aimet_common.batch_norm_fold", "aimet_torch.batch_norm_fold", "aimet_onnx.batch_norm_fold"),
+        "call fold_all_batch_norms(model, ...), or bitwright.torch.fold_all_batch_norms",
+    ),
+    **dict.fromkeys(
+        (
+            f"{p}.{m}"
+            for p in ("aimet_common", "aimet_torch", "aimet_onnx")
+            for m in ("cross_layer_equalization", "meta")
+        ),
+        "call equalize_model(model, ...), CrossLayerScaling.scale_model or HighBiasFold.bias_fold",
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                f"aimet_common.{name}"
+                for name in "channel_pruner comp_ratio_rounder comp_ratio_select compression_algo cost_calculator curve_fit "
+                "layer_database layer_selector pruner statistics_util svd_pruner winnow input_match_search".split()
+            ),
+            *(
+                f"aimet_torch.{name}"
+                for name in "compression_factory cost_calculator data_subsampler defs layer_database layer_selector".split()
+            ),
+        ),
+        "call ModelCompressor.compress_model, or bitwright.compress",
+    ),
+    **dict.fromkeys(
+        (
+            "aimet_common.connected_graph",
+            "aimet_common.graph_pattern_matcher",
+            "aimet_common.graph_searcher",
+            "aimet_torch.cg_utils",
+            "aimet_torch.translation_mapping",
+        ),
+        "the graph of a simulation is sim.graph; ConnectedGraph(model, x).ordered_ops lists operators",
+    ),
+    **dict.fromkeys(
+        (
+            *(f"aimet_common.{name}" for name in ("quantsim_config", "quantsim")),
+            *(f"aimet_torch.{name}" for name in ("quantsim_config", "quantsim")),
+            *(f"aimet_onnx.{name}" for name in ("quantsim_config", "quantsim")),
+        ),
+        "make a simulation, QuantizationSimModel(model, ..., config_file=...), and set its quantizers",
+    ),
+    **dict.fromkeys(
+        (
+            "aimet_common.bokeh_plots",
+            "aimet_common.plotting_utils",
+            "aimet_common.quant_analyzer",
+            "aimet_torch.plots",
+            "aimet_torch.plotting_utils",
+            "aimet_torch.quant_analyzer",
+            "aimet_torch.visualization_tools",
+            "aimet_onnx.analysis",
+        ),
+        "call visualize_stats(sim, path), QuantAnalyzer.analyze, or sim.report(path)",
+    ),
+    **dict.fromkeys(
+        (f"aimet_common.{name}" for name in ("layer_output_utils", "save_utils")),
+        "call LayerOutputUtil.generate_layer_outputs",
+    ),
+    **dict.fromkeys(
+        (
+            "aimet_common.hadamard",
+            "aimet_torch.spinquant",
+            "aimet_torch.experimental.spinquant",
+            "aimet_onnx.spinquant",
+            "aimet_onnx.experimental.spinquant",
+        ),
+        "call apply_spinquant(model), or bitwright.torch.rotate_model",
+    ),
+    **dict.fromkeys(
+        ("aimet_torch.adaround", "aimet_common.adaround", "aimet_onnx.adaround"), "call apply_adaround(sim, ...)"
+    ),
+    **dict.fromkeys(
+        (
+            "aimet_torch.adascale",
+            "aimet_torch.experimental.adascale",
+            "aimet_onnx.adascale",
+            "aimet_onnx.experimental.adascale",
+        ),
+        "call apply_adascale(sim, data_loader, ...)",
+    ),
+    **dict.fromkeys(
+        (
+            "aimet_common.onnx",
+            "aimet_torch.onnx",
+            "aimet_torch.onnx_utils",
+            "aimet_torch.save_utils",
+            "aimet_torch.torchscript_utils",
+        ),
+        "call sim.export(path, prefix, dummy_input) or sim.onnx.export(args, path)",
+    ),
+    "aimet_torch.seq_mse": "call apply_seq_mse(sim, data_loader)",
+    "aimet_torch.model_preparer": "call prepare_model(model); simulations need no prepared model",
+    "aimet_torch.model_validator": "call ModelValidator.validate_model(model, inputs)",
+    "aimet_torch.experimental": "values that an operator only joins or moves lie on one grid by rules (docs/rules.md)",
+    "aimet_torch.fp_quantization": "use quantization.float.FloatQuantizeDequantize",
+    "aimet_torch.quantization": "use the quantizers of quantization.affine and quantization.float; there is one backend",
+    "aimet_torch.nn": "call the function itself: simulations see it as it is",
+    "aimet_onnx.ir_utils": "use onnx_ir, or the graph of the simulation, sim.graph",
 }
 
 
@@ -101,6 +229,64 @@ def absence(name: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A row of the table of AIMET's documented names.
+
+    Attributes:
+        package: ``"aimet_torch"`` or ``"aimet_onnx"``.
+        names: calls, as Markdown.
+        status: ``"same"``, or what else they are.
+        difference: what is different about them here, as Markdown.
+        at: name that a script reads or calls -> the difference in short.
+    """
+
+    package: str
+    names: str
+    status: str
+    difference: str
+    at: Mapping[str, str]
+
+
+def differences() -> tuple[Difference, ...]:
+    """What is here, and how it differs from AIMET 2.42: the rows of ``differences.json``."""
+    rows = json.loads(Path(__file__).with_name("differences.json").read_text("utf-8"))
+    return tuple(Difference(**row) for row in rows)
+
+
+@functools.cache
+def names() -> dict[str, tuple[str, ...]]:
+    """AIMET 2.42's public modules, dotted below ``bitwright``, and the public classes and functions of each."""
+    table = json.loads(Path(__file__).with_name("names.json").read_text("utf-8"))
+    return {module: tuple(line.split()) for module, line in table.items()}
+
+
+@functools.cache
+def packages() -> frozenset[str]:
+    """AIMET 2.42's public modules and the packages above them, dotted below ``bitwright``."""
+    return frozenset(module.rsplit(".", depth)[0] for module in names() for depth in range(module.count(".") + 1))
+
+
+def reason(name: str) -> str | None:
+    """Why a name of AIMET (a module, or a name in one; dotted, below ``bitwright``) is not here, and what to call instead.
+
+    ``None`` for what AIMET does not have either. Whether the name is here is not looked up.
+
+    Example:
+        >>> reason("aimet_torch.seq_mse.optimize_module")
+        'it is a part of AIMET that scripts do not call; call apply_seq_mse(sim, data_loader)'
+        >>> reason("aimet_torch.nonsense") is None
+        True
+    """
+    known = absence(name)
+    module, _, last = name.rpartition(".")
+    if known is not None or not (name in packages() or last in names().get(module, ())):
+        return known
+    while name not in INSTEAD:
+        name = name.rpartition(".")[0]
+    return f"it is a part of AIMET that scripts do not call; {INSTEAD[name]}"
+
+
 def refuse(module: str) -> NoReturn:
     """Fail the import of a module that has no counterpart.
 
@@ -108,7 +294,7 @@ def refuse(module: str) -> NoReturn:
         ImportError: with what to do instead.
     """
     name = module.removeprefix("bitwright.")
-    raise ImportError(f"{name} has no counterpart here: {absence(name) or _LATER}", name=module)
+    raise ImportError(f"{name} has no counterpart here: {reason(name) or _LATER}", name=module)
 
 
 def absent_names(module: str) -> Callable[[str], Any]:
@@ -119,11 +305,10 @@ def absent_names(module: str) -> Callable[[str], Any]:
     """
 
     def missing(name: str) -> Any:
-        reason = ABSENT.get(f"{module.removeprefix('bitwright.')}.{name}")
-        if reason is not None:
-            raise ImportError(
-                f"{module.removeprefix('bitwright.')}.{name} has no counterpart here: {reason}", name=module
-            )
+        full = f"{module.removeprefix('bitwright.')}.{name}"
+        why = None if name.startswith("_") else reason(full)
+        if why is not None:
+            raise ImportError(f"{full} has no counterpart here: {why}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return missing
@@ -131,9 +316,9 @@ def absent_names(module: str) -> Callable[[str], Any]:
 
 def absent_attribute(owner: str, name: str) -> AttributeError:
     """The error for an attribute that an object of AIMET's class ``owner`` (dotted) has and ours has not."""
-    reason = ABSENT.get(f"{owner}.{name}")
+    why = ABSENT.get(f"{owner}.{name}")
     kind = owner.rpartition(".")[2]
-    return AttributeError(f"{kind!r} object has no attribute {name!r}" + (f": {reason}" if reason else ""))
+    return AttributeError(f"{kind!r} object has no attribute {name!r}" + (f": {why}" if why else ""))
 
 
 class DifferenceWarning(UserWarning):

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bitwright.aimet_common.absent import ABSENT, absence, absent_names, refuse
+from bitwright.aimet_common.absent import ABSENT, absence, absent_names, packages, refuse
 
 _ROOT = "bitwright."
 
@@ -111,7 +111,8 @@ class _Aliases(MetaPathFinder, Loader):
         if name == fullname or not name.startswith("aimet_"):
             return None
         home = home_of(name)
-        refused = home is None and absence(name) is not None
+        module = _by_its_package(name)
+        refused = home is None and (absence(module) is not None or module in packages())
         if not refused and (home is None or (home and not _exists(_ROOT + home))):
             return None
         return spec_from_loader(fullname, self, is_package=True)

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from bitwright.aimet_common.absent import absent_names
 from bitwright.core.numerics.formats import FLOAT_FORMATS, Format, IntFormat, parse_format
 from bitwright.core.placement.rules import Rules
 from bitwright.errors import ConfigError, close_matches
+
+__getattr__ = absent_names(__name__)
 
 
 class QuantScheme(Enum):

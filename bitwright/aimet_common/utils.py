@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_common.defs import CallbackFunc as CallbackFunc  # its older path
 from bitwright.core.placement.aimet_config import ALIASES, shipped_config
 from bitwright.core.simulation.float_model import Handle as Handle
 from bitwright.errors import ConfigError
+
+__getattr__ = absent_names(__name__)
 
 # ------------------------------------------------------------------------------------ helpers
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bitwright.aimet_common.absent import differs
+from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.defs import CallbackFunc, QuantizationDataType
 from bitwright.aimet_common.search import MOST_BATCHES, AMPSearchAlgo, choose
 from bitwright.core.graph.graph import Op
@@ -26,6 +27,9 @@ __all__ = [
     "SupportedDType",
     "choose_mixed_precision",
 ]
+
+__path__: list[str] = []  # its older submodules are rows of the table of aliases
+__getattr__ = names_below(__name__)
 
 
 SupportedDType = Literal["int16", "int8", "int4", "fp16"]

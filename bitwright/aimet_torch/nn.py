@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from bitwright.aimet_common.aliases import names_below
-from bitwright.aimet_torch import quantized_modules
+from bitwright.aimet_torch import quantized_modules, quantizers
 from bitwright.aimet_torch.module_quantizers import record_of
 from bitwright.aimet_torch.quantized_modules import (
     BaseQuantizationMixin,
@@ -53,11 +53,17 @@ def compute_param_encodings(model: nn.Module) -> None:
         quantized.compute_param_encodings()
 
 
-_found = names_below(__name__)
+_found = names_below(__name__, quantizers.__name__)
 
 
 def __getattr__(name: str) -> Any:
-    plain = getattr(nn, name.removeprefix("Quantized"), None) if name.startswith("Quantized") else None
+    name = name.removeprefix("Fake")  # AIMET's older family: the same classes here
+    if name in globals():
+        return globals()[name]
+    plain: Any = None
+    if name.startswith("Quantized") and not hasattr(quantizers, name):
+        plain = getattr(nn, name.removeprefix("Quantized"), None)
+        plain = plain or getattr(nn.modules.linear, name.removeprefix("Quantized"), None)
     if isinstance(plain, type) and issubclass(plain, nn.Module):
         return quantized_class(plain)
-    return getattr(quantized_modules, name) if name.startswith("Quantized") else _found(name)
+    return getattr(quantized_modules, name, None) or _found(name)

@@ -41,7 +41,7 @@ from bitwright.torch.calls.inputs import walk_modules
 #: torch.nn class -> how many tensors it takes; one where it is not named
 INPUTS = {
     "Embedding": 0,
-    "EmbeddingBag": 0,
+    "EmbeddingBag": 1,
     "Bilinear": 2,
     "CosineSimilarity": 2,
     "PairwiseDistance": 2,
@@ -50,12 +50,26 @@ INPUTS = {
     "BCELoss": 2,
     "BCEWithLogitsLoss": 2,
     "CrossEntropyLoss": 2,
-    "NLLLoss": 2,
+    "NLLLoss": 1,
     "KLDivLoss": 2,
     "SmoothL1Loss": 2,
     "HuberLoss": 2,
     "TripletMarginLoss": 3,
+    "CosineEmbeddingLoss": 2,
+    "GaussianNLLLoss": 3,
+    "MarginRankingLoss": 2,
+    "PoissonNLLLoss": 2,
+    "TripletMarginWithDistanceLoss": 3,
+    "RNN": 2,
+    "GRU": 2,
+    "LSTM": 3,
+    "RNNCell": 2,
+    "GRUCell": 2,
+    "LSTMCell": 3,
+    "DynamicConv2d": 3,
 }
+#: the same for outputs: recurrent modules return their states too
+OUTPUTS = {"RNN": 2, "GRU": 2, "LSTM": 3, "LSTMCell": 2}
 
 
 class UnknownModuleError(ModelError):
@@ -111,9 +125,9 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
         own: Any = self
         places: Any = {name: None for name, value in own._parameters.items() if value is not None}
         self.param_quantizers = nn.ModuleDict(places)
-        count = INPUTS.get(getattr(type(self)._plain, "__name__", ""), 1)
-        self.input_quantizers = nn.ModuleList([None] * count)  # type: ignore[list-item]
-        self.output_quantizers = nn.ModuleList([None])  # type: ignore[list-item]
+        kind = getattr(type(self)._plain, "__name__", "")
+        self.input_quantizers = nn.ModuleList([None] * INPUTS.get(kind, 1))  # type: ignore[list-item]
+        self.output_quantizers = nn.ModuleList([None] * OUTPUTS.get(kind, 1))  # type: ignore[list-item]
 
     # -- classes
 
@@ -185,20 +199,16 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
     # -- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The float module's forward with quantized inputs, parameters and outputs."""
+        """The float module's forward with quantized inputs, parameters and outputs; states in a tuple follow one another."""
         parent: Any = super()
-        taken = [_quantized(quantizer, x) for quantizer, x in zip(self.input_quantizers, args, strict=False)] + list(
-            args[len(self.input_quantizers) :]
-        )
+        quantizers: Iterator[Any] = iter(self.input_quantizers)
+        taken = [_quantized_each(quantizers, x) for x in args]
         with self._patch_quantized_parameters():
             output = parent.forward(*taken, **kwargs)
+        quantizers = iter(self.output_quantizers)
         if isinstance(output, tuple):
-            several = [
-                _quantized(self.output_quantizers[i] if i < len(self.output_quantizers) else None, x)
-                for i, x in enumerate(output)
-            ]
-            return tuple(several)
-        return _quantized(self.output_quantizers[0], output)
+            return tuple([_quantized_each(quantizers, x) for x in output])
+        return _quantized_each(quantizers, output)
 
     @contextmanager
     def _patch_quantized_parameters(self) -> Iterator[None]:
@@ -257,10 +267,16 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
 
     @contextmanager
     def compute_encodings(self) -> Iterator[None]:
-        """Find the ranges of this module's quantizers from the tensors that pass inside the block."""
+        """Find the ranges of this module's quantizers from the tensors that pass inside the block.
+
+        Activations stay in float there and parameters are quantized, as in a simulation.
+        """
+        self.compute_param_encodings()
+        activations = [q for q in (*self.input_quantizers, *self.output_quantizers) if q is not None]
         with ExitStack() as stack:
-            for quantizer in self._quantizers():
-                stack.enter_context(quantizer.compute_encodings())
+            for quantizer in activations:
+                if quantizer.is_overwrite_allowed():
+                    stack.enter_context(quantizer.compute_encodings())
             yield
 
     def compute_param_encodings(self) -> None:
@@ -290,8 +306,17 @@ class QuantizationMixin(BaseQuantizationMixin):
 
 
 def _quantized(quantizer: Any, value: Any) -> Any:
-    tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return quantizer(value) if quantizer is not None and tensor else value
+    if quantizer is None or not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+        return value
+    found = quantizer(value)
+    return value if quantizer.observing else found
+
+
+def _quantized_each(quantizers: Iterator[Any], value: Any) -> Any:
+    """A tensor, or a tuple of them, by the next quantizers."""
+    if isinstance(value, tuple):
+        return tuple([_quantized(next(quantizers, None), x) for x in value])
+    return _quantized(next(quantizers, None), value)
 
 
 def quantized_class(module_cls: type[nn.Module]) -> type:
@@ -678,10 +703,11 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "Chunk": torch.chunk, "IndexSelect": torch.index_select, "Gather": torch.gather,
     "ElementwiseCeil": torch.ceil, "ElementwiseFloor": torch.floor, "Pad": F.pad, "Interpolate": F.interpolate,
     "MaxPool2d": F.max_pool2d, "AvgPool2d": F.avg_pool2d, "AdaptiveAvgPool2d": F.adaptive_avg_pool2d,
-    "BatchNorm": F.batch_norm, "GroupNorm": F.group_norm, "LogicalNot": torch.logical_not, "Tile": torch.tile,
+    "GroupNorm": F.group_norm, "LogicalNot": torch.logical_not, "Tile": torch.tile,
     "Squeeze": torch.squeeze, "Unsqueeze": torch.unsqueeze,
-    "Expand": lambda tensor, *sizes: tensor.expand(*sizes), "StridedSlice": lambda tensor, *index: tensor[index],
-    "NullRequant": lambda tensor, *shape: tensor.reshape(*shape) if shape else tensor,
+    "Expand": lambda tensor, *sizes: tensor.expand(*sizes),
+    "StridedSlice": lambda tensor, ranges: tensor[tuple([slice(*one) for one in ranges])],
+    "NullRequant": lambda tensor, shape: tensor,
 }  # fmt: skip
 _BINARY: dict[str, Callable[..., Any]] = {
     "Add": torch.add, "Subtract": torch.sub, "Multiply": torch.mul, "Divide": torch.div, "Pow": torch.pow,
@@ -689,17 +715,17 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "MatMul": torch.matmul, "Bmm": torch.bmm, "Maximum": torch.maximum, "Minimum": torch.minimum,
     "LogicalOr": torch.logical_or, "LogicalAnd": torch.logical_and, "Greater": torch.gt, "Less": torch.lt,
     "GreaterEqual": torch.ge, "LessEqual": torch.le, "Equal": torch.eq, "NotEqual": torch.ne,
-    "GridSample": F.grid_sample, "MaskedFill": torch.masked_fill, "DynamicLinear": F.linear,
+    "GridSample": F.grid_sample,
 }  # fmt: skip
 _TERNARY: dict[str, Callable[..., Any]] = {
     "Baddbmm": torch.baddbmm, "Addmm": torch.addmm, "Where": torch.where,
     "ScaledDotProductAttention": F.scaled_dot_product_attention,
-    "IndexPut": torch.index_put,
+    "IndexPut": torch.index_put, "MaskedFill": torch.masked_fill, "DynamicLinear": F.linear,
 }  # fmt: skip
 
 _MADE: dict[str, type[nn.Module]] = {
     name: _of(name, function, inputs)
-    for inputs, table in ((1, _UNARY), (2, _BINARY), (3, _TERNARY))
+    for inputs, table in ((1, _UNARY), (2, _BINARY), (3, _TERNARY), (5, {"BatchNorm": F.batch_norm}))
     for name, function in table.items()
 }
 _MADE.update(Concat=Concat, RmsNorm=RmsNorm, DynamicConv2d=DynamicConv2d)

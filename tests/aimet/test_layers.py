@@ -1023,3 +1023,50 @@ def test_the_text_of_a_simulation_lists_its_layers(sim):
 def test_a_quantized_tensor_is_not_made_of_integers():
     with pytest.raises(RuntimeError, match=r"QuantizedTensor: it is made of torch.int64.*as codes.float\(\)"):
         QuantizedTensor(torch.arange(4))
+
+
+@pytest.mark.parametrize(
+    "name, arguments, inputs, outputs",
+    [("LSTM", (8, 5), 3, 3), ("GRU", (8, 5), 2, 2), ("LSTMCell", (8, 5), 3, 2), ("EmbeddingBag", (10, 4), 1, 1)]
+    + [("GaussianNLLLoss", (), 3, 1), ("NLLLoss", (), 1, 1), ("DynamicConv2d", (), 3, 1), ("BatchNorm", (), 5, 1)],
+)
+def test_a_module_has_a_quantizer_for_each_tensor_that_it_takes_and_returns(name, arguments, inputs, outputs):
+    from bitwright.aimet_torch import nn as quantized
+
+    module = getattr(quantized, f"Quantized{name}")(*arguments)
+    assert (len(module.input_quantizers), len(module.output_quantizers)) == (inputs, outputs)
+
+
+def test_states_of_recurrent_modules_are_quantized_by_quantizers_of_their_own():
+    from bitwright.aimet_torch.nn import QuantizedLSTM
+    from bitwright.aimet_torch.quantization.affine import QuantizeDequantize
+
+    torch.manual_seed(0)
+    module, x, state = QuantizedLSTM(8, 5), torch.randn(2, 3, 8), (torch.randn(1, 3, 5), torch.randn(1, 3, 5))
+    for holder in (module.input_quantizers, module.output_quantizers):
+        for index in range(3):
+            holder[index] = QuantizeDequantize((), 4, False)
+    with torch.no_grad(), module.compute_encodings():
+        module(x, state)
+    seen = [t for t in (x, *state)]
+    for quantizer, tensor in zip(module.input_quantizers, seen, strict=True):
+        assert float(quantizer.max - quantizer.min) == pytest.approx(float(tensor.max() - tensor.min()), rel=1e-5)
+    output, (h, c) = module(x, state)
+    assert all(len(t.unique()) <= 16 for t in (output, h, c))
+
+
+def test_a_module_is_calibrated_on_float_activations_and_quantized_weights():
+    from bitwright.aimet_torch.nn import QuantizedLinear
+    from bitwright.aimet_torch.quantization.affine import QuantizeDequantize
+
+    torch.manual_seed(0)
+    module, x = QuantizedLinear(8, 6), torch.randn(4, 8)
+    module.input_quantizers[0], module.output_quantizers[0] = (QuantizeDequantize((), 3, False) for _ in range(2))
+    module.param_quantizers["weight"] = QuantizeDequantize((), 3, True)
+    with torch.no_grad(), module.compute_encodings():
+        inside = module(x)
+    weight = module.param_quantizers["weight"](module.weight)
+    wanted = torch.nn.functional.linear(x, weight, module.bias)
+    assert torch.equal(inside, wanted) and len(module(x).unique()) <= 8
+    output = module.output_quantizers[0]
+    assert float(output.max - output.min) == pytest.approx(float(wanted.max() - wanted.min()), rel=1e-5)

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from bitwright.aimet_common.absent import ABSENT, absence
+from bitwright.aimet_common.absent import ABSENT, INSTEAD, absence, names, reason
 from bitwright.aimet_common.aliases import ALIASES
 from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
 from bitwright.aimet_torch import QuantizationSimModel as TorchSim
@@ -143,6 +143,51 @@ def test_what_is_absent_says_what_to_do_instead(name):
         if not hasattr(found, last):
             importlib.import_module(f"bitwright.{name}")
     assert name in str(caught.value) and ABSENT[name] in str(caught.value)
+
+
+@pytest.mark.parametrize("package", sorted({module.partition(".")[0] for module in names()}))
+def test_every_public_name_is_here_or_says_what_to_call_instead(package: str) -> None:
+    ours = "it is a part of AIMET that scripts do not call; "
+    instead = {*ABSENT.values(), *(ours + call for call in INSTEAD.values())}
+    for module in (module for module in names() if module.partition(".")[0] == package):
+        for name in names()[module]:
+            try:
+                found = getattr(importlib.import_module(f"bitwright.{module}"), name)
+            except ImportError as error:
+                what, _, why = str(error).partition(" has no counterpart here: ")
+                assert module.startswith(what) or what.endswith(f".{name}"), (module, name, str(error))
+                assert why in instead, (module, name, str(error))
+            else:
+                assert found is not None, (module, name)
+
+
+@pytest.mark.parametrize(
+    "path", ["aimet_torch.nn.true_quant", "aimet_torch.nn.modules.custom", "aimet_torch.nn.fake_quant"]
+)
+def test_every_quantized_class_is_a_module_with_quantizers(path: str) -> None:
+    module = importlib.import_module(f"bitwright.{path}")
+    classes = [
+        name for name in names()[path] if "Quantized" in name and reason(f"{path}.{name}") not in ABSENT.values()
+    ]
+    kinds = [getattr(module, name) for name in classes]
+    mixin = importlib.import_module("bitwright.aimet_torch.nn").QuantizationMixin
+    assert len(kinds) > 60
+    assert [kind.__name__ for kind in kinds if not issubclass(kind, mixin)] == []
+
+
+@pytest.mark.parametrize(
+    "name, instead",
+    [
+        ("aimet_torch.v2.seq_mse.optimize_module", r"call apply_seq_mse\(sim"),
+        ("aimet_onnx.spinquant.passes.R1RotationPass", "call apply_spinquant"),
+        ("aimet_torch.winnow.winnow_utils.ReShape", "pruning is not in this version"),
+        ("aimet_torch.common.svd_pruner.SpatialSvdPruner", "call ModelCompressor.compress_model"),
+    ],
+)
+def test_parts_of_aimet_name_the_call_that_does_their_work(name: str, instead: str) -> None:
+    module, _, last = name.rpartition(".")
+    with pytest.raises(ImportError, match=instead):
+        getattr(importlib.import_module(f"bitwright.{module}"), last)
 
 
 def test_what_lies_below_an_absent_module_is_absent_for_the_same_reason():
