@@ -305,8 +305,11 @@ def absent_names(module: str) -> Callable[[str], Any]:
     """
 
     def missing(name: str) -> Any:
-        full = f"{module.removeprefix('bitwright.')}.{name}"
-        why = None if name.startswith("_") else reason(full)
+        here = module.removeprefix("bitwright.")
+        full = f"{here}.{name}"
+        why = (
+            reason(full) if full in ABSENT or name in names().get(here, ()) else None
+        )  # submodules refuse for themselves
         if why is not None:
             raise ImportError(f"{full} has no counterpart here: {why}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

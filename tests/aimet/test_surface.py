@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 
@@ -188,6 +190,15 @@ def test_parts_of_aimet_name_the_call_that_does_their_work(name: str, instead: s
     module, _, last = name.rpartition(".")
     with pytest.raises(ImportError, match=instead):
         getattr(importlib.import_module(f"bitwright.{module}"), last)
+
+
+@pytest.mark.parametrize("name", ["aimet_onnx.mixed_precision", "aimet_torch.bn_reestimation", "aimet_onnx.quantsim"])
+def test_modules_that_are_here_are_no_absent_names_of_their_package(name: str) -> None:
+    package, _, last = name.rpartition(".")
+    code = subprocess.run(
+        [sys.executable, "-c", f"from bitwright.{package} import {last}"], capture_output=True, text=True, check=False
+    )
+    assert code.returncode == 0, code.stderr
 
 
 def test_what_lies_below_an_absent_module_is_absent_for_the_same_reason():
