@@ -32,6 +32,8 @@ from bitwright.precision.costs import measure_times as measure_times
 from bitwright.precision.manual import PrecisionRequest as PrecisionRequest
 from bitwright.precision.manual import set_precisions as set_precisions
 from bitwright.precision.search import mixed_precision as mixed_precision
+from bitwright.recipes.pipeline import PipelineResult as PipelineResult
+from bitwright.recipes.pipeline import quantize_pipeline as quantize_pipeline
 from bitwright.recipes.quantize import quantize as quantize
 
 __version__: str

@@ -23,7 +23,7 @@ from tests.support.sources import statements
 
 PUBLIC = {
     "__version__", "quantize", "analyze", "mixed_precision", "measure_times", "auto_quantize", "drift", "LayerOutputUtil",
-    "compress", "model_costs", "register",
+    "compress", "model_costs", "register", "quantize_pipeline", "PipelineResult",
     "set_precisions", "PrecisionRequest",
     "QuantSpec", "RangeMethod", "Preset", "PRESETS", "Rule",
     "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate", "PerToken",

@@ -257,7 +257,7 @@ def test_public_functions_name_the_argument(call: str) -> None:
 FREE: dict[str, str] = {
     "its values are data, checked where they are used": (
         "FloatFormat HealthReport Inputs IntFormat Loaded PerBlock PerChannel PerGate PerTensor PerToken Pictures "
-        "PrecisionRequest Preset QuantSpec RangeMethod Result Rule "
+        "PrecisionRequest PipelineResult Preset QuantSpec RangeMethod Result Rule "
         "Stabilized"
     ),
     "names a wrong source itself": "load_model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -151,6 +152,32 @@ class GivenModel(ABC):
     @abstractmethod
     def simulation(self, work: Any, first: Any, rules: Mapping[str, Any]) -> Any:
         """A simulation of it, which may keep it."""
+
+
+class Part(ABC):
+    """A network that runs inside a larger program, for :func:`bitwright.quantize_pipeline`.
+
+    Attributes:
+        target: what the program calls: the module itself, or an object that stands for a session.
+    """
+
+    target: Any
+
+    @abstractmethod
+    def holds(self, other: Part) -> bool:
+        """Whether ``other`` is this network or one inside it."""
+
+    @abstractmethod
+    def recorded(self, keep: Callable[[Any], None]) -> AbstractContextManager[None]:
+        """Hand a copy of the input of every call to ``keep``, in the form that ``quantize`` takes."""
+
+    @abstractmethod
+    def replaced(self, sim: Any) -> AbstractContextManager[None]:
+        """Answer calls of the network by its simulation."""
+
+    @abstractmethod
+    def same_draws(self) -> AbstractContextManager[None]:
+        """Let random numbers of the framework be the same in every such block."""
 
 
 class Kept(Protocol):
@@ -323,6 +350,14 @@ class FrontEnd(ABC):
         Raises:
             ModelError: it cannot be read.
             ConfigError: an option that the front end does not have.
+        """
+
+    @abstractmethod
+    def part(self, model: Any) -> Part:
+        """A network of a pipeline; of an ONNX model its session is opened.
+
+        Raises:
+            ModelError: it cannot be read, or is no module.
         """
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from bitwright.errors import ConfigError, ModelError
 from bitwright.export.files.onnx_file import all_graphs, all_nodes, restore_types, save_model
 from bitwright.export.qdq.markers import Names, move_uses
 from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_batch_norms
-from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened
+from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened, Part
 from bitwright.methods.layers import Layer
 from bitwright.onnx.depth import OnnxBlocks
 from bitwright.onnx.existing_quantizers import has_quantizers
@@ -467,6 +468,56 @@ class OnnxGiven(GivenModel):
         return QuantizationSimModel(work.model, first, **rules, providers=self._providers, memory_budget=self._budget)
 
 
+class _SessionOfPart:
+    """An ``InferenceSession`` whose runs are recorded, and answered by another one, where a pipeline asks for it."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = self._answers = session
+        self._keep: Callable[[Any], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None) -> Any:
+        """As ``InferenceSession.run``."""
+        if self._keep is not None:
+            self._keep({name: np.array(value) for name, value in input_feed.items()})
+        return self._answers.run(output_names, dict(input_feed), run_options)
+
+
+class OnnxPart(Part):
+    """A session that a program runs."""
+
+    def __init__(self, model: Source) -> None:
+        self.target = _SessionOfPart(open_session(load_model(model).model, None))
+
+    def holds(self, other: Part) -> bool:
+        """As the base class says: every model has a session of its own."""
+        return other is self
+
+    @contextmanager
+    def recorded(self, keep: Callable[[Any], None]) -> Iterator[None]:
+        """As the base class says."""
+        self.target._keep = keep
+        try:
+            yield
+        finally:
+            self.target._keep = None
+
+    @contextmanager
+    def replaced(self, sim: QuantizationSimModel) -> Iterator[None]:
+        """As the base class says."""
+        self.target._answers = sim.session
+        try:
+            yield
+        finally:
+            self.target._answers = self.target._session
+
+    def same_draws(self) -> AbstractContextManager[None]:
+        """As the base class says: operators that draw have a seed in the file, or none that could be set."""
+        return nullcontext()
+
+
 class OnnxFrontEnd(FrontEnd):
     """Models and simulations of this front end."""
 
@@ -480,6 +531,10 @@ class OnnxFrontEnd(FrontEnd):
             _loaded(model, "prune_model")
         loaded = replace(model, model=clone_model(model.model)) if isinstance(model, Loaded) else load_model(model)
         return OnnxStructure(loaded, first, providers, partial(_put_into, model) if in_place else None)
+
+    def part(self, model: Source) -> OnnxPart:
+        """As the base class says."""
+        return OnnxPart(model)
 
     def blocks(self, model: Model, first: Any, providers: Any) -> OnnxBlocks:
         """As the base class says."""

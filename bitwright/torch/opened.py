@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.errors import ConfigError, ModelError
 from bitwright.methods.folding import batch_norm_fold
 from bitwright.methods.folding.batch_norm_fold import FoldReport
-from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened
+from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opened, Part
 from bitwright.methods.layers import Array, Layer, Reversible
 from bitwright.progress import progress as progress_bar
 from bitwright.torch.calls.functions import Function
 from bitwright.torch.calls.inputs import (
+    Inputs,
     as_call,
     evaluation,
     flatten_tensors,
@@ -276,6 +279,51 @@ class TorchGiven(GivenModel):
         return QuantizationSimModel(work, first, **rules, in_place=True)
 
 
+class TorchPart(Part):
+    """A module that a program calls; hooks record its inputs and replace its outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        require_module(model)
+        self.target: nn.Module = model
+
+    def holds(self, other: Part) -> bool:
+        """As the base class says."""
+        return any(module is other.target for _, module in walk_modules(self.target))
+
+    @contextmanager
+    def recorded(self, keep: Callable[[Any], None]) -> Iterator[None]:
+        """As the base class says."""
+
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = Inputs(args, kwargs) if args and kwargs else kwargs or args
+            keep(map_tensors(call, lambda tensor: tensor.detach().clone()))
+
+        with self._hooked(self.target.register_forward_pre_hook(record, with_kwargs=True)):
+            yield
+
+    @contextmanager
+    def replaced(self, sim: QuantizationSimModel) -> Iterator[None]:
+        """As the base class says; the module runs as well, since a hook can replace only what it returned."""
+
+        def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            return sim.model(*args, **kwargs)
+
+        with self._hooked(self.target.register_forward_hook(answer, with_kwargs=True)):
+            yield
+
+    @contextmanager
+    def _hooked(self, handle: RemovableHandle) -> Iterator[None]:
+        try:
+            with torch.no_grad(), evaluation(self.target):
+                yield
+        finally:
+            handle.remove()
+
+    def same_draws(self) -> AbstractContextManager[None]:
+        """As the base class says."""
+        return same_draws()
+
+
 class TorchFrontEnd(FrontEnd):
     """Models and simulations of this front end."""
 
@@ -292,6 +340,10 @@ class TorchFrontEnd(FrontEnd):
         refuse_providers(providers)
         require_module(model)
         return TorchStructure(model if in_place else copied(model), [first])
+
+    def part(self, model: nn.Module) -> TorchPart:
+        """As the base class says."""
+        return TorchPart(model)
 
     def blocks(self, model: nn.Module, first: Any, providers: Any) -> TorchBlocks:
         """As the base class says.
