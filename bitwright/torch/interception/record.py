@@ -205,6 +205,7 @@ class Recorder(Handler):
             follows = self._follows_input(op_type, read, produced)
             self._note_constants(key, label, inputs, read, produced, follows)
             return output
+        self._note_lengths(func, read, produced)
         if known is None:
             params = (value.param for value in read)
             known = self.calls[key] = Call(
@@ -254,6 +255,16 @@ class Recorder(Handler):
                 return True
         changed = Counter(produced[0].shape) - Counter(read[0].shape)
         return not self._lengths.isdisjoint(changed)
+
+    def _note_lengths(
+        self, func: Callable[..., Any], read: Sequence[_Tensor], produced: Sequence[torch.Tensor]
+    ) -> None:
+        """Keep the lengths that values decide on: predicted durations, rows that a condition selects, what is filled by parts."""
+        decided = any(v.kind not in ("param", "constant") and not v.dtype.startswith(("float", "bfloat")) for v in read)
+        known = {n for v in read for n in v.shape}
+        for tensor in produced:
+            if func is SET_ITEM or (decided and not known.issuperset(tensor.shape)):
+                self._lengths.update(_lengths_of(tensor))
 
     def _is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter or was computed from parameters alone."""

@@ -27,7 +27,7 @@ _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.
 _OF_EACH = frozenset(
     (
         "_unsafe_view", "add", "alias", "broadcast_to", "cat", "chunk", "clone", "concat", "constant_pad_nd", "contiguous",
-        "cumsum", "detach", "detach_", "diagonal", "diff", "dropout", "expand", "flatten", "flip", "gather", "index",
+        "copy", "cumsum", "detach", "detach_", "diagonal", "diff", "dropout", "expand", "flatten", "flip", "gather", "index",
         "index_add", "index_copy", "index_put", "index_select", "lift_fresh_copy", "masked_fill", "masked_select", "mean", "mT",
         "movedim", "narrow", "neg", "new_zeros", "numpy_T", "pad", "permute", "repeat", "repeat_interleave", "reshape",
         "roll", "scatter", "scatter_add", "select", "select_scatter", "slice", "slice_scatter", "split",
@@ -35,6 +35,8 @@ _OF_EACH = frozenset(
         "tile", "transpose", "tril", "triu", "unbind", "unflatten", "unsqueeze", "view", "where", "zeros_like",
     )
 )  # fmt: skip
+#: what makes tensors of one value out of sizes
+_MADE = ("zeros", "empty", "ones", "full")
 #: their operands that may be real while another is complex
 _JOINED = ("self", "other", "tensors", "value", "values", "source", "src")
 #: what takes complex tensors in a file as well, or returns them
@@ -109,6 +111,11 @@ class _Rewriting:
         name = _name(node)
         if name in _RULES:
             return _RULES[name](*args, **kwargs)
+        if name in _MADE:
+            call = partial(self._tracer.create_proxy, "call_function", kwargs=_side(kwargs, 0))
+            if name == "full":
+                return _Pair(*(call(node.target, (args[0], fill)) for fill in _parts(args[1])))
+            return _Pair(call(node.target, args), call(_aten.zeros.default, args))
         if name in _OF_EACH and not isinstance(kwargs.get("alpha"), _Pair):
             return _of_each(node.target, args, kwargs)
         raise ModelError(

@@ -606,6 +606,7 @@ def recorded_program(
     without_checks(traced)
     names = list(state)
     program = torch.export.export(_Recorded(model, traced, names).eval(), tuple(tensors), strict=False)
+    without_checks(program.graph_module)  # those that this export has made again
     in_order_of_memory(program.graph_module)
     subtract_from_numbers(program.graph_module)
     return complex_as_pairs(program, line_of), notes

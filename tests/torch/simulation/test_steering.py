@@ -178,6 +178,47 @@ def test_the_default_recipe_takes_batches_of_several_lengths() -> None:
     assert result.model(batches[1]).shape == batches[1].shape
 
 
+class Regulated(nn.Module):
+    """Every token repeated as often as the model predicts, then positions of the length that comes of it (FastSpeech 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.layer = nn.Linear(D, 1), Attention(projected)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = self.length(x).squeeze(-1).abs().round().long() + 1
+        rows = torch.zeros(x.shape[0], int(times.sum(1).max()), D)
+        for row, tokens, n in zip(rows, x, times, strict=True):
+            row[: n.sum()] = tokens.repeat_interleave(n, 0)
+        return self.layer(rows)
+
+
+class Selected(nn.Module):
+    """Positions of as many rows as a condition selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Attention(projected)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, (x[0].abs() < 1.5).all(1)])
+
+
+@pytest.mark.parametrize("make", [Regulated, Selected])
+def test_positions_are_activations_where_values_decide_on_the_length(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, batches = make().eval(), [0.7 * torch.randn(1, 12, D) for _ in range(4)]
+    sim = QuantizationSimModel(model, batches[0])
+    sim.compute_encodings(batches, progress=False)
+    with torch.no_grad():
+        lengths = set()
+        for x in batches:
+            y, z = model(x), sim.model(x)
+            lengths.add(y.shape[1])
+            assert y.shape != z.shape or float((y - z).pow(2).sum() / y.pow(2).sum()) < 10**-2
+        assert len(lengths) > 1
+
+
 class Cut(nn.Module):
     """Weights that are parts of one parameter: no length of the input is among their sizes."""
 
