@@ -399,6 +399,29 @@ def test_help_loads_no_framework():
     assert process.stdout.strip() == "set()", process.stderr
 
 
+@pytest.mark.parametrize(("command", "own", "all_of_them"), [("--version", 14, 200), ("show", 24, 480)])
+def test_a_command_loads_few_modules(command, own, all_of_them, tmp_path):
+    """Start-up is import time: what a command loads is counted, as times depend on the machine."""
+    model = helper.make_model(
+        helper.make_graph(
+            [helper.make_node("Relu", ["x"], ["y"])], "net",
+            [helper.make_tensor_value_info("x", 1, [2])], [helper.make_tensor_value_info("y", 1, [2])],
+        )
+    )  # fmt: skip
+    onnx.save(model, tmp_path / "net.onnx")
+    arguments = [command, *([str(tmp_path / "net.onnx")] if command == "show" else [])]
+    code = (
+        "import atexit, sys; before = set(sys.modules); from bitwright.cli import main\n"
+        "def end():\n  new = set(sys.modules) - before; mine = [m for m in new if m.partition('.')[0] == 'bitwright']\n"
+        f"  print(len(mine), len(new), file=sys.stderr)\n"
+        f"atexit.register(end); sys.argv[1:] = {arguments!r}; main()"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    found = [int(number) for number in process.stderr.split()]
+    assert found[0] <= own and found[1] <= all_of_them, found
+
+
 def test_show_of_a_file_loads_what_reads_it(exported):
     """onnx_ir brings sympy, which takes longer to import than all else together."""
     files = [str(path) for path in Path(exported).glob("*.onnx")]

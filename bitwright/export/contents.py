@@ -20,7 +20,6 @@ from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChanne
 from bitwright.errors import EncodingsError, ExportError
 from bitwright.export.files.atomic import read_error
 from bitwright.export.files.manifest import origin_in, read_manifest, read_message, read_origin
-from bitwright.export.samples import find_export
 
 if TYPE_CHECKING:  # each reader imports what it needs: a table of a small file is there before the rest would be
     import onnx
@@ -84,6 +83,7 @@ def contents(path: Path, prefix: str | None = None) -> list[Table]:
 
 def _folder(path: Path, prefix: str | None) -> list[Table]:
     from bitwright.export.encodings.of_simulation import read_sites
+    from bitwright.export.samples import find_export
 
     stem = find_export(path, prefix)
     saved = read_sites(path / f"{stem}_sites.json")
