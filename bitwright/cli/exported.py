@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,9 @@ from bitwright.cli.options import (
     write_json,
 )
 from bitwright.errors import ExportError
+
+if TYPE_CHECKING:
+    from bitwright.precision.costs import MemoryPlan
 
 Run = Annotated[Path, typer.Argument(help="What sim.export wrote, or a JSON file of an analysis.", show_default=False)]
 
@@ -227,6 +230,14 @@ def show(
     answer(f"{shown} tensors")
 
 
+def _answer_memory(plan: MemoryPlan, bound: int) -> None:
+    unknown = f"note: {len(plan.unknown)} activations have axes of unknown length, which count as 1"
+    details(plan.table(), *([unknown] if plan.unknown else []))
+    answer(plan.answer(bound))
+    if plan.total > bound:
+        raise typer.Exit(NO)
+
+
 @command()
 def inspect(
     model: OnnxFile,
@@ -237,6 +248,10 @@ def inspect(
         bool,
         typer.Option("--costs", help="Print multiplications, bytes, memory and milliseconds of the operators instead."),
     ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Print whether weights and activations fit into so much memory, as 512KiB."),
+    ] = None,
 ) -> None:
     """Print what an ONNX model consists of, and what would be quantized and why not the rest.
 
@@ -245,7 +260,15 @@ def inspect(
       bitwright inspect model.onnx
       bitwright inspect model.onnx --preset w4a8 --match '*.weight'
       bitwright inspect model.onnx --costs
+      bitwright inspect model.onnx --preset w4a8 --memory 512KiB
+
+    With --memory: weights and, operator by operator, the activations that are
+    kept while it runs, at the bits of the preset. Exit code 1 when the peak
+    does not fit.
     """
+    from bitwright.precision.costs import memory_plan, parse_bytes
+
+    bound = None if memory is None else parse_bytes(memory, "--memory")
     if costs:
         from bitwright.compression.costs import COSTS, model_costs
 
@@ -259,6 +282,9 @@ def inspect(
     from bitwright.tables import Table
 
     sim = QuantizationSimModel(model, preset=preset, config_file=config)
+    if bound is not None:
+        _answer_memory(memory_plan(sim), bound)
+        return
     details(f"inputs: {', '.join(map(str, sim.specs))}", f"outputs: {', '.join(sim.output_names)}")
     kinds = Counter(op.type for op in sim.graph.ops)
     coverage = sim.coverage()

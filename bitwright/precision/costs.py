@@ -13,11 +13,13 @@ import contextlib
 import json
 import logging
 import platform
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,7 @@ from bitwright.core.files import read_document
 from bitwright.core.graph.cost import lifetimes, multiplications, size
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.operators import OPS
+from bitwright.core.graph.patterns import Match
 from bitwright.core.numerics.spec import PRESETS, Preset
 from bitwright.core.simulation.sites import Site, values_on_grids
 from bitwright.errors import ConfigError, checks_arguments, close_matches, some_of
@@ -47,6 +50,7 @@ from bitwright.precision.candidates import (
 from bitwright.precision.choice import Cost, Pair
 from bitwright.precision.prepared import PreparedPrecisions
 from bitwright.runtimes.onnxruntime import LayerTimes, layer_times
+from bitwright.tables import Table, Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -190,6 +194,125 @@ def activation_bytes(bits: Bits) -> Cost:
         else:
             table[span, group] += [count * bits.at(site.name, c) / 8 for c in bits.candidates]
     return Cost("activation_bytes", "bytes", *_needed(table, fixed))
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One operator of a :class:`MemoryPlan`.
+
+    Attributes:
+        op, type: the operator.
+        bytes: of all activations that are kept while it runs, its own result included.
+        largest: name and bytes of the largest of them.
+    """
+
+    op: str
+    type: str
+    bytes: float
+    largest: tuple[str, float]
+
+
+@dataclass(frozen=True)
+class MemoryPlan(Tabular):
+    """Weights, and activations operator by operator in the order of the graph, at the bits of a simulation.
+
+    Attributes:
+        rows: the schedule.
+        weights: bytes of all parameters; scales are not counted.
+        unknown: activations with axes of unknown length, which count as 1.
+    """
+
+    _rows: ClassVar[str] = "rows"
+
+    rows: tuple[MemoryRow, ...]
+    weights: float
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> MemoryRow | None:
+        """The operator at which most is kept; ``None`` of a graph without operators."""
+        return max(self.rows, key=lambda row: row.bytes, default=None)
+
+    @property
+    def total(self) -> float:
+        """Bytes of weights and of the peak."""
+        return self.weights + (0.0 if self.peak is None else self.peak.bytes)
+
+    def answer(self, bound: int) -> str:
+        """One line: whether it fits, what sets the peak, and how much is missing."""
+        row, left = self.peak, bound - self.total
+        verdict = f"fits, {left:,.0f} bytes are left" if left >= 0 else f"does NOT fit, {-left:,.0f} bytes are missing"
+        at = "no operator" if row is None else f"{row.op} ({row.type}), {row.bytes:,.0f} bytes of activations"
+        return f"{verdict}: {self.weights:,.0f} bytes of weights, peak at {at}; bound {bound:,} bytes"
+
+    def table(self) -> Table:
+        """Operator, bytes of activations with weights, and the largest activation."""
+        rows = [
+            (r.op, r.type, f"{r.bytes:,.0f}", f"{self.weights + r.bytes:,.0f}", f"{r.largest[0]} ({r.largest[1]:,.0f})")
+            for r in self.rows
+        ]
+        return Table(("operator", "type", "activations", "with weights", "largest activation"), rows, right=(2, 3))
+
+
+def memory_plan(sim: Any) -> MemoryPlan:
+    """What the model of a simulation needs of a memory that holds weights and activations, of one sample.
+
+    Activations live from the operator that makes them to the last one that reads them, in the order of the graph; those on a
+    grid take its bits, others 4 bytes. A supergroup (Conv and Relu) is one kernel: what its operators hand to one another takes
+    nothing, and its inputs live until its last operator. Buffers that kernels need besides are the target's and not counted.
+    """
+    bits, graph = Bits(sim, (), (), {}), sim.graph
+    grids = values_on_grids(sim.quantizers, sim.plan.shared)
+    owner = {value: key for key, values in grids.items() for value in values}
+    sites = {id(s.quantizer): s for s in sim.quantizers.values() if not s.is_stored}
+    kept, largest = np.zeros(len(graph.ops)), [("", 0.0)] * len(graph.ops)
+    spans = _stored_activations(graph, sim.plan.matches)
+    for value, alive in spans.items():
+        site = sites.get(owner.get(value, 0))
+        amount = size(graph, value) * (4 if site is None else bits.fixed(site) / 8)
+        for i in alive:
+            kept[i] += amount
+            largest[i] = max(largest[i], (value, amount), key=lambda found: found[1])
+    rows = zip(graph.ops, kept, largest, strict=True)
+    return MemoryPlan(
+        tuple(MemoryRow(op.name, op.type, float(held), most) for op, held, most in rows),
+        float(weight_bytes(bits).fixed[0]),
+        tuple(value for value in spans if any(n < 0 for n in graph.values[value].shape[1:])),
+    )
+
+
+def _stored_activations(graph: Graph, chains: Sequence[Match]) -> dict[str, range]:
+    """Value -> the operators during which it is kept, where every chain is one kernel."""
+    at = {op.name: i for i, op in enumerate(graph.ops)}
+    ends = {op.name: at[chain.ops[-1].name] for chain in chains for op in chain.ops}
+    last: dict[str, int] = {}
+    for i, op in enumerate(graph.ops):
+        for _, value in op.sources():
+            last[value] = max(last.get(value, 0), ends.get(op.name, i))
+    inner = {value for chain in chains for value in chain.inner}
+    return {
+        value: range(len(graph.ops))[span.start : max(span.stop, last.get(value, 0) + 1)]
+        for value, span in lifetimes(graph).items()
+        if value not in inner
+    }
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str, argument: str = "memory") -> int:
+    """A number of bytes with a unit.
+
+    >>> parse_bytes("512KiB"), parse_bytes("1.5 MB")
+    (524288, 1500000)
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNITS or float(found[1]) == 0:
+        raise ConfigError(argument, f"{text!r} is no number of bytes", "write 512KiB, 2MiB, 600kB or 524288")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def _needed(table: Floats, fixed: Floats) -> tuple[Floats, Floats]:
