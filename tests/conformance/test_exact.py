@@ -23,6 +23,23 @@ from tests.conformance.test_ptq import exported
 from tests.core.graphs import Build
 
 
+class ConstantQ(nn.Module):
+    """Decibels of magnitudes: a root of sums of squares, which is squared again in front of the logarithm.
+
+    The real and the imaginary part, of several octaves that are joined, hold many decades.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imag, self.last = nn.Conv1d(1, 8, 8, 8), nn.Conv1d(1, 8, 8, 8), nn.Linear(8, 4)
+        self.gains = nn.Buffer(torch.logspace(0, 2, 8)[:, None, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        octaves = [torch.stack([-self.real(part), self.imag(part)], -1) for part in x.split(128, -1)]
+        magnitude = (torch.cat(octaves, 2) * self.gains).square().sum(-1).sqrt()
+        return self.last(torch.log(magnitude.square() + 1e-10).transpose(1, 2))
+
+
 class LinearAttention(nn.Module):
     """Some queries are so small that their denominators are nothing beside the others'."""
 
@@ -132,6 +149,7 @@ def labelled() -> Tensor:
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] = {
     "divisor": (LinearAttention, lambda: torch.randn(2, 4, 16), 25.0),
+    "decibels": (ConstantQ, lambda: torch.randn(2, 1, 256) * torch.logspace(-4, 0, 256), 25.0),
     "logarithm": (Spectrum, lambda: torch.randn(2, 1, 256) * torch.logspace(-4, 0, 256), 25.0),
     "angle": (Fourier, lambda: torch.rand(2, 5, 2), 30.0),
     "label": (Labels, labelled, 30.0),

@@ -244,14 +244,18 @@ class _Trace:
     def visit(self, op: Op) -> None:
         """Note what ``op`` needs of its operands, and what is needed of them through it."""
         row = op_row(op.type)
-        self._note_needs(op, row)
         wanted = next((self.found[value] for value in op.outputs if value in self.found), None)
+        asked = wanted is not None and wanted[0] == "magnitude" and self._is_logarithm(wanted[1])
+        if not asked:  # a logarithm asks for more than a root in front of it, which stops at a sum of squares
+            self._note_needs(op, row)
         if wanted is not None:
             through = wanted
-            if op.type in _SUMS and wanted[0] in ("divisor", "magnitude") and not self._is_logarithm(wanted[1]):
+            if op.type in _SUMS and wanted[0] in ("divisor", "magnitude") and not asked:
                 through = "sum", wanted[1]
             for value in _FOLLOWED.get(wanted[0], _Trace._magnitudes)(self, op, row):
                 self.found.setdefault(value, through)
+        if asked:
+            self._note_needs(op, row)
         if row.kind == "compute" or not self.steering.isdisjoint(op.outputs):
             self.steering.update(value for _, value in op.sources())
 
