@@ -888,3 +888,18 @@ def test_a_folder_of_something_else_is_refused_and_both_remedies_work(saved: Pat
 def test_what_auto_cannot_answer_is_refused(options, problem, saved, tmp_path):
     found = auto(saved, tmp_path, *options)
     assert found.exit_code == 2 and problem in " ".join(found.output.split())
+
+
+def test_strip_gives_a_float_file_with_the_values_of_the_codes(folder: Path, tmp_path: Path) -> None:
+    import onnxruntime as ort
+
+    quantized, stripped = next(p for p in folder.glob("*.onnx") if "float" not in p.name), tmp_path / "float.onnx"
+    done = run("strip", quantized, "--out", stripped)
+    assert done.exit_code == 0 and "quantizers taken out, 4 of constants" in done.output
+    assert {node.op_type for node in onnx.load(stripped).graph.node} == {"Conv", "Relu", "Reshape", "Gemm"}
+    before, after = ort.InferenceSession(next(folder.glob("*float*.onnx"))), ort.InferenceSession(stripped)
+    feeds = {i.name: np.random.default_rng(0).normal(size=(2, 1, 4, 4)).astype(np.float32) for i in before.get_inputs()}
+    wanted, found = before.run(None, feeds)[0], after.run(None, feeds)[0]
+    assert np.abs(wanted - found).max() < 0.05 * np.abs(wanted).max()
+    again = run("strip", stripped, "--out", tmp_path / "again.onnx")
+    assert again.exit_code == 2 and "it has no quantizers" in again.output and not (tmp_path / "again.onnx").exists()

@@ -1,4 +1,4 @@
-"""Commands about files: ``verify``, ``certify``, ``evaluate``, ``benchmark``, ``show``, ``inspect``, ``report`` and ``diff``."""
+"""Commands about files: verify, certify, evaluate, benchmark, show, inspect, strip, report and diff."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bitwright.cli.options import (
     like,
     write_json,
 )
-from bitwright.errors import ExportError
+from bitwright.errors import ConfigError, ExportError
 
 if TYPE_CHECKING:
     from bitwright.precision.costs import MemoryPlan
@@ -299,6 +299,34 @@ def inspect(
         *(f"note: {note}" for note in (*sim.notes, *coverage.notes)),
     )
     answer(", ".join(f"{n} {status}" for status, n in coverage.counts.items()))
+
+
+@command()
+def strip(
+    model: OnnxFile,
+    out: Annotated[Path, output_option("--out", metavar="FILE", help="The float model.", show_default=False)],
+) -> None:
+    """Take the quantizers out of an ONNX file of QuantizeLinear and DequantizeLinear: a float file again.
+
+    Weights have the values of their codes, so what rounding lost stays lost;
+    activations are float. Files whose operators compute on integers
+    (QLinearConv, MatMulInteger) are refused.
+
+    \b
+    Examples:
+      bitwright strip quantized.onnx --out float.onnx
+    """
+    from bitwright.export.files.onnx_file import save_model
+    from bitwright.onnx.existing_quantizers import take_quantizers
+    from bitwright.onnx.model.load import load_model
+
+    loaded = load_model(model)
+    taken = take_quantizers(loaded.model)
+    if not taken:
+        raise ConfigError(str(model), "it has no quantizers", "nothing is to be done: it is a float model")
+    files = save_model(loaded.model, out)
+    weights = sum(one.constant for one in taken)
+    answer(f"{len(taken)} quantizers taken out, {weights} of constants; wrote {', '.join(map(str, files))}")
 
 
 @command()
