@@ -249,7 +249,7 @@ def _pruned(
     """Prune an opened model, and fit what is left to ``original``; the result has no model yet."""
     prices, judged = Prices(structure.graph(), set(target) - {"ms"}), few_batches(batches)
     wanted = [structure.outputs(batch) for batch in judged]
-    report = prune(structure, batches, target, options, search, gradients)
+    report = prune(structure, batches, target, options, replace(search, wanted=wanted), gradients)
     before, after = prices.whole, prices(structure.graph())
     metrics: dict[str, float] = {}
 

@@ -109,7 +109,7 @@ def drop_blocks(
         raise ConfigError("drop_blocks", "it needs a count or a target", "write count=2, or macs=0.7")
     if target:
         check_target(target)
-    batches = few_batches(list(data))
+    batches = few_batches(data)
     if not batches:
         raise CalibrationError("drop_blocks", "the data held no batch", "give some batches of real data")
     blocks = front_end_of(model).blocks(model, batches[0], providers)

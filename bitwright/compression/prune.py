@@ -279,6 +279,8 @@ class Search:
         resume: folder that keeps measurements.
         progress: show progress bars.
         times: operator -> milliseconds, for a target of ``ms``.
+        wanted: the model's outputs for the first batches before any cut (:func:`~bitwright.compression.widths.few_batches`);
+            computed where they are not given.
     """
 
     original: Any = None
@@ -290,6 +292,7 @@ class Search:
     resume: Any = None
     progress: bool = True
     times: Mapping[str, float] | None = None
+    wanted: Sequence[Sequence[Array]] | None = None
 
 
 def prune(
@@ -354,7 +357,7 @@ def _exact(
     """The numbers of units within the target that disturb the outputs least; the same part of every group is tried too."""
     few = few_batches(batches)
     original = None if search.original is None else Original(search.original, few)
-    space = WidthSpace(structure, selector, few, original, search.batch_norms)
+    space = WidthSpace(structure, selector, few, original, search.batch_norms, search.wanted)
     start = space.nearest(uniform.removed)
     record = Record(search.resume, space, options, search.batch_norms, original is None, space.fingerprint)
     if search.baseline is not None:

@@ -16,7 +16,7 @@ from bitwright.compression.reconstruct import Original, estimate_batch_norms, re
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.export.files.manifest import fingerprint
-from bitwright.methods.bias_correction import samples_in
+from bitwright.methods.bias_correction import first_samples
 from bitwright.methods.front_end import Blocks, Kept, Structured
 
 _OPTIONS = 10  # of one group, at most
@@ -56,15 +56,9 @@ def counts_of(units: int, step: int, most: int) -> list[int]:
     return [counts[i] for i in np.unique(np.linspace(0, len(counts) - 1, _OPTIONS + 1).round().astype(int))]
 
 
-def few_batches(batches: Sequence[Any], samples: int = _JUDGED) -> list[Any]:
-    """The first batches, until they hold so many samples."""
-    chosen, count = [], 0
-    for batch in batches:
-        chosen.append(batch)
-        count += max(samples_in(batch), 1)
-        if count >= samples:
-            break
-    return chosen
+def few_batches(batches: Iterable[Any]) -> list[Any]:
+    """The first batches, until they hold the samples that choices are measured on; no further batch is read."""
+    return [batch for batch, _ in first_samples(batches, _JUDGED)]
 
 
 def output_noise(
@@ -104,6 +98,7 @@ class WidthSpace(Space):
         batches: data that choices are measured on.
         original: what layers of the cut model are fitted to; ``None`` leaves them as they are.
         batch_norms: move their statistics.
+        wanted: what the model makes of ``batches`` before any cut; computed where it is not given.
     """
 
     def __init__(
@@ -113,10 +108,11 @@ class WidthSpace(Space):
         batches: Sequence[Any],
         original: Original | None,
         batch_norms: bool,
+        wanted: Sequence[Sequence[Array]] | None = None,
     ) -> None:
         self.structure, self.selector, self.found = structure, selector, selector.found
         self._batches, self._original, self._batch_norms = batches, original, batch_norms
-        self._wanted = [structure.outputs(batch) for batch in batches]
+        self._wanted = [structure.outputs(batch) for batch in batches] if wanted is None else wanted
         self._seen: dict[tuple[int, ...], dict[str, float]] = {}
         self.sets, self.counts = [], []
         for groups in selector.sets():

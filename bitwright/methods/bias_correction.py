@@ -384,14 +384,19 @@ def _subtract(sim: Correctable, layers: Iterable[Layer], shifts: Mapping[str, Ar
 
 
 def first_samples(batches: Iterable[object], count: int | None) -> Iterator[tuple[object, int]]:
-    """Batches until ``count`` samples have passed, each with its number of samples (length of the first axis)."""
+    """Batches until ``count`` samples have passed, each with its number of samples (length of the first axis).
+
+    No batch is read after the last one that is returned.
+    """
     left = math.inf if count is None else count
+    if left <= 0:
+        return
     for batch in with_samples(batches):
-        if left <= 0:
-            return
         n = samples_in(batch)
         left -= n
         yield batch, n
+        if left <= 0:
+            return
 
 
 def samples_in(batch: object) -> int:

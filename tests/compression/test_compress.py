@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import nn
 import bitwright
 from bitwright.compression.checks import checked_dependencies
 from bitwright.compression.costs import Prices
-from bitwright.compression.prune import Selector
+from bitwright.compression.prune import PruneOptions, Search, Selector, prune
 from bitwright.compression.reconstruct import Original
-from bitwright.compression.widths import WidthSpace
+from bitwright.compression.widths import WidthSpace, few_batches
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.methods.front_end import front_end_of
 from bitwright.torch import load_compressed, rebuild
@@ -281,3 +282,38 @@ def test_trials_leave_nothing_behind(net: Net, form: str, tmp_path: Path) -> Non
     assert space.noise() > 1e-3
     undo()
     assert space.noise() == 0
+
+
+def test_outputs_that_are_known_are_not_computed_again(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exact choice makes the same cut from given outputs, with one run of the model less for each batch."""
+    wanted = [front_end_of(net).structured(net, DATA[0], None).outputs(batch) for batch in few_batches(DATA)]
+
+    def cut(known: Any) -> tuple[int, list[tuple[int, ...]]]:
+        structure = front_end_of(net).structured(net, DATA[0], None)
+        runs, outputs = [], structure.outputs
+
+        def counted(batch: Any) -> Any:
+            runs.append(batch)
+            return outputs(batch)
+
+        monkeypatch.setattr(structure, "outputs", counted)
+        report = prune(
+            structure, DATA, {"macs": 0.6}, PruneOptions(ranking="exact"), Search(wanted=known, progress=False)
+        )
+        return len(runs), [row.removed for row in report.rows]
+
+    without, given_outputs = cut(None), cut(wanted)
+    assert given_outputs[1] == without[1]
+    assert any(without[1])
+    assert without[0] - given_outputs[0] == len(wanted) == 3
+
+
+def test_data_is_read_no_further_than_the_samples_that_choices_need() -> None:
+    read: list[int] = []
+
+    def endless() -> Iterator[Any]:
+        while True:
+            read.append(1)
+            yield np.zeros((32, 2), np.float32)
+
+    assert len(few_batches(endless())) == len(read) == 2
