@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -377,3 +379,73 @@ def test_what_is_taken_modulo_a_turn_stays_in_float() -> None:
     assert "takes it for an angle" in str(sim.coverage())
     with torch.no_grad():
         assert sqnr(model(x).numpy(), found) > 15
+
+
+class LongMemory(nn.Module):
+    """One step of an LSTM, written out: both states in one tensor, in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ih, self.hh, self.out = nn.Linear(8, 64), nn.Linear(16, 64), nn.Linear(16, 2)
+        with torch.no_grad():
+            self.ih.bias[16:32] = 4.0  # it forgets two per cent a step
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        h, c = state[0], state[1]
+        i, f, g, o = (self.ih(x) + self.hh(h)).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        return self.out(h), torch.stack([h, c])
+
+
+class Gated(nn.Module):
+    """One step of a GRU as PyTorch computes it, ``(h - n) z + n``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.z, self.n, self.out = nn.Linear(24, 16), nn.Linear(24, 16), nn.Linear(16, 2)
+        with torch.no_grad():
+            self.z.bias += 4.0
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([x, state], -1)
+        z, n = self.z(both).sigmoid(), self.n(both).tanh()
+        h = (state - n) * z + n
+        return self.out(h), h
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+@pytest.mark.parametrize(("make", "shape"), [(LongMemory, (2, 3, 16)), (Gated, (3, 16))])
+def test_states_that_are_carried_from_run_to_run_do_not_drift(
+    front: str, make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model, state, batches, wanted = make().eval(), torch.zeros(shape), [], []
+    inputs = torch.randn(120, 3, 8) + 0.5
+    with torch.no_grad():
+        for x in inputs:
+            batches.append((x, state))
+            y, state = model(x, state)
+            wanted.append(y.numpy())
+    if front == "torch":
+        sim: Any = bt.QuantizationSimModel(model, batches[9])
+        sim.compute_encodings(batches[::4], progress=False)
+        step = sim.model
+    else:
+        names = ["x", "state"]
+        file = io.BytesIO()
+        torch.onnx.export(model, batches[9], file, dynamo=False, opset_version=17, input_names=names)
+        sim = bo.QuantizationSimModel(onnx.load_from_string(file.getvalue()))
+        sim.compute_encodings([dict(zip(names, map(np.asarray, b), strict=True)) for b in batches[::4]], progress=False)
+
+        def step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            y, s = sim.run(dict(zip(names, (x.numpy(), state.numpy()), strict=True)))
+            return torch.from_numpy(y), torch.from_numpy(s)
+
+    state, found = torch.zeros(shape), []
+    with torch.no_grad():
+        for x in inputs:
+            y, state = step(x, state)
+            found.append(y.numpy())
+    assert sqnr(np.concatenate(wanted), np.concatenate(found)) > 27
+    assert any("hands on a state from run to run" in row.how for row in sim.coverage()), str(sim.coverage())

@@ -95,6 +95,7 @@ REASONS: dict[Need, str] = {
     "identity": "float: {} compares it or counts with it, and a grid has other numbers",
     "order": "float: {} decides by it what is computed next, and a grid makes ties of values that are nearly equal",
     "steering": "float: the model's code decides by it, or by what {} makes of it, what it computes",
+    "state": "float: {} hands on a state from run to run, in which the errors of a grid add up",
     "phase": "float: {} takes it for an angle, and the steps of an integer grid are large against a turn",
     "position": "float: {} reads positions from it, and a step of an integer grid may be more than an element of the image",
 }
@@ -185,7 +186,72 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
         readers = graph.consumers(value)
         maker = graph.producer(value)
         trace.found[value] = ("steering", readers[0][0].name if readers else maker.name if maker else value)
+    for value in carried_states(graph, static):
+        near = [*(op for op, _ in graph.consumers(value)), graph.producer(value)]
+        by = next((op.name for op in near if op is not None and _hands_on(op)), value)
+        trace.found.setdefault(value, ("state", by))
     return trace.found
+
+
+def carried_states(graph: Graph, static: set[str]) -> list[str]:
+    """Values of a state that a recurrence hands on element by element.
+
+    A cell that runs once per step takes its state as an input and returns the next one: the cell state of an LSTM
+    ``f * c + i * g``, the state of a GRU ``z * h + (1 - z) * n``, that of a state space model. What is rounded there comes back
+    in the next run and adds up, where layers, whose answers are bounded, forget it. Found are sums, differences, products and
+    movements on the way from an input to an output of the same shape, where a product takes a gate that is computed, and a sum
+    something that is computed.
+
+    Args:
+        graph: the model.
+        static: values that are the same in every run.
+    """
+    path = _unlayered_path(graph)
+    gates = [op for op in graph.ops if op.type == "Mul" and _meets(graph, op, path, static)]
+    if not gates or not any(op.type in ("Add", "Sub") and _meets(graph, op, path, static) for op in graph.ops):
+        return []
+
+    def around(value: str) -> Iterator[str]:
+        yield from (v for v in (*_handed_on(graph, value), *_taken_from(graph, value)) if v in path)
+
+    found = _reached(graph, [v for op in gates for v in (*op.inputs, *op.outputs) if v in path], around)
+    return sorted(v for v in found if graph.producer(v) is not None or not _is_split(graph, v))
+
+
+def _unlayered_path(graph: Graph) -> set[str]:
+    """Values between inputs and outputs of the same shape, with sums, products and movements alone on the way."""
+    shapes = {graph.values[v].shape for v in graph.outputs}
+    given = [v for v in graph.inputs if graph.values[v].is_float and graph.values[v].shape in shapes]
+    ends = [v for v in graph.outputs if graph.values[v].is_float] if given else []
+    after = _reached(graph, given, lambda value: _handed_on(graph, value))
+    return after & _reached(graph, ends, lambda value: _taken_from(graph, value))
+
+
+def _handed_on(graph: Graph, value: str) -> Iterator[str]:
+    for op, _ in graph.consumers(value):
+        if _hands_on(op):
+            yield from op.outputs
+
+
+def _taken_from(graph: Graph, value: str) -> Iterator[str]:
+    maker = graph.producer(value)
+    if maker is not None and (_hands_on(maker) or maker.type in ("Concat", "Stack", "If")):
+        yield from (v for _, v in maker.sources())
+
+
+def _meets(graph: Graph, op: Op, path: set[str], static: set[str]) -> bool:
+    """Whether a state, on its ``path``, meets something that is computed otherwise."""
+    read = {v for _, v in op.sources() if graph.values[v].is_float}
+    return not path.isdisjoint(op.outputs) and bool(read & path) and bool(read - path - static)
+
+
+def _hands_on(op: Op) -> bool:
+    return op.type in ("Add", "Sub", "Mul") or op_row(op.type).kind == "movement"
+
+
+def _is_split(graph: Graph, value: str) -> bool:
+    """Whether parts of a value are read, of which each is another state."""
+    return all(op_row(op.type).kind == "movement" for op, _ in graph.consumers(value))
 
 
 def steering_values(graph: Graph, static: set[str]) -> list[str]:

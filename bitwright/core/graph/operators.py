@@ -90,7 +90,7 @@ WITHOUT = frozenset(
 
 
 Kind = Literal["compute", "movement", "pointwise", "merge", "norm", "reduce", "float"]
-Need = Literal["divisor", "magnitude", "sum", "domain", "phase", "position", "identity", "order", "steering"]
+Need = Literal["divisor", "magnitude", "sum", "domain", "phase", "position", "identity", "order", "steering", "state"]
 
 
 @dataclass(frozen=True)

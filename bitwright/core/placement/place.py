@@ -143,15 +143,15 @@ class Facts:
         """The reason why no grid of ``spec`` suits a value; empty where one does. Small float formats have growing steps.
 
         Args:
-            reader: of the value; a layer quantizes what it reads of positions and of a solver's states, which stay in float.
+            reader: of the value; a layer quantizes what it reads of positions and of states, which stay in float.
         """
         if value not in self.exact or self.exact[value][0] == "sum":
             return ""
         need, op = self.exact[value]
-        if need in ("steering", "position") and reader is not None and reader.kind == "compute":
+        if need in ("steering", "position", "state") and reader is not None and reader.kind == "compute":
             return ""
         coarse = (
-            need in ("phase", "position", "identity", "order", "steering")
+            need in ("phase", "position", "identity", "order", "steering", "state")
             or spec is None
             or isinstance(spec.format, IntFormat)
         )
