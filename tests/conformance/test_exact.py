@@ -19,7 +19,7 @@ import bitwright.torch as bt
 from bitwright.core.graph.float_values import exact_values
 from bitwright.core.numerics.spec import PRESETS
 from bitwright.core.placement.place import place
-from bitwright.core.placement.rules import Rule, default_rules
+from bitwright.core.placement.rules import BOUNDARY_ONLY, Rule, default_rules
 from bitwright.core.simulation.float_model import sqnr
 from tests.conformance.test_ptq import exported
 from tests.core.graphs import Build
@@ -398,6 +398,20 @@ class LongMemory(nn.Module):
         return self.out(h), torch.stack([h, c])
 
 
+class Layer(LongMemory):
+    """The same by the layer, of which runtimes quantize weights and what goes in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 16)
+        with torch.no_grad():
+            self.rnn.bias_ih_l0[16:32] = 4.0
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y, (h, c) = self.rnn(x[None], (state[:1], state[1:]))
+        return self.out(y[0]), torch.cat([h, c])
+
+
 class Gated(nn.Module):
     """One step of a GRU as PyTorch computes it, ``(h - n) z + n``."""
 
@@ -415,27 +429,27 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("front", ["torch", "onnx"])
-@pytest.mark.parametrize(("make", "shape"), [(LongMemory, (2, 3, 16)), (Gated, (3, 16))])
+@pytest.mark.parametrize(("make", "shape"), [(LongMemory, (2, 3, 16)), (Layer, (2, 3, 16)), (Gated, (3, 16))])
 def test_states_that_are_carried_from_run_to_run_do_not_drift(
     front: str, make: Callable[[], nn.Module], shape: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
     model, state, batches, wanted = make().eval(), torch.zeros(shape), [], []
-    inputs = torch.randn(120, 3, 8) + 0.5
+    inputs, rules = torch.randn(120, 3, 8) + 0.5, default_rules().extended([BOUNDARY_ONLY])
     with torch.no_grad():
         for x in inputs:
             batches.append((x, state))
             y, state = model(x, state)
             wanted.append(y.numpy())
     if front == "torch":
-        sim: Any = bt.QuantizationSimModel(model, batches[9])
+        sim: Any = bt.QuantizationSimModel(model, batches[9], config_file=rules)
         sim.compute_encodings(batches[::4], progress=False)
         step = sim.model
     else:
         names = ["x", "state"]
         file = io.BytesIO()
         torch.onnx.export(model, batches[9], file, dynamo=False, opset_version=17, input_names=names)
-        sim = bo.QuantizationSimModel(onnx.load_from_string(file.getvalue()))
+        sim = bo.QuantizationSimModel(onnx.load_from_string(file.getvalue()), config_file=rules)
         sim.compute_encodings([dict(zip(names, map(np.asarray, b), strict=True)) for b in batches[::4]], progress=False)
 
         def step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -188,7 +188,7 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
         trace.found[value] = ("steering", readers[0][0].name if readers else maker.name if maker else value)
     for value in carried_states(graph, static):
         near = [*(op for op, _ in graph.consumers(value)), graph.producer(value)]
-        by = next((op.name for op in near if op is not None and _hands_on(op)), value)
+        by = next((op.name for op in near if op is not None and (_hands_on(op) or op.type == "LSTM")), value)
         trace.found.setdefault(value, ("state", by))
     return trace.found
 
@@ -198,7 +198,8 @@ def carried_states(graph: Graph, static: set[str]) -> list[str]:
 
     A cell that runs once per step takes its state as an input and returns the next one: the cell state of an LSTM
     ``f * c + i * g``, the state of a GRU ``z * h + (1 - z) * n``, that of a state space model. What is rounded there comes back
-    in the next run and adds up, where layers, whose answers are bounded, forget it. Found are sums, differences, products and
+    in the next run and adds up, where layers, whose answers are bounded, forget it. The operator LSTM hands on its cell state
+    likewise. Found are sums, differences, products and
     movements on the way from an input to an output of the same shape, where a product takes a gate that is computed, and a sum
     something that is computed.
 
@@ -207,36 +208,51 @@ def carried_states(graph: Graph, static: set[str]) -> list[str]:
         static: values that are the same in every run.
     """
     path = _unlayered_path(graph)
+    cells = [op for op in graph.ops if op.type == "LSTM" and not path.isdisjoint(op.outputs)]
     gates = [op for op in graph.ops if op.type == "Mul" and _meets(graph, op, path, static)]
-    if not gates or not any(op.type in ("Add", "Sub") and _meets(graph, op, path, static) for op in graph.ops):
-        return []
+    if not any(op.type in ("Add", "Sub") and _meets(graph, op, path, static) for op in graph.ops):
+        gates = []
 
     def around(value: str) -> Iterator[str]:
         yield from (v for v in (*_handed_on(graph, value), *_taken_from(graph, value)) if v in path)
 
-    found = _reached(graph, [v for op in gates for v in (*op.inputs, *op.outputs) if v in path], around)
+    found = _reached(graph, [v for op in (*gates, *cells) for v in (*op.inputs, *op.outputs) if v in path], around)
     return sorted(v for v in found if graph.producer(v) is not None or not _is_split(graph, v))
 
 
 def _unlayered_path(graph: Graph) -> set[str]:
-    """Values between inputs and outputs of the same shape, with sums, products and movements alone on the way."""
-    shapes = {graph.values[v].shape for v in graph.outputs}
-    given = [v for v in graph.inputs if graph.values[v].is_float and graph.values[v].shape in shapes]
+    """Values between inputs and outputs of the same shape, with sums, products, movements and cell states alone on the way."""
+    given = [
+        v
+        for v in graph.inputs
+        if graph.values[v].is_float and any(_fits(graph.values[v].shape, graph.values[o].shape) for o in graph.outputs)
+    ]
     ends = [v for v in graph.outputs if graph.values[v].is_float] if given else []
     after = _reached(graph, given, lambda value: _handed_on(graph, value))
     return after & _reached(graph, ends, lambda value: _taken_from(graph, value))
 
 
+def _fits(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether two shapes may be the same; a negative size is not known."""
+    return len(one) == len(other) > 0 and all(a == b or min(a, b) < 0 for a, b in zip(one, other, strict=True))
+
+
 def _handed_on(graph: Graph, value: str) -> Iterator[str]:
-    for op, _ in graph.consumers(value):
-        if _hands_on(op):
+    for op, port in graph.consumers(value):
+        if _hands_on(op) or op.type == "If":
             yield from op.outputs
+        elif is_cell_state(op, port):
+            yield from op.outputs[2:3]
 
 
 def _taken_from(graph: Graph, value: str) -> Iterator[str]:
     maker = graph.producer(value)
-    if maker is not None and (_hands_on(maker) or maker.type in ("Concat", "Stack", "If")):
+    if maker is None:
+        return
+    if _hands_on(maker) or maker.type in ("Concat", "Stack", "If"):
         yield from (v for _, v in maker.sources())
+    elif maker.type == "LSTM" and value in maker.outputs[2:3]:
+        yield from (v for port, v in maker.sources() if is_cell_state(maker, port))
 
 
 def _meets(graph: Graph, op: Op, path: set[str], static: set[str]) -> bool:
@@ -245,8 +261,14 @@ def _meets(graph: Graph, op: Op, path: set[str], static: set[str]) -> bool:
     return not path.isdisjoint(op.outputs) and bool(read & path) and bool(read - path - static)
 
 
+def is_cell_state(op: Op, port: int) -> bool:
+    """Whether ``port`` takes the cell state of an LSTM, which no matrix multiplies."""
+    return op.type == "LSTM" and port == _CELL
+
+
 def _hands_on(op: Op) -> bool:
-    return op.type in ("Add", "Sub", "Mul") or op_row(op.type).kind == "movement"
+    alone = op.type in ("Concat", "Stack") and len(op.inputs) == 1  # one more axis
+    return alone or op.type in ("Add", "Sub", "Mul") or op_row(op.type).kind == "movement"
 
 
 def _is_split(graph: Graph, value: str) -> bool:
@@ -403,6 +425,7 @@ def _power(op: Op, port: int) -> Need | None:
     return "divisor" if exponent < 0 else "magnitude" if 0 < exponent < 1 else None
 
 
+_CELL = 6  # the port of an LSTM's cell state
 _CONVERSION_SIDE = 4  # of a matrix that converts boxes, positions or colours
 
 

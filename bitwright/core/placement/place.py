@@ -18,7 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bitwright.core.graph.float_values import REASONS, asks, computed_values, exact_values, reciprocals, tail_ops
+from bitwright.core.graph.float_values import (
+    REASONS,
+    asks,
+    computed_values,
+    exact_values,
+    is_cell_state,
+    reciprocals,
+    tail_ops,
+)
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.normalisations import find_normalisations
 from bitwright.core.graph.operators import (
@@ -139,23 +147,28 @@ class Facts:
         need, op = next(steering, (None, ""))
         return "" if need is None or row.kind == "compute" else REASONS[need].format(op)
 
-    def exact_reason(self, value: str, spec: QuantSpec | None, reader: OpRow | None = None) -> str:
+    def exact_reason(
+        self, value: str, spec: QuantSpec | None, reader: OpRow | None = None, op: Op | None = None, port: int = 0
+    ) -> str:
         """The reason why no grid of ``spec`` suits a value; empty where one does. Small float formats have growing steps.
 
         Args:
-            reader: of the value; a layer quantizes what it reads of positions and of states, which stay in float.
+            reader: of the value; a layer quantizes what it reads of positions and of states, which stay in float, but for the
+                cell state of an LSTM.
+            op: the reader, and the port at which it reads.
         """
         if value not in self.exact or self.exact[value][0] == "sum":
             return ""
-        need, op = self.exact[value]
-        if need in ("steering", "position", "state") and reader is not None and reader.kind == "compute":
+        need, by = self.exact[value]
+        layer = reader is not None and reader.kind == "compute" and not (op is not None and is_cell_state(op, port))
+        if need in ("steering", "position", "state") and layer:
             return ""
         coarse = (
             need in ("phase", "position", "identity", "order", "steering", "state")
             or spec is None
             or isinstance(spec.format, IntFormat)
         )
-        return REASONS[need].format(op) if coarse else ""
+        return REASONS[need].format(by) if coarse else ""
 
     def statistic_reason(self, op: Op, value: str) -> str:
         """Why what ``op`` makes is in float as part of a normalisation or another statistic; empty where it is part of none.
@@ -836,7 +849,9 @@ class Operands:
         reason = no_input_reason(ledger, op, row, port, value)
         wanted = False
         if not reason:
-            reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, row))
+            reason = facts.steering_reason(row, loose) or (
+                "" if groups else facts.exact_reason(value, spec, row, op, port)
+            )
             wanted = self._input_wanted(op, row, setting, from_model, reason)
             if spec is not None and spec.dynamic and not self._runs_dynamic(setting, op, port, site):
                 wanted, reason = False, reason or AT_RUN_TIME
