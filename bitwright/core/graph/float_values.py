@@ -199,9 +199,8 @@ def carried_states(graph: Graph, static: set[str]) -> list[str]:
     A cell that runs once per step takes its state as an input and returns the next one: the cell state of an LSTM
     ``f * c + i * g``, the state of a GRU ``z * h + (1 - z) * n``, that of a state space model. What is rounded there comes back
     in the next run and adds up, where layers, whose answers are bounded, forget it. The operator LSTM hands on its cell state
-    likewise. Found are sums, differences, products and
-    movements on the way from an input to an output of the same shape, where a product takes a gate that is computed, and a sum
-    something that is computed.
+    likewise. Found are sums, differences, products and movements on the way from an input to an output of the same shape,
+    where a product takes a gate that is computed, and a sum something that is computed.
 
     Args:
         graph: the model.
