@@ -97,127 +97,66 @@ ABSENT: dict[str, str] = {
     "aimet_onnx.experimental.llm_topology": "no topology is asked for: blocks are found in the graph",
 }
 
-#: AIMET's own parts, which documented scripts do not call: dotted prefix below ``bitwright`` -> the call that does their work.
-#: A name of ``names.json`` that is not here gets the remedy of the longest prefix.
-INSTEAD: dict[str, str] = {
-    "aimet_common": "call the methods of aimet_torch and aimet_onnx, or bitwright.torch and bitwright.onnx",
-    "aimet_torch": "call a documented method (docs/aimet.md has the list)",
-    "aimet_onnx": "call a documented method (docs/aimet.md has the list)",
-    **dict.fromkeys(
-        (
-            "aimet_common.amp",
-            "aimet_torch.amp",
-            "aimet_torch.mixed_precision",
-            "aimet_onnx.amp",
-            "aimet_onnx.mixed_precision",
-        ),
-        "call choose_mixed_precision(sim, ...), or bitwright.mixed_precision",
+#: AIMET's own parts, which documented scripts do not call: the call that does their work -> dotted prefixes below ``bitwright``.
+_CALLS: dict[str, str] = {
+    "call the methods of aimet_torch and aimet_onnx, or bitwright.torch and bitwright.onnx": "aimet_common",
+    "call a documented method (docs/aimet.md has the list)": "aimet_torch aimet_onnx",
+    "call choose_mixed_precision(sim, ...), or bitwright.mixed_precision": (
+        "aimet_common.amp aimet_torch.amp aimet_torch.mixed_precision aimet_onnx.amp aimet_onnx.mixed_precision"
     ),
-    **dict.fromkeys(
-        ("aimet_common.auto_quant", "aimet_torch.auto_quant"), "call AutoQuant.optimize(), or bitwright.auto_quantize"
+    "call AutoQuant.optimize(), or bitwright.auto_quantize": "aimet_common.auto_quant aimet_torch.auto_quant",
+    "call fold_all_batch_norms(model, ...), or bitwright.torch.fold_all_batch_norms": (
+        "aimet_common.batch_norm_fold aimet_torch.batch_norm_fold aimet_onnx.batch_norm_fold"
     ),
-    **dict.fromkeys(
-        ("aimet_common.batch_norm_fold", "aimet_torch.batch_norm_fold", "aimet_onnx.batch_norm_fold"),
-        "call fold_all_batch_norms(model, ...), or bitwright.torch.fold_all_batch_norms",
+    "call equalize_model(model, ...), CrossLayerScaling.scale_model or HighBiasFold.bias_fold": (
+        "aimet_common.cross_layer_equalization aimet_common.meta aimet_torch.cross_layer_equalization "
+        "aimet_torch.meta aimet_onnx.cross_layer_equalization aimet_onnx.meta"
     ),
-    **dict.fromkeys(
-        (
-            f"{p}.{m}"
-            for p in ("aimet_common", "aimet_torch", "aimet_onnx")
-            for m in ("cross_layer_equalization", "meta")
-        ),
-        "call equalize_model(model, ...), CrossLayerScaling.scale_model or HighBiasFold.bias_fold",
+    "call ModelCompressor.compress_model, or bitwright.compress": (
+        "aimet_common.channel_pruner aimet_common.comp_ratio_rounder aimet_common.comp_ratio_select "
+        "aimet_common.compression_algo aimet_common.cost_calculator aimet_common.curve_fit "
+        "aimet_common.layer_database aimet_common.layer_selector aimet_common.pruner aimet_common.statistics_util "
+        "aimet_common.svd_pruner aimet_common.winnow aimet_common.input_match_search "
+        "aimet_torch.compression_factory aimet_torch.cost_calculator aimet_torch.data_subsampler aimet_torch.defs "
+        "aimet_torch.layer_database aimet_torch.layer_selector"
     ),
-    **dict.fromkeys(
-        (
-            *(
-                f"aimet_common.{name}"
-                for name in "channel_pruner comp_ratio_rounder comp_ratio_select compression_algo cost_calculator curve_fit "
-                "layer_database layer_selector pruner statistics_util svd_pruner winnow input_match_search".split()
-            ),
-            *(
-                f"aimet_torch.{name}"
-                for name in "compression_factory cost_calculator data_subsampler defs layer_database layer_selector".split()
-            ),
-        ),
-        "call ModelCompressor.compress_model, or bitwright.compress",
+    "the graph of a simulation is sim.graph; ConnectedGraph(model, x).ordered_ops lists operators": (
+        "aimet_common.connected_graph aimet_common.graph_pattern_matcher aimet_common.graph_searcher "
+        "aimet_torch.cg_utils aimet_torch.translation_mapping"
     ),
-    **dict.fromkeys(
-        (
-            "aimet_common.connected_graph",
-            "aimet_common.graph_pattern_matcher",
-            "aimet_common.graph_searcher",
-            "aimet_torch.cg_utils",
-            "aimet_torch.translation_mapping",
-        ),
-        "the graph of a simulation is sim.graph; ConnectedGraph(model, x).ordered_ops lists operators",
+    "make a simulation, QuantizationSimModel(model, ..., config_file=...), and set its quantizers": (
+        "aimet_common.quantsim_config aimet_common.quantsim aimet_torch.quantsim_config aimet_torch.quantsim "
+        "aimet_onnx.quantsim_config aimet_onnx.quantsim"
     ),
-    **dict.fromkeys(
-        (
-            *(f"aimet_common.{name}" for name in ("quantsim_config", "quantsim")),
-            *(f"aimet_torch.{name}" for name in ("quantsim_config", "quantsim")),
-            *(f"aimet_onnx.{name}" for name in ("quantsim_config", "quantsim")),
-        ),
-        "make a simulation, QuantizationSimModel(model, ..., config_file=...), and set its quantizers",
+    "call visualize_stats(sim, path), QuantAnalyzer.analyze, or sim.report(path)": (
+        "aimet_common.bokeh_plots aimet_common.plotting_utils aimet_common.quant_analyzer aimet_torch.plots "
+        "aimet_torch.plotting_utils aimet_torch.quant_analyzer aimet_torch.visualization_tools aimet_onnx.analysis"
     ),
-    **dict.fromkeys(
-        (
-            "aimet_common.bokeh_plots",
-            "aimet_common.plotting_utils",
-            "aimet_common.quant_analyzer",
-            "aimet_torch.plots",
-            "aimet_torch.plotting_utils",
-            "aimet_torch.quant_analyzer",
-            "aimet_torch.visualization_tools",
-            "aimet_onnx.analysis",
-        ),
-        "call visualize_stats(sim, path), QuantAnalyzer.analyze, or sim.report(path)",
+    "call LayerOutputUtil.generate_layer_outputs": "aimet_common.layer_output_utils aimet_common.save_utils",
+    "call apply_spinquant(model), or bitwright.torch.rotate_model": (
+        "aimet_common.hadamard aimet_torch.spinquant aimet_torch.experimental.spinquant aimet_onnx.spinquant "
+        "aimet_onnx.experimental.spinquant"
     ),
-    **dict.fromkeys(
-        (f"aimet_common.{name}" for name in ("layer_output_utils", "save_utils")),
-        "call LayerOutputUtil.generate_layer_outputs",
+    "call apply_adaround(sim, ...)": "aimet_torch.adaround aimet_common.adaround aimet_onnx.adaround",
+    "call apply_adascale(sim, data_loader, ...)": (
+        "aimet_torch.adascale aimet_torch.experimental.adascale aimet_onnx.adascale aimet_onnx.experimental.adascale"
     ),
-    **dict.fromkeys(
-        (
-            "aimet_common.hadamard",
-            "aimet_torch.spinquant",
-            "aimet_torch.experimental.spinquant",
-            "aimet_onnx.spinquant",
-            "aimet_onnx.experimental.spinquant",
-        ),
-        "call apply_spinquant(model), or bitwright.torch.rotate_model",
+    "call sim.export(path, prefix, dummy_input) or sim.onnx.export(args, path)": (
+        "aimet_common.onnx aimet_torch.onnx aimet_torch.onnx_utils aimet_torch.save_utils aimet_torch.torchscript_utils"
     ),
-    **dict.fromkeys(
-        ("aimet_torch.adaround", "aimet_common.adaround", "aimet_onnx.adaround"), "call apply_adaround(sim, ...)"
+    "call apply_seq_mse(sim, data_loader)": "aimet_torch.seq_mse",
+    "call prepare_model(model); simulations need no prepared model": "aimet_torch.model_preparer",
+    "call ModelValidator.validate_model(model, inputs)": "aimet_torch.model_validator",
+    "values that an operator only joins or moves lie on one grid by rules (docs/rules.md)": "aimet_torch.experimental",
+    "use quantization.float.FloatQuantizeDequantize": "aimet_torch.fp_quantization",
+    "use the quantizers of quantization.affine and quantization.float; there is one backend": (
+        "aimet_torch.quantization"
     ),
-    **dict.fromkeys(
-        (
-            "aimet_torch.adascale",
-            "aimet_torch.experimental.adascale",
-            "aimet_onnx.adascale",
-            "aimet_onnx.experimental.adascale",
-        ),
-        "call apply_adascale(sim, data_loader, ...)",
-    ),
-    **dict.fromkeys(
-        (
-            "aimet_common.onnx",
-            "aimet_torch.onnx",
-            "aimet_torch.onnx_utils",
-            "aimet_torch.save_utils",
-            "aimet_torch.torchscript_utils",
-        ),
-        "call sim.export(path, prefix, dummy_input) or sim.onnx.export(args, path)",
-    ),
-    "aimet_torch.seq_mse": "call apply_seq_mse(sim, data_loader)",
-    "aimet_torch.model_preparer": "call prepare_model(model); simulations need no prepared model",
-    "aimet_torch.model_validator": "call ModelValidator.validate_model(model, inputs)",
-    "aimet_torch.experimental": "values that an operator only joins or moves lie on one grid by rules (docs/rules.md)",
-    "aimet_torch.fp_quantization": "use quantization.float.FloatQuantizeDequantize",
-    "aimet_torch.quantization": "use the quantizers of quantization.affine and quantization.float; there is one backend",
-    "aimet_torch.nn": "call the function itself: simulations see it as it is",
-    "aimet_onnx.ir_utils": "use onnx_ir, or the graph of the simulation, sim.graph",
+    "call the function itself: simulations see it as it is": "aimet_torch.nn",
+    "use onnx_ir, or the graph of the simulation, sim.graph": "aimet_onnx.ir_utils",
 }
+#: dotted prefix -> the call; a name of ``names.json`` that is not here gets that of its longest prefix
+INSTEAD = {prefix: call for call, prefixes in _CALLS.items() for prefix in prefixes.split()}
 
 
 def absence(name: str) -> str | None:
@@ -307,9 +246,8 @@ def absent_names(module: str) -> Callable[[str], Any]:
     def missing(name: str) -> Any:
         here = module.removeprefix("bitwright.")
         full = f"{here}.{name}"
-        why = (
-            reason(full) if full in ABSENT or name in names().get(here, ()) else None
-        )  # submodules refuse for themselves
+        told = full in ABSENT or name in names().get(here, ())  # submodules refuse for themselves
+        why = reason(full) if told else None
         if why is not None:
             raise ImportError(f"{full} has no counterpart here: {why}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
