@@ -472,10 +472,7 @@ def captured(
                 program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
         place = other_path(sim._simulator.plans, recorded, traced)
         if place is None:
-            without_checks(program.graph_module)
-            in_order_of_memory(program.graph_module)
-            subtract_from_numbers(program.graph_module)
-            return complex_as_pairs(program, line_of), []
+            return translatable(program, line_of), []
         raise ModelError(
             place,
             "the forward makes other calls there while it is traced than on data, so that its quantizers would be at other "
@@ -606,10 +603,7 @@ def recorded_program(
     without_checks(traced)
     names = list(state)
     program = torch.export.export(_Recorded(model, traced, names).eval(), tuple(tensors), strict=False)
-    without_checks(program.graph_module)  # those that this export has made again
-    in_order_of_memory(program.graph_module)
-    subtract_from_numbers(program.graph_module)
-    return complex_as_pairs(program, line_of), notes
+    return translatable(program, line_of), notes
 
 
 class _ReadsOfNumpy(TorchFunctionMode):
@@ -807,6 +801,18 @@ def without_checks(module: fx.GraphModule) -> None:
             _erase(part.graph, node)
         if dropped:
             part.recompile()
+
+
+def translatable(program: ExportedProgram, line_of: Callable[[fx.Node], str]) -> ExportedProgram:
+    """A program of ``torch.export`` without what torch's exporter to ONNX lacks or translates to other values.
+
+    Raises:
+        ModelError: it holds what cannot be rewritten, see :func:`in_order_of_memory` and :func:`complex_as_pairs`.
+    """
+    without_checks(program.graph_module)
+    in_order_of_memory(program.graph_module)
+    subtract_from_numbers(program.graph_module)
+    return complex_as_pairs(program, line_of)
 
 
 def in_order_of_memory(module: fx.GraphModule) -> None:
