@@ -181,19 +181,24 @@ def _present(layer: str, sites: Mapping[int, Site], asked: Mapping[int, Site], c
 def activation_bytes(bits: Bits) -> Cost:
     """The largest sum of activations that an operator and later ones need at one time, of the recorded run."""
     graph: Graph = bits.sim.graph
-    grids = values_on_grids(bits.sim.quantizers, bits.sim.plan.shared)
-    owner = {value: key for key, values in grids.items() for value in values}
-    sites = {id(s.quantizer): s for s in bits.sim.quantizers.values() if not s.is_stored}
+    site_of = _sites_of_values(bits.sim)
     table = np.zeros((len(graph.ops), len(bits.groups), len(bits.candidates)))
     fixed = np.zeros(len(graph.ops))
     for value, span in lifetimes(graph).items():
-        count, key = size(graph, value), owner.get(value, 0)
-        site, group = sites.get(key), bits.group_of.get(key)
+        count, site = size(graph, value), site_of.get(value)
+        group = None if site is None else bits.group_of.get(id(site.quantizer))
         if group is None or site is None:
             fixed[span] += count * (4 if site is None else bits.fixed(site) / 8)
         else:
             table[span, group] += [count * bits.at(site.name, c) / 8 for c in bits.candidates]
     return Cost("activation_bytes", "bytes", *_needed(table, fixed))
+
+
+def _sites_of_values(sim: Any) -> dict[str, Any]:
+    """Value -> the site on whose grid it lies, ``None`` for a stored one; values in float are left out."""
+    grids = values_on_grids(sim.quantizers, sim.plan.shared)
+    sites = {id(s.quantizer): s for s in sim.quantizers.values() if not s.is_stored}
+    return {value: sites.get(key) for key, values in grids.items() for value in values}
 
 
 @dataclass(frozen=True)
@@ -262,13 +267,11 @@ def memory_plan(sim: Any) -> MemoryPlan:
     nothing, and its inputs live until its last operator. Buffers that kernels need besides are the target's and not counted.
     """
     bits, graph = Bits(sim, (), (), {}), sim.graph
-    grids = values_on_grids(sim.quantizers, sim.plan.shared)
-    owner = {value: key for key, values in grids.items() for value in values}
-    sites = {id(s.quantizer): s for s in sim.quantizers.values() if not s.is_stored}
+    site_of = _sites_of_values(sim)
     kept, largest = np.zeros(len(graph.ops)), [("", 0.0)] * len(graph.ops)
     spans = _stored_activations(graph, sim.plan.matches)
     for value, alive in spans.items():
-        site = sites.get(owner.get(value, 0))
+        site = site_of.get(value)
         amount = size(graph, value) * (4 if site is None else bits.fixed(site) / 8)
         for i in alive:
             kept[i] += amount
