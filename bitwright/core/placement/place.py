@@ -147,20 +147,17 @@ class Facts:
         need, op = next(steering, (None, ""))
         return "" if need is None or row.kind == "compute" else REASONS[need].format(op)
 
-    def exact_reason(
-        self, value: str, spec: QuantSpec | None, reader: OpRow | None = None, op: Op | None = None, port: int = 0
-    ) -> str:
+    def exact_reason(self, value: str, spec: QuantSpec | None, reader: Op | None = None, port: int = 0) -> str:
         """The reason why no grid of ``spec`` suits a value; empty where one does. Small float formats have growing steps.
 
         Args:
-            reader: of the value; a layer quantizes what it reads of positions and of states, which stay in float, but for the
-                cell state of an LSTM.
-            op: the reader, and the port at which it reads.
+            reader: of the value, at ``port``; a layer quantizes what it reads of positions and of states, which stay in float,
+                but for the cell state of an LSTM.
         """
         if value not in self.exact or self.exact[value][0] == "sum":
             return ""
-        need, by = self.exact[value]
-        layer = reader is not None and reader.kind == "compute" and not (op is not None and is_cell_state(op, port))
+        need, op = self.exact[value]
+        layer = reader is not None and op_row(reader.type).kind == "compute" and not is_cell_state(reader, port)
         if need in ("steering", "position", "state") and layer:
             return ""
         coarse = (
@@ -168,7 +165,7 @@ class Facts:
             or spec is None
             or isinstance(spec.format, IntFormat)
         )
-        return REASONS[need].format(by) if coarse else ""
+        return REASONS[need].format(op) if coarse else ""
 
     def statistic_reason(self, op: Op, value: str) -> str:
         """Why what ``op`` makes is in float as part of a normalisation or another statistic; empty where it is part of none.
@@ -849,9 +846,7 @@ class Operands:
         reason = no_input_reason(ledger, op, row, port, value)
         wanted = False
         if not reason:
-            reason = facts.steering_reason(row, loose) or (
-                "" if groups else facts.exact_reason(value, spec, row, op, port)
-            )
+            reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, op, port))
             wanted = self._input_wanted(op, row, setting, from_model, reason)
             if spec is not None and spec.dynamic and not self._runs_dynamic(setting, op, port, site):
                 wanted, reason = False, reason or AT_RUN_TIME
