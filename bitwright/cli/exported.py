@@ -266,9 +266,11 @@ def inspect(
     kept while it runs, at the bits of the preset. Exit code 1 when the peak
     does not fit.
     """
-    from bitwright.precision.costs import memory_plan, parse_bytes
+    bound = None
+    if memory is not None:
+        from bitwright.precision.costs import memory_plan, parse_bytes
 
-    bound = None if memory is None else parse_bytes(memory, "--memory")
+        bound = parse_bytes(memory, "--memory")
     if costs:
         from bitwright.compression.costs import COSTS, model_costs
 

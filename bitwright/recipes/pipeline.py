@@ -283,10 +283,9 @@ class _Calls:
         self._random = np.random.default_rng(0)
 
     def add(self, call: Any) -> None:
-        place = self.count if self.count < self._size else int(self._random.integers(self.count + 1))
-        if len(self.kept) < self._size:
+        if self.count < self._size:
             self.kept.append((self.count, call))
-        elif place < self._size:
+        elif (place := int(self._random.integers(self.count + 1))) < self._size:
             self.kept[place] = (self.count, call)
         self.count += 1
 

@@ -260,10 +260,12 @@ class Recorder(Handler):
         self, func: Callable[..., Any], read: Sequence[_Tensor], produced: Sequence[torch.Tensor]
     ) -> None:
         """Keep the lengths that values decide on: predicted durations, rows that a condition selects, what is filled by parts."""
-        decided = any(v.kind not in ("param", "constant") and not v.dtype.startswith(("float", "bfloat")) for v in read)
+        fills = func is SET_ITEM
+        if not fills and all(v.kind in ("param", "constant") or v.dtype.startswith(("float", "bfloat")) for v in read):
+            return
         known = {n for v in read for n in v.shape}
         for tensor in produced:
-            if func is SET_ITEM or (decided and not known.issuperset(tensor.shape)):
+            if fills or not known.issuperset(tensor.shape):
                 self._lengths.update(_lengths_of(tensor))
 
     def _is_fixed(self, tensor: torch.Tensor) -> bool:
