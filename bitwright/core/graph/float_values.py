@@ -194,13 +194,13 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
 
 
 def carried_states(graph: Graph, static: set[str]) -> list[str]:
-    """Values of a state that a recurrence hands on element by element.
+    """Values of a state that a recurrence updates element by element and returns to the next run.
 
     A cell that runs once per step takes its state as an input and returns the next one: the cell state of an LSTM
-    ``f * c + i * g``, the state of a GRU ``z * h + (1 - z) * n``, that of a state space model. What is rounded there comes back
-    in the next run and adds up, where layers, whose answers are bounded, forget it. The operator LSTM hands on its cell state
-    likewise. Found are sums, differences, products and movements on the way from an input to an output of the same shape,
-    where a product takes a gate that is computed, and a sum something that is computed.
+    ``f * c + i * g``, the state of a GRU ``z * h + (1 - z) * n``, that of a state space model. Its rounding errors come back in
+    the next run and accumulate; layers, whose outputs are bounded, forget them. The operator LSTM updates its cell state in the
+    same way. Found are the sums, differences, products and movements between an input and an output of the same shape, if one
+    product takes a computed gate and one sum adds a computed value.
 
     Args:
         graph: the model.
@@ -220,7 +220,7 @@ def carried_states(graph: Graph, static: set[str]) -> list[str]:
 
 
 def _unlayered_path(graph: Graph) -> set[str]:
-    """Values between inputs and outputs of the same shape, with sums, products, movements and cell states alone on the way."""
+    """Values between inputs and outputs of the same shape, if only sums, products, movements and cell states lie between."""
     given = [
         v
         for v in graph.inputs
@@ -255,7 +255,7 @@ def _taken_from(graph: Graph, value: str) -> Iterator[str]:
 
 
 def _meets(graph: Graph, op: Op, path: set[str], static: set[str]) -> bool:
-    """Whether a state, on its ``path``, meets something that is computed otherwise."""
+    """Whether ``op`` combines a value of ``path`` with a computed value that is not on it."""
     read = {v for _, v in op.sources() if graph.values[v].is_float}
     return not path.isdisjoint(op.outputs) and bool(read & path) and bool(read - path - static)
 
