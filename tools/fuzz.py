@@ -663,8 +663,6 @@ _PREPARATIONS: dict[str, Callable[[], Any]] = {
 
 # ---------------------------------------------------------------------------------------------------- running
 
-_PREPARED = 1800.0  # seconds, also on a machine that is busy with other things
-
 
 def run_case(kind: str, number: int, limits: Limits) -> Finding | None:
     """Run one case in this process."""
@@ -762,7 +760,7 @@ def fuzz(kinds: list[str], seed: int, seconds: float, count: int, limits: Limits
             done = begun = False
             try:
                 while time.monotonic() < end:
-                    word, value = _receive(here, _PREPARED)
+                    word, value = _receive(here, end - time.monotonic())
                     if word == "done":
                         done = True
                         break
@@ -776,10 +774,12 @@ def fuzz(kinds: list[str], seed: int, seconds: float, count: int, limits: Limits
                         continue
                     kind, number = case_of(kinds, seed, index)
                     worker.join(1 if word == "gone" else 0)
+                    if word == "late" and not begun and index:
+                        break  # the time of the run ended while a new worker prepared
                     if not begun:
-                        raise RuntimeError(
-                            Path(log).read_text(errors="replace")[-3000:]
-                        )  # nothing of this run can be said
+                        text = Path(log).read_text(errors="replace")[-3000:]
+                        state = f"ended with {worker.exitcode}" if word == "gone" else "still prepares its cases"
+                        raise RuntimeError(f"the worker of case {kind}:{number} {state}:\n{text}")
                     what = "hang" if word == "late" else f"crash, exit code {worker.exitcode}"
                     text = Path(log).read_text(errors="replace")[-3000:]
                     yield Finding(f"{kind}:{number}", what, _place_in(text), text)
