@@ -74,7 +74,7 @@ def _stop(error: BaseException) -> NoReturn:
 
 
 def _explained(error: Exception) -> BitwrightError:
-    """The error to print for problems that a user can solve: input, files, memory, a missing package."""
+    """Convert an exception that a user can solve (input, files, memory, a missing package) into the error to print."""
     if isinstance(error, ModuleNotFoundError):
         remedy = how_to_install(error)
         if remedy is None:
@@ -286,7 +286,7 @@ def is_verbose() -> bool:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal, or wide enough for whole names in a pipe or a file."""
+    """Create a console as wide as the terminal, or wide enough for whole names in a pipe or a file."""
     probe = Console(stderr=stderr)
     return probe if probe.is_terminal else Console(stderr=stderr, width=max(probe.width, _PIPE_WIDTH))
 

@@ -114,7 +114,7 @@ def check_config(
 
 
 def _rule_cells(rule: Rule) -> tuple[str, ...]:
-    """Which tensors a rule is about, what it sets, and where it was written."""
+    """Cells of a rule: the tensors it matches, what it sets, and where it was written."""
     from bitwright.core.numerics.granularity import phrase
 
     about = [f"names {rule.name}"] if rule.name != "*" else []

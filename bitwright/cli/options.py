@@ -175,7 +175,7 @@ OptionalData = Annotated[
 
 @dataclass(frozen=True)
 class Reading:
-    """How ``--data`` is read: the same samples in every command."""
+    """Options for reading ``--data``; every command reads the same samples."""
 
     batch_size: Annotated[int, data_option(min=1, help="Samples per run, where the model leaves it open.")] = 1
     limit: Annotated[int, data_option(min=1, help="Read so many samples at most.")] = 256
@@ -186,7 +186,7 @@ class Reading:
     std: Annotated[str, data_option(help="Divides pixels last: one number, or one per colour.")] = "1"
 
     def normalization(self, layout: str) -> dict[str, Any]:
-        """What is done to pictures, for a file that takes pixels in ``layout`` and does it itself."""
+        """The normalisation of pictures, to be folded into a file that takes pixels in ``layout``."""
         mean, std = list(numbers("--mean", self.mean)), list(numbers("--std", self.std))
         return {"mean": mean, "std": std, "scale": self.scale, "layout": layout}
 

@@ -254,7 +254,7 @@ def quantize_model(
 
 
 def _types(io: str | None) -> str | dict[str, str] | None:
-    """What --io asks for: a type, or types by name.
+    """Parse --io: one type, or types by input name.
 
     Raises:
         ConfigError: a name has no type.

@@ -1,4 +1,4 @@
-"""That a cut does what it promises: every group is tried once, and what the model cannot do without is refused by name."""
+"""Check cuts numerically: try every group once, and refuse by name the groups that the model needs whole."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def checked_dependencies(
 
 
 def tried(structure: Structured, found: Dependencies, groups: Sequence[Group], batch: Any) -> Problem | None:
-    """What goes wrong when the last unit of each of ``groups`` is removed; the model is as before afterwards."""
+    """Remove the last unit of each of ``groups``, report the first problem, and restore the model."""
     exact = [group for group in groups if not group.averaged]
     for chosen in [exact] if len(exact) == len(groups) else [list(groups), exact]:
         problem = _tried_at_once(structure, found, chosen, batch, chosen is exact) if chosen else None
@@ -91,7 +91,7 @@ def _tried_at_once(
 
 
 def difference(masked: Sequence[Array], after: Sequence[Array]) -> Problem | None:
-    """What differs between the outputs of the whole model, with the removed channels at zero, and those of the cut one."""
+    """Compare the outputs of the whole model, with the removed channels at zero, with those of the cut model."""
     for i, (a, b) in enumerate(zip(masked, after, strict=True)):
         if a.shape != b.shape:
             return Problem("", f"output {i} has the shape {b.shape} after the cut and not {a.shape}")
@@ -164,7 +164,7 @@ def _guilty_alone(structure: Structured, found: Dependencies, batch: Any) -> dic
 
 
 def kept_of(cut: Cut, param: str, value: Array) -> Array:
-    """A parameter, or something of its shape, after a cut."""
+    """Cut a parameter, or an array of its shape."""
     for axis, positions in enumerate(cut.axes(param)):
         if positions is not None:
             value = value.take(positions, axis)

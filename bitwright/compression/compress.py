@@ -28,7 +28,7 @@ from bitwright.tables import Table, Tabular
 
 @dataclass(frozen=True)
 class Compressed(Tabular):
-    """What :func:`compress` returns; a table of the groups when printed, result first.
+    """Result of :func:`compress`; prints as a headline and a table of the groups.
 
     Attributes:
         model: the compressed model: a module, or an ``onnx.ModelProto``.
@@ -68,7 +68,7 @@ class Compressed(Tabular):
 
     @property
     def headline(self) -> str:
-        """One line: what is left, how near the outputs are to the original's, and the metric."""
+        """One line: costs left, SQNR against the original model, and the metric."""
         metric = ""
         if "compressed" in self.metrics:
             metric = f"; metric {self.metrics['float']:.4g} -> {self.metrics['compressed']:.4g}"

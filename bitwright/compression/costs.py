@@ -1,4 +1,4 @@
-"""What a model costs, operator by operator: multiplications, bytes, memory of activations, measured milliseconds."""
+"""Costs of a model per operator: multiplications, bytes, activation memory, measured milliseconds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COSTS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class OpCost:
-    """What one operator costs in the recorded run.
+    """Costs of one operator in the recorded run.
 
     Attributes:
         op, type: the operator.
@@ -163,7 +163,7 @@ def graph_costs(graph: Graph, samples: int = 1) -> ModelCosts:
 
 
 class Prices:
-    """What cut graphs of one model cost, by the names of :data:`COSTS`.
+    """Compute the costs of cut graphs of one model, by the names of :data:`COSTS`.
 
     Args:
         graph: of the whole model.
@@ -226,7 +226,7 @@ def model_costs(
     rounds: int = 15,
     providers: Any = None,
 ) -> ModelCosts:
-    """What a PyTorch or ONNX model costs, operator by operator.
+    """Compute the costs of a PyTorch or ONNX model per operator.
 
     Args:
         model: a module, an ONNX model, or the path of one; left as it is.
@@ -280,7 +280,7 @@ def _of_layers(graph: Graph, times: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def _loaded(model: Any) -> Any:
-    """A model given by its path is read into a copy that may be changed."""
+    """Read a model given by its path into a copy that may be edited."""
     if isinstance(model, (str, Path)):
         from bitwright.onnx import load_model
 

@@ -39,7 +39,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class DepthReport(Tabular):
-    """What :func:`drop_blocks` did; a table when printed.
+    """Result of :func:`drop_blocks`; prints as a table.
 
     Attributes:
         rows: blocks that went, in this order.
@@ -149,7 +149,7 @@ def _least_noise(
 
 
 def _costs(blocks: Blocks, names: Sequence[str]) -> dict[str, float]:
-    """Of the graph without the operators of blocks, and without parameters that only these read."""
+    """Costs of the graph without the operators of the blocks and without the parameters that only these read."""
     graph, gone = blocks.graph(), set(blocks.gone(names))
     ops = [op for op in graph.ops if op.name not in gone]
     read = {value for op in ops for _, value in op.sources()}

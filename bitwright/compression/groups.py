@@ -1,4 +1,4 @@
-"""Which channels of which weights belong together: the dependency graph of structured pruning.
+"""The dependency graph of structured pruning: which channels of which weights must be removed together.
 
 Every position of every axis of a parameter is an *atom*. An operator says which atoms of what it reads are the same
 channel, and which atoms the axes of its result hold: a convolution joins the channels of its input with the second axis of
@@ -36,13 +36,13 @@ Axes = list["Index | None"]
 
 
 class Structure(Protocol):
-    """What the dependency graph asks of a front end."""
+    """Interface of a front end to the dependency graph."""
 
     def graph(self) -> Graph:
-        """The graph, with what is computed of parameters as operators, and all shapes known."""
+        """The graph with all shapes known; computations on parameters are operators too."""
 
     def moved(self, op: Op, elements: Sequence[Index | None]) -> list[Index] | None:
-        """What an operator that moves data makes of the numbers of its input's elements, per output; -1 for what it fills in.
+        """Input element number of each output element of a data movement operator; -1 where it fills in a value.
 
         ``None`` where it depends on values that the model computes.
         """
@@ -54,7 +54,7 @@ class Structure(Protocol):
         """An argument of the call, an attribute or a constant input; ``None`` where there is none."""
 
     def equal_pieces(self, op: Op) -> bool:
-        """Whether a split is told how many pieces to make, or one length for all, and cannot be told others."""
+        """Whether a split is given a number of pieces or one common length, so that unequal lengths cannot be set."""
 
     def tied(self) -> Sequence[Sequence[tuple[str, int, int]]]:
         """Parameters whose widths the model holds in one number: ``(parameter, axis, blocks)``, position by position."""
@@ -112,7 +112,7 @@ class Group:
 
     @property
     def kin(self) -> str:
-        """The name with numbers taken out: groups at the same place of repeated blocks are kin."""
+        """The name without block numbers: groups at the same place of repeated blocks are kin."""
         return f"{re.sub('[0-9]+', '*', self.name)}/{self.kind}"
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Cut:
-    """What stays of every value: per axis the positions kept, ascending, or ``None`` for all of them.
+    """Positions kept of every value: ascending per axis, ``None`` if all are kept.
 
     Attributes:
         kept: value or parameter name -> axes; values of which everything stays are left out.
@@ -221,7 +221,7 @@ class Dependencies:
         self.groups, self.refused = self._collect(forbidden or {})
 
     def without(self, forbidden: Mapping[str, str]) -> Dependencies:
-        """The same with groups refused, by their names or :attr:`Group.kin` -> the reason."""
+        """A copy with groups refused: name or :attr:`Group.kin` -> reason."""
         other = copy.copy(self)
         other.groups, other.refused = other._collect(forbidden)
         return other
@@ -672,7 +672,7 @@ class Dependencies:
     # -- movement
 
     def _move(self, op: Op) -> list[Axes]:
-        """What moves data, from the numbers of the elements; nothing is computed where all axes stay anyway."""
+        """Track units through a data movement operator by element numbers; skipped if no axis carries units."""
         source = op.inputs[0]
         shapes = [self.graph.values[v].shape for v in op.outputs]
         if op.type == "Expand" and source is not None:
@@ -796,7 +796,7 @@ class Dependencies:
         return labels
 
     def _other_axes(self) -> bool:
-        """Whether a reshape kept its units on an axis of which single positions are picked, and has another one to try."""
+        """Move the units of a reshape off an axis whose positions are picked singly, if another axis can hold them."""
         picked = [atoms for atoms, reason, _ in self._stays if PICKED in reason]
         if not picked or not self._split_sites:
             return False
@@ -893,7 +893,7 @@ class Dependencies:
         raise ConfigError(name, reason, f"choose one of {', '.join(g.name for g in self.groups[:10])}")
 
     def cut(self, removed: Mapping[str, Index]) -> Cut:
-        """What stays of every value when units are removed.
+        """Compute the positions kept of every value when units are removed.
 
         Args:
             removed: group name -> numbers of its units.
@@ -924,7 +924,7 @@ def _check_left(value: str, left: Sequence[Index | None]) -> None:
 
 
 class _Cuts:
-    """Which positions of axes stay; of an axis that several values have, once."""
+    """Positions kept of axes; computed once for an axis that several values share."""
 
     def __init__(self, gone: NDArray[np.bool_]) -> None:
         self._gone = gone

@@ -1,4 +1,4 @@
-"""How much each unit of a group matters: one function per criterion, on the parameters and statistics of either front end.
+"""Importance of the units of a group: one function per criterion, on parameters and statistics of either front end.
 
 Every score is of a unit within its group; :func:`comparable` makes those of unlike groups comparable, by dividing by the mean of
 the group, so that a global ranking does not remove a layer whose weights merely are small.
@@ -32,7 +32,7 @@ from bitwright.errors import ConfigError, close_matches
 
 @dataclass
 class Evidence:
-    """What criteria may ask for.
+    """Inputs of the importance criteria.
 
     Attributes:
         graph: of the model.
@@ -50,7 +50,7 @@ class Evidence:
     seed: int = 0
 
     def rows(self, member: Member, value: Array | None = None) -> Array:
-        """What a member holds of every unit, ``[units, n]``, float64."""
+        """The parameters of each unit in one member, ``[units, n]``, float64."""
         W = np.asarray(self.param(member.param) if value is None else value, np.float64)
         lines = np.moveaxis(W, member.axis, 0).reshape(W.shape[member.axis], -1)
         return lines[member.positions].reshape(len(member.positions), -1)

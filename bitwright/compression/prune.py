@@ -36,7 +36,7 @@ WIDTHS: dict[str, int] = {
 
 @dataclass(frozen=True)
 class Pruned:
-    """What became of one group.
+    """Outcome for one group.
 
     Attributes:
         name, kind: of the group.
@@ -53,7 +53,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is to be removed.
+    """Units to remove.
 
     Attributes:
         removed: group -> units.
@@ -65,7 +65,7 @@ class Choice:
 
 
 def step_of(group: Group, multiple: int) -> int:
-    """How many units go at once, so that the widths of the layers that make them stay multiples of ``multiple``."""
+    """Number of units to remove at once, so that widths of their producers stay multiples of ``multiple``."""
     count = max((m.positions.shape[1] for m in group.makers), default=1)
     width = group.units * count
     while multiple > 1 and multiple * 4 > width:
@@ -117,15 +117,15 @@ class Selector:
         return removed
 
     def step(self, group: Group) -> int:
-        """How many units go at once."""
+        """Number of units removed at once."""
         return step_of(group, self.multiple)
 
     def most(self, group: Group) -> int:
-        """How many units may go at most."""
+        """Largest number of units that may be removed."""
         return int(min(self.cap, 1 - 1 / group.units) * group.units)
 
     def counts(self, groups: Sequence[Group]) -> list[int]:
-        """How many units of each of ``groups`` may go, ascending from 0."""
+        """Numbers of units that may be removed from each of ``groups``, ascending from 0."""
         if self.ratios is not None:
             units = groups[0].units
             left = {max(1, round(units * ratio / self.multiple) * self.multiple) for ratio in self.ratios}
@@ -142,7 +142,7 @@ class Selector:
         return list(kin.values())
 
     def _counts(self, part: float) -> dict[str, float]:
-        """How many units of each group go, before they are rounded."""
+        """Number of units to remove from each group, before rounding."""
         if self.ranking == "global":
             gone = np.bincount(self._owners[: round(part * len(self._owners))], minlength=len(self.groups))
             counts = {group.name: float(n) for group, n in zip(self.groups, gone, strict=True)}
@@ -154,7 +154,7 @@ class Selector:
         return {group.name: mean for alike, mean in means for group in alike}
 
     def left(self, removed: Mapping[str, Array]) -> dict[str, float]:
-        """What is left of every cost, in parts of the whole."""
+        """Remaining fraction of every cost."""
         return self.prices.left(cut_graph(self.found.graph, self.found.cut(removed)))
 
     def choose(self, target: Mapping[str, float]) -> Choice:
@@ -214,7 +214,7 @@ _REFILLS = 4  # of each group, at most on average
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """How units are chosen; see :func:`bitwright.compression.compress.compress`."""
+    """Options of the choice of units; see :func:`bitwright.compression.compress.compress`."""
 
     importance: str = "l2"
     ranking: Ranking = "uniform"
@@ -246,7 +246,7 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What :func:`prune` did.
+    """Result of :func:`prune`.
 
     Attributes:
         rows: of every group that could be pruned.
@@ -267,7 +267,7 @@ class PruneReport:
 
 @dataclass(frozen=True)
 class Search:
-    """How the exact choice is made.
+    """Options of the exact choice.
 
     Attributes:
         original: a ``FloatModel`` of the whole model, to which trials are fitted; ``None`` leaves layers as they are.
@@ -379,7 +379,7 @@ def _evidence(
     structure: Structured, found: Dependencies, groups: Sequence[Group], batches: Sequence[Any], options: PruneOptions,
     gradients: Callable[[Sequence[str]], Mapping[str, Array]] | None,
 ) -> Evidence:  # fmt: skip
-    """What the criterion needs, beside the parameters."""
+    """Collect the statistics that the criterion needs beside the parameters."""
     evidence = Evidence(found.graph, structure.param, seed=options.seed)
     if options.importance == "activation":
         evidence.squares = mean_squares(structure.view(), found.graph, groups, batches)

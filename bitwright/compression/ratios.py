@@ -1,4 +1,4 @@
-"""How much of each part is kept: AIMET's greedy search by the metric, and an exact choice from estimates.
+"""Choose compression ratios per layer: AIMET's greedy search by the metric, and an exact choice from estimates.
 
 A :class:`Space` has parts (a layer, a group of channels), each with options: left as it is, or smaller. Every option has
 costs, which add up, and the error that it makes where it stands.
@@ -48,7 +48,7 @@ SCORES_FORMAT = "bitwright-compression-scores"
 
 @dataclass(frozen=True)
 class Option:
-    """One way to have a part.
+    """One alternative for a part: its costs and its error.
 
     Attributes:
         name: for tables: ``spatial, rank 12``.
@@ -67,7 +67,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Part:
-    """What is chosen for.
+    """A layer or group for which an option is chosen.
 
     Attributes:
         name: of the layer or group.
@@ -79,7 +79,7 @@ class Part:
 
 
 class Space(ABC):
-    """A model whose parts can be had in several ways.
+    """Search space: a model whose parts have several options.
 
     Attributes:
         parts: what is chosen for.
@@ -99,7 +99,7 @@ class Space(ABC):
 
     @abstractmethod
     def runnable(self) -> Any:
-        """What a metric is given."""
+        """The model as the metric takes it."""
 
     def costs_of(self, choice: Sequence[int]) -> dict[str, float]:
         """Costs of the whole model; the sum over parts, where costs of parts do not depend on each other."""
@@ -130,7 +130,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         best: the choice.
@@ -325,7 +325,7 @@ def choose(
     record: Record | None = None,
     progress: bool = True,
 ) -> Chosen:
-    """The choice within the target that disturbs the outputs least; the model is left as it was.
+    """Choose within the target the options of least output noise; the model is restored.
 
     Args:
         space: what is chosen from.

@@ -27,7 +27,7 @@ _MOST = 4096  # inputs of a layer that is fitted
 
 @dataclass(frozen=True)
 class Fit:
-    """What became of one layer.
+    """Outcome for one layer.
 
     Attributes:
         op: the layer.
@@ -59,7 +59,7 @@ def least_squares(X: Array, Y: Array, W: Array, damping: float = _DAMPING) -> Ar
 
 
 class Original:
-    """What layers of the original model compute, read once for any number of cuts.
+    """Outputs of layers of the original model, collected once for any number of cuts.
 
     Args:
         view: a ``FloatModel``, which stays as it is.
@@ -136,7 +136,7 @@ def _matrix(graph: Graph, op: Op) -> tuple[str, str | None] | None:
 
 
 def _places(op: Op, shape: Sequence[int], batch: int) -> Array:
-    """Which positions of a result the rows are taken from, the same for both models: ``[rows]`` of the flattened ones."""
+    """Sample positions of a result, the same for both models: ``[rows]``, indices into the flattened positions."""
     channel = 1 if op.type == "Conv" else len(shape) - 1
     sites = int(np.prod([n for i, n in enumerate(shape) if i != channel]))
     rows = min(sites, _ROWS * max(1, shape[0]))
@@ -188,7 +188,7 @@ def _fit(
 
 
 def _patches(x: Array, shape: Sequence[int], attrs: Mapping[str, Any], places: Array) -> Array:
-    """What a convolution multiplies at some positions of its result: ``[rows, C * kernel]``."""
+    """Input patches of a convolution at some output positions: ``[rows, C * kernel]``."""
     read = windows(x, shape[2:], attrs)  # [N, *positions, C, *kernel]
     return read[np.unravel_index(places, read.shape[: x.ndim - 1])].reshape(len(places), -1)
 

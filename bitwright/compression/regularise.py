@@ -15,7 +15,7 @@ from bitwright.methods.front_end import front_end_of
 
 
 def prunable_groups(model: nn.Module, example: Any) -> tuple[Group, ...]:
-    """What :func:`bitwright.compress` could remove from a module; the module is left as it is.
+    """Find the groups of units that :func:`bitwright.compress` can remove from a module; the module is not changed.
 
     Args:
         model: a module.

@@ -55,7 +55,7 @@ class CompressionSchedule:
             raise ConfigError("steps", f"one_shot has one step, not {self.steps}", "use iterative or gradual")
 
     def parts(self) -> list[float]:
-        """What may be left after each compression."""
+        """Target fraction after each compression step."""
         n = self.steps
         if self.kind == "gradual":
             return [self.target + (1 - self.target) * (1 - k / n) ** 3 for k in range(1, n + 1)]
@@ -68,7 +68,7 @@ class CompressionSchedule:
         return self.parts()[index] if now >= 0 and rest == 0 and index < self.steps else None
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint holds."""
+        """State to store in a checkpoint."""
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -156,7 +156,7 @@ class SparseLayer:
         return matrix if self.op.attrs.get("transB") else matrix.T
 
     def rows(self, x: Array) -> Array:
-        """What the matrix multiplies."""
+        """The rows that the matrix multiplies, ``[rows, K]``."""
         if self.op.type == "Conv":
             return patches(x, self.weight.shape[2:], self.op.attrs)
         axis = 1 if self.op.type == "ConvTranspose" else -1
@@ -250,7 +250,7 @@ def _name(op: Op, port: int) -> str:
 
 @dataclass(frozen=True)
 class SparseRow:
-    """What became of a weight.
+    """Outcome for one weight.
 
     Attributes:
         layer, param: where it is.

@@ -114,7 +114,7 @@ def compose(A: Array, B: Array) -> Array:
 
 
 def low_rank(W: Array, rank: int, G: Array | None = None) -> tuple[Array, Array]:
-    """A matrix ``W [O, K]`` as ``second [O, rank] @ first [rank, K]`` of least error.
+    """Factorise a matrix ``W [O, K]`` into ``second [O, rank] @ first [rank, K]`` with least error.
 
     Args:
         W: the matrix; outputs are ``W x``.
@@ -132,7 +132,7 @@ def low_rank(W: Array, rank: int, G: Array | None = None) -> tuple[Array, Array]
 
 
 def spatial_svd(W: Array, rank: int, G: Array | None = None, *, vertical_first: bool = True) -> tuple[Array, Array]:
-    """A convolution ``W [O, I, kh, kw]`` as one of ``[rank, I, kh, 1]`` and one of ``[O, rank, 1, kw]``.
+    """Factorise a convolution ``W [O, I, kh, kw]`` into ``[rank, I, kh, 1]`` and ``[O, rank, 1, kw]``.
 
     Args:
         W: the weight.
@@ -155,7 +155,7 @@ def _spatial_kernels(A: Array, B: Array, shape: Sequence[int], across: bool) -> 
 
 
 def tucker2(W: Array, ranks: tuple[int, int], G: Array | None = None) -> tuple[Array, Array, Array]:
-    """A convolution ``W [O, I, *k]`` as ``[r1, I, 1..]``, the core ``[r2, r1, *k]`` and ``[O, r2, 1..]``.
+    """Factorise a convolution ``W [O, I, *k]`` into ``[r1, I, 1..]``, the core ``[r2, r1, *k]`` and ``[O, r2, 1..]``.
 
     Reference: Kim et al. 2015, arXiv:1511.06530, section 3.1; inputs first, then outputs on what they leave.
     """
@@ -178,7 +178,7 @@ def _tucker(found: Factorization, shape: Sequence[int], ranks: tuple[int, int]) 
 
 @dataclass(frozen=True)
 class _View:
-    """How a weight ``[O, I, *kernel]`` is seen as ``[O, P, Q]``: which of the axes after the first make up ``P``."""
+    """Axes after the first that make up ``P`` when a weight ``[O, I, *kernel]`` is viewed as ``[O, P, Q]``."""
 
     of_first: Callable[[int], tuple[int, ...]]
 
@@ -271,14 +271,14 @@ class ReadsInputs(Protocol):
     op: Op
 
     def rows(self, x: Array) -> Array:
-        """What it multiplies, ``[rows, K]``."""
+        """The rows that the weight multiplies, ``[rows, K]``."""
 
     def see(self, moments: Array, mean: Array) -> None:
         """Take their second moments and mean into account."""
 
 
 class LowRankLayer:
-    """A layer whose weight can be written as factors.
+    """A layer whose weight can be factorised.
 
     Args:
         graph: that it is in.
@@ -330,11 +330,11 @@ class LowRankLayer:
 
     @property
     def measured(self) -> bool:
-        """Whether its inputs were seen."""
+        """Whether input statistics were collected."""
         return self._moments is not None
 
     def rows(self, x: Array) -> Array:
-        """What the layer multiplies, ``[rows, K]``: patches of a convolution, else the last axis; float64."""
+        """The rows that the weight multiplies, ``[rows, K]``, float64: patches of a convolution, else the last axis."""
         if self.op.type == "ConvTranspose":
             return np.moveaxis(x, 1, -1).reshape(-1, x.shape[1]).astype(np.float64)
         if self.op.type != "Conv":
@@ -382,7 +382,7 @@ class LowRankLayer:
         return i if form == "tucker" else min(i, o * math.prod(self.kernel))
 
     def _pair(self, form: str, rank: int) -> tuple[int, ...]:
-        """Of the inputs and, for ``tucker``, of the outputs in the same proportion."""
+        """Rank of the inputs and, for ``tucker``, of the outputs in the same proportion."""
         if form != "tucker":
             return (rank,)
         o, i = self.W.shape[:2]
@@ -481,7 +481,7 @@ class LowRankLayer:
         return _Factors((before,), last, {}, error, composed)
 
     def _as_product(self, rank: tuple[int, ...]) -> _Factors:
-        """Of a transposed convolution: before its outputs are added up it is a product over the channels."""
+        """Factors of a transposed convolution, a matrix product over channels before its outputs are summed."""
         product = Factorization(np.moveaxis(self.W, 1, -1).reshape(-1, self.W.shape[1], 1), self._moments)
         A, B = product.at(rank[0])
         before = Before("Conv", A.reshape(*A.shape, *(1,) * len(self.kernel)), self._part(()))
@@ -563,7 +563,7 @@ class LowRankLayers:
 
 
 def find_low_rank_layers(view: FloatModel) -> LowRankLayers:
-    """The layers whose weights can be written as factors; iterative, linear in the size of the graph."""
+    """Find the layers whose weights can be factorised; iterative, linear in the size of the graph."""
     graph, found = view.graph(), LowRankLayers()
     for op in graph.ops:
         if op.type not in (*TRAITS["layer"], *_RECURRENT) or len(op.inputs) < 2 or op.inputs[1] is None:
@@ -582,7 +582,7 @@ def find_low_rank_layers(view: FloatModel) -> LowRankLayers:
 
 
 def _bias(view: FloatModel, graph: Graph, op: Op) -> tuple[bool, str | None]:
-    """Whether a bias can take up a mean, and the parameter that does; ``None`` where a bias is added."""
+    """Whether a bias can absorb the mean error, and its parameter; ``None`` if a bias must be added."""
     if op.type in _RECURRENT:
         return False, None
     if len(op.inputs) < 3 or op.inputs[2] is None:
@@ -787,7 +787,7 @@ class SvdSpace(Space):
         return min(found, key=lambda one: one.error, default=None)
 
     def plan_step(self, one: Factored) -> dict[str, Any] | None:
-        """What rebuilds the layer, as plain data; ``None`` in ONNX, whose file says it."""
+        """Plan step that rebuilds the layer, as plain data; ``None`` in ONNX, where the file holds the structure."""
         step: dict[str, Any] | None = self.plans.get(one.layer)
         return step
 
@@ -808,7 +808,7 @@ class SvdSpace(Space):
         return self.view.edit(edits)
 
     def noise(self) -> float:
-        """Over signal, of the outputs of the model as it stands; mean of the batches."""
+        """Noise-to-signal power ratio of the outputs of the current model, mean over batches."""
         found = []
         for outputs, wanted in zip(self.opened.outputs(self.batches), self._wanted, strict=True):
             for y, y0 in zip(outputs, wanted, strict=True):
@@ -818,7 +818,7 @@ class SvdSpace(Space):
         return float(np.mean(found)) if found else 0.0
 
     def runnable(self) -> Any:
-        """What a metric is given."""
+        """The model as the metric takes it."""
         return self.opened.runnable()
 
 
@@ -828,7 +828,7 @@ def _costs(macs: float, params: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SvdRow:
-    """What became of a layer.
+    """Outcome for one layer.
 
     Attributes:
         layer: its name.
@@ -869,7 +869,7 @@ class SvdReport(Reversible, Tabular):
 
     @property
     def changed(self) -> bool:
-        """Whether any layer is in factors."""
+        """Whether any layer was factorised."""
         return any(row.form for row in self.rows)
 
     @property

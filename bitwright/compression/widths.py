@@ -1,4 +1,4 @@
-"""How many units each group keeps, as a choice: costs of layers in a row multiply, and errors are measured on the cut model."""
+"""Search space of widths: costs of consecutive layers multiply, and errors are measured on the cut model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def counts_of(units: int, step: int, most: int) -> list[int]:
 
 
 def few_batches(batches: Iterable[Any]) -> list[Any]:
-    """The first batches, until they hold the samples that choices are measured on; no further batch is read."""
+    """Read the first batches, up to the number of samples that choices are measured on, and no further batch."""
     return [batch for batch, _ in first_samples(batches, _JUDGED)]
 
 
@@ -75,7 +75,7 @@ def output_noise(
 
 
 class Units(Protocol):
-    """Which units of groups may go; see :class:`bitwright.compression.prune.Selector`."""
+    """Interface of a selection of removable units; see :class:`bitwright.compression.prune.Selector`."""
 
     found: Dependencies
     prices: Prices
@@ -86,7 +86,7 @@ class Units(Protocol):
         """Groups that lose as many units each."""
 
     def counts(self, groups: Sequence[Group]) -> list[int]:
-        """How many units of each of ``groups`` may go, ascending from 0."""
+        """Numbers of units that may be removed from each of ``groups``, ascending from 0."""
 
 
 class WidthSpace(Space):
@@ -126,7 +126,7 @@ class WidthSpace(Space):
 
     @property
     def fingerprint(self) -> str:
-        """Of the data and what the model makes of it."""
+        """Fingerprint of the data and of the model's outputs."""
         return fingerprint([self._batches, self._wanted])
 
     def _part(self, i: int, scores: Mapping[str, Array]) -> Part:
@@ -162,14 +162,14 @@ class WidthSpace(Space):
         return choice
 
     def costs_of(self, choice: Sequence[int]) -> dict[str, float]:
-        """Of the graph that the cut leaves."""
+        """Costs of the cut graph."""
         key = tuple(choice)
         if key not in self._seen:
             self._seen[key] = self.cost_of_cut(self.removed(choice))
         return self._seen[key]
 
     def cost_of_cut(self, removed: Mapping[str, Array]) -> dict[str, float]:
-        """Of the graph that is left without these units."""
+        """Costs of the graph without these units."""
         return self.selector.prices(cut_graph(self.found.graph, self.found.cut(removed)))
 
     def around(self, choice: Sequence[int]) -> Mapping[str, tuple[Sequence[Sequence[float]], float]]:
@@ -209,9 +209,9 @@ class WidthSpace(Space):
         return undo
 
     def noise(self) -> float:
-        """Over signal, of the outputs on the data; the mean of batches and outputs."""
+        """Noise-to-signal power ratio of the outputs, mean over batches and outputs."""
         return output_noise(self.structure, self._batches, self._wanted) or 0.0
 
     def runnable(self) -> Any:
-        """What a metric is given."""
+        """The model as the metric takes it."""
         return self.structure.metric_target()

@@ -59,7 +59,7 @@ class Block(nn.Module):
         return found[0] if isinstance(found, tuple) else found
 
     def call(self, hidden: Tensor) -> Any:
-        """What the block itself returns."""
+        """Run the block and return its own result."""
         if self.keyword is None:
             return self.block(hidden, *self.args, **self.kwargs)
         return self.block(*self.args, **{**self.kwargs, self.keyword: hidden})
@@ -98,7 +98,7 @@ class States:
 
 
 class Runner:
-    """A model and where its weights come from.
+    """A model and the source of its weights.
 
     Args:
         model: on the ``meta`` device, or with its weights.
@@ -129,7 +129,7 @@ class Runner:
 
     @contextmanager
     def loaded(self, index: int) -> Iterator[nn.Module]:
-        """A block with its weights, float32; released at the end where they were read."""
+        """Load a block's weights in float32, and release them at the end if they were read from files."""
         block = self.blocks[index]
         if self.read is None:
             yield block
@@ -147,7 +147,7 @@ class Runner:
 
     @contextmanager
     def ends(self, *left: nn.Module | None) -> Iterator[None]:
-        """What stands outside of blocks, with its weights, but for those of the modules ``left``."""
+        """Load the parameters outside of blocks, except those of the modules ``left``; release them at the end."""
         if self.read is None:
             yield
             return
@@ -163,18 +163,18 @@ class Runner:
 
     @property
     def table(self) -> nn.Module | None:
-        """The table of tokens, if the model tells."""
+        """The token embedding, if the model names it."""
         found: nn.Module | None = getattr(self.model, "get_input_embeddings", lambda: None)()
         return found
 
     @property
     def head(self) -> nn.Module | None:
-        """The output layer, if the model tells."""
+        """The output layer, if the model names it."""
         found: nn.Module | None = getattr(self.model, "get_output_embeddings", lambda: None)()
         return None if found is self.table else found
 
     def block(self, index: int) -> Block:
-        """The block with all that it is handed beside hidden states; :meth:`enter` has run."""
+        """The block with its recorded arguments other than hidden states; requires :meth:`enter`."""
         call = self._calls[index]
         return Block(self.blocks[index], call.args, call.kwargs, call.keyword)
 
@@ -224,7 +224,7 @@ class Runner:
         return calls[0][1].float()
 
     def _first(self, call: _Call, hidden: Tensor) -> bool:
-        """Whether blocks return a tuple: the first one is run in earnest, once."""
+        """Whether blocks return a tuple; runs the first block once to find out."""
         block = self.blocks[0]
         stand_in = block.forward  # which this call is in
         del block.forward
@@ -314,7 +314,7 @@ def _of_end(model: nn.Module, name: str, parameter: Tensor, ends: Mapping[str, n
 
 
 def _taken_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Call, Tensor]:
-    """What a block is handed, without its hidden states, which are the first tensor."""
+    """Split the arguments of a block into its hidden states (the first float tensor) and the rest."""
     if args:
         return _Call(args[1:], dict(kwargs), None), args[0]
     name = next(key for key, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point())
@@ -419,7 +419,7 @@ class Spill:
 
     @property
     def notes(self) -> list[Any]:
-        """What was noted with every finished block."""
+        """Notes of the finished blocks."""
         return list(self._journal().get("notes", []))
 
     def states(self, name: str, index: int, shape: tuple[int, int]) -> States:

@@ -43,7 +43,7 @@ _LONGEST_HEADER = 100 << 20  # bytes, the limit of the safetensors library
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies.
+    """Location of a tensor in the shards.
 
     Attributes:
         name: of the tensor.
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether every parameter is one tensor of the files, so that blocks can be read alone."""
+        """Whether every parameter is one tensor of the files, so that single blocks can be read."""
         return bool(self.parameters)
 
     @cached_property
@@ -268,7 +268,7 @@ def header(file: Path) -> Iterator[Entry]:
 
 
 def _is_row(row: Any) -> bool:
-    """Whether a row of a header has a dtype, a shape and two places in the file with as many bytes between as they take."""
+    """Whether a header row has a dtype, a shape and data offsets that span as many bytes as these need."""
     if not isinstance(row, dict) or not isinstance(row.get("dtype"), str):
         return False
     shape, places = row.get("shape"), row.get("data_offsets")
@@ -283,7 +283,7 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """What a file of the model's folder says.
+    """Read a JSON object from a file of the model's folder.
 
     Raises:
         ModelError: it is no JSON object.
@@ -476,7 +476,7 @@ def _is_converted(model: nn.Module, names: Iterable[str]) -> bool:
 
 
 def _check_vocabulary(opened: Checkpoint) -> None:
-    """A token without a row of the table fails in the middle of the work."""
+    """Refuse a tokenizer with more tokens than the embedding has rows, before any work."""
     rows = next((opened.config[key] for key in ("vocab_size", "n_vocab") if key in opened.config), None)
     if rows is None:
         return

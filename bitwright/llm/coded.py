@@ -53,7 +53,7 @@ class CodedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What the codes stand for, ``[O, I]``, made anew."""
+        """The dequantized weight, ``[O, I]``, computed at each access."""
         return torch.from_numpy(self.packed().dequantize()).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

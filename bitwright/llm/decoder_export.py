@@ -43,7 +43,7 @@ _CLOSE = 1e-4  # of the largest logit: what two orders of summation may differ b
 
 @dataclass(frozen=True)
 class DecoderExport:
-    """What :func:`export_decoder` wrote.
+    """Result of :func:`export_decoder`.
 
     Attributes:
         folder: where the files lie; what onnxruntime-genai opens.
@@ -64,7 +64,7 @@ class DecoderExport:
 
 @dataclass(frozen=True)
 class _Decoder:
-    """What a model takes and keeps, found by running it.
+    """Arguments and cache layout of a decoder, found by running it.
 
     Attributes:
         sizes: heads, and size of a head, of the keys and values of every layer.
@@ -79,7 +79,7 @@ class _Decoder:
 
     @property
     def config(self) -> Any:
-        """Of transformers, of the text model where there are several."""
+        """The transformers configuration, of the text model if there are several."""
         config = self.model.config
         return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -265,7 +265,7 @@ def _example(decoder: _Decoder, prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def _decoder(model: nn.Module) -> _Decoder:
-    """What ``model`` takes and keeps.
+    """Find the arguments and the cache layout of ``model``.
 
     Raises:
         ModelError: it has no configuration, fails on two tokens, or keeps something else than keys and values.
@@ -364,7 +364,7 @@ def _ids(decoder: _Decoder, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def _greedy(decoder: _Decoder, prompt: Sequence[int], count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The most likely tokens after ``prompt``, and by how much the logit of each is larger than the next one's."""
+    """Greedy continuation of ``prompt``, and the margin of each token's logit over the runner-up."""
     cache, ids = _cache(), _ids(decoder, prompt)
     made: list[int] = []
     margins: list[float] = []
@@ -414,7 +414,7 @@ def _group(
 
 
 def _windows(config: Any, layers: int) -> list[list[int | None]]:
-    """How far back each layer may look, as its configuration says; and that all look back at everything."""
+    """Candidate attention windows per layer: those of the configuration, and full attention in every layer."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     everything: list[int | None] = [None] * layers
@@ -425,7 +425,7 @@ def _windows(config: Any, layers: int) -> list[list[int | None]]:
 
 
 def _difference(decoder: _Decoder, one: ir.Model, other: ir.Model, window: int) -> str | None:
-    """Where two models differ by more than the order of sums: on a prefill, and on a step that a window cuts."""
+    """First difference of two models beyond summation order, on a prefill and on a step past the window."""
     models = [strip_sites(model).model for model in (one, other)]
     for new, past in ((min(window, 64) + 9, 0), (2, window + 5)):
         feeds = _random_feeds(decoder, models[0], new, past)

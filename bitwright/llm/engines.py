@@ -40,7 +40,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, tokens: Sequence[int], count: int) -> list[int]:
-        """The likeliest ``count`` tokens after ``tokens``."""
+        """Greedy continuation of ``tokens`` by ``count`` tokens."""
         ...
 
 
@@ -105,7 +105,7 @@ class GenAI:
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp."""
+    """A GGUF file run by llama.cpp."""
 
     name = "llama.cpp"
 

@@ -21,7 +21,7 @@ _Z = 1.96  # of a two-sided interval of 95 %
 
 @dataclass(frozen=True)
 class Perplexity(Tabular):
-    """A perplexity.
+    """A perplexity with its confidence interval.
 
     Attributes:
         value: ``exp`` of the mean negative log-likelihood of a token.

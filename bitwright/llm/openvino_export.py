@@ -34,7 +34,7 @@ _OF_ONNX = ("genai_config.json", "model.onnx")
 
 @dataclass(frozen=True)
 class OpenVinoDecoder:
-    """What :func:`export_openvino` wrote.
+    """Result of :func:`export_openvino`.
 
     Attributes:
         folder: what ``openvino_genai.LLMPipeline`` opens.
@@ -142,7 +142,7 @@ def _generation_config(made: DecoderExport) -> dict[str, Any]:
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> Sequence[str]:
-    """The tokenizer as two models of OpenVINO, and why not where not."""
+    """Convert the tokenizer into OpenVINO's tokenizer and detokenizer; returns notes on what was not written."""
     if tokenizer is None:
         return ["tokenizer: not written as openvino_tokenizer.xml, because there is none"]
     try:

@@ -171,12 +171,12 @@ class PackedWeight:
 
     @property
     def granularity(self) -> Granularity:
-        """Which elements share a scale."""
+        """Granularity of the scales."""
         return self.encoding.granularity
 
     @property
     def layout(self) -> Layout:
-        """What engines tell formats apart by."""
+        """The layout that engines distinguish formats by."""
         free = self.encoding.shift is not None
         symmetric, stored = not free and not signed(self)[1].any(), self.encoding.scale_format.name
         return Layout(self.format, group_of(self.granularity), symmetric, stored, float_zero_point=free)
@@ -261,7 +261,7 @@ def of_rows(granularity: Granularity, rank: int) -> Granularity:
 
 
 def packed_weights(sim: Any) -> Iterator[Weight]:
-    """The parameters and buffers of a simulated PyTorch model, one after the other, quantized where the simulation does.
+    """Yield the parameters and buffers of a simulated PyTorch model one by one, as codes where they are quantized.
 
     Args:
         sim: a calibrated :class:`bitwright.torch.QuantizationSimModel`.
@@ -350,7 +350,7 @@ def weight_encodings(sim: Any) -> dict[str, Encoding]:
 
 
 def plans(sim: Any) -> list[WeightPlan]:
-    """What :func:`packed_weights` will yield, by the specs: needs no calibration and computes nothing."""
+    """Plan what :func:`packed_weights` will yield from the specs alone, without calibration or computation."""
     specs: dict[str, QuantSpec] = {}
     for site in sim.quantizers.values():
         param = sim.graph.values[site.value].param

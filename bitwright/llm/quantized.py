@@ -49,7 +49,7 @@ _TOGETHER = 8  # samples that a block is run on at once
 
 @dataclass(frozen=True)
 class Row:
-    """A quantized parameter: what it is for, and how it is stored."""
+    """A quantized parameter: its role and its storage format."""
 
     name: str
     role: str
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Quantized(Tabular):
-    """What :func:`quantize` made.
+    """Result of :func:`quantize`.
 
     Attributes:
         rows: the quantized parameters.
@@ -233,7 +233,7 @@ def methods_of(recipe: str | Iterable[str] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where weights come from: a folder, or a module."""
+    """Source of the weights: a folder or a module."""
 
     runner: Runner
     raw: Callable[..., Tensor]
@@ -309,7 +309,7 @@ class _Inputs(Sequence[Tensor]):
 
 @torch.no_grad()
 def _takes_batches(block: Block, one: Tensor, other: Tensor) -> bool:
-    """Whether two samples at once give what they give alone: what blocks are handed was made for one sample."""
+    """Whether a batch of two gives the results of two single runs: the recorded arguments are for one sample."""
     alone = torch.cat([block(one), block(other)])
     try:
         both = block(torch.cat([one, other]))
@@ -733,7 +733,7 @@ def _walk(
 
 
 def _streams(spill: Spill, index: int, shape: tuple[int, int]) -> tuple[States, States]:
-    """The float model's states before a block, and the quantized one's."""
+    """Hidden states before a block, of the float and of the quantized model."""
     return spill.states("float", index, shape), spill.states("quantized", index, shape)
 
 
@@ -767,7 +767,7 @@ def _assign_codes(module: nn.Module, weights: Mapping[str, PackedWeight | Tensor
 
 
 def _perplexities(runner: Runner, held: list[Tensor], last: tuple[States, States]) -> tuple[Perplexity, Perplexity]:
-    """Of the float and of the quantized model, by states after the last block."""
+    """Perplexity of the float and of the quantized model, from the states after the last block."""
     before, after = Sums(), Sums()
     states = ((row, [stream.read(index) for stream in last]) for index, row in enumerate(held))
     for row, (real_logits, made_logits) in zip(held, runner.leave(states), strict=True):
@@ -849,7 +849,7 @@ class _Bytes:
         self.bytes = 0
 
     def over(self, weights: Iterable[Weight]) -> Iterator[Weight]:
-        """The same weights."""
+        """Pass the weights through and count their bytes."""
         for weight in weights:
             if isinstance(weight, PackedWeight):
                 bits = weight.format.bits

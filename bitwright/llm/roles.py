@@ -86,7 +86,7 @@ class Transformer(Tabular):
         return tuple(part for part in self.parts if part.role == "other")
 
     def role(self, name: str) -> str:
-        """Of the parameter ``name``.
+        """Role of the parameter ``name``.
 
         Raises:
             ConfigError: there is none of this name.

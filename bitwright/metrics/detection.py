@@ -20,7 +20,7 @@ from bitwright.metrics.labels import as_array
 
 Array = NDArray[Any]
 Boxes = tuple[Array, Array, Array]
-"""Of an image: corners [n, 4], scores [n], classes [n]."""
+"""Boxes of one image: corners [n, 4], scores [n], classes [n]."""
 OVERLAPS = np.linspace(0.5, 0.95, 10)
 _RECALLS = np.linspace(0, 1, 101)
 _MOST = 100  # boxes of a class in an image
@@ -54,19 +54,19 @@ def decoded(outputs: Sequence[Array], rows: int, *, score: float, overlap: float
 
 
 def _raw(floats: Sequence[Array], score: float, overlap: float) -> list[Boxes] | None:
-    """Of [N, 4 + classes, places]."""
+    """Decode an output [N, 4 + classes, places]."""
     raw = next((y for y in floats if y.shape[2] > y.shape[1] > 4), None)
     return None if raw is None else [_suppressed(image, score, overlap) for image in raw]
 
 
 def _rows_of_six(floats: Sequence[Array]) -> list[Boxes] | None:
-    """Of [N, n, 6]."""
+    """Decode an output [N, n, 6]."""
     rows = next((y for y in floats if y.shape[2] == 6), None)
     return None if rows is None else [(image[:, :4], image[:, 4], image[:, 5].astype(np.int64)) for image in rows]
 
 
 def _beside_boxes(floats: Sequence[Array], batched: Sequence[Array]) -> list[Boxes] | None:
-    """Of boxes [N, n, 4], with scores and classes in arrays of their own."""
+    """Decode boxes [N, n, 4] with scores and classes in separate arrays."""
     boxes = next((y for y in floats if y.shape[2] == 4), None)
     if boxes is None:
         return None
@@ -90,7 +90,7 @@ def _of_each_image(outputs: Sequence[Array], rows: int) -> list[Boxes] | None:
 
 
 def _scores_and_classes(arrays: Sequence[Array]) -> tuple[Array, Array] | None:
-    """Of two arrays the one that holds whole numbers is the classes."""
+    """Tell scores from classes: the array of integers holds the classes."""
     if len(arrays) < 2:
         return None
     first, second = arrays[:2]
@@ -150,7 +150,7 @@ def right_boxes(label: Any) -> tuple[Array, Array]:
 
 
 def evidence(found: Boxes, label: Any) -> Array:
-    """What an image adds: rows of class, score and whether the box is right at each overlap; of right answers, score -1."""
+    """Evidence of one image: rows of class, score and a match flag per IoU threshold; labels have score -1."""
     boxes, scores, classes = found
     wanted, of_class = right_boxes(label)
     rows = [np.concatenate([[c, -1.0], np.ones(len(OVERLAPS))]) for c in of_class]
@@ -163,7 +163,7 @@ def evidence(found: Boxes, label: Any) -> Array:
 
 
 def _matched(both: Array) -> Array:
-    """Which boxes, the best first, are right at each overlap: each takes the best answer that is left. [overlaps, boxes]"""
+    """Match boxes, best score first, each to the best free label, at each IoU threshold: [thresholds, boxes]."""
     right = np.zeros((len(OVERLAPS), len(both)))
     for t, least in enumerate(OVERLAPS):
         free = np.ones(both.shape[1], bool)
@@ -176,7 +176,7 @@ def _matched(both: Array) -> Array:
 
 
 def average_precisions(parts: Array, at: slice) -> Array:
-    """A value per image, whose mean is the mean average precision of all: influences by leaving one out.
+    """Leave-one-out influence of each image; the mean over images is the mean average precision.
 
     Args:
         parts: of each image, as :func:`evidence`.

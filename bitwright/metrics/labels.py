@@ -23,7 +23,7 @@ def rows_of(batch: Any) -> int:
 
 
 def as_array(value: Any) -> Array:
-    """A tensor or array as an array."""
+    """Convert a tensor or array to an array."""
     return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
 
 

@@ -53,7 +53,7 @@ class OutputMetric:
     whole: Callable[[Array], Array] | None = None
 
     def per_sample(self, parts: Sequence[Array]) -> Array:
-        """A value per sample of all batches, whose mean is the metric."""
+        """Values per sample over all batches; their mean is the metric."""
         if self.whole is None or not parts:
             return np.concatenate(parts) if parts else np.empty(0)
         return self.whole(np.concatenate(parts))
@@ -61,7 +61,7 @@ class OutputMetric:
 
 @dataclass(frozen=True)
 class MetricRow:
-    """The user's metric of the float and of the quantized model."""
+    """The metric of the float and of the quantized model."""
 
     name: str
     float: Number
@@ -137,7 +137,7 @@ def divergence(outputs: Sequence[Array], wanted: Sequence[Array], _: Array | Non
 
 
 def are_probabilities(y: Array) -> bool:
-    """Whether the last axis of an output adds up to one."""
+    """Whether the last axis of an output sums to one."""
     shaped = y.dtype.kind == "f" and y.ndim >= 2 and y.shape[-1] > 1
     return bool(shaped and y.size and (y >= 0).all() and np.allclose(y.sum(-1), 1, atol=1e-3))
 
@@ -151,7 +151,7 @@ def _log_probabilities(y: Array) -> Array:
 
 
 def influences(parts: Array, score: Callable[[Array], Array]) -> Array:
-    """A value per sample, whose mean is the metric of all.
+    """Influence of each sample; the mean over samples is the metric.
 
     Args:
         parts: counts of each sample, [N, K], which add up over samples.
@@ -200,7 +200,7 @@ def _accuracy() -> OutputMetric:
 
 
 def _per_class(outputs: Sequence[Array], labels: Array | None, ignore: int | None) -> tuple[Array, int]:
-    """Of each sample right answers, answers and labels by class, [N, 3, classes]."""
+    """True positives, predictions and labels of each sample by class, [N, 3, classes]."""
     chosen, classes = predicted(outputs)
     right = _labels_like(labels, chosen.shape, "answers").reshape(len(chosen), -1).astype(np.int64)
     chosen = chosen.reshape(len(chosen), -1)
@@ -449,7 +449,7 @@ def is_function(metric: Any) -> bool:
 
 
 def is_torchmetrics(metric: Any) -> bool:
-    """Whether it is an object of torchmetrics."""
+    """Whether a metric is a torchmetrics object."""
     return any(f"{c.__module__}.{c.__name__}".startswith("torchmetrics.metric.Metric") for c in type(metric).__mro__)
 
 
@@ -459,7 +459,7 @@ def named_of(metric: Any) -> OutputMetric | None:
 
 
 def needs_labels(metric: Any) -> bool:
-    """Whether a metric, as the user gives it, compares with right answers that it is given."""
+    """Whether a metric, as the user gives it, needs labels."""
     named = named_of(metric)
     return named is not None and named.needs_labels
 
@@ -635,7 +635,7 @@ def row_of(score: Callable[[Any], Any] | None, model: Any) -> MetricRow | None:
 
 
 class Scorer:
-    """A named metric as a function of the model, on batches that are kept.
+    """A named metric as a function of the model, on stored batches.
 
     Args:
         metric: see :func:`find_metric`.
@@ -665,7 +665,7 @@ class Scorer:
         self.reference = checked_values("float", metric.per_sample([metric.values(*triple) for triple in triples]))
 
     def values(self, model: Any) -> Array:
-        """A value per sample of ``model``."""
+        """Metric values per sample of ``model``."""
         outputs = (self._run(model, batch) for batch in self._batches)
         triples = zip(outputs, self._wanted, self._labels, strict=True)
         return checked_values(

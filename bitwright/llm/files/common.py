@@ -1,4 +1,4 @@
-"""What all kinds of checkpoint files share: the row of the table, checks before any work, shards, tokenizer files."""
+"""Shared parts of the checkpoint writers: table row, checks before any work, shards, tokenizer files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ROOM = 1.02  # of the bytes that are expected: headers, configuration
 
 @dataclass(frozen=True)
 class Extras:
-    """What a set of files holds beside the weights.
+    """Contents of a checkpoint other than the weights.
 
     Attributes:
         config: of the model, as ``config.json`` has it.
@@ -163,7 +163,7 @@ def whole_folder(folder: AnyPath, row: FileFormat) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
         ExportError: there is none, it is damaged, or it holds something else.

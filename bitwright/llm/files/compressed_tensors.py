@@ -70,7 +70,7 @@ _NARROW_SCALES: dict[tuple[Format, int | str, str], str] = {
 
 
 def _stored_as(fmt: Format, group: int | str, scale_format: str, *, inputs: bool) -> str:
-    """The library's name for how weights of this layout are stored; empty where it has none."""
+    """The library's name of the storage format for this layout; empty if it has none."""
     if scale_format not in ("float32", *_HALF):
         return _NARROW_SCALES.get((fmt, group, scale_format), "")
     if fmt == FLOAT8_E4M3:
@@ -190,7 +190,7 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
 
 
 def _input_args(found: LayerInput, name: str) -> dict[str, Any]:
-    """What the configuration says of the input of a layer.
+    """Configuration entry for the input of a layer.
 
     Raises:
         ExportError: the library has no such way to quantize an input.

@@ -1,4 +1,4 @@
-"""How GGUF stores numbers: block types, and the container that holds tensors and key-value pairs.
+"""GGUF's block types, and the container of tensors and key-value pairs.
 
 A block holds neighbours of one row, its scale in front. Every type stands in :data:`BLOCKS` with the layout of weights that it
 holds, so that a weight of a simulation is moved, never rounded again: the numbers that llama.cpp unpacks are the simulation's.
@@ -86,11 +86,11 @@ class BlockType:
 
     @property
     def inputs(self) -> tuple[int, str]:
-        """What llama.cpp rounds inputs of such a layer to at run time: size of the int8 blocks, format of their scales."""
+        """Quantization of layer inputs by llama.cpp at run time: size of the int8 blocks, format of their scales."""
         return (256, "float32") if self.size == 256 else (32, "float16")
 
     def holds(self, layout: Layout) -> bool:
-        """Whether weights of this layout are stored without a change."""
+        """Whether weights of this layout are stored exactly."""
         fmt = layout.format
         same = isinstance(fmt, IntFormat) and isinstance(self.format, IntFormat) and fmt.bits == self.format.bits
         return (

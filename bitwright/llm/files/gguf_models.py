@@ -1,4 +1,4 @@
-"""What GGUF calls the tensors and numbers of a model, one row per architecture of transformers.
+"""Names of tensors and keys in GGUF, one row per architecture of transformers.
 
 llama.cpp computes some models in another form than transformers, so tensors change form: rows of queries and keys of Llama
 and Mistral are reordered (its rotary positions pair neighbours, not halves), norms of Gemma get their one added, and matrices
@@ -97,7 +97,7 @@ def _rotary(arch: str, config: Config) -> dict[str, Any]:
 
 
 def rope_factors(config: Config) -> NDArray[np.float32] | None:
-    """What Llama 3.1 divides its frequencies by, one number a pair; ``None`` for other models."""
+    """Divisors of Llama 3.1's rotary frequencies, one per pair; ``None`` for other models."""
     rope = _rope(config)
     if rope.get("rope_type", rope.get("type")) != "llama3":
         return None
@@ -129,7 +129,7 @@ def _decoder(arch: str, config: Config) -> dict[str, Any]:
 
 
 def _windowed(arch: str, config: Config) -> dict[str, Any]:
-    """The same with a sliding window where the configuration has one."""
+    """Keys of a decoder, with a sliding window if the configuration has one."""
     window = config.get("sliding_window")
     return _decoder(arch, config) | ({f"{arch}.attention.sliding_window": int(window)} if window else {})
 
@@ -200,7 +200,7 @@ def _gpt2(arch: str, config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture.
+    """Names and keys of one architecture.
 
     Attributes:
         name: in GGUF.
@@ -319,7 +319,7 @@ def _paired_heads(name: str, architecture: Architecture, config: Config) -> int:
 
 
 def _pairs(rows: int, heads: int) -> NDArray[np.intp]:
-    """Where rows come from: of each head the first of one half, the first of the other, the second ..."""
+    """Row order that interleaves the two halves of each head: first of one half, first of the other, second, ..."""
     return np.arange(rows).reshape(heads, 2, rows // heads // 2).swapaxes(1, 2).reshape(-1)
 
 

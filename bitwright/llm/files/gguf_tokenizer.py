@@ -33,7 +33,7 @@ _RULES = {_WORDS_LLAMA3: "llama-bpe", _WORDS_LLAMA3.replace("{1,3}", ""): "qwen2
 
 
 def tokenizer_keys(paths: Sequence[Path], config: Mapping[str, Any]) -> dict[str, Typed]:
-    """What GGUF says of the tokenizer.
+    """GGUF keys of the tokenizer.
 
     Args:
         paths: of the tokenizer's files; ``tokenizer.json`` is among them.

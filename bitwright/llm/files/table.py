@@ -27,7 +27,7 @@ _MISFITS = (
 
 
 def find_format(name: str) -> FileFormat:
-    """The row called ``name``.
+    """Look up the format called ``name``.
 
     Raises:
         ConfigError: there is none; the message lists close names.
@@ -131,7 +131,7 @@ def write_simulation(
 
 
 def _fitting(weights: Iterator[Weight], place: Path, row: FileFormat) -> Iterator[Weight]:
-    """The weights; a field that is missing, or numbers that do not go together, are an error that names the weight before it."""
+    """Yield the weights; an error for a missing field or inconsistent arrays names the weight before it."""
     where = "at the first weight"
     while True:
         try:
