@@ -17,12 +17,13 @@ from bitwright.analysis.result import Analysis, GroupRow, LayerRow, SiteRow, dec
 from bitwright.analysis.sensitivity import Judged, judged, metric_name
 from bitwright.analysis.subject import Array, Subject, fingerprint, first_rows, listed, open_subject
 from bitwright.core.graph.float_values import reciprocals
+from bitwright.core.simulation.calibration import samples_in
 from bitwright.core.simulation.float_model import sqnr
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, ModelError, checks_arguments, some_of
 from bitwright.methods.switching import Clock, Kept
 from bitwright.metrics.intervals import Better
-from bitwright.metrics.labels import inputs_and_labels, rows_of, split_labels
+from bitwright.metrics.labels import inputs_and_labels, split_labels
 from bitwright.metrics.metric import OutputMetric, is_function, needs_labels
 from bitwright.progress import progress as bar
 
@@ -285,7 +286,7 @@ class _Run:
             pairs = list(zip(self.batches, self.judge.labels, strict=True))
             for batch, labels in bar(pairs, "outputs", self.show):
                 self.judge.batch(batch, labels)
-                self.judged_rows += rows_of(batch)
+                self.judged_rows += samples_in(batch)
                 if self.clock.over:
                     break
             if self.judge.whole.ratio is None:
@@ -373,7 +374,7 @@ class _Run:
 
     @staticmethod
     def _rows(batches: Sequence[Any]) -> int:
-        return max(1, sum(map(rows_of, batches)))
+        return max(1, sum(map(samples_in, batches)))
 
     def result(self, named: Mapping[str, tuple[str, ...]]) -> Analysis:
         """Build the analysis from the measurements."""

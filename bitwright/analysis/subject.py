@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.core.graph.graph import Graph
-from bitwright.core.simulation.calibration import arrays_in, refuse_one_batch, with_samples
+from bitwright.core.simulation.calibration import arrays_in, refuse_one_batch, samples_in, with_samples
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ModelError, close_matches
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.rounding.program import Program, SimulatedModel, Step, block_units, run_step
 from bitwright.methods.switching import by_operator, switched_off
-from bitwright.metrics.labels import rows_of
 
 Array = NDArray[Any]
 
@@ -55,7 +54,7 @@ def first_rows(batches: Sequence[Any], samples: int) -> list[Any]:
     count = 0
     for batch in batches:
         found.append(batch)
-        count += rows_of(batch)
+        count += samples_in(batch)
         if count >= samples:
             break
     return found

@@ -195,7 +195,7 @@ class Reading:
 
         A batch that the model's fixed batch size does not let divide is read whole.
         """
-        from bitwright.metrics.labels import rows_of
+        from bitwright.core.simulation.calibration import samples_in
         from bitwright.onnx import load_data
         from bitwright.onnx.model.data import Pictures
 
@@ -204,7 +204,7 @@ class Reading:
         is_open = all(spec.shape is None or spec.shape[:1] == (None,) for spec in specs)
         used = 0
         for feeds in load_data(data, specs, batch_size=self.batch_size, pictures=pictures):
-            rows = rows_of(feeds)
+            rows = samples_in(feeds)
             kept = min(rows, self.limit - used) if is_open else rows
             if used >= self.limit or kept < rows:
                 logger.info("%s: it holds more than the first %d samples; --limit reads more", data, self.limit)
@@ -246,9 +246,10 @@ class Metric:
         """As many labels as ``batches`` hold samples, since ``--limit`` may leave some out; ``None`` without labels."""
         if self.labels is None:
             return None
-        from bitwright.metrics.labels import read_labels, rows_of
+        from bitwright.core.simulation.calibration import samples_in
+        from bitwright.metrics.labels import read_labels
 
-        return read_labels(self.labels)[: sum(map(rows_of, batches))]
+        return read_labels(self.labels)[: sum(map(samples_in, batches))]
 
     def labels_of(self, batches: Callable[[], Sequence[Any]]) -> Any:
         """Labels for a metric by name; ``batches`` gives the samples, and refuses where there are none."""

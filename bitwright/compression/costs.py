@@ -249,7 +249,7 @@ def model_costs(
         >>> found["macs"], found["params"]
         (64.0, 36.0)
     """
-    from bitwright.methods.bias_correction import samples_in
+    from bitwright.core.simulation.calibration import samples_in
 
     first = next(iter(data), None) if data is not None else None
     is_module = hasattr(model, "state_dict")

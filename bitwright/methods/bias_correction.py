@@ -25,7 +25,7 @@ import numpy as np
 
 from bitwright.core.graph.graph import Op
 from bitwright.core.graph.operators import TRAITS
-from bitwright.core.simulation.calibration import with_samples
+from bitwright.core.simulation.calibration import samples_in, with_samples
 from bitwright.core.simulation.float_model import AddBias, FloatModel
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.methods.front_end import Correctable, front_end_of
@@ -397,14 +397,6 @@ def first_samples(batches: Iterable[object], count: int | None) -> Iterator[tupl
         yield batch, n
         if left <= 0:
             return
-
-
-def samples_in(batch: object) -> int:
-    """Length of the first axis of the first array in a batch; 1 where there is none."""
-    while isinstance(batch, (tuple, list, Mapping)) and len(batch):
-        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-    shape: tuple[int, ...] = tuple(getattr(batch, "shape", ()))
-    return int(shape[0]) if len(shape) else 1
 
 
 @checks_arguments

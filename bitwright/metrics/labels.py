@@ -11,15 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.simulation.calibration import arrays_in
+from bitwright.core.simulation.calibration import samples_in
 from bitwright.errors import ConfigError
 
 Array = NDArray[Any]
-
-
-def rows_of(batch: Any) -> int:
-    """Samples of a batch: the length of its first array with an axis; 1 where it has none."""
-    return next((int(array.shape[0]) for array in arrays_in(batch) if len(array.shape)), 1)
 
 
 def as_array(value: Any) -> Array:
@@ -63,7 +58,7 @@ def split_labels(labels: Any, batches: Sequence[Any]) -> list[Array] | None:
     """
     if labels is None:
         return None
-    rows = [rows_of(batch) for batch in batches]
+    rows = [samples_in(batch) for batch in batches]
     if isinstance(labels, (list, tuple)) and len(labels) == len(batches) and all(map(_is_batch, labels, rows)):
         return [label_array(part) for part in labels]
     flat = label_array(labels) if hasattr(labels, "__len__") else np.asarray(labels)
@@ -204,5 +199,5 @@ _READERS: dict[str, Callable[[Path], Any]] = {
 }  # fmt: skip
 
 __all__ = [
-    "as_array", "inputs_and_labels", "inputs_of", "label_array", "read_labels", "rows_of", "split_labels",
+    "as_array", "inputs_and_labels", "inputs_of", "label_array", "read_labels", "split_labels",
 ]  # fmt: skip

@@ -8,12 +8,13 @@ every step, has its shares added before they are squared. Everything is taken at
 not exist.
 
 The run back needs the values of the run forward. These are kept part by part, and computed once more from what the part began
-with (Chen 2016, Training deep nets with sublinear memory cost).
+with (Chen 2016, Training deep nets with sublinear memory cost). A batch whose results are large, or that holds more samples than
+are needed, is run in slices, if the model computes each sample by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bitwright.core.graph.recurrence import CELLS
-from bitwright.core.simulation.calibration import with_samples
+from bitwright.core.simulation.calibration import samples_in, slice_samples, with_samples
 from bitwright.core.simulation.output_quality import OutputPart, parts_of
 from bitwright.methods.rounding.program import Program, SimulatedModel, State, Step, run, run_step
 
@@ -30,6 +31,7 @@ _SAMPLES = 32  # rows of outputs that are enough: one estimate is then off by a 
 
 
 _PART = 64 * 2**20  # bytes of results from which on a new part begins
+_SLICE = 48 * 2**20  # bytes of results from which on a batch is divided
 
 Error = Callable[[], Tensor]
 
@@ -66,16 +68,68 @@ def output_errors(
     Args:
         model: the simulation.
         batches: data; only as much of it is read as holds ``samples``.
-        samples: how many rows of outputs are looked at; a batch is not divided.
+        samples: how many rows of outputs are looked at; no fewer, and more where a batch cannot be divided.
         seed: of the random signs.
     """
-    watch, rows, count = _Watch(model, seed), 0, 0
+    watch, rows = _Watch(model, seed), 0
     for batch in with_samples(batches):
-        rows += watch.batch(*model.program(batch))
-        count += 1
-        if rows >= samples:
-            break
-    return watch.found(max(count, 1))
+        for part in _slices(model, batch, samples - rows):
+            rows += watch.batch(*model.program(part))
+            if rows >= samples:
+                return watch.found()
+    return watch.found()
+
+
+def _slices(model: SimulatedModel, batch: Any, wanted: int) -> Iterator[Any]:
+    """Yield ``batch`` in slices of bounded results; whole where it is small or its samples depend on each other."""
+    first, count = slice_samples(batch, 0, 1), samples_in(batch)
+    alone = _outputs(model, first) if first is not None and count > 1 else None
+    if alone is None or (alone.nbytes * count <= _SLICE and count <= 2 * wanted):
+        yield batch
+        return
+    size = max(1, min(wanted, _SLICE // max(alone.nbytes, 1)))
+    few = max(2, size)
+    together = _outputs(model, slice_samples(batch, 0, few))
+    if together is None or not _same_samples(alone.tensors, together.tensors, min(few, count)):
+        yield batch
+        return
+    for start in range(0, count, size):
+        yield slice_samples(batch, start, min(start + size, count))
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """Outputs of a float run, and the bytes of all results in it."""
+
+    tensors: Sequence[Any]
+    nbytes: int
+
+
+def _outputs(model: SimulatedModel, batch: Any) -> _Outputs | None:
+    """Run ``batch`` in float; ``None`` if the model takes no batch of this size."""
+    try:
+        program, state = model.program(batch)
+    except Exception:  # of the model's own code; if it is not about the size, the whole batch raises it again
+        return None
+    ends, nbytes = set(program.outputs), 0
+    with torch.no_grad():
+        for i, step in enumerate(program.steps):
+            results = run_step(step, state, program.constants)
+            program.settle(state, i, results, ends)
+            nbytes += sum(r.nbytes for r in results if isinstance(r, Tensor))
+    return _Outputs([state.get(v) for v in program.outputs], nbytes)
+
+
+def _same_samples(one: Sequence[Any], several: Sequence[Any], count: int) -> bool:
+    """Whether the outputs of the first sample alone are those that it has among ``count`` samples, but for rounding."""
+    return len(one) == len(several) and all(
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and b.shape[:1] == (count,)
+        and a.shape == (1, *b.shape[1:])
+        and torch.allclose(a[0].double(), b[0].double(), rtol=1e-3, atol=1e-4 * float(b.abs().max()), equal_nan=True)
+        for a, b in zip(one, several, strict=True)
+    )
 
 
 class _Watch:
@@ -88,18 +142,19 @@ class _Watch:
         self._shares: dict[tuple[str, int], Tensor] = {}
         self._met: dict[str, None] = {}
         self._leaves: list[Tensor] = []
-        self._measured = 0.0
+        self._measured, self._rows = 0.0, 0
         self._parts: list[list[OutputPart]] | None = None  # of each output; those of the first batch
 
-    def found(self, batches: int) -> OutputErrors:
-        """The noise so far, as the mean over ``batches``."""
-        mean = {name: noise / batches for name, noise in self._noise.items()}
+    def found(self) -> OutputErrors:
+        """The noise so far, as the mean over samples."""
+        rows = max(self._rows, 1)
+        mean = {name: noise / rows for name, noise in self._noise.items()}
         weights, constants = (
             {n: v for n, v in mean.items() if self._sites[n].role == role} for role in ("weight", "constant")
         )
         activations = {n: v for n, v in mean.items() if n not in weights and n not in constants}
         unknown = tuple(n for n in self._met if n not in mean)
-        return OutputErrors(activations, weights, unknown, self._measured / batches, constants)
+        return OutputErrors(activations, weights, unknown, self._measured / rows, constants)
 
     def batch(self, program: Program, state: State) -> int:
         """Add one batch; returns how many rows its outputs had."""
@@ -111,11 +166,13 @@ class _Watch:
         parts = {v: p for v, p in zip(outputs, self._divided(outputs), strict=False) if v in floats}
         count = sum(map(len, parts.values()))
         self._back(watched, begun, {v: self._direction(floats[v], p, count) for v, p in parts.items()}, floats)
-        self._measured += self._measure(program, dict(state), {v: y.detach() for v, y in outputs.items()})
+        rows = max((y.shape[0] for y in outputs.values() if y.dim()), default=1)
+        self._rows += rows
+        self._measured += rows * self._measure(program, dict(state), {v: y.detach() for v, y in outputs.items()})
         for (site, _), share in self._shares.items():
-            self._noise[site] = self._noise.get(site, 0.0) + float(share.square().sum())
+            self._noise[site] = self._noise.get(site, 0.0) + rows * float(share.square().sum())
         self._shares = {}
-        return max((y.shape[0] for y in outputs.values() if y.dim()), default=1)
+        return rows
 
     def _divided(self, outputs: Mapping[int, Tensor]) -> list[list[OutputPart]]:
         """The parts of each output, by the first batch."""

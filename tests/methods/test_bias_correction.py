@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.methods.bias_correction import clipped_normal, expected_error, expected_inputs, samples_in
+from bitwright.methods.bias_correction import clipped_normal, expected_error, expected_inputs
 from bitwright.methods.layers import Layers, batch_norm_moments, moments_of_layers
 from bitwright.torch import QuantizationSimModel, TorchView, add_biases, apply_bias_correction, fold_all_batch_norms
 
@@ -86,14 +86,6 @@ def test_expected_inputs_follow_batch_norms_activations_additions_and_pools():
     np.testing.assert_allclose(found["b"], h[0])
     np.testing.assert_allclose(found["c"], y[0])
     np.testing.assert_allclose(found["head"], y[0])
-
-
-@pytest.mark.parametrize(
-    "batch, count",
-    [(np.zeros((7, 2)), 7), ((np.zeros((3, 2)), 1), 3), ({"x": np.zeros((5,))}, 5), (np.float32(1), 1), ([], 1)],
-)
-def test_samples_are_counted_on_the_first_axis(batch, count):
-    assert samples_in(batch) == count
 
 
 # ---------------------------------------------------------------------------------------------- on a model

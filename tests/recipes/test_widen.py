@@ -404,3 +404,51 @@ class SeveralReaders(nn.Module):
         z = torch.tanh(self.two(y))
         first = z.gather(1, y.argsort(1))
         return self.three(first) * y + self.two(z), z
+
+
+class Halves(nn.Module):
+    """Two linear layers; ``kind`` says what the second one reads."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        if self.kind == "reads the mean of the batch":
+            hidden = hidden - hidden.mean(0)
+        elif self.kind == "takes 40 samples only":
+            hidden = hidden.view(40, 32)
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "ran"),
+    [
+        ("computes samples one by one", 1, [8, 8, 8, 8]),
+        ("computes samples one by one", 2, [8, 8, 8, 8]),  # the second batch is not read
+        ("reads the mean of the batch", 1, [40]),
+        ("takes 40 samples only", 1, [40]),
+    ],
+)
+def test_a_large_batch_is_divided_where_samples_are_independent(kind, data, ran, monkeypatch):
+    torch.manual_seed(0)
+    net, batches = Halves(kind).eval(), [torch.randn(40, 16) for _ in range(data)]
+    sim = QuantizationSimModel(net, batches[0], preset="w8a8")
+    sim.compute_encodings(batches, progress=False)
+    model = TorchSimulation(sim)
+    whole = output_errors(model, batches)
+    one_sample = output_error._outputs(model, batches[0][:40]).nbytes // 40
+    monkeypatch.setattr(output_error, "_SLICE", 8 * one_sample)
+    seen, batch = [], output_error._Watch.batch
+
+    def counted(watch, program, state):
+        seen.append(batch(watch, program, state))
+        return seen[-1]
+
+    monkeypatch.setattr(output_error._Watch, "batch", counted)
+    found = output_errors(model, batches)
+    assert seen == ran
+    assert found.measured == pytest.approx(whole.measured, rel=0.2)
+    assert found.activations == pytest.approx(whole.activations, rel=0.5)
+    assert found.weights == pytest.approx(whole.weights, rel=0.5)

@@ -274,6 +274,28 @@ def arrays_in(batch: Any) -> Iterator[Any]:
             left.extendleft(reversed(item))
 
 
+def samples_in(batch: Any) -> int:
+    """Samples of a batch: the length of its first array with an axis; 1 if it has none."""
+    return next((int(array.shape[0]) for array in arrays_in(batch) if len(array.shape)), 1)
+
+
+def slice_samples(batch: Any, start: int, stop: int) -> Any:
+    """Take the samples ``[start, stop)`` of a batch.
+
+    Returns:
+        The slice; ``None`` if ``batch`` is no array and no tuple, list or dict of arrays, or if its arrays differ in the length
+        of the first axis.
+    """
+    arrays = batch if type(batch) in (tuple, list) else batch.values() if type(batch) is dict else (batch,)
+    lengths = {tuple(getattr(array, "shape", ()))[:1] for array in arrays}
+    if len(lengths) != 1 or lengths == {()}:
+        return None
+    parts = [array[start:stop] for array in arrays]
+    if type(batch) is dict:
+        return dict(zip(batch, parts, strict=True))
+    return type(batch)(parts) if type(batch) in (tuple, list) else parts[0]
+
+
 def nested_calibration() -> CalibrationError:
     """A calibration that was started inside of another one of the same simulation."""
     return CalibrationError(

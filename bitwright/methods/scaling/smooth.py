@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from bitwright.core.simulation.calibration import samples_in
 from bitwright.core.simulation.float_model import Edit, FloatModel, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.methods.attention import Attention, find_attention
-from bitwright.methods.bias_correction import samples_in
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import (
     Array,

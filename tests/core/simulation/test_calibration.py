@@ -19,7 +19,7 @@ from bitwright.core.numerics.serialize import spec_from_json, spec_to_json
 from bitwright.core.numerics.spec import QuantSpec, RangeMethod, activation_spec
 from bitwright.core.numerics.statistics import bounds_of
 from bitwright.core.placement.rules import Rule
-from bitwright.core.simulation.calibration import BatchGate
+from bitwright.core.simulation.calibration import BatchGate, arrays_in, samples_in, slice_samples
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import CalibrationError, ConfigError
@@ -305,3 +305,30 @@ def test_session_of_an_ended_calibration_is_refused():
         run_onnx(session, BATCHES[0])
     with pytest.raises(CalibrationError, match=r"has ended"):
         run_onnx(session, BATCHES[0])
+
+
+@pytest.mark.parametrize(
+    "batch, count",
+    [(np.zeros((7, 2)), 7), ((np.zeros((3, 2)), 1), 3), ({"x": np.zeros((5,))}, 5), (np.float32(1), 1), ([], 1)],
+)
+def test_samples_are_counted_on_the_first_axis(batch, count):
+    assert samples_in(batch) == count
+
+
+@pytest.mark.parametrize(
+    "batch, part",
+    [
+        (np.arange(6), np.array([2, 3])),
+        ((np.arange(6), np.ones((6, 2))), (np.array([2, 3]), np.ones((2, 2)))),
+        ({"x": np.arange(6)}, {"x": np.array([2, 3])}),
+        ([np.arange(6), np.arange(5)], None),  # of other lengths
+        ((np.arange(6), np.float32(1)), None),  # a value without samples
+        ((np.arange(6), [np.arange(6)]), None),
+        ([], None),
+    ],
+)
+def test_samples_of_a_batch_are_sliced(batch, part):
+    found = slice_samples(batch, 2, 4)
+    assert type(found) is type(part)
+    for x, y in zip(arrays_in(found), arrays_in(part), strict=True):
+        np.testing.assert_array_equal(x, y)
