@@ -13,6 +13,7 @@ from bitwright.aimet_torch.quantizers import (
     MinMaxEncodingAnalyzer,
     QuantizerBase,
     is_float,
+    plain_tensor,
     with_encoding,
 )
 from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat
@@ -40,7 +41,7 @@ def float_format(exponent_bits: int, mantissa_bits: int, finite: bool = False) -
     if finite:  # the topmost exponent holds numbers too, all but the last one of which is NaN
         largest = float(2 ** (2 ** (exponent_bits - 1))) * (2 - 2.0 ** (1 - mantissa_bits))
     bits = exponent_bits + mantissa_bits + 1
-    name = f"float{bits}_e{exponent_bits}m{mantissa_bits}"
+    name = f"float{bits}_e{exponent_bits}m{mantissa_bits}_to_{largest:g}"  # not the name of a format with another end
     return FloatFormat(name, exponent_bits, mantissa_bits, largest, scaled=bits < 16)
 
 
@@ -257,7 +258,7 @@ class FloatQuantizeDequantize(QuantizerBase):
         """``input`` rounded to the format."""
         if not is_float(input, self):
             return input  # type: ignore[return-value]
-        plain = input.as_subclass(torch.Tensor)
+        plain = plain_tensor(input)
         if self.observing and self.encoding_analyzer is not None:
             self.encoding_analyzer.update_stats(plain)
             scale = self._largest(self.encoding_analyzer) / self._format.max

@@ -21,7 +21,7 @@ from torch import nn
 from bitwright.aimet_common.sites import granularity_of, int_format, steps_format
 from bitwright.core.numerics.affine import encode
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.formats import FLOAT_FORMATS, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.numerics.ranges import choose_range, find_range_method, needs
 from bitwright.core.numerics.spec import QuantSpec, RangeMethod
@@ -67,6 +67,7 @@ __all__ = [
 class EncodingBase(abc.ABC):
     """A number format with its scale, as tensors."""
 
+    format: Any
     scale: torch.Tensor
     block_size: tuple[int, ...] | None
 
@@ -897,23 +898,33 @@ def qnn_dict(encoding: AffineEncoding, version: str) -> Any:
     return record
 
 
-def _qnn_2_0_0(encoding: AffineEncoding) -> dict[str, Any]:
-    fmt, params = int_format(encoding.qmin, encoding.qmax), tuple(encoding.scale.shape)
-    blocks = encoding.block_size or (1,) * len(params)
-    shape = tuple(n * max(size, 1) for n, size in zip(params, blocks, strict=True))
-    granularity = granularity_of(params, encoding.block_size, shape)
+def core_encoding(encoding: Any, shape: tuple[int, ...]) -> Encoding | None:
+    """The encoding of a tensor of ``shape`` in Bitwright's terms; ``None`` where it has no format or granularity for it."""
+    affine = isinstance(encoding, AffineEncoding)
+    fmt = int_format(encoding.qmin, encoding.qmax) if affine else FLOAT_FORMATS.get(encoding.format.name)
+    granularity = granularity_of(tuple(encoding.scale.shape), encoding.block_size, shape)
     if fmt is None or granularity is None:
+        return None
+    zero_point = -encoding.offset if affine else torch.zeros_like(encoding.scale)
+    params = granularity.param_shape(shape)
+    scale, zero = (v.detach().cpu().numpy().reshape(params) for v in (encoding.scale, zero_point))
+    return Encoding(fmt, scale, zero.astype(np.int64), granularity)
+
+
+def _qnn_2_0_0(encoding: AffineEncoding) -> dict[str, Any]:
+    params = tuple(encoding.scale.shape)
+    blocks = encoding.block_size or (1,) * len(params)
+    core = core_encoding(encoding, tuple(n * max(size, 1) for n, size in zip(params, blocks, strict=True)))
+    if core is None:
         raise EncodingsError(
             "to_qnn_encoding_dict",
             f"version 2.0.0 has no record for the grid {encoding.qmin} to {encoding.qmax} with scales of shape {params} and "
             f"blocks {encoding.block_size}",
             "use an integer format with one scale, or one per channel, or blocks along one axis",
         )
-    values = granularity.param_shape(shape)
-    scale, zero_point = (v.detach().cpu().numpy().reshape(values) for v in (encoding.scale, -encoding.offset))
-    core, grouped = Encoding(fmt, scale, zero_point.astype(np.int64), granularity), None
+    grouped = None
     if isinstance(encoding, GroupedBlockEncoding) and encoding.per_channel_scale is not None:
-        multiples = encoding.per_block_int_scale.detach().cpu().numpy().astype(np.int64).reshape(values)
+        multiples = encoding.per_block_int_scale.detach().cpu().numpy().astype(np.int64).reshape(core.scale.shape)
         channel = encoding.per_channel_scale.detach().cpu().numpy()
         grouped = GroupedScale(multiples, channel, encoding.decompressed_bw)
     return record_2_0_0(core, grouped)
@@ -1208,7 +1219,7 @@ class Quantize(AffineQuantizerBase):
         if self.bound is not None and not self.observing:
             return self.bound(input).quantize()
         encoding = self._encoding(*self._observed_grid(input))
-        return with_encoding(QuantizedTensor, encoding.quantize(_plain(input)), encoding)
+        return with_encoding(QuantizedTensor, encoding.quantize(plain_tensor(input)), encoding)
 
 
 class QuantizeDequantize(AffineQuantizerBase):
@@ -1223,9 +1234,9 @@ class QuantizeDequantize(AffineQuantizerBase):
         if not is_float(input, self):
             return input  # type: ignore[return-value]
         if self.bound is not None and not self.observing:
-            return self.bound(_plain(input))
+            return self.bound(plain_tensor(input))
         encoding = self._encoding(*self._observed_grid(input))
-        return with_encoding(DequantizedTensor, encoding.quantize_dequantize(_plain(input)), encoding)
+        return with_encoding(DequantizedTensor, encoding.quantize_dequantize(plain_tensor(input)), encoding)
 
 
 class Dequantize(AffineQuantizerBase):
@@ -1290,5 +1301,6 @@ class GroupedBlockQuantizeDequantize(QuantizeDequantize):
         )  # fmt: skip
 
 
-def _plain(input: torch.Tensor) -> torch.Tensor:
-    return input.as_subclass(torch.Tensor)
+def plain_tensor(input: torch.Tensor) -> torch.Tensor:
+    """``input`` without its encoding; others as they are: ``torch.export`` cannot trace ``as_subclass`` on its stand-ins."""
+    return input.as_subclass(torch.Tensor) if isinstance(input, QuantizedTensorBase) else input

@@ -12,8 +12,9 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +30,7 @@ from bitwright.aimet_common.sites import ConnectedGraph, fit_products
 from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_torch.float_quantizers import FloatQuantizeDequantize
 from bitwright.aimet_torch.module_quantizers import (
+    SiteQuantizer,
     attach,
     below,
     check_attached,
@@ -41,14 +43,19 @@ from bitwright.aimet_torch.module_quantizers import (
     view_of,
 )
 from bitwright.aimet_torch.quantized_modules import attach_calls, calibrate, calibrate_parameters, check_plain
-from bitwright.aimet_torch.quantizers import GroupedBlockQuantizeDequantize, QuantizeDequantize
+from bitwright.aimet_torch.quantizers import GroupedBlockQuantizeDequantize, QuantizeDequantize, core_encoding
 from bitwright.core.graph.graph import Op
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError
-from bitwright.torch.calls.inputs import NotOfModel, walk_modules
+from bitwright.export.artefacts import rename_ports
+from bitwright.export.files.onnx_file import save_model
+from bitwright.export.qdq.write import to_qdq
+from bitwright.torch.calls.inputs import NotOfModel, evaluation, walk_modules
 from bitwright.torch.quantizers.fake_quantize import Grid as TensorGrid
+from bitwright.torch.simulation.export import exported_module
+from bitwright.torch.simulation.simulate import mark
 from bitwright.torch.training.oscillation import PivotGradient
 
 __all__ = [
@@ -256,7 +263,7 @@ def onnx_options(arguments: dict[str, Any]) -> dict[str, Any]:
         found["dynamic_batch"] = "auto"  # an example of one sample would fix the axis
         differs("export(dynamic_axes=...)", "the first axis of every input varies; dynamic_shapes= names others")
     found.update({name: list(arguments[name]) for name in ("input_names", "output_names") if arguments.get(name)})
-    ignored = [name for name in _IGNORED if arguments.get(name) is not None]
+    ignored = [name for name in _IGNORED if arguments.get(name) not in (None, 21)]
     if ignored:
         differs(f"export({', '.join(ignored)})", "without effect: the opset is 21, in evaluation mode")
     return found
@@ -330,12 +337,23 @@ def export(
     """Write one ONNX model with QuantizeLinear and DequantizeLinear to ``f``, a path or a binary file.
 
     Args:
-        model: a simulation, or its model.
+        model: a simulation, or its model; or quantizers and quantized modules on their own, in any module.
+        args: example input; a tuple holds positional arguments.
         prequantize_constants: weights are always stored as integers here.
-    """
 
+    Raises:
+        ModelError: a part of a simulated model, whose operators are quantized only inside of the whole.
+        ExportError: ``torch.export`` cannot trace the module.
+    """
     record = record_of(model)
+    if record is None and not isinstance(model, front.QuantizationSimModel):
+        _export_modules(model, args, f, export_int32_bias, force_activation_as, kwargs)
+        return
     sim = model if record is None else record.sim
+    if record is not None and model is not sim.model:
+        raise ModelError(
+            record.name, "it is a part of a simulated model, which is exported as a whole", "give the simulation itself"
+        )
     made, work = _exported(sim, args, f, export_int32_bias, force_activation_as, "1.0.0", kwargs)
     with work:
         if isinstance(f, io.IOBase):
@@ -344,13 +362,74 @@ def export(
             _moved_model(made.qdq, Path(f))
 
 
+def _export_modules(model: Any, args: Any, f: Any, bias: bool, activation: str | None, kwargs: dict[str, Any]) -> None:
+    """Write a module that holds quantizers outside of simulations: each becomes its pair, or its arithmetic.
+
+    The arithmetic is written of quantizers that return codes, and of grids that are no number format of Bitwright.
+    """
+    forms = _forms(f, bias, activation)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a simulation or a module, not a {type(model).__name__}")
+    named = {name or "quantizer": module for name, module in model.named_modules() if isinstance(module, _ON_GRID)}
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def see(name: str, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+        if inputs[0].is_floating_point():
+            shapes.setdefault(name, tuple(inputs[0].shape))
+
+    call = args if isinstance(args, tuple) else (args,), kwargs.get("kwargs") or {}
+    options = onnx_options(kwargs)
+    with torch.no_grad(), evaluation(model):
+        with ExitStack() as hooks:
+            for name, module in named.items():
+                hooks.callback(module.register_forward_hook(partial(see, name)).remove)
+            model(*call[0], **call[1])
+        found = {name: core_encoding(named[name].get_encodings(), shape) for name, shape in shapes.items()}
+        encodings = {name: encoding for name, encoding in found.items() if encoding is not None}
+        with _marking({name: named[name] for name in encodings}):
+            marked = exported_module(
+                model, *call, options.get("dynamic_shapes"), dynamic_batch="dynamic_batch" in options
+            )
+    rename_ports(marked, options.get("input_names", ()), options.get("output_names", ()))
+    written = to_qdq(marked, encodings, **forms).model
+    if isinstance(f, io.IOBase):
+        with tempfile.TemporaryDirectory() as work:
+            save_model(written, Path(work) / "model.onnx", external=False)
+            f.write((Path(work) / "model.onnx").read_bytes())
+    else:
+        Path(f).resolve().parent.mkdir(parents=True, exist_ok=True)
+        save_model(written, f)
+
+
+#: quantizers that return values on a grid, on their own and of simulations
+_ON_GRID = (QuantizeDequantize, FloatQuantizeDequantize, SiteQuantizer)
+
+
+@contextmanager
+def _marking(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Quantizers leave a mark of their names inside the block, and compute nothing."""
+    for name, module in modules.items():
+        vars(module)["forward"] = partial(mark, site=name)
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            del vars(module)["forward"]
+
+
+def _forms(f: Any, bias: bool | None, activation: str | None) -> dict[str, Any]:
+    """How biases and activations are written to ``f``, as options of Bitwright's export."""
+    if not isinstance(f, (str, os.PathLike, io.IOBase)):
+        raise TypeError(f"f is a path, not a {type(f).__name__}")
+    if activation not in ("unsigned", None):
+        raise ConfigError("force_activation_as", f"{activation!r} grids are not written here", "use 'unsigned' or None")
+    return {"bias": "float" if bias is False else "int32", "activation": activation or "as_is"}
+
+
 def _exported(
     sim: Any, args: Any, f: Any, bias: bool | None, activation: str | None, version: str, kwargs: dict[str, Any]
 ) -> tuple[Any, tempfile.TemporaryDirectory[str]]:
-    if not isinstance(f, (str, os.PathLike, io.IOBase)):
-        raise TypeError(f"f is a path, not a {type(f).__name__}")
-    if activation == "signed":
-        raise ConfigError("force_activation_as", "'signed' grids are not written here", "use 'unsigned' or None")
+    forms = _forms(f, bias, activation)
     folder = None if isinstance(f, io.IOBase) else Path(f).resolve().parent
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -358,10 +437,8 @@ def _exported(
     asked = onnx_options(kwargs)
     try:
         made = sim.write_artefacts(
-            work.name, "model", args, encoding_version=version, samples=False, every_tensor=True,
-            bias="float" if bias is False else "int32",
-            activation="as_is" if activation is None else activation, **asked,
-        )  # fmt: skip
+            work.name, "model", args, encoding_version=version, samples=False, every_tensor=True, **forms, **asked
+        )
     except BaseException:
         shutil.rmtree(work.name, ignore_errors=True)
         raise

@@ -6,6 +6,7 @@ Parameters, inputs and outputs have the model's names in the file, whatever torc
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import re
@@ -391,6 +392,38 @@ def marked_onnx(
     named = rename_values(model, _readable(sim, model) | _gate_names(sim, model))
     named.meta[_LEFT] = left
     return named
+
+
+def exported_module(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any = None, *, dynamic_batch: bool = False
+) -> ir.Model:
+    """A module that is no simulation as ONNX of opset 21, with the marks that its forward leaves.
+
+    Args:
+        module: in evaluation.
+        args, kwargs: example call.
+        shapes: ``dynamic_shapes`` of ``torch.export``.
+        dynamic_batch: let the first axis of every input vary, where ``shapes`` does not say otherwise.
+
+    Raises:
+        ExportError: ``torch.export`` or the ONNX exporter fails; its own error is the cause.
+    """
+    if shapes is None and dynamic_batch:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        shapes = map_tensors(dict(bound), lambda t: {0: torch.export.Dim.AUTO} if t.dim() else None)
+    try:
+        with torch.no_grad(), _quiet():
+            model = to_onnx(torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False))
+    except Exception as error:
+        raise ExportError(
+            type(module).__name__,
+            f"the module cannot be exported to ONNX: {_root_cause(error)}",
+            "let its forward take and return tensors, and decide nothing by their values",
+        ) from error
+    model.ir_version = 10
+    forget_origins(model)
+    compute_in_float(model)
+    return model
 
 
 def _refused(
