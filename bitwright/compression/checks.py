@@ -87,12 +87,17 @@ def _tried_at_once(
         undo()
     if problem is not None or not exact:
         return problem
-    return difference(masked_outputs(structure, groups, removed, batch), after)
+    return difference(found, cut, masked_outputs(structure, groups, removed, batch), after)
 
 
-def difference(masked: Sequence[Array], after: Sequence[Array]) -> Problem | None:
-    """Compare the outputs of the whole model, with the removed channels at zero, with those of the cut model."""
+def difference(found: Dependencies, cut: Cut, masked: Sequence[Array], after: Sequence[Array]) -> Problem | None:
+    """Compare the outputs of the whole model, with the removed channels at zero, with those of the cut model.
+
+    Of states of recurrent layers the whole model returns more: the positions that stay are compared.
+    """
+    axes = [cut.axes(value) for value in found.graph.outputs] if found.states else []
     for i, (a, b) in enumerate(zip(masked, after, strict=True)):
+        a = a if len(axes) != len(masked) else _kept(axes[i], a)
         if a.shape != b.shape:
             return Problem("", f"output {i} has the shape {b.shape} after the cut and not {a.shape}")
         if not np.issubdtype(a.dtype, np.floating):
@@ -165,7 +170,11 @@ def _guilty_alone(structure: Structured, found: Dependencies, batch: Any) -> dic
 
 def kept_of(cut: Cut, param: str, value: Array) -> Array:
     """Cut a parameter, or an array of its shape."""
-    for axis, positions in enumerate(cut.axes(param)):
+    return _kept(cut.axes(param), value)
+
+
+def _kept(axes: Sequence[Array | None], value: Array) -> Array:
+    for axis, positions in enumerate(axes):
         if positions is not None:
             value = value.take(positions, axis)
     return value

@@ -42,6 +42,8 @@ class Compressed(Tabular):
         batch_norms: how many had their statistics estimated anew.
         sqnr: signal-to-noise ratio of the outputs against the original's in dB, on the first 64 samples of the data, which layers
             were fitted to; ``None`` where outputs are no numbers.
+        states: outputs that are states of recurrent layers -> shape before and after, where it changed: the caller hands on
+            narrower ones.
         plan: what :func:`bitwright.torch.rebuild` takes, for modules.
         seconds: that it took.
     """
@@ -58,6 +60,7 @@ class Compressed(Tabular):
     fits: tuple[Fit, ...] = ()
     batch_norms: int = 0
     sqnr: float | None = None
+    states: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict, repr=False)
     seconds: float = 0.0
 
@@ -86,6 +89,7 @@ class Compressed(Tabular):
         said = [str(self.table())]
         if self.fits:
             said.append(f"{sum(f.kept for f in self.fits)} of {len(self.fits)} layers fitted to the original's results")
+        said += [f"state returned: {name} {list(old)} -> {list(new)}" for name, (old, new) in self.states.items()]
         if self.refused:
             said.append("not touched:")
             said += [f"  {refusal}" for refusal in self.refused]
@@ -271,7 +275,17 @@ def _pruned(
         measured("compressed")
     noise = output_noise(structure, judged, wanted)
     return Compressed(
-        None, report.rows, report.refused, before, after, metrics, report.choice, fits, count, decibel(noise)
+        None,
+        report.rows,
+        report.refused,
+        before,
+        after,
+        metrics,
+        report.choice,
+        fits,
+        count,
+        decibel(noise),
+        report.states,
     )
 
 

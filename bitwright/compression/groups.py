@@ -192,6 +192,8 @@ _MOVES = frozenset((
 ))  # fmt: skip
 FREE_CONSTANT = "a constant of the model"
 PICKED = "is picked by its number"
+RETURNED = "the model returns it"
+_KEEPS_STATES = frozenset((*TRAITS["identity"], *TRAITS["reshape"], "Cast", "Transpose", "Concat", "Stack"))
 
 
 class Dependencies:
@@ -206,6 +208,7 @@ class Dependencies:
     Attributes:
         groups: what can be removed, in the order of the model.
         refused: layers whose channels stay, and why.
+        states: outputs of the model that are states of recurrent layers; they become narrower with the hidden units.
     """
 
     def __init__(
@@ -247,10 +250,27 @@ class Dependencies:
             for port, value in op.also:  # later runs of the place
                 first = op.inputs[port] if port < len(op.inputs) else None
                 self._join_values(first, value, op)
+        states = self._final_states()
+        self.states = tuple(value for value in self.graph.outputs if value in states)
         for value in self.graph.outputs:
-            self._stay(self.axes(value), "the model returns it", None)
+            if value not in states:
+                self._stay(self.axes(value), RETURNED, None)
         for places in self.structure.tied():
             self._tie(places)
+
+    def _final_states(self) -> set[str]:
+        """Values that are final states of recurrent layers, whole, alone or put together.
+
+        Only the next call of the model reads them, so that they may become narrower. A state of which positions are picked is a
+        feature that the model returns, and so is one where the model returns nothing else.
+        """
+        states: set[str] = set()
+        for op in self.graph.ops:
+            if op.type in CELLS:
+                states.update(op.outputs[1:])
+            elif op.type in _KEEPS_STATES and op.outputs and all(v is None or v in states for v in _data_of(op)):
+                states.update(op.outputs[:1])
+        return states if any(value not in states for value in self.graph.outputs) else set()
 
     def _all_stay(self, value: str) -> Axes:
         return [None] * len(self.graph.values[value].shape)
@@ -989,6 +1009,11 @@ class _Units:
     def atoms(self, alike: Sequence[int]) -> Index:
         """``[units, n]``, those that are filled in included."""
         return np.stack([self._members[self._bounds[r] : self._bounds[r + 1]] for r in map(self.root, alike)])
+
+
+def _data_of(op: Op) -> tuple[str | None, ...]:
+    """The inputs that an operator moves, without shapes and axes."""
+    return op.inputs if op.type in ("Concat", "Stack") else op.inputs[:1]
 
 
 def _why_useless(group: Group, contracted: bool) -> str | None:

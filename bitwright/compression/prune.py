@@ -255,6 +255,7 @@ class PruneReport:
         choice: what the exact choice has measured.
         readers: operators that lost inputs -> which of their outputs are left, ``None`` for all.
         norms: batch norms -> which of their channels are left.
+        states: outputs that are states of recurrent layers -> shape before and after, where it changed.
     """
 
     rows: tuple[Pruned, ...]
@@ -263,6 +264,7 @@ class PruneReport:
     choice: Chosen | None = None
     readers: Mapping[str, Array | None] = field(default_factory=dict, repr=False)
     norms: Mapping[str, Array | None] = field(default_factory=dict, repr=False)
+    states: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -347,7 +349,9 @@ def prune(
         )
         for g in groups
     )
-    return PruneReport(rows, found.refused, choice.costs, chosen, readers, norms)
+    shapes = {name: found.graph.values[name].shape for name in found.states if cut.axes(name)}
+    states = {name: (shape, cut.shape(name, shape)) for name, shape in shapes.items()}
+    return PruneReport(rows, found.refused, choice.costs, chosen, readers, norms, states)
 
 
 def _exact(
@@ -405,7 +409,7 @@ def apply(structure: Structured, found: Dependencies, removed: Mapping[str, Arra
     undo = structure.cut(cut)
     problem = structure.problem(cut, graph)
     if problem is None and masked is not None:
-        problem = difference(masked, structure.outputs(batch))
+        problem = difference(found, cut, masked, structure.outputs(batch))
     if problem is not None:
         undo()
         raise ModelError(

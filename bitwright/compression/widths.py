@@ -64,11 +64,14 @@ def few_batches(batches: Iterable[Any]) -> list[Any]:
 def output_noise(
     structure: Structured | Blocks, batches: Sequence[Any], wanted: Sequence[Sequence[Array]]
 ) -> float | None:
-    """Noise over signal of a model's outputs against ``wanted``, the mean over batches and outputs; ``None`` without numbers."""
+    """Noise over signal of a model's outputs against ``wanted``, the mean over batches and outputs; ``None`` without numbers.
+
+    States of recurrent layers that have fewer units than before are left out.
+    """
     found = []
     for batch, outputs in zip(batches, wanted, strict=True):
         for y, y0 in zip(structure.outputs(batch), outputs, strict=True):
-            if y0.dtype.kind == "f" and y0.size:
+            if y0.dtype.kind == "f" and y0.size and y.shape == y0.shape:
                 signal = float(np.square(y0, dtype=np.float64).sum())
                 found.append(float(np.square(y.astype(np.float64) - y0).sum()) / max(signal, 1e-300))
     return float(np.mean(found)) if found else None

@@ -174,7 +174,13 @@ class OnnxStructure(Structured):
             if repair is not None and any(kept.axes(v) for v in (*op.inputs, *op.outputs)):
                 repair(self, op, nodes[op.name] if op.name in nodes else None, kept, names)
         for name, value in _made(self.model).items():
-            if kept.axes(name) and not value.is_graph_output():
+            axes = kept.axes(name)
+            if not axes:
+                continue
+            if value.is_graph_output() and value.shape is not None:  # a state: its other lengths may be symbols
+                lengths = zip(value.shape, axes, strict=True)
+                value.shape = ir.Shape([n if left is None else len(left) for n, left in lengths])
+            else:
                 value.shape = None
         step = {"kind": "cut", "parameters": sorted(v for v in kept_params(graph, kept))}
         self.steps.append(step)

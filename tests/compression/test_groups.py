@@ -86,6 +86,20 @@ class Recurrent(nn.Module):
         return self.out(self.gru(self.lstm(x)[0])[0])
 
 
+class Streaming(nn.Module):
+    """Two stacks whose states are returned, as a caller hands them back; the states of each make one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(8, 6, 2, batch_first=True), nn.GRU(6, 9, 2, batch_first=True)
+        self.out = nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y, (h, c) = self.lstm(x)
+        y, state = self.gru(y)
+        return self.out(y), h, c, state
+
+
 class Padded(nn.Module):
     """A shortcut that fills channels up, as in ResNets of CIFAR."""
 
@@ -113,6 +127,7 @@ CASES: dict[str, tuple[type[nn.Module], torch.Tensor, list[int]]] = {
     "mobile": (Mobile, X, [4, 4]),
     "attention": (Attention, T, [2, 12]),
     "recurrent": (Recurrent, T, [6, 6]),
+    "streaming": (Streaming, T, [6, 9]),
     "padded": (Padded, X, [4, 4]),
     "flat": (Flat, X, [6, 10]),
 }
@@ -143,8 +158,11 @@ def test_removing_zeros_changes_nothing(name: str, form: str, tmp_path: Path) ->
     removed = {g.name: np.arange(max(1, g.units // 3)) for g in found.groups}
     before = {p: v.size for p, v in ((m.param, structure.param(m.param)) for g in found.groups for m in g.members)}
     masked = masked_outputs(structure, found.groups, removed, x)
+    cut = found.cut(removed)
     apply(structure, found, removed, x)
-    for a, b in zip(masked, structure.outputs(x), strict=True):
+    for value, a, b in zip(found.graph.outputs, masked, structure.outputs(x), strict=True):
+        for axis, positions in enumerate(cut.axes(value) if value in found.states else ()):
+            a = a if positions is None else a.take(positions, axis)
         np.testing.assert_allclose(a, b, atol=1e-5)
     assert all(structure.param(p).size < size for p, size in before.items())
 
@@ -191,6 +209,27 @@ def test_reasons(tmp_path: Path) -> None:
     assert checked_dependencies(front_end_of(model).structured(model, T, None), T, averaged=True).group(
         "b"
     ).averaged == ("norm",)
+
+
+def test_returned_states() -> None:
+    """A whole state beside another result may become narrower; a picked one, and one that is all there is, is a feature."""
+
+    class Encoder(nn.Module):
+        def __init__(self, returned: str) -> None:
+            super().__init__()
+            self.gru, self.out, self.returned = nn.GRU(8, 6, 2, batch_first=True), nn.Linear(6, 3), returned
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y, h = self.gru(x)
+            return {"state": (self.out(y), h), "picked": (self.out(y), h[-1]), "alone": h, "all": (y, h)}[self.returned]
+
+    units = {}
+    for returned in ("state", "picked", "alone", "all"):
+        model = Encoder(returned).eval()
+        found = checked_dependencies(front_end_of(model).structured(model, T, None), T)
+        units[returned] = [g.units for g in found.groups]
+        assert units[returned] or "the model returns it" in {r.reason for r in found.refused}
+    assert units == {"state": [6], "picked": [], "alone": [], "all": []}
 
 
 def test_components_are_the_connected_ones() -> None:
