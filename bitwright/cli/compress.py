@@ -9,7 +9,7 @@ from bitwright.cli.app import command, methods_option, output_option, print_repo
 from bitwright.cli.options import Data, JsonFile, Metric, OnnxFile, Reading, write_json
 from bitwright.errors import ConfigError, close_matches
 
-_METHODS = ("prune", "svd", "sparsify")
+_METHODS = ("prune", "svd", "drop_blocks", "sparsify")
 
 
 @command("compress")
@@ -22,7 +22,8 @@ def compress_model(
     method: Annotated[
         str,
         methods_option(
-            help="prune: remove channels, heads and hidden units; svd: low-rank factors; sparsify: zeros (half of each weight).",
+            help="prune: remove channels, heads and hidden units; svd: low-rank factors; drop_blocks: take out branches of "
+            "residual sums; sparsify: zeros (half of each weight).",
             autocompletion=lambda incomplete: [m for m in _METHODS if m.startswith(incomplete)],
         ),
     ] = "prune",
@@ -35,6 +36,9 @@ def compress_model(
     ms: Annotated[
         float | None, methods_option(help="Part of the milliseconds in ONNX Runtime that may be left; with prune.")
     ] = None,
+    count: Annotated[
+        int | None, methods_option(help="With drop_blocks: how many blocks go, in the place of --macs or --params.")
+    ] = None,
     resume: Annotated[
         Path | None, output_option(help="Folder that keeps what prune measures, to resume from after a kill.")
     ] = None,
@@ -45,7 +49,7 @@ def compress_model(
     prefix: Annotated[str | None, output_option(help="Name of the file; the model's name by default.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Make an ONNX model compute less: prune channels, or write layers as low-rank factors.
+    """Make an ONNX model compute less: prune channels, write layers as low-rank factors, take out blocks.
 
     The file that is written is an ordinary float model, which `bitwright
     quantize` takes next. Without --metric the outputs alone decide.
@@ -56,13 +60,14 @@ def compress_model(
       bitwright compress model.onnx --data photos/ --method svd --macs 0.75 --out small/
       bitwright compress model.onnx --data samples.npz --method svd --params 0.6 \\
           --metric accuracy --labels labels.npy --out small/
+      bitwright compress model.onnx --data samples.npz --method drop_blocks --count 2 --out small/
       bitwright compress model.onnx --data samples.npz --method sparsify --pattern 2:4 --out small/
     """
     if method not in _METHODS:
         raise ConfigError(
             "--method", f"there is no method {method!r}{close_matches(method, _METHODS)}", f"use {', '.join(_METHODS)}"
         )  # fmt: skip
-    target = _target(method, {"macs": macs, "params": params, "bytes": size, "ms": ms})
+    target = _target(method, {"macs": macs, "params": params, "bytes": size, "ms": ms}, count)
     from bitwright.export.files.onnx_file import save_model
     from bitwright.onnx import load_model
     from bitwright.onnx.model.data import input_specs
@@ -79,11 +84,14 @@ def compress_model(
         report.save(out, name)
         print_report(str(report))
     else:
+        from bitwright.compression.depth import drop_blocks
         from bitwright.compression.sparsify import sparsify_model
         from bitwright.compression.svd import svd_model
 
         if method == "svd":
             report = svd_model(loaded, batches, macs=macs, params=params, metric=score, lower_is_better=lower)
+        elif method == "drop_blocks":
+            report = drop_blocks(loaded, batches, count=count, macs=macs, params=params)
         else:
             report = sparsify_model(loaded, batches, sparsity=sparsity, pattern=pattern)
         out.mkdir(parents=True, exist_ok=True)
@@ -92,17 +100,21 @@ def compress_model(
     write_json(json_file, report)
 
 
-def _target(method: str, given: dict[str, float | None]) -> dict[str, float]:
+def _target(method: str, given: dict[str, float | None], count: int | None) -> dict[str, float]:
     """The targets that were given.
 
     Raises:
         ConfigError: the method takes none, or others.
     """
     target = {name: part for name, part in given.items() if part is not None}
-    if not target and method != "sparsify":
-        raise ConfigError("--macs", "no target is given", "write --macs 0.5 or --params 0.5")
+    if count is not None and method != "drop_blocks":
+        raise ConfigError("--count", f"{method} takes no blocks out", "write --method drop_blocks, or --macs 0.5")
+    if not target and count is None and method != "sparsify":
+        remedy = "write --count 2 or --macs 0.7" if method == "drop_blocks" else "write --macs 0.5 or --params 0.5"
+        raise ConfigError("--macs", "no target is given", remedy)
     if target and method == "sparsify":
         raise ConfigError("--macs", "zeros leave as many multiplications", "write --sparsity 0.5, or --method svd")
-    if method == "svd" and not target.keys() <= {"macs", "params"}:
-        raise ConfigError("--bytes, --ms", "low-rank factors are chosen by --macs and --params", "write --macs 0.5")
+    if method in ("svd", "drop_blocks") and not target.keys() <= {"macs", "params"}:
+        what = "low-rank factors are" if method == "svd" else "blocks are"
+        raise ConfigError("--bytes, --ms", f"{what} chosen by --macs and --params", "write --macs 0.5")
     return target

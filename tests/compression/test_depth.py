@@ -11,7 +11,10 @@ import onnx
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+import bitwright
+from bitwright.cli import app
 from bitwright.compression.depth import drop_blocks
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.torch import rebuild
@@ -123,6 +126,49 @@ def test_bad_input(net: Net, options: dict, kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         drop_blocks(net, [X], progress=False, **options)
     assert len(net.blocks) == 4
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_recipes_take_blocks_out_before_they_quantize(net: Net, form: str, tmp_path: Path) -> None:
+    """Two of four blocks change next to nothing: 8 bits on what is left stay near the whole model, in half of the file."""
+    model = net if form == "torch" else exported(net, X, tmp_path)
+    data = [X] if form == "torch" else [X.numpy()]
+    recipe = [{"drop_blocks": {"count": 2}}, "bias_correction"]
+    result = bitwright.quantize(model, data, recipe=recipe, progress=False, path=tmp_path / "out")
+    assert result.report[0].step.startswith("drop_blocks") and "2 of 4 blocks taken out" in result.report[0].note
+    assert result.sim.verify(data[0]).ok and len(net.blocks) == 4
+    whole, left = (bitwright.model_costs(m, data)["macs"] for m in (model, str(tmp_path / "out" / "model.onnx")))
+    assert left == whole - 2 * 16 * 2 * 8 * 16
+    wanted = net(X).detach().numpy()
+    got = result.sim.model(X).detach().numpy() if form == "torch" else result.sim.run({"x": X.numpy()})[0]
+    assert np.square(got - wanted).sum() < 1e-2 * np.square(wanted).sum()
+
+
+def test_the_command_takes_branches_out(net: Net, tmp_path: Path) -> None:
+    exported(net, X, tmp_path)
+    np.savez(tmp_path / "x.npz", x=X.numpy())
+    start = [
+        "compress",
+        str(tmp_path / "net.onnx"),
+        "--data",
+        str(tmp_path / "x.npz"),
+        "--out",
+        str(tmp_path / "small"),
+    ]
+    done = CliRunner().invoke(app, [*start, "--method", "drop_blocks", "--count", "2"])
+    assert done.exit_code == 0 and "2 of 4 blocks taken out" in done.output
+    costs = [
+        bitwright.model_costs(str(p), [X.numpy()])["params"]
+        for p in (tmp_path / "net.onnx", tmp_path / "small" / "net.onnx")
+    ]
+    assert costs[1] < 0.65 * costs[0]
+    for wrong, message in (
+        (["--method", "drop_blocks"], "--count 2 or --macs 0.7"), (["--count", "1"], "prune takes no blocks out"),
+        (["--method", "drop_blocks", "--ms", "0.5"], "blocks are chosen by --macs and --params"),
+        (["--method", "drop_blocks", "--count", "9"], "9 blocks cannot go: 4 can"),
+    ):  # fmt: skip
+        refused = CliRunner().invoke(app, [*start, *wrong])
+        assert refused.exit_code != 0 and message in " ".join(refused.output.split())
 
 
 def test_what_cannot_be_taken_out_is_as_it_was(net: Net, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ def classifier(opset: int) -> onnx.ModelProto:
     h = n.conv(n.input("x", _NETWORK), 3, 8, name="c1", bias=False, pads=[1] * 4)
     h = n("Relu", n.bn(h, 8, "bn1", **({"spatial": 1} if opset < 9 else {})), name="relu")
     h = n.bn(n.conv(h, 8, 8, name="dw", group=8, pads=[1] * 4), 8, "bn2")
+    branch = n.conv(h, 8, 8, name="branch", pads=[1] * 4)
+    h = n("Add", h, n("Mul", branch, n.const(np.float32(1e-3)), name="little"), name="sum")
     bounds = [] if opset < 11 else [n.const(np.float32(0)), n.const(np.float32(6))]
     h = n("Clip", h, *bounds, name="clip", **({"min": 0.0, "max": 6.0} if opset < 11 else {}))
     h = n("Dropout", n.conv(h, 8, 6, k=1, name="pw"), name="drop")
@@ -52,6 +54,7 @@ def batches(count: int = 3) -> list[dict[str, np.ndarray]]:
 #: steps that take long, and those that take away what random weights cannot do without
 _LITTLE = {name: {"iterations": 4} for name in ("adaround", "brecq", "qdrop", "flexround", "learned_clipping", "autoround")} | {
     "prune": {"macs": 0.9, "widths": 1}, "svd": {"macs": 0.99}, "sparsify": {"sparsity": 0.02},
+    "drop_blocks": {"count": 1},
 }  # fmt: skip
 
 
