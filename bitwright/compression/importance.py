@@ -6,7 +6,8 @@ the group, so that a global ranking does not remove a layer whose weights merely
 ==============  ==================================================================================================
 name            a unit's score
 ==============  ==================================================================================================
-``l1``, ``l2``  norm of the rows that make it and of the columns that read it, each in parts of its parameter's mean
+``l1``, ``l2``  norm of the rows that make it and of the columns that read it, each in parts of its parameter's mean; weights in
+                front of a batch norm as it scales their results
 ``gamma``       magnitude of the factors of its batch norms (Liu et al. 2017, arXiv:1708.06519)
 ``median``      sum of distances of its rows from those of the other units (He et al. 2019, arXiv:1811.00250)
 ``lamp``        squared norm over the sum of the squared norms that are not smaller (Lee et al. 2021, arXiv:2010.07611)
@@ -28,6 +29,7 @@ from bitwright.compression.groups import Group, Member
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.float_model import Array
 from bitwright.errors import ConfigError, close_matches
+from bitwright.methods.layers import bn_affine
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Evidence:
         squares: operator -> mean square of each channel it reads, and the axis of its weight that they belong to; for
             ``activation``.
         seed: of ``random``.
+        normed: layer -> itself and the batch norm of its result.
     """
 
     graph: Graph
@@ -48,6 +51,10 @@ class Evidence:
     gradients: Mapping[str, Array] = field(default_factory=dict)
     squares: Mapping[str, Array] = field(default_factory=dict)
     seed: int = 0
+    normed: Mapping[str, tuple[Op, Op]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.normed = _normed(self.graph)
 
     def rows(self, member: Member, value: Array | None = None) -> Array:
         """The parameters of each unit in one member, ``[units, n]``, float64."""
@@ -69,10 +76,41 @@ def comparable(scores: Array) -> Array:
 def _norms(group: Group, evidence: Evidence, power: int) -> Array:
     found = []
     for member in (*group.makers, *group.readers):
-        rows = evidence.rows(member)
+        rows = evidence.rows(member, _folded(evidence, member))
         norms = np.abs(rows).sum(1) if power == 1 else np.sqrt(np.square(rows).sum(1))
         found.append(comparable(norms))
     return np.sum(found, 0)
+
+
+def _folded(evidence: Evidence, member: Member) -> Array:
+    """The parameter of a member, with what the batch norm behind its layer multiplies each channel of the result by.
+
+    A batch norm undoes the scale of the rows in front of it, so that norms of a layer's weights say nothing by themselves.
+    """
+    W = np.asarray(evidence.param(member.param), np.float64)
+    layer, norm = evidence.normed.get(member.op, (None, None))
+    if layer is None or norm is None:
+        return W
+    axis = _OUT_AXIS[layer.type] if layer.type != "Gemm" or not layer.attrs.get("transB", 0) else 0
+    values = evidence.graph.values
+    stored = [values[v].param if v is not None else None for v in norm.inputs[1:5]]
+    gamma, _, mean, variance = (None if name is None else evidence.param(name) for name in stored)
+    if mean is None or variance is None or W.ndim <= axis or W.shape[axis] != len(mean):
+        return W
+    scale, _ = bn_affine(gamma, None, mean, variance, float(norm.attrs.get("epsilon", 1e-5)))
+    return W * scale.reshape([-1 if i == axis else 1 for i in range(W.ndim)])
+
+
+def _normed(graph: Graph) -> dict[str, tuple[Op, Op]]:
+    """Layer -> itself and the batch norm of its result."""
+    made = {op.outputs[0]: op for op in graph.ops if op.type in _OUT_AXIS}
+    norms = [op for op in graph.ops if op.type == "BatchNormalization" and len(op.inputs) == 5]
+    pairs = ((made.get(str(op.inputs[0])), op) for op in norms)
+    return {layer.name: (layer, op) for layer, op in pairs if layer is not None}
+
+
+#: layer -> the axis of its weight that its result's channels are on
+_OUT_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1}
 
 
 def _gamma(group: Group, evidence: Evidence) -> Array:
