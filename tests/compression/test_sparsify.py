@@ -61,15 +61,17 @@ def test_unstructured_zeros_are_the_least_of_the_layer_or_of_each_row_and_blocks
 
 @pytest.mark.parametrize("text", ["unstructured", "2:4"])
 def test_errors_of_outputs_fall_from_magnitude_over_wanda_to_sparse_gpt(text):
-    X = RNG.normal(size=(400, 64)) @ RNG.normal(size=(64, 64)) * np.geomspace(3, 0.1, 64)
-    W, G, pattern = RNG.normal(size=(12, 64)), X.T @ X, Pattern.of(text)
-    found = [
-        W * mask_of(np.abs(W), 0.5, pattern),
-        W * mask_of(wanda_scores(W, G), 0.5, pattern, by_row=True),
-        sparse_gpt(W, G, 0.5, pattern),
-    ]
-    assert all(abs((w == 0).mean() - 0.5) < 0.01 for w in found)
-    errors = [np.square(X @ (w - W).T).sum() for w in found]
+    errors = np.zeros(3)
+    for rng in map(np.random.default_rng, range(8)):  # of single draws magnitude is ahead of Wanda at times
+        X = rng.normal(size=(400, 64)) @ rng.normal(size=(64, 64)) * np.geomspace(3, 0.1, 64)
+        W, G, pattern = rng.normal(size=(12, 64)), X.T @ X, Pattern.of(text)
+        found = [
+            W * mask_of(np.abs(W), 0.5, pattern),
+            W * mask_of(wanda_scores(W, G), 0.5, pattern, by_row=True),
+            sparse_gpt(W, G, 0.5, pattern),
+        ]
+        assert all(abs((w == 0).mean() - 0.5) < 0.01 for w in found)
+        errors += [np.square(X @ (w - W).T).sum() for w in found]
     assert errors[0] > errors[1] > errors[2]
 
 
