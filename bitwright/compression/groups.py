@@ -250,13 +250,16 @@ class Dependencies:
             for port, value in op.also:  # later runs of the place
                 first = op.inputs[port] if port < len(op.inputs) else None
                 self._join_values(first, value, op)
+        self._results_stay()
+        for places in self.structure.tied():
+            self._tie(places)
+
+    def _results_stay(self) -> None:
         states = self._final_states()
         self.states = tuple(value for value in self.graph.outputs if value in states)
         for value in self.graph.outputs:
             if value not in states:
                 self._stay(self.axes(value), RETURNED, None)
-        for places in self.structure.tied():
-            self._tie(places)
 
     def _final_states(self) -> set[str]:
         """Values that are final states of recurrent layers, whole, alone or put together.

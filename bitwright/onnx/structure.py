@@ -173,15 +173,7 @@ class OnnxStructure(Structured):
             repair = _REPAIRS.get(op.type)
             if repair is not None and any(kept.axes(v) for v in (*op.inputs, *op.outputs)):
                 repair(self, op, nodes[op.name] if op.name in nodes else None, kept, names)
-        for name, value in _made(self.model).items():
-            axes = kept.axes(name)
-            if not axes:
-                continue
-            if value.is_graph_output() and value.shape is not None:  # a state: its other lengths may be symbols
-                lengths = zip(value.shape, axes, strict=True)
-                value.shape = ir.Shape([n if left is None else len(left) for n, left in lengths])
-            else:
-                value.shape = None
+        _renew_shapes(self.model, kept)
         step = {"kind": "cut", "parameters": sorted(v for v in kept_params(graph, kept))}
         self.steps.append(step)
 
@@ -227,6 +219,17 @@ class OnnxStructure(Structured):
         )
         self.model.graph.register_initializer(value)
         return value
+
+
+def _renew_shapes(model: ir.Model, kept: Kept) -> None:
+    """Declare the shapes that a cut leaves: of outputs, which are states; other values declare none."""
+    for name, value in _made(model).items():
+        axes = kept.axes(name)
+        if axes and value.is_graph_output() and value.shape is not None:
+            lengths = zip(value.shape, axes, strict=True)
+            value.shape = ir.Shape([n if left is None else len(left) for n, left in lengths])
+        elif axes:
+            value.shape = None
 
 
 def _untie(model: ir.Model) -> None:
