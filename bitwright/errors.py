@@ -236,7 +236,7 @@ def checks_methods(cls: C) -> C:
 
 
 def _kinds(parameter: inspect.Parameter) -> tuple[_Kind, ...]:
-    """What an annotation allows, or the name of the parameter; nothing where either allows something else as well."""
+    """Kinds of values that an annotation or the parameter's name allows; empty if other values are allowed too."""
     if not isinstance(parameter.annotation, str) or parameter.kind in (
         parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
     ):  # fmt: skip

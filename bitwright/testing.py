@@ -236,7 +236,7 @@ CHECKS: dict[str, tuple[str, ...]] = {kind: tuple(tests) for kind, tests in _TES
 
 
 class _Broken(Exception):
-    """What a check saw."""
+    """A failed check."""
 
 
 def _require(holds: bool, seen: str) -> None:

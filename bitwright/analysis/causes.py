@@ -225,7 +225,7 @@ def _too_wide(seen: _Seen) -> Cause | None:
 
 
 def _calibration(seen: _Seen) -> Cause | None:
-    """Of a site whose values no step shows, as inside a recurrent layer: the grid against what calibration saw."""
+    """Find the cause at a site inside an operator (a recurrent layer): compare the grid with the calibrated range."""
     bounds, encoding = calibrated_bounds(seen.site), seen.site.encoding
     if bounds is None or encoding is None or not isinstance(encoding.granularity, PerTensor):
         return None
@@ -445,7 +445,7 @@ def _grid(row: SiteRow) -> str:
 
 
 def _median(reach: np.ndarray[Any, Any]) -> float:
-    """Of the channels that are not zero throughout."""
+    """Median over the channels that are not zero throughout."""
     alive = reach[reach > 0]
     return float(np.median(alive)) if alive.size else 1.0
 

@@ -71,13 +71,13 @@ class Measured:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Measured:
-        """What :meth:`to_dict` gave."""
+        """Rebuild from the result of :meth:`to_dict`."""
         noise, signal = ({int(k): float(v) for k, v in content[n].items()} for n in ("noise", "signal"))
         return cls(noise, signal, [_values(v) for v in content["values"]])
 
 
 def _values(content: Sequence[Any]) -> Array:
-    """Of a metric as they were written: numbers of the same count per sample, or something else of each."""
+    """Read a metric's stored values: arrays of equal length per sample, or objects."""
     try:
         return np.asarray(content, np.float64)
     except (TypeError, ValueError):
@@ -100,7 +100,7 @@ class Pair:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Pair:
-        """What :meth:`to_dict` gave."""
+        """Rebuild from the result of :meth:`to_dict`."""
         only, without = (Measured.from_dict(content[name]) for name in ("only", "without"))
         return cls(only, without, int(content["batches"]))
 

@@ -205,7 +205,7 @@ class SiteValues:
 
     @property
     def root_mean_square(self) -> float:
-        """Of the finite values."""
+        """Root mean square of the finite values."""
         return math.sqrt(self.power / self.count) if self.count else 0.0
 
     @property

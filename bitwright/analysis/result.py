@@ -159,7 +159,7 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class RemedyRow:
-    """What :meth:`Analysis.try_remedies` measured of one remedy, before and after it, on the data of the analysis."""
+    """One remedy that :meth:`Analysis.try_remedies` measured, before and after, on the data of the analysis."""
 
     remedy: str
     layers: tuple[str, ...]
@@ -231,7 +231,7 @@ class Analysis(Tabular):
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Analysis:
-        """What :meth:`to_dict` wrote.
+        """Rebuild from the result of :meth:`to_dict`.
 
         Raises:
             ConfigError: it is not an analysis, or of another version.

@@ -49,7 +49,7 @@ def listed(data: Iterable[Any], where: str = "analyze") -> list[Any]:
 
 
 def first_rows(batches: Sequence[Any], samples: int) -> list[Any]:
-    """As many of the first batches as hold ``samples`` rows; a batch is not divided."""
+    """Take the first batches that hold ``samples`` rows; a batch is not divided."""
     found: list[Any] = []
     count = 0
     for batch in batches:

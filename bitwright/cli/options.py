@@ -243,7 +243,7 @@ class Metric:
         return load_entry_point(self.metric, "scores a session")
 
     def answers(self, batches: Sequence[Any]) -> Any:
-        """As many labels as ``batches`` hold samples, since ``--limit`` may leave some out; ``None`` without labels."""
+        """Read the labels of the samples in ``batches``, which ``--limit`` may shorten; ``None`` without labels."""
         if self.labels is None:
             return None
         from bitwright.core.simulation.calibration import samples_in

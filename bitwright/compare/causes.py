@@ -458,7 +458,7 @@ class _Part:
 
 
 def _parts(profile: Profile, other: Side, accumulated: int) -> Iterator[_Part]:
-    """What the sums of a target may lose.
+    """Yield the losses that a target's accumulators may cause.
 
     Args:
         profile: of the target.

@@ -270,7 +270,7 @@ def is_manifest(path: str | os.PathLike[str]) -> bool:
 
 
 def compare_manifests(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> CertificateReport:
-    """Which files, settings, data, seeds and versions the manifests of two exports say otherwise.
+    """Compare the manifests of two exports: files, settings, data, seeds and versions.
 
     Raises:
         ExportError: one is missing or cannot be read.

@@ -69,7 +69,7 @@ class Piece:
 
     @property
     def rounding(self) -> float:
-        """What half precision may add to the results of a piece, in parts of the largest of them.
+        """Rounding error bound of half precision on the results of a piece, relative to the largest result.
 
         Every operator rounds once in the simulation and once in the runtime, by half of ``epsilon`` each, and these errors are
         independent (Higham and Mary 2019, DOI 10.1137/18M1226312).

@@ -85,7 +85,7 @@ class Pair:
 
 
 def run_name(site: str, run: int, *, pooled: bool = False) -> str:
-    """What a site is called in its ``run``-th run; a module that runs several times has the same sites every time.
+    """Name a site in its ``run``-th run; a module that runs several times has the same sites every time.
 
     ``pooled`` where it is rounded after the pool that reads it: another tensor than where it is rounded at once.
     """

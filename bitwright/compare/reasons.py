@@ -84,7 +84,7 @@ class Evidence:
         kernels: Mapping[str, str],
         failures: Mapping[Mode, str] | None = None,
     ) -> Evidence:
-        """What is known about ``place``; ``kernels`` are those of the tensors that the default mode made."""
+        """Collect the evidence on ``place``; ``kernels`` made the tensors in the default mode."""
         piece = place.piece
         runtime = frozenset(map(kernels.get, piece.made))
         bounds = (piece.accumulated, piece.rounding, piece.bias)

@@ -70,7 +70,7 @@ class IntegerProduct:
 
     @property
     def groups(self) -> int:
-        """Of a convolution; 1 otherwise."""
+        """Groups of a convolution; 1 for other operators."""
         return int(self.node.attributes.get_int("group", 1) or 1) if self.node.op_type == "Conv" else 1
 
     @property

@@ -188,7 +188,7 @@ class TargetRow:
 
 @dataclass(frozen=True)
 class TargetReport(Tabular):
-    """What :func:`evaluate_target` found."""
+    """Result of :func:`evaluate_target`."""
 
     _rows = "rows"
 

@@ -90,7 +90,7 @@ def _bias(call: Call) -> Array | None:
 
 
 def _fully_connected(call: Call) -> Array:
-    """Of one weight scale, the kernel multiplies the scales in single precision; of several it rounds once."""
+    """Run a fully connected layer; with one weight scale the kernel multiplies the scales in single precision."""
     data, weight = call.read(0), call.read(1)
     centred = data.centred.reshape(-1, weight.values.shape[1])
     sums = matmul(centred, weight.centred.T, _bias(call), accumulator=_accumulator(call))
@@ -302,7 +302,7 @@ def _table(function: Callable[[Array], Array], call: Call) -> Array:
 
 
 def _windows(call: Call, values: Array, fill: int) -> tuple[Array, Array]:
-    """What each window of a pool reads, ``[N, h, w, C, places]``, and whether it lies inside."""
+    """Elements of each pooling window, ``[N, h, w, C, places]``, and whether they lie inside the input."""
     options = call.attributes
     size, stride = (options["filterHeight"], options["filterWidth"]), (options["strideH"], options["strideW"])
     pads = _pads(call, size, stride, (1, 1))

@@ -126,7 +126,7 @@ def convolution(
 
 
 def _pieces(count: int, groups: int, each: int) -> Iterator[tuple[slice, int]]:
-    """As many images as are unfolded at once, and every group of channels of them."""
+    """Yield slices of images to unfold at once, with every group of channels."""
     step = max(1, _PIECE // max(each, 1))
     yield from ((slice(i, i + step), g) for i in range(0, count, step) for g in range(groups))
 
@@ -139,7 +139,7 @@ def window_steps(kernel: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def shifted(
     x: Array, at: Sequence[int], strides: Sequence[int], dilations: Sequence[int], sizes: Sequence[int]
 ) -> Array:
-    """What position ``at`` of a kernel reads at every output, a view of ``x`` with spatial axes from the third on."""
+    """Elements that kernel position ``at`` reads at every output: a view of ``x``, spatial axes from the third on."""
     steps = tuple(
         slice(p * d, p * d + (n - 1) * s + 1, s) for p, d, s, n in zip(at, dilations, strides, sizes, strict=True)
     )
@@ -170,7 +170,7 @@ def _unfolded(
 
 
 def _lost(columns: Array, zero: int, weight: Array) -> Array:
-    """What saturation of pairs takes from the sums, ``[n, M, O]``; kernels go through positions, then channels."""
+    """Loss of the sums by pair saturation, ``[n, M, O]``; kernels go through positions, then channels."""
     n, channels, places, outputs = columns.shape
     ordered = np.moveaxis(weight.reshape(weight.shape[0], channels, places), 1, 2).reshape(weight.shape[0], -1)
 

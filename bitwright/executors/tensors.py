@@ -44,7 +44,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Grid:
-    """What codes an operator writes.
+    """Grid of the codes that an operator writes.
 
     Attributes:
         dtype: of the codes.

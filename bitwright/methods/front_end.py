@@ -58,7 +58,7 @@ class Opened(ABC):
 
     @abstractmethod
     def runnable(self) -> Any:
-        """What a metric is given: the module, or a session of the ONNX model as it stands."""
+        """The model as a metric takes it: the module, or a session of the ONNX model."""
 
     @abstractmethod
     def outputs(self, batches: Iterable[Any]) -> Iterable[Sequence[Array]]:
@@ -123,7 +123,7 @@ class GivenModel(ABC):
 
     @abstractmethod
     def copy(self, first: Any) -> Any:
-        """What steps change in the place of the model; ``first`` is an example input."""
+        """Make the copy of the model that steps change; ``first`` is an example input."""
 
     @abstractmethod
     def copied(self, work: Any) -> Any:
@@ -139,11 +139,11 @@ class GivenModel(ABC):
 
     @abstractmethod
     def metric_target(self) -> Any:
-        """What a metric is given: the module, or a session; asked for before the first :meth:`copy`."""
+        """The model as a metric takes it: the module, or a session; requested before the first :meth:`copy`."""
 
     @abstractmethod
     def answers(self, target: Any, batch: Any) -> Sequence[Any]:
-        """What a model that a metric is given returns, as arrays."""
+        """Outputs of a model from :meth:`metric_target`, as arrays."""
 
     @abstractmethod
     def reference(self, work: Any) -> Any:
@@ -216,7 +216,7 @@ class Blocks(ABC):
 
     @abstractmethod
     def graph(self) -> Graph:
-        """Of the whole model."""
+        """Graph of the whole model."""
 
     @abstractmethod
     def gone(self, names: Sequence[str]) -> Collection[str]:
@@ -228,7 +228,7 @@ class Blocks(ABC):
 
     @abstractmethod
     def outputs(self, batch: Any) -> list[Array]:
-        """What the model returns as it stands."""
+        """Outputs of the current model."""
 
     @abstractmethod
     def remove(self, names: Sequence[str], batch: Any) -> Mapping[str, Any]:
@@ -266,11 +266,11 @@ class Structured(ABC):
 
     @abstractmethod
     def outputs(self, batch: Any) -> list[Array]:
-        """What the model returns for a batch."""
+        """Outputs of the model for a batch."""
 
     @abstractmethod
     def moved(self, op: Op, elements: Sequence[Array | None]) -> list[Array] | None:
-        """What an operator that moves data makes of the numbers of its input's elements, per output; -1 for what it fills in.
+        """Input element number of each output element of a data movement operator; -1 where it fills in a value.
 
         ``None`` where it depends on values that the model computes.
         """
@@ -321,7 +321,7 @@ class Structured(ABC):
 
     @abstractmethod
     def metric_target(self) -> Any:
-        """What a metric is given."""
+        """The model as a metric takes it."""
 
     @abstractmethod
     def gradients(self, loss: Callable[[Any], Any], names: Sequence[str]) -> Mapping[str, Array]:

@@ -505,7 +505,7 @@ def _shared_parameters(graph: Graph) -> dict[str, str]:
 
 
 def _shared_sources(graph: Graph, value: Value) -> Iterator[tuple[str, str]]:
-    """What ``value`` is computed from and others read as well; and the reason."""
+    """Yield the sources of ``value`` that other operators read too, with the reason."""
     readers = graph.consumers(value.name)
     if not readers and not graph.is_output(value.name):
         return

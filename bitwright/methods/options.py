@@ -99,7 +99,7 @@ def _takes_plain(annotation: Any, value: Any) -> bool:
 
 
 def _takes_many(origin: type, inner: tuple[Any, ...], value: Any) -> bool:
-    """Of containers: those that are read once are not read here."""
+    """Whether a container matches; iterators are not consumed."""
     if issubclass(origin, Mapping) or not issubclass(origin, Iterable):
         return isinstance(value, origin)
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
@@ -112,7 +112,7 @@ def _takes_many(origin: type, inner: tuple[Any, ...], value: Any) -> bool:
 
 
 def phrase(annotation: Any) -> str:
-    """What an annotation takes, in words.
+    """Describe in words the values that an annotation takes.
 
     >>> phrase(float | None), phrase(tuple[float, float]), phrase(Literal["mse", "minmax"])
     ('a number or null', 'a list of 2: a number, a number', "'mse' or 'minmax'")

@@ -79,7 +79,7 @@ class OnnxBlocks(Blocks):
         return undo
 
     def outputs(self, batch: Any) -> list[Array]:
-        """What the model returns."""
+        """Outputs of the model."""
         feeds = as_feeds(batch, input_specs(self._model))
         return [np.asarray(a) for a in run_session(open_session(self._model, self._providers), feeds, "batch")]
 

@@ -452,7 +452,7 @@ class _Auto:
         return rows
 
     def _good(self, name: str) -> bool:
-        """By the samples that choose, or by the outputs."""
+        """Whether a result is good, by the samples that choose, or by the outputs."""
         report, options = self.reports[name], self._job.options
         if "failed" in report:
             return False

@@ -72,14 +72,14 @@ class Bits:
         }
 
     def at(self, site: str, candidate: Candidate) -> int:
-        """Of a site that changes."""
+        """Cost of a site with a candidate."""
         role = self.sim.quantizers[site].role
         if role in ("weight", "constant"):
             return candidate.bits[0]
         return max(candidate.bits[1], self._least.get(site, 0))
 
     def fixed(self, site: Any) -> int:
-        """Of a site that stays as it is."""
+        """Cost of a site that stays as it is."""
         return bits_of(site.spec)
 
 
@@ -260,7 +260,7 @@ class MemoryPlan(Tabular):
 
 
 def memory_plan(sim: Any) -> MemoryPlan:
-    """What the model of a simulation needs of a memory that holds weights and activations, of one sample.
+    """Plan the memory that holds the weights and the activations of one sample.
 
     Activations live from the operator that makes them to the last one that reads them, in the order of the graph; those on a
     grid take its bits, others 4 bytes. A supergroup (Conv and Relu) is one kernel: what its operators hand to one another takes
@@ -413,7 +413,7 @@ def check_rows(times: Mapping[str, Any], graph: Graph, chosen: set[str] | None =
 
 
 def _no_times(missing: Mapping[str, Sequence[str]], candidates: Sequence[str]) -> ConfigError:
-    """Which operator types a table of times has no rows for, all of them, and the rows that are wanted."""
+    """Error that lists all operator types missing in a table of times, and the rows wanted."""
     told = "; ".join(f"{kind}: {some_of(layers)}" for kind, layers in missing.items())
     row = "{" + ", ".join(f'"{name}": ...' for name in candidates) + "}"
     rows = ", ".join(f'"{kind}": {row}' for kind in missing)
@@ -423,7 +423,7 @@ def _no_times(missing: Mapping[str, Sequence[str]], candidates: Sequence[str]) -
 
 
 def _conversions(bits: Bits, times: Mapping[str, Any]) -> Iterator[Pair]:
-    """What a layer and the one that reads its result add where their activations differ."""
+    """Yield the conversion cost between a layer and its reader if their activation formats differ."""
     grids = values_on_grids(bits.sim.quantizers, bits.sim.plan.shared)
     owner = {value: bits.group_of[key] for key in grids if key in bits.group_of for value in grids[key]}
     graph: Graph = bits.sim.graph

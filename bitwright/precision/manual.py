@@ -32,7 +32,7 @@ _ALIASES = {"fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class PrecisionRequest:
-    """What some layers shall have.
+    """A precision request for some layers.
 
     Attributes:
         where: operator, module or pattern, an operator type, ``model_input`` or ``model_output`` (all of them, or one:
@@ -69,7 +69,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PrecisionReport(Tabular):
-    """What became of requests.
+    """Outcome of the requests.
 
     Attributes:
         changes: quantizers whose precision changed, in execution order.

@@ -1,4 +1,4 @@
-"""What a point is worth: noise in the outputs, and the user's metric, on as much data as the answer needs.
+"""Measure a configuration: output noise and the user's metric, on as much data as the answer needs.
 
 :func:`analyze_groups` and :func:`lower_in_order` measure one group at a time, for searches of a user's own.
 """
@@ -108,7 +108,7 @@ class Metric:
         return self._named.values(outputs, self._wanted[batch], self._labels[batch])
 
     def _split(self, seed: int) -> NDArray[np.bool_] | None:
-        """Which samples choose; the others are held back for the last word."""
+        """Mask of the samples that choose; the others are held back for the final measurement."""
         n = self.reference.values.size
         if self.reference.values.ndim == 0 or n < 8:
             return None
@@ -304,7 +304,7 @@ class Noise:
         return self._judge.where
 
     def measure(self, subject: Subject | None = None) -> float:
-        """Of the simulation as it stands, or of another one of the same model."""
+        """Measure the current simulation, or another one of the same model."""
         self.runs += 1
         if self._judge.instead:
             outputs = self._judge.answers((subject or self._subject).sim)

@@ -256,7 +256,7 @@ class Attempt(Runner):
         return metric_of(self.job.metric, sim._metric_target)
 
     def sqnr(self, *, float_weights: bool = False) -> float:
-        """What the judge says of the simulation in dB; before there is one, of the one that the model has as it stands."""
+        """SQNR of the simulation by the judge, in dB; before there is one, of a simulation of the current model."""
         sim, off = self.sim, frozenset[str]()
         if sim is None:
             made = self._trial()

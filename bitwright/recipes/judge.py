@@ -116,7 +116,7 @@ class Judge:
 
     @cached_property
     def parts(self) -> list[OutputPart]:
-        """What is judged apart: every output, and slices of unlike scales inside one."""
+        """Parts judged separately: every output, and slices of unlike scales inside one."""
         count = len(self.wanted[0]) - len(self.instead) if self.wanted else 0
         names = [*self._names()][:count]
         names += [f"output[{i}]" if count > 1 else "output" for i in range(len(names), count)]
@@ -222,7 +222,7 @@ class Rating:
 
     @property
     def sqnr(self) -> float:
-        """Of all parts, as :meth:`Judge.sqnr`."""
+        """SQNR over all parts, as :meth:`Judge.sqnr`."""
         return mean_decibel([10 ** (-part.sqnr / 10) for part in self.parts])
 
     def loses_to(self, other: Rating) -> PartQuality | None:

@@ -94,7 +94,7 @@ class PipelineResult(Tabular):
         return self.results[name]
 
     def run(self, item: Any) -> Any:
-        """What ``run`` returns for one input with all networks quantized."""
+        """Result of ``run`` for one input with all networks quantized."""
         return self._program.run(item, {name: result.sim for name, result in self.results.items()})
 
     @property

@@ -41,7 +41,7 @@ logger = logging.getLogger("bitwright")
 
 @dataclass(frozen=True)
 class Result(Reported):
-    """What :func:`quantize` returns.
+    """Result of :func:`quantize`.
 
     Attributes:
         sim: the calibrated simulation; ``sim.model(x)`` runs that of a module, ``sim.run(feeds)`` that of an ONNX model.

@@ -125,7 +125,7 @@ class RecipeReport(Tabular, Sequence[Outcome]):
 
 
 def metric_of(metric: Callable[[Any], Any], model: Any) -> float:
-    """What ``metric`` returns for ``model``, as a number.
+    """Evaluate ``metric`` on ``model`` and check that the result is a number.
 
     Raises:
         CalibrationError: it returns no number.
@@ -475,7 +475,7 @@ class Runner(ABC):
 
     @abstractmethod
     def sqnr(self, *, float_weights: bool = False) -> float:
-        """What the judge says of the simulation, or of the one the float model would have now, in dB.
+        """SQNR of the simulation by the judge, or of one of the current float model, in dB.
 
         Args:
             float_weights: let the simulation's weights be in float meanwhile.

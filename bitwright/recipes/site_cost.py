@@ -347,7 +347,7 @@ def _of(part: OutputPart, y: Tensor) -> Tensor:
 
 
 def _separated(results: list[Any]) -> list[Any]:
-    """With a derivative of its own each: one may be part of another, as the last state of all states."""
+    """Give each result a derivative of its own: one may be a view of another, as the last state of all states."""
     return results if len(results) == 1 else [y.view_as(y) if isinstance(y, Tensor) else y for y in results]
 
 

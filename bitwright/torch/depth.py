@@ -104,7 +104,7 @@ class TorchBlocks(Blocks):
         return undo
 
     def outputs(self, batch: Any) -> list[Array]:
-        """What the module returns."""
+        """Outputs of the module."""
         return outputs_of(self.model, batch)
 
     def remove(self, names: Sequence[str], batch: Any) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _drop(model: nn.Module, step: Mapping[str, Any]) -> Undo:
 def _numbers(
     model: nn.Module, kept: Sequence[nn.Module], length: int, indices: Sequence[int]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """What numbers layers or counts them: attributes, name, new value."""
+    """Yield the attributes that number or count layers: holder, name, new value."""
     for i, child in enumerate(kept):
         yield from ((vars(m), "layer_idx", i) for m in child.modules() if isinstance(vars(m).get("layer_idx"), int))
     configuration = getattr(getattr(model, "config", None), "__dict__", {})

@@ -245,7 +245,7 @@ class Doctor(Recorder):
         return super()._new(kind, tensor, name, param)  # nothing is kept of any batch
 
     def _token(self, key: Key, frame: Frame, label: str) -> str:
-        """What the tracker calls the place of a call; the readable name is known when all batches are through."""
+        """Token of a call site for the tracker; readable names are resolved after all batches."""
         token = self._tokens.get(key)
         if token is None:
             token = self._tokens[key] = f"#{len(self._tokens)}"

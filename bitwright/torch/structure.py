@@ -165,7 +165,7 @@ class TorchStructure(Structured):
         return self.model
 
     def gradients(self, loss: Callable[[Any], Any], names: Sequence[str]) -> dict[str, Array]:
-        """Of one backward pass; the gradients that the module had are left out of it and stay.
+        """Gradients of one backward pass; existing gradients of the module are neither included nor changed.
 
         Raises:
             ConfigError: the loss is no number that depends on the parameters.
@@ -382,7 +382,7 @@ class TorchStructure(Structured):
         return new
 
     def _width(self, op: Op, use: _Use, kept: Kept) -> int | None:
-        """What a held integer has to be after the cut; ``None`` where the call does not take it for a width."""
+        """New value of a stored integer after the cut; ``None`` if the call does not use it as a width."""
         if not op.outputs or op.inputs[:1] in ((), (None,)):
             return None
         graph, call = self.graph(), self._calls[op.name]
@@ -490,7 +490,7 @@ def _uses(call: Call) -> Iterator[_Use]:
 
 
 def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
-    """What arguments hold, lists and slices opened."""
+    """Yield the values of arguments, with lists and slices flattened."""
     stack = list(reversed(arguments))
     while stack:
         item = stack.pop()

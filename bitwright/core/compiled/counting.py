@@ -109,7 +109,7 @@ def count_bins(
 def channels_hold(
     x: Floats, channels: int, inner: int, index: NDArray[np.int64], value: Floats, same: NDArray[np.uint8]
 ) -> None:
-    """Which channels hold nothing but one value.
+    """Find the channels that hold a single value.
 
     Args:
         x: an array of shape ``(outer, channels, inner)``.

@@ -208,7 +208,7 @@ def constant_channels(x: Array, axis: int, known: ConstantChannels | None = None
 
 
 def _still(x: Array, axis: int, known: ConstantChannels, group: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which channels of a group hold nothing but their value in ``x``."""
+    """Find the channels of a group that hold only their known value in ``x``."""
     found = _still_compiled(x, axis, known.index[group], known.value[group])
     if found is not None:
         return found

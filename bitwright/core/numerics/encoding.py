@@ -63,7 +63,7 @@ class Encoding:
 
     @property
     def zero(self) -> NDArray[np.int32 | np.int64 | np.float32]:
-        """What real zero is counted from: ``zero_point``, float32 with the ``shift`` where there is one."""
+        """Code of real zero: ``zero_point``, or float32 with the ``shift`` added."""
         return self.zero_point if self.shift is None else self.zero_point.astype(np.float32) + self.shift
 
     @property

@@ -260,7 +260,7 @@ PER_TENSOR = PerTensor()
 
 
 def phrase(granularity: Granularity) -> str:
-    """Which elements share a scale, in words; the axis is named once it is known.
+    """Describe which elements share a scale; the axis is named once it is known.
 
     >>> phrase(PerTensor()), phrase(PerChannel()), phrase(PerChannel(1)), phrase(PerBlock(32, 1, (0, 2)))
     ('per tensor', 'per channel', 'per channel (axis 1)', 'per block of 32 of each matrix (axis 1)')

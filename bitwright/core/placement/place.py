@@ -301,7 +301,7 @@ def _matrix(graph: Graph, op: Op) -> tuple[int, int]:
 
 
 def _multiplied(graph: Graph, op: Op) -> str | None:
-    """What a product with a stored matrix reads; ``None`` of other operators."""
+    """The activation that a product with a stored matrix reads; ``None`` for other operators."""
     return _source(graph, op.inputs[0]) if _matrix(graph, op)[0] else None
 
 
@@ -322,7 +322,7 @@ def _scales(graph: Graph, op: Op) -> bool:
 
 
 def _source(graph: Graph, value: str | None) -> str | None:
-    """What ``value`` is, through operators that do not change it."""
+    """Trace ``value`` back through operators that do not change it."""
     maker = graph.producer(value) if value is not None else None
     while maker is not None and maker.type in _PASSES:
         value = maker.inputs[0]
@@ -788,7 +788,7 @@ class Operands:
         return product if product.outputs[0] in op.inputs else None
 
     def _initial_state(self, op: Op, port: int, values: list[str], grids: dict[int, str]) -> None:
-        """What a layer starts from is on the grid of the state it becomes, unless its producer has quantized it."""
+        """Put an initial state on the grid of the state that it becomes, unless its producer quantizes it."""
         loose = [v for v in values if v not in self.ledger.group_of]
         if not loose:
             return
@@ -1153,7 +1153,7 @@ class Outputs:
         )
 
     def _pick(self, op: Op, index: int, value: str) -> None:
-        """What is picked has the scales of its matrices, for which an activation has no grid."""
+        """Leave picked matrices unquantized: they keep the scales of their stack, which no activation grid has."""
         stack = str(op.inputs[0])
         self.ledger.picked[value] = self.ledger.why[value] = f"matrices of {stack}, each on its own grid there"
         self.ledger.note_unused(

@@ -156,7 +156,7 @@ class Plan:
         return rows
 
     def _read_later(self, graph: Graph) -> Iterator[tuple[str, SitePlan]]:
-        """What later runs of a place read at an input that has a quantizer, which quantizes it as well."""
+        """Yield the inputs that later runs of an operator read at a quantized port; the same quantizer covers them."""
         inputs = {(s.op, s.port): s for s in self.sites.values() if s.role != "output" and s.inner is None}
         told = {(s.value, s.name) for s in inputs.values()}
         for op in graph.ops:

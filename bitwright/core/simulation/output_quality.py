@@ -199,7 +199,7 @@ _FEW = 8  # batches: the samples of fewer are taken one by one
 
 
 def quality(name: str, noise: Sequence[Array], signal: Sequence[Array]) -> PartQuality | None:
-    """Of a part by its sums of squares for each sample of each batch; ``None`` where it has no signal.
+    """Quality of a part from its sums of squares per sample and batch; ``None`` without signal.
 
     The interval is that of a ratio of two sums, on the scale of its logarithm (Cochran 1977, Sampling Techniques, 6.19) with
     Student's t, so that it is wide for few batches. Batches are what varies: samples of one batch may be of one recording.

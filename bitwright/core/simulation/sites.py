@@ -95,7 +95,7 @@ class Site(OnlyKnownAttributes):
 
     @property
     def spec(self) -> QuantSpec | None:
-        """What is asked for. A new spec may leave its axes open; they are filled in from the operator.
+        """The requested spec. A new spec may leave its axes open; they are filled in from the operator.
 
         What was calibrated stays so where the new spec needs no data: ranges are chosen again from the statistics, and
         those of weights from their values.

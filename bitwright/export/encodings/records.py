@@ -272,7 +272,7 @@ GATED = (1, 2)
 
 
 def gate_order(have: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...]:
-    """Which gate of ``have`` stands at each place of ``wanted``.
+    """Index in ``have`` of each gate in ``wanted``.
 
     Example:
         >>> gate_order(("reset", "update", "candidate"), ("update", "reset", "candidate"))

@@ -60,7 +60,7 @@ class Window:
         return replace(self, before=none, after=none)
 
     def plane(self) -> Window:
-        """With two spatial axes."""
+        """The window with two spatial axes."""
         if len(self.size) == 2:
             return self
         return Window((1, *self.size), (1, *self.stride), (1, *self.dilation), (0, *self.before), (0, *self.after))
@@ -104,7 +104,7 @@ class Image:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As stored."""
+        """Shape as stored."""
         n, c, *rest = self.held.shape
         return (n, *((1, *rest) if len(rest) == 1 else rest), c)
 

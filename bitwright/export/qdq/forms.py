@@ -204,7 +204,7 @@ def _own_scale(node: ir.Node) -> str | None:
 
 
 def _derived(node: ir.Node) -> dict[str, Any]:
-    """What a DequantizeLinear of codes of a type with a name of ours is taken for where its notes say no more."""
+    """Infer the format of a DequantizeLinear from the element type of its codes, if its metadata say no more."""
     codes = node.inputs[0] if node.op_type == "DequantizeLinear" and node.inputs else None
     if codes is None:
         return {}

@@ -164,7 +164,7 @@ def _shared(table: _Table, node: ir.Node, others: Iterable[ir.Node], gather: ir.
 
 
 def _readings(table: _Table, node: ir.Node, gather: ir.Node) -> Iterator[_Table]:
-    """What ``node`` dequantizes, indexed where the rows of ``table`` would lie in it: as it is, and turned."""
+    """Yield readings of the table that ``node`` dequantizes, as stored and transposed."""
     indices = gather.inputs[1]
     orders: list[tuple[int, ...]] = [()]
     if table.rank == 2 and indices is not None and indices.shape is not None:

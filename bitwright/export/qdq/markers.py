@@ -69,7 +69,7 @@ class Names:
 
 
 class Outputs:
-    """Which output slots of which graph hold a value, so that replacing one does not search the list."""
+    """Index of the graph outputs that hold each value, so that replacing one needs no search."""
 
     def __init__(self, model: ir.Model) -> None:
         self._slots: dict[ir.Value, list[tuple[ir.Graph, int]]] = {}

@@ -356,7 +356,7 @@ def _note_float_weight(w: Writing, node: ir.Node) -> None:
 
 
 def carried(w: Writing, node: ir.Node, known: Mapping[ir.Value, Any]) -> Any:
-    """What is ``known`` of the data that ``node`` passes on unchanged; ``None`` if it computes."""
+    """Look up in ``known`` the data that ``node`` passes through unchanged; ``None`` if it computes."""
     if node.domain or not node.inputs:
         return None
     if node.op_type in _JOINS:

@@ -1,4 +1,4 @@
-"""What all rounding methods share: layers in execution order, each with the inputs that its quantized predecessors produce.
+"""Driver of all rounding methods: layers in execution order, with the inputs that quantized predecessors produce.
 
 A method is a function that chooses the weights of one unit; finding the layers, bringing float and quantized values to
 them, keeping finished work and reporting is done here.
@@ -231,7 +231,7 @@ class Walk:
         return ChainMap(held, program.constants) if held else program.constants  # type: ignore[arg-type]
 
     def inputs(self, layer: Layer) -> Iterator[tuple[Tensor, Tensor]]:
-        """What a layer multiplies, float and quantized, for every batch and every run of it in a batch."""
+        """Yield the inputs of a layer, float and quantized, for every batch and every run of it in a batch."""
         return ((real, quantized) for real, quantized, _ in self.shares(layer))
 
     def shares(self, layer: Layer) -> Iterator[tuple[Tensor, Tensor, float]]:
@@ -275,7 +275,7 @@ def _reads(
     quantize: Callable[[str, Tensor], Tensor] | None,
     constants: Mapping[int, Tensor] | None = None,
 ) -> list[Tensor]:
-    """What ``layer`` multiplies in each of its steps; the steps between are run on a copy of the state."""
+    """Yield the input of ``layer`` in each of its steps; the steps between are run on a copy of the state."""
     constants = program.constants if constants is None else constants
     found, scratch, wanted = [], dict(state), program.places[layer.op]
     with torch.no_grad():
@@ -311,7 +311,7 @@ def _read(
     constants: Mapping[int, Tensor],
     quantize: Callable[[str, Tensor], Tensor] | None,
 ) -> Tensor:
-    """What ``step`` reads at ``port``."""
+    """The tensor that ``step`` reads at ``port``, quantized if ``quantize`` is given."""
     slot = step.ports[port]
     value = step.reads[slot]
     x = state[value] if value in state else constants[value]
@@ -340,7 +340,7 @@ TREATED = (*TRAITS["layer"], "GroupedMatMul", *RECURRENT)
 
 @dataclass(frozen=True)
 class Choice:
-    """What a method found for one layer.
+    """Result of a method for one layer.
 
     Attributes:
         layer: its name: of the operator, or of the site where an operator has several weights.
@@ -388,7 +388,7 @@ class Task:
         return layer.matrix(self.walk.model.weight(layer.site).float()).contiguous()
 
     def moments(self, layer: Layer, rows_per_input: int | None = None, *, weight: Tensor | None = None) -> Moments:
-        """Of what a layer multiplies, over all rows, or over as many for each input of one output.
+        """Second moments of a layer's input, over all rows, or over a number of rows per input of one output.
 
         Args:
             layer: of the unit.
@@ -456,7 +456,7 @@ NO_CACHE = Cache()
 
 @dataclass(frozen=True)
 class RoundingReport(Tabular, Sequence[Choice]):
-    """What became of every layer; a table when printed.
+    """Outcome of every layer; prints as a table.
 
     Attributes:
         method: its name.
@@ -588,7 +588,7 @@ def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, se
 
 
 def _why_not_read(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[str]]) -> str | None:
-    """What else reads the weight, or how its operator runs."""
+    """Why the weight of a layer cannot be replaced: its other readers, or the way its operator runs."""
     value = graph.values[site.value]
     sharing = {reader.name for reader, _ in graph.consumers(value.name)}
     if value.param is not None:
@@ -779,7 +779,7 @@ def _packed(choice: Choice, index: int) -> dict[str, NDArray[Any]]:
 
 
 def _known(cache: Cache, key: str, layers: Sequence[Layer], model: SimulatedModel) -> list[Choice] | None:
-    """What ``cache`` has under ``key``, if it can be what was found for ``layers``."""
+    """Read ``key`` from ``cache``, if the content fits ``layers``."""
     kept = cache.get(key)
     if kept is None:
         return None
@@ -859,7 +859,7 @@ def stretch(walk: Walk, units: Sequence[Unit]) -> list[list[Unit]]:
 
 
 def _fingerprint(walk: Walk) -> bytes:
-    """Of the data: the inputs of every batch."""
+    """Hash of the inputs of every batch."""
     digest = hashlib.sha256()
     for r in walk.runs:
         for tensor in r.real.values():

@@ -154,7 +154,7 @@ class Layer:
             yield grouped.permute(1, 0, 3, 2).reshape(self.groups, n * length, -1)
 
     def rows_at(self, x: Tensor, places: Tensor) -> Iterator[Tensor]:
-        """Of :meth:`rows` those at ``places``, in parts of bounded size; only these patches are made."""
+        """Yield the rows of :meth:`rows` at ``places`` in parts of bounded size; only these patches are made."""
         spatial = self.type in ("Conv", "ConvTranspose")
         if not spatial:
             x = self._flat(x)

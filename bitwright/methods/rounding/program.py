@@ -100,7 +100,7 @@ class Program:
 
 
 class SimulatedModel(Protocol):
-    """What reconstruction asks of a quantization simulation, whatever it is written in."""
+    """Interface of a quantization simulation to reconstruction, in either front end."""
 
     def graph(self) -> Graph:
         """The data-flow graph."""
@@ -138,7 +138,7 @@ def run_step(
     given: Mapping[int, Tensor] | None = None,
     inner: Quantize | None = None,
 ) -> Sequence[Tensor]:
-    """What ``step`` writes.
+    """Run ``step`` and return its results.
 
     Args:
         state, constants: values it may read.

@@ -120,7 +120,7 @@ class AdaptiveRounding:
         self.v = inverse_rectified_sigmoid(share).requires_grad_()
 
     def parameters(self) -> list[dict[str, Any]]:
-        """What the optimiser moves, with a factor of the learning rate."""
+        """Parameter groups of the optimiser, each with a factor of the learning rate."""
         return [{"params": [self.v], "factor": 1.0}]
 
     def soft(self, weight: float = 0.0, beta: float = 2.0) -> Tensor:
@@ -156,7 +156,7 @@ class LearnedDivision:
         self.step = w.new_zeros((*w.shape[:2], 1) if grid.own_rows else (1, 1, 1)).requires_grad_()
 
     def parameters(self) -> list[dict[str, Any]]:
-        """What the optimiser moves, with a factor of the learning rate."""
+        """Parameter groups of the optimiser, each with a factor of the learning rate."""
         return [{"params": [self.element, self.row], "factor": 1.0}, {"params": [self.step], "factor": 0.5}]
 
     def _scale(self) -> Tensor:
@@ -201,7 +201,7 @@ class SignedRounding:
         self.low, self.high = (w.new_ones(count).requires_grad_() for _ in range(2))
 
     def parameters(self) -> list[dict[str, Any]]:
-        """What the optimiser moves, with a factor of the learning rate."""
+        """Parameter groups of the optimiser, each with a factor of the learning rate."""
         ends = [self.low, self.high] if self.grid.steps else [self.high]
         return [{"params": [self.offset, *ends], "factor": 1.0}]
 
@@ -273,7 +273,7 @@ class LearnedClipping(SignedRounding):
     """One weight matrix of which the ends of ranges are learned, and weights are rounded to nearest within them."""
 
     def parameters(self) -> list[dict[str, Any]]:
-        """What the optimiser moves, with a factor of the learning rate."""
+        """Parameter groups of the optimiser, each with a factor of the learning rate."""
         return [{"params": [self.low, self.high] if self.grid.steps else [self.high], "factor": 1.0}]
 
 
@@ -331,7 +331,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class SignedSettings(Settings):
-    """Of AutoRound: as :class:`Settings`, with the iterations of the paper."""
+    """Options of AutoRound: as :class:`Settings`, with the iterations of the paper."""
 
     iterations: int = 200
 

@@ -176,7 +176,7 @@ def _of_outputs(task: Task, layer: Layer, settings: Settings) -> Errors:
 
 
 def _drawn_rows(task: Task, layer: Layer, settings: Settings) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """What float and quantized weights are multiplied by, batch by batch, in parts."""
+    """Yield drawn rows of the layer's inputs, float and quantized, batch by batch in parts."""
     per_input = settings.rows_per_input
     most = _OUTPUT_ROWS if per_input is None else min(_OUTPUT_ROWS, per_input * layer.fan_in)
     for real, quantized, share in task.walk.shares(layer):

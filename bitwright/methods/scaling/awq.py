@@ -119,7 +119,7 @@ class Inputs:
             self._kept = []
 
     def _some(self, rows: Array) -> Array:
-        """As many of the rows as are due when so many parts have come."""
+        """Draw the rows that are due after the number of parts seen."""
         due = [self._room * min(part, self._parts) // self._parts for part in (self._part, self._part + 1)]
         self._part += 1
         share = min(len(rows), due[1] - due[0])
@@ -471,7 +471,7 @@ def _observed(
     view: FloatModel, layers: Layers, groups: Sequence[Group], batches: Sequence[Any], memory_budget: int,
     bar: Bar,
 ) -> tuple[dict[str, Inputs], int]:  # fmt: skip
-    """What every layer of the groups reads, by the name of the value, and the number of samples."""
+    """Collect the inputs of every layer of the groups, by value name, and the number of samples."""
     widths = {_input(layers, layer): layer.axes.inputs for group in groups for layer, _ in group.consumers}
     row = 4 * sum(widths.values())
     room = memory_budget // max(1, row)

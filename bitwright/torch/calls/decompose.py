@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
 def _attended(
     scores: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float, empty: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What queries find, and their weights; those that may attend to nothing find zeros, or NaN where ``empty`` may be."""
+    """Attention output and weights; fully masked queries get zeros, or NaN where ``empty`` allows it."""
     if empty:
         scores, dead = (scores if mask is None else scores + mask), None
     else:

@@ -1029,7 +1029,7 @@ def _caller() -> str | None:
 
 
 OUTERMOST = Interceptor._intercepted.__code__
-"""What the outermost forward of a thread runs in."""
+"""State of the outermost forward of a thread."""
 _FORWARDS = (Forward.__call__.__code__, OUTERMOST)
 
 

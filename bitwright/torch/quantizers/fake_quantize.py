@@ -200,7 +200,7 @@ def sum_on_grid(x: torch.Tensor, other: torch.Tensor, grid: Grid, *, in_place: b
 def learned_gradients(
     grad: torch.Tensor, x: torch.Tensor, grid: Grid, ends: tuple[float, float]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """What :func:`clamp_on_grid` passes on of ``grad``, laid out as ``x``, and two sums of the shape of the grid's scale.
+    """Gradient that :func:`clamp_on_grid` passes through, laid out as ``x``, and two sums of the shape of the scale.
 
     The sums are of ``grad`` times the derivative of the results by the scale, and of what of ``grad`` is not passed on.
     ``None`` where no compiled loop serves, or a gradient of the gradient is asked for. A grid with a scale per row is without an
@@ -475,7 +475,7 @@ def _without_fast_path(x: torch.Tensor, encoding: Encoding, grid: Grid | None, n
 
 
 def _in_float64(x: torch.Tensor, grid: Grid, needs_grad: bool) -> torch.Tensor:
-    """As the reference, which divides float64 by the float32 scale in float64."""
+    """Compute as the reference, which divides float64 by the float32 scale in float64."""
     grid = double(grid)
     return _StraightThrough.apply(x, grid) if needs_grad else on_grid(x, grid)
 

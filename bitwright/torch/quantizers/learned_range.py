@@ -356,7 +356,7 @@ class LearnedRange:
         return (codes * scale + 0.0).reshape(shape).to(x.dtype)
 
     def scaling(self, x: torch.Tensor, weight: bool) -> Scaling:
-        """What the gradients for the parameters are multiplied by, for tensors of the shape of ``x``."""
+        """Factors of the parameters' gradients, for tensors of the shape of ``x``."""
         fmt, params = self.base.format, self.base.scale
         assert isinstance(fmt, IntFormat)
         examples = 1 if weight or not x.ndim else max(1, x.shape[0])
@@ -480,7 +480,7 @@ class RangeEnds(LearnedRange):
         return log_scale, _zero_where(same, (zero_point - fmt.qmin + lo / step) / fmt.steps)
 
     def scaling(self, x: torch.Tensor, weight: bool) -> Scaling:
-        """What the gradients are multiplied by: nothing but what makes those of the ends."""
+        """Factors of the gradients: only those that convert to the ends of the range."""
         return replace(super().scaling(x, weight), by_ends=True)
 
 
@@ -524,7 +524,7 @@ class Scaling:
         return found.reshape(self.shape).float()
 
     def slopes(self, scale: Any) -> tuple[Any, Any]:
-        """What the derivatives by the scale and by the lower end are multiplied by for ``log_scale`` and ``offset``."""
+        """Chain rule factors of the derivatives by scale and lower end, for ``log_scale`` and ``offset``."""
         if self.by_ends:  # the true derivatives, which those by the ends follow from
             return scale, scale * self.steps
         return self.factor / scale, self.factor / scale / self.steps

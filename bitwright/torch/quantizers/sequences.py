@@ -162,7 +162,7 @@ class _Run:
         return self.sums, self.gates, cells, self.bent
 
     def _watched(self) -> list[tuple[Keys, Keys, Keys]]:
-        """What a step has written that bounds are wanted of, ``[places, B, columns]``, and the keys that these have."""
+        """Results of a step whose bounds are wanted, ``[places, B, columns]``, and their keys."""
         found, first, width = [], 0, self.bent.shape[1]
         for x, group, wanted in zip(self._made(self.cells), _GROUPS, self.wanted[1], strict=True):
             last = first + len(group) * width
@@ -237,7 +237,7 @@ class _Learned:
 
 @dataclass(frozen=True)
 class _Grids:
-    """What compiled loops are told of the quantizers inside a layer: before the gates, after them, and of the states."""
+    """Grids of the quantizers inside a layer for compiled loops: before the gates, after them, and of the states."""
 
     pre: Floats
     post: Floats
@@ -330,7 +330,7 @@ class _Trained(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor, grad_last: Tensor, grad_cell: Tensor) -> tuple[Tensor | None, ...]:
-    """Of the input's share, the weight, its bias, the initial states and the parameters of ranges."""
+    """Gradients of the input's share, the weight, its bias, the initial states and the range parameters."""
     _, weight_hh, bias_hh, _, _, gates, marks, cells, bent, hidden, sums = ctx.saved_tensors
     grids, compiled, _, reverse = ctx.made
     inner, carried = grad_last.clone(memory_format=torch.contiguous_format), _array(grad_cell).copy()
@@ -371,7 +371,7 @@ class _Ranges:
             self.compiled.range_by_column(received[one.place], x, slope, outside, *one.numbers)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of what :attr:`_Grids.parameters` gives, by the formulas of :mod:`bitwright.torch.quantizers.learned_range`."""
+        """Gradients of :attr:`_Grids.parameters`, by formulas of :mod:`bitwright.torch.quantizers.learned_range`."""
         to_scale, to_offset = [], []
         slopes, outside = (sums.sum(1, np.float64) for sums in (self.slopes, self.outside))
         for one, slope, clipped in zip(self.learned, slopes, outside, strict=True):
@@ -452,7 +452,7 @@ RANGES = {
 
 
 class StepFunctions(dict[str, Function]):
-    """What happens to the tensors inside a step: inner name -> :class:`OnGrid`, :class:`Keep` or another function."""
+    """Functions for the tensors inside a step: inner name -> :class:`OnGrid`, :class:`Keep` or another function."""
 
     def stacked(self, cell: str, like: Tensor) -> StackedStep | None:
         """The step of a layer that is not projected, on gates in the order of :data:`bitwright.torch.calls.recurrent.ORDER`.

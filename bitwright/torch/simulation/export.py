@@ -429,7 +429,7 @@ def exported_module(
 def _refused(
     sim: SimulatedModule, args: tuple[Any, ...], kwargs: dict[str, Any], program: Any, error: Exception
 ) -> ExportError:
-    """What an export ends with: the place in the model, what torch says of it, and what helps.
+    """Error of a failed export: the place in the model, torch's reason, and the remedy.
 
     Args:
         sim, args, kwargs: what was exported, on which example.

@@ -717,7 +717,7 @@ def _write_down(
 
 
 def runs_left(program: ExportedProgram) -> dict[str, list[int]]:
-    """By site, which runs of its place are left of a captured program, in order, without those that no output depends on.
+    """Runs of each site's place left in a captured program, in order, without those that no output depends on.
 
     Their numbers are taken out of the marks, so that the exporter makes one of marks of the same value.
     """

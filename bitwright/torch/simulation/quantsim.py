@@ -90,7 +90,7 @@ def adopt(model: nn.Module, example: Any, *, in_place: bool) -> nn.Module:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given; a TorchScript module, whose table of modules is another, is refused later."""
+    """Unwrap a module from ``torch.compile``; a TorchScript module is refused later."""
     while isinstance(module._modules, dict) and isinstance(inner := module._modules.get(_ORIGINAL), nn.Module):
         module = inner
     return module
@@ -184,7 +184,7 @@ def uncopied(model: nn.Module) -> dict[int, Any]:
 
 
 def _attributes(model: nn.Module) -> Iterator[Any]:
-    """What the modules hold beside parameters, buffers and modules, and is neither an atom nor empty."""
+    """Yield attributes of modules other than parameters, buffers, modules, atoms and empty containers."""
     for _, module in walk_modules(model):
         for name, value in vars(module).items():
             empty = type(value) in ATOMS or (type(value) in _CONTAINERS and not value)

@@ -1,4 +1,4 @@
-"""Which ranges of a simulation train, their parameters, what a state dict holds of them, and what loops do wrong."""
+"""Trained ranges of a simulation: choice, parameters, state dict entries, and checks of training loops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Init = Literal["calibrated", "lsq", "lsq+"]
 
 @dataclass(frozen=True)
 class RangeReport:
-    """What :func:`learn_ranges` did.
+    """Result of :func:`learn_ranges`.
 
     Attributes:
         learned: the first site of every range that trains now.
@@ -267,7 +267,7 @@ def range_parameters(sim: SimulatedModule) -> list[nn.Parameter]:
 
 
 def shared_gradients(sim: SimulatedModule) -> SharedGradients:
-    """What averages the gradients of the ranges of ``sim`` over ranks."""
+    """Create the averaging of range gradients of ``sim`` over ranks."""
     return SharedGradients(partial(named_range_parameters, sim), partial(_contents, sim))
 
 
@@ -314,7 +314,7 @@ def learned_to_json(learned: LearnedRange) -> dict[str, list[float]]:
 
 
 def learned_from_json(saved: Any, base: Encoding) -> Values:
-    """What :func:`learned_to_json` wrote of a range with this base.
+    """Read the values that :func:`learned_to_json` wrote for a range with this base.
 
     Raises:
         TypeError, ValueError, AttributeError: it is something else.

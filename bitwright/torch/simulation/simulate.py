@@ -1,4 +1,4 @@
-"""What happens at each intercepted call while a simulation calibrates, runs or is exported.
+"""Handlers of intercepted calls while a simulation calibrates, runs or is exported.
 
 A :class:`CallPlan` says which quantizers belong to a call. A call and the quantizer of its result may be one pass over
 memory. For the ONNX exporter, quantizers are markers of their sites.
@@ -105,7 +105,7 @@ class Place:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What to do at one place of the model; ``inside`` has the inner tensors of a recurrent layer, by their names."""
+    """Quantizers of one place of the model; ``inside`` has the inner tensors of a recurrent layer, by name."""
 
     op: str
     operands: tuple[Place, ...] = ()
@@ -125,7 +125,7 @@ class CallPlan:
 
 
 def call_plans(graph: Graph, sites: Mapping[str, Site]) -> dict[str, CallPlan]:
-    """By operator: the quantizers of what it reads, of what it makes, and inside it."""
+    """Plans by operator: quantizers of its inputs, of its outputs, and inside it."""
     by_op: dict[str, list[Site]] = {}
     for site in sites.values():
         by_op.setdefault(site.op, []).append(site)
@@ -518,7 +518,7 @@ class Simulator(Handler, Observer):
     def _step_functions(
         self, plan: CallPlan, kept: dict[str, list[torch.Tensor]], bounds: dict[str, list[Columns]]
     ) -> StepFunctions:
-        """What happens at every step to the inner tensors; ``kept`` or ``bounds`` take in what is to be observed."""
+        """Functions for the inner tensors of every step; ``kept`` or ``bounds`` collect observed tensors."""
         found = StepFunctions()
         for name, place in plan.inside.items():
             quantizer = place.quantizer
@@ -593,7 +593,7 @@ class Simulator(Handler, Observer):
         return self._activation(place, x, overwrite=overwrite)
 
     def _passed(self, place: Place, x: torch.Tensor) -> torch.Tensor:
-        """What a quantizer that does not work returns; in float, :meth:`_tap` takes the results of operators."""
+        """Result of a disabled quantizer; in float, :meth:`_tap` takes the results of operators."""
         if self.taps is not None and self.stage == "simulate" and place.site in self.taps:
             take(self.taps[place.site], x)
         return x
@@ -700,7 +700,7 @@ def _with_copy_of(written: torch.Tensor, operands: Mapping[int, Any]) -> dict[in
 
 
 def _exchanged(output: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """What a call returned with tensors exchanged, by their ids."""
+    """Replace tensors in the result of a call, by their ids."""
     return map_tensors(output, lambda t: new.get(id(t), t))
 
 

@@ -218,7 +218,7 @@ class SimulatedModule(SimulationFiles):
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
-        """What :func:`~bitwright.torch.stabilize` put into effect, in order."""
+        """Repairs that :func:`~bitwright.torch.stabilize` applied, in order."""
         return tuple(self._simulator.repairs.values())
 
     @property
