@@ -64,18 +64,7 @@ ABSENT: dict[str, str] = {
         "block scales in two factors (LPBQ) are asked for with quantizer.set_qspec(QSpec.lpbq(...)), or decompressed_bw",
     ),
     **dict.fromkeys(
-        (
-            f"aimet_torch.nn.modules.custom.{quantized}{name}"
-            for quantized in ("", "Quantized")
-            for name in (
-                "RoiAlign",
-                "NonMaxSuppression",
-                "ScatterND",
-                "GatherNd",
-                "HadamardRotation",
-                "RotaryEmbedding",
-            )
-        ),
+        (f"aimet_torch.nn.modules.custom.{quantized}NonMaxSuppression" for quantized in ("", "Quantized")),
         "call the function itself: simulations see it as it is",
     ),
     "aimet_torch.amp.quantizer_groups.QuantizerGroup": "groups follow from the graph: "

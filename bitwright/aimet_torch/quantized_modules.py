@@ -67,6 +67,10 @@ INPUTS = {
     "GRUCell": 2,
     "LSTMCell": 3,
     "DynamicConv2d": 3,
+    "GatherNd": 2,
+    "ScatterND": 3,
+    "RoiAlign": 2,
+    "RotaryEmbedding": 4,
 }
 #: the same for outputs: recurrent modules return their states too
 OUTPUTS = {"RNN": 2, "GRU": 2, "LSTM": 3, "LSTMCell": 2}
@@ -633,8 +637,163 @@ class Cast(nn.Module):
         return x.type(self.dtype)
 
 
+class GatherNd(nn.Module):
+    """Elements, or slices, picked by tuples of indices, as ONNX GatherND.
+
+    Args:
+        batch_dim: leading axes that data and indices share.
+    """
+
+    def __init__(self, batch_dim: int) -> None:
+        super().__init__()
+        self.batch_dims = batch_dim
+
+    def forward(self, data: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """``data`` at ``indices``, whose last axis holds the tuples: ``[*indices.shape[:-1], *rest of data]``."""
+        rank = indices.dim() - 1
+        shared = [
+            torch.arange(data.shape[axis], device=data.device).reshape([-1 if i == axis else 1 for i in range(rank)])
+            for axis in range(self.batch_dims)
+        ]
+        return data[(*shared, *indices.to(torch.int64).unbind(-1))]
+
+
+class ScatterND(nn.Module):
+    """Values written to tuples of indices, as ONNX ScatterND.
+
+    Args:
+        reduction: 0 replaces, 1 adds, 2 multiplies, once per place.
+    """
+
+    def __init__(self, reduction: int = 0) -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, data: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+        """``data`` with ``updates`` at ``indices``, whose last axis holds the tuples."""
+        places, written = indices.to(torch.int64).unbind(-1), data.clone()
+        if self.reduction:
+            combine = torch.add if self.reduction == 1 else torch.mul
+            updates = combine(data[places], updates)
+        written[places] = updates
+        return written
+
+
+class RoiAlign(nn.Module):
+    """Means of bilinear samples in the bins of boxes, as ONNX RoiAlign of mode ``output_half_pixel``.
+
+    Source: He et al. 2017, arXiv:1703.06870, section 3; coordinates are not shifted by half a pixel.
+
+    Args:
+        output_size: rows and columns of bins, or one number for both.
+        spatial_scale: pixels of the feature map per unit of the boxes.
+        sampling_ratio: samples of a bin along each axis; 0 or less takes as many as cover its pixels.
+    """
+
+    def __init__(self, output_size: Any, spatial_scale: float, sampling_ratio: int) -> None:
+        super().__init__()
+        self.output_size, self.spatial_scale, self.sampling_ratio = output_size, spatial_scale, sampling_ratio
+
+    def forward(self, inp: torch.Tensor, roi: torch.Tensor, batch_indices: torch.Tensor) -> torch.Tensor:
+        """``[boxes, channels, rows, columns]`` of a feature map ``[batch, channels, height, width]``.
+
+        Args:
+            inp: the feature map.
+            roi: boxes ``x1, y1, x2, y2``.
+            batch_indices: sample of each box.
+        """
+        size = self.output_size
+        rows, columns = (size, size) if isinstance(size, int) else size
+        pooled = [
+            torch.einsum(
+                "ph,chw,qw->cpq",
+                self._means(y1, y2, rows, inp.shape[2]),
+                inp[index],
+                self._means(x1, x2, columns, inp.shape[3]),
+            )
+            for index, (x1, y1, x2, y2) in zip(batch_indices.to(torch.int64), roi * self.spatial_scale, strict=True)
+        ]
+        return torch.stack(pooled) if pooled else inp.new_zeros(0, inp.shape[1], rows, columns)
+
+    def _means(self, low: torch.Tensor, high: torch.Tensor, bins: int, pixels: int) -> torch.Tensor:
+        """Weights of the pixels of an axis in each bin between two ends: ``[bins, pixels]``."""
+        length = (high - low).clamp(min=1)
+        count = self.sampling_ratio if self.sampling_ratio > 0 else int((length / bins).ceil())
+        steps = torch.arange(bins * count, device=low.device, dtype=low.dtype) + 0.5
+        at = low + steps * length / (bins * count)
+        distance = at.clamp(0, pixels - 1)[:, None] - torch.arange(pixels, device=low.device)
+        inside = ((at >= -1) & (at <= pixels))[:, None]
+        return (F.relu(1 - distance.abs()) * inside).reshape(bins, count, pixels).mean(1)
+
+
+class HadamardRotation(nn.Module):
+    """Groups of the last axis times a Hadamard matrix of the largest power of two that divides it.
+
+    Args:
+        size: of the last axis.
+        scale: factor of the products; by default the one that keeps lengths.
+    """
+
+    hadamard: torch.Tensor
+
+    def __init__(self, size: int, scale: float | None = None) -> None:
+        super().__init__()
+        order = size & -size
+        signs, twice = torch.ones(1, 1), torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+        while len(signs) < order:  # Sylvester's construction
+            signs = torch.kron(twice, signs)
+        self.register_buffer("hadamard", signs)
+        self.scale = scale or order**-0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` with every group rotated."""
+        groups = x.unflatten(-1, (-1, self.hadamard.shape[0]))
+        return (F.linear(groups, self.hadamard) * self.scale).reshape(x.shape)
+
+
+class RotaryEmbedding(nn.Module):
+    """Pairs of the first elements of heads turned by angles of their positions, as ONNX RotaryEmbedding.
+
+    Source: Su et al. 2021, arXiv:2104.09864.
+
+    Args:
+        interleaved: pairs are neighbours; otherwise the halves are paired.
+        rotary_embedding_dim: elements that are turned.
+        head_size: elements of a head; those after them stay.
+    """
+
+    def __init__(self, interleaved: bool, rotary_embedding_dim: int, head_size: int) -> None:
+        super().__init__()
+        self.interleaved, self.rotary_embedding_dim, self.head_size = interleaved, rotary_embedding_dim, head_size
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos_cache: torch.Tensor,
+        sin_cache: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``x``, ``[batch, heads, length, head_size]``, turned.
+
+        Args:
+            x: the heads.
+            cos_cache, sin_cache: ``[batch, length, rotary_embedding_dim / 2]``, or ``[positions, ...]`` with positions.
+            position_ids: ``[batch, length]``.
+        """
+        if position_ids is not None:
+            cos_cache, sin_cache = cos_cache[position_ids], sin_cache[position_ids]
+        cos, sin = cos_cache.unsqueeze(1), sin_cache.unsqueeze(1)
+        turned, rest = x.split([self.rotary_embedding_dim, self.head_size - self.rotary_embedding_dim], -1)
+        pairs = (-1, 2) if self.interleaved else (2, -1)
+        axis = -1 if self.interleaved else -2
+        first, second = turned.unflatten(-1, pairs).unbind(axis)
+        made = torch.stack((cos * first - sin * second, sin * first + cos * second), axis).flatten(-2)
+        return torch.cat((made, rest), -1)
+
+
 ALL = (
     CustomSiLU, ChannelShuffle, DepthToSpaceCRDMode, DepthToSpaceDCRMode, ScatterElements, OneHot, CustomGather, Cast,
+    GatherNd, ScatterND, RoiAlign, HadamardRotation, RotaryEmbedding,
 )  # fmt: skip
 
 
