@@ -79,7 +79,8 @@ def apply_reconstruction(
             (:func:`bitwright.torch.gather_batches`), so that every rank finds the same weights, bit for bit, however many there
             are. Each must call this then; ``False`` works on those of this rank alone.
         options: of the method: ``iterations``, ``batch``, ``lr``, ``reg_param``, ``beta_range``, ``warm_start``, ``rows``,
-            ``drop`` (learned methods); ``damping``, ``act_order``, ``block``, ``match_float`` (``gptq``), ``share`` (``gptaq``);
+            ``drop`` (learned methods); ``damping``, ``act_order``, ``block``, ``match_float`` (``gptq``), ``share``
+            (``gptaq``), ``refit`` (both);
             ``num_candidates``, ``loss_fn`` (``mse``, ``l1``, ``sqnr``), ``inp_symmetry`` (``symqt``, ``symfp``, ``asym``;
             ``seq_mse``).
 

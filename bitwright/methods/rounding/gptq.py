@@ -14,15 +14,16 @@ columns still to come make up for them as for errors of rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.methods.rounding.driver import Choice, Task, check_finite, check_rows
-from bitwright.methods.rounding.matrices import Grid, Moments
+from bitwright.methods.rounding.matrices import Grid, Layer, Moments, grid_encoding
+from bitwright.methods.rounding.refit import refitted
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Settings:
             the sparsity; columns keep their order then.
         rows_per_input: as many rows of a layer's inputs as this, for each input of one output, are drawn evenly from the
             data; ``None`` takes all. A convolution has a row for each position of its output.
+        refit: how often scales, and zero points where there are any, are refitted to the codes by least squares under ``H``,
+            with a new rounding in between; what is best under ``H`` is kept. 0 leaves the grid as it is, and so do weights
+            whose rows share scales and ones that become zero.
     """
 
     damping: float = 0.01
@@ -50,6 +54,22 @@ class Settings:
     sparsity: float = 0.0
     pattern: str = "unstructured"
     rows_per_input: int | None = None
+    refit: int = 3
+
+    def __post_init__(self) -> None:
+        check_refit(self.refit)
+
+
+def check_refit(refit: int) -> None:
+    """Refuse a number of refits that is none.
+
+    Raises:
+        ConfigError: it is below 0.
+    """
+    if refit < 0:
+        raise ConfigError(
+            "refit", f"it is {refit}", "give 0 to keep the scales, or how often they are refitted, such as 3"
+        )
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,7 @@ class AsymmetricSettings:
     """Of GPTAQ.
 
     Attributes:
-        damping, act_order, block, rows_per_input: as of :class:`Settings`.
+        damping, act_order, block, rows_per_input, refit: as of :class:`Settings`.
         share: of the correction that is made; 1 is the paper's equation. What differs between the inputs is known from the
             calibration data only, and less of it generalizes better where these are few.
     """
@@ -67,8 +87,10 @@ class AsymmetricSettings:
     block: int = 128
     share: float = 1.0
     rows_per_input: int | None = None
+    refit: int = 3
 
     def __post_init__(self) -> None:
+        check_refit(self.refit)
         if not 0 <= self.share <= 1:
             raise ConfigError("share", f"it is {self.share!r}", "give a number from 0 (GPTQ) to 1")
 
@@ -236,7 +258,6 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     check_rows(task.walk, layer, rows, int(w.shape[2]))
     seen = bool(hessian.any())
     target = _least_squares(w, found, settings) if settings.match_float and seen else w
-    nearest = grid.nearest(w)
     if settings.sparsity > 0 or group_of_pattern(settings.pattern) is not None:
         if grid.free:
             raise ConfigError(
@@ -249,23 +270,86 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
                 layer.name, "its inputs are all zero, so that no weight is worth more", "give other data"
             )
         codes = round_columns(target.clone(), hessian, grid, settings)
-        both = [quadratic_error(grid.values(c) - target, hessian).sum() / rows for c in (nearest, codes)]
+        both = [quadratic_error(grid.values(c) - target, hessian).sum() / rows for c in (grid.nearest(w), codes)]
         note = f"{float((codes == 0).float().mean()):.1%} of its weights are zero"
         weight = layer.tensor(grid.values(codes))
         return [Choice(layer.name, weight, task.encoding(layer), float(both[0]), float(both[1]), note)]
-    codes = round_columns(target.clone(), hessian, grid, settings) if seen else nearest
-    before, after = (quadratic_error(grid.values(c) - target, hessian).sum(1) / rows for c in (nearest, codes))
-    worse = after > before
-    if not layer.stack:  # one layer, whose groups are kept or rounded together
-        worse = (after.sum() > before.sum()).expand_as(worse)
-    codes = torch.where(worse[:, None, None], nearest, codes)
-    after = torch.where(worse, before, after)
-    note = _note(hessian, worse)
-    return [
-        Choice(
-            layer.name, layer.tensor(grid.values(codes)), task.encoding(layer), float(before.sum()), float(after.sum()), note
-        )
-    ]  # fmt: skip
+    problem = Problem(task, layer, hessian, rows, target)
+    return [problem.choice(w, settings.refit, lambda grid: round_columns(target.clone(), hessian, grid, settings))]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The weights that are wanted of a layer, and what measures how near others come to them.
+
+    Attributes:
+        task, layer: whose they are.
+        hessian: ``[G, K, K]`` float64.
+        rows: how many it is the sum of.
+        target: ``[G, O, K]`` float32.
+    """
+
+    task: Task
+    layer: Layer
+    hessian: Tensor
+    rows: int
+    target: Tensor
+
+    def errors(self, weight: Tensor) -> Tensor:
+        """Of every matrix, ``[G]``; of one whose layers are kept or rounded together, the sum for all."""
+        found = quadratic_error(weight - self.target, self.hessian).sum(1) / self.rows
+        return found if self.layer.stack else found.sum().expand_as(found) / len(found)
+
+    def choice(self, w: Tensor, refit: int, round_on: Callable[[Grid], Tensor]) -> Choice:
+        """Round, and refit the grid to the codes; nearest rounding of ``w`` stays where it is as good.
+
+        Args:
+            w: the float weights, ``[G, O, K]``.
+            refit: how often, each time followed by a new rounding but for the last.
+            round_on: the codes on a grid.
+        """
+        encoding = self.task.encoding(self.layer)
+        first = Grid.of(encoding, self.layer, w.device)
+        best = nearest = (first.values(first.nearest(w)), first)
+        before = errors = self.errors(nearest[0])
+        for grid, weight in self._tries(first, refit, round_on) if bool(self.hessian.any()) else ():
+            found = self.errors(weight)
+            best, errors = better_of((weight, grid), best, found <= errors), torch.minimum(found, errors)
+        weight, grid = best
+        if grid is not first:
+            encoding = grid_encoding(grid, encoding, self.layer)
+        note = _note(self.hessian, errors >= before)
+        after = float(errors.sum())
+        return Choice(self.layer.name, self.layer.tensor(weight), encoding, float(before.sum()), after, note)
+
+    def _tries(self, grid: Grid, refit: int, round_on: Callable[[Grid], Tensor]) -> Iterator[tuple[Grid, Tensor]]:
+        """Grids with weights on them; the first on the grid that is given."""
+        codes = round_on(grid)
+        yield grid, grid.values(codes)
+        encoding = self.task.encoding(self.layer)
+        for turn in range(refit):
+            moved, codes = refitted(grid, codes, self.target, self.hessian)
+            kept = Grid.of(grid_encoding(moved, encoding, self.layer), self.layer, codes.device)
+            if moved is grid or not torch.equal(kept.scale.expand_as(moved.scale), moved.scale):
+                return  # rows share scales, or the format has no room for these
+            grid = moved
+            yield grid, grid.values(codes)
+            if turn < refit - 1:
+                codes = round_on(grid)
+                yield grid, grid.values(codes)
+
+
+def better_of(one: tuple[Tensor, Grid], other: tuple[Tensor, Grid], where: Tensor) -> tuple[Tensor, Grid]:
+    """Weights and their grids, of ``one`` for the matrices ``where``, ``[G]``, and of ``other`` for the rest."""
+    if bool(where.all()) or not bool(where.any()):
+        return one if bool(where.all()) else other
+    mask = where[:, None, None]
+    weight, grid = torch.where(mask, one[0], other[0]), one[1]
+    if grid is other[1]:
+        return weight, grid
+    pairs = ((grid.scale, other[1].scale), (grid.lo, other[1].lo), (grid.hi, other[1].hi))
+    scale, lo, hi = (torch.where(mask, a, b) for a, b in pairs)
+    return weight, replace(grid, scale=scale, lo=lo, hi=hi)
 
 
 def _note(hessian: Tensor, worse: Tensor) -> str:
@@ -301,29 +385,18 @@ def solve_asymmetric(task: Task, settings: AsymmetricSettings) -> list[Choice]:
     """Choose the weights of a layer by GPTAQ; nearest rounding stays where its output is as near to the float model's."""
     (layer,) = task.layers.values()
     w = task.weight(layer)
-    grid = task.grid(layer, w)
     ones = torch.eye(int(w.shape[2]), device=w.device).expand(len(w), -1, -1)
     found = task.moments(layer, settings.rows_per_input, weight=ones)
     hessian, drift = found.own, found.moved
     assert drift is not None
     check_finite(layer, hessian)
     check_rows(task.walk, layer, found.rows, int(w.shape[2]))
-    nearest = grid.nearest(w)
     plain = Settings(settings.damping, settings.act_order, settings.block)
-    seen = bool(hessian.any())
-    codes = round_columns(w.clone(), hessian, grid, plain, settings.share * drift) if seen else nearest
     # of |Q x_q - W x|^2 what weights change: the distance from the weights that come nearest to the float model's outputs
-    moved = Moments(hessian, w.double() @ drift, found.rows)
-    target = _least_squares(w, moved, plain) if seen else w
-    before, after = (quadratic_error(grid.values(c) - target, hessian).sum(1) / found.rows for c in (nearest, codes))
-    worse = after > before
-    if not layer.stack:
-        worse = (after.sum() > before.sum()).expand_as(worse)
-    codes = torch.where(worse[:, None, None], nearest, codes)
-    after = torch.where(worse, before, after)
-    weight = layer.tensor(grid.values(codes))
-    note = _note(hessian, worse)
-    return [Choice(layer.name, weight, task.encoding(layer), float(before.sum()), float(after.sum()), note)]
+    target = _least_squares(w, Moments(hessian, w.double() @ drift, found.rows), plain) if hessian.any() else w
+    problem = Problem(task, layer, hessian, found.rows, target)
+    share = settings.share * drift
+    return [problem.choice(w, settings.refit, lambda grid: round_columns(w.clone(), hessian, grid, plain, share))]
 
 
 def asymmetric_method(settings: AsymmetricSettings) -> Callable[[Task], Sequence[Choice]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, largest_code
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import choose_range_of
-from bitwright.core.numerics.spec import RangeMethod, weight_spec
+from bitwright.core.numerics.spec import RangeMethod, find_preset, weight_spec
 from bitwright.errors import ConfigError
 from bitwright.methods.rounding import gptq
 from bitwright.methods.rounding.gptq import Settings, inverse_factor, quadratic_error, round_columns
@@ -30,6 +31,7 @@ from bitwright.methods.rounding.reconstruct import (
     rectified_sigmoid,
     regulariser,
 )
+from bitwright.methods.rounding.refit import refitted
 from bitwright.methods.rounding.seq_mse import Settings as SeqMseSettings
 from bitwright.torch import QuantizationSimModel, apply_reconstruction
 
@@ -552,3 +554,104 @@ def test_zeros_are_refused_where_zero_may_have_no_code():
     sim.compute_encodings()
     with pytest.raises(ConfigError, match="may have no code for zero.*asymmetric"):
         apply_reconstruction(sim, [torch.randn(64, 32)], "gptq", progress=False, sparsity=0.5)
+
+
+def refit_problem(name: str) -> tuple[Grid, Encoding, Layer, torch.Tensor, torch.Tensor]:
+    """A layer of correlated inputs in a format, with groups of 8 and 10 inputs in the last of three."""
+    generator = torch.Generator().manual_seed(4)
+    w = torch.randn(6, 24, generator=generator) + 0.3
+    format, scale_format = REFITTED[name]
+    changes = {"symmetry": "asymmetric"} if name == "zero-points" else {}
+    encoding = encoded(w, format, scale_format, **changes)
+    layer = Layer("fc", "fc", "Gemm", {"transB": 1}, (6, 24), "fc.weight")
+    x = torch.randn(96, 24, generator=generator) @ torch.randn(24, 24, generator=generator)
+    return Grid.of(encoding, layer, w.device), encoding, layer, w[None], (x.t() @ x).double()[None]
+
+
+REFITTED = {**FORMATS, "int4": ("int4", "float32"), "zero-points": ("uint4", "float16")}
+
+
+@pytest.mark.parametrize("name", [name for name in REFITTED if name != "bfloat16"])
+def test_a_refit_never_raises_the_error_of_any_row_and_is_stored_as_the_format_says(name):
+    grid, encoding, layer, w, hessian = refit_problem(name)
+    for codes in (grid.nearest(w), round_columns(w.clone(), hessian, grid, Settings())):
+        moved, new = refitted(grid, codes, w, hessian)
+        before, after = (quadratic_error(g.values(c) - w, hessian) for g, c in ((grid, codes), (moved, new)))
+        assert (after <= before * (1 + 1e-5)).all()
+        if name not in ("MXFP4", "LPBQ"):  # whose scales lie far apart
+            assert after.sum() < 0.97 * before.sum()
+        assert torch.equal(moved.stored(moved.scale), moved.scale)
+        found, values = grid_encoding(moved, encoding, layer), layer.tensor(moved.values(new))
+        torch.testing.assert_close(fake_quantize(values, found), values, atol=1e-6, rtol=1e-6)
+
+
+def test_a_refit_finds_the_grid_that_weights_lie_on():
+    grid, _, _, w, hessian = refit_problem("int4")
+    codes = grid.nearest(w)
+    wanted = grid.scale * (1 + 0.2 * torch.rand(1, 6, 3).repeat_interleave(8, 2))
+    found = refitted(grid, codes, codes * wanted, hessian)[0]
+    errors = [quadratic_error(codes * (scale - wanted), hessian).sum() for scale in (grid.scale, found.scale)]
+    assert errors[1] < 1e-2 * errors[0]
+    alone = refitted(grid, codes, codes * wanted, torch.eye(24).double()[None])[0]  # no group depends on another
+    torch.testing.assert_close(alone.scale, wanted)
+
+
+def test_a_refit_of_whole_zero_points_moves_codes_with_them():
+    grid, _, _, w, hessian = refit_problem("zero-points")
+    nearest = grid.nearest(w)
+    shifted = nearest + 1  # all of a step too high
+    moved, codes = refitted(grid, shifted, grid.values(nearest), torch.eye(24).double()[None])
+    assert (
+        codes == nearest
+    ).float().mean() > 0.8  # but where zero would leave the grid, or a wider scale was found first
+    assert torch.equal(codes - moved.lo, shifted - grid.lo)
+    assert (moved.lo <= 0).all() and (moved.hi >= 0).all()
+
+
+def test_scales_that_rows_share_are_left():
+    w, hessian = torch.randn(1, 6, 24), torch.eye(24).double()[None]
+    layer = Layer("fc", "fc", "Gemm", {"transB": 1}, (6, 24), "fc.weight")
+    for granularity in (PerTensor(), PerBlock(3, 0, 1)):
+        spec = weight_spec("int4", granularity)
+        encoding = encode(*choose_range_of(w[0], spec, granularity), spec, granularity)
+        grid = Grid.of(encoding, layer, w.device)
+        codes = grid.nearest(w)
+        assert refitted(grid, codes, w, hessian) == (grid, codes)
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptaq"])
+@pytest.mark.parametrize("preset", ["w4g32", "w3g32_float_zero", "nvfp4"])
+def test_a_refitted_grid_is_in_effect_and_never_worse(method, preset):
+    torch.manual_seed(0)
+    x = torch.randn(256, 64) @ torch.randn(64, 64)
+    model = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 32)).eval()
+    errors = []
+    for refit in (0, 3):
+        sim = QuantizationSimModel(model, x[:2], preset=replace(find_preset(preset), activation=None))
+        sim.compute_encodings()
+        before = sim.quantizers["0.weight"].encoding
+        report = apply_reconstruction(sim, [x], method, progress=False, include=["0"], refit=refit)
+        after, w = sim.quantizers["0.weight"].encoding, sim.model.get_parameter("0.weight").detach()
+        assert np.array_equal(before.scale, after.scale) == (refit == 0) and is_sayable(after)
+        torch.testing.assert_close(fake_quantize(w, after), w, atol=1e-6, rtol=1e-6)
+        errors.append(report[0].after)
+    assert errors[1] < 0.99 * errors[0]
+
+
+def test_matrices_of_a_stack_are_chosen_each_with_its_own_grid():
+    w = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1))
+    layer = Layer("experts", "experts", "MatMul", {}, (2, 16, 4), "experts.weight")
+    spec = weight_spec("int4", PerBlock(8, 1))
+    tensor = layer.tensor(w)
+    encoding = encode(*choose_range_of(tensor, spec, spec.granularity), spec, spec.granularity)
+    first = Grid.of(encoding, layer, w.device)
+    other = replace(first, scale=first.scale * 2)
+    found, grid = gptq.better_of((w * 2, other), (w, first), torch.tensor([True, False]))
+    assert torch.equal(found, torch.stack([w[0] * 2, w[1]]))
+    assert torch.equal(grid.scale[0], other.scale[0]) and torch.equal(grid.scale[1], first.scale[1])
+
+
+@pytest.mark.parametrize("settings", [Settings, gptq.AsymmetricSettings])
+def test_a_number_of_refits_below_zero_is_refused(settings):
+    with pytest.raises(ConfigError, match="refit.*it is -1.*give 0"):
+        settings(refit=-1)

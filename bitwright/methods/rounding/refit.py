@@ -1,0 +1,153 @@
+"""Refit scales and zero points to codes that are chosen: least squares under ``H``, one parameter after the other.
+
+Of codes ``C`` a row of weights is ``s_g (C - z_g)`` in each of its groups ``g``, so that its error under ``H``,
+``(Q - W) H (Q - W)^T``, is a quadratic function of each scale and of each zero point alone. Each in turn goes to the number
+nearest to its minimum that its format can store (coordinate descent), which never raises the error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bitwright.methods.rounding.matrices import Grid
+
+_SWEEPS = 6  # over all groups: what later ones gain is below a thousandth of the error
+_CHUNK = 1 << 22  # numbers of the systems of rows that are solved at once: 32 MiB
+_FARTHEST = 2.0**20  # of a zero point that is a real number: codes near one farther away would be lost in float32
+
+
+def groups_of_columns(grid: Grid, shape: torch.Size) -> Tensor | None:
+    """The group of each column, ``[K]`` from 0 on, where every row has scales of its own; ``None`` where rows share them."""
+    if grid.index is None or not grid.own_rows:
+        return None
+    index = grid.index.expand(shape)
+    groups = index[0, 0].unique(return_inverse=True)[1]
+    count = shape[0] * shape[1] * (int(groups.max()) + 1)
+    return groups if int(index.max()) + 1 == count else None
+
+
+def refitted(grid: Grid, codes: Tensor, target: Tensor, hessian: Tensor) -> tuple[Grid, Tensor]:
+    """The grid whose values of ``codes`` come nearest to ``target``, and the codes as that grid counts them.
+
+    Args:
+        grid: of every weight; with ``index``.
+        codes: ``[G, O, K]``, with real zero at 0.
+        target: weights that are wanted, ``[G, O, K]``.
+        hessian: ``[G, K, K]`` float64, symmetric and positive semidefinite.
+
+    Returns:
+        The grid with other scales, and zero points where it has them, and the codes less what zero moved by; as they were
+        where rows share scales.
+    """
+    groups = groups_of_columns(grid, codes.shape)
+    if groups is None:
+        return grid, codes
+    scale, lo, hi = (t.expand(codes.shape).clone() for t in (grid.scale, grid.lo, grid.hi))
+    moved = torch.zeros_like(codes)
+    count = int(groups.max()) + 1
+    unknowns = count * (2 if _has_zero_points(grid) else 1)
+    firsts = torch.tensor([int((groups == g).nonzero()[0]) for g in range(count)], device=codes.device)
+    members = [(groups == g).nonzero().flatten() for g in range(count)]
+    size = max(1, _CHUNK // unknowns**2)
+    for matrix in range(len(codes)):
+        for start in range(0, int(codes.shape[1]), size):
+            at = (matrix, slice(start, start + size))
+            common = None if grid.common is None else grid.common.expand(codes.shape)[at][:, firsts]
+            rows = _Rows(
+                replace(grid, scale=scale[at][:, firsts], lo=lo[at][:, firsts], hi=hi[at][:, firsts], common=common)
+            )
+            rows.solve(codes[at].double(), target[at].double(), hessian[matrix], members)
+            scale[at] = rows.scale[:, groups]
+            moved[at] = rows.zero[:, groups].float()
+    found = (
+        replace(grid, scale=scale, lo=lo - moved, hi=hi - moved)
+        if _has_zero_points(grid)
+        else replace(grid, scale=scale)
+    )
+    return found, codes - moved
+
+
+def _has_zero_points(grid: Grid) -> bool:
+    return grid.free or grid.steps > 0
+
+
+class _Rows:
+    """Scales and zero points of some rows of a matrix, ``[O, groups]``.
+
+    Attributes:
+        scale: float32, as stored.
+        zero: by how much zero points have moved, float64: codes are less by that.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid, self.scale = grid, grid.scale
+        self.zero = torch.zeros_like(grid.scale, dtype=torch.float64)
+
+    def solve(self, codes: Tensor, target: Tensor, hessian: Tensor, members: list[Tensor]) -> None:
+        """Descend along every scale and zero point in turn."""
+        system, left = _system(codes, target, hessian, members, offsets=_has_zero_points(self.grid))
+        count = len(members)
+        if not _has_zero_points(self.grid):
+            left -= torch.einsum("ojk,ok->oj", system, self.scale.double())
+        else:
+            left -= torch.einsum("ojk,ok->oj", system[:, :, :count], self.scale.double())
+        for _ in range(_SWEEPS):
+            for group in range(count):
+                self._move_scale(system, left, group, count)
+                if _has_zero_points(self.grid):
+                    self._move_zero(system, left, group, count)
+
+    def _move_scale(self, system: Tensor, left: Tensor, group: int, count: int) -> None:
+        zero, old = self.zero[:, group], self.scale[:, group]
+        slope, column = left[:, group], system[:, :, group]
+        curve = column[:, group]
+        if _has_zero_points(self.grid):
+            column = column - zero[:, None] * system[:, :, count + group]
+            slope = slope - zero * left[:, count + group]
+            curve = column[:, group] - zero * column[:, count + group]
+        wanted = (old.double() + slope / curve).float()
+        usable = (curve > 0) & torch.isfinite(wanted) & (wanted > 0)
+        common = None if self.grid.common is None else self.grid.common[:, group]
+        new = replace(self.grid, common=common).stored(torch.where(usable, wanted, old))
+        new = torch.where(usable & torch.isfinite(new) & (new > 0), new, old)
+        step = new.double() - old.double()
+        new = torch.where(step * (2 * slope - step * curve) > 0, new, old)  # only down, whatever the format rounds to
+        left -= column * (new.double() - old.double())[:, None]
+        self.scale[:, group] = new
+
+    def _move_zero(self, system: Tensor, left: Tensor, group: int, count: int) -> None:
+        scale, old = self.scale[:, group].double(), self.zero[:, group]
+        column = system[:, :, count + group]
+        wanted = old - left[:, count + group] / (column[:, count + group] * scale)
+        lo, hi = self.grid.lo[:, group].double(), self.grid.hi[:, group].double()
+        if self.grid.free:
+            new = torch.where((lo - wanted).abs() < _FARTHEST, wanted.float().double(), old)
+        else:  # zero itself stays a code
+            new = torch.minimum(torch.maximum(wanted.round(), lo), hi)
+        new = torch.where(torch.isfinite(wanted), new, old)
+        left += column * (scale * (new - old))[:, None]
+        self.zero[:, group] = new
+
+
+def _system(
+    codes: Tensor, target: Tensor, hessian: Tensor, members: list[Tensor], *, offsets: bool
+) -> tuple[Tensor, Tensor]:
+    """``D^T H D`` and ``D^T H w`` of every row; ``D`` has the codes of a group in a column, then ones of it if ``offsets``.
+
+    Returns:
+        ``[O, n, n]`` and ``[O, n]``, float64.
+    """
+    sums = torch.zeros(int(codes.shape[1]), len(members), dtype=codes.dtype, device=codes.device)
+    for group, columns in enumerate(members):
+        sums[columns, group] = 1.0
+    bases = [codes, torch.ones_like(codes[:1])] if offsets else [codes]
+
+    def summed(part: Tensor) -> Tensor:
+        """Each basis times ``part``, summed over the columns of each group."""
+        return torch.cat([((part * basis) @ sums).expand(len(codes), -1) for basis in bases], 1)
+
+    rows = [summed(basis[:, columns] @ hessian[columns]) for basis in bases for columns in members]
+    return torch.stack(rows, 1), summed(target @ hessian)
