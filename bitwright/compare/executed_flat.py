@@ -7,7 +7,7 @@ kernel of that one operator.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from bitwright.compare.executed import Held
 from bitwright.compare.litert import MOVES_CODES, FlatFile
+from bitwright.errors import ExportError
 from bitwright.executors.litert import FLAT_KERNELS
 from bitwright.executors.profile import Profile
 from bitwright.executors.tensors import Call, Grid, Tensor
@@ -34,13 +35,15 @@ class FlatExecutor:
     Args:
         content: of the file, as an export wrote it.
         profile: of the target; it reads ``.tflite`` files.
+        in_batches: whether the first axis of all inputs and outputs counts samples, so that data with more or fewer of them than
+            a file with a fixed batch takes is divided, and filled up with its first sample.
 
     Attributes:
         by_reference: kinds of integer operators that the profile does not name; LiteRT's reference kernel computes them.
     """
 
-    def __init__(self, content: bytes, profile: Profile) -> None:
-        self.file, self.profile = FlatFile(content), profile
+    def __init__(self, content: bytes, profile: Profile, *, in_batches: bool = False) -> None:
+        self.file, self.profile, self._in_batches = FlatFile(content), profile, in_batches
         graph, model = self.file.graph, self.file.model
         self._held: dict[int, Array] = {}
         for index, tensor in enumerate(graph.tensors):
@@ -83,9 +86,21 @@ class FlatExecutor:
         Args:
             feeds: by name of graph input.
             outputs: names of the wanted ones, all by default.
-            seen: called with the name of each tensor of codes that an integer kernel writes, and what it wrote.
+            seen: called with the name of each tensor of codes that an integer kernel writes, and what it wrote. Of a file with a
+                fixed batch it is called once for each batch of that size.
+
+        Raises:
+            ExportError: the file has another fixed length than the data.
         """
         graph = self.file.graph
+        inputs = {graph.tensors[i].name.decode(): graph.tensors[i] for i in map(int, graph.inputs)}
+        batch = self._fixed_batch() if self._in_batches else None
+        counts = {len(feeds[name]) for name in inputs} if batch is not None else set()
+        if batch is not None and len(counts) == 1 and (count := counts.pop()) != batch:
+            parts = [self.run(part, outputs, seen) for part in _in_batches({n: feeds[n] for n in inputs}, batch)]
+            return {name: np.concatenate([part[name] for part in parts])[:count] for name in parts[0]}
+        for name, tensor in inputs.items():
+            _check_shape(name, tensor, np.shape(feeds[name]))
         uses: dict[Any, int] = Counter(i for op in graph.operators for i in {int(i) for i in op.inputs})
         uses |= dict.fromkeys([*map(int, graph.outputs), *self._held], -1)
         held = Held(dict(self._held), uses)
@@ -98,6 +113,13 @@ class FlatExecutor:
             held.let_go({int(i) for i in op.inputs})
         named = {graph.tensors[i].name.decode(): held.values[i] for i in map(int, graph.outputs)}
         return {name: array for name, array in named.items() if outputs is None or name in outputs}
+
+    def _fixed_batch(self) -> int | None:
+        """Length of the first axis of all inputs and outputs, where no data may change it; ``None`` where it is free."""
+        ends = (*self.file.graph.inputs, *self.file.graph.outputs)
+        lengths = {_lengths(self.file.graph.tensors[int(i)])[:1] for i in ends}
+        found = lengths.pop() if len(lengths) == 1 else ()
+        return found[0] if found and found[0] > 0 else None
 
     def _made(self, index: int, values: Mapping[int, Array], seen: Callable[[str, Array], None] | None) -> list[Array]:
         """Outputs of an operator, from the profile's executor or from LiteRT."""
@@ -184,6 +206,33 @@ class FlatExecutor:
 _SECOND_ELSE = frozenset(
     ("SOFTMAX", "LOGISTIC", "TANH", "LEAKY_RELU", "AVERAGE_POOL_2D", "MAX_POOL_2D", "MEAN", "RESIZE_BILINEAR")
 )
+
+
+def _lengths(tensor: Any) -> tuple[int, ...]:
+    """Lengths of the axes of a tensor; -1 of those that the data decide on."""
+    known = tensor.shape if tensor.shapeSignature is None else tensor.shapeSignature
+    return () if known is None else tuple(map(int, known))
+
+
+def _check_shape(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
+    wanted = _lengths(tensor)
+    if len(wanted) != len(shape) or any(n not in (-1, m) for n, m in zip(wanted, shape, strict=True)):
+        stated, given = ("x".join("?" if n < 0 else str(n) for n in lengths) for lengths in (wanted, shape))
+        problem = f"the .tflite file takes {stated}, and the data has {given}"
+        raise ExportError(
+            name, problem, "give data of these lengths, or export with an example of the lengths of the data"
+        )
+
+
+def _in_batches(feeds: Feeds, batch: int) -> Iterator[dict[str, Array]]:
+    """``batch`` samples at a time; the last are filled up with the first sample."""
+    count = len(next(iter(feeds.values())))
+    for start in range(0, count, batch):
+        missing = max(start + batch - count, 0)
+        yield {
+            name: np.concatenate([x[start : start + batch], np.repeat(x[:1], missing, 0)])
+            for name, x in ((name, np.asarray(array)) for name, array in feeds.items())
+        }
 
 
 def _as_noted(tensor: Any, array: Array) -> Array:

@@ -24,6 +24,7 @@ from bitwright.compare.runtime import EXACT_SUMS, Mode, offers_exact_sums, run_m
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.formats import FloatFormat, parse_format
 from bitwright.core.numerics.integer_sums import INT32_MAX
+from bitwright.executors.rounding import FOLDED_ERROR
 
 Array = NDArray[Any]
 
@@ -47,6 +48,10 @@ _FUNCTIONS = frozenset((
     "Resize", "HardSigmoid",
 ))  # fmt: skip
 
+#: runtime -> steps of an 8-bit grid that its kernels are known to be off by, beside what float sums are: see
+#: :func:`bitwright.executors.rounding.rescaled_folded`
+KERNEL_ERRORS = {"qnn": FOLDED_ERROR}
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -63,6 +68,7 @@ class Evidence:
         accumulated: the largest sum that an integer kernel may have to hold.
         halves: what half precision may add to its results, in parts of the largest.
         bias: what the int32 grid of a bias may add, which the simulation has in float.
+        error: in steps, what kernels of the runtime are known to be off by, see :data:`KERNEL_ERRORS`.
     """
 
     ops: frozenset[str]
@@ -75,6 +81,7 @@ class Evidence:
     accumulated: int = 0
     halves: float = 0.0
     bias: float = 0.0
+    error: float = 0.0
 
     @classmethod
     def of(
@@ -83,13 +90,15 @@ class Evidence:
         found: Mapping[Mode, Agreement],
         kernels: Mapping[str, str],
         failures: Mapping[Mode, str] | None = None,
+        runtime: str = "onnxruntime",
     ) -> Evidence:
-        """Collect the evidence on ``place``; ``kernels`` made the tensors in the default mode."""
+        """Collect the evidence on ``place``; ``kernels`` made the tensors in the default mode of ``runtime``."""
         piece = place.piece
-        runtime = frozenset(map(kernels.get, piece.made))
-        bounds = (piece.accumulated, piece.rounding, piece.bias)
+        made = frozenset(map(kernels.get, piece.made))
         ops, params, fmt = frozenset(piece.ops), frozenset(piece.float_params), str(place.facts["format"])
-        return cls(ops, place.kernel(kernels), runtime, fmt, params, found, failures or {}, *bounds)
+        error = KERNEL_ERRORS.get(runtime, 0.0) if fmt in ("uint8", "int8") else 0.0
+        bounds = (piece.accumulated, piece.rounding, piece.bias, error)
+        return cls(ops, place.kernel(kernels), made, fmt, params, found, failures or {}, *bounds)
 
     @property
     def wide(self) -> bool:
@@ -135,6 +144,10 @@ _DROPPED = (
     "the operators of the file compute something else: a constant among them, such as a small one added before a division, a "
     "root or a logarithm, or an operator was dropped or changed when the file was made; compare them with this part of the model"
 )
+_SHORT_FACTORS = (
+    f"codes are farther off than the {FOLDED_ERROR:.2g} of a step that the requantization of this runtime explains; compare "
+    "them with its profile: bitwright drift FOLDER@simulation FOLDER@qnn"
+)
 _HALVES = "half precision rounds its results, in the simulation and in the runtime"
 # First match wins; float mode first, because integer mode inherits what happens there.
 FLOAT_REASONS: tuple[Reason, ...] = (
@@ -171,6 +184,12 @@ INTEGER_REASONS: tuple[Reason, ...] = (
     ),
     Reason(lambda e: "integer" in e.failures, "the runtime refused the model"),
     Reason(lambda e: not e.found["float"].ok, "as with float kernels", bounded=True),
+    Reason(
+        lambda e: e.error > 0 and e.found["integer"].lsb <= MOST_LSB + SLACK,
+        "this runtime cuts sums to 3 bits below the code and multiplies them by 11 bits, as profile htp does",
+        bounded=True,
+        beyond=lambda e: _SHORT_FACTORS,
+    ),
     Reason(lambda e: e.halves > 0 and e.kernel == "float", _HALVES, bounded=True),
     Reason(
         lambda e: "MatMulNBits" in e.ops and not e.runtime & {"MatMulNBits"},

@@ -134,7 +134,7 @@ def session_in_memory(model: ir.Model, example: Feeds, profile: Profile) -> Targ
     if profile.reads == "onnx":
         return TargetSession(CodeExecutor(model, profile), model, "the model")
     content = to_tflite(model, example).content
-    return TargetSession(FlatExecutor(content, profile), model, "the model")
+    return TargetSession(FlatExecutor(content, profile, in_batches=counts_samples(model)), model, "the model")
 
 
 def open_target(
@@ -166,7 +166,15 @@ def open_target(
     if not flat.is_file():
         problem = f"it holds no {flat.name}, which profile {found.name} computes"
         raise ExportError(str(path), problem, f"export with target={found.target!r}")
-    return TargetSession(FlatExecutor(flat.read_bytes(), found), read_model(place / f"{stem}.onnx"), str(path))
+    model = read_model(place / f"{stem}.onnx")
+    executor = FlatExecutor(flat.read_bytes(), found, in_batches=counts_samples(model))
+    return TargetSession(executor, model, str(path))
+
+
+def counts_samples(model: ir.Model) -> bool:
+    """Whether the first axis of every input and output is the one that exports call ``batch``."""
+    ends = [value for value in (*model.graph.inputs, *model.graph.outputs) if not value.is_initializer()]
+    return all(v.shape is not None and len(v.shape) > 0 and str(v.shape[0]) == "batch" for v in ends)
 
 
 @dataclass(frozen=True)

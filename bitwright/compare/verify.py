@@ -208,7 +208,7 @@ def _compare_group(
         except _refused() as error:
             refused[mode] = str(error).strip().splitlines()[0]
             failures.setdefault(mode, refused[mode])
-    known = {place: Evidence.of(place, _agreements(place, results), kernels, refused) for place in places}
+    known = {place: Evidence.of(place, _agreements(place, results), kernels, refused, runtime) for place in places}
     doubtful = {place: modes for place, evidence in known.items() if (modes := _unsettled(place, evidence, results))}
     before: dict[str, Array] = {}
     if doubtful:
@@ -218,7 +218,10 @@ def _compare_group(
     for place, modes in doubtful.items():
         evidence, name = known[place], str(place.result.name)
         rounded, value = results["float"][name], before.get(str(place.entry.name))
-        better = {mode: measured(evidence, mode, place, results[mode][name], rounded, value) for mode in modes}
+        errors = {"float": 0.0, "integer": evidence.error}
+        better = {
+            mode: measured(evidence, mode, place, results[mode][name], rounded, value, errors[mode]) for mode in modes
+        }
         known[place] = replace(evidence, found={**evidence.found, **better})
     return {place: _rows(place, evidence) for place, evidence in known.items()}
 

@@ -177,6 +177,11 @@ def rescaled_folded(sums: Any, factor: ArrayLike, zero_point: int) -> Integers:
     return np.asarray((total * significand + (np.int64(1) << (bits - 1))) >> bits, np.int64)
 
 
+#: steps of an 8-bit grid by which :func:`rescaled_folded` lies off the product, before its last rounding: the bits that are cut
+#: off, and half a unit of the last bit of the factor at the 256 codes of a grid
+FOLDED_ERROR = 2.0**-_KEPT + 256 * 2.0 ** -(_SIGNIFICAND + 1)
+
+
 def rescaled_in_float32(sums: Any, factor: ArrayLike) -> NDArray[np.float32]:
     """``float32(sums) * float32(factor)``, a half to even, as whole numbers in float32.
 

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import bitwright.torch
 from bitwright.cli.app import app
+from bitwright.compare.executed_flat import FlatExecutor
 from bitwright.compare.runtime import EXACT_SUMS
 from bitwright.compare.target import open_target
 from bitwright.errors import ConfigError, ExportError
+from bitwright.executors.profile import find_profile
+from bitwright.export.litert.flat import FlatModel, Grid
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.runtimes.adapters import session_of
 from bitwright.runtimes.onnxruntime import new_session, session_options
@@ -102,6 +105,47 @@ def test_a_scalar_in_a_litert_file() -> None:
     with torch.no_grad():
         error = np.abs(found - sim.model(torch.from_numpy(X)).numpy()).max()
     assert error <= 1.01 * sim.quantizers["first.output[0]"].encoding.scale
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose file has the batch of the example in LiteRT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.lstm(x)[0])
+
+
+def test_data_of_any_batch_runs_in_a_file_with_a_fixed_one(tmp_path: Path) -> None:
+    pytest.importorskip("ai_edge_litert")
+    torch.manual_seed(0)
+    net, data = Recurrent().eval(), [torch.randn(4, 5, 6) for _ in range(2)]
+    options: dict[str, Any] = {"recipe": ["fold"], "progress": False, "measure_speed": False}
+    bitwright.torch.quantize(net, data, path=tmp_path, target="litert", **options)
+    session = open_target(tmp_path, "litert_reference")
+    (source,) = (port.name for port in session.get_inputs())
+    x = np.random.default_rng(0).normal(size=(11, 5, 6)).astype(np.float32)
+    (whole,) = session.run(None, {source: x})
+    assert whole.shape == (11, 5, 3)
+    there = session_of((tmp_path / "model.tflite").read_bytes(), reference=True)
+    for start in (0, 4, 7):
+        (wanted,) = there.run({source: x[start : start + 4]}).values()
+        np.testing.assert_array_equal(whole[start : start + 4], wanted)
+
+
+def test_data_of_another_length_is_refused_with_both(tmp_path: Path) -> None:
+    pytest.importorskip("ai_edge_litert")
+    flat = FlatModel()
+    x, y = (flat.tensor(name, (4, 8), "int8", Grid("int8", (0.5,), (0,))) for name in ("x", "y"))
+    flat.op("LOGISTIC", [x], [y], None)
+    content = flat.finish({"x": x}, {"y": y}, {"bitwright": '{"sites": []}'})
+    executor = FlatExecutor(content, find_profile("litert_reference"))
+    with pytest.raises(
+        ExportError, match="x: the .tflite file takes 4x8, and the data has 5x8. Remedy: give data of these"
+    ):
+        executor.run({"x": np.zeros((5, 8), np.int8)})
 
 
 @pytest.mark.parametrize("profile", ["ort_x64", "litert_reference"])

@@ -16,9 +16,11 @@ from torch import nn
 from bitwright import drift
 from bitwright.compare.executed import CodeExecutor
 from bitwright.compare.target import open_target
+from bitwright.compare.verify import verify_folder, verify_layers
 from bitwright.errors import ConfigError
 from bitwright.executors.profile import find_profile
-from bitwright.executors.rounding import rescaled_folded
+from bitwright.executors.rounding import FOLDED_ERROR, rescaled_folded
+from bitwright.export.samples import read_samples
 from bitwright.runtimes.adapters import find_runtime, open_file
 from bitwright.torch import quantize
 from tests.executors.test_kernels import OPERATORS, Draw, feeds
@@ -80,6 +82,46 @@ def test_what_the_simulator_rounds_otherwise_is_explained(tmp_path: Path) -> Non
     (made,) = open_file("qnn", tmp_path / "net.onnx").run({"input": x}).values()
     (found,) = open_target(tmp_path, "htp").run(None, {"input": x})
     np.testing.assert_allclose(found, made, atol=1e-6)
+
+
+def draws_of_zero_points_and_sums() -> list[tuple[float, int, np.ndarray[Any, Any]]]:
+    rng = np.random.default_rng(0)
+    grids = [(float(np.exp(rng.uniform(-12, 0))), int(rng.integers(256))) for _ in range(200)]
+    return [(factor, zero, rng.integers(-zero / factor, (255 - zero) / factor + 1, 2000)) for factor, zero in grids]
+
+
+def test_the_tolerance_of_the_simulator_holds_and_is_reached() -> None:
+    farthest = 0.0
+    for factor, zero, sums in draws_of_zero_points_and_sums():
+        off = np.abs(rescaled_folded(sums, factor, zero) - (sums * factor + zero)) - 0.5
+        # the zero point is added to the sum, on the grid of sums
+        farthest = max(farthest, float(off.max()))
+        assert off.max() <= FOLDED_ERROR + factor / 2
+    assert farthest > 0.7 * FOLDED_ERROR
+
+
+def test_verify_takes_what_the_simulator_rounds_otherwise_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime_qnn")
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.Flatten(), nn.Linear(256, 5))
+    model = nn.Sequential(*layers).eval()
+    options: dict[str, Any] = {"recipe": ["fold"], "progress": False, "measure_speed": False}
+    quantize(model, [torch.randn(4, 3, 11, 11) for _ in range(2)], path=tmp_path, target="qnn", **options)
+    report = verify_folder(tmp_path, runtime="qnn")
+    within = [row for row in report.rows if row.verdict == "within"]
+    assert report.ok and within, report.to_text()
+    assert all("as profile htp does" in str(row.reason) for row in within), report.to_text()
+    assert max(row.as_integer.off or 0.0 for row in within) <= FOLDED_ERROR
+    file = ir.load(tmp_path / "model.onnx")
+    held_in = file.graph.initializers
+    name, codes = next((n, v) for n, v in held_in.items() if v.dtype == ir.DataType.INT32 and v.shape == (8,))
+    held = codes.const_value.numpy()  # type: ignore[union-attr]
+    step = np.abs(held).max() // 8 + 1  # a bias that is off by about half a step of its output
+    held_in[name].const_value = ir.tensor((held + step).astype(np.int32), name=name)
+    ir.save(file, tmp_path / "model.onnx")
+    sites, inputs, outputs = read_samples(tmp_path / "model_samples.npz")
+    broken = verify_layers(tmp_path / "model.onnx", sites, inputs, outputs=outputs, runtime="qnn")
+    assert not broken.ok and any(row.verdict == "fails" for row in broken.rows)
 
 
 def test_where_it_is_not_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
