@@ -92,15 +92,27 @@ class FlatExecutor:
         Raises:
             ExportError: the file has another fixed length than the data.
         """
-        graph = self.file.graph
-        inputs = {graph.tensors[i].name.decode(): graph.tensors[i] for i in map(int, graph.inputs)}
+        parts = [self._run_file(part, outputs, seen) for part in self._divided(feeds)]
+        if len(parts) == 1:
+            return parts[0]
+        count = len(next(iter(feeds.values())))
+        return {name: np.concatenate([part[name] for part in parts])[:count] for name in parts[0]}
+
+    def _divided(self, feeds: Feeds) -> list[Feeds]:
+        """The data as the file takes it: in batches of its size where that is fixed and they count samples."""
+        tensors = [self.file.graph.tensors[int(i)] for i in self.file.graph.inputs]
+        inputs = {tensor.name.decode(): np.asarray(feeds[tensor.name.decode()]) for tensor in tensors}
         batch = self._fixed_batch() if self._in_batches else None
-        counts = {len(feeds[name]) for name in inputs} if batch is not None else set()
-        if batch is not None and len(counts) == 1 and (count := counts.pop()) != batch:
-            parts = [self.run(part, outputs, seen) for part in _in_batches({n: feeds[n] for n in inputs}, batch)]
-            return {name: np.concatenate([part[name] for part in parts])[:count] for name in parts[0]}
-        for name, tensor in inputs.items():
-            _check_shape(name, tensor, np.shape(feeds[name]))
+        counts = {len(array) for array in inputs.values()} if batch is not None else set()
+        parts = list(_in_batches(inputs, batch)) if batch is not None and len(counts) == 1 else [inputs]
+        for tensor in tensors:
+            _check_shape(tensor, parts[0][tensor.name.decode()].shape)
+        return parts
+
+    def _run_file(
+        self, feeds: Feeds, outputs: Sequence[str] | None, seen: Callable[[str, Array], None] | None
+    ) -> dict[str, Array]:
+        graph = self.file.graph
         uses: dict[Any, int] = Counter(i for op in graph.operators for i in {int(i) for i in op.inputs})
         uses |= dict.fromkeys([*map(int, graph.outputs), *self._held], -1)
         held = Held(dict(self._held), uses)
@@ -214,17 +226,19 @@ def _lengths(tensor: Any) -> tuple[int, ...]:
     return () if known is None else tuple(map(int, known))
 
 
-def _check_shape(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
+def _check_shape(tensor: Any, shape: tuple[int, ...]) -> None:
     wanted = _lengths(tensor)
     if len(wanted) != len(shape) or any(n not in (-1, m) for n, m in zip(wanted, shape, strict=True)):
         stated, given = ("x".join("?" if n < 0 else str(n) for n in lengths) for lengths in (wanted, shape))
         problem = f"the .tflite file takes {stated}, and the data has {given}"
         raise ExportError(
-            name, problem, "give data of these lengths, or export with an example of the lengths of the data"
+            tensor.name.decode(),
+            problem,
+            "give data of these lengths, or export with an example of the lengths of the data",
         )
 
 
-def _in_batches(feeds: Feeds, batch: int) -> Iterator[dict[str, Array]]:
+def _in_batches(feeds: Feeds, batch: int) -> Iterator[Feeds]:
     """``batch`` samples at a time; the last are filled up with the first sample."""
     count = len(next(iter(feeds.values())))
     for start in range(0, count, batch):

@@ -182,10 +182,23 @@ def _sum_shifted(sign: int, call: Call) -> Array:
 
 def _leaky_relu(call: Call) -> Array:
     source, grid = call.read(0), call.grid
-    step = np.float64(source.step) / np.float64(grid.scale)
-    slope = np.float64(np.float32(source.step * np.float32(call.attributes["alpha"]))) / np.float64(grid.scale)
+    step = np.float64(source.step / grid.scale)  # in single precision, as the kernel
+    slope = np.float64(source.step * np.float32(call.attributes["alpha"]) / grid.scale)
     kept, bent = (_times(call, source.centred, factor) for factor in (step, slope))
     return stored(call, np.where(source.centred >= 0, kept, bent))
+
+
+def _leaky_relu_short(call: Call) -> Array:
+    """XNNPACK: multipliers of 8 fractional bits, a half upwards; it leaves 16 bits and far scales to LiteRT's own kernel."""
+    source, grid = call.read(0), call.grid
+    ratio = np.float32(source.step / grid.scale)
+    slope = np.float32(ratio * np.float32(call.attributes["alpha"]))
+    least, most = 2.0**-8, 128.0
+    if _wide(call) or not least <= ratio <= most or not -most < slope <= most or abs(slope) < least:
+        return _leaky_relu(replace(call, variant="q31_double"))
+    kept, bent = (int(np.rint(np.float32(-256) * factor)) for factor in (ratio, slope))
+    below = -source.centred << 7
+    return stored(call, (below * np.where(below >= 0, bent, kept) + (1 << 14)) >> 15)
 
 
 # ------------------------------------------------------------------------------------- functions in fixed point
@@ -372,6 +385,32 @@ def _resize_bilinear(call: Call) -> Array:
     return codes.astype(call.grid.dtype)
 
 
+def _resize_bilinear_q11(call: Call) -> Array:
+    """XNNPACK: weights with 11 fractional bits, of positions in float32; one rounding, a half upwards."""
+    source = call.read(0)
+    sizes = [int(n) for n in np.ravel(call.read(1).values)]
+    aligned, halves = bool(call.attributes.get("alignCorners")), bool(call.attributes.get("halfPixelCenters"))
+    parts = [_float_places(n, m, aligned, halves) for n, m in zip(source.values.shape[1:3], sizes, strict=True)]
+    (y0, y1, wy), (x0, x1, wx) = parts
+    values = source.values.astype(np.int64)
+    one, other = (
+        (row[:, :, x0] << 11) + (row[:, :, x1] - row[:, :, x0]) * wx for row in (values[:, y0], values[:, y1])
+    )
+    total = (one << 11) + (other - one) * wy[:, None]
+    return np.asarray((total + (1 << 21)) >> 22).astype(call.grid.dtype)
+
+
+def _float_places(size: int, out: int, aligned: bool, halves: bool) -> tuple[Array, Array, Array]:
+    """Codes on both sides of each result along an axis, and the weight of the second, ``[out, 1]``."""
+    single = np.float32
+    step = single(size - 1) / single(out - 1) if aligned and out > 1 else single(size) / single(out)
+    start = single(0.5) * step - single(0.5) if halves else single(0)
+    at = np.clip(np.arange(out, dtype=single) * step + start, single(0), single(size - 1))
+    low = np.floor(at).astype(np.int64)
+    weight = np.rint((at - low.astype(single)) * single(1 << 11)).astype(np.int64)
+    return low, np.minimum(low + 1, size - 1), weight[:, None]
+
+
 def _places(size: int, out: int, aligned: bool, halves: bool) -> tuple[Array, Array, Array]:
     step = ((size << 10) + out // 2) // out
     if aligned and out > 1:
@@ -400,12 +439,12 @@ FLAT_KERNELS: dict[str, dict[str, Kernel]] = {
     "MUL": _variants(_mul, *_ANY),
     "ADD": {**_variants(partial(_sum, 1), *_FIXED), "shifted": partial(_sum_shifted, 1)},
     "SUB": {**_variants(partial(_sum, -1), *_FIXED), "shifted": partial(_sum_shifted, -1)},
-    "LEAKY_RELU": _variants(_leaky_relu, *_FIXED),
+    "LEAKY_RELU": {**_variants(_leaky_relu, *_FIXED), "q8_single": _leaky_relu_short},
     "SOFTMAX": {"fixed": _softmax},
     "LOGISTIC": {"fixed": _logistic, "table": partial(_table, lambda x: 1 / (1 + np.exp(-x)))},
     "TANH": {"fixed": _tanh, "table": partial(_table, np.tanh)},
     "AVERAGE_POOL_2D": {"integer": _average_pool},
     "MAX_POOL_2D": {"codes": _max_pool},
     "MEAN": {"q31_double": _mean, "float32": _mean_float},
-    "RESIZE_BILINEAR": {"fixed": _resize_bilinear},
+    "RESIZE_BILINEAR": {"fixed": _resize_bilinear, "q11": _resize_bilinear_q11},
 }  # fmt: skip

@@ -29,6 +29,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
         (1, 5, 6, 3), 1, (1, 11, 9, 3), {"table": "ResizeBilinearOptions", "alignCorners": False, "halfPixelCenters": True},
         "same", [11, 9],
     ),
+    "LEAKY_RELU": ((4, 64), 1, (4, 64), {"table": "LeakyReluOptions", "alpha": 0.1}, None, None),
     "AVERAGE_POOL_2D": (BIG, 1, (2, 4, 5, 3), POOL, "same", None),
     "MAX_POOL_2D": (BIG, 1, (2, 4, 5, 3), POOL, "same", None),
     "MEAN": (BIG, 1, (2, 3), {"table": "ReducerOptions", "keepDims": False}, None, [1, 2]),
@@ -71,3 +72,37 @@ def test_kernels_of_litert_are_met_bit_for_bit(kind: str, profile: str) -> None:
             wanted = session_of(content, reference=profile == "litert_reference").run(feeds)["y"]
             np.testing.assert_array_equal(found, wanted, f"{kind} {dtype}")
             assert seen == ["y"]
+
+
+@pytest.mark.parametrize("profile", ["litert_reference", "xnnpack"])
+def test_resized_images_are_met_for_every_size_and_option(profile: str) -> None:
+    rng, row = np.random.default_rng(1), find_profile(profile)
+    for size, made in (((7, 7), (3, 4)), ((4, 5), (13, 5)), ((8, 8), (16, 16)), ((1, 6), (5, 7))):
+        for aligned, halves in ((False, False), (True, False), (False, True)):
+            flat, grid = FlatModel(), Grid("int8", (0.1,), (3,))
+            x = flat.tensor("x", (2, *size, 5), "int8", grid)
+            y = flat.tensor("y", (2, *made, 5), "int8", grid)
+            options = {"table": "ResizeBilinearOptions", "alignCorners": aligned, "halfPixelCenters": halves}
+            flat.op("RESIZE_BILINEAR", [x, flat.constant("c", np.asarray(made, np.int32))], [y], options)
+            content = flat.finish({"x": x}, {"y": y}, {"bitwright": '{"sites": []}'})
+            feeds = {"x": rng.integers(-128, 128, (2, *size, 5)).astype(np.int8)}
+            wanted = session_of(content, reference=profile == "litert_reference").run(feeds)["y"]
+            np.testing.assert_array_equal(
+                FlatExecutor(content, row).run(feeds)["y"], wanted, f"{size} {made} {aligned}"
+            )
+
+
+@pytest.mark.parametrize("profile", ["litert_reference", "xnnpack"])
+def test_slopes_are_met_within_and_beyond_the_scales_that_xnnpack_takes(profile: str) -> None:
+    rng, row = np.random.default_rng(2), find_profile(profile)
+    codes = np.arange(-128, 128).astype(np.int8).reshape(4, 64)
+    for alpha in (0.01, 0.001, 0.3, 1.5, -0.2, 5.0):
+        for ratio in (2.0**-9, 0.05, 0.9, 7.0, 100.0, 300.0):
+            flat, step = FlatModel(), float(np.exp(rng.uniform(-6, 1)))
+            grids = [Grid("int8", (scale,), (int(rng.integers(-128, 128)),)) for scale in (step, step / ratio)]
+            x, y = (flat.tensor(name, (4, 64), "int8", grid) for name, grid in zip("xy", grids, strict=True))
+            flat.op("LEAKY_RELU", [x], [y], {"table": "LeakyReluOptions", "alpha": alpha})
+            content = flat.finish({"x": x}, {"y": y}, {"bitwright": '{"sites": []}'})
+            wanted = session_of(content, reference=profile == "litert_reference").run({"x": codes})["y"]
+            found = FlatExecutor(content, row).run({"x": codes})["y"]
+            np.testing.assert_array_equal(found, wanted, f"{alpha} {ratio}")
