@@ -72,7 +72,7 @@ class FlatExecutor:
         if kind not in self.profile.kernels:
             return False
         types = [_dtype(tensors[int(i)]) for i in op.outputs[:1]]
-        operands = [] if kind == "QUANTIZE" else [int(i) for i in op.inputs[: 1 if kind in _SECOND_ELSE else 2]]
+        operands = [int(i) for i in op.inputs[_CODES_AT.get(kind, slice(2))]]
         if any(i < 0 or not _has_grid(tensors[i]) for i in operands) or not _has_grid(tensors[int(op.outputs[0])]):
             return False
         allowed = (np.int8,) if kind in _EIGHT_BITS else (np.int8, np.int16)
@@ -104,7 +104,9 @@ class FlatExecutor:
         inputs = {tensor.name.decode(): np.asarray(feeds[tensor.name.decode()]) for tensor in tensors}
         batch = self._fixed_batch() if self._in_batches else None
         counts = {len(array) for array in inputs.values()} if batch is not None else set()
-        parts = list(_in_batches(inputs, batch)) if batch is not None and len(counts) == 1 else [inputs]
+        parts: list[Feeds] = [inputs]
+        if batch is not None and len(counts) == 1:
+            parts = list(_in_batches(inputs, batch))
         for tensor in tensors:
             _check_shape(tensor, parts[0][tensor.name.decode()].shape)
         return parts
@@ -214,10 +216,9 @@ class FlatExecutor:
         return pack(made)
 
 
-#: operators whose second operand holds no codes
-_SECOND_ELSE = frozenset(
-    ("SOFTMAX", "LOGISTIC", "TANH", "LEAKY_RELU", "AVERAGE_POOL_2D", "MAX_POOL_2D", "MEAN", "RESIZE_BILINEAR")
-)
+_FIRST = ("SOFTMAX", "LOGISTIC", "TANH", "LEAKY_RELU", "AVERAGE_POOL_2D", "MAX_POOL_2D", "MEAN", "RESIZE_BILINEAR")
+#: operator -> which of its operands hold codes, where those are not the first two
+_CODES_AT = {**dict.fromkeys(_FIRST, slice(1)), "QUANTIZE": slice(0), "TRANSPOSE_CONV": slice(1, 3)}
 
 
 def _lengths(tensor: Any) -> tuple[int, ...]:

@@ -31,6 +31,9 @@ Kernel = Callable[[Call], Array]
 
 _ADD_SHIFT = {np.dtype(np.int8): 20, np.dtype(np.int16): 15}  # bits that sums are computed finer by
 _SAME = 0
+_DOUBLES = (
+    "q31_double_of_doubles"  # TensorFlow Lite for Microcontrollers, where LiteRT works on scales in single precision
+)
 
 
 def stored(call: Call, whole: Array) -> Array:
@@ -57,7 +60,7 @@ def _requantized(call: Call, sums: Array, factor: Any) -> Array:
 
 def _times(call: Call, sums: Array, factor: Any) -> Array:
     """``sums * factor`` of an operator of elements, which has the same form for 8 and 16 bits."""
-    return REQUANTIZERS[call.variant](sums, factor)
+    return REQUANTIZERS["q31_double" if call.variant == _DOUBLES else call.variant](sums, factor)
 
 
 def _quantize(call: Call) -> Array:
@@ -80,8 +83,12 @@ def _factor(call: Call) -> Array:
 
 
 def _accumulator(call: Call) -> int:
+    return _accumulator_beside(call.read(0), call)
+
+
+def _accumulator_beside(data: Tensor, call: Call) -> int:
     """Beside activations of 16 bits, sums have 64."""
-    return call.accumulator if call.read(0).values.dtype == np.int8 else 64
+    return call.accumulator if data.values.dtype == np.int8 else 64
 
 
 def _bias(call: Call) -> Array | None:
@@ -150,12 +157,40 @@ def _conv(depthwise: bool, call: Call) -> Array:
     return np.moveaxis(stored(call, _requantized(call, sums, factor)), 1, -1)
 
 
+def _transpose_conv(call: Call) -> Array:
+    """The shape of the output comes first, then the filter ``[out, height, width, in]``, the data and the bias."""
+    weight, data, attributes = call.read(1), call.read(2), call.attributes
+    size, stride = weight.values.shape[1:3], (attributes["strideH"], attributes["strideW"])
+    made = tuple(int(n) for n in np.ravel(call.read(0).values))
+    image = data.values.shape[1:3]
+    reach = [(n - 1) * s + k for n, s, k in zip(image, stride, size, strict=True)]
+    least = [(n - 1) // s * s + k for n, s, k in zip(made[1:3], stride, size, strict=True)]
+    before = [
+        max(r - n, 0) // 2 if attributes["padding"] == _SAME else 0 for r, n in zip(least, made[1:3], strict=True)
+    ]
+    room = [max(r, b + n) for r, b, n in zip(reach, before, made[1:3], strict=True)]
+    whole = np.zeros((made[0], *room, made[3]), np.int64)
+    for i, j in np.ndindex(*size):
+        part = matmul(data.centred, weight.centred[:, i, j].T, accumulator=_accumulator_beside(data, call))
+        whole[:, i : i + image[0] * stride[0] : stride[0], j : j + image[1] * stride[1] : stride[1]] += part.astype(
+            np.int64
+        )
+    sums = whole[:, before[0] : before[0] + made[1], before[1] : before[1] + made[2]]
+    bias = call.optional(3)
+    sums = sums if bias is None else sums + bias.values.reshape(-1).astype(np.int64)
+    product = replace(call, inputs=(data, weight))
+    return stored(call, _requantized(call, sums, _factor(product)))
+
+
 # ------------------------------------------------------------------------------------------------------- elements
 
 
 def _mul(call: Call) -> Array:
     a, b, grid = call.read(0), call.read(1), call.grid
-    factor = np.asarray(a.step * b.step / grid.scale, np.float64)  # in single precision, as the kernel
+    kind = (
+        np.float64 if call.variant == _DOUBLES else np.float32
+    )  # in which the kernel multiplies and divides the scales
+    factor = np.asarray(kind(a.step) * kind(b.step) / kind(grid.scale), np.float64)
     return stored(call, _times(call, a.centred * b.centred, factor))
 
 
@@ -182,23 +217,45 @@ def _sum_shifted(sign: int, call: Call) -> Array:
 
 def _leaky_relu(call: Call) -> Array:
     source, grid = call.read(0), call.grid
-    step = np.float64(source.step / grid.scale)  # in single precision, as the kernel
-    slope = np.float64(source.step * np.float32(call.attributes["alpha"]) / grid.scale)
+    kind = (
+        np.float64 if call.variant == _DOUBLES else np.float32
+    )  # in which the kernel multiplies and divides the scales
+    scale, alpha, out = kind(source.step), kind(np.float32(call.attributes["alpha"])), kind(grid.scale)
+    step, slope = np.float64(scale / out), np.float64(scale * alpha / out)
     kept, bent = (_times(call, source.centred, factor) for factor in (step, slope))
     return stored(call, np.where(source.centred >= 0, kept, bent))
 
 
+_LEAST, _MOST = 2.0**-8, 128.0  # factors that XNNPACK takes; it leaves others, and 16 bits, to LiteRT's own kernel
+
+
 def _leaky_relu_short(call: Call) -> Array:
-    """XNNPACK: multipliers of 8 fractional bits, a half upwards; it leaves 16 bits and far scales to LiteRT's own kernel."""
-    source, grid = call.read(0), call.grid
-    ratio = np.float32(source.step / grid.scale)
+    """XNNPACK: multipliers of 8 fractional bits, a half upwards."""
+    source = call.read(0)
+    ratio = np.float32(source.step / call.grid.scale)
     slope = np.float32(ratio * np.float32(call.attributes["alpha"]))
-    least, most = 2.0**-8, 128.0
-    if _wide(call) or not least <= ratio <= most or not -most < slope <= most or abs(slope) < least:
+    if _wide(call) or not _LEAST <= ratio <= _MOST or not -_MOST < slope <= _MOST or abs(slope) < _LEAST:
         return _leaky_relu(replace(call, variant="q31_double"))
-    kept, bent = (int(np.rint(np.float32(-256) * factor)) for factor in (ratio, slope))
-    below = -source.centred << 7
-    return stored(call, (below * np.where(below >= 0, bent, kept) + (1 << 14)) >> 15)
+    return _bent(call, ratio, slope)
+
+
+def _bent(call: Call, above: np.float32, below: np.float32) -> Array:
+    """Codes above the zero point times one factor, those below times another, with 8 fractional bits."""
+    kept, bent = (int(np.rint(np.float32(-256) * factor)) for factor in (above, below))
+    beneath = -call.read(0).centred << 7
+    return stored(call, (beneath * np.where(beneath >= 0, bent, kept) + (1 << 14)) >> 15)
+
+
+def _quantize_short(call: Call) -> Array:
+    """XNNPACK: codes of 8 bits from codes of 8 bits by a multiplier of 8 fractional bits; others as LiteRT or in float."""
+    source = call.read(0)
+    if not source.scale.size:
+        return _quantize(replace(call, variant="float32"))
+    ratio = np.float32(source.step / call.grid.scale)
+    narrow = source.values.dtype == np.int8 and call.grid.dtype == np.int8
+    if not narrow or not _LEAST <= ratio <= _MOST:
+        return _quantize(replace(call, variant="q31_double"))
+    return _bent(call, ratio, ratio)
 
 
 # ------------------------------------------------------------------------------------- functions in fixed point
@@ -431,15 +488,16 @@ _ANY = (*_FIXED, "q23_single", "float32")
 
 #: operator of TensorFlow Lite -> variant -> its kernel
 FLAT_KERNELS: dict[str, dict[str, Kernel]] = {
-    "QUANTIZE": _variants(_quantize, *_ANY),
+    "QUANTIZE": {**_variants(_quantize, *_ANY), "q8_single": _quantize_short},
     "CONV_2D": _variants(partial(_conv, False), *_ANY),
     "DEPTHWISE_CONV_2D": _variants(partial(_conv, True), *_ANY),
+    "TRANSPOSE_CONV": _variants(_transpose_conv, *_ANY),
     "FULLY_CONNECTED": {**_variants(_fully_connected, *_ANY), "q31_double_alike": _fully_connected_alike},
     "BATCH_MATMUL": _variants(_batch_matmul, *_ANY),
-    "MUL": _variants(_mul, *_ANY),
+    "MUL": _variants(_mul, *_ANY, _DOUBLES),
     "ADD": {**_variants(partial(_sum, 1), *_FIXED), "shifted": partial(_sum_shifted, 1)},
     "SUB": {**_variants(partial(_sum, -1), *_FIXED), "shifted": partial(_sum_shifted, -1)},
-    "LEAKY_RELU": {**_variants(_leaky_relu, *_FIXED), "q8_single": _leaky_relu_short},
+    "LEAKY_RELU": {**_variants(_leaky_relu, *_FIXED, _DOUBLES), "q8_single": _leaky_relu_short},
     "SOFTMAX": {"fixed": _softmax},
     "LOGISTIC": {"fixed": _logistic, "table": partial(_table, lambda x: 1 / (1 + np.exp(-x)))},
     "TANH": {"fixed": _tanh, "table": partial(_table, np.tanh)},

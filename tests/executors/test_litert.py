@@ -14,6 +14,20 @@ from bitwright.runtimes.adapters import session_of
 
 pytest.importorskip("ai_edge_litert")
 
+
+def answer(profile: str, content: bytes, feeds: dict[str, Any]) -> Any:
+    """The output ``y`` of the runtime that a profile describes; the test is skipped where that is not installed."""
+    if profile != "cmsis_nn":
+        return session_of(content, reference=profile == "litert_reference").run(feeds)["y"]
+    runtime = pytest.importorskip("tflite_micro").runtime
+    session = runtime.Interpreter.from_bytes(content, arena_size=1 << 22)
+    for port, array in enumerate(feeds.values()):
+        session.set_input(array, port)
+    session.invoke()
+    return session.get_output(0)
+
+
+PROFILES = ["litert_reference", "xnnpack", "cmsis_nn"]
 POOL = {
     "table": "Pool2DOptions", "padding": 0, "strideH": 2, "strideW": 2, "filterHeight": 3, "filterWidth": 3,
     "fusedActivationFunction": 0,
@@ -40,7 +54,7 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
 EIGHT_BITS = ("SOFTMAX", "LOGISTIC", "TANH", "RESIZE_BILINEAR")
 
 
-@pytest.mark.parametrize("profile", ["litert_reference", "xnnpack"])
+@pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_kernels_of_litert_are_met_bit_for_bit(kind: str, profile: str) -> None:
     row = find_profile(profile)
@@ -69,12 +83,12 @@ def test_kernels_of_litert_are_met_bit_for_bit(kind: str, profile: str) -> None:
             feeds = {name: rng.integers(info.min, info.max + 1, shape).astype(dtype) for name in names}
             seen: list[str] = []
             found = FlatExecutor(content, row).run(feeds, seen=lambda name, codes, seen=seen: seen.append(name))["y"]
-            wanted = session_of(content, reference=profile == "litert_reference").run(feeds)["y"]
+            wanted = answer(profile, content, feeds)
             np.testing.assert_array_equal(found, wanted, f"{kind} {dtype}")
             assert seen == ["y"]
 
 
-@pytest.mark.parametrize("profile", ["litert_reference", "xnnpack"])
+@pytest.mark.parametrize("profile", PROFILES)
 def test_resized_images_are_met_for_every_size_and_option(profile: str) -> None:
     rng, row = np.random.default_rng(1), find_profile(profile)
     for size, made in (((7, 7), (3, 4)), ((4, 5), (13, 5)), ((8, 8), (16, 16)), ((1, 6), (5, 7))):
@@ -86,13 +100,13 @@ def test_resized_images_are_met_for_every_size_and_option(profile: str) -> None:
             flat.op("RESIZE_BILINEAR", [x, flat.constant("c", np.asarray(made, np.int32))], [y], options)
             content = flat.finish({"x": x}, {"y": y}, {"bitwright": '{"sites": []}'})
             feeds = {"x": rng.integers(-128, 128, (2, *size, 5)).astype(np.int8)}
-            wanted = session_of(content, reference=profile == "litert_reference").run(feeds)["y"]
+            wanted = answer(profile, content, feeds)
             np.testing.assert_array_equal(
                 FlatExecutor(content, row).run(feeds)["y"], wanted, f"{size} {made} {aligned}"
             )
 
 
-@pytest.mark.parametrize("profile", ["litert_reference", "xnnpack"])
+@pytest.mark.parametrize("profile", PROFILES)
 def test_slopes_are_met_within_and_beyond_the_scales_that_xnnpack_takes(profile: str) -> None:
     rng, row = np.random.default_rng(2), find_profile(profile)
     codes = np.arange(-128, 128).astype(np.int8).reshape(4, 64)
@@ -103,6 +117,92 @@ def test_slopes_are_met_within_and_beyond_the_scales_that_xnnpack_takes(profile:
             x, y = (flat.tensor(name, (4, 64), "int8", grid) for name, grid in zip("xy", grids, strict=True))
             flat.op("LEAKY_RELU", [x], [y], {"table": "LeakyReluOptions", "alpha": alpha})
             content = flat.finish({"x": x}, {"y": y}, {"bitwright": '{"sites": []}'})
-            wanted = session_of(content, reference=profile == "litert_reference").run({"x": codes})["y"]
+            wanted = answer(profile, content, {"x": codes})
             found = FlatExecutor(content, row).run({"x": codes})["y"]
             np.testing.assert_array_equal(found, wanted, f"{alpha} {ratio}")
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_transposed_convolutions_are_met_bit_for_bit(profile: str, per_channel: bool, padding: int) -> None:
+    rng, row = np.random.default_rng(3), find_profile(profile)
+    for kernel, stride, biased in ((2, 2, True), (3, 2, False), (4, 2, True), (3, 1, True), (5, 3, True)):
+        flat, channels, image = FlatModel(), 6, (5, 7)
+        # SAME lets any size stand that makes an image of this one; VALID the whole
+        made = [n * stride if padding == 0 else (n - 1) * stride + kernel for n in image]
+        scales = np.exp(rng.uniform(-7, -4, channels if per_channel else 1)).astype(np.float32)
+        step, axis = float(np.float32(np.exp(rng.uniform(-5, -1)))), 0 if per_channel else None
+        x = flat.tensor("x", (2, *image, 4), "int8", Grid("int8", (step,), (int(rng.integers(-100, 100)),)))
+        weight = rng.integers(-127, 128, (channels, kernel, kernel, 4)).astype(np.int8)
+        held = flat.tensor(
+            "w", weight.shape, "int8", Grid("int8", tuple(map(float, scales)), (0,) * len(scales), axis), data=weight
+        )
+        terms = rng.integers(-9000, 9000, channels).astype(np.int32)
+        grid = Grid("int32", tuple(float(step * s) for s in scales), (0,) * len(scales), axis)
+        bias = flat.tensor("b", (channels,), "int32", grid, data=terms)
+        out = Grid("int8", (float(step * scales.mean() * 150),), (int(rng.integers(-60, 60)),))
+        y = flat.tensor("y", (2, *made, channels), "int8", out)
+        shape = flat.constant("shape", np.asarray((2, *made, channels), np.int32))
+        options = {"table": "TransposeConvOptions", "padding": padding, "strideH": stride, "strideW": stride,
+                   "fusedActivationFunction": 0}  # fmt: skip
+        flat.op("TRANSPOSE_CONV", [shape, held, x, *([bias] if biased else [])], [y], options)
+        content = flat.finish({"x": x}, {"y": y}, {"bitwright": '{"sites": []}'})
+        feeds = {"x": rng.integers(-128, 128, (2, *image, 4)).astype(np.int8)}
+        wanted = answer(profile, content, feeds)
+        seen: list[str] = []
+        found = FlatExecutor(content, row).run(feeds, seen=lambda name, codes, seen=seen: seen.append(name))["y"]
+        np.testing.assert_array_equal(found, wanted, f"{kernel} {stride}")
+        assert seen == ["y"]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("kind", ["CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED"])
+def test_layers_of_litert_are_met_bit_for_bit(kind: str, profile: str) -> None:
+    rng, row = np.random.default_rng(5), find_profile(profile)
+    window = {
+        "padding": 0,
+        "strideH": 2,
+        "strideW": 2,
+        "dilationHFactor": 1,
+        "dilationWFactor": 1,
+        "fusedActivationFunction": 1,
+    }
+    for k in range(6):
+        n, channels = int(rng.integers(1, 9)), int(rng.integers(1, 9))
+        shapes: dict[str, tuple[Any, ...]] = {  # of data, weight and output; the axis of its channels; options
+            "CONV_2D": ((1, 8, 9, channels), (n, 3, 3, channels), (1, 4, 5, n), 0, {"table": "Conv2DOptions", **window}),
+            "DEPTHWISE_CONV_2D": (
+                (1, 8, 9, channels), (1, 3, 3, channels), (1, 4, 5, channels), 3,
+                {"table": "DepthwiseConv2DOptions", "depthMultiplier": 1, **window},
+            ),
+            "FULLY_CONNECTED": (
+                (3, 40), (n, 40), (3, n), 0,
+                {"table": "FullyConnectedOptions", "fusedActivationFunction": 0, "weightsFormat": 0, "keepNumDims": False,
+                 "asymmetricQuantizeInputs": False},
+            ),
+        }  # fmt: skip
+        given, held, made, channel, options = shapes[kind]
+        axis = 0 if k % 2 else None
+        place = None if axis is None else channel
+        step = float(np.float32(np.exp(rng.uniform(-5, -1))))
+        scales = np.exp(rng.uniform(-7, -4, held[channel] if k % 2 else 1)).astype(np.float32)
+        weight = rng.integers(-127, 128, held).astype(np.int8)
+        zeros = (0,) * len(scales)
+        flat = FlatModel()
+        x = flat.tensor("x", given, "int8", Grid("int8", (step,), (int(rng.integers(-100, 100)),)))
+        w = flat.tensor(
+            "w", held, "int8", Grid("int8", tuple(map(float, scales)), zeros, axis), axis=place, data=weight
+        )
+        grid = Grid("int32", tuple(float(step * s) for s in scales), zeros, axis)
+        terms = rng.integers(-9000, 9000, made[-1]).astype(np.int32)
+        b = flat.tensor("b", (made[-1],), "int32", grid, axis=None if axis is None else 0, data=terms)
+        spread = 9 if kind == "DEPTHWISE_CONV_2D" else weight[0].size
+        out = Grid("int8", (float(step * scales.mean() * 50 * spread**0.5),), (int(rng.integers(-60, 60)),))
+        y = flat.tensor("y", made, "int8", out)
+        flat.op(kind, [x, w, b], [y], options)
+        content = flat.finish({"x": x}, {"y": y}, {"bitwright": '{"sites": []}'})
+        feeds = {"x": rng.integers(-128, 128, given).astype(np.int8)}
+        np.testing.assert_array_equal(
+            FlatExecutor(content, row).run(feeds)["y"], answer(profile, content, feeds), f"{kind} {k}"
+        )
