@@ -54,13 +54,17 @@ def _wide(call: Call) -> bool:
 
 def _requantized(call: Call, sums: Array, factor: Any) -> Array:
     """Sums on the grid of the output, by the variant of the call; those of 16 bits have a form of their own."""
-    kind = "q15_single" if _wide(call) and call.variant != "once" else call.variant
+    kind = "q15_single" if _wide(call) and call.variant != "once" else _rounding(call)
     return REQUANTIZERS[kind](sums, factor)
 
 
 def _times(call: Call, sums: Array, factor: Any) -> Array:
     """``sums * factor`` of an operator of elements, which has the same form for 8 and 16 bits."""
-    return REQUANTIZERS["q31_double" if call.variant == _DOUBLES else call.variant](sums, factor)
+    return REQUANTIZERS[_rounding(call)](sums, factor)
+
+
+def _rounding(call: Call) -> str:
+    return "q31_double" if call.variant == _DOUBLES else call.variant
 
 
 def _quantize(call: Call) -> Array:
@@ -97,34 +101,20 @@ def _bias(call: Call) -> Array | None:
 
 
 def _fully_connected(call: Call) -> Array:
-    """Run a fully connected layer; with one weight scale the kernel multiplies the scales in single precision."""
-    data, weight = call.read(0), call.read(1)
-    centred = data.centred.reshape(-1, weight.values.shape[1])
-    sums = matmul(centred, weight.centred.T, _bias(call), accumulator=_accumulator(call))
-    factor = _factor(call)
-    if weight.scale.size == 1 and call.variant != "float32":
-        factor = np.asarray(np.float64(data.step * np.float32(weight.scale[0])) / np.float64(call.grid.scale))
-    shape = data.values.shape[:-1] if call.attributes.get("keepNumDims") else sums.shape[:-1]
-    per_channel = weight.scale.size > 1 and call.variant == "q31_double"
-    rescale = REQUANTIZERS["q31_single"] if per_channel else partial(_requantized, call)
-    return stored(call, rescale(sums, factor)).reshape(*shape, -1)
-
-
-def _fully_connected_alike(call: Call) -> Array:
-    """The same with one requantization for one weight scale and for several."""
+    """Run a fully connected layer, with one scale of the weight or one per row."""
     data, weight = call.read(0), call.read(1)
     centred = data.centred.reshape(-1, weight.values.shape[1])
     sums = matmul(centred, weight.centred.T, _bias(call), accumulator=_accumulator(call))
     shape = data.values.shape[:-1] if call.attributes.get("keepNumDims") else sums.shape[:-1]
-    double = replace(call, variant="q31_double")
-    return stored(call, _requantized(double, sums, _factor(double))).reshape(*shape, -1)
+    return stored(call, _requantized(call, sums, _factor(call))).reshape(*shape, -1)
 
 
 def _batch_matmul(call: Call) -> Array:
     a, b = call.read(0), call.read(1)
     one = a.centred.swapaxes(-1, -2) if call.attributes.get("adjX") else a.centred
     other = b.centred.swapaxes(-1, -2) if call.attributes.get("adjY") else b.centred
-    factor = np.float64(a.step * b.step) / np.float64(call.grid.scale)
+    kind = np.float64 if call.variant == _DOUBLES else np.float32  # in which the kernel multiplies the scales
+    factor = np.float64(kind(a.step) * kind(b.step)) / np.float64(call.grid.scale)
     return stored(call, _requantized(call, matmul(one, other, accumulator=_accumulator(call)), factor))
 
 
@@ -412,15 +402,19 @@ def _mean(call: Call) -> Array:
 
 
 def _mean_float(call: Call) -> Array:
-    """XNNPACK: the sum times one float32 factor, a half to even; it leaves 16 bits to LiteRT's own kernel."""
+    """XNNPACK: stored codes times one float32 factor, then one float32 that holds both zero points, a half to even.
+
+    It leaves 16 bits to LiteRT's own kernel.
+    """
     if _wide(call):
         return _mean(call)
-    source, grid = call.read(0), call.grid
+    source, grid, single = call.read(0), call.grid, np.float32
     axes = tuple(int(a) for a in np.ravel(call.read(1).values))
-    count = np.float32(np.prod([source.values.shape[a] for a in axes]))
-    sums = source.centred.sum(axes, keepdims=bool(call.attributes.get("keepDims")))
-    factor = np.float32(source.step / np.float32(grid.scale * count))
-    return stored(call, REQUANTIZERS["float32"](sums, factor))
+    count = single(np.prod([source.values.shape[a] for a in axes]))
+    sums = source.values.astype(np.int64).sum(axes, keepdims=bool(call.attributes.get("keepDims")))
+    factor = single(source.step / grid.scale) * (single(1) / count)
+    bias = single(grid.zero_point) - single(source.zero_point) * count * factor
+    return stored(call, np.rint(sums.astype(single) * factor + bias) - grid.zero_point)
 
 
 def _resize_bilinear(call: Call) -> Array:
@@ -492,8 +486,8 @@ FLAT_KERNELS: dict[str, dict[str, Kernel]] = {
     "CONV_2D": _variants(partial(_conv, False), *_ANY),
     "DEPTHWISE_CONV_2D": _variants(partial(_conv, True), *_ANY),
     "TRANSPOSE_CONV": _variants(_transpose_conv, *_ANY),
-    "FULLY_CONNECTED": {**_variants(_fully_connected, *_ANY), "q31_double_alike": _fully_connected_alike},
-    "BATCH_MATMUL": _variants(_batch_matmul, *_ANY),
+    "FULLY_CONNECTED": _variants(_fully_connected, *_ANY),
+    "BATCH_MATMUL": _variants(_batch_matmul, *_ANY, _DOUBLES),
     "MUL": _variants(_mul, *_ANY, _DOUBLES),
     "ADD": {**_variants(partial(_sum, 1), *_FIXED), "shifted": partial(_sum_shifted, 1)},
     "SUB": {**_variants(partial(_sum, -1), *_FIXED), "shifted": partial(_sum_shifted, -1)},

@@ -206,3 +206,52 @@ def test_layers_of_litert_are_met_bit_for_bit(kind: str, profile: str) -> None:
         np.testing.assert_array_equal(
             FlatExecutor(content, row).run(feeds)["y"], answer(profile, content, feeds), f"{kind} {k}"
         )
+
+
+@pytest.mark.parametrize(
+    ("profile", "kind"),
+    [
+        (profile, kind)
+        for profile in PROFILES
+        for kind in ("QUANTIZE", "MUL", "MEAN", "BATCH_MATMUL", "FULLY_CONNECTED")
+        if kind in find_profile(profile).kernels
+    ],
+)
+def test_values_on_the_border_of_two_codes_are_met_bit_for_bit(profile: str, kind: str) -> None:
+    """Scales of few digits bring many values to a half, where one bit of a factor or the order of roundings decides."""
+    rng, row = np.random.default_rng(11), find_profile(profile)
+    shapes: dict[str, tuple[Any, ...]] = {  # of the operands and the output; the gain of the sum; options
+        "QUANTIZE": ([(16, 64)], (16, 64), 1, None),
+        "MUL": ([(16, 64)] * 2, (16, 64), 16, {"table": "MulOptions", "fusedActivationFunction": 0}),
+        "MEAN": ([(40, 3, 4, 16)], (40, 16), 1, {"table": "ReducerOptions", "keepDims": False}),
+        "BATCH_MATMUL": ([(256, 64), (64, 5)], (256, 5), 512, {"table": "BatchMatMulOptions", "adjX": False, "adjY": False}),
+        "FULLY_CONNECTED": (
+            [(256, 64), (5, 64)], (256, 5), 512,
+            {"table": "FullyConnectedOptions", "fusedActivationFunction": 0, "weightsFormat": 0, "keepNumDims": False,
+             "asymmetricQuantizeInputs": False},
+        ),
+    }  # fmt: skip
+    given, made, gain, options = shapes[kind]
+    for _ in range(20):
+        steps = [float(rng.choice([0.1, 0.3, 0.7, 0.05, 1.1, 0.03, 0.9])) for _ in given]
+        ratio = float(rng.choice([0.5, 0.25, 1.5, 0.75, 2.5, 0.125, 0.2, 0.4, 3.5]))
+        zeros = [int(zero) for zero in rng.integers(-20, 20, 3)]
+        codes = [rng.integers(-128, 128, shape).astype(np.int8) for shape in given]
+        flat = FlatModel()
+        tensors = [
+            flat.tensor(f"x{i}", shape, "int8", Grid("int8", (step,), (zero,)))
+            for i, (shape, step, zero) in enumerate(zip(given, steps, zeros, strict=False))
+        ]
+        inputs = {f"x{i}": tensor for i, tensor in enumerate(tensors)}
+        if kind == "FULLY_CONNECTED":
+            weight = Grid("int8", (steps[1],), (0,))
+            tensors[1] = flat.tensor("w", given[1], "int8", weight, data=rng.integers(-9, 10, given[1]).astype(np.int8))
+            inputs = {"x0": tensors[0]}
+        held = [flat.constant("axes", np.asarray([1, 2], np.int32))] if kind == "MEAN" else []
+        out = Grid("int8", (float(np.prod(steps)) * gain / ratio,), (zeros[2],))
+        y = flat.tensor("y", made, "int8", out)
+        flat.op(kind, [*tensors, *held], [y], options)
+        content = flat.finish(inputs, {"y": y}, {"bitwright": '{"sites": []}'})
+        feeds = dict(zip(inputs, codes, strict=False))
+        found = FlatExecutor(content, row).run(feeds)["y"]
+        np.testing.assert_array_equal(found, answer(profile, content, feeds), f"{kind} {steps} {ratio}")
