@@ -115,21 +115,14 @@ def product_in_float(call: Call) -> Array:
 
 
 def _add_fused(call: Call) -> Array:
-    """AVX2 kernel: ``fma(a, ra, fma(b, rb, fixed))`` in float32, where ``fixed`` holds all zero points."""
-    a, b, grid = call.read(0), call.read(1), call.grid
-    ra, rb = (np.float32(t.step / grid.scale) for t in (a, b))
-    fixed = np.float32(grid.zero_point) - np.float32(
-        np.float32(ra * np.float32(a.zero_point)) + np.float32(rb * np.float32(b.zero_point))
-    )
-    single = [t.values.size == 1 for t in (a, b)]
-    if single[0]:
-        fixed = np.float32(fixed + np.float32(a.values.reshape(()) * ra))
-        total = _fma(b.values, rb, fixed)
-    elif single[1]:
-        fixed = np.float32(fixed + np.float32(b.values.reshape(()) * rb))
-        total = _fma(a.values, ra, fixed)
-    else:
-        total = _fma(a.values, ra, _fma(b.values, rb, fixed))
+    """AVX2 kernel: ``fma(a, ra, fma(b, rb, fixed))`` in float32, where ``fixed`` holds all zero points; a scalar comes second."""
+    grid, (one, other) = call.grid, (call.read(0), call.read(1))
+    if one.values.size == 1 != other.values.size:
+        one, other = other, one
+    ra, rb = (np.float32(t.step / grid.scale) for t in (one, other))
+    zeros = _fma(np.asarray(one.zero_point), ra, np.float32(rb * np.float32(other.zero_point)))
+    fixed = np.float32(grid.zero_point) - zeros
+    total = _fma(one.values, ra, _fma(other.values, rb, fixed))
     low, high = grid.ends
     return np.clip(np.rint(total), low, high).astype(grid.dtype)
 

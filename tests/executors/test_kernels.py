@@ -184,6 +184,25 @@ def test_kernels_of_onnx_runtime_are_met_bit_for_bit(op: str, profile: str) -> N
         np.testing.assert_array_equal(found, wanted, f"{op} {seed}")
 
 
+class FewDigits(Draw):
+    """Scales of one digit: many values lie on the border of two codes, where the order of roundings decides."""
+
+    def scale(self, low: float = -6, high: float = 0, *shape: int) -> Any:
+        found = self.rng.choice([0.1, 0.3, 0.7, 0.05, 1.1, 0.03, 0.9, 0.2, 0.5, 0.25], shape or None)
+        return np.float32(found * (0.01 if low == -7 else 1))
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_values_on_the_border_of_two_codes_are_met_bit_for_bit(op: str) -> None:
+    for seed in range(25):
+        draw = FewDigits(seed)
+        proto = OPERATORS[op](draw)
+        given = feeds(proto, draw)
+        (found,) = CodeExecutor(ir.from_proto(proto), find_profile("ort_x64")).run(given).values()
+        (wanted,) = new_session(proto.SerializeToString(), session_options(entries=EXACT_SUMS)).run(None, given)
+        np.testing.assert_array_equal(found, wanted, f"{op} {seed}")
+
+
 @pytest.mark.parametrize("count_include_pad", [0, 1])
 @pytest.mark.parametrize("pads", [[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0]], ids=str)
 @pytest.mark.parametrize("stride", [2, 3])
