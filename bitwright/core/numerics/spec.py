@@ -267,6 +267,9 @@ PRESETS: dict[str, Preset] = {
     "mxfp6_e2m3": Preset(weight_spec("float6_e2m3", PerBlock(32), scale_format=_E8M0), None),
     "mxfp6_e3m2": Preset(weight_spec("float6_e3m2", PerBlock(32), scale_format=_E8M0), None),
     "mxfp8": Preset(weight_spec("float8_e4m3", PerBlock(32), scale_format=_E8M0), None),
+    "w8a8_power_of_two": Preset(
+        weight_spec("int8", scale_format=_E8M0), activation_spec("int8", symmetry="symmetric", scale_format=_E8M0)
+    ),
     "mxint8": Preset(weight_spec("int8", PerBlock(32), symmetry="strict_symmetric", scale_format=_E8M0), None),
     "nf4": Preset(weight_spec("nf4", PerBlock(64)), None),
     "nvfp4": Preset(weight_spec("float4_e2m1", PerBlock(16), scale_format=SCALE_FORMATS["e4m3"]), None),
