@@ -1,4 +1,4 @@
-"""What the AIMET-compatible packages for torch and ONNX share: ``bitwright.aimet_torch``, ``bitwright.aimet_onnx``.
+"""Shared parts of the AIMET-compatible packages ``bitwright.aimet_torch`` and ``bitwright.aimet_onnx``.
 
 These packages have AIMET's module paths, names and signatures, so that a script moves by changing its imports
 (``bitwright migrate`` does it). They hold no arithmetic and no algorithm: every function maps its arguments, calls

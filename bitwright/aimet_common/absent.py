@@ -1,4 +1,4 @@
-"""What AIMET has and these packages do not: where it went, or what to use instead.
+"""Names of AIMET that these packages lack, and what to use instead.
 
 One table for all of it: module ``__getattr__`` functions, placeholder modules and ``bitwright migrate`` read it.
 """
@@ -177,7 +177,7 @@ class Difference:
 
 
 def differences() -> tuple[Difference, ...]:
-    """What is here, and how it differs from AIMET 2.42: the rows of ``differences.json``."""
+    """Differences from AIMET 2.42: the rows of ``differences.json``."""
     rows = json.loads(Path(__file__).with_name("differences.json").read_text("utf-8"))
     return tuple(Difference(**row) for row in rows)
 

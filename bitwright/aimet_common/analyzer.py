@@ -34,7 +34,7 @@ Evaluate = Callable[[Any], float]
 
 
 def checked(evaluate: Evaluate, model: Any, where: str) -> float:
-    """What the callback says of ``model``.
+    """Score ``model`` by the callback and check that the score is a number.
 
     Raises:
         ConfigError: it returns no number, or NaN.
@@ -86,7 +86,7 @@ class QuantAnalyzerBase:
 
     @abstractmethod
     def _float_score(self, subject: Subject) -> float:
-        """What the evaluation says of the float model."""
+        """Score of the float model."""
 
     def enable_per_layer_mse_loss(self, unlabeled_dataset_iterable: Any, num_batches: int) -> None:
         """Let :meth:`analyze` compare the outputs of every layer too, on so many batches.
@@ -113,7 +113,7 @@ class QuantAnalyzerBase:
             self.export_per_layer_mse_loss(sim, results_dir)
 
     def check_model_sensitivity_to_quantization(self, sim: Any) -> tuple[float, float, float]:
-        """What the evaluation says of the float model, with only weights quantized, and with only activations."""
+        """Scores of the float model, with only weights quantized, and with only activations quantized."""
         subject = open_subject(sim)
         weights = [name for name, site in subject.sites.items() if site.is_stored or site.role == "bias"]
         others = [name for name in subject.sites if name not in set(weights)]

@@ -64,7 +64,7 @@ _METHOD = {
 
 
 def range_method(scheme: Any) -> Any:
-    """What our API calls the scheme: the range method's name; other values than AIMET's go through unchanged."""
+    """Range method of a scheme of AIMET; other values are returned unchanged."""
     return _METHOD.get(scheme, scheme) if isinstance(scheme, QuantScheme) else scheme
 
 
@@ -90,7 +90,7 @@ class ActivationType(Enum):
 
 
 class CostMetric(Enum):
-    """What compression counts."""
+    """The cost that compression reduces."""
 
     mac = 1
     memory = 2
@@ -128,7 +128,7 @@ class GreedySelectionParameters:
 
 
 class SupportedKernelsAction(Enum):
-    """What happens where no kernel of the target fits a layer."""
+    """Action if no kernel of the target fits a layer."""
 
     allow_error = 1
     warn_on_error = 2

@@ -97,7 +97,7 @@ def range_encoding(lo: Any, hi: Any, spec: QuantSpec, granularity: Granularity) 
 
 
 def grouped_scale_format(bitwidth: int, decompressed_bw: int, site: str) -> ScaleFormat:
-    """What block scales of LPBQ are stored as: multiples of ``decompressed_bw - bitwidth`` bits of one number per channel.
+    """Scale format of LPBQ: multiples of one number per channel, with ``decompressed_bw - bitwidth`` bits.
 
     Raises:
         ConfigError: multiples of this width are not supported.

@@ -119,7 +119,7 @@ def analyze_per_layer_sensitivity(
 
 
 class LayerOutput:
-    """What the nodes of a model return, by the names of their tensors.
+    """Outputs of the nodes of a model, by tensor name.
 
     Args:
         model: a float model (``ModelProto``, ``ONNXModel``, a path), a calibrated :class:`QuantizationSimModel`, or the model
@@ -297,7 +297,7 @@ def save_sensitivity_results(
 
 
 def load_sensitivity_results(input_path: str) -> Scores:
-    """What :func:`save_sensitivity_results` wrote.
+    """Read the file that :func:`save_sensitivity_results` wrote.
 
     Raises:
         ConfigError: the file cannot be read, or is another one.

@@ -11,7 +11,7 @@ __all__ = ["LPBQ", "Blockwise", "DataLoader", "Granularity", "PerChannel", "PerT
 
 
 class Granularity:
-    """Which elements share a scale."""
+    """Granularity of the scales."""
 
 
 @dataclass(frozen=True)

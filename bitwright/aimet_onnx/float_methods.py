@@ -90,7 +90,7 @@ class ConnectedGraph(sites.ConnectedGraph):
 
 
 def find_all_batch_norms_to_fold(connected_graph: Any) -> tuple[FoldedPairs, FoldedPairs]:
-    """What :func:`fold_all_batch_norms_to_weight` would fold, tried on a copy.
+    """Find the pairs that :func:`fold_all_batch_norms_to_weight` folds, on a copy.
 
     Args:
         connected_graph: ``aimet_onnx.meta.connectedgraph.ConnectedGraph(model)``; or the model itself.
@@ -127,7 +127,7 @@ class ClsSetInfo:
 
 
 class ClsSetInfos(list[ClsSetInfo]):
-    """What :meth:`CrossLayerScaling.scale_model` did; ``report`` says more, and what was left and why."""
+    """Result of :meth:`CrossLayerScaling.scale_model`; ``report`` has the details, with what was left and why."""
 
     report: Any = None
 
@@ -223,7 +223,7 @@ def _name_of(layer: Any) -> str:
 
 
 def _factors_of_links(report: EqualizeReport) -> dict[tuple[str, str], Any]:
-    """What the channels between two layers were divided by, for each pair of neighbours."""
+    """Divisors of the channels between two layers, for each pair of neighbours."""
     return {
         (producer.op, consumer.op): factor
         for group, factor in zip(report.groups, report.factors, strict=True)

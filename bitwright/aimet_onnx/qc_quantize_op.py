@@ -32,7 +32,7 @@ __getattr__ = absent_names(__name__)
 
 
 class OpMode(Enum):
-    """What a quantizer does."""
+    """Modes of a quantizer."""
 
     updateStats = 0  # noqa: N815, AIMET's names
     oneShotQuantizeDequantize = 1  # noqa: N815
@@ -120,7 +120,7 @@ class QcQuantizeOp(SiteView):
 
     @property
     def op_mode(self) -> OpMode:
-        """What the quantizer does; it follows from its state."""
+        """Mode of the quantizer, derived from its state."""
         if not self.enabled:
             return OpMode.passThrough
         is_param = self._site.role not in ("input", "output")

@@ -448,7 +448,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
     build_session = staticmethod(build_session)
 
     def get_supported_kernels(self) -> dict[str, list[dict[str, Any]]]:
-        """What the configuration says the target runs: ``defaults`` and operator types, with AIMET's entries."""
+        """Kernels of the target by the configuration: ``defaults`` and operator types, with AIMET's entries."""
         return supported_kernels(self.rules)
 
     @property

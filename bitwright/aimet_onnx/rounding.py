@@ -63,7 +63,7 @@ def apply_seq_mse(
 
 @dataclass
 class SeqMseParams:
-    """What :class:`SequentialMse` is to do.
+    """Options of :class:`SequentialMse`.
 
     Attributes:
         num_batches: how many batches are used; all with ``None``.

@@ -122,7 +122,7 @@ class QuantAnalyzer(QuantAnalyzerBase):
 
 
 class NamingScheme(Enum):
-    """What files are called after: modules, or tensors of the exported model."""
+    """Names of output files: by modules, or by tensors of the exported model."""
 
     PYTORCH = 1
     ONNX = 2
@@ -130,7 +130,7 @@ class NamingScheme(Enum):
 
 
 class LayerOutput:
-    """What the leaf modules of a model, in float or simulated, return."""
+    """Outputs of the leaf modules of a model, in float or simulated."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ def visualize_changes_after_optimization(
 
 
 def _layers(model: nn.Module, selected: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-    """What is told of the weight of every layer asked for."""
+    """Statistics of the weight of every selected layer."""
     modules = dict(walk_modules(model))
     for name in selected or ():
         if name not in modules or getattr(modules[name], "weight", None) is None:

@@ -161,7 +161,7 @@ _FOLDING = Rule(
 
 @dataclass(frozen=True)
 class ArchCheckerReport(Tabular):
-    """What the rules found, in execution order, rule by rule."""
+    """Findings of the rules, rule by rule in execution order."""
 
     _rows = "findings"
 
@@ -193,7 +193,7 @@ class ArchChecker:
     def check_model_arch(
         model: nn.Module, dummy_input: Any, result_dir: str | None = None, *, rules: tuple[Rule, ...] = RULES
     ) -> ArchCheckerReport:
-        """What the rules find.
+        """Check a model by the rules.
 
         Args:
             model: left as it is.

@@ -69,7 +69,7 @@ class _AutoModeParams:
 
 
 class SpatialSvdParameters:
-    """What :meth:`ModelCompressor.compress_model` takes for the scheme ``spatial_svd``.
+    """Parameters of :meth:`ModelCompressor.compress_model` for the scheme ``spatial_svd``.
 
     Args:
         mode: ``Mode.manual`` or ``Mode.auto``.
@@ -100,7 +100,7 @@ class WeightSvdParameters(SpatialSvdParameters):
 
 
 class ChannelPruningParameters(SpatialSvdParameters):
-    """What the scheme ``channel_pruning`` takes.
+    """Parameters of the scheme ``channel_pruning``.
 
     Args:
         data_loader: batches, perhaps with labels.
@@ -125,7 +125,7 @@ class ChannelPruningParameters(SpatialSvdParameters):
 
 @dataclass
 class CompressionStats:
-    """What a compression did; printed, a table.
+    """Result of a compression; prints as a table.
 
     Attributes:
         baseline_model_accuracy, compressed_model_accuracy: what the callback returned, as text of six digits.
@@ -441,7 +441,7 @@ def _scores(
 def _statistics(
     space: SvdSpace, found: Sequence[Factored], baseline: float, score: float, scores: Scores | None
 ) -> CompressionStats:
-    """What the layers that were factored save of the whole model, and which part of its cost each layer keeps."""
+    """Statistics of factored layers: cost saved of the whole model, and the fraction that each layer keeps."""
     by_name = {layer.name: layer for layer in space.layers}
     saved = {c: sum(getattr(by_name[f.layer], c) - getattr(f, c) for f in found) for c in ("macs", "params")}
     kept = {f.layer: round(getattr(f, space.cost) / getattr(by_name[f.layer], space.cost), 4) for f in found}

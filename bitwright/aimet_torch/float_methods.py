@@ -194,7 +194,7 @@ def _refuse_fold(problem: str) -> None:
 def find_all_batch_norms_to_fold(
     model: nn.Module, input_shapes: Any = None, dummy_input: Any = None
 ) -> tuple[list[Pair], list[Pair]]:
-    """What :func:`fold_all_batch_norms` would fold, tried on a copy.
+    """Find the pairs that :func:`fold_all_batch_norms` folds, on a copy.
 
     Returns:
         ``(layer, batch norm)`` modules of the model: batch norms after their layers, and ``(batch norm, layer)`` of those
@@ -277,7 +277,7 @@ class ClsSetInfo:
 
 
 class ClsSetInfos(list[ClsSetInfo]):
-    """What :meth:`CrossLayerScaling.scale_model` did; ``report`` says more, and what was left and why."""
+    """Result of :meth:`CrossLayerScaling.scale_model`; ``report`` has the details, with what was left and why."""
 
     report: Any = None
 

@@ -92,7 +92,7 @@ class MixedPrecisionConfigurator:
         self._ends += [PrecisionRequest(place, activation) for place in ends]
 
     def _named(self, arg: Any) -> list[Op]:
-        """What modules, types of modules, or a list of these compute."""
+        """Operators of modules, types of modules, or a list of these."""
         several = list(arg) if isinstance(arg, (list, tuple, set)) else [arg]
         types = tuple(item for item in several if isinstance(item, type))
         wanted = {id(m) for item in several if isinstance(item, nn.Module) for m in item.modules()}

@@ -290,7 +290,7 @@ class SiteQuantizer(Described, SiteView, NotOfModel, nn.Module):
 
     @property
     def encoding_analyzer(self) -> EncodingAnalyzer:
-        """What chooses the range, as a class of AIMET's; to be read."""
+        """The range method as AIMET's class; read-only."""
         method, blocks = self._spec.method, self.block_size
         if method.name == "percentile":
             return PercentileEncodingAnalyzer(

@@ -308,7 +308,7 @@ def _call_and_forget(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _cast(source: QuantizedTensorBase, result: torch.Tensor) -> torch.Tensor:
-    """What a change of device or type made of a tensor, with a copy of its encoding; the tensor itself where nothing changed."""
+    """Keep the encoding of a tensor after a change of device or dtype; an unchanged tensor is returned as it is."""
     encoding = None if source.encoding is None else source.encoding.to(result.device)
     return source if result is source else with_encoding(type(source), result, encoding)
 

@@ -641,7 +641,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         return show_all_ends(self)
 
     def quantizer_state_dict(self) -> dict[str, Any]:
-        """What ``sim.model.state_dict()`` has of quantizers; ``sim.model.load_state_dict(state, strict=False)`` takes it."""
+        """Quantizer entries of ``sim.model.state_dict()``, for ``sim.model.load_state_dict(state, strict=False)``."""
         own = tuple(f"{name}." for name, module in self.model.named_modules() if isinstance(module, NotOfModel))
         return {name: value for name, value in self.model.state_dict().items() if name.startswith(own)}
 
@@ -759,7 +759,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
 
 class QuantParams:
-    """What :func:`bitwright.aimet_torch.bias_correction.correct_bias` simulates.
+    """Quantization parameters of :func:`bitwright.aimet_torch.bias_correction.correct_bias`.
 
     Args:
         weight_bw, act_bw: bits of weights and activations.

@@ -42,7 +42,7 @@ def _batches(loader: Iterable[Any], forward_fn: Any) -> Iterable[Any]:
 
 @dataclass
 class AdaroundParameters:
-    """What :meth:`Adaround.apply_adaround` is to do.
+    """Options of :meth:`Adaround.apply_adaround`.
 
     Attributes:
         data_loader: batches; the second element of a batch of two is dropped as its labels, unless there is a ``forward_fn``.
@@ -191,7 +191,7 @@ def _weights_at(
 
 @dataclass
 class SeqMseParams:
-    """What the older call ``apply_seq_mse(model, sim, data_loader, params)`` is to do.
+    """Options of the older call ``apply_seq_mse(model, sim, data_loader, params)``.
 
     Attributes:
         num_batches: how many batches are used; all with ``None``.

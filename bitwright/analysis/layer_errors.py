@@ -120,7 +120,7 @@ class SiteValues:
 
     @staticmethod
     def _outside(x: Tensor, encoding: Encoding, bounds: tuple[float, float]) -> Tensor | None:
-        """Which elements lie outside of the grid; ``None`` where none does."""
+        """Mask of the elements outside of the grid; ``None`` if there are none."""
         beyond = _BEYOND * encoding.scale if isinstance(encoding.format, IntFormat) else encoding.max * 0.01
         low, high = encoding.min - beyond, encoding.max + beyond
         if bounds[0] >= low.max() and bounds[1] <= high.min():

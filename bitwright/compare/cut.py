@@ -193,7 +193,7 @@ class Place:
         return "" if last.inputs[0] is None else str(last.inputs[0].name)
 
     def kernel(self, kernels: Mapping[str, str]) -> str:
-        """What made it: the integer kernel of its codes, one that ends in floats in front of its quantizer, or ``float``.
+        """Kernel that made the tensor: an integer kernel, one that returns floats to its quantizer, or ``float``.
 
         Args:
             kernels: tensor -> what a runtime's default mode made it with.

@@ -139,7 +139,7 @@ class Kept:
         self._written = time.monotonic()
 
     def load(self) -> dict[str, Any]:
-        """What was measured before; empty where there is nothing."""
+        """Read earlier measurements; empty if there are none."""
         if self._path is None or not self._path.exists():
             return {}
         content = read_document(self._path, ConfigError, remedy=_REMEDY, max_bytes=_MOST)
@@ -182,7 +182,7 @@ class Costs:
     stopped: str = ""
 
     def known(self) -> Mapping[str, Any]:
-        """What is kept on disk, as JSON types."""
+        """Measurements kept on disk, as JSON types."""
         return {}
 
     @contextmanager
@@ -267,7 +267,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Progression:
-    """What :func:`quantize_progressively` did: its steps in execution order."""
+    """Result of :func:`quantize_progressively`: its steps in execution order."""
 
     steps: tuple[Step, ...]
 

@@ -44,7 +44,7 @@ class OnnxBlocks(Blocks):
         self.names = [name for name in self._sums if name not in returned]
 
     def graph(self) -> Graph:
-        """With the shapes of a run."""
+        """The graph with the shapes of a run."""
         return self._graph
 
     def gone(self, names: Sequence[str]) -> set[str]:

@@ -599,7 +599,7 @@ class Frame:
         return self._made.get(name, CLEAN)
 
     def _asked(self) -> list[str]:
-        """What to judge: a body is run again and again, always with the same question."""
+        """Values to judge; in a body, which runs repeatedly, always the same ones."""
         own = [name for name in self.suspects if name in self.probe.maker]
         return own if self.parent is None or not own else self.probe.floats
 
@@ -965,7 +965,7 @@ class _Replay:
                 self.tracker.move(source, name)
 
     def _gather(self, child: Frame, results: Sequence[str], made: Sequence[str]) -> None:
-        """What one run adds to the ``results`` that have something of every run."""
+        """Append one run's part to the ``results`` that collect all runs."""
         for name, inner in zip(results, made, strict=True):
             if name and not self.tracker.knows(name) and flags_of(child.outputs[inner]).bad:
                 self.tracker.move(inner, name)
@@ -992,7 +992,7 @@ def _slices(node: ir.Node, own: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _readable_name(value: ir.Value | None) -> str:
-    """Of a tensor; empty for a port without one, or with a sequence."""
+    """Readable name of a tensor; empty for an unused port or a sequence."""
     tensor = value is not None and value.name and is_tensor(value)
     return str(value.name) if value is not None and tensor else ""
 

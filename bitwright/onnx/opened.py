@@ -431,7 +431,7 @@ class OnnxGiven(GivenModel):
         return loaded if has_quantizers(loaded.model) else modernize(loaded, first)
 
     def copied(self, work: Loaded) -> Loaded:
-        """With the same arrays of weights."""
+        """Copy the model; both share the arrays of weights."""
         return replace(work, model=work.model.clone())
 
     @cached_property
@@ -441,7 +441,7 @@ class OnnxGiven(GivenModel):
         return open_session(loaded.model, self._providers), input_specs(loaded.model)
 
     def outputs(self, batch: Any) -> Sequence[Array]:
-        """Of a sequence or a map all floats in a row."""
+        """Outputs as arrays; the floats of a sequence or map are concatenated."""
         session, specs = self._float
         return [one_array(y) for y in run_session(session, as_feeds(batch, specs), "the float model")]
 

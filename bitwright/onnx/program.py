@@ -276,7 +276,7 @@ class Steps:
         return {"If": self._branch, "Loop": self._loop, "Scan": self._scan}[node.op_type](node)
 
     def _ask(self, number: int, axis: int | None = None) -> int:
-        """What the batch says of a value; constants say the same in all."""
+        """Ask the batch for the element of a value, or a length, and note the answer; constants need no note."""
         found = self._values.answer(number, axis)
         if number not in self._constants:
             self._answers.append(Answer(number, axis, found))
@@ -488,7 +488,7 @@ class _Opaque:
         return self._run("real", tensors)
 
     def quantized(self, tensors: Sequence[Tensor], quantize: Quantize) -> Sequence[Tensor]:
-        """With the quantizers of the simulation inside it."""
+        """Run the step with the simulation's quantizers inside it."""
         return self._run("quantized", tensors)
 
     def _run(self, kind: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -530,7 +530,7 @@ def _to_runtime(held: Any) -> Any:
 
 
 def _from_runtime(found: Any) -> Any:
-    """What ONNX Runtime returned as the value of a step; what is neither tensor nor a sequence of some stays as it is."""
+    """Convert a result of ONNX Runtime to tensors; values other than tensors and sequences stay as they are."""
     if isinstance(found, list) and all(isinstance(part, np.ndarray) for part in found):
         return tuple(to_tensor(array) for array in found)
     return to_tensor(found) if isinstance(found, np.ndarray) else found

@@ -283,8 +283,7 @@ class _Reader:
             yield section.rule(key, True, port=name, quantized=True)
 
     def _hardware_rules(self) -> Iterator[Rule]:
-        """What AIMET decides in code: normalisation scales, and weights that follow their output on newer
-        targets."""
+        """Rules that AIMET has in code: normalisation scales, and weights that follow their output on newer targets."""
         weight, activation = self.preset.weight, self.preset.activation
         bits = weight.format.bits if weight is not None and isinstance(weight.format, IntFormat) else 0
         if bits:

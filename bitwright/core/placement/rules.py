@@ -46,8 +46,7 @@ FixedRange = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """Which tensors (the first four fields), and what they shall be (the others; ``None`` leaves a facet as
-    it is).
+    """A rule of placement: which tensors it matches (the first four fields), and what it sets (``None`` sets nothing).
 
     Attributes:
         name: an operator, module, parameter or site. ``layer1`` means the operator of that name and

@@ -151,7 +151,7 @@ class RoundingNoise:
         return found / float(noise.sum())
 
     def _parts(self, log_factors: Array) -> tuple[tuple[Array, Array], Array, list[tuple[Any, Array, Array, int]]]:
-        """What the costs of rows and of columns put on each factor, noise of every grid, shares of factors in largest entries."""
+        """Cost weights of rows and columns per factor, noise of every grid, shares of factors in largest entries."""
         rows, columns, of_group = self._rows, self._columns, self._of_group
         squared = np.exp(2 * log_factors)
         later, before = rows.costs * squared.take(rows.factors), columns.costs / squared.take(columns.factors)
@@ -496,7 +496,7 @@ def quietest_factors(
 
 
 def _back(log_factors: Array, known: Channels | None) -> float:
-    """What brings the largest value of an activation back to where it was before the factors."""
+    """Factor that restores the largest value of an activation to its value before the factors."""
     if known is None or not known.largest.any():
         return 0.0
     alive = known.largest > 0
@@ -563,7 +563,7 @@ class _Model:
         return None if at is None or self.channels[at] is None else at
 
     def _share(self, i: int) -> None:
-        """What each channel contributes: that of a layer's output divides by the variance that each input brings in.
+        """Contribution of each channel: a layer's output channel is divided by the variance that each input brings in.
 
         Where nothing is known after a layer, its outputs contribute by their variance.
         """
@@ -582,7 +582,7 @@ class _Model:
             self.shares[i] = total / total.sum()
 
     def _cost(self, i: int) -> Array:
-        """What an error of variance 1 before the activation costs, relative to the signal, per channel."""
+        """Cost of an error of variance 1 before the activation, relative to the signal, per channel."""
         known = self.channels[i]
         assert known is not None
         cost: Array = self.shares[i] * known.passed / np.maximum(known.variance, _SMALL)
@@ -662,7 +662,7 @@ LEAST = 1 / 32
 def measured_extremes(
     view: FloatModel, groups: Sequence[Group], data: Iterable[Any] | None, bar: Bar = no_bar
 ) -> dict[str, tuple[Array, Array]]:
-    """What the activations of ``groups`` that cut at fixed bounds read, per channel; the data is not run where there are none.
+    """Extremes per channel of the inputs of clipping activations in ``groups``; runs no data if there are none.
 
     Args:
         view: the model.

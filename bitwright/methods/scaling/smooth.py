@@ -77,7 +77,7 @@ TIES: dict[str, Callable[[int], Array]] = {
 
 
 def head_factors(query: Array, key: Array, dim: int, tie: Array, alpha: float = 0.5) -> tuple[Array, Array]:
-    """What to divide the channels of keys by and to multiply those of queries by, so that their products stay.
+    """Factors that divide the channels of keys and multiply those of queries, so that their products stay.
 
     Args:
         query, key: largest magnitude per channel, shapes [query heads * dim], [key heads * dim]; a key head serves

@@ -48,7 +48,7 @@ class Magnitude:
         return self.gain * largest + self.offset < _LIMIT  # False for NaN
 
     def scaled(self, factor: float) -> Magnitude:
-        """Of the tensor times numbers of at most ``factor``; never below its own, for all on the way has to be finite."""
+        """Magnitude of the tensor times numbers of at most ``factor``; never below its own, as both must be finite."""
         factor = max(1.0, factor) if not math.isnan(factor) else math.inf
         return replace(self, gain=self.gain * factor, offset=self.offset * factor, cap=self.cap * factor)
 
@@ -89,7 +89,7 @@ def _of_node(node: ir.Node, found: dict[ir.Value, Magnitude | None]) -> Magnitud
 
 
 def _of_value(value: ir.Value, found: dict[ir.Value, Magnitude | None]) -> Magnitude | None:
-    """Of a value, or of a constant, which is looked at once."""
+    """Magnitude of a value or of a constant."""
     if value not in found:
         tensor = value.const_value
         found[value] = None if tensor is None else _of_constant(tensor)
@@ -137,7 +137,7 @@ def _sum(node: ir.Node, given: list[Magnitude]) -> Magnitude | None:
 
 
 def _product(node: ir.Node, given: list[Magnitude]) -> Magnitude | None:
-    """Of two tensors, one of them of known size."""
+    """Magnitude of the product of two tensors, one of known magnitude."""
     if len(given) != 2:
         return None
     factor, other = sorted(given, key=lambda m: m.cap)
@@ -147,7 +147,7 @@ def _product(node: ir.Node, given: list[Magnitude]) -> Magnitude | None:
 
 
 def _layer(node: ir.Node, given: list[Magnitude]) -> Magnitude | None:
-    """Of a convolution or a matrix product with a constant."""
+    """Magnitude of the result of a convolution or matrix product with a constant."""
     weight = node.inputs[1] if len(node.inputs) > 1 else None
     if weight is None or weight.const_value is None or len(given) < 2 or given[1].sources:
         return None

@@ -419,7 +419,7 @@ class _Sizes:
     known: dict[tuple[Any, ...], dict[Tap, int]] = field(default_factory=dict)
 
     def of(self, taps: Sequence[Tap], feeds: Feeds) -> dict[Tap, int]:
-        """From the shapes in the model, else measured in a run of its own. An input takes none, it is there already."""
+        """Bytes of each tap, from the shapes in the model, else measured in a run; inputs take none."""
         known = self.known.setdefault(tuple((name, array.shape) for name, array in feeds.items()), {})
         new = [tap for tap in taps if tap not in known]
         symbols = self.instrument.symbols(feeds)
@@ -480,7 +480,7 @@ class Calibrator(Observer):
         )
 
     def _settle(self) -> None:
-        """From now on look at those channels only of which another batch can still tell something, if looking costs much."""
+        """Restrict observation to channels that another batch can still change, if observing is expensive."""
         if self._settled:
             return
         least = dict(zip(self._reduced, self._bounds.lo.tolist(), strict=True))
@@ -600,7 +600,7 @@ class Calibrator(Observer):
         return odd
 
     def _finite(self, lo: Array, hi: Array, summed: Array, there: Array) -> Array:
-        """Which reduced tensors hold neither NaN nor Inf, by their sums or by what they are made of."""
+        """Mask of reduced tensors without NaN and Inf, by their sums or by their sources."""
         finite = np.isfinite(lo) & np.isfinite(hi)
         finite[self._summed] &= summed
         known: dict[ir.Value, float] = {}

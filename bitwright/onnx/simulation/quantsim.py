@@ -738,7 +738,7 @@ class QuantizationSimModel(SimulationFiles):
         return self.session
 
     def _outputs(self, batch: Any) -> list[Array]:
-        """Of a sequence or a map all floats in a row."""
+        """Outputs as arrays; the floats of a sequence or map are concatenated."""
         return [one_array(y) for y in self.run(batch)]
 
     def _outputs_and(self, names: Sequence[str]) -> Callable[[Any], list[Array]]:
