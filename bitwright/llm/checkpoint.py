@@ -329,7 +329,8 @@ def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         names = sorted(set(_weight_map(index).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
+        here = {path.name for path in folder.iterdir() if path.is_file()}  # a name may be longer than the system allows
+        missing = [name for name in names if name not in here]
         if missing:
             raise ModelError(
                 str(folder), f"{len(missing)} of {len(names)} shards are missing: {some_of(missing)}",

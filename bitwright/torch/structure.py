@@ -651,7 +651,7 @@ def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
         )
     for step in plan["steps"]:
         kind = step.get("kind") if isinstance(step, Mapping) else step
-        if kind in _STEPS:
+        if isinstance(kind, str) and kind in _STEPS:
             _STEPS[kind](model, step)
             continue
         if kind != "cut":

@@ -134,6 +134,7 @@ _LAYER = {"class": "Linear", "in": 16, "out": 2, "bias": False}
     "step, message",
     [
         (None, "a step None that is not known"),
+        ({"kind": []}, r"a step \[\] that is not known"),
         ({"kind": "cut"}, "does not say what is kept"),
         ({"kind": "cut", "parameters": {"fc.weight": {"1": [-1]}}, "attributes": {}}, "does not say what is kept"),
         ({"kind": "cut", "parameters": {"fc.weight": {"1": []}}, "attributes": {}}, "does not say what is kept"),

@@ -160,6 +160,11 @@ def _of_first(**changes: object) -> Callable[[dict[str, Any]], object]:
             id="index-elsewhere",
         ),
         pytest.param(
+            lambda f: (f / INDEX).write_text('{"weight_map": {"a": "' + 300 * "m" + '"}}'),
+            "1 of 1 shards are missing: m",
+            id="index-long-name",
+        ),
+        pytest.param(
             lambda f: _edit_config(f, model_type=[]), r"model_type \[\] is no language model", id="model-type"
         ),
         pytest.param(lambda f: _edit_config(f, hidden_size="wide"), "no model can be made from it", id="config-values"),

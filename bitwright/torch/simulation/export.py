@@ -70,7 +70,7 @@ from bitwright.torch.calls.inputs import (
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
 from bitwright.torch.interception.intercept import forward_signature
 from bitwright.torch.interception.record import Slot, named_inputs, output_names
-from bitwright.torch.simulation.exported_program import captured, raised_at, runs_left, to_onnx, untranslated
+from bitwright.torch.simulation.exported_program import captured, drop_unread, raised_at, take_runs, to_onnx, untranslated
 from bitwright.torch.simulation.ranges import refuse_corrections
 from bitwright.torch.simulation.simulated_module import SimulatedModule
 
@@ -132,7 +132,7 @@ def _free_name(name: str, taken: set[str]) -> str:
     return free
 
 
-#: what a marked model knows of itself: see :func:`runs_left`
+#: what a marked model knows of itself: see :func:`take_runs`
 _LEFT = "bitwright.runs_left"
 #: options of an export that change how the file is written, not how the graph is recorded
 _FORMS = ("bias", "activation", "recurrent", "weight_only", "target", "rest")
@@ -367,8 +367,9 @@ def marked_onnx(
         with alone, evaluation(sim.model), torch.no_grad(), _quiet(), model_alone(sim.model):
             flat = _Flat(sim.model, args, kwargs, returned.append).eval()
             program, told = captured(sim, flat, (args, kwargs), tensors, shapes)
-            left = runs_left(program)
+            drop_unread(program)
             model = to_onnx(program)
+            left = take_runs(model)
             if notes is not None:
                 notes += told
     except BusyError:
@@ -689,11 +690,11 @@ def _computed_sites(model: ir.Model) -> set[str]:
 
 
 def values_of(
-    sim: SimulatedModule, batch: Any, result: QdqResult, left: Mapping[str, Sequence[int]] | None = None
+    sim: SimulatedModule, batch: Any, result: QdqResult, left: Mapping[str, list[int]] | None = None
 ) -> tuple[dict[str, Sequence[np.ndarray[Any, Any]]], Arrays]:
     """The simulation's values at every site that the file has a quantizer for, one per run of its place, and its outputs.
 
-    ``left`` tells which runs the captured program has, see :func:`runs_left`. A constant is among them where the file computes
+    ``left`` tells which runs the converted program has, see :func:`take_runs`. A constant is among them where the file computes
     it, as one that is repeated for every sample of a free batch. Those of sites wait in a temporary file, beyond a few MiB.
     """
     live = _computed_sites(result.model)
@@ -701,7 +702,7 @@ def values_of(
     wanted = [site.name for site in enabled if site.role in ("input", "output") or site.name in live]
     taps, output = sim._captured(wanted, own_copy(sim, batch), partial(Spooled, Spool()))
     sites = {
-        name: _in_file(kept, len(result.tensors[name]), (left or {}).get(name))
+        name: _in_file(kept, (left or {}).get(name))
         for name, kept in taps.items()
         if len(kept)
     }
@@ -710,21 +711,11 @@ def values_of(
     return sites, {names[path]: _array(t.float() if t.is_floating_point() else t) for path, t in returned}
 
 
-def _in_file(kept: Sequence[Any], count: int, left: Sequence[int] | None) -> Sequence[np.ndarray[Any, Any]]:
-    """The runs of a place that are left in the file, which has ``count`` of them, of those ``left`` in the captured program.
-
-    The exporter makes one call of several on the same value. The first step of a loop starts from a constant, which it may have
-    computed away: then the last ones remain.
-    """
-    if left is not None and len(left) < len(kept) and all(run < len(kept) for run in left):
-        kept = [kept[run] for run in left]
-    if len(kept) <= count:
+def _in_file(kept: Sequence[Any], left: list[int] | None) -> Sequence[np.ndarray[Any, Any]]:
+    """The runs of a place that the file has: those ``left`` in it, where every one of them was kept."""
+    if left is None or left == list(range(len(kept))) or any(run >= len(kept) for run in left):
         return kept
-    distinct: list[np.ndarray[Any, Any]] = []
-    for array in kept:
-        if not any(np.array_equal(array, other) for other in distinct):
-            distinct.append(array)
-    return distinct[-count:] if len(distinct) >= count else kept[-count:]
+    return [kept[run] for run in left]
 
 
 def _graph_inputs(sim: SimulatedModule, batch: Any) -> Arrays:
@@ -760,7 +751,7 @@ def _first(batch: Any, rows: int | None) -> Any:
 
 
 def _samples(
-    sim: SimulatedModule, batch: Any, result: QdqResult, names: Mapping[str, str], left: Mapping[str, Sequence[int]]
+    sim: SimulatedModule, batch: Any, result: QdqResult, names: Mapping[str, str], left: Mapping[str, list[int]]
 ) -> Samples:
     """See :class:`Samples`; ``names`` are those of inputs and outputs that were given other ones."""
     sites, made = values_of(sim, batch, result, left)

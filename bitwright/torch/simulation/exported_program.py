@@ -54,7 +54,8 @@ from torch.overrides import TorchFunctionMode
 
 import bitwright.torch.simulation.simulate  # noqa: F401, which defines the operator of marks
 from bitwright.errors import BusyError, ModelError
-from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
+from bitwright.export.files.onnx_file import all_nodes
+from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE, is_site, site_of
 from bitwright.torch.calls.functions import FUNCTIONS, Function
 from bitwright.torch.calls.inputs import map_tensors, named_state, same_draws, tensors_in
 from bitwright.torch.interception.intercept import Frame, Handler, Key, scripted_code
@@ -63,6 +64,7 @@ from bitwright.torch.simulation.simulate import RUN, CallPlan
 from bitwright.torch.simulation.simulated_module import SimulatedModule
 
 _EXPORTER, _PROGRAM = "torch.onnx._internal.exporter", "torch.export.exported_program"
+_RUN = "bitwright.run"  # of a mark of an ONNX model, which run of its place it is
 _PATCH = "torch.fx.experimental._config:patch"  # of settings, for a while
 
 #: function called for it -> its parameters
@@ -716,21 +718,35 @@ def _write_down(
     traced.recompile()
 
 
-def runs_left(program: ExportedProgram) -> dict[str, list[int]]:
-    """Runs of each site's place left in a captured program, in order, without those that no output depends on.
-
-    Their numbers are taken out of the marks, so that the exporter makes one of marks of the same value.
-    """
-    left: dict[str, list[int]] = {}
+def drop_unread(program: ExportedProgram) -> None:
+    """Take out of a captured program what no output depends on, marks included."""
     for part in _graphs(program.graph_module):
         part.graph.eliminate_dead_code()
-        for node in part.graph.find_nodes(op="call_function", target=torch.ops.bitwright.site.default):
-            name, _, run = str(node.args[1]).partition(RUN)
-            if run:
-                left.setdefault(name, []).append(int(run))
-                node.args = (node.args[0], name)
         part.recompile()
+
+
+def take_runs(model: ir.Model) -> dict[str, list[int]]:
+    """By site, which runs of its place a converted program has, in the order of its marks.
+
+    The exporter keeps marks apart whose numbers differ. Here the numbers are taken out, and of calls on the same value one is
+    left, which stands for the first of their runs.
+    """
+    for node in _marks_of(model):
+        name, _, run = site_of(node).partition(RUN)
+        if run:
+            node.meta[_RUN] = int(run)
+            node.attributes[ATTRIBUTE] = ir.AttrString(ATTRIBUTE, name)
+    common_passes.CommonSubexpressionEliminationPass()(model)
+    left: dict[str, list[int]] = {}
+    for node in _marks_of(model):
+        if _RUN in node.meta:
+            left.setdefault(site_of(node), []).append(node.meta[_RUN])
     return left
+
+
+def _marks_of(model: ir.Model) -> list[ir.Node]:
+    """Every mark, those of functions included."""
+    return [node for part in (model.graph, *model.functions.values()) for node in all_nodes(part) if is_site(node)]
 
 
 def line_of(node: fx.Node) -> str:

@@ -546,6 +546,35 @@ def test_runs_of_a_loop_that_no_output_depends_on_are_not_compared() -> None:
     assert all(row.as_float == np.inf for row in report.outputs)
 
 
+class Integrated(nn.Module):
+    """Euler steps of about equal length; one line multiplies a step, which is a constant, and then a slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = torch.tensor([0.0, 0.25, 0.5, 0.7501, 1.0])
+        for i in range(4):
+            change = self.slope(x)
+            for factor in (times[i + 1] - times[i], change):
+                change = factor * change
+            x = x + change
+        return x
+
+
+def test_runs_are_paired_where_the_exporter_merges_constants_between_others() -> None:
+    # Two of the four steps are equal, and all have one code: the file has seven of the eight factors.
+    torch.manual_seed(0)
+    batch = torch.randn(4, 8)
+    sim = QuantizationSimModel(Integrated().eval(), batch)
+    sim.compute_encodings([batch], progress=False)
+    report = sim.verify(batch)
+    assert report.ok
+    assert all(row.as_float.equal == row.as_integer.equal == 1.0 for row in report.rows)
+    assert all(end.as_float >= 80 for end in report.outputs)
+
+
 def test_verify_names_a_constant_that_a_file_lost() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
