@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from bitwright.analysis import subject as targets
-from bitwright.analysis.causes import Trials, causes_of
+from bitwright.analysis.causes import Trials, causes_of, most_enlarged
 from bitwright.analysis.layer_errors import SiteValues, calibrated_bounds, grid_row
 from bitwright.analysis.result import Analysis, GroupRow, LayerRow, SiteRow, decibel
 from bitwright.analysis.sensitivity import Judged, judged, metric_name
@@ -92,8 +92,9 @@ def layer_rows(subject: Subject, seen: Lockstep | None, sites: Mapping[str, Site
     errors = {} if seen is None else seen.layers
     graph = subject.sim.graph
     divided = reciprocals(graph, {value.name for value in graph.values.values() if value.is_static})
+    enlarging = most_enlarged(graph, errors)
     for layer in found:
-        layer.causes = causes_of(layer, subject, values, sites, whole, errors, divided)
+        layer.causes = causes_of(layer, subject, values, sites, whole, errors, divided, enlarging)
     return sorted(found, key=lambda row: -(row.noise or 0.0))
 
 

@@ -23,7 +23,7 @@ from bitwright.analysis.layer_errors import SiteValues, calibrated_bounds
 from bitwright.analysis.result import MOST_DB, Analysis, Cause, LayerRow, RemedyRow, SiteRow, decibel
 from bitwright.analysis.sensitivity import Judged
 from bitwright.analysis.subject import Subject, open_subject
-from bitwright.core.graph.graph import Op
+from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.formats import IntFormat
@@ -52,6 +52,7 @@ _LARGE = 0.05  # share of the noise of all layers from which on one without a fa
 _TAIL = 8.0  # largest value over the root mean square: a step is then 6 % of it, and normal values reach 4 or 5 times
 _CANCELS = 8.0  # root mean square of what a sum reads over that of what it makes
 _ENLARGED = 6.0  # dB lost from the site to the outputs
+_GROWS = 3.0  # dB lost at one operator, which is then named
 _MATTERS = 0.02  # share of the layer's noise below which a site is not asked
 
 REMEDIES = {
@@ -111,6 +112,41 @@ class _Seen:
     reciprocals: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Enlarged:
+    """An operator that enlarges the error of what it reads.
+
+    Attributes:
+        op: its name.
+        arrived, left: SQNR of what it reads, and of what it makes without its own rounding, in dB.
+    """
+
+    op: str
+    arrived: float
+    left: float
+
+
+def most_enlarged(graph: Graph, errors: Mapping[str, LayerErrors]) -> dict[str, Enlarged]:
+    """Operator -> the one among those that depend on it that enlarges errors most, by 3 dB or more; in one linear pass."""
+    found: dict[str, Enlarged] = {}
+    for op in reversed(graph.ops):
+        after = [reader for value in op.outputs for reader, _ in graph.consumers(value)]
+        own = [one for reader in after if (one := _enlarged_by(reader.name, errors.get(reader.name))) is not None]
+        own += [found[reader.name] for reader in after if reader.name in found]
+        if own:
+            found[op.name] = max(own, key=lambda one: one.arrived - one.left)
+    return found
+
+
+def _enlarged_by(name: str, errors: LayerErrors | None) -> Enlarged | None:
+    if errors is None or not errors.after.signal or not errors.arrived.value:
+        return None
+    passed = max(errors.after.noise - errors.made.noise, 0.0) / errors.after.signal
+    arrived, left = decibel(errors.arrived.value), decibel(passed)
+    grows = arrived is not None and left is not None and arrived - left >= _GROWS
+    return Enlarged(name, float(arrived or 0.0), float(left or 0.0)) if grows else None
+
+
 Rule = Callable[[_Seen], Cause | None]
 
 
@@ -122,6 +158,7 @@ def causes_of(
     whole: float,
     errors: Mapping[str, LayerErrors],
     reciprocals: Mapping[str, str],
+    enlarging: Mapping[str, Enlarged],
 ) -> tuple[Cause, ...]:
     """The causes found for a layer, most costly first; each kind of cause once.
 
@@ -131,6 +168,7 @@ def causes_of(
         whole: what all sites cost together.
         errors: what was seen of each operator.
         reciprocals: value that is a reciprocal -> the operator that divides.
+        enlarging: of :func:`most_enlarged`.
     """
     op = subject.sim.graph.op(layer.name)
     total = sum(rows[name].cost for name in layer.sites)
@@ -146,7 +184,7 @@ def causes_of(
     for cause in _of_layer(layer, op, subject):
         found.setdefault(cause.cause, cause)
     if not found.keys() - _HARMLESS and layer.sites and total >= _LARGE * whole:
-        rounding = _rounding(layer, op, subject, rows, ranked, values)
+        rounding = _rounding(layer, op, subject, rows, ranked, values, enlarging.get(layer.name))
         found = {**({} if rounding is None else {rounding.cause: rounding}), **found}
     return tuple(found.values())
 
@@ -168,6 +206,7 @@ def _rounding(
     rows: Mapping[str, SiteRow],
     ranked: Sequence[str],
     values: Mapping[str, SiteValues],
+    most: Enlarged | None,
 ) -> Cause | None:
     """Cause of a costly layer with ordinary statistics: later operators amplify its error, or it is plain rounding."""
     name = next((n for n in ranked if rows[n].enabled), None)
@@ -179,7 +218,11 @@ def _rounding(
     here, out = decibel(held.noise) if held.noise else None, decibel(rows[name].cost)
     if here is not None and out is not None and here - out > _ENLARGED:
         text = f"{rows[name].bits} bits leave {here:.1f} dB here, and the layers that follow make {out:.1f} dB of it"
-        return _cause("enlarged", seen, text, tries, here_db=here, outputs_db=out, bits=rows[name].bits)
+        facts: dict[str, Any] = {"here_db": here, "outputs_db": out, "bits": rows[name].bits}
+        if most is not None:
+            text += f", most at {most.op}, which {most.arrived:.1f} dB reach and {most.left:.1f} leave"
+            facts["most_at"] = most.op
+        return _cause("enlarged", seen, text, tries, **facts)
     return _cause(
         "rounding",
         seen,

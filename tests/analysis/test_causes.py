@@ -331,6 +331,10 @@ def test_an_error_that_what_follows_enlarges_is_told_with_both_figures():
     cause = next(c for layer in found.layers for c in layer.causes if c.cause == "enlarged" and layer.name == "a")
     assert cause.evidence["here_db"] > cause.evidence["outputs_db"] + 6
     assert "and the layers that follow make" in cause.text
+    assert cause.evidence["most_at"] in ("mul", "mul_1", "mul_2"), (
+        "a square makes a relative error twice as large, 6 dB"
+    )
+    assert f"most at {cause.evidence['most_at']}, which" in cause.text
 
 
 PER_TENSOR = {"preset": "w8a8", "rules": [{"match": "*", "weight": {"format": "int8", "granularity": "per_tensor"}}]}

@@ -57,6 +57,22 @@ class LinearAttention(nn.Module):
         return self.out((q @ (k.transpose(1, 2) @ v)) / (total + 1e-8))
 
 
+class PaddedAttention(nn.Module):
+    """Linear attention whose denominators are a row of the product: values have a channel of ones. Heads differ in size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.size = nn.Buffer(torch.tensor([1.0, 0.3, 0.1, 0.05])[:, None, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k = torch.sigmoid(q), torch.sigmoid(k) * self.size
+        sums = k.transpose(-1, -2) @ nn.functional.pad(v, (0, 1), value=1.0)
+        found = q @ sums
+        return self.out((found[..., :-1] / (found[..., -1:] + 1e-15)).transpose(1, 2).flatten(2))
+
+
 class Spectrum(nn.Module):
     """A logarithm of powers over many decades."""
 
@@ -151,6 +167,7 @@ def labelled() -> Tensor:
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] = {
     "divisor": (LinearAttention, lambda: torch.randn(2, 4, 16), 25.0),
+    "divisor by a row of a product": (PaddedAttention, lambda: torch.randn(2, 32, 16), 35.0),
     "decibels": (ConstantQ, lambda: torch.randn(2, 1, 256) * torch.logspace(-4, 0, 256), 25.0),
     "logarithm": (Spectrum, lambda: torch.randn(2, 1, 256) * torch.logspace(-4, 0, 256), 25.0),
     "angle": (Fourier, lambda: torch.rand(2, 5, 2), 30.0),

@@ -166,14 +166,16 @@ def _is_shifted_exponential(graph: Graph, value: str) -> bool:
 def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
     """Value -> what it is needed for, and the operator that needs it; in one linear pass against the order of execution.
 
-    A need for small relative errors reaches back over products, powers and shifts by a constant, and over sums of squares,
-    as the product of a value with itself is one. It stops at reductions, layers and activation functions, whose own output is
-    the last value found; but where these add up squares, magnitudes or exponentials (an energy, a spectrum by bands), these have
-    the need too: a square has twice the range of what it is a square of. A logarithm also needs the magnitude of what was
-    squared; a normalisation, whose root weighs the largest most, does not. An angle is followed
-    over scales and shifts, and where no layer has been before (coordinates, positions, times), over everything, the matrix
-    that makes angles of them included. Scores that decide are followed over functions of one value
-    and joins, and not over sums of several: a residual stream is not a score.
+    A need for small relative errors reaches back over products, powers and shifts by a constant, and over sums of
+    squares, as the product of a value with itself is one; of another product, to an operand that is itself a product
+    of computed values (the sums over keys and values of linear attention, of which a quotient divides one part by
+    another). It stops at reductions, layers and activation functions, whose own output is the last value found; but
+    where these add up squares, magnitudes or exponentials (an energy, a spectrum by bands), these have the need too:
+    a square has twice the range of what it is a square of. A logarithm also needs the magnitude of what was squared;
+    a normalisation, whose root weighs the largest most, does not. An angle is followed over scales and shifts, and
+    where no layer has been before (coordinates, positions, times), over everything, the matrix that makes angles of
+    them included. Scores that decide are followed over functions of one value and joins, and not over sums of
+    several: a residual stream is not a score.
 
     Args:
         graph: the model.
@@ -378,9 +380,20 @@ class _Trace:
             yield from data
         elif op.type in _PRODUCTS and len(data) > 1 and len(set(data)) == 1:  # a sum of squares
             yield from data[:1]
+        elif op.type in _PRODUCTS and len(data) > 1:  # linear attention: a query times sums over the positions
+            yield from (value for value in data if self._is_product(value))
         elif op.type in ("Add", "Sub"):
             alone = len(data) == 1 or len(set(data)) == 1
             yield from (value for value in data if alone or value in self.positive)
+
+    def _is_product(self, value: str) -> bool:
+        """Whether ``value`` is a product of two values that are computed."""
+        maker = _maker(self.graph, value)
+        return (
+            maker is not None
+            and maker.type in _PRODUCTS
+            and self.static.isdisjoint(self._data(maker, op_row(maker.type)))
+        )
 
     def _added(self, op: Op, row: OpRow) -> Iterator[str]:
         if row.kind != "compute":

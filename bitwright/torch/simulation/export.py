@@ -70,7 +70,14 @@ from bitwright.torch.calls.inputs import (
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
 from bitwright.torch.interception.intercept import forward_signature
 from bitwright.torch.interception.record import Slot, named_inputs, output_names
-from bitwright.torch.simulation.exported_program import captured, drop_unread, raised_at, take_runs, to_onnx, untranslated
+from bitwright.torch.simulation.exported_program import (
+    captured,
+    drop_unread,
+    raised_at,
+    take_runs,
+    to_onnx,
+    untranslated,
+)
 from bitwright.torch.simulation.ranges import refuse_corrections
 from bitwright.torch.simulation.simulated_module import SimulatedModule
 
@@ -701,11 +708,7 @@ def values_of(
     enabled = (site for site in sim.quantizers.values() if site.enabled and site.name in result.tensors)
     wanted = [site.name for site in enabled if site.role in ("input", "output") or site.name in live]
     taps, output = sim._captured(wanted, own_copy(sim, batch), partial(Spooled, Spool()))
-    sites = {
-        name: _in_file(kept, (left or {}).get(name))
-        for name, kept in taps.items()
-        if len(kept)
-    }
+    sites = {name: _in_file(kept, (left or {}).get(name)) for name, kept in taps.items() if len(kept)}
     returned = flatten_tensors(output, caches=bool(caches_in(as_call(batch))))
     names = output_names([path for path, _ in returned], sim.graph.inputs)
     return sites, {names[path]: _array(t.float() if t.is_floating_point() else t) for path, t in returned}
