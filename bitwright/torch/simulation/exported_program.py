@@ -746,7 +746,8 @@ def take_runs(model: ir.Model) -> dict[str, list[int]]:
 
 def _marks_of(model: ir.Model) -> list[ir.Node]:
     """Every mark, those of functions included."""
-    return [node for part in (model.graph, *model.functions.values()) for node in all_nodes(part) if is_site(node)]
+    parts: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    return [node for part in parts for node in all_nodes(part) if is_site(node)]
 
 
 def line_of(node: fx.Node) -> str:
