@@ -25,6 +25,9 @@ from bitwright.methods.rounding.driver import Choice, Task, check_finite, check_
 from bitwright.methods.rounding.matrices import Grid, Layer, Moments, grid_encoding
 from bitwright.methods.rounding.refit import refitted
 
+_COARSE = 4  # bits up to which a refit of the grid lowers the error by more than it costs
+_REFITS = 3
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -44,7 +47,8 @@ class Settings:
             data; ``None`` takes all. A convolution has a row for each position of its output.
         refit: how often scales, and zero points where there are any, are refitted to the codes by least squares under ``H``,
             with a new rounding in between; what is best under ``H`` is kept. 0 leaves the grid as it is, and so do weights
-            whose rows share scales and ones that become zero.
+            whose rows share scales and ones that become zero. ``None``: 3 times for formats of up to 4 bits, where it pays, and
+            not at all for others.
     """
 
     damping: float = 0.01
@@ -54,19 +58,19 @@ class Settings:
     sparsity: float = 0.0
     pattern: str = "unstructured"
     rows_per_input: int | None = None
-    refit: int = 3
+    refit: int | None = None
 
     def __post_init__(self) -> None:
         check_refit(self.refit)
 
 
-def check_refit(refit: int) -> None:
+def check_refit(refit: int | None) -> None:
     """Refuse a number of refits that is none.
 
     Raises:
         ConfigError: it is below 0.
     """
-    if refit < 0:
+    if refit is not None and refit < 0:
         raise ConfigError(
             "refit", f"it is {refit}", "give 0 to keep the scales, or how often they are refitted, such as 3"
         )
@@ -87,7 +91,7 @@ class AsymmetricSettings:
     block: int = 128
     share: float = 1.0
     rows_per_input: int | None = None
-    refit: int = 3
+    refit: int | None = None
 
     def __post_init__(self) -> None:
         check_refit(self.refit)
@@ -300,15 +304,17 @@ class Problem:
         found = quadratic_error(weight - self.target, self.hessian).sum(1) / self.rows
         return found if self.layer.stack else found.sum().expand_as(found) / len(found)
 
-    def choice(self, w: Tensor, refit: int, round_on: Callable[[Grid], Tensor]) -> Choice:
+    def choice(self, w: Tensor, refit: int | None, round_on: Callable[[Grid], Tensor]) -> Choice:
         """Round, and refit the grid to the codes; nearest rounding of ``w`` stays where it is as good.
 
         Args:
             w: the float weights, ``[G, O, K]``.
-            refit: how often, each time followed by a new rounding but for the last.
+            refit: how often, each time followed by a new rounding but for the last; see :class:`Settings`.
             round_on: the codes on a grid.
         """
         encoding = self.task.encoding(self.layer)
+        if refit is None:
+            refit = _REFITS if encoding.format.bits <= _COARSE else 0
         first = Grid.of(encoding, self.layer, w.device)
         best = nearest = (first.values(first.nearest(w)), first)
         before = errors = self.errors(nearest[0])

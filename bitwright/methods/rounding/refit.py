@@ -7,6 +7,7 @@ nearest to its minimum that its format can store (coordinate descent), which nev
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from bitwright.methods.rounding.matrices import Grid
 
 _SWEEPS = 6  # over all groups: what later ones gain is below a thousandth of the error
-_CHUNK = 1 << 22  # numbers of the systems of rows that are solved at once: 32 MiB
+_CHUNK = 1 << 22  # numbers of rows, or of their systems, that are solved at once: 32 MiB
 _FARTHEST = 2.0**20  # of a zero point that is a real number: codes near one farther away would be lost in float32
 
 
@@ -51,17 +52,17 @@ def refitted(grid: Grid, codes: Tensor, target: Tensor, hessian: Tensor) -> tupl
     unknowns = count * (2 if _has_zero_points(grid) else 1)
     firsts = torch.tensor([int((groups == g).nonzero()[0]) for g in range(count)], device=codes.device)
     members = [(groups == g).nonzero().flatten() for g in range(count)]
-    size = max(1, _CHUNK // unknowns**2)
-    for matrix in range(len(codes)):
-        for start in range(0, int(codes.shape[1]), size):
-            at = (matrix, slice(start, start + size))
-            common = None if grid.common is None else grid.common.expand(codes.shape)[at][:, firsts]
-            rows = _Rows(
-                replace(grid, scale=scale[at][:, firsts], lo=lo[at][:, firsts], hi=hi[at][:, firsts], common=common)
-            )
-            rows.solve(codes[at].double(), target[at].double(), hessian[matrix], members)
-            scale[at] = rows.scale[:, groups]
-            moved[at] = rows.zero[:, groups].float()
+    size = max(1, _CHUNK // max(unknowns**2, int(codes.shape[2])))
+    for at in _chunks(len(codes), int(codes.shape[1]), size):
+
+        def rows_of(t: Tensor, at: tuple[slice, slice] = at) -> Tensor:
+            return t.expand(codes.shape)[at][..., firsts].flatten(0, 1)
+
+        common = None if grid.common is None else rows_of(grid.common)
+        rows = _Rows(replace(grid, scale=rows_of(scale), lo=rows_of(lo), hi=rows_of(hi), common=common))
+        rows.solve(codes[at].double(), target[at].double(), hessian[at[0]], members)
+        scale[at] = rows.scale[:, groups].reshape(codes[at].shape)
+        moved[at] = rows.zero[:, groups].float().reshape(codes[at].shape)
     found = (
         replace(grid, scale=scale, lo=lo - moved, hi=hi - moved)
         if _has_zero_points(grid)
@@ -70,12 +71,21 @@ def refitted(grid: Grid, codes: Tensor, target: Tensor, hessian: Tensor) -> tupl
     return found, codes - moved
 
 
+def _chunks(matrices: int, rows: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of matrices and of their rows with at most ``size`` rows in all: several matrices, or part of one."""
+    if rows >= size:
+        yield from ((slice(m, m + 1), slice(r, r + size)) for m in range(matrices) for r in range(0, rows, size))
+    else:
+        step = size // rows
+        yield from ((slice(m, m + step), slice(None)) for m in range(0, matrices, step))
+
+
 def _has_zero_points(grid: Grid) -> bool:
     return grid.free or grid.steps > 0
 
 
 class _Rows:
-    """Scales and zero points of some rows of a matrix, ``[O, groups]``.
+    """Scales and zero points of some rows, ``[R, groups]``.
 
     Attributes:
         scale: float32, as stored.
@@ -87,7 +97,13 @@ class _Rows:
         self.zero = torch.zeros_like(grid.scale, dtype=torch.float64)
 
     def solve(self, codes: Tensor, target: Tensor, hessian: Tensor, members: list[Tensor]) -> None:
-        """Descend along every scale and zero point in turn."""
+        """Descend along every scale and zero point in turn.
+
+        Args:
+            codes, target: of the rows of some matrices, ``[M, R / M, K]`` float64.
+            hessian: of these matrices, ``[M, K, K]`` float64.
+            members: of each group, its columns.
+        """
         system, left = _system(codes, target, hessian, members, offsets=_has_zero_points(self.grid))
         count = len(members)
         if not _has_zero_points(self.grid):
@@ -137,17 +153,21 @@ def _system(
 ) -> tuple[Tensor, Tensor]:
     """``D^T H D`` and ``D^T H w`` of every row; ``D`` has the codes of a group in a column, then ones of it if ``offsets``.
 
+    Args:
+        codes, target: ``[M, O, K]``.
+        hessian: ``[M, K, K]``.
+
     Returns:
-        ``[O, n, n]`` and ``[O, n]``, float64.
+        ``[M * O, n, n]`` and ``[M * O, n]``, float64.
     """
-    sums = torch.zeros(int(codes.shape[1]), len(members), dtype=codes.dtype, device=codes.device)
+    sums = torch.zeros(int(codes.shape[2]), len(members), dtype=codes.dtype, device=codes.device)
     for group, columns in enumerate(members):
         sums[columns, group] = 1.0
-    bases = [codes, torch.ones_like(codes[:1])] if offsets else [codes]
+    bases = [codes, torch.ones_like(codes[:, :1])] if offsets else [codes]
 
     def summed(part: Tensor) -> Tensor:
         """Each basis times ``part``, summed over the columns of each group."""
-        return torch.cat([((part * basis) @ sums).expand(len(codes), -1) for basis in bases], 1)
+        return torch.cat([((part * basis) @ sums).expand(*codes.shape[:2], -1) for basis in bases], 2).flatten(0, 1)
 
-    rows = [summed(basis[:, columns] @ hessian[columns]) for basis in bases for columns in members]
+    rows = [summed(basis[:, :, columns] @ hessian[:, columns]) for basis in bases for columns in members]
     return torch.stack(rows, 1), summed(target @ hessian)

@@ -638,6 +638,37 @@ def test_a_refitted_grid_is_in_effect_and_never_worse(method, preset):
     assert errors[1] < 0.99 * errors[0]
 
 
+@pytest.mark.parametrize("method", ["gptq", "gptaq"])
+@pytest.mark.parametrize(("preset", "moves"), [("w8", False), ("w4", True), ("nvfp4", True)])
+def test_grids_of_up_to_four_bits_are_refitted_by_default(method, preset, moves):
+    torch.manual_seed(0)
+    x = torch.randn(256, 64)
+    model = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 32)).eval()
+    sim = QuantizationSimModel(model, x[:2], preset=replace(find_preset(preset), activation=None))
+    sim.compute_encodings()
+    before = sim.quantizers["0.weight"].encoding
+    apply_reconstruction(sim, [x], method, progress=False, include=["0"])
+    assert np.array_equal(before.scale, sim.quantizers["0.weight"].encoding.scale) != moves
+
+
+def test_refits_of_many_matrices_are_those_of_each_alone():
+    """As of a depthwise convolution, a matrix per channel; and of one matrix whose rows are solved in parts."""
+    generator = torch.Generator().manual_seed(0)
+    w, x = torch.randn(40, 1, 9, generator=generator), torch.randn(40, 64, 9, generator=generator).double()
+    layer = Layer("dw", "dw", "Conv", {"group": 40}, (40, 1, 3, 3), "dw.weight")
+    spec = weight_spec("int4", PerChannel(0))
+    tensor = layer.tensor(w)
+    encoding = encode(*choose_range_of(tensor, spec, spec.granularity), spec, spec.granularity)
+    grid, hessian = Grid.of(encoding, layer, w.device), x.transpose(1, 2) @ x
+    codes = grid.nearest(w)
+    whole, _ = refitted(grid, codes, w, hessian)
+    for i in range(len(w)):
+        best = (codes[i, 0].double() @ hessian[i] @ w[i, 0].double()) / (
+            codes[i, 0].double() @ hessian[i] @ codes[i, 0].double()
+        )
+        assert float(whole.scale[i, 0, 0]) == pytest.approx(float(best), rel=1e-5)
+
+
 def test_matrices_of_a_stack_are_chosen_each_with_its_own_grid():
     w = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1))
     layer = Layer("experts", "experts", "MatMul", {}, (2, 16, 4), "experts.weight")
