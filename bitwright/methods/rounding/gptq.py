@@ -318,13 +318,15 @@ class Problem:
         first = Grid.of(encoding, self.layer, w.device)
         best = nearest = (first.values(first.nearest(w)), first)
         before = errors = self.errors(nearest[0])
+        kept = torch.ones_like(before, dtype=torch.bool)
         for grid, weight in self._tries(first, refit, round_on) if bool(self.hessian.any()) else ():
             found = self.errors(weight)
-            best, errors = better_of((weight, grid), best, found <= errors), torch.minimum(found, errors)
+            better = found <= errors
+            best, errors, kept = better_of((weight, grid), best, better), torch.minimum(found, errors), kept & ~better
         weight, grid = best
         if grid is not first:
             encoding = grid_encoding(grid, encoding, self.layer)
-        note = _note(self.hessian, errors >= before)
+        note = _note(self.hessian, kept)
         after = float(errors.sum())
         return Choice(self.layer.name, self.layer.tensor(weight), encoding, float(before.sum()), after, note)
 
@@ -358,10 +360,10 @@ def better_of(one: tuple[Tensor, Grid], other: tuple[Tensor, Grid], where: Tenso
     return weight, replace(grid, scale=scale, lo=lo, hi=hi)
 
 
-def _note(hessian: Tensor, worse: Tensor) -> str:
+def _note(hessian: Tensor, nearest: Tensor) -> str:
     """Where nearest rounding was kept: in all matrices, or in how many of them."""
     unseen = int((hessian.diagonal(dim1=1, dim2=2).sum(1) == 0).sum())
-    count, kept = len(worse), int(worse.sum())
+    count, kept = len(nearest), int(nearest.sum())
     if unseen == count:
         return "its inputs are all zero: nearest rounding kept"
     notes = [f"{unseen} of {count} matrices saw no input"] if unseen else []

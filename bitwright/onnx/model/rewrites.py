@@ -751,10 +751,32 @@ class _Channels:
 def _entering(node: ir.Node) -> int:
     """Channels of what a ReorderInput puts into blocks."""
     source, axis = node.inputs[0], -1 if node.attributes.get_int("channels_last", 0) else 1
-    count = source.shape[axis] if source is not None and source.shape is not None else None
+    count = _channels_of(source, axis)
     if not isinstance(count, int):
         raise ModelError(str(node.name), "it puts channels into blocks, and how many there are is not known", _AGAIN)
     return count
+
+
+def _channels_of(value: ir.Value | None, axis: int) -> Any:
+    """Length of the channel axis of a value: its own, or that of a value in front of operators that keep it."""
+    while value is not None and value.shape is None:
+        maker = value.producer()
+        if maker is not None and maker.domain == _BLOCKED and maker.op_type == "ReorderOutput":
+            last = bool(maker.attributes.get_int("channels_last", 0))
+            return maker.attributes.get_int("channels", 0) if last == (axis == -1) else None
+        if maker is None or maker.domain or maker.op_type not in _KEEPS_CHANNELS:
+            return None
+        value = maker.inputs[0]
+    return None if value is None or value.shape is None else value.shape[axis]
+
+
+#: operators that leave channels where they are
+_KEEPS_CHANNELS = frozenset((
+    "GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool", "MaxPool", "AveragePool", "LpPool", "BatchNormalization",
+    "InstanceNormalization", "Identity", "Cast", "Clip", "Relu", "LeakyRelu", "PRelu", "Elu", "Selu", "Celu", "Gelu", "Mish",
+    "Sigmoid", "HardSigmoid", "HardSwish", "Tanh", "Softplus", "Softsign", "ThresholdedRelu", "Sqrt", "Exp", "Log", "Abs",
+    "Neg", "Erf", "Sin", "Cos", "Floor", "Ceil", "Round", "Reciprocal",
+))  # fmt: skip
 
 
 def _weight(node: ir.Node) -> Array:

@@ -222,7 +222,13 @@ ELEMENTS = {
     "mxfp6_e3m2": ml_dtypes.float6_e3m2fn,
     "mxfp8": ml_dtypes.float8_e4m3fn,
 }
-SCALED = [name for name, preset in PRESETS.items() if preset.weight and preset.weight.scale_format.name != "float32"]
+SCALED = [
+    name
+    for name, preset in PRESETS.items()
+    if preset.weight
+    and preset.weight.scale_format.name != "float32"
+    and isinstance(preset.weight.granularity, PerBlock)
+]
 W = (np.random.default_rng(0).normal(size=(12, 128)) * np.exp2(np.arange(-6, 6))[:, None]).astype(np.float32)
 
 

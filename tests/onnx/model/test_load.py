@@ -605,10 +605,11 @@ def residual(n: Net) -> str:
 
 
 def bottleneck(n: Net) -> str:
+    """Channels that fill blocks of 8 and of 16, whichever this CPU has."""
     h = n("Relu", n.conv(n.input("x", ("n", 3, 16, 16)), 3, 32, name="c1", pads=[1] * 4), name="r1")
     p = n("MaxPool", h, kernel_shape=[2, 2], strides=[2, 2], name="pool")
-    h = n("Relu", n.conv(p, 32, 24, name="c2", pads=[1] * 4), name="r2")
-    h = n("Relu", n("Add", n.conv(h, 24, 32, name="c3", pads=[1] * 4), p, name="add"), name="r3")
+    h = n("Relu", n.conv(p, 32, 48, name="c2", pads=[1] * 4), name="r2")
+    h = n("Relu", n("Add", n.conv(h, 48, 32, name="c3", pads=[1] * 4), p, name="add"), name="r3")
     h = n("Flatten", n("GlobalAveragePool", h, name="mean"), name="flat")
     return n("Gemm", h, n.weights(10, 32, name="fc.w"), n.weights(10, name="fc.b"), transB=1, name="fc")
 
@@ -645,9 +646,10 @@ def normed(n: Net) -> str:
 
 
 def channels_last(n: Net) -> str:
+    """Twenty channels fill no blocks, so that the pool has none and channels enter blocks again behind it."""
     h = n("Transpose", n.input("x", ("n", 8, 8, 16)), perm=[0, 3, 1, 2], name="t")
-    h = n("Relu", n.conv(h, 16, 24, name="c1", pads=[1] * 4), name="r")
-    return n.conv(n("GlobalMaxPool", h, name="max"), 24, 20, k=1, name="pw")
+    h = n("Relu", n.conv(h, 16, 20, name="c1", pads=[1] * 4), name="r")
+    return n.conv(n("GlobalMaxPool", h, name="max"), 20, 20, k=1, name="pw")
 
 
 def sound(n: Net) -> str:
