@@ -101,12 +101,16 @@ def _bias(call: Call) -> Array | None:
 
 
 def _fully_connected(call: Call) -> Array:
-    """Run a fully connected layer, with one scale of the weight or one per row."""
+    """Run a fully connected layer, with one scale of the weight or one per row.
+
+    TensorFlow Lite's reference kernel rounds once for 16 bits too, where its convolutions have a form of their own.
+    """
     data, weight = call.read(0), call.read(1)
     centred = data.centred.reshape(-1, weight.values.shape[1])
     sums = matmul(centred, weight.centred.T, _bias(call), accumulator=_accumulator(call))
     shape = data.values.shape[:-1] if call.attributes.get("keepNumDims") else sums.shape[:-1]
-    return stored(call, _requantized(call, sums, _factor(call))).reshape(*shape, -1)
+    rescale = REQUANTIZERS[call.variant] if call.variant == "q31_single" else partial(_requantized, call)
+    return stored(call, rescale(sums, _factor(call))).reshape(*shape, -1)
 
 
 def _batch_matmul(call: Call) -> Array:
