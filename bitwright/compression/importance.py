@@ -27,6 +27,7 @@ import numpy as np
 
 from bitwright.compression.groups import Group, Member
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.operators import TRAITS, weight_axes
 from bitwright.core.simulation.float_model import Array
 from bitwright.errors import ConfigError, close_matches
 from bitwright.methods.layers import bn_affine
@@ -91,11 +92,11 @@ def _folded(evidence: Evidence, member: Member) -> Array:
     layer, norm = evidence.normed.get(member.op, (None, None))
     if layer is None or norm is None:
         return W
-    axis = _OUT_AXIS[layer.type] if layer.type != "Gemm" or not layer.attrs.get("transB", 0) else 0
+    axis, _ = weight_axes(layer.type, layer.attrs, 1, W.ndim)
     values = evidence.graph.values
     stored = [values[v].param if v is not None else None for v in norm.inputs[1:5]]
     gamma, _, mean, variance = (None if name is None else evidence.param(name) for name in stored)
-    if mean is None or variance is None or W.ndim <= axis or W.shape[axis] != len(mean):
+    if mean is None or variance is None or axis is None or W.shape[axis] != len(mean):
         return W
     scale, _ = bn_affine(gamma, None, mean, variance, float(norm.attrs.get("epsilon", 1e-5)))
     return W * scale.reshape([-1 if i == axis else 1 for i in range(W.ndim)])
@@ -103,14 +104,10 @@ def _folded(evidence: Evidence, member: Member) -> Array:
 
 def _normed(graph: Graph) -> dict[str, tuple[Op, Op]]:
     """Layer -> itself and the batch norm of its result."""
-    made = {op.outputs[0]: op for op in graph.ops if op.type in _OUT_AXIS}
+    made = {op.outputs[0]: op for op in graph.ops if op.type in TRAITS["layer"]}
     norms = [op for op in graph.ops if op.type == "BatchNormalization" and len(op.inputs) == 5]
     pairs = ((made.get(str(op.inputs[0])), op) for op in norms)
     return {layer.name: (layer, op) for layer, op in pairs if layer is not None}
-
-
-#: layer -> the axis of its weight that its result's channels are on
-_OUT_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1, "MatMul": 1}
 
 
 def _gamma(group: Group, evidence: Evidence) -> Array:

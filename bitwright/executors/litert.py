@@ -67,6 +67,11 @@ def _rounding(call: Call) -> str:
     return "q31_double" if call.variant == _DOUBLES else call.variant
 
 
+def _kind_of_scales(call: Call) -> type[np.float64] | type[np.float32]:
+    """Floating-point type in which the kernel multiplies and divides scales."""
+    return np.float64 if call.variant == _DOUBLES else np.float32
+
+
 def _quantize(call: Call) -> Array:
     source, grid = call.read(0), call.grid
     if not source.scale.size:
@@ -117,7 +122,7 @@ def _batch_matmul(call: Call) -> Array:
     a, b = call.read(0), call.read(1)
     one = a.centred.swapaxes(-1, -2) if call.attributes.get("adjX") else a.centred
     other = b.centred.swapaxes(-1, -2) if call.attributes.get("adjY") else b.centred
-    kind = np.float64 if call.variant == _DOUBLES else np.float32  # in which the kernel multiplies the scales
+    kind = _kind_of_scales(call)
     factor = np.float64(kind(a.step) * kind(b.step)) / np.float64(call.grid.scale)
     return stored(call, _requantized(call, matmul(one, other, accumulator=_accumulator(call)), factor))
 
@@ -181,9 +186,7 @@ def _transpose_conv(call: Call) -> Array:
 
 def _mul(call: Call) -> Array:
     a, b, grid = call.read(0), call.read(1), call.grid
-    kind = (
-        np.float64 if call.variant == _DOUBLES else np.float32
-    )  # in which the kernel multiplies and divides the scales
+    kind = _kind_of_scales(call)
     factor = np.asarray(kind(a.step) * kind(b.step) / kind(grid.scale), np.float64)
     return stored(call, _times(call, a.centred * b.centred, factor))
 
@@ -211,9 +214,7 @@ def _sum_shifted(sign: int, call: Call) -> Array:
 
 def _leaky_relu(call: Call) -> Array:
     source, grid = call.read(0), call.grid
-    kind = (
-        np.float64 if call.variant == _DOUBLES else np.float32
-    )  # in which the kernel multiplies and divides the scales
+    kind = _kind_of_scales(call)
     scale, alpha, out = kind(source.step), kind(np.float32(call.attributes["alpha"])), kind(grid.scale)
     step, slope = np.float64(scale / out), np.float64(scale * alpha / out)
     kept, bent = (_times(call, source.centred, factor) for factor in (step, slope))
@@ -421,14 +422,21 @@ def _mean_float(call: Call) -> Array:
     return stored(call, np.rint(sums.astype(single) * factor + bias) - grid.zero_point)
 
 
-def _resize_bilinear(call: Call) -> Array:
-    """Positions with 10 fractional bits, a half away from zero."""
-    source = call.read(0)
+Places = Callable[[int, int, bool, bool], tuple[Array, Array, Array]]
+
+
+def _resized(call: Call, places: Places) -> tuple[Array, list[tuple[Array, Array, Array]]]:
+    """Codes of an image, ``[N, height, width, C]`` int64, and ``places`` of its rows and of its columns."""
+    values = call.read(0).values
     sizes = [int(n) for n in np.ravel(call.read(1).values)]
     aligned, halves = bool(call.attributes.get("alignCorners")), bool(call.attributes.get("halfPixelCenters"))
-    parts = [_places(n, m, aligned, halves) for n, m in zip(source.values.shape[1:3], sizes, strict=True)]
-    (y, y0, y1), (x, x0, x1) = parts
-    values = source.values.astype(np.int64)
+    parts = [places(n, m, aligned, halves) for n, m in zip(values.shape[1:3], sizes, strict=True)]
+    return values.astype(np.int64), parts
+
+
+def _resize_bilinear(call: Call) -> Array:
+    """Positions with 10 fractional bits, a half away from zero."""
+    values, ((y, y0, y1), (x, x0, x1)) = _resized(call, _places)
     wy, wx = (y - 1024 * y0)[:, None, None], (x - 1024 * x0)[None, :, None]
     rows0, rows1 = values[:, y0], values[:, y1]
     total = (
@@ -442,12 +450,7 @@ def _resize_bilinear(call: Call) -> Array:
 
 def _resize_bilinear_q11(call: Call) -> Array:
     """XNNPACK: weights with 11 fractional bits, of positions in float32; one rounding, a half upwards."""
-    source = call.read(0)
-    sizes = [int(n) for n in np.ravel(call.read(1).values)]
-    aligned, halves = bool(call.attributes.get("alignCorners")), bool(call.attributes.get("halfPixelCenters"))
-    parts = [_float_places(n, m, aligned, halves) for n, m in zip(source.values.shape[1:3], sizes, strict=True)]
-    (y0, y1, wy), (x0, x1, wx) = parts
-    values = source.values.astype(np.int64)
+    values, ((y0, y1, wy), (x0, x1, wx)) = _resized(call, _float_places)
     one, other = (
         (row[:, :, x0] << 11) + (row[:, :, x1] - row[:, :, x0]) * wx for row in (values[:, y0], values[:, y1])
     )
