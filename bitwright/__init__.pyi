@@ -26,6 +26,7 @@ from bitwright.errors import FormatError as FormatError
 from bitwright.errors import GranularityError as GranularityError
 from bitwright.errors import ModelError as ModelError
 from bitwright.errors import RangeError as RangeError
+from bitwright.errors import UnknownArgumentError as UnknownArgumentError
 from bitwright.errors import UnknownAttributeError as UnknownAttributeError
 from bitwright.precision.auto import auto_quantize as auto_quantize
 from bitwright.precision.costs import measure_times as measure_times

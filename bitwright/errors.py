@@ -58,6 +58,10 @@ class ConfigError(BitwrightError, ValueError):
     """A configuration, rule or argument that cannot be understood."""
 
 
+class UnknownArgumentError(ConfigError, TypeError):
+    """A keyword argument that a function does not take; Python raises TypeError for these."""
+
+
 class EncodingsError(BitwrightError, ValueError, RuntimeError):
     """An encodings file that is malformed or belongs to another model; AIMET's loaders raise RuntimeError for these."""
 
@@ -91,6 +95,26 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     found = difflib.get_close_matches(name[:_LONGEST_NAME], short, n=3, cutoff=0.5)
     found = found or [word for word in short if word.casefold() == name.casefold()]
     return f" (did you mean {' or '.join(repr(f) for f in found)}?)" if found else ""
+
+
+def check_keywords(function: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse keyword arguments that a function does not take.
+
+    Args:
+        function: its name, as a user calls it.
+        given, known: names of arguments.
+
+    Raises:
+        UnknownArgumentError: names the first one, close matches of it, and what there is.
+
+    >>> check_keywords("export", ["op_set"], ["opset", "io"])
+    Traceback (most recent call last):
+    bitwright.errors.UnknownArgumentError: export: there is no argument 'op_set' (did you mean 'opset'?). Remedy: use opset, io
+    """
+    for name in given:
+        if name not in known:
+            problem = f"there is no argument {name!r}{close_matches(name, known)}"
+            raise UnknownArgumentError(function, problem, f"use {', '.join(known)}" if known else "it takes none")
 
 
 def first_few(names: Sequence[str], shown: int = 3) -> str:
@@ -195,6 +219,7 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     Raises:
         ConfigError: by the decorated function, before it has done anything; the message names the argument.
+        UnknownArgumentError: the same, for a keyword that it does not take.
 
     Example:
         >>> @checks_arguments
@@ -209,19 +234,36 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: Mapping[str, Any] = {}
-        with suppress(TypeError):  # Python says below which argument is missing, or one too many
-            given = signature.bind(*args, **kwargs).arguments
-        for name, kinds in wanted.items():
-            if name in given and not any(fits(given[name]) for fits, _ in kinds):
-                own = (
-                    f"{type(given['self']).__name__}.{function.__name__}" if "self" in given else function.__qualname__
-                )
-                raise _wrong_kind(own.removesuffix(".__init__"), name, given[name], kinds)
+        _check_call(function, signature, wanted, args, kwargs)
         return function(*args, **kwargs)
 
     checked.kinds = wanted  # type: ignore[attr-defined]
     return checked
+
+
+def _check_call(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    wanted: Mapping[str, tuple[_Kind, ...]],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    parameters = signature.parameters
+    if not kwargs.keys() <= parameters.keys() and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        keywords = [n for n, p in parameters.items() if p.kind is not p.POSITIONAL_ONLY and n != "self"]
+        check_keywords(_called(function, args[0] if "self" in parameters and args else None), kwargs, keywords)
+    given: Mapping[str, Any] = {}
+    with suppress(TypeError):  # Python says below which argument is missing, or one too many
+        given = signature.bind(*args, **kwargs).arguments
+    for name, kinds in wanted.items():
+        if name in given and not any(fits(given[name]) for fits, _ in kinds):
+            raise _wrong_kind(_called(function, given.get("self")), name, given[name], kinds)
+
+
+def _called(function: Callable[..., Any], owner: object) -> str:
+    """The name of a function or method as a user calls it."""
+    name = function.__qualname__ if owner is None else f"{type(owner).__name__}.{function.__name__}"
+    return name.removesuffix(".__init__")
 
 
 C = TypeVar("C", bound=type)

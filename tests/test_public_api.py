@@ -28,7 +28,7 @@ PUBLIC = {
     "QuantSpec", "RangeMethod", "Preset", "PRESETS", "Rule",
     "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate", "PerToken",
     "BitwrightError", "BusyError", "CalibrationError", "ConfigError", "EncodingsError", "ExportError", "FormatError",
-    "GranularityError", "ModelError", "RangeError", "UnknownAttributeError",
+    "GranularityError", "ModelError", "RangeError", "UnknownArgumentError", "UnknownAttributeError",
 }  # fmt: skip
 
 

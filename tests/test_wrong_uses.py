@@ -213,6 +213,29 @@ def test_a_call_that_does_not_fit_the_signature_is_left_to_python() -> None:
         example()  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bitwright.quantize(MODEL, DATA, bits=4), "^quantize: there is no argument 'bits'. Remedy: use model, "),
+        (
+            lambda: bitwright.torch.QuantizationSimModel(MODEL, DATA[0], default_param_bits=4),
+            r"^QuantizationSimModel: there is no argument 'default_param_bits' \(did you mean 'default_param_bw' or ",
+        ),
+        (lambda: simulation().export("x", "n", op_set=17), r"^sim.export: there is no argument 'op_set' \(did you mean 'opset'"),
+        (lambda: simulation().verify(run_time="openvino"), r"^sim.verify: there is no argument .* \(did you mean 'runtime'\?\)"),
+        (lambda: simulation().coverage(all=True), "coverage: there is no argument 'all'. Remedy: it takes none"),
+    ],
+)  # fmt: skip
+def test_an_unknown_argument_is_named_with_those_there_are(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        call()
+    assert isinstance(caught.value, TypeError)  # as Python's own
+
+
+def simulation() -> bitwright.torch.QuantizationSimModel:
+    return bitwright.torch.QuantizationSimModel(MODEL, DATA[0])
+
+
 class _Sim:
     quantizers: dict[str, Any] = {}
 

@@ -65,7 +65,7 @@ SECTIONS = {
     "Plug-ins": ["register"],
     "Errors": [
         "BitwrightError", "ConfigError", "ModelError", "CalibrationError", "ExportError", "EncodingsError", "RangeError",
-        "FormatError", "GranularityError", "UnknownAttributeError", "BusyError",
+        "FormatError", "GranularityError", "UnknownArgumentError", "UnknownAttributeError", "BusyError",
     ],
 }  # fmt: skip
 

@@ -45,12 +45,12 @@ BATCHES = [{"x": np.random.default_rng(i).normal(size=(4, 3, 8, 8)).astype(np.fl
 RUN = """
 import sys
 from onnxruntime_extensions import get_library_path
-from bitwright.onnx import check_model, quantize, register_operators
+from bitwright.onnx import QuantizationSimModel, check_model, quantize, register_operators
 from bitwright.precision.trials import Job
 from multiprocessing.reduction import ForkingPickler
 from tests.onnx.test_operator_libraries import BATCHES, model
 
-register_operators(get_library_path())
+QuantizationSimModel(model(), libraries=[get_library_path()])
 register_operators(get_library_path())
 result = quantize(model(), BATCHES, path=sys.argv[1], progress=False)
 rows = {row.name: row for row in result.sim.coverage()}
@@ -100,3 +100,5 @@ def test_what_is_no_library_of_operators_is_refused(tmp_path, content, message):
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         register_operators(path)
+    with pytest.raises(ConfigError, match=message):
+        QuantizationSimModel(model(), libraries=[path])

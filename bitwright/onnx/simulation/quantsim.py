@@ -125,7 +125,7 @@ from bitwright.progress import collector_paused
 from bitwright.progress import progress as bar
 from bitwright.runtimes.adapters import named_arrays, one_array
 from bitwright.runtimes.benchmark import BenchmarkReport
-from bitwright.runtimes.onnxruntime import refusals
+from bitwright.runtimes.onnxruntime import refusals, register_operators
 
 logger = logging.getLogger("bitwright")
 
@@ -426,6 +426,8 @@ class QuantizationSimModel(SimulationFiles):
         threads: of one operator; 0 takes ``OMP_NUM_THREADS``, where it is set, or leaves the number to ONNX Runtime.
         kv_cache: what keys and values of attention are stored as: ``{"key": "int8", "value": "int4"}``, see
             :func:`~bitwright.core.placement.kv_cache.parse_kv_cache`.
+        libraries: paths of libraries of custom operators, which every later session of the process has too
+            (:func:`~bitwright.runtimes.onnxruntime.register_operators`).
 
     Raises:
         ModelError: the model cannot be read, converted or run.
@@ -454,8 +456,11 @@ class QuantizationSimModel(SimulationFiles):
         memory_budget: int | None = None,
         threads: int = 0,
         kv_cache: KvCache | Mapping[str, Any] | None = None,
+        libraries: Sequence[str | Path] = (),
     ) -> None:
         check_providers(providers)
+        for library in libraries:
+            register_operators(library)
         self._threads, self._lock = Occupancy(_INSTEAD), Lock()
         names = ("default_param_bw", "default_activation_bw")
         bits: dict[str, Any] = {"param_bw": default_param_bw, "output_bw": default_activation_bw}

@@ -27,7 +27,15 @@ from bitwright.compare.report import VerifyReport
 from bitwright.compare.verify import verify_layers, wrong_kernels
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.errors import BusyError, CalibrationError, ConfigError, ExportError, ModelError, close_matches
+from bitwright.errors import (
+    BusyError,
+    CalibrationError,
+    ConfigError,
+    ExportError,
+    ModelError,
+    check_keywords,
+    close_matches,
+)  # fmt: skip
 from bitwright.export.artefacts import (
     Exported,
     Samples,
@@ -48,15 +56,7 @@ from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.recurrent import restore_native, write_recurrent
-from bitwright.export.targets import (
-    DEFAULT_TARGET,
-    FileFormat,
-    RecurrentForm,
-    find_target,
-    listed,
-    target_for,
-    target_in,
-)
+from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, find_target, target_for, target_in
 from bitwright.torch.calls.inputs import (
     as_call,
     caches_in,
@@ -774,20 +774,13 @@ def verify_sim(sim: SimulatedModule, batch: Any, **options: Any) -> VerifyReport
             ``target``, ``rest``, ``dynamic_batch``, ``dynamic_shapes``; and ``runtime``, whose integer kernels are compared.
             Recurrent layers whose steps hold quantizers are compared step by step.
 
-    Raises: as :func:`export_sim`; ConfigError: there is no such option.
+    Raises: as :func:`export_sim`; UnknownArgumentError: there is no such option.
     """
     runtime = options.pop("runtime", "onnxruntime")
-    _check_options("verify", options, ("runtime", *_FORMS, *_SHAPES))
+    check_keywords("sim.verify", options, ("runtime", *_FORMS, *_SHAPES))
     options["target"] = target_in(options.get("target", DEFAULT_TARGET), runtime)
     result, _, kept = _in_memory(sim, batch, options)
     return verify_layers(result.model, kept.sites, kept.inputs, outputs=kept.outputs, runtime=runtime)
-
-
-def _check_options(method: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name in options:
-        if name not in known:
-            problem = f"{name!r} is not an option of it{close_matches(name, known)}"
-            raise ConfigError(method, problem, f"use {listed(known)}; see help(sim.export)")
 
 
 def drift_sim(sim: SimulatedModule, a: str, b: str, batch: Any, **options: Any) -> DriftReport:
@@ -799,11 +792,11 @@ def drift_sim(sim: SimulatedModule, a: str, b: str, batch: Any, **options: Any) 
         batch: input to compare on.
         options: as for :func:`verify_sim`, without ``runtime``.
 
-    Raises: as :func:`export_sim`; ConfigError: ``a`` or ``b`` is none of these, or both are the same.
+    Raises: as :func:`verify_sim`; ConfigError: ``a`` or ``b`` is none of these, or both are the same.
     """
     from bitwright.compare.drift import drift_models
 
-    _check_options("drift", options, (*_FORMS, *_SHAPES))
+    check_keywords("sim.drift", options, (*_FORMS, *_SHAPES))
     options["target"] = target_in(options.get("target", DEFAULT_TARGET), a, b)
     result, plain, kept = _in_memory(sim, batch, options)
     return drift_models(a, b, plain, result.model, kept)
@@ -818,11 +811,11 @@ def run_as(sim: SimulatedModule, profile: Any, batch: Any, **options: Any) -> Ta
         batch: an input.
         options: as for :func:`verify_sim`, without ``runtime`` and shapes.
 
-    Raises: as :func:`export_sim`; ConfigError: there is no such profile or option.
+    Raises: as :func:`verify_sim`; ConfigError: there is no such profile.
     """
     from bitwright.compare.target import session_in_memory, target_of
 
-    _check_options("runs_as", options, _FORMS)
+    check_keywords("sim.runs_as", options, _FORMS)
     found, options["target"] = target_of(profile, options.get("target", DEFAULT_TARGET))
     marked, _ = _free_batch(sim, batch)
     sim._simulator.refresh_biases()  # they follow encodings that changed since
@@ -838,11 +831,11 @@ def saturation_count(sim: SimulatedModule, batches: Sequence[Any], **options: An
         batches: inputs to count on.
         options: as for :func:`verify_sim`, without ``runtime`` and shapes.
 
-    Raises: as :func:`export_sim`; ExportError: there is no batch; ConfigError: there is no such option.
+    Raises: as :func:`verify_sim`; ExportError: there is no batch.
     """
     from bitwright.compare.saturation import saturation
 
-    _check_options("saturation", options, _FORMS)
+    check_keywords("sim.saturation", options, _FORMS)
     if not batches:
         raise ExportError("saturation", "there is no batch to run", "give at least one input")
     marked, _ = _free_batch(sim, batches[0])

@@ -26,7 +26,8 @@ from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.calibration import BatchGate, Observer
 from bitwright.core.simulation.simulation import fed, nothing_ran
 from bitwright.core.simulation.sites import derived_biases, place_quantizers
-from bitwright.errors import BitwrightError, CalibrationError, ModelError, checks_arguments
+from bitwright.errors import BitwrightError, CalibrationError, ModelError, check_keywords, checks_arguments
+from bitwright.methods.options import keyword_options
 from bitwright.progress import collector_paused
 from bitwright.progress import progress as bar
 from bitwright.torch.calls.functions import function_of
@@ -607,6 +608,7 @@ class QuantizationSimModel(SimulatedModule):
         """Write the artefacts; see :func:`bitwright.torch.simulation.export.export_sim`."""
         from bitwright.torch.simulation.export import export_sim
 
+        check_keywords("sim.export", options, ("dummy_input", *keyword_options(export_sim)))
         return export_sim(
             self, path, filename_prefix, self.examples[0] if dummy_input is None else dummy_input, **options
         )
