@@ -126,7 +126,7 @@ class Attempt(Runner):
         metric: of the simulation, as far as it is known.
         folds: what the last folding did.
         stem: which first convolutions the last simulation leaves in float.
-        start: rating of the simulation before any step worked on it; ``None`` where the judge saw its data in calibration.
+        start: rating of the simulation before any step worked on it.
         unchanged: the same of the simulation of the model that no step but folding has worked on; ``None`` where none was
             rated.
     """
@@ -200,7 +200,7 @@ class Attempt(Runner):
             keep_histograms(sim, () if placing is None else between_layers(sim, **placing))
         self.calibrate(sim)
         self.job.judge.look_at_layers(sim)
-        self.start = None if self.job.judge.seen else self.rated(sim)
+        self.start = self.rated(sim)
         if not self._state.altered:
             self.unchanged = self.start
         return sim

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.simulation.calibration import samples_in, slice_samples
 from bitwright.core.simulation.output_quality import (
     OutputPart,
     PartQuality,
@@ -33,6 +34,7 @@ Outputs = Callable[[Any], Sequence[Array]]
 Names = Callable[[], Sequence[str]]
 
 _EVERY, _BATCHES = 5, 16
+_PAIR = 2  # samples that an interval needs
 _LEAST_NOISE = 1e-8  # of the signal: 80 dB
 _ENOUGH, _SAME = 50.0, 0.1  # dB of a part beyond which more is worth nothing; differences that are none
 
@@ -43,7 +45,7 @@ class Judge:
     Args:
         batches: as the model takes them.
         outputs: of the float model; called when it is first needed.
-        seen: whether the methods see these batches too: the data held fewer than five, or the recipe is the user's.
+        seen: whether the methods see these batches too: nothing could be held out, or the recipe is the user's.
         names: of the outputs; called after the float model has run.
         whence: where the batches are from, in one phrase.
     """
@@ -61,10 +63,14 @@ class Judge:
     def of(
         cls, data: Iterable[Any], outputs: Outputs, most: int = _BATCHES, names: Names = tuple
     ) -> tuple[Judge, Iterable[Any]]:
-        """Hold the last fifth of ``data`` out, and judge by ``most`` batches spread over it; none of fewer than five batches.
+        """Hold the last fifth of ``data`` out, and judge by ``most`` batches spread over it.
 
         The last part, and not every fifth batch: data come in the order of recordings and files, and a frame between two
         frames that calibration saw says nothing of other recordings. What is near the border counts least.
+
+        Of fewer than five batches the last fifth of the samples is held out (two of eight and more, for an interval), where
+        the model computes the samples of the last batch apart from each other, which a run shows. Otherwise nothing is held
+        out, and the first batch judges.
 
         Args:
             data: batches; gone through anew by every method.
@@ -73,15 +79,20 @@ class Judge:
             names: of the outputs; called after the float model has run.
 
         Returns:
-            The judge, and the data without its last fifth.
+            The judge, and the data without what it holds.
         """
         count = _count(data)
         kept = count - count // _EVERY
         places = _spread(kept, count, most)
         held = [batch for place, batch in enumerate(data) if place in places]
-        if not held:  # a quarter of the data and more would be missed in the choice of weights
-            return cls(list(itertools.islice(data, 1)), outputs, seen=True, names=names), data
-        return cls(held, outputs, names=names, whence="the last fifth of the data"), _First(data, kept)
+        if held:
+            return cls(held, outputs, names=names, whence="the last fifth of the data"), _First(data, kept)
+        batches = list(data)
+        cut = _last_samples(batches, outputs)
+        if cut is None:  # a quarter of the data and more would be missed in the choice of weights
+            return cls(batches[:1], outputs, seen=True, names=names), data
+        rest, last = cut
+        return cls([last], outputs, names=names, whence="the last samples of the data"), rest
 
     @classmethod
     def given(cls, held_out: Iterable[Any], outputs: Outputs, most: int = _BATCHES, names: Names = tuple) -> Judge:
@@ -286,6 +297,37 @@ def _count(data: Iterable[Any]) -> int:
         return len(data)  # type: ignore[arg-type]
     except TypeError:
         return sum(1 for _ in data)
+
+
+def _last_samples(batches: Sequence[Any], outputs: Outputs) -> tuple[list[Any], Any] | None:
+    """Batches without the last fifth of their samples, and these, of the last batch; ``None`` where it cannot be divided."""
+    if not batches:
+        return None
+    count, total = samples_in(batches[-1]), sum(map(samples_in, batches))
+    held = min(max(total // _EVERY, _PAIR if total >= 4 * _PAIR else 0), count)
+    if not held or (held == count and len(batches) == 1):
+        return None
+    if held == count:
+        return [*batches[:-1]], batches[-1]
+    begin, end = slice_samples(batches[-1], 0, count - held), slice_samples(batches[-1], count - held, count)
+    if begin is None or not _computed_apart(outputs, batches[-1], begin, end):
+        return None
+    return [*batches[:-1], begin], end
+
+
+def _computed_apart(outputs: Outputs, batch: Any, *parts: Any) -> bool:
+    """Whether the outputs of ``parts`` of a batch, one after the other, are those of the whole batch, but for rounding."""
+    try:
+        whole, *pieces = ([np.array(y) for y in outputs(some)] for some in (batch, *parts))
+    except Exception:  # of the model's own code; if it is not about the size, calibration raises it again
+        return False
+    for y, *found in zip(whole, *pieces, strict=True):
+        if any(f.ndim != y.ndim or not y.ndim or f.shape[1:] != y.shape[1:] for f in found):
+            return False
+        joined, scale = np.concatenate(found), float(np.nanmax(np.abs(y), initial=0.0)) if y.dtype.kind == "f" else 0.0
+        if joined.shape != y.shape or not np.allclose(joined, y, rtol=1e-3, atol=1e-4 * scale, equal_nan=True):
+            return False
+    return True
 
 
 def _spread(first: int, last: int, most: int) -> frozenset[int]:

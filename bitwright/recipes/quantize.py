@@ -166,8 +166,8 @@ def quantize(
         repair: ``"saturation"`` gives 7-bit weights to the layers whose products saturate on CPUs without VNNI, and to no
             others; ``result.repair`` has accuracy before and after.
         held_out: batches that judge, as far from ``data`` as what the model will see: other recordings, other days. Nothing is
-            fitted to them. By default the last fifth of ``data`` is held out where no recipe is given; a recipe of your own
-            calibrates on all of ``data`` and is rated on some of it.
+            fitted to them. By default the last fifth of ``data`` is held out where no recipe is given (of fewer than five
+            batches, the last fifth of the samples); a recipe of your own calibrates on all of ``data`` and is rated on some of it.
         poor_below: signal-to-noise ratio of the worst output in dB below which ``print(result)`` begins with POOR.
         fallback: where the result is poor and 8-bit activations are the reason, do it again with 16 bits, and take that if the
             judge's worst output gains 3 dB; without a recipe, a ``config_file`` and a ``quant_scheme`` only. ``result.tried``
@@ -206,8 +206,7 @@ def quantize(
 
     done, plain, tried = Attempt(job, preset).run(), None, list[str]()
     if recipe is None:
-        if not job.judge.seen:
-            plain = _never_worse_than_plain(done, tried)
+        plain = _never_worse_than_plain(done, tried)
         if fallback and has_sixteen_bits(opset):
             done = _with_more_bits(done, poor_below, tried)
     sim = done.sim

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bitwright.core.simulation.output_quality import gain
 from bitwright.core.simulation.sites import Site
 from bitwright.export.targets import find_target
 from bitwright.report.document import level
@@ -19,7 +20,7 @@ class Reported(Tabular):
     """Base class of the result of ``quantize``: what it prints, and its HTML report. Its rows are the steps of the recipe.
 
     Attributes:
-        sim, exported, report, metrics, quality, repair, stem, poor_below, tried, asked: see
+        sim, exported, report, metrics, quality, plain, repair, stem, poor_below, tried, asked: see
             :class:`bitwright.recipes.quantize.Result`.
     """
 
@@ -31,6 +32,7 @@ class Reported(Tabular):
     metrics: dict[str, float]
     metric: Any
     quality: Any
+    plain: Any
     repair: Any
     stem: Any
     poor_below: float
@@ -144,6 +146,7 @@ class Reported(Tabular):
             row = self.metric
             said = f"metric: float {before:.5g} -> quantized {after:.5g} ({after - before:+.3g})"
             yield said if row is None else f"{said}, {row.name} {row.difference.text}"
+        yield from self._against_plain
         yield self.quantized
         if self.exported is not None:
             yield from self._files(verified)
@@ -151,6 +154,17 @@ class Reported(Tabular):
             yield from self.sim.calibration_log.lines()
         yield from (str(part) for part in (self.repair, self.stem if self.stem.layers else None) if part is not None)
         yield self._steps
+
+    @property
+    def _against_plain(self) -> Iterator[str]:
+        """One line: the worst part beside that of the plain simulation, where the default recipe ran and is in effect."""
+        worst, before = self.quality.worst, () if self.plain is None else self.plain.parts
+        same = next((part for part in before if worst is not None and part.name == worst.name), None)
+        found = None if worst is None or same is None or self.quality == self.plain else gain(worst, same)
+        if found is not None and same is not None:
+            open_ = found.low is None or found.low < 0
+            said = ", which so few samples do not tell from none" if open_ else ""
+            yield f"plain simulation: {same.sqnr:.1f} dB there; this result: {found}{said}"
 
     def _files(self, verified: str | None) -> Iterator[str]:
         """Size, speed, verification and names of the files."""

@@ -190,10 +190,34 @@ def test_a_method_that_spoils_unseen_data_is_taken_back(front_end):
     assert decibels(model, run) > decibels(model, harmed) + 1
 
 
+@pytest.mark.slow_variants("1-onnx", "3-onnx")
+@both
+@pytest.mark.parametrize("count", [1, 3])
+def test_samples_of_few_batches_judge_what_the_methods_did_not_see(front_end, count):
+    """All samples but the last, which no method sees, lie on a line, along which alone the rounding is then made right."""
+    model, batches = Plain().eval(), data(count)
+    line = torch.randn(16, generator=torch.Generator().manual_seed(3))
+    held = 32 * count // 5
+    narrow = [batch[:, :1] * line + 0.01 * batch for batch in batches]
+    narrow[-1][-held:] = batches[-1][-held:]
+    result, run = quantized(front_end, model, narrow, "w4a8", fallback=False)
+    step = next(o for o in result.report if o.step.startswith("gptq"))
+    assert not step.kept and step.sqnr[1] < step.sqnr[0]
+    assert not result.quality.seen and result.quality.worst.units == held
+    plain, plainly = quantized(front_end, model, [*narrow[:-1], narrow[-1][:-held]], "w4a8", recipe=["fold"])
+    assert decibels(model, run) > decibels(model, plainly) - 0.1
+    assert result.quality.worst.sqnr > result.plain.worst.sqnr - 0.1
+
+
 @pytest.mark.slow_variants("onnx")
 @both
-def test_one_batch_is_said_to_be_seen(front_end):
-    result, _ = quantized(front_end, Plain().eval(), data(1))
+def test_samples_that_are_not_computed_apart_are_said_to_be_seen(front_end):
+    class Mixed(Plain):
+        def forward(self, x):
+            return self.layers(x - x.mean(0))
+
+    result, _ = quantized(front_end, Mixed().eval(), data(1))
+    assert result.plain is not None and result.quality.seen
     assert result.report.judged == "on a batch that the methods see too: give five or more"
 
 

@@ -483,6 +483,37 @@ def test_of_few_batches_none_is_held_out_and_that_is_said(count):
     assert judge.where == "on a batch that the methods see too: give five or more"
 
 
+@pytest.mark.parametrize(
+    ("rows", "calibrates", "judges"),
+    [
+        ([5], [4], 1),
+        ([8], [6], 2),  # two, for an interval
+        ([20, 20], [20, 12], 8),
+        ([20, 20, 20, 5], [20, 20, 20], 5),  # the last batch holds fewer than a fifth
+    ],
+)
+def test_samples_of_few_batches_are_held_out(rows, calibrates, judges):
+    batches = [np.full((n, 3), i, np.float32) for i, n in enumerate(rows)]
+    judge, rest = Judge.of(batches, lambda batch: [2 * batch])
+    assert [len(batch) for batch in rest] == calibrates and [len(batch) for batch in judge.batches] == [judges]
+    assert not judge.seen and "(the last samples of the data)" in judge.where
+
+
+def of_whole_batches(batch):
+    if len(batch) != 20:
+        raise ValueError("20 rows, please")
+    return [batch]
+
+
+@pytest.mark.parametrize(
+    "outputs", [of_whole_batches, lambda batch: [batch - batch.mean(0)], lambda batch: [batch.sum(0)]]
+)
+def test_samples_are_held_out_only_where_they_are_computed_apart(outputs):
+    batches = [np.random.default_rng(i).standard_normal((20, 3)) for i in range(2)]
+    judge, rest = Judge.of(batches, outputs)
+    assert judge.seen and rest is batches
+
+
 def test_the_float_model_runs_once_and_only_when_asked():
     calls = []
     judge, _ = Judge.of([1.0, 2.0], lambda batch: calls.append(batch) or twice(batch))

@@ -60,13 +60,24 @@ both = pytest.mark.parametrize("front_end", ["torch", "onnx"])
 @both
 def test_the_first_line_has_the_worst_output_with_an_interval_and_the_counts_follow(front_end):
     result = quantized(front_end, made(Plain), data(10), metric=lambda model: 0.875)
-    first, second, third, *_ = str(result).splitlines()
+    first, second, gained, third, *_ = str(result).splitlines()
     assert first == result.headline and not result.poor
     assert (
         f"{result.quality.worst.sqnr:.1f} dB (95 % interval" in first and "neither calibration nor methods see" in first
     )
     assert second == "metric: float 0.875 -> quantized 0.875 (+0)"
+    gain = result.quality.worst.sqnr - result.plain.worst.sqnr
+    assert gained.startswith(f"plain simulation: {result.plain.worst.sqnr:.1f} dB there; this result: {gain:+.1f} dB (95 %")
     assert third.startswith("quantized: weights 3 of 3, activations ")
+
+
+def test_it_is_said_where_few_samples_do_not_show_the_gain():
+    result = quantized("torch", made(Plain), data(6, rows=2), fallback=False)
+    noise = result.plain.worst.noise
+    for shares, sure in (([0.5, 0.5], True), ([0.1, 1.4], False)):
+        parts = (replace(result.quality.worst, noise=tuple(a * b for a, b in zip(noise, shares, strict=True))),)
+        line = next(replace(result, quality=replace(result.quality, parts=parts)).summary())
+        assert line.startswith("plain simulation: ") and line.endswith("do not tell from none") != sure
 
 
 @both

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -173,6 +173,7 @@ class PartQuality:
         low, high: ends of the 95 % interval of it over data like these, in dB; ``None`` for fewer than two samples.
         worst: of the batch, or of few batches the sample, with the lowest, in dB.
         units: how many batches, or of few batches samples, the interval is taken over.
+        noise: sum of squares of the error of each of them.
     """
 
     name: str
@@ -181,6 +182,7 @@ class PartQuality:
     high: float | None
     worst: float
     units: int
+    noise: tuple[float, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         return f"{self.name} {self.figure}"
@@ -217,12 +219,57 @@ def quality(name: str, noise: Sequence[Array], signal: Sequence[Array]) -> PartQ
         return None
     worst, count = float(_decibel(n / s).min()), int(s.size)
     ratio = float(n.sum() / s.sum())
-    total = float(_decibel(np.asarray(ratio)))
+    total, each = float(_decibel(np.asarray(ratio))), tuple(n.tolist())
     if count < 2 or not 0 < ratio < math.inf:
-        return PartQuality(name, total, None, None, worst, count)
-    error = math.sqrt(float(np.square(n - ratio * s).sum()) / (count * (count - 1))) / float(n.mean())
-    half = 10 / math.log(10) * (_T[count - 2] if count - 2 < len(_T) else 1.96) * error
-    return PartQuality(name, total, total - half, total + half, worst, count)
+        return PartQuality(name, total, None, None, worst, count, each)
+    half = _half_width((n - ratio * s) / n.mean())
+    return PartQuality(name, total, total - half, total + half, worst, count, each)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much less noise one simulation makes than another on the same samples, in dB.
+
+    Attributes:
+        decibel: of all samples together.
+        low, high: ends of the 95 % interval of it over data like these; ``None`` for fewer than two samples.
+    """
+
+    decibel: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.decibel:+.1f} dB (one sample: no interval)"
+        return f"{self.decibel:+.1f} dB (95 % interval {self.low:+.1f} to {self.high:+.1f})"
+
+
+def gain(after: PartQuality, before: PartQuality) -> Gain | None:
+    """Gain of a part over another rating of it; ``None`` where they are not of the same samples, or one has no noise.
+
+    The samples are pairs, so that the interval is that of the ratio of two correlated sums (Cochran 1977, 6.19): samples that
+    are hard for both simulations do not widen it.
+
+    >>> noise, signal = np.array([1.0, 2.0, 40.0]), np.full(3, 1e3)
+    >>> print(gain(quality("y", [noise / 2], [signal]), quality("y", [noise], [signal])))
+    +3.0 dB (95 % interval +3.0 to +3.0)
+    """
+    n, reference = np.array(after.noise), np.array(before.noise)
+    if n.size != reference.size or not (0 < n.sum() < math.inf and 0 < reference.sum() < math.inf):
+        return None
+    decibel = float(10 * np.log10(reference.sum() / n.sum()))
+    if n.size < 2:
+        return Gain(decibel)
+    half = _half_width(n / n.mean() - reference / reference.mean())
+    return Gain(decibel, decibel - half, decibel + half)
+
+
+def _half_width(deviations: Array) -> float:
+    """Half of the 95 % interval of a ratio in dB, from each unit's share of the deviation of its logarithm."""
+    count = deviations.size
+    t = _T[count - 2] if count - 2 < len(_T) else 1.96
+    return 10 / math.log(10) * t * math.sqrt(float(np.square(deviations).sum()) / (count * (count - 1)))
 
 
 def _decibel(ratio: Array) -> Array:
