@@ -167,7 +167,7 @@ def quantize(
             others; ``result.repair`` has accuracy before and after.
         held_out: batches that judge, as far from ``data`` as what the model will see: other recordings, other days. Nothing is
             fitted to them. By default the last fifth of ``data`` is held out where no recipe is given (of fewer than five
-            batches, the last fifth of the samples); a recipe of your own calibrates on all of ``data`` and is rated on some of it.
+            batches, the last fifth of the samples); a recipe of your own calibrates on all of ``data``, and some of it rates.
         poor_below: signal-to-noise ratio of the worst output in dB below which ``print(result)`` begins with POOR.
         fallback: where the result is poor and 8-bit activations are the reason, do it again with 16 bits, and take that if the
             judge's worst output gains 3 dB; without a recipe, a ``config_file`` and a ``quant_scheme`` only. ``result.tried``

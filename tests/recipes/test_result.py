@@ -67,7 +67,9 @@ def test_the_first_line_has_the_worst_output_with_an_interval_and_the_counts_fol
     )
     assert second == "metric: float 0.875 -> quantized 0.875 (+0)"
     gain = result.quality.worst.sqnr - result.plain.worst.sqnr
-    assert gained.startswith(f"plain simulation: {result.plain.worst.sqnr:.1f} dB there; this result: {gain:+.1f} dB (95 %")
+    assert gained.startswith(
+        f"plain simulation: {result.plain.worst.sqnr:.1f} dB there; this result: {gain:+.1f} dB (95 %"
+    )
     assert third.startswith("quantized: weights 3 of 3, activations ")
 
 

@@ -58,6 +58,9 @@ _WEIGHT_PORTS = {
     **dict.fromkeys(("Gather", "Transpose"), (0,)),
 }
 
+_KERNEL_BITS = 8  # above which ONNX Runtime computes a layer in float, and reads no bias on the grid of an integer sum
+_MANTISSA = 24  # bits of a float32
+
 
 @dataclass(frozen=True)
 class _Bias:
@@ -92,6 +95,9 @@ def write_biases(w: Writing) -> None:
         w.note(site, "raised scale", text)
     for bias in found:
         _write_bias(w, bias)
+    if w.target.runtime == "onnxruntime":
+        for node in all_nodes(w.model.graph):
+            _keep_float_bias(w, node)
 
 
 def _weight_encoding(w: Writing, bias: _Bias) -> Encoding:
@@ -148,6 +154,43 @@ def _write_bias(w: Writing, bias: _Bias) -> None:
     w.record(result, Written(places, "bias", encoding, values[1], small.axis))
     if bias.site is not None and marker is not None:
         remove_unread(marker)
+
+
+def _keep_float_bias(w: Writing, node: ir.Node) -> None:
+    """Write a float bias that ONNX Runtime would put on an int32 grid which cannot hold it, as integers on grids of their own.
+
+    Its optimizer makes ``round(bias / (input scale * weight scale))`` of every float initializer that a layer with quantized
+    input and weight reads as a bias, and codes of 16 bits on both sides make that larger than int32. It leaves a
+    DequantizeLinear alone. Each number gets a scale of its own that is a power of two, so that none of its 24 bits is lost.
+    """
+    place = bias_place(node)
+    if place is None or place[0].op_type not in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
+        return
+    operator, port = place
+    source, data, weight_value = node.inputs[port], operator.inputs[0], operator.inputs[1]
+    assert source is not None and data is not None and weight_value is not None
+    given, weight, array = w.grids.get(data), w.weights.get(weight_value), w.array(source)
+    if given is None or weight is None or array is None or source.dtype != ir.DataType.FLOAT or array.ndim != 1:
+        return
+    formats = (given.format, weight.encoding.format)
+    bits = [fmt.bits for fmt in formats if isinstance(fmt, IntFormat)]
+    if len(bits) < len(formats) or max(bits) <= _KERNEL_BITS or not np.isfinite(array).all():
+        return
+    key = (source, "float")
+    if key not in w.stored:
+        codes, scale = _exact_codes(np.asarray(array, np.float32))
+        small = Stored(codes, scale, None, 0)
+        w.stored[key] = (small, _parameters(w, small, str(source.name)))
+    small, values = w.stored[key]
+    result = _dequantize(w, node, small, values, source)
+    node.replace_input_with(port, result)
+    w.heirs.setdefault(source, result)
+
+
+def _exact_codes(array: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Integers of at most 24 bits and powers of two whose products are ``array``, but for bits below 2 ** -126."""
+    exponent = np.maximum(np.frexp(array)[1] - _MANTISSA, np.finfo(np.float32).minexp)
+    return np.rint(np.ldexp(array.astype(np.float64), -exponent)).astype(np.int32), np.ldexp(np.float32(1), exponent)
 
 
 def _dequantize(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], source: ir.Value) -> ir.Value:
