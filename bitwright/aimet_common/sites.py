@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -376,6 +376,47 @@ def fit_products(sim: Any) -> None:
             one.spec = replace(one.spec, format=replace(one.spec.format, bits=max(bits, one.spec.format.bits)))
 
 
+#: operators whose output has the grid of what they read, as AIMET ties them: of one reader alone, or of all
+_TIED = {
+    "Concat": True,
+    "ScatterElements": True,
+    "ScatterND": True,
+    "AveragePool": False,
+    "Resize": False,
+    "Upsample": False,
+}
+
+
+def tie_joined(sim: Any) -> None:
+    """Give joins, means over windows and resizings one quantizer with what they read, where both are asked for alike."""
+    first = {id(s.quantizer): s for s in sim.quantizers.values() if s.role in ("input", "output")}
+    grids = values_on_grids(sim.quantizers, sim.plan.shared)
+    at = {value: first[key] for key, values in grids.items() for value in values}
+    held: dict[int, list[Site]] = {}
+    for site in sim.quantizers.values():
+        held.setdefault(id(site.quantizer), []).append(site)
+    for source, out in _ties(sim.graph, at):
+        _tie(source, out, held)
+
+
+def _ties(graph: Graph, at: Mapping[str, Site]) -> Iterator[tuple[Site, Site]]:
+    """Sites of what an operator reads and of its output, where AIMET ties them; ``at`` has the site of a value's grid."""
+    for op in (op for op in reversed(graph.ops) if op.type in _TIED and op.outputs[0] in at):
+        for value in (v for v in op.inputs[: 1 if op.type != "Concat" else None] if v is not None and v in at):
+            if not _TIED[op.type] or all(len(graph.consumers(name)) == 1 for name in {value, at[value].value}):
+                yield at[value], at[op.outputs[0]]
+
+
+def _tie(source: Site, out: Site, held: dict[int, list[Site]]) -> None:
+    """Let every site with the quantizer of ``source`` have that of ``out``, if both are on and asked for alike."""
+    if source.quantizer is out.quantizer or source.spec != out.spec or not (source.enabled and out.enabled):
+        return
+    moved = held.pop(id(source.quantizer))
+    for site in moved:
+        site.quantizer = out.quantizer
+    held[id(out.quantizer)] += moved
+
+
 def ends(value: Any, params: tuple[int, ...], site: str) -> Any:
     """An end of a range, in the parameter shape of a place.
 
@@ -456,3 +497,59 @@ class ConnectedGraph:
     def get_op_from_module_name(self, name: str) -> GraphOp | None:
         """The operator that the module (or node) called ``name`` computes."""
         return next((op for op in self.ordered_ops if op.dotted_name == name), None)
+
+
+# ------------------------------------------------------------------------------------ equalized layers
+
+
+class ClsSetInfo:
+    """A set of equalized layers: one pair, or two with a depthwise layer in the middle.
+
+    Attributes:
+        cls_pair_info_list: the pairs.
+    """
+
+    class ClsSetLayerPairInfo:
+        """Two neighbouring layers and what the channels between them were divided by."""
+
+        def __init__(self, layer1: Any, layer2: Any, scale_factor: Any, relu_activation_between_layers: bool) -> None:
+            self.layer1, self.layer2 = layer1, layer2
+            self.scale_factor, self.relu_activation_between_layers = (scale_factor, relu_activation_between_layers)
+
+    def __init__(self, cls_pair_1: ClsSetLayerPairInfo, cls_pair_2: ClsSetLayerPairInfo | None = None) -> None:
+        self.cls_pair_info_list = [cls_pair_1] if cls_pair_2 is None else [cls_pair_1, cls_pair_2]
+
+
+class ClsSetInfos(list[ClsSetInfo]):
+    """Result of :meth:`CrossLayerScaling.scale_model`; ``report`` has the details, with what was left and why."""
+
+    report: Any = None
+
+    @classmethod
+    def of(cls, report: Any, holder: Callable[[str], Any]) -> ClsSetInfos:
+        """Each producer of a group with each of its consumers; a depthwise consumer in one set with the layer after it.
+
+        Args:
+            report: of the equalization.
+            holder: name of an operator -> its layer, as AIMET hands it over.
+        """
+        pairs = list(_pairs(report, holder))
+        follower = {id(pair.layer1): pair for pair in pairs}
+        infos, used = cls(), set()
+        infos.report = report
+        for pair in pairs:
+            if id(pair) not in used:
+                after = follower.get(id(pair.layer2)) if getattr(pair.layer2, "groups", 1) > 1 else None
+                used.add(id(after))
+                infos.append(ClsSetInfo(pair, after))
+        return infos
+
+
+def _pairs(report: Any, holder: Callable[[str], Any]) -> Iterator[ClsSetInfo.ClsSetLayerPairInfo]:
+    graph = report.view.graph()
+    for group, factor in zip(report.groups, report.factors, strict=True):
+        for producer in group.producers:
+            readers = graph.consumers(graph.op(producer.op).outputs[0])
+            relu = any(op.type in ("Relu", "PRelu", "Clip") for op, _ in readers)
+            for consumer, _ in group.consumers:
+                yield ClsSetInfo.ClsSetLayerPairInfo(holder(producer.op), holder(consumer.op), factor, relu)

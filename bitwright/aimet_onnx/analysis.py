@@ -124,10 +124,13 @@ class LayerOutput:
     Args:
         model: a float model (``ModelProto``, ``ONNXModel``, a path), a calibrated :class:`QuantizationSimModel`, or the model
             inside of one, ``sim.model.model``.
-        dir_path, providers: AIMET's arguments; sessions are on the CPU unless ``providers`` says otherwise.
+        providers: of the session; the CPU by default. Older scripts give the folder here, and the providers after it.
+        dir_path: AIMET's argument; nothing is written there.
     """
 
-    def __init__(self, model: Any, dir_path: str, providers: Any = None) -> None:
+    def __init__(self, model: Any, providers: Any = None, dir_path: str | None = None) -> None:
+        if isinstance(providers, str):  # older scripts give the folder first
+            providers = dir_path
         self._sim = model if isinstance(model, QuantizationSimModel) else None
         self._session: Any = None
         if self._sim is not None:
@@ -140,17 +143,26 @@ class LayerOutput:
         self._session = build_session(watched, providers or ["CPUExecutionProvider"])
 
     def get_outputs(self, input_dict: dict[str, Any]) -> dict[str, Any]:
-        """Tensor -> value of every output of a node, in execution order."""
+        """Tensor -> value of every input of the model and output of a node, in execution order."""
         if self._sim is not None:
-            graph = self._sim.graph
-            values = {name: quantized for name, _, quantized in layer_values(self._sim, input_dict)}
-            return {graph.op(name).outputs[0]: x for name, x in values.items() if "[" not in name and "#" not in name}
+            return _quantized_inputs(self._sim, input_dict) | _quantized_outputs(self._sim, input_dict)
         found = self._session.run(self._shown, input_dict)
         return {
             n: x
-            for n, x in zip(self._names, found, strict=True)
+            for n, x in (*input_dict.items(), *zip(self._names, found, strict=True))
             if isinstance(x, np.ndarray) and x.dtype.kind in "fiub"
         }
+
+
+def _quantized_inputs(sim: QuantizationSimModel, feed: dict[str, Any]) -> dict[str, Any]:
+    table = sim.qc_quantize_op_dict
+    on = {name for name in feed if name in table and table[name].enabled}
+    return {name: table[name].quantize_dequantize(x) if name in on else x for name, x in feed.items()}
+
+
+def _quantized_outputs(sim: QuantizationSimModel, feed: dict[str, Any]) -> dict[str, Any]:
+    values = {name: quantized for name, _, quantized in layer_values(sim, feed)}
+    return {sim.graph.op(name).outputs[0]: x for name, x in values.items() if "[" not in name and "#" not in name}
 
 
 class LayerOutputUtil:
@@ -164,7 +176,7 @@ class LayerOutputUtil:
 
     def __init__(self, model: Any, dir_path: str, device: int = 0) -> None:
         self._model = model
-        self.layer_output = LayerOutput(model, dir_path)
+        self.layer_output = LayerOutput(model)
         self.save_input_output = RawFiles(dir_path)
 
     def generate_layer_outputs(self, input_instance: Any) -> None:

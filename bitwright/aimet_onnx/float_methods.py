@@ -18,6 +18,7 @@ import onnx
 from bitwright import onnx as front
 from bitwright.aimet_common import sites
 from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.sites import ClsSetInfo, ClsSetInfos
 from bitwright.aimet_onnx.utils import proto_of
 from bitwright.errors import ConfigError, ModelError
 from bitwright.methods.scaling import equalize as equalization
@@ -40,6 +41,9 @@ __all__ = [
 
 __getattr__ = absent_names(__name__)
 
+#: inputs of a node that hold its weight and its bias
+WEIGHT_INDEX, BIAS_INDEX = 1, 2
+
 # ---------------------------------------------------------------------------------------------------- batch norms
 
 
@@ -56,14 +60,26 @@ class FoldedPairs(list[tuple[onnx.NodeProto, onnx.NodeProto]]):
     report: Any = None
 
 
+def _as_inference(graph: onnx.GraphProto) -> None:
+    """Let batch norms that were exported in training mode use their stored statistics, as AIMET does."""
+    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    for node in graph.node:
+        if node.op_type == "BatchNormalization" and len(node.output) > 1 and read.isdisjoint(node.output[1:]):
+            del node.output[1:]
+            kept = [attribute for attribute in node.attribute if attribute.name != "training_mode"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+
+
 def fold_all_batch_norms_to_weight(model: Any, **options: Any) -> tuple[FoldedPairs, FoldedPairs]:
-    """:func:`bitwright.onnx.fold_all_batch_norms`, in place.
+    """:func:`bitwright.onnx.fold_all_batch_norms`, in place; also of batch norms exported in training mode.
 
     Returns:
         Two lists of ``(layer, batch norm)`` nodes: batch norms after their layers, and before them. The nodes are copies of
         those the model had.
     """
     proto = proto_of(model)
+    _as_inference(proto.graph)
     nodes = {node.name: copy.deepcopy(node) for node in proto.graph.node}
     report = front.fold_all_batch_norms(proto, **options)
     lists = {"backward": FoldedPairs(), "forward": FoldedPairs()}
@@ -108,36 +124,13 @@ def find_all_batch_norms_to_fold(connected_graph: Any) -> tuple[FoldedPairs, Fol
 # ---------------------------------------------------------------------------------------------------- equalization
 
 
-class ClsSetInfo:
-    """A pair of equalized layers.
-
-    Attributes:
-        cls_pair_info_list: the pair.
-    """
-
-    class ClsSetLayerPairInfo:
-        """Two neighbouring nodes and what the channels between them were divided by."""
-
-        def __init__(self, layer1: Any, layer2: Any, scale_factor: Any, relu_activation_between_layers: bool) -> None:
-            self.layer1, self.layer2, self.scale_factor = layer1, layer2, scale_factor
-            self.relu_activation_between_layers = relu_activation_between_layers
-
-    def __init__(self, cls_pair_1: Any, cls_pair_2: Any = None) -> None:
-        self.cls_pair_info_list = [cls_pair_1] if cls_pair_2 is None else [cls_pair_1, cls_pair_2]
-
-
-class ClsSetInfos(list[ClsSetInfo]):
-    """Result of :meth:`CrossLayerScaling.scale_model`; ``report`` has the details, with what was left and why."""
-
-    report: Any = None
-
-
 def equalize_model(model: Any, **options: Any) -> Any:
     """:func:`bitwright.onnx.equalize_model`, in place; high biases are absorbed, as in AIMET.
 
     Returns:
         Our report of what was equalized (AIMET returns nothing).
     """
+    _as_inference(proto_of(model).graph)
     return front.equalize_model(proto_of(model), absorb_bias=True, **options)
 
 
@@ -151,17 +144,8 @@ class CrossLayerScaling:
         """Equalize a model whose batch norms are folded; the sets are for :meth:`HighBiasFold.bias_fold`."""
         report = equalize_opened(OnnxOpened(self._model, None, "scale_model", None), None, progress)
         assert report.view is not None
-        graph, infos = report.view.graph(), ClsSetInfos()
         nodes = {node.name: node for node in self._model.graph.node}
-        for group, factor in zip(report.groups, report.factors, strict=True):
-            for producer in group.producers:
-                readers = graph.consumers(graph.op(producer.op).outputs[0])
-                relu = any(op.type in ("Relu", "PRelu", "Clip") for op, _ in readers)
-                for consumer, _ in group.consumers:
-                    pair = ClsSetInfo.ClsSetLayerPairInfo(nodes.get(producer.op), nodes.get(consumer.op), factor, relu)
-                    infos.append(ClsSetInfo(pair))
-        infos.report = report
-        return infos
+        return ClsSetInfos.of(report, sites.ConnectedGraph(self._model, report.view.graph(), nodes).get_all_ops().get)
 
     def scale_cls_sets(self, cls_sets: Sequence[Sequence[Any]], *, progress: bool = True) -> list[Any]:
         """Equalize sets of layers that follow one another; the model's other layers stay as they are.

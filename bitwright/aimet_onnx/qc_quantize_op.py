@@ -63,12 +63,18 @@ class TensorQuantizerParams:
 class QcQuantizeOp(SiteView):
     """The quantizer of one tensor of a simulation; a view of its sites, which reads and writes them."""
 
-    def __init__(self, name: str, sites: tuple[Site, ...], sim: Any = None) -> None:
+    def __init__(self, name: str, sites: tuple[Site, ...], sim: Any) -> None:
         super().__init__(sites)
         self.__dict__.update(name=name, _sim=sim)
 
     name: str
     _sim: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, QcQuantizeOp) and (self.name, id(self._sim)) == (other.name, id(other._sim))
+
+    def __hash__(self) -> int:
+        return hash((self.name, id(self._sim)))
 
     @property
     def _site(self) -> Site:
@@ -120,11 +126,11 @@ class QcQuantizeOp(SiteView):
 
     @property
     def op_mode(self) -> OpMode:
-        """Mode of the quantizer, derived from its state."""
-        if not self.enabled:
-            return OpMode.passThrough
-        is_param = self._site.role not in ("input", "output")
-        return OpMode.oneShotQuantizeDequantize if is_param else OpMode.quantizeDequantize
+        """Mode of the quantizer, derived from its state; it says nothing about :attr:`enabled`, as in AIMET."""
+        if self.enabled and self.is_initialized():
+            return OpMode.quantizeDequantize
+        is_param = self._sim.graph.values[self.name].is_static
+        return OpMode.oneShotQuantizeDequantize if is_param else OpMode.updateStats
 
     @op_mode.setter
     def op_mode(self, op_mode: OpMode) -> None:
@@ -437,7 +443,7 @@ class GroupedBlockQuantizeDequantize(QcQuantizeOp):
     """The quantizer of a tensor whose block scales are multiples of one per channel (LPBQ)."""
 
 
-def quantizer_of(name: str, sites: tuple[Site, ...], sim: Any = None) -> QcQuantizeOp:
+def quantizer_of(name: str, sites: tuple[Site, ...], sim: Any) -> QcQuantizeOp:
     """The view of a tensor's sites, of the kind that its scales ask for."""
     grouped = bool(sites) and grouped_bits(sites[0].quantizer.spec.scale_format) is not None
     return (GroupedBlockQuantizeDequantize if grouped else QcQuantizeOp)(name, sites, sim)

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from bitwright.aimet_common.defs import (
     range_method,
     supported_kernels,
 )
-from bitwright.aimet_common.sites import ConnectedGraph, fit_products, grouped_scale_format
+from bitwright.aimet_common.sites import ConnectedGraph, fit_products, grouped_scale_format, tie_joined
 from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_onnx import defs
 from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp, quantized_constant, quantizer_of
@@ -34,6 +34,8 @@ from bitwright.core.numerics.formats import FloatFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 from bitwright.errors import ConfigError, EncodingsError, GranularityError
+from bitwright.export.encodings.of_simulation import exported_names
+from bitwright.export.encodings.read import read_encodings
 from bitwright.runtimes.onnxruntime import CPU, new_session, register_operators
 
 __all__ = [
@@ -107,7 +109,7 @@ def _weight_quantizers(
     if missing:
         raise ConfigError("nodes", f"there are no nodes {missing}", "use names of nodes of the model")
     return [
-        quantizer_of(site.value, (site,))
+        quantizer_of(site.value, (site,), sim)
         for site in sim.quantizers.values()
         if site.role == "weight" and site.enabled and site.op not in unwanted
         and (wanted is None or site.op in wanted)
@@ -327,6 +329,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
             **{name: given[name] for name in ("memory_budget", "threads") if name in given},
         )
         fit_products(self)
+        tie_joined(self)
         self._share_columns()
         if given.get("use_symmetric_encodings"):
             for quantizer in self.get_all_quantizers()[1]:
@@ -469,7 +472,8 @@ class QuantizationSimModel(front.QuantizationSimModel):
             )
             return plain
         shown = {self.quantizers[n].value: str(v[0].name) for n, v in simulation.results.items() if v}
-        outputs = [name for op in self.graph.ops for name in op.outputs]
+        outputs = [name for name in self.graph.inputs if name in shown]
+        outputs += [name for op in self.graph.ops for name in op.outputs]
         made = wrapped(simulated_proto(simulation.model, [(name, shown.get(name, name)) for name in outputs]))
         made.float_model = plain.model
         return made
@@ -613,6 +617,67 @@ def compute_encodings(sim: QuantizationSimModel) -> Iterator[None]:
             sim._watching = None
 
 
+class EncodingsMismatchError(EncodingsError, AssertionError):
+    """Encodings are those of another model, or of a simulation with other settings."""
+
+
+@dataclass(frozen=True)
+class EncodingMismatch:
+    """Settings of a quantizer that a file of encodings has otherwise: ``(before, in the file)`` or ``None`` where they agree."""
+
+    quantizer_name: str
+    enabled_mismatch: tuple[bool, bool] | None = None
+    dtype_mismatch: tuple[str, str] | None = None
+    bitwidth_mismatch: tuple[int, int] | None = None
+    is_symmetric_mismatch: tuple[bool, bool] | None = None
+
+    def __str__(self) -> str:
+        pairs = ((key, value) for key, value in vars(self).items() if isinstance(value, tuple))
+        return f"{self.quantizer_name}: " + ", ".join(
+            f"{k.removesuffix('_mismatch')} {a} -> {b}" for k, (a, b) in pairs
+        )
+
+
+def _check_names(sim: QuantizationSimModel, source: Any) -> None:
+    """Refuse names of a file that are neither tensors nor sites of the model, nor known from its exported sites."""
+    exported, carried = exported_names(source)
+    known = set(carried).union(sim.graph.values, sim.quantizers, *exported.values())
+    unknown = sorted({record.name for record in read_encodings(source).records} - known)
+    if unknown:
+        raise EncodingsMismatchError(
+            "load_encodings_to_sim", f"the model has no tensors {unknown[:5]}", "load the file of this model"
+        )
+
+
+def _mismatches(names: Iterable[str], before: Any, table: Any, strict: bool) -> list[EncodingMismatch]:
+    """Settings of the quantizers of tensors that are not what they were; an error if ``strict``."""
+    found = [m for name in names if (m := _mismatch(name, before[name], _settings(table[name])))]
+    if strict and found:
+        raise EncodingsMismatchError(
+            "load_encodings_to_sim", f"quantizers differ from the file: {'; '.join(map(str, found[:5]))}",
+            "make the simulation as the one of the file, or pass strict=False to take the settings of the file",
+        )  # fmt: skip
+    return found
+
+
+def _settings(quantizer: QcQuantizeOp) -> dict[str, Any]:
+    return {
+        "enabled": quantizer.enabled,
+        "dtype": quantizer.data_type.name,
+        "bitwidth": quantizer.bitwidth,
+        "is_symmetric": quantizer.symmetric,
+    }
+
+
+def _mismatch(name: str, before: dict[str, Any], after: dict[str, Any]) -> EncodingMismatch | None:
+    """What differs; of a quantizer that was off, that alone."""
+    if not before["enabled"]:
+        return EncodingMismatch(name, (False, True))
+    other = {f"{key}_mismatch": (before[key], after[key]) for key in before if before[key] != after[key]}
+    other.pop("enabled_mismatch", None)
+    return EncodingMismatch(name, **other) if other else None
+
+
 def load_encodings_to_sim(
     quant_sim_model: QuantizationSimModel,
     onnx_encoding_path: str | Path | dict[str, Any],
@@ -620,41 +685,42 @@ def load_encodings_to_sim(
     *,
     allow_overwrite: bool = True,
     disable_missing_quantizers: bool = True,
-) -> list[Any]:
+) -> list[EncodingMismatch]:
     """Take the encodings of a file or dict.
 
     Args:
-        strict: refuse names that the model does not have.
+        strict: refuse names that the model does not have, and settings that differ.
         allow_overwrite: whether calibration may change what was loaded.
         disable_missing_quantizers: switch quantizers off that the file has nothing for.
 
     Returns:
-        An empty list: what does not fit is an error.
+        Settings of quantizers that the file has otherwise, which they have from now on.
 
     Raises:
         EncodingsError: (a ValueError) see :meth:`bitwright.onnx.QuantizationSimModel.load_encodings`.
+        EncodingsMismatchError: (an AssertionError too) the model has no tensor of a name; or, if ``strict``, settings differ.
     """
-    sim = quant_sim_model
+    sim, table = quant_sim_model, quant_sim_model.qc_quantize_op_dict
+    before = {name: _settings(quantizer) for name, quantizer in table.items()}
     off = [name for name, site in sim.quantizers.items() if not site.enabled]
+    _check_names(sim, onnx_encoding_path)
     restore = sim.quantizers.remember()
     try:
         found = sim.load_encodings(onnx_encoding_path, strict, partial=True)
-        if strict and set(off) & set(found):
-            raise EncodingsError(
-                "load_encodings_to_sim", f"there are encodings for quantizers that are off: {sorted(set(off) & set(found))[:5]}",
-                "switch them on before, or pass strict=False to leave them off",
-            )  # fmt: skip
+        told = {sim.quantizers[name].value for name in found}
+        mismatches = _mismatches(told, before, table, strict)
     except BaseException:
         restore()
         raise
     served = {id(sim.quantizers[name].quantizer) for name in found}
     for name, site in sim.quantizers.items():
         missing = id(site.quantizer) not in served and not site.quantizer.derived
-        if name in off or (missing and disable_missing_quantizers):
+        if name in found:
+            site.enabled = True
+            site.frozen = site.frozen or not allow_overwrite
+        elif name in off or (missing and disable_missing_quantizers):
             site.enabled = False
-        elif name in found and not allow_overwrite:
-            site.frozen = True
-    return []
+    return mismatches
 
 
 def encodings_to_onnx_qdq(

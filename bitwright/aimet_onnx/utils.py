@@ -26,8 +26,12 @@ __all__ = [
     "ParamUtils",
     "build_session",
     "disable_quantizers",
+    "get_ordered_dict_of_nodes",
+    "get_weights",
     "make_dummy_input",
     "make_psnr_eval_fn",
+    "remove_nodes_with_type",
+    "replace_node_with_op",
     "replace_relu6_with_relu",
 ]
 
@@ -50,6 +54,46 @@ def wrapped(model: onnx.ModelProto) -> Any:
     from onnxruntime.quantization.onnx_model import ONNXModel
 
     return ONNXModel(model)
+
+
+def remove_nodes_with_type(node_type: str, onnx_graph: onnx.GraphProto) -> None:
+    """Take the nodes of a type out of a graph; who read an output reads the first input."""
+    gone = {node.output[0]: node.input[0] for node in onnx_graph.node if node.op_type == node_type}
+    kept = [node for node in onnx_graph.node if node.op_type != node_type]
+    for node in kept:
+        node.input[:] = [_before(gone, name) for name in node.input]
+    del onnx_graph.node[:]
+    onnx_graph.node.extend(kept)
+
+
+def _before(gone: dict[str, str], name: str) -> str:
+    while name in gone:
+        name = gone[name]
+    return name
+
+
+def replace_node_with_op(node_type: str, new_type: str, onnx_graph: onnx.GraphProto) -> None:
+    """Give the nodes of a type another type."""
+    for node in onnx_graph.node:
+        if node.op_type == node_type:
+            node.op_type = new_type
+
+
+def get_weights(name: str, onnx_graph: onnx.GraphProto) -> bytes:
+    """The raw data of an initializer.
+
+    Raises:
+        ModelError: (a RuntimeError) there is none of this name.
+    """
+    for tensor in onnx_graph.initializer:
+        if tensor.name == name:
+            return bytes(tensor.raw_data)
+    raise ModelError("get_weights", f"there is no initializer {name!r}", "use the name of one of the graph")
+
+
+def get_ordered_dict_of_nodes(onnx_graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
+    """Nodes by name, in the order of the graph."""
+    return {node.name: node for node in onnx_graph.node}
 
 
 class ParamUtils:
@@ -127,8 +171,17 @@ _SIMULATION = "bitwright.simulation"
 
 
 def simulated_proto(model: ir.Model, outputs: Sequence[tuple[str, str]]) -> onnx.ModelProto:
-    """The protobuf of a simulation, which notes what it is, and which of its tensors shows one of the float model."""
+    """The protobuf of a simulation, which notes what it is, and which of its tensors shows one of the float model.
+
+    Quantized weights have the names that the weights have in the float model.
+    """
     proto: onnx.ModelProto = ir.to_proto(model)
+    plain = {t.name: t.name.removesuffix("_simulated") for t in proto.graph.initializer}
+    plain = {name: short for name, short in plain.items() if short != name and short not in plain}
+    for tensor in proto.graph.initializer:
+        tensor.name = plain.get(tensor.name, tensor.name)
+    for node in proto.graph.node:
+        node.input[:] = [plain.get(name, name) for name in node.input]
     proto.metadata_props.add(key=_SIMULATION, value=json.dumps(outputs))
     return proto
 

@@ -17,7 +17,7 @@ from torch import nn
 from bitwright import torch as front
 from bitwright.aimet_common import sites
 from bitwright.aimet_common.absent import absent_names
-from bitwright.aimet_common.sites import GraphOp
+from bitwright.aimet_common.sites import ClsSetInfo, ClsSetInfos, GraphOp
 from bitwright.aimet_torch.module_quantizers import record_of
 from bitwright.aimet_torch.quantsim import QuantizationSimModel, QuantParams
 from bitwright.aimet_torch.utils import Unlabelled
@@ -258,30 +258,6 @@ class BatchNormFold:
 # ---------------------------------------------------------------------------------------------------- equalization
 
 
-class ClsSetInfo:
-    """A set of equalized layers: one pair, or two with a depthwise layer in the middle.
-
-    Attributes:
-        cls_pair_info_list: the pairs.
-    """
-
-    class ClsSetLayerPairInfo:
-        """Two neighbouring layers and what the channels between them were divided by."""
-
-        def __init__(self, layer1: Any, layer2: Any, scale_factor: Any, relu_activation_between_layers: bool) -> None:
-            self.layer1, self.layer2 = layer1, layer2
-            self.scale_factor, self.relu_activation_between_layers = (scale_factor, relu_activation_between_layers)
-
-    def __init__(self, cls_pair_1: ClsSetLayerPairInfo, cls_pair_2: ClsSetLayerPairInfo | None = None) -> None:
-        self.cls_pair_info_list = [cls_pair_1] if cls_pair_2 is None else [cls_pair_1, cls_pair_2]
-
-
-class ClsSetInfos(list[ClsSetInfo]):
-    """Result of :meth:`CrossLayerScaling.scale_model`; ``report`` has the details, with what was left and why."""
-
-    report: Any = None
-
-
 def equalize_model(model: nn.Module, input_shapes: Any = None, dummy_input: Any = None, **options: Any) -> Any:
     """:func:`bitwright.torch.equalize_model`, in place; high biases are absorbed, as in AIMET.
 
@@ -358,9 +334,9 @@ class CrossLayerScaling:
             The equalized sets, for :meth:`HighBiasFold.bias_fold`.
         """
         report = equalize_opened(TorchOpened(model, input_shapes, dummy_input, "scale_model"), None, progress)
-        infos = ClsSetInfos(_sets(model, report))
-        infos.report = report
-        return infos
+        assert report.view is not None
+        modules, graph = dict(walk_modules(model)), report.view.graph()
+        return ClsSetInfos.of(report, lambda op: modules.get(graph.op(op).module))
 
     @staticmethod
     def scale_cls_sets(cls_sets: Sequence[Sequence[nn.Module]], *, progress: bool = True) -> list[Any]:
@@ -436,36 +412,6 @@ def _scale(cls_set: Any, count: int) -> Any:
     if not isinstance(cls_set, (tuple, list)) or len(cls_set) != count:
         raise ModelError("cls_set", f"it is not a tuple of {count} layers", "give the modules in their order")
     return CrossLayerScaling.scale_cls_set(cls_set)
-
-
-def _sets(model: nn.Module, report: EqualizeReport) -> list[ClsSetInfo]:
-    """Each producer of a group with each of its consumers; a depthwise consumer in one set with the layer after it."""
-    assert report.view is not None
-    modules, graph = dict(walk_modules(model)), report.view.graph()
-    pairs: list[ClsSetInfo.ClsSetLayerPairInfo] = []
-    for group, factor in zip(report.groups, report.factors, strict=True):
-        for producer in group.producers:
-            first, value = modules.get(graph.op(producer.op).module), graph.op(producer.op).outputs[0]
-            relu = any(op.type in ("Relu", "PRelu", "Clip") for op, _ in graph.consumers(value))
-            for consumer, _ in group.consumers:
-                second = modules.get(graph.op(consumer.op).module)
-                pairs.append(ClsSetInfo.ClsSetLayerPairInfo(first, second, factor, relu))
-    return _sets_of_pairs(pairs)
-
-
-def _sets_of_pairs(pairs: Sequence[ClsSetInfo.ClsSetLayerPairInfo]) -> list[ClsSetInfo]:
-    """Pairs as sets: a depthwise second layer joins its pair with the one that it begins."""
-    found: list[ClsSetInfo] = []
-    used: set[int] = set()
-    for pair in pairs:
-        if id(pair) in used:
-            continue
-        follower = None
-        if getattr(pair.layer2, "groups", 1) > 1:
-            follower = next((p for p in pairs if p.layer1 is pair.layer2 and id(p) not in used), None)
-        used.update({id(pair), id(follower)})
-        found.append(ClsSetInfo(pair, follower))
-    return found
 
 
 class HighBiasFold:

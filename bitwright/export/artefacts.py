@@ -651,7 +651,7 @@ def _records(
         site = sim.quantizers[name]
         if site.quantizer.derived and not with_bias:
             continue
-        param = site.role in ("weight", "bias", "constant")
+        param = site.role in ("weight", "bias")  # AIMET lists constant operands of sums and products with activations
         kind: Literal["activation", "param"] = "param" if param else "activation"
         for tensor in tensors.get(name, ()):
             found.setdefault(tensor, NamedEncoding(tensor, kind, encoding))

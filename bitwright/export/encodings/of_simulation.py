@@ -112,12 +112,16 @@ def _need(value: Any, at: str, kind: type) -> Any:
 logger = logging.getLogger("bitwright")
 
 
+#: range methods that AIMET has, and its names for them
+_SCHEMES = {"minmax": "min_max", "sqnr": "post_training_tf_enhanced", "percentile": "post_training_percentile"}
+
+
 def quantizer_args(sim: Simulation) -> dict[str, Any]:
     """The global settings under the names encodings files use."""
     weight, activation = sim.rules.weight, sim.rules.activation
     spec = weight or activation or QuantSpec()
     return {
-        "quant_scheme": spec.method.name,
+        "quant_scheme": _SCHEMES.get(spec.method.name, spec.method.name),
         "param_bitwidth": 32 if weight is None else weight.format.bits,
         "activation_bitwidth": 32 if activation is None else activation.format.bits,
         "dtype": "int" if isinstance(spec.format, IntFormat) else "float",
@@ -210,7 +214,7 @@ def _matched(
 ) -> dict[str, NamedEncoding]:
     sites = [s for s in sim.quantizers.values() if not s.quantizer.derived]
     params = {s.name for s in sites if s.role in ("weight", "bias", "constant")}
-    exported, carried = _exported_names(source)
+    exported, carried = exported_names(source)
     file = read_encodings(source, params=params.union(*(exported.get(name, ()) for name in params)))
     records = _records_for_sites(sim, file.records, exported, params_only)
     by_tensor = _by_tensor(sites, exported, records)
@@ -286,7 +290,7 @@ def _sites_by_value(sim: Simulation, sites: Iterable[Site]) -> dict[str, list[st
     return found
 
 
-def _exported_names(source: str | Path | dict[str, Any]) -> tuple[dict[str, list[str]], tuple[str, ...]]:
+def exported_names(source: str | Path | dict[str, Any]) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     """Site -> names of its tensors in the exported model, from ``<prefix>_sites.json``; empty where there is none.
 
     Also the tensors that carry elements of those, whose entries say nothing new.
