@@ -26,7 +26,7 @@ import torch
 
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, RangeMethod, dynamic_spec, find_preset, weight_spec
-from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_model, rotate_model
+from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_model, rotate_model, transform_model
 from tests.support import data
 
 
@@ -56,7 +56,8 @@ FORMATS = {
     "int4 float zero a4": _with(find_preset("w4g32_float_zero"), "int4"),
     "int4 float zero a4u": _with(find_preset("w4g32_float_zero"), "uint4"),
 }
-#: methods in order; "rotate" merges R1 and R2, "rotate+" puts R4 in front of down projections too
+#: methods in order; "rotate" merges R1 and R2, "rotate+" puts R4 in front of down projections too; "transform" puts fitted
+#: products there, "transform+" in front of queries, keys, values and gates too
 METHODS = {
     "nearest": (),
     "awq": ("awq",),
@@ -73,6 +74,9 @@ ROTATED = {
     "rotate+, gptq": ("rotate+", "gptq"),
     "rotate+, gptaq": ("rotate+", "gptaq"),
     "rotate+, seq_mse, gptq": ("rotate+", "seq_mse", "gptq"),
+    "rotate, transform": ("rotate", "transform"),
+    "rotate, transform, gptaq": ("rotate", "transform", "gptaq"),
+    "rotate, transform+, gptaq": ("rotate", "transform+", "gptaq"),
 }
 #: perplexity of the model in float
 FLOAT = 3.558
@@ -101,6 +105,8 @@ def score(preset: Preset, methods: Sequence[str], batches: Sequence[torch.Tensor
     for name in methods:
         if name.startswith("rotate"):
             rotate_model(model, None, batches[0][:1], online=name.endswith("+"), progress=False)
+        elif name.startswith("transform"):
+            transform_model(model, batches, shared=name.endswith("+"), progress=False)
         elif name == "awq":
             awq_model(model, batches, weight=preset.weight, progress=False)
     sim = QuantizationSimModel(model, batches[0][:1], preset=preset)
@@ -109,7 +115,7 @@ def score(preset: Preset, methods: Sequence[str], batches: Sequence[torch.Tensor
             sim.quantizers[name].enabled = False
     sim.compute_encodings()
     for name in methods:
-        if name != "awq" and not name.startswith("rotate"):
+        if name != "awq" and not name.startswith(("rotate", "transform")):
             apply_reconstruction(sim, batches, name, progress=False)
     seconds = time.process_time() - start
     with torch.no_grad():

@@ -216,7 +216,15 @@ def test_a_field_that_is_not_there_is_seen() -> None:
         (
             bitwright.methods,
             {
-                *("AwqReport", "BiasReport", "EqualizeReport", "NormReport", "RotateReport", "SmoothReport"),
+                *(
+                    "AwqReport",
+                    "BiasReport",
+                    "EqualizeReport",
+                    "NormReport",
+                    "RotateReport",
+                    "TransformReport",
+                    "SmoothReport",
+                ),
                 *("Costs", "LayerProblem", "Run", "_Component"),
             },
         ),

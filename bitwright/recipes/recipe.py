@@ -262,6 +262,12 @@ _OWN: dict[str, Kind] = {
         ("fold_norms",),
         run="bitwright.methods.scaling.rotate.rotate_model",
     ),
+    "transform": Kind(
+        "float",
+        "fitted products in front of layers, for activations of few bits",
+        ("fold_norms", "smooth", "rotate", "awq"),
+        run="bitwright.methods.scaling.transform.transform_model",
+    ),
     "awq": Kind(
         "float",
         "scale channels so that rounded weights change outputs least",

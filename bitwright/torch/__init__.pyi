@@ -17,6 +17,7 @@ from bitwright.methods.scaling.equalize import equalize_model as equalize_model
 from bitwright.methods.scaling.rotate import apply_spinquant as apply_spinquant
 from bitwright.methods.scaling.rotate import rotate_model as rotate_model
 from bitwright.methods.scaling.smooth import smooth_model as smooth_model
+from bitwright.methods.scaling.transform import transform_model as transform_model
 from bitwright.methods.stabilize import check_model as check_model
 from bitwright.methods.stabilize import progressive as progressive
 from bitwright.methods.stabilize import stabilize as stabilize

@@ -28,7 +28,7 @@ _MOST_GROWTH = 16
 
 
 class Rotation(nn.Module):
-    """A product by an orthogonal matrix, which is a buffer: nothing trains it.
+    """A product by a square matrix, which is a buffer: nothing trains it.
 
     Args:
         size: channels, the last axis.

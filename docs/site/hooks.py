@@ -52,7 +52,7 @@ SECTIONS = {
     ],
     "Fold, equalize, smooth, rotate": [
         "fold_all_batch_norms", "fold_all_batch_norms_to_scale", "equalize_model",
-        "smooth_model", "awq_model", "fold_norms", "rotate_model", "apply_spinquant",
+        "smooth_model", "awq_model", "fold_norms", "rotate_model", "transform_model", "apply_spinquant",
     ],
     "Round weights, correct biases": [
         "apply_reconstruction", "apply_gptq", "apply_bias_correction", "add_biases",

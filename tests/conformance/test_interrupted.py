@@ -60,12 +60,17 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, Call, Call]] = {
     "smooth": (Decoder, TOKENS, lambda m, x: bt.smooth_model(m, [x, x]), lambda m, x: bo.smooth_model(m, [x, x])),
     "awq": (Decoder, TOKENS, lambda m, x: bt.awq_model(m, [x, x], weight="w4"),
             lambda m, x: bo.awq_model(m, [x, x], weight="w4")),
+    "transform": (Decoder, TOKENS, lambda m, x: bt.transform_model(m, [x, x], shared=True),
+                  lambda m, x: bo.transform_model(m, [x, x], shared=True)),
     "rotate": (Decoder, TOKENS, lambda m, x: bt.rotate_model(m, dummy_input=x), lambda m, x: bo.rotate_model(m, x)),
 }  # fmt: skip
 
 
 # modules that show a progress bar
-BARS = ("methods.folding.norm_fold", *(f"methods.scaling.{name}" for name in ("equalize", "smooth", "awq", "rotate")))
+BARS = (
+    "methods.folding.norm_fold",
+    *(f"methods.scaling.{name}" for name in ("equalize", "smooth", "awq", "rotate", "transform")),
+)
 
 
 @pytest.fixture(scope="module")

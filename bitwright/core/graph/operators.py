@@ -265,12 +265,12 @@ _WEIGHT_AXES = {
 }  # fmt: skip
 
 
-#: last part of the names of products by an orthogonal matrix that a rotation put into a model
+#: last part of the names of products by an invertible matrix that a rotation or transform put into a model
 ROTATION = "rotation"
 
 
 def is_rotation(op_type: str, name: str) -> bool:
-    """Whether an operator is a product by an orthogonal matrix that runs with the model, as its name tells.
+    """Whether an operator is a product by an invertible matrix that runs with the model, as its name tells.
 
     >>> is_rotation("Gemm", "layers.0.down.rotation"), is_rotation("Gemm", "rotation_head")
     (True, False)

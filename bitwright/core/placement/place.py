@@ -398,7 +398,9 @@ def _rules_of_rotations(graph: Graph) -> list[Rule]:
         why = f"{op.name} rotates what is quantized after it"
         found.append(Rule(op.name, quantized=False, origin=why, optional=True))
         before = graph.producer(op.inputs[0] or "")
-        if before is not None and graph.sole_consumer(before.outputs[0]) is op:
+        readers = () if before is None else graph.consumers(before.outputs[0])
+        alone = all(is_rotation(reader.type, reader.name) for reader, _ in readers)
+        if before is not None and alone and not graph.is_output(before.outputs[0]):
             found.append(Rule(before.name, port="output", quantized=False, origin=why, optional=True))
     return found
 

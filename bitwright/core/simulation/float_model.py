@@ -87,7 +87,7 @@ class Before:
         type: ``Conv`` with a weight ``[O, I, *kernel]``, or ``MatMul`` with one ``[K, O]``.
         weight: its values.
         attrs: of the convolution: ``kernel_shape``, ``strides``, ``pads``, ``dilations``, ``auto_pad``, ``group``.
-        rotates: whether ``weight`` is an orthogonal matrix that is not a parameter: a ``MatMul`` whose name ends in
+        rotates: whether ``weight`` is an invertible matrix that is not a parameter: a ``MatMul`` whose name ends in
             :data:`~bitwright.core.graph.operators.ROTATION`, which simulations leave in float.
     """
 

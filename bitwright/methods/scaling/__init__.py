@@ -1,1 +1,1 @@
-"""Rescale channels without changing the function: equalization, SmoothQuant, AWQ, rotations."""
+"""Rescale channels without changing the function: equalization, SmoothQuant, AWQ, rotations, fitted transforms."""
