@@ -308,11 +308,12 @@ def strip(
     model: OnnxFile,
     out: Annotated[Path, output_option("--out", metavar="FILE", help="The float model.", show_default=False)],
 ) -> None:
-    """Take the quantizers out of an ONNX file of QuantizeLinear and DequantizeLinear: a float file again.
+    """Take the quantizers out of an ONNX file: a float file again.
 
     Weights have the values of their codes, so what rounding lost stays lost;
-    activations are float. Files whose operators compute on integers
-    (QLinearConv, MatMulInteger) are refused.
+    activations are float. QDQ files, operators on integers (QLinearConv,
+    MatMulInteger, ...) and packed weights (MatMulNBits) are read. A Relu that
+    a grid from 0 on stands for is written again.
 
     \b
     Examples:

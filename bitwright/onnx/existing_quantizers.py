@@ -13,8 +13,8 @@ quantizers that this package wrote             what they were, in every form of 
 =============================================  ====================================================================
 
 Zero points may be left out. A tensor that two different quantizers follow in a row keeps both, with an ``Identity``
-between them where one place can hold only one. Models that compute on integers (``QLinearConv`` and its kind) are
-refused by the name of the operator.
+between them where one place can hold only one. Operators on integers (``QLinearConv`` and its kind) were written as QDQ when
+the model was loaded (:mod:`bitwright.onnx.model.integer_operators`); those of another form are refused by their name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from bitwright.core.placement.plan import Plan, Role, SitePlan
 from bitwright.core.simulation.quantizer import fulfilled_by
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import FormatError, ModelError
-from bitwright.export.qdq.forms import folded_parts, read_metadata
+from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import restore_lookups
 from bitwright.export.qdq.markers import STATES, Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.export.qdq.nbits import restore_nbits
@@ -322,6 +322,7 @@ def take_quantizers(model: ir.Model) -> list[Given]:
         maker = node.inputs[0].producer() if _asks_shape(node) and node.inputs[0] is not None else None
         if maker is not None and _is(maker, "QuantizeLinear"):
             node.replace_input_with(0, maker.inputs[0])
+    _restore_clamps(model)
     found = _take_constants(model)
     static = _static_values(model)
     found.extend(_take_activations(model, static))
@@ -646,6 +647,70 @@ def _carried(node: ir.Node, grids: Mapping[ir.Value, Encoding]) -> dict[ir.Value
 
 
 # -- quantizers of activations, as they are taken out
+
+
+#: operators whose result may be negative, into whose quantizer other tools fold the Relu or Clip that followed
+_CLAMPED = frozenset((*TRAITS["layer"], "Add", "Sub", "BatchNormalization", "InstanceNormalization"))
+_SIX = np.float32(6) / np.float32(255)  # scale of the codes of a ReLU6
+
+
+def _restore_clamps(model: ir.Model) -> None:
+    """Write the Relu or Clip again that the end of a grid stands for, so that the model without its quantizers is the same.
+
+    Other tools leave it out in front of a grid that begins at 0: a QuantizeLinear bounds values as it does. Where the values
+    were never negative it changes nothing.
+    """
+    names = None
+    for node in list(model.graph.all_nodes()):
+        entry = node.inputs[0] if _is(node, "QuantizeLinear") and len(node.inputs) > 2 else None
+        if entry is None or not _bounds_at_zero(node) or not _serves_one(entry):
+            continue
+        maker, graph = entry.producer(), node.graph
+        if maker is None or maker.op_type not in _CLAMPED or graph is None or entry.dtype != ir.DataType.FLOAT:
+            continue
+        names = names or Names(model)
+        scale = _known(node.inputs[1]) if node.inputs[1] is not None else None
+        six = scale is not None and bool(np.isclose(scale, _SIX, rtol=1e-6, atol=0).all()) and _width(node) == 8
+        clamp = _clamp(model, names, entry, 6.0 if six else None)
+        value, name = clamp.outputs[0], str(entry.name)
+        value.type, value.shape = entry.type, entry.shape
+        entry.name, value.name = names.value(f"{name}_unclamped"), name
+        graph.insert_before(node, clamp)
+        node.replace_input_with(0, value)
+
+
+def _clamp(model: ir.Model, names: Names, entry: ir.Value, most: float | None) -> ir.Node:
+    name = names.node(f"{entry.name}_{'relu' if most is None else 'relu6'}")
+    if most is None:
+        return ir.Node("", "Relu", [entry], name=name)
+    if model.graph.opset_imports.get("", 21) < 11:
+        return ir.Node("", "Clip", [entry], [ir.AttrFloat32("min", 0.0), ir.AttrFloat32("max", most)], name=name)
+    bounds = [
+        _initializer(model, names.value(f"{entry.name}_{end}"), np.asarray(x, np.float32), ir.DataType.FLOAT)
+        for end, x in (("least", 0.0), ("most", most))
+    ]
+    return ir.Node("", "Clip", [entry, *bounds], name=name)
+
+
+def _bounds_at_zero(node: ir.Node) -> bool:
+    """Whether the codes of a quantizer of another tool begin at 0."""
+    zero = _known(node.inputs[2]) if node.inputs[2] is not None else None
+    if (
+        zero is None
+        or zero.dtype.kind not in "iu"
+        or any(METADATA in n.metadata_props for n, _ in node.outputs[0].uses())
+    ):
+        return False
+    return METADATA not in node.metadata_props and bool((zero == np.iinfo(zero.dtype).min).all())
+
+
+def _width(node: ir.Node) -> int:
+    zero = _known(node.inputs[2]) if node.inputs[2] is not None else None
+    return 0 if zero is None else zero.dtype.itemsize * 8
+
+
+def _serves_one(value: ir.Value) -> bool:
+    return len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def _take_activations(model: ir.Model, static: set[ir.Value]) -> Iterator[_Taken]:

@@ -462,14 +462,6 @@ def dynamic() -> onnx.ModelProto:
     return n.model(n("DequantizeLinear", codes, scale, zero, out="y"))
 
 
-def packed() -> onnx.ModelProto:
-    n = Net()
-    parts = [n.const(np.zeros((4, 1, 16), np.uint8)), n.const(np.ones(4))]
-    y = n("MatMulNBits", n.input("x", (2, 32)), *parts, name="nbits", out="y", domain="com.microsoft", K=32, N=4, bits=4,
-          block_size=32)  # fmt: skip
-    return n.model(y, domains={"com.microsoft": 1})
-
-
 def computed_scale() -> onnx.ModelProto:
     n = Net()
     x, zero = n.input("x", (2, 4)), n.const(np.uint8(0))
@@ -497,18 +489,12 @@ def codes_computed_with() -> onnx.ModelProto:
     n = Net()
     one, zero = n.const(np.float32(0.1)), n.const(np.uint8(0))
     codes = n("QuantizeLinear", n.input("x", (2, 4)), one, zero, name="quantize")
-    return n.model(n("DequantizeLinear", n("Reshape", codes, n.const(np.int64([8])), name="flat"), one, zero, out="y"))
+    return n.model(n("DequantizeLinear", n("Max", codes, zero, name="largest"), one, zero, out="y"))
 
 
 def no_scale() -> onnx.ModelProto:
     n = Net()
     return n.model(n("Relu", q(n, n.input("x", (2, 4)), 0.0, np.uint8(0), name="dq"), out="y"))
-
-
-def operator_format(folder: Path) -> onnx.ModelProto:
-    from onnxruntime.quantization import QuantFormat
-
-    return static(quant_format=QuantFormat.QOperator)(folder)
 
 
 REFUSED: dict[Callable[..., onnx.ModelProto], str] = {
@@ -517,15 +503,13 @@ REFUSED: dict[Callable[..., onnx.ModelProto], str] = {
     "encodings",
     dynamic: "dyn: the model is quantized already, into operators that cannot be simulated: DynamicQuantizeLinear chooses "
     "its scale anew for every input. Remedy: start from the float model: dynamic quantization has no fixed encodings",
-    packed: "nbits: the model is quantized already, into operators that cannot be simulated: MatMulNBits holds its weight "
-    "in packed integers. Remedy: start from the float model; or export with DequantizeLinear in front of MatMul",
     computed_scale: "quantize: its parameter 'peak_of_x' is computed while the model runs. Remedy: start from the float model: "
     "such a quantizer has no fixed encoding",
     other_grid: "dq: it reads the codes of quantize on another grid, Encoding(uint8, scale=0.2, zero_point=0) instead of "
     "Encoding(uint8, scale=0.1, zero_point=0): the model computes on integers here. Remedy: start from the float model",
     codes_returned: "quantize: its codes are returned: the model computes on integers here. Remedy: start from the float "
     "model; every QuantizeLinear needs a DequantizeLinear right after it",
-    codes_computed_with: "quantize: its codes are read by flat (Reshape): the model computes on integers here. Remedy: "
+    codes_computed_with: "quantize: its codes are read by largest (Max): the model computes on integers here. Remedy: "
     "start from the float model; every QuantizeLinear needs a DequantizeLinear right after it",
     no_scale: "dq_q: its scale is not a positive number everywhere: 0 to 0. Remedy: quantize the model again; a scale of "
     "zero or less has no meaning",
@@ -576,10 +560,19 @@ def test_scales_that_do_not_belong_to_their_tensor_are_refused(model, problem):
         QuantizationSimModel(model)
 
 
-def test_operators_on_integers_are_refused_by_name(tmp_path):
-    problem = r"cannot be simulated: QLinearConv computes on integers\. Remedy: .*quant_format=QuantFormat\.QDQ"
+def test_operators_on_integers_of_another_form_are_refused_by_name():
+    n = Net()
+    one, zero = n.const(np.float32(0.1)), n.const(np.uint8(0))
+    codes = n("QuantizeLinear", n.input("x", (1, 4, 4, 3)), one, zero, name="quantize")
+    pool = n(
+        "QLinearGlobalAveragePool", codes, one, zero, one, zero, name="pool", domain="com.microsoft", channels_last=1
+    )
+    model = n.model(n("DequantizeLinear", pool, one, zero, out="y"), domains={"com.microsoft": 1})
+    problem = (
+        r"cannot be simulated: QLinearGlobalAveragePool computes on integers\. Remedy: .*quant_format=QuantFormat\.QDQ"
+    )
     with pytest.raises(ModelError, match=problem):
-        QuantizationSimModel(operator_format(tmp_path))
+        QuantizationSimModel(model)
 
 
 def test_weight_only_products_are_read_back_with_their_encodings(tmp_path):

@@ -48,6 +48,7 @@ from bitwright.export.files.onnx_file import (
     write_elements,
 )
 from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
+from bitwright.onnx.model.integer_operators import write_as_qdq
 from bitwright.onnx.model.rewrites import (
     drop_ignored_biases,
     drop_unchanged_states,
@@ -141,6 +142,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
     _name_uniquely(copy, notes)
     notes += undo_optimizations(copy, opset, clone_model)
     _order(copy, site, notes)
+    notes += write_as_qdq(copy)
     _split_directions(copy, notes)
     drop_unchanged_states(copy)
     _put_neutral_numbers_second(copy)
