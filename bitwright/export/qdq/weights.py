@@ -59,6 +59,7 @@ _WEIGHT_PORTS = {
 }
 
 _KERNEL_BITS = 8  # above which ONNX Runtime computes a layer in float, and reads no bias on the grid of an integer sum
+_STORED_BITS = 16  # above which no QuantizeLinear is written, and ONNX Runtime sees operators on floats
 _MANTISSA = 24  # bits of a float32
 
 
@@ -174,7 +175,7 @@ def _keep_float_bias(w: Writing, node: ir.Node) -> None:
         return
     formats = (given.format, weight.encoding.format)
     bits = [fmt.bits for fmt in formats if isinstance(fmt, IntFormat)]
-    if len(bits) < len(formats) or max(bits) <= _KERNEL_BITS or not np.isfinite(array).all():
+    if len(bits) < len(formats) or not _KERNEL_BITS < max(bits) <= _STORED_BITS or not np.isfinite(array).all():
         return
     key = (source, "float")
     if key not in w.stored:
