@@ -661,22 +661,25 @@ def _restore_clamps(model: ir.Model) -> None:
     were never negative it changes nothing.
     """
     names = None
-    for node in list(model.graph.all_nodes()):
-        entry = node.inputs[0] if _is(node, "QuantizeLinear") and len(node.inputs) > 2 else None
-        if entry is None or not _bounds_at_zero(node) or not _serves_one(entry):
-            continue
-        maker, graph = entry.producer(), node.graph
-        if maker is None or maker.op_type not in _CLAMPED or graph is None or entry.dtype != ir.DataType.FLOAT:
-            continue
+    for node in [node for node in model.graph.all_nodes() if _ends_a_layer_at_zero(node)]:
+        entry, graph = node.inputs[0], node.graph
+        assert entry is not None and graph is not None
         names = names or Names(model)
-        scale = _known(node.inputs[1]) if node.inputs[1] is not None else None
-        six = scale is not None and bool(np.isclose(scale, _SIX, rtol=1e-6, atol=0).all()) and _width(node) == 8
-        clamp = _clamp(model, names, entry, 6.0 if six else None)
+        clamp = _clamp(model, names, entry, 6.0 if _ends_at_six(node) else None)
         value, name = clamp.outputs[0], str(entry.name)
         value.type, value.shape = entry.type, entry.shape
         entry.name, value.name = names.value(f"{name}_unclamped"), name
         graph.insert_before(node, clamp)
         node.replace_input_with(0, value)
+
+
+def _ends_a_layer_at_zero(node: ir.Node) -> bool:
+    """Whether ``node`` is another tool's QuantizeLinear whose grid begins at 0, and alone reads what a layer or a sum makes."""
+    entry = node.inputs[0] if _is(node, "QuantizeLinear") and len(node.inputs) > 2 else None
+    maker = None if entry is None else entry.producer()
+    if entry is None or maker is None or maker.op_type not in _CLAMPED or entry.dtype != ir.DataType.FLOAT:
+        return False
+    return len(entry.uses()) == 1 and not entry.is_graph_output() and _bounds_at_zero(node)
 
 
 def _clamp(model: ir.Model, names: Names, entry: ir.Value, most: float | None) -> ir.Node:
@@ -704,13 +707,11 @@ def _bounds_at_zero(node: ir.Node) -> bool:
     return METADATA not in node.metadata_props and bool((zero == np.iinfo(zero.dtype).min).all())
 
 
-def _width(node: ir.Node) -> int:
-    zero = _known(node.inputs[2]) if node.inputs[2] is not None else None
-    return 0 if zero is None else zero.dtype.itemsize * 8
-
-
-def _serves_one(value: ir.Value) -> bool:
-    return len(value.uses()) == 1 and not value.is_graph_output()
+def _ends_at_six(node: ir.Node) -> bool:
+    """Whether 8-bit codes that begin at 0 end at 6, as those of a ReLU6."""
+    scale, zero = (None if value is None else _known(value) for value in node.inputs[1:3])
+    eight = zero is not None and zero.dtype.itemsize == 1
+    return eight and scale is not None and bool(np.isclose(scale, _SIX, rtol=1e-6, atol=0).all())
 
 
 def _take_activations(model: ir.Model, static: set[ir.Value]) -> Iterator[_Taken]:

@@ -197,26 +197,25 @@ class _Writer:
         self.written[node.op_type] += 1
         self.replace(node.outputs[0], result)
 
+    def _one_grid(self, moved: Sequence[ir.Value]) -> list[ir.Value] | None:
+        """Scale and zero point of tensors of codes, if they have the same and it is not chosen at run time."""
+        found = [self.codes.get(value) for value in moved]
+        first = found[0]
+        for one in found:
+            if one is None or first is None or one.dynamic:
+                return None
+            if not (_equal(one.grid[0], first.grid[0]) and _equal(one.grid[1], first.grid[1])):
+                return None
+        return None if first is None else [value for value in first.grid if value is not None]
+
     def _move(self, node: ir.Node) -> None:
         """An operator that passes codes on: the same on the float tensors."""
-        joined = node.op_type == "Concat"
-        moved = [value for value in (node.inputs if joined else node.inputs[:1]) if value is not None]
-        found = [self.codes[value] for value in moved if value in self.codes]
-        same = len(found) == len(moved) and all(
-            _equal(one.grid[0], found[0].grid[0]) and _equal(one.grid[1], found[0].grid[1]) for one in found
-        )
-        moves = joined or node.op_type == "MaxPool" or moves_data(node, _known)
-        if (
-            not same
-            or not moves
-            or any(one.dynamic for one in found)
-            or len(node.outputs) > 1
-            and node.op_type != "Split"
-        ):
+        moved = [value for value in (node.inputs if node.op_type == "Concat" else node.inputs[:1]) if value is not None]
+        grid = self._one_grid(moved)
+        if grid is None or not _moves_codes(node):
             return
-        step, origin = found[0].grid
-        grid = [step] if origin is None else [step, origin]
-        for port, (value, codes) in enumerate(zip(moved, found, strict=True)):
+        for port, value in enumerate(moved):
+            codes = self.codes[value]
             source = codes.value or self.builder.emit(
                 before(node), "DequantizeLinear", [value, *grid], f"{value.name}_dq", _FLOAT
             )
@@ -229,11 +228,16 @@ class _Writer:
             after = self.builder.emit(_behind(node), "QuantizeLinear", [old, *grid], f"{old.name}_q", kind)
             for use in uses:
                 use.node.replace_input_with(use.idx, after)
-            self.codes[after] = _Codes((step, origin), old)
+            self.codes[after] = _Codes(self.codes[moved[0]].grid, old)
             if old.is_graph_output():
                 name, old.name = old.name, self.builder.names.value(f"{old.name}_before")
                 self.builder.outputs.replace(old, after)
                 after.name = name
+
+
+def _moves_codes(node: ir.Node) -> bool:
+    moves = node.op_type in ("Concat", "MaxPool") or moves_data(node, _known)
+    return moves and (len(node.outputs) == 1 or node.op_type == "Split")
 
 
 def _float_name(codes: ir.Value) -> str:
@@ -473,45 +477,39 @@ def _with_bias(w: _Writer, node: ir.Node, result: ir.Value, port: int) -> ir.Val
 
 def _recurrent(w: _Writer, node: ir.Node) -> None:
     """DynamicQuantizeLSTM of ``com.microsoft``: an LSTM whose two matrices are codes ``[directions, inner, 4 * hidden]``."""
-    parts = []
-    for port, scale, zero in ((1, 8, 9), (2, 10, 11)):
-        codes, step, origin = (_known(_at(node, k)) for k in (port, scale, zero))
-        if codes is None or step is None:
-            return
-        turned = np.ascontiguousarray(codes.transpose(0, 2, 1))
-        directions, rows, _ = turned.shape
-        per_row = step.size == directions * rows and step.size > directions
-        if per_row and directions > 1:  # a scale for every row of every direction is no grid of one axis
-            shape = (directions, rows, 1)
-            shift = 0 if origin is None else origin.astype(np.float32).reshape(shape)
-            values = (turned.astype(np.float32) - shift) * step.astype(np.float32).reshape(shape)
-            parts.append(w.builder.initializer(f"{_stored(node, port)}_float", values))
-            continue
-        grid = [w.builder.initializer(f"{_stored(node, port)}_scale", _flat(step))]
-        if origin is not None:
-            number = origin.reshape(()) if origin.size == 1 else origin.reshape(-1)
-            grid.append(w.builder.initializer(f"{_stored(node, port)}_zero", number))
-        stored = w.builder.initializer(f"{_stored(node, port)}_codes", turned)
-        along = {"axis": 1 if per_row else 0} if step.size > 1 else {}
-        parts.append(
-            w.builder.emit(
-                before(node),
-                "DequantizeLinear",
-                [stored, *grid],
-                _stored(node, port).removesuffix(_CODES),
-                _FLOAT,
-                **along,
-            )
-        )
-    inputs = [node.inputs[0], *parts, *node.inputs[3:8]]
-    w.dynamic.append(_stored(node, 0))
+    parts = [_matrix(w, node, *ports) for ports in ((1, 8, 9), (2, 10, 11))]
+    if any(part is None for part in parts):
+        return
     w.written[node.op_type] += 1
+    w.dynamic.append(_stored(node, 0))
     w.left.extend(value for value in node.inputs[1:] if value is not None)
+    inputs = [node.inputs[0], *parts, *node.inputs[3:8]]
     node.domain, node.op_type = "", "LSTM"
     node.name = w.builder.names.node(str(node.name).removesuffix(_SUFFIX))
     node.resize_inputs(len(inputs))
     for port, value in enumerate(inputs):
         node.replace_input_with(port, value)
+
+
+def _matrix(w: _Writer, node: ir.Node, port: int, scale: int, zero: int) -> ir.Value | None:
+    """A matrix of DynamicQuantizeLSTM ``[directions, 4 * hidden, inner]``, dequantized; ``None`` where it is not constant."""
+    codes, step, origin = (_known(_at(node, k)) for k in (port, scale, zero))
+    if codes is None or step is None:
+        return None
+    turned, name = np.ascontiguousarray(codes.transpose(0, 2, 1)), _stored(node, port).removesuffix(_CODES)
+    directions, rows, _ = turned.shape
+    per_row = step.size == directions * rows and step.size > directions
+    if per_row and directions > 1:  # a scale for every row of every direction is no grid of one axis
+        shape = (directions, rows, 1)
+        shift = 0 if origin is None else origin.astype(np.float32).reshape(shape)
+        return w.builder.initializer(name, (turned.astype(np.float32) - shift) * step.astype(np.float32).reshape(shape))
+    grid = [w.builder.initializer(f"{name}_scale_of_rows", _flat(step))]
+    if origin is not None:
+        number = origin.reshape(()) if origin.size == 1 else origin.reshape(-1)
+        grid.append(w.builder.initializer(f"{name}_zero_of_rows", number))
+    stored = w.builder.initializer(f"{name}_codes", turned)
+    along = {"axis": 1 if per_row else 0} if step.size > 1 else {}
+    return w.builder.emit(before(node), "DequantizeLinear", [stored, *grid], name, _FLOAT, **along)
 
 
 # ------------------------------------------------------------------------------------------------ packed weights
