@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,31 @@ class PaddedAttention(nn.Module):
         sums = k.transpose(-1, -2) @ nn.functional.pad(v, (0, 1), value=1.0)
         found = q @ sums
         return self.out((found[..., :-1] / (found[..., -1:] + 1e-15)).transpose(1, 2).flatten(2))
+
+
+class FeatureAttention(nn.Module):
+    """Linear attention with features elu + 1, its numerators and denominators computed apart, in three spellings."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.qkv, self.out, self.spelling = nn.Linear(16, 48), nn.Linear(16, 16), spelling
+        nn.init.normal_(self.qkv.weight, std=0.6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)) for part in self.qkv(x).chunk(3, -1))
+        q, k = nn.functional.elu(q) + 1, nn.functional.elu(k) + 1
+        if self.spelling == "products":
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            total = (q * k.sum(2, keepdim=True)).sum(3, keepdim=True)
+            found = ((q @ (k.transpose(2, 3) @ v)) / (total + 1e-6)).transpose(1, 2)
+        elif self.spelling == "factor":
+            share = 1 / (torch.einsum("nlhd,nhd->nlh", q, k.sum(1)) + 1e-6)
+            found = torch.einsum("nlhd,nhdm,nlh->nlhm", q, torch.einsum("nshd,nshm->nhdm", k, v), share)
+        else:
+            before = torch.einsum("nshd,nshm->nshdm", k, v).cumsum(1)
+            share = 1 / (torch.einsum("nlhd,nlhd->nlh", q, k.cumsum(1)) + 1e-6)
+            found = torch.einsum("nlhd,nlhdm->nlhm", q, before) * share[..., None]
+        return self.out(found.flatten(2))
 
 
 class Spectrum(nn.Module):
@@ -168,6 +194,9 @@ def labelled() -> Tensor:
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] = {
     "divisor": (LinearAttention, lambda: torch.randn(2, 4, 16), 25.0),
     "divisor by a row of a product": (PaddedAttention, lambda: torch.randn(2, 32, 16), 35.0),
+    "quotient of products": (partial(FeatureAttention, "products"), lambda: torch.randn(4, 48, 16), 35.0),
+    "product with a reciprocal": (partial(FeatureAttention, "factor"), lambda: torch.randn(4, 48, 16), 36.0),
+    "quotient of running sums": (partial(FeatureAttention, "running"), lambda: torch.randn(4, 48, 16), 31.0),
     "decibels": (ConstantQ, lambda: torch.randn(2, 1, 256) * torch.logspace(-4, 0, 256), 25.0),
     "logarithm": (Spectrum, lambda: torch.randn(2, 1, 256) * torch.logspace(-4, 0, 256), 25.0),
     "angle": (Fourier, lambda: torch.rand(2, 5, 2), 30.0),
@@ -200,6 +229,31 @@ def test_eight_bits_stay_close_to_float(front: str, name: str) -> None:
     assert sqnr(wanted, found) > floor
     reasons = [row.how for row in sim.coverage() if row.how.startswith("float: ")]
     assert reasons, str(sim.coverage())
+
+
+@pytest.mark.parametrize(
+    ("spelling", "kept"),
+    [
+        ("products", {"matmul", "matmul_1", "mul", "sum"}),
+        ("factor", {"einsum_1", "sum"}),
+        ("running", {"einsum", "einsum_2", "cumsum", "cumsum_1"}),
+    ],
+)
+def test_sums_of_linear_attention_stay_in_float_and_its_queries_keys_and_values_do_not(spelling, kept) -> None:
+    graph = bt.QuantizationSimModel(FeatureAttention(spelling).eval(), torch.randn(2, 6, 16)).graph
+    static = {value.name for value in graph.values.values() if value.is_static}
+    found = {value for value, (need, _) in exact_values(graph, static).items() if need == "quotient"}
+    assert found == {f"{name}.output[0]" for name in kept}
+
+
+def test_a_product_that_is_divided_by_its_own_size_or_by_other_sums_is_no_linear_attention() -> None:
+    b = Build()
+    q, k, v = (b.op("Relu", b.linear(b.input(name), f"l{name}", 8), name=f"r{name}") for name in "qkv")
+    scores = b.op("MatMul", q, b.op("MatMul", k, v, name="sums"), name="product")
+    size = b.op("Sqrt", b.op("ReduceSum", b.op("Mul", scores, scores, name="square"), name="energy"), name="size")
+    other = b.op("ReduceSum", b.op("Mul", v, k, name="unlike"), name="total")
+    graph = b.graph(b.op("Div", scores, size, name="unit"), b.op("Div", scores, other, name="by"))
+    assert "quotient" not in {need for need, _ in exact_values(graph, set()).values()}
 
 
 def test_what_a_general_rule_of_a_configuration_quantizes() -> None:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.linear_attention import attention_sums
 from bitwright.core.graph.operators import Need, OpRow, op_row
 from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of
 
@@ -91,6 +92,7 @@ REASONS: dict[Need, str] = {
     "divisor": "float: {} divides by it, and an integer grid rounds its small values to zero",
     "magnitude": "float: {} needs its magnitude, of which an integer grid has only the large ones",
     "sum": "float: {} needs the magnitude of sums of it, and what has no sign uses the range of an integer grid badly",
+    "quotient": "float: {} divides sums of it by sums of the same weights, and one grid has few codes for small sums",
     "domain": "float: {} has no answer beyond a bound that an integer grid may pass",
     "identity": "float: {} compares it or counts with it, and a grid has other numbers",
     "order": "float: {} decides by it what is computed next, and a grid makes ties of values that are nearly equal",
@@ -192,6 +194,8 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
         near = [*(op for op, _ in graph.consumers(value)), graph.producer(value)]
         by = next((op.name for op in near if op is not None and (_hands_on(op) or op.type == "LSTM")), value)
         trace.found.setdefault(value, ("state", by))
+    for value, by in attention_sums(graph, static, reciprocals(graph, static)).items():
+        trace.found.setdefault(value, ("quotient", by))
     return trace.found
 
 

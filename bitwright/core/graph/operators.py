@@ -90,7 +90,9 @@ WITHOUT = frozenset(
 
 
 Kind = Literal["compute", "movement", "pointwise", "merge", "norm", "reduce", "float"]
-Need = Literal["divisor", "magnitude", "sum", "domain", "phase", "position", "identity", "order", "steering", "state"]
+Need = Literal[
+    "divisor", "magnitude", "sum", "quotient", "domain", "phase", "position", "identity", "order", "steering", "state"
+]
 
 
 @dataclass(frozen=True)
