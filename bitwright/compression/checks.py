@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,14 @@ import numpy as np
 from bitwright.compression.groups import Cut, Dependencies, Group
 from bitwright.core.simulation.float_model import Array
 from bitwright.errors import ConfigError
-from bitwright.methods.front_end import Problem, Structured
+from bitwright.methods.front_end import Problem, Structured, taken
 
 #: largest difference of an output, in parts of its largest number, that rounding may leave
 _NOISE = 2e-3
 
 
 def checked_dependencies(
-    structure: Structured, batch: Any, *, inner: bool = False, averaged: bool = False
+    structure: Structured, batch: Any, *, inner: bool = False, averaged: bool = False, narrow_inputs: bool = True
 ) -> Dependencies:
     """The dependency graph of a model, of groups whose removal was tried.
 
@@ -31,12 +31,13 @@ def checked_dependencies(
         inner: as for :class:`Dependencies`.
         averaged: take groups over which a norm averages, whose removal is not checked by numbers: the norm divides by the
             number of channels that are left. Embedding widths are of this kind.
+        narrow_inputs: as for :class:`Dependencies`.
 
     Returns:
         Its ``groups`` can be removed; its ``refused`` say why others cannot.
     """
     forbidden: dict[str, str] = {}
-    found = Dependencies(structure, inner=inner)
+    found = Dependencies(structure, inner=inner, narrow_inputs=narrow_inputs)
     if not averaged:
         for group in found.groups:
             if group.averaged:
@@ -50,9 +51,7 @@ def checked_dependencies(
         problem = tried(structure, found, found.groups, batch)
         if problem is None:
             break
-        guilty = _guilty(found, problem)
-        if not guilty:
-            guilty = _guilty_alone(structure, found, batch)
+        guilty = _blamed(structure, found, problem, batch)
         if not guilty:  # only together: the first kind of groups goes
             guilty = {found.groups[0].kin: f"it cannot be removed together with other groups: {problem.text}"}
         forbidden.update(guilty)
@@ -97,7 +96,7 @@ def difference(found: Dependencies, cut: Cut, masked: Sequence[Array], after: Se
     """
     axes = [cut.axes(value) for value in found.graph.outputs] if found.states else []
     for i, (a, b) in enumerate(zip(masked, after, strict=True)):
-        a = a if len(axes) != len(masked) else _kept(axes[i], a)
+        a = a if len(axes) != len(masked) else taken(axes[i], a)
         if a.shape != b.shape:
             return Problem("", f"output {i} has the shape {b.shape} after the cut and not {a.shape}")
         if not np.issubdtype(a.dtype, np.floating):
@@ -139,6 +138,14 @@ def masked_outputs(
             structure.set_param(name, value)
 
 
+def _blamed(structure: Structured, found: Dependencies, problem: Problem, batch: Any) -> dict[str, str]:
+    """Groups, by their kin, near a problem that fail alone too; all groups are tried where none is near."""
+    near = _guilty(found, problem)
+    if len(near) == 1:
+        return near
+    return _guilty_alone(structure, found, batch, near or {g.kin for g in found.groups}) or near
+
+
 def _guilty(found: Dependencies, problem: Problem) -> dict[str, str]:
     """Groups, by their kin, that reach the operator of a problem."""
     if not problem.where:
@@ -158,10 +165,10 @@ def _guilty(found: Dependencies, problem: Problem) -> dict[str, str]:
     }
 
 
-def _guilty_alone(structure: Structured, found: Dependencies, batch: Any) -> dict[str, str]:
-    """Groups, by their kin, that fail when only they are removed."""
+def _guilty_alone(structure: Structured, found: Dependencies, batch: Any, among: Collection[str]) -> dict[str, str]:
+    """Those of some groups, by their kin, that fail when only they are removed."""
     guilty = {}
-    for kin in dict.fromkeys(group.kin for group in found.groups):
+    for kin in dict.fromkeys(group.kin for group in found.groups if group.kin in among):
         problem = tried(structure, found, [g for g in found.groups if g.kin == kin], batch)
         if problem is not None:
             guilty[kin] = f"{problem.where}: {problem.text}" if problem.where else problem.text
@@ -170,11 +177,4 @@ def _guilty_alone(structure: Structured, found: Dependencies, batch: Any) -> dic
 
 def kept_of(cut: Cut, param: str, value: Array) -> Array:
     """Cut a parameter, or an array of its shape."""
-    return _kept(cut.axes(param), value)
-
-
-def _kept(axes: Sequence[Array | None], value: Array) -> Array:
-    for axis, positions in enumerate(axes):
-        if positions is not None:
-            value = value.take(positions, axis)
-    return value
+    return taken(cut.axes(param), value)

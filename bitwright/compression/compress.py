@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, p
 from bitwright.compression.ratios import Chosen
 from bitwright.compression.reconstruct import Fit, Original, estimate_batch_norms, reconstruct
 from bitwright.compression.widths import few_batches, output_noise
-from bitwright.core.graph.graph import Graph
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.methods.front_end import Structured, front_end_of
 from bitwright.metrics.labels import inputs_and_labels
-from bitwright.metrics.metric import needs_labels, scorer
+from bitwright.metrics.metric import Scorer, needs_labels, scorer
 from bitwright.recipes.recipe import checked_metric, metric_of
 from bitwright.tables import Table, Tabular
 
@@ -42,8 +41,8 @@ class Compressed(Tabular):
         batch_norms: how many had their statistics estimated anew.
         sqnr: signal-to-noise ratio of the outputs against the original's in dB, on the first 64 samples of the data, which layers
             were fitted to; ``None`` where outputs are no numbers.
-        states: outputs that are states of recurrent layers -> shape before and after, where it changed: the caller hands on
-            narrower ones.
+        states: inputs and outputs that are states of recurrent layers -> shape before and after, where it changed: the caller
+            begins with narrower ones, and hands on narrower ones.
         plan: what :func:`bitwright.torch.rebuild` takes, for modules.
         seconds: that it took.
     """
@@ -89,7 +88,7 @@ class Compressed(Tabular):
         said = [str(self.table())]
         if self.fits:
             said.append(f"{sum(f.kept for f in self.fits)} of {len(self.fits)} layers fitted to the original's results")
-        said += [f"state returned: {name} {list(old)} -> {list(new)}" for name, (old, new) in self.states.items()]
+        said += [f"state: {name} {list(old)} -> {list(new)}" for name, (old, new) in self.states.items()]
         if self.refused:
             said.append("not touched:")
             said += [f"  {refusal}" for refusal in self.refused]
@@ -143,6 +142,7 @@ def compress(
             estimated from those of every operator and measured after the cut, which is repeated where they were missed.
         metric: a name of :data:`bitwright.metrics.metric.NAMED` or ``{name: options}``, an object of torchmetrics, or
             ``metric(model) -> float`` of a module, or of the ``InferenceSession`` of an ONNX model; measured before and after.
+            A function that hands recurrent states to the model reads their widths from it.
         labels, transform: as for :func:`bitwright.quantize`.
         importance: a row of :data:`bitwright.compression.importance.IMPORTANCE`.
         lower_is_better: of the metric.
@@ -174,46 +174,29 @@ def compress(
     """
     started = time.perf_counter()
     check_target(target)
-    front = front_end_of(model)
     data, labels = inputs_and_labels(data, transform, labels, needs_labels(metric))
     batches = list(data)
-    if not batches:
-        raise CalibrationError("compress", "the data held no batch", "pass a non-empty list or DataLoader")
-    given = front.given(model, providers, None)
-    metrics: dict[str, float] = {}
+    given = front_end_of(model).given(model, providers, None)
     score, lower = scorer(metric, lower_is_better, given, batches, labels)
-    if score is not None:
-        metrics["float"] = checked_metric("float", metric_of(score, given.metric_target()))
     options = PruneOptions(
-        importance, ranking, cap, widths, alike, inner, averaged, tuple(include), tuple(exclude), seed
+        importance,
+        ranking,
+        cap,
+        widths,
+        alike,
+        inner,
+        averaged,
+        tuple(include),
+        tuple(exclude),
+        seed,
+        "ms" not in target,
     )
-    original = front.structured(model, batches[0], providers).view() if reconstruction or batch_norms else None
-    search = Search(
-        original if reconstruction else None,
-        batch_norms,
-        score,
-        metrics.get("float"),
-        lower,
-        deadline,
-        resume,
-        progress,
-    )
-
-    def pruned(asked: Mapping[str, float], times: Mapping[str, float] | None) -> Compressed:
-        structure = front.structured(model, batches[0], providers)
-        gradients = None if loss is None else partial(structure.gradients, loss)
-        result = _pruned(structure, original, batches, asked, options, replace(search, times=times), gradients)
-        return replace(result, model=structure.finished(), plan={"format": 1, "steps": structure.steps})
-
-    if "ms" in target:
-        graph = front.structured(model, batches[0], providers).graph()
-        result = _within_ms(
-            os.fspath(model) if isinstance(model, os.PathLike) else model, graph, batches[0], target, pruned
-        )
-    else:
-        result = pruned(target, None)
-    metrics.update(result.metrics)
-    result = replace(result, metrics=metrics, seconds=time.perf_counter() - started)
+    search = Search(metric=score, lower_is_better=lower, deadline=deadline, resume=resume, progress=progress)
+    job = _Job("compress", model, batches, options, search, reconstruction, batch_norms, providers, loss)
+    if score is not None:
+        job = job.from_metric(checked_metric("float", metric_of(score, given.metric_target())))
+    result = job.within_ms(target) if "ms" in target else job.pruned(target)
+    result = replace(result, seconds=time.perf_counter() - started)
     if path is not None:
         result.save(path)
     return result
@@ -222,71 +205,112 @@ def compress(
 _TIMED = 3  # cuts whose milliseconds are measured
 
 
-def _within_ms(
-    model: Any,
-    graph: Graph,
-    example: Any,
-    target: Mapping[str, float],
-    pruned: Callable[[Mapping[str, float], Mapping[str, float]], Compressed],
-) -> Compressed:
-    """Cut, measure, and cut anew by what was missed."""
-    asked, times = dict(target), operator_times(model, graph, example)
-    for last in (*[False] * (_TIMED - 1), True):
-        result = pruned(asked, times)
-        ms = compare_ms({"before": model, "after": result.model}, example)
-        missed = ms["after"] / ms["before"] / target["ms"]
-        if missed <= 1 or last:
-            break
-        asked["ms"] /= missed
-    return replace(result, before={**result.before, "ms": ms["before"]}, after={**result.after, "ms": ms["after"]})
+@dataclass(frozen=True)
+class _Job:
+    """What a model is pruned with: the one way of :func:`compress` and of :func:`prune_model`, which works in place.
 
+    Raises:
+        CalibrationError: there is no batch.
+    """
 
-def _pruned(
-    structure: Structured,
-    original: Any,
-    batches: Sequence[Any],
-    target: Mapping[str, float],
-    options: PruneOptions,
-    search: Search,
-    gradients: Callable[[Sequence[str]], Mapping[str, Any]] | None = None,
-) -> Compressed:
-    """Prune an opened model, and fit what is left to ``original``; the result has no model yet."""
-    prices, judged = Prices(structure.graph(), set(target) - {"ms"}), few_batches(batches)
-    wanted = [structure.outputs(batch) for batch in judged]
-    report = prune(structure, batches, target, options, replace(search, wanted=wanted), gradients)
-    before, after = prices.whole, prices(structure.graph())
-    metrics: dict[str, float] = {}
+    name: str
+    model: Any
+    batches: Sequence[Any]
+    options: PruneOptions
+    search: Search
+    reconstruction: bool
+    batch_norms: bool
+    providers: Any
+    loss: Callable[[Any], Any] | None = None
+    in_place: bool = False
 
-    def measured(name: str) -> None:
-        if search.metric is not None:
-            metrics[name] = checked_metric(name, metric_of(search.metric, structure.metric_target()))
+    def __post_init__(self) -> None:
+        if not self.batches:
+            raise CalibrationError(self.name, "the data held no batch", "pass a non-empty list or DataLoader")
 
-    measured("pruned")
-    whole = Original(original, batches) if original is not None else None
-    show, fits, count = search.progress, tuple[Fit, ...](), 0
-    if whole is not None and search.original is not None:
-        fits = reconstruct(whole, structure.view(), report.readers, show)
-    if whole is not None and search.batch_norms:
-        count = estimate_batch_norms(whole, structure.view(), report.norms, show)
-    structure.refresh()
-    if metrics:
-        metrics["compressed"] = metrics["pruned"]
-    if any(fit.kept for fit in fits) or count:
-        measured("compressed")
-    noise = output_noise(structure, judged, wanted)
-    return Compressed(
-        None,
-        report.rows,
-        report.refused,
-        before,
-        after,
-        metrics,
-        report.choice,
-        fits,
-        count,
-        decibel(noise),
-        report.states,
-    )
+    def from_metric(self, value: float) -> _Job:
+        """The job, with the metric of the model as it is."""
+        return replace(self, search=replace(self.search, baseline=value))
+
+    @cached_property
+    def original(self) -> Any:
+        """A ``FloatModel`` of a copy of the whole model, for what is fitted to it; ``None`` where nothing is."""
+        return self._opened(False).view() if self.reconstruction or self.batch_norms else None
+
+    def _opened(self, in_place: bool) -> Structured:
+        return front_end_of(self.model).structured(self.model, self.batches[0], self.providers, in_place)
+
+    def within_ms(self, target: Mapping[str, float]) -> Compressed:
+        """Cut, measure, and cut anew by what was missed."""
+        model = os.fspath(self.model) if isinstance(self.model, os.PathLike) else self.model
+        example, asked = self.batches[0], dict(target)
+        times = operator_times(model, self._opened(False).graph(), example)
+        for last in (*[False] * (_TIMED - 1), True):
+            result = self.pruned(asked, times)
+            ms = compare_ms({"before": model, "after": result.model}, example)
+            missed = ms["after"] / ms["before"] / target["ms"]
+            if missed <= 1 or last:
+                break
+            asked["ms"] /= missed
+        return replace(result, before={**result.before, "ms": ms["before"]}, after={**result.after, "ms": ms["after"]})
+
+    def pruned(self, target: Mapping[str, float], times: Mapping[str, float] | None = None) -> Compressed:
+        """Prune the model, and fit what is left to the original."""
+        original, batches = self.original, self.batches
+        structure = self._opened(self.in_place)
+        prices, judged = Prices(structure.graph(), set(target) - {"ms"}), few_batches(batches)
+        wanted = [structure.outputs(batch) for batch in judged]
+        score = self.search.metric
+        if isinstance(score, Scorer):
+            score = score.reading(structure.narrowed)
+        search = replace(
+            self.search,
+            original=original if self.reconstruction else None,
+            batch_norms=self.batch_norms,
+            metric=score,
+            times=times,
+            wanted=wanted,
+        )
+        gradients = None if self.loss is None else partial(structure.gradients, self.loss)
+        report = prune(structure, batches, target, self.options, search, gradients)
+        before, after = prices.whole, prices(structure.graph())
+        metrics = {} if search.baseline is None else {"float": search.baseline}
+
+        def measured(name: str) -> None:
+            if score is not None:
+                metrics[name] = checked_metric(name, metric_of(score, structure.metric_target()))
+
+        measured("pruned")
+        whole = None if original is None else Original(original, batches)
+        fits, count = tuple[Fit, ...](), 0
+        if whole is not None and self.reconstruction:
+            fits = reconstruct(whole, structure.view(), report.readers, search.progress)
+        if whole is not None and self.batch_norms:
+            count = estimate_batch_norms(whole, structure.view(), report.norms, search.progress)
+        structure.refresh()
+        if score is not None:
+            metrics["compressed"] = metrics["pruned"]
+        if any(fit.kept for fit in fits) or count:
+            measured("compressed")
+        noise = output_noise(structure, judged, wanted)
+        model = structure.finished()
+        if self.in_place:
+            structure.give_back()
+            model = self.model
+        return Compressed(
+            model,
+            report.rows,
+            report.refused,
+            before,
+            after,
+            metrics,
+            report.choice,
+            fits,
+            count,
+            decibel(noise),
+            report.states,
+            {"format": 1, "steps": structure.steps},
+        )
 
 
 @checks_arguments
@@ -313,6 +337,8 @@ def prune_model(
 ) -> Compressed:
     """:func:`compress` in place: the step ``prune`` of recipes.
 
+    The inputs of the model stay as wide as they are, since the steps that follow read the same data.
+
     Args:
         model: a module, or a loaded ONNX model; changed in place.
         data: batches of real inputs.
@@ -329,17 +355,9 @@ def prune_model(
     if not target:
         raise ConfigError("prune", "it needs a target", "give macs or params (0.5 halves them)")
     check_target(target)
-    batches = list(data)
-    if not batches:
-        raise CalibrationError("prune_model", "the data held no batch", "give some batches of real data")
-    front = front_end_of(model)
-    structure = front.structured(model, batches[0], providers, in_place=True)
-    original = front.structured(model, batches[0], providers).view() if reconstruction or batch_norms else None
     options = PruneOptions(
-        importance, ranking, cap, widths, alike, inner, averaged, tuple(include), tuple(exclude), seed
+        importance, ranking, cap, widths, alike, inner, averaged, tuple(include), tuple(exclude), seed, False
     )
-    search = Search(original if reconstruction else None, batch_norms, progress=progress)
-    result = _pruned(structure, original, batches, target, options, search)
-    structure.finished()
-    structure.give_back()
-    return replace(result, model=model, plan={"format": 1, "steps": structure.steps})
+    search = Search(progress=progress)
+    job = _Job("prune_model", model, list(data), options, search, reconstruction, batch_norms, providers, in_place=True)
+    return job.pruned(target)

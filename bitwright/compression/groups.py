@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.compression.states import STATE_PORTS, final_states, from_input, given_states
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.core.graph.recurrence import CELLS
@@ -180,7 +181,7 @@ _SAME = frozenset((
     "isneginf", "isposinf", "isinf", "isnan", "isfinite", "gt", "ge", "lt", "le", "eq", "ne",
     "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "IsNaN", "IsInf",
     *(f"{kind}{op}" for kind in ("", "logical_", "bitwise_") for op in ("not", "and", "or", "xor")),
-    "invert", "Not", "And", "Or", "Xor",
+    "invert", "Not", "And", "Or", "Xor", "zeros_like", "ones_like", "full_like",
 ))  # fmt: skip
 _POOLS = frozenset(("AveragePool", "GlobalAveragePool", "MaxPool", "GlobalMaxPool", "Resize", "ResizeNearest", "LRN"))
 _MEANS = frozenset(("ReduceMean", "Variance", "ReduceMax", "ReduceMin", "ReduceLogSumExp", "ReduceProd", "all", "any"))
@@ -193,7 +194,6 @@ _MOVES = frozenset((
 FREE_CONSTANT = "a constant of the model"
 PICKED = "is picked by its number"
 RETURNED = "the model returns it"
-_KEEPS_STATES = frozenset((*TRAITS["identity"], *TRAITS["reshape"], "Cast", "Transpose", "Concat", "Stack"))
 
 
 class Dependencies:
@@ -204,17 +204,24 @@ class Dependencies:
         inner: keep units on the inner one of the axes that a reshape cuts apart: head widths in the place of heads, positions
             within the groups of grouped convolutions.
         forbidden: names of groups that were found not to be removable -> why.
+        narrow_inputs: inputs of the model that are states of recurrent layers may become narrower.
 
     Attributes:
         groups: what can be removed, in the order of the model.
         refused: layers whose channels stay, and why.
         states: outputs of the model that are states of recurrent layers; they become narrower with the hidden units.
+        given: inputs of the model that are such states, where they may become narrower.
     """
 
     def __init__(
-        self, structure: Structure, *, inner: bool = False, forbidden: Mapping[str, str] | None = None
+        self,
+        structure: Structure,
+        *,
+        inner: bool = False,
+        forbidden: Mapping[str, str] | None = None,
+        narrow_inputs: bool = True,
     ) -> None:
-        self.structure, self.inner = structure, inner
+        self.structure, self.inner, self._narrow_inputs = structure, inner, narrow_inputs
         self.graph = structure.graph()
         self._choices: dict[str, int] = {}  # reshape -> how many of its axes were tried in vain
         for _ in range(_TRIES):
@@ -238,42 +245,42 @@ class Dependencies:
         self._averaged: list[tuple[Index, str]] = []
         self._axes: dict[str, Axes] = {}
         self._param_axes: dict[tuple[str, int], Index] = {}
+        self._state_units: dict[
+            tuple[str, int], Index
+        ] = {}  # recurrent layer, port -> units of the state it reads there
         self._soft: set[int] = set()  # the first atoms of axes that are repeated
         self._roles: dict[tuple[str, int], tuple[str, str]] = {}
         self._split_sites: dict[str, tuple[Index, int]] = {}
         self._kinds: list[tuple[Index, str]] = []
         self._contracted: list[Index] = []  # summed over in a product of two computed matrices
+        states = given_states(self.graph)
+        self.given = states if self._narrow_inputs else ()
+        for value in self.given:
+            self._axes[value] = [*self._all_stay(value)[:-1], self._fresh(self.graph.values[value].shape[-1])]
         for op in self.graph.ops:
             made = self._rule(op)
             for i, value in enumerate(op.outputs):
                 self._axes[value] = self._fitting(op, made[i], value) if i < len(made) else self._all_stay(value)
-            for port, value in op.also:  # later runs of the place
-                first = op.inputs[port] if port < len(op.inputs) else None
-                self._join_values(first, value, op)
+        for op in self.graph.ops:
+            self._join_later_runs(op)
         self._results_stay()
         for places in self.structure.tied():
             self._tie(places)
 
+    def _join_later_runs(self, op: Op) -> None:
+        for port, value in op.also:
+            first = op.inputs[port] if port < len(op.inputs) else None
+            if op.type in CELLS and port in STATE_PORTS:
+                self._state(value, self._state_units.get((op.name, port)), op)
+            else:
+                self._join_values(first, value, op)
+
     def _results_stay(self) -> None:
-        states = self._final_states()
+        states = final_states(self.graph)
         self.states = tuple(value for value in self.graph.outputs if value in states)
         for value in self.graph.outputs:
             if value not in states:
                 self._stay(self.axes(value), RETURNED, None)
-
-    def _final_states(self) -> set[str]:
-        """Values that are final states of recurrent layers, whole, alone or put together.
-
-        Only the next call of the model reads them, so that they may become narrower. A state of which positions are picked is a
-        feature that the model returns, and so is one where the model returns nothing else.
-        """
-        states: set[str] = set()
-        for op in self.graph.ops:
-            if op.type in CELLS:
-                states.update(op.outputs[1:])
-            elif op.type in _KEEPS_STATES and op.outputs and all(v is None or v in states for v in _data_of(op)):
-                states.update(op.outputs[:1])
-        return states if any(value not in states for value in self.graph.outputs) else set()
 
     def _all_stay(self, value: str) -> Axes:
         return [None] * len(self.graph.values[value].shape)
@@ -647,7 +654,7 @@ class Dependencies:
         self._stay((*w[:-2], *r[:-2]), "directions of a recurrent layer", None)
         self._join(out, r[-1], op)
         self._gates((w[-2], r[-2], *(ports[at][-1] for at in (3, 7, 9) if ports[at])), hidden, op)
-        self._states(op, ports, out, hidden)
+        self._states(op, out, hidden)
         self._kinds.append((hidden, "hidden"))
         for port, back, role in (
             (1, 2, "out"),
@@ -669,14 +676,39 @@ class Dependencies:
             for part in () if atoms is None else atoms.reshape(-1, len(hidden)):
                 self._join(hidden, part, op)
 
-    def _states(self, op: Op, ports: Sequence[Axes], out: Index, hidden: Index) -> None:
-        """Initial states; those that the model makes anew in every run follow by themselves."""
-        for at, units in ((5, out), (6, hidden)):
-            value = op.inputs[at] if at < len(op.inputs) else None
-            if ports[at] and ports[at][-1] is not None:
-                self._join(ports[at][-1], units, op)
-            elif value is not None and self.graph.values[value].kind != "constant":
-                self._stay((units,), f"the model is given the state of {op.name}", op)
+    def _states(self, op: Op, out: Index, hidden: Index) -> None:
+        """The units of initial states."""
+        for at, units in zip(STATE_PORTS, (out, hidden), strict=True):
+            self._state_units[op.name, at] = units
+            self._state(op.inputs[at] if at < len(op.inputs) else None, units, op)
+
+    def _state(self, value: str | None, units: Index | None, op: Op) -> None:
+        """A state that a recurrent layer reads; one that is a constant is made anew with the width that is left."""
+        axes = self.axes(value)
+        if value is None or units is None or not axes:
+            return
+        known = self.graph.values[value]
+        if axes[-1] is not None:
+            self._join(axes[-1], units, op)
+        elif known.kind == "constant" and known.shape[-1] == len(units):
+            self._axes[value] = [*axes[:-1], units]
+        else:
+            self._stay((units,), self._why_it_stays(value, op), op)
+
+    def _why_it_stays(self, value: str, op: Op) -> str:
+        """Why a state has to keep its width."""
+        source = from_input(self.graph, value)
+        if source is None:
+            return f"{op.name} begins with the state {value}, whose width the dependency graph cannot follow"
+        if not self._narrow_inputs and source in given_states(self.graph):
+            return (
+                f"{op.name} begins with the input {source}, which would become narrower: inputs stay as they are where a model "
+                "is pruned in place, and for a target of milliseconds"
+            )
+        return (
+            f"{op.name} begins with the input {source}, which the caller computes: the model does not return this state, or "
+            "reads it elsewhere too"
+        )
 
     def _grouped_matmul(self, op: Op) -> list[Axes]:
         x, w = self.axes(op.inputs[0]), self.axes(op.inputs[1])
@@ -1014,11 +1046,6 @@ class _Units:
         return np.stack([self._members[self._bounds[r] : self._bounds[r + 1]] for r in map(self.root, alike)])
 
 
-def _data_of(op: Op) -> tuple[str | None, ...]:
-    """The inputs that an operator moves, without shapes and axes."""
-    return op.inputs if op.type in ("Concat", "Stack") else op.inputs[:1]
-
-
 def _why_useless(group: Group, contracted: bool) -> str | None:
     if not group.readers and not contracted:
         return "no layer that is known reads its channels"
@@ -1069,7 +1096,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys((*_MEANS, "ReduceSum", "ReduceL1", "ReduceL2", "ReduceSumSquare"), Dependencies._reduce),
     **dict.fromkeys(_POOLS, Dependencies._pool),
     **dict.fromkeys(("Concat", "Stack"), Dependencies._concat),
-    "ConstantOfShape": Dependencies._filled,
+    **dict.fromkeys(("ConstantOfShape", "new_zeros", "new_ones", "new_full"), Dependencies._filled),
     **dict.fromkeys(("Shape", "Size"), Dependencies._numbers),
     "Glu": Dependencies._glu,
     "PRelu": Dependencies._prelu,

@@ -226,6 +226,7 @@ class PruneOptions:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     seed: int = 0
+    narrow_inputs: bool = True
 
     @property
     def multiple(self) -> int:
@@ -255,7 +256,7 @@ class PruneReport:
         choice: what the exact choice has measured.
         readers: operators that lost inputs -> which of their outputs are left, ``None`` for all.
         norms: batch norms -> which of their channels are left.
-        states: outputs that are states of recurrent layers -> shape before and after, where it changed.
+        states: inputs and outputs that are states of recurrent layers -> shape before and after, where it changed.
     """
 
     rows: tuple[Pruned, ...]
@@ -320,7 +321,9 @@ def prune(
         ModelError: the cut model does not compute what the whole one does with the same channels at zero.
     """
     target, score, multiple = check_target(target), criterion(options.importance), options.multiple
-    found = checked_dependencies(structure, batches[0], inner=options.inner, averaged=options.averaged)
+    found = checked_dependencies(
+        structure, batches[0], inner=options.inner, averaged=options.averaged, narrow_inputs=options.narrow_inputs
+    )
     groups = [g for g in found.groups if _chosen(g, options)]
     if not groups:
         raise _nothing(found)
@@ -349,7 +352,7 @@ def prune(
         )
         for g in groups
     )
-    shapes = {name: found.graph.values[name].shape for name in found.states if cut.axes(name)}
+    shapes = {n: found.graph.values[n].shape for n in (*found.given, *found.states) if cut.axes(n)}
     states = {name: (shape, cut.shape(name, shape)) for name, shape in shapes.items()}
     return PruneReport(rows, found.refused, choice.costs, chosen, readers, norms, states)
 

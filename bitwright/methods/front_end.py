@@ -265,8 +265,12 @@ class Structured(ABC):
         """Give it another value of the same shape."""
 
     @abstractmethod
+    def narrowed(self, batch: Any) -> Any:
+        """A batch of the whole model without what cuts took from its inputs, which are states of recurrent layers."""
+
+    @abstractmethod
     def outputs(self, batch: Any) -> list[Array]:
-        """Outputs of the model for a batch."""
+        """Outputs of the model for a batch of the whole model."""
 
     @abstractmethod
     def moved(self, op: Op, elements: Sequence[Array | None]) -> list[Array] | None:
@@ -330,6 +334,14 @@ class Structured(ABC):
         Raises:
             ConfigError: the front end has none, or the loss is no number to differentiate.
         """
+
+
+def taken(axes: Sequence[Array | None], array: Array) -> Array:
+    """The positions of an array that stay, per axis; ``None`` where all do."""
+    for axis, positions in enumerate(axes):
+        if positions is not None:
+            array = array.take(positions, axis)
+    return array
 
 
 def kept_axes(rank: int, result: int, gone: set[int]) -> tuple[int | None, ...]:

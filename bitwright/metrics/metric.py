@@ -7,6 +7,7 @@ Intervals, held-out halves and paired comparisons then work as for right and wro
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -663,6 +664,12 @@ class Scorer:
         self.better = metric.better
         triples = zip(self._wanted, self._wanted, self._labels, strict=True)
         self.reference = checked_values("float", metric.per_sample([metric.values(*triple) for triple in triples]))
+
+    def reading(self, prepared: Callable[[Any], Any]) -> Scorer:
+        """This metric, of models that take batches as ``prepared`` makes them."""
+        other, run = copy.copy(self), self._run
+        other._run = lambda model, batch: run(model, prepared(batch))
+        return other
 
     def values(self, model: Any) -> Array:
         """Metric values per sample of ``model``."""

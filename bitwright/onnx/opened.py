@@ -456,7 +456,8 @@ class OnnxGiven(GivenModel):
 
     def answers(self, target: Any, batch: Any) -> Sequence[Array]:
         """As the base class says, of a session."""
-        specs = self._float[1]
+        shapes = {given.name: given.shape for given in target.get_inputs()}  # of states that pruning made narrower too
+        specs = [replace(spec, shape=_lengths(shapes.get(spec.name))) for spec in self._float[1]]
         return [one_array(y) for y in run_session(target, as_feeds(batch, specs), "the model")]
 
     def reference(self, work: Loaded) -> Any:
@@ -516,6 +517,11 @@ class OnnxPart(Part):
     def same_draws(self) -> AbstractContextManager[None]:
         """As the base class says: operators that draw have a seed in the file, or none that could be set."""
         return nullcontext()
+
+
+def _lengths(shape: Sequence[Any] | None) -> tuple[int | None, ...] | None:
+    """A shape as a session states it, where free axes have names."""
+    return None if shape is None else tuple(n if isinstance(n, int) else None for n in shape)
 
 
 class OnnxFrontEnd(FrontEnd):

@@ -13,7 +13,7 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.qdq.markers import Names, move_uses
-from bitwright.methods.front_end import Kept, Problem, Structured, kept_axes
+from bitwright.methods.front_end import Kept, Problem, Structured, kept_axes, taken
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.graph import GraphView, build_graph
 from bitwright.onnx.model.load import Loaded, clone_model, infer_shapes
@@ -48,10 +48,19 @@ class OnnxStructure(Structured):
         self._read: GraphView | None = None
         self._computed: dict[str, Array] = {}  # constants that the model computes
         self.steps: list[dict[str, Any]] = []
+        self._specs = input_specs(self.model)
+        self._narrowings: list[dict[str, tuple[Array | None, ...]]] = []  # of each cut: input -> what stays of its axes
 
     def view(self) -> OnnxView:
         """How methods read and change the model as it stands."""
-        return OnnxView(replace(self.loaded, model=self.model), self.providers, self._shapes())
+        return OnnxView(replace(self.loaded, model=self.model), self.providers, self._shapes(), self.narrowed)
+
+    def narrowed(self, batch: Any) -> Any:
+        """As the base class says."""
+        for cut in self._narrowings:
+            feeds = as_feeds(batch, self._specs)
+            batch = {name: taken(cut[name], array) if name in cut else array for name, array in feeds.items()}
+        return batch
 
     def finished(self) -> Any:
         """The model as a message."""
@@ -77,7 +86,7 @@ class OnnxStructure(Structured):
     # -- reading
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return measure_shapes(self.model, self._example, self.providers)
+        return measure_shapes(self.model, self.narrowed(self._example), self.providers)
 
     def graph(self) -> Graph:
         """The graph, with the shapes of a run and with what is computed of parameters as operators."""
@@ -110,7 +119,7 @@ class OnnxStructure(Structured):
 
     def outputs(self, batch: Any) -> list[Array]:
         """Outputs of the model for feeds."""
-        feeds = as_feeds(batch, input_specs(self.model))
+        feeds = as_feeds(self.narrowed(batch), input_specs(self.model))
         return [np.asarray(a) for a in run_session(open_session(self.model, self.providers), feeds, "batch")]
 
     def _constant(self, op: Op, port: int) -> Array | None:
@@ -176,10 +185,15 @@ class OnnxStructure(Structured):
         _renew_shapes(self.model, kept)
         step = {"kind": "cut", "parameters": sorted(v for v in kept_params(graph, kept))}
         self.steps.append(step)
+        narrowing = {name: kept.axes(name) for name in graph.inputs if kept.axes(name)}
+        if narrowing:
+            self._narrowings.append(narrowing)
 
         def undo() -> None:
             self.model, self._read = before, read
             self.steps.remove(step)
+            if narrowing:
+                self._narrowings.remove(narrowing)
 
         return undo
 
@@ -188,10 +202,7 @@ class OnnxStructure(Structured):
             axes, tensor = kept.axes(name), value.const_value
             if not axes or tensor is None:
                 continue
-            array = tensor.numpy()
-            for axis, positions in enumerate(axes):
-                if positions is not None:
-                    array = array.take(positions, axis)
+            array = taken(axes, tensor.numpy())
             value.const_value = ir.Tensor(np.asarray(array, order="C"), dtype=tensor.dtype, name=name)
             value.shape = ir.Shape(array.shape)
 
@@ -222,10 +233,11 @@ class OnnxStructure(Structured):
 
 
 def _renew_shapes(model: ir.Model, kept: Kept) -> None:
-    """Declare the shapes that a cut leaves: of outputs, which are states; other values declare none."""
-    for name, value in _made(model).items():
+    """Declare the shapes that a cut leaves: of inputs and outputs, which are states; other values declare none."""
+    given = {str(value.name): value for value in model.graph.inputs}
+    for name, value in (*given.items(), *_made(model).items()):
         axes = kept.axes(name)
-        if axes and value.is_graph_output() and value.shape is not None:
+        if axes and (value.is_graph_output() or name in given) and value.shape is not None:
             lengths = zip(value.shape, axes, strict=True)
             value.shape = ir.Shape([n if left is None else len(left) for n, left in lengths])
         elif axes:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -30,8 +31,10 @@ from bitwright.export.files.atomic import atomic_files
 from bitwright.methods.front_end import Kept, Problem, Structured, kept_axes
 from bitwright.torch.calls.functions import function_of
 from bitwright.torch.calls.inputs import (
+    as_call,
     evaluation,
     map_arguments,
+    map_tensors,
     model_device,
     named_state,
     outputs_of,
@@ -41,13 +44,13 @@ from bitwright.torch.calls.inputs import (
 )
 from bitwright.torch.depth import drop_again
 from bitwright.torch.factors import rebuild_chain
-from bitwright.torch.interception.record import Call, Slot, record
+from bitwright.torch.interception.record import Call, Slot, named_inputs, record
 from bitwright.torch.view import TorchView
 
 _MOST_PLAN = 64 << 20  # bytes
 _INTERNAL = frozenset(("training", "_parameters", "_buffers", "_modules", "_version", "_flat_weights", "_all_weights"))
-#: call -> where in its arguments sizes begin that are those of its result, in order
-_SIZES = {"view": 1, "reshape": 1, "expand": 1, "broadcast_to": 1}
+#: calls whose arguments, behind the first one, are the sizes of the result in order
+_SIZES = frozenset(("view", "reshape", "expand", "broadcast_to", "new_zeros", "new_ones", "new_full"))
 
 
 class Held(int):
@@ -139,11 +142,20 @@ class TorchStructure(Structured):
         self._examples = [to_device(example, model_device(model)) for example in examples]
         self._graph: Graph | None = None
         self._sizes: set[tuple[int, int]] = set()  # lengths of axes before and after the cuts
+        self._narrowings: list[dict[str, tuple[Any, ...]]] = []  # of each cut: input -> what stays of its axes
         self.steps: list[dict[str, Any]] = []
 
     def view(self) -> TorchView:
         """How methods read and change the module as it stands."""
-        return TorchView(self.model, self._examples)
+        return TorchView(self.model, self._examples, self.narrowed)
+
+    def narrowed(self, batch: Any) -> Any:
+        """As the base class says."""
+        for cut in self._narrowings:
+            args, kwargs = as_call(batch)
+            axes = {id(t): cut[name] for name, t in named_inputs(self._signature, args, kwargs) if name in cut}
+            batch = map_tensors(batch, partial(_narrower, axes))
+        return batch
 
     def finished(self) -> nn.Module:
         """The module, with a configuration that says its widths where one can."""
@@ -195,8 +207,10 @@ class TorchStructure(Structured):
         """The recorded graph, with what is computed of parameters as operators."""
         if self._graph is None:
             with _integers_held(self.model):
-                recorder = record(self.model, self._examples, whole=True)
+                recorder = record(self.model, [self.narrowed(e) for e in self._examples], whole=True)
             self._graph = recorder.graph()
+            self._signature = recorder.signature
+            self._made_with = {recorder.value_names[value]: given for value, given in recorder.sizes.items()}
             self._calls: dict[str, Call] = {call.name: call for call in recorder.calls.values()}
             self._names = recorder.value_names
             self._constants = recorder.constants()
@@ -226,7 +240,7 @@ class TorchStructure(Structured):
     def outputs(self, batch: Any) -> list[Array]:
         """Outputs of the model for a batch."""
         with torch.no_grad(), evaluation(self.model):
-            return outputs_of(self.model, to_device(batch, model_device(self.model)))
+            return outputs_of(self.model, to_device(self.narrowed(batch), model_device(self.model)))
 
     def moved(self, op: Op, elements: Sequence[Array | None]) -> list[Array] | None:
         """The call on the numbers of the elements, as float64; other operands must be stored or only give a shape."""
@@ -315,21 +329,19 @@ class TorchStructure(Structured):
             wrong = {n: w for n, w in _conventional(module).items() if module.__dict__.get(n) != w}
             new = {**{(paths[id(module)], name): width for name, width in wrong.items()}, **new}
         holders = dict(_holders(self.model))
-        attributes: dict[str, dict[str, Any]] = {}
-        for (path, name), width in new.items():
-            undos.append((holders[path].__setitem__, name, holders[path][name]))
-            holders[path][name] = width
-            attributes.setdefault(path, {})[name] = list(width) if isinstance(width, tuple) else width
+        attributes = _set_attributes(holders, new, undos)
         for module in filter(_is_fused, touched):
             module.flatten_parameters()
         step = {"kind": "cut", "parameters": parameters, "attributes": attributes}
         self.steps.append(step)
+        narrowing = {name: kept.axes(name) for name in self.graph().inputs if kept.axes(name)}
+        narrowings, self._narrowings = self._narrowings, [*self._narrowings, *([narrowing] if narrowing else [])]
         sizes = self._sizes
         self._sizes = sizes | _changed_lengths(self.graph(), kept)
 
         def undo() -> None:
             self.steps.remove(step)
-            self._sizes = sizes
+            self._narrowings, self._sizes = narrowings, sizes
             while undos:
                 function, *args = undos.pop()
                 function(*args)
@@ -361,15 +373,18 @@ class TorchStructure(Structured):
     def _widths(self, kept: Kept) -> dict[tuple[str, str], Any]:
         """``(holder, attribute) -> new value`` for the held integers that calls are given."""
         found: dict[tuple[str, str, int | None], tuple[int, str]] = {}
-        uses = [(op, use) for op in self.graph().ops for use in _uses(self._calls[op.name])]
-        for op, use in uses:
-            width = self._width(op, use, kept)
-            known = (width, op.name) if width is None else found.setdefault(use.number.place, (width, op.name))
+        uses = [
+            (op.name, use.number, self._width(op, use, kept))
+            for op in self.graph().ops
+            for use in _uses(self._calls[op.name])
+        ]
+        for user, number, width in (*uses, *self._made_widths(kept)):
+            known = (width, user) if width is None else found.setdefault(number.place, (width, user))
             if known[0] != width:
-                path, name, _ = use.number.place
+                path, name, _ = number.place
                 raise ConfigError(
                     f"{path}.{name}".strip("."),
-                    f"{known[1]} would need {known[0]} there and {op.name} {width}, and both read this one attribute",
+                    f"{known[1]} would need {known[0]} there and {user} {width}, and both read this one attribute",
                     "remove as many units from both: alike=True",
                 )
         holders = dict(_holders(self.model))
@@ -380,6 +395,24 @@ class TorchStructure(Structured):
             if renewed != value:
                 new[path, name] = renewed
         return new
+
+    def _made_widths(self, kept: Kept) -> Iterator[tuple[str, Held, int]]:
+        """``(constant, held integer, new value)`` for the widths that constants are made with, as states are."""
+        for value, given in self._made_with.items():
+            left = kept.axes(value)
+            if left and left[-1] is not None:
+                length = self.graph().values[value].shape[-1]
+                held = [item for item in _flat(given) if isinstance(item, Held) and int(item) == length]
+                yield from ((value, number, len(left[-1])) for number in held)
+
+    def _fixed_states(self, kept: Kept) -> str:
+        """Say which constants, made in the code, cannot become narrower, as no attribute of a module holds their width."""
+        held = {name for name, _, _ in self._made_widths(kept)}
+        fixed = sorted(name for name in self._made_with.keys() - held if kept.axes(name))
+        if not fixed:
+            return ""
+        shape = self.graph().values[fixed[0]].shape
+        return f"; {fixed[0]} of the shape {shape} has a width that stands in the code, in the place of an attribute of a module"
 
     def _width(self, op: Op, use: _Use, kept: Kept) -> int | None:
         """New value of a stored integer after the cut; ``None`` if the call does not use it as a width."""
@@ -446,12 +479,12 @@ class TorchStructure(Structured):
     def problem(self, kept: Kept, predicted: Graph) -> Problem | None:
         """The fault after a cut: the call that fails, or whose shape is not the predicted one."""
         try:
-            graph = record(self.model, self._examples, whole=True).graph()
+            graph = record(self.model, [self.narrowed(e) for e in self._examples], whole=True).graph()
         except ModelError as error:
             _, _, where = error.site.partition(", in ")
             cause = error.__cause__ or error
             said = ": ".join([type(cause).__name__, *str(cause).splitlines()[:1]])
-            return Problem(where, f"the model fails after the cut: {said}")
+            return Problem(where, f"the model fails after the cut: {said}{self._fixed_states(kept)}")
         ops = {op.name: op for op in graph.ops}
         for op in predicted.ops:
             if op.name not in ops:
@@ -518,6 +551,8 @@ def _conventional(module: nn.Module) -> dict[str, Any]:
     """Attributes of modules that say what shapes their parameters have, as these are now."""
     if isinstance(module, nn.RNNBase):
         return _recurrent_widths(module)
+    if isinstance(module, nn.RNNCellBase):
+        return {"input_size": module.weight_ih.shape[1], "hidden_size": module.weight_hh.shape[1]}
     weight: torch.Tensor | None = module._parameters.get("weight")
     if weight is None:
         weight = module._buffers.get("running_mean")
@@ -713,6 +748,24 @@ def _taken(tensor: torch.Tensor, axes: Mapping[int, Sequence[int]]) -> torch.Ten
     for axis, positions in axes.items():
         tensor = tensor.index_select(axis, torch.tensor(positions, device=tensor.device))
     return tensor.contiguous()
+
+
+def _set_attributes(
+    holders: Mapping[str, dict[str, Any]], new: Mapping[tuple[str, str], Any], undos: list[Any]
+) -> dict[str, dict[str, Any]]:
+    """Give attributes new widths; returns them by holder, as a plan has them."""
+    attributes: dict[str, dict[str, Any]] = {}
+    for (path, name), width in new.items():
+        undos.append((holders[path].__setitem__, name, holders[path][name]))
+        holders[path][name] = width
+        attributes.setdefault(path, {})[name] = list(width) if isinstance(width, tuple) else width
+    return attributes
+
+
+def _narrower(axes: Mapping[int, Sequence[Any]], tensor: torch.Tensor) -> torch.Tensor:
+    """The positions of an input that stay; inputs are known by their ids."""
+    left = {axis: kept.tolist() for axis, kept in enumerate(axes.get(id(tensor), ())) if kept is not None}
+    return _taken(tensor, left) if left else tensor
 
 
 def save_compressed(model: nn.Module, plan: Mapping[str, Any], folder: Path, name: str) -> list[Path]:

@@ -69,12 +69,16 @@ class TorchView:
     Args:
         model: the module; edits change it in place.
         examples: inputs to record it on, each as ``batches.as_call`` takes them.
+        prepared: makes of a batch, or an example, what the module takes.
     """
 
     @checks_arguments
-    def __init__(self, model: nn.Module, examples: Sequence[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, examples: Sequence[Any], prepared: Callable[[Any], Any] = lambda batch: batch
+    ) -> None:
         self.model = model
-        self._examples = [to_device(e, model_device(model)) for e in examples]
+        self._prepared = prepared
+        self._examples = [to_device(prepared(e), model_device(model)) for e in examples]
         self._graph: Graph | None = None
         self._edited = False  # since it was recorded: constants are those of the recording
         self._recorder: Recorder
@@ -169,7 +173,7 @@ class TorchView:
             with interceptor.handled_by(simulator), torch.no_grad(), evaluation(self.model):
                 for batch in with_samples(batches):
                     simulator.taps = {name: [] for name in values}
-                    args, kwargs = as_call(to_device(batch, device))
+                    args, kwargs = as_call(to_device(self._prepared(batch), device))
                     for name, tensor in named_inputs(self._recorder.signature, args, kwargs):
                         if name in simulator.taps:
                             simulator.taps[name].append(tensor.clone())  # a model may write into its input

@@ -46,6 +46,7 @@ class OnnxView:
         model: path, proto, ``onnx_ir`` model, or a :class:`Loaded` one, which is then changed in place.
         providers: as ONNX Runtime takes them; the CPU by default.
         shapes: of values as seen in a run, where shape inference may not know them; see :func:`measure_shapes`.
+        prepared: makes of a batch what the model takes.
     """
 
     @checks_arguments
@@ -54,7 +55,9 @@ class OnnxView:
         model: Source | Loaded,
         providers: Providers | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        prepared: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
+        self._prepared = prepared
         self.loaded = model if isinstance(model, Loaded) else load_model(model)
         self.model = self.loaded.model
         self.providers, self._shapes = providers, dict(shapes or {})
@@ -140,7 +143,7 @@ class OnnxView:
         session, leading = _capture_session(self.model, values, self.providers)
         specs = input_specs(self.model)
         for i, batch in enumerate(with_samples(batches)):
-            feeds = as_feeds(batch, specs, f"batch {i}")
+            feeds = as_feeds(self._prepared(batch), specs, f"batch {i}")
             arrays = run_session(session, feeds, f"batch {i}")
             yield {
                 name: [_wide(part) for part in _iterations(array, axes)]

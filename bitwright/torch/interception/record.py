@@ -98,6 +98,9 @@ class Recorder(Handler):
         self.calls: dict[Key, Call] = {}
         self.values: list[_Tensor] = []
         self.inputs: dict[str, int] = {}
+        self.sizes: dict[
+            int, tuple[Any, ...]
+        ] = {}  # constant -> arguments of the call that made it; of whole recordings
         self.outputs: dict[int, None] = {}
         self.returned: dict[str, int] = {}
         self.result: Any = None  # of the last forward, while whoever recorded it has not taken it
@@ -204,6 +207,7 @@ class Recorder(Handler):
         if _is_constant(op_type, read) and not self._keeps(read):
             follows = self._follows_input(op_type, read, produced)
             self._note_constants(key, label, inputs, read, produced, follows)
+            self._note_sizes(inputs, produced, args, kwargs)
             return output
         self._note_lengths(func, read, produced)
         if known is None:
@@ -239,6 +243,22 @@ class Recorder(Handler):
             if not (len(inputs) == 1 and self._known(tensor) == inputs[0]):
                 self._bind(tensor, self._new("constant", tensor, label, keep=tensor))
                 self.values[-1].sources, self.values[-1].made_anew = sources, anew
+
+    def _note_sizes(
+        self,
+        inputs: Sequence[int | None],
+        produced: Sequence[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Keep the numbers that a constant was made with; what is computed of one constant was made with those of it."""
+        given = (
+            (args, tuple(kwargs.values())) if not inputs else self.sizes.get(inputs[0] if inputs[0] is not None else -1)
+        )
+        for tensor in produced if given else ():
+            value = self._known(tensor)
+            if value is not None and given:
+                self.sizes[value] = given
 
     def _follows_input(self, op_type: str, read: Sequence[_Tensor], produced: Sequence[torch.Tensor]) -> bool:
         """Whether a call cuts or stretches what is stored to a size that an axis of the input has, or to one for distances.
