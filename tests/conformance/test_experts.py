@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from bitwright.methods.rounding.driver import find_layers
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx import QuantizationSimModel as OnnxSimulation
 from bitwright.onnx import apply_gptq, apply_reconstruction
-from bitwright.torch import QuantizationSimModel, quantize
+from bitwright.torch import QuantizationSimModel, TorchView, quantize
 from bitwright.torch import apply_reconstruction as apply_reconstruction_torch
 from bitwright.torch.program import TorchSimulation
 from tests.support.sessions import integer_session
@@ -434,3 +435,84 @@ def test_experts_that_no_token_reaches_keep_nearest_rounding_and_are_counted(met
     for name, rounded in nearest.items():
         now = sim._interceptor.named_tensor(sim.graph.values[sim.quantizers[name].value].param).detach()
         assert torch.allclose(now[2:], rounded[2:]) and not torch.allclose(now[:2], rounded[:2])
+
+
+_SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+# name -> classes of transformers, and the sizes of the mixture
+MIXTURES = {
+    "mixtral": ("Mixtral", {"num_local_experts": 8}),
+    "qwen2_moe": ("Qwen2Moe", {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
+    "olmoe": ("Olmoe", {"num_experts": 8}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 8, "head_dim": 8}),
+}
+
+
+def language_model(name: str) -> nn.Module:
+    import transformers
+
+    cls, sizes = MIXTURES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{cls}Config")(**_SIZES, **sizes, num_experts_per_tok=2)
+    model: nn.Module = getattr(transformers, f"{cls}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # initial weights are so small that the experts would add nothing
+            parameter.mul_(3.0).add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def text(seed: int, tokens: int = 32) -> dict[str, Any]:
+    found = torch.randint(2, 64, (4, tokens), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": found, "use_cache": False}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_of_language_models_are_rounded_with_statistics_of_their_own(name: str) -> None:
+    model = language_model(name)
+    sim = QuantizationSimModel(model, text(0), preset="w4g32")
+    sim.compute_encodings(progress=False)
+
+    def decibels() -> float:
+        with torch.no_grad():
+            return float(np.mean([sqnr(model(**x).logits.numpy(), sim.model(**x).logits.numpy()) for x in held]))
+
+    held, nearest = [text(seed) for seed in range(20, 24)], 0.0
+    nearest = decibels()
+    report = apply_gptq(sim, [text(seed) for seed in range(1, 9)], progress=False)
+    experts = [row for row in report if "experts.grouped_mm" in row.layer]
+    assert len(experts) == 2 and all(row.after < 0.7 * row.before for row in experts), report
+    assert decibels() > nearest + 0.5
+    routers = [row for row in sim.coverage() if row.name.endswith(("mlp.gate.weight", "mlp.router.weight"))]
+    assert [row.status for row in routers] == ["float"] and "chooses experts" in routers[0].how
+    biases = [row for row in sim.coverage() if row.name.endswith("proj_bias")]
+    assert len(biases) == (2 if name == "gpt_oss" else 0) and all(row.status == "float" for row in biases)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_of_language_models_that_no_token_reaches_are_counted(name: str) -> None:
+    sim = QuantizationSimModel(language_model(name), text(0), preset="w4g32")
+    sim.compute_encodings(progress=False)
+    few = text(1, 1)
+    report = apply_gptq(sim, [{**few, "input_ids": few["input_ids"][:1]}], progress=False)  # one token, two experts
+    notes = {row.note for row in report if "experts.grouped_mm" in row.layer}
+    assert notes == {"6 of 8 matrices saw no input"}
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["same", "other"])
+def test_a_place_that_reads_one_matrix_in_every_run_has_one_weight_and_one_that_reads_parts_has_several(
+    other: bool,
+) -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = 8 if other and x.shape[0] > 3 else 0
+            return x @ self.table[first : first + 8].t()
+
+    graph = TorchView(Part(), [torch.randn(3, 8), torch.randn(5, 8)]).graph()
+    (op,) = [op for op in graph.ops if op.type in ("MatMul", "Gemm")]
+    assert len({op.inputs[1], *(value for port, value in op.also if port == 1)}) == 1 + other

@@ -85,6 +85,7 @@ class Facts:
             (
                 *_rules_of_ends(graph, rules),
                 *_rules_of_routers(graph),
+                *_rules_of_expert_biases(graph),
                 *_rules_of_adapters(graph),
                 *rules.rules,
                 *_rules_of_rotations(graph),
@@ -255,6 +256,27 @@ def _rules_of_routers(graph: Graph) -> list[Rule]:
             why = f"{op.name} chooses experts ({choice}), and chooses others when it is rounded"
             found.append(Rule(op.name, quantized=False, origin=why, optional=True))
     return found
+
+
+def _rules_of_expert_biases(graph: Graph) -> list[Rule]:
+    """Biases of experts, a row of a table each, are in float like those of other layers, unless a rule says more."""
+    found = []
+    for layer in graph.ops:
+        adder = graph.sole_consumer(layer.outputs[0]) if layer.type == "GroupedMatMul" else None
+        sources = adder.inputs if adder is not None and adder.type == "Add" else ()
+        for op, table in filter(None, (_picked_rows(graph, value) for value in sources)):
+            why = f"{table} holds the biases of the experts of {layer.name}"
+            found.append(Rule(op, quantized=False, origin=why, optional=True))
+    return found
+
+
+def _picked_rows(graph: Graph, value: str | None) -> tuple[str, str] | None:
+    """The operator that picks rows of a stored matrix to make a value, and the matrix."""
+    op = None if value is None else graph.producer(value)
+    table = graph.values.get(op.inputs[0] or "") if op is not None and op.type == "Gather" else None
+    if op is None or table is None or table.param is None or len(table.shape) != 2:
+        return None
+    return op.name, table.param
 
 
 _PASSES = frozenset((*TRAITS["identity"], "Dropout", "Cast"))

@@ -80,6 +80,15 @@ class _Tensor:
     read_by_code: bool = False
 
 
+def _part(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The numbers in memory that a tensor shows, as a key; as long as somebody holds them no other tensor has the same."""
+    if _is_batched(tensor) or tensor.layout != torch.strided:
+        return (id(tensor),)  # without a memory of its own
+    with torch._C.DisableTorchFunction():
+        storage = tensor.untyped_storage()._cdata
+        return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
 AnyRecorder = TypeVar("AnyRecorder", bound="Recorder")
 
 
@@ -111,6 +120,7 @@ class Recorder(Handler):
         self._trace = interceptor_of().trace
         self._params: dict[str, int] = {}
         self._continues = False  # whether this run was given a cache, which is then among its results
+        self._parts: dict[tuple[Any, ...], int] = {}  # place and part of a stored tensor -> its value
         self._lengths: set[int] = set()  # that a part of a parameter has where it is cut for the input of this run
         self._live: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
@@ -240,9 +250,13 @@ class Recorder(Handler):
         sources = tuple(dict.fromkeys(name for v in read for name in ((v.param,) if v.param else v.sources)))
         anew = not sources or follows or any(v.made_anew for v in read)
         for tensor in produced:
-            if not (len(inputs) == 1 and self._known(tensor) == inputs[0]):
-                self._bind(tensor, self._new("constant", tensor, label, keep=tensor))
+            if len(inputs) == 1 and self._known(tensor) == inputs[0]:
+                continue
+            part = (key, sources, _part(tensor))
+            if anew or part not in self._parts:
+                self._parts[part] = self._new("constant", tensor, label, keep=tensor)
                 self.values[-1].sources, self.values[-1].made_anew = sources, anew
+            self._bind(tensor, self._parts[part])  # another run of the place that reads the same numbers
 
     def _note_sizes(
         self,
