@@ -26,7 +26,15 @@ import torch
 
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, RangeMethod, dynamic_spec, find_preset, weight_spec
-from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_model, rotate_model, transform_model
+from bitwright.torch import (
+    QuantizationSimModel,
+    add_low_rank_branches,
+    apply_reconstruction,
+    awq_model,
+    correct_errors,
+    rotate_model,
+    transform_model,
+)
 from tests.support import data
 
 
@@ -67,6 +75,9 @@ METHODS = {
     "seq_mse, gptq": ("seq_mse", "gptq"),
     "awq, seq_mse, gptq": ("awq", "seq_mse", "gptq"),
 }
+#: "branch4": low-rank branches of rank 4 beside the layers, fitted after rounding; 16 bits a number
+BRANCHED = {"branch2": ("branch2",), "branch4": ("branch4",), "branch8": ("branch8",)}
+BRANCHED |= {f"gptq, {name}": ("gptq", name) for name in BRANCHED}
 ROTATED = {
     "nearest": (),
     "rotate": ("rotate",),
@@ -87,6 +98,8 @@ def methods_for(format: str) -> dict[str, tuple[str, ...]]:
     """The methods whose rows a format has: rotations where activations have 4 bits."""
     if " a4" in format:
         return ROTATED
+    if format in ("int3 float zero", "int2 float zero"):
+        return METHODS | BRANCHED
     return {"nearest": (), "gptq": ("gptq",)} if " a8" in format or "hqq" in format else METHODS
 
 
@@ -98,9 +111,22 @@ def bits_per_weight(spec: QuantSpec, group: int = 64) -> float:
     return spec.format.bits + (scale + zero) / size
 
 
+def branch_bits(methods: Sequence[str]) -> float:
+    """Bits of branches per weight of the 35 matrices, 16 bits a number."""
+    sides = ((64, 64), (64, 32), (64, 32), (64, 64), (64, 172), (172, 64), (64, 172))
+    numbers = sum(min(rank, min(side) // 2) * sum(side) for rank in _ranks(methods) for side in sides)
+    return 16 * numbers / sum(rows * columns for rows, columns in sides)
+
+
+def _ranks(methods: Sequence[str]) -> list[int]:
+    return [int(name.removeprefix("branch")) for name in methods if name.startswith("branch")]
+
+
 def score(preset: Preset, methods: Sequence[str], batches: Sequence[torch.Tensor]) -> tuple[float, float]:
     """Perplexity of the simulation, and the seconds of CPU that the methods took."""
     model = data.trained("stories260k")
+    for rank in _ranks(methods):
+        add_low_rank_branches(model, rank, layers="layers.*")
     start = time.process_time()
     for name in methods:
         if name.startswith("rotate"):
@@ -115,8 +141,10 @@ def score(preset: Preset, methods: Sequence[str], batches: Sequence[torch.Tensor
             sim.quantizers[name].enabled = False
     sim.compute_encodings()
     for name in methods:
-        if name != "awq" and not name.startswith(("rotate", "transform")):
+        if name != "awq" and not name.startswith(("rotate", "transform", "branch")):
             apply_reconstruction(sim, batches, name, progress=False)
+    if _ranks(methods):
+        correct_errors(sim, model, batches, progress=False)
     seconds = time.process_time() - start
     with torch.no_grad():
         return data.perplexity(sim.model, data.stories()), seconds
@@ -146,8 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             nearest = nearest or found
             worse += [f"{format}, {name}: {found:.3f} against {nearest:.3f}"] if found > nearest + _NOISE else []
             above = f"{100 * (found / FLOAT - 1):+.1f} %"
-            rows.append([format, f"{bits:.2f}", name, f"{found:.3f}", above, f"{seconds:.1f}"])
-            raw.append({"format": format, "bits": bits, "method": name, "perplexity": found, "seconds": seconds})
+            held = bits + branch_bits(methods)
+            rows.append([format, f"{held:.2f}", name, f"{found:.3f}", above, f"{seconds:.1f}"])
+            raw.append({"format": format, "bits": held, "method": name, "perplexity": found, "seconds": seconds})
             print(*rows[-1], sep="\t", file=sys.stderr, flush=True)
     title = "Perplexity of stories260k by format and method"
     columns = ["format", "bits per weight", "method", "perplexity", "above float", "CPU s of the methods"]

@@ -55,7 +55,7 @@ SECTIONS = {
         "smooth_model", "awq_model", "fold_norms", "rotate_model", "transform_model", "apply_spinquant",
     ],
     "Round weights, correct biases": [
-        "apply_reconstruction", "apply_gptq", "apply_bias_correction", "add_biases",
+        "apply_reconstruction", "apply_gptq", "apply_bias_correction", "add_biases", "add_low_rank_branches", "correct_errors",
     ],
     "Mixed precision": ["PrecisionRequest", "set_precisions", "measure_times"],
     "Train": [
