@@ -57,7 +57,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "aimet_common": ({"errors", "core", "methods", "analysis", "precision", "report"}, NUMPY),
     "aimet_torch": (
         BELOW | {"analysis", "compression", "precision", "report", "torch", "aimet_common"},
-        NUMPY | {"torch", "onnx"},
+        NUMPY | {"torch", "onnx", "safetensors"},
     ),
     "aimet_onnx": (BELOW | {"analysis", "precision", "onnx", "report", "aimet_common"}, NUMPY | ONNX),
     # conformance tests of plug-ins, which load what they test inside

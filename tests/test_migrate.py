@@ -68,7 +68,7 @@ def test_command_writes_the_script_and_answers_with_its_exit_code(tmp_path):
     result = CliRunner().invoke(app, ["migrate", str(script)])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "ptq_bitwright.py").read_text().startswith("from bitwright.aimet_torch.quantsim import")
-    script.write_text("from aimet_torch.peft import PeftQuantUtils\n")
+    script.write_text("from aimet_torch.gptvq import GPTVQ\n")
     result = CliRunner().invoke(app, ["migrate", str(script), "--output", str(tmp_path / "new.py")])
     assert result.exit_code == 1 and "no counterpart" in result.output
     assert (tmp_path / "new.py").exists()
@@ -110,7 +110,7 @@ def test_notebook_is_rewritten_cell_by_cell():
         {"cell_type": "markdown", "source": ["import aimet_torch"], "metadata": {}},
         code(["%matplotlib inline\n", "from aimet_torch.quantsim import QuantizationSimModel\n", "!pip list"]),
         code("%%bash\nimport aimet_torch"),
-        code("%%time\nfrom aimet_torch.peft import PeftQuantUtils"),
+        code("%%time\nfrom aimet_torch.gptvq import GPTVQ"),
     ]
     notebook = {"cells": cells, "metadata": {"ü": 1}, "nbformat": 4, "nbformat_minor": 5}
     content, found = migrate_file(json.dumps(notebook).encode(), "a.ipynb")
@@ -119,7 +119,7 @@ def test_notebook_is_rewritten_cell_by_cell():
     expected[1]["source"] = [
         "%matplotlib inline\n", "from bitwright.aimet_torch.quantsim import QuantizationSimModel\n", "!pip list",
     ]  # fmt: skip
-    expected[3]["source"] = "%%time\nfrom bitwright.aimet_torch.peft import PeftQuantUtils"
+    expected[3]["source"] = "%%time\nfrom bitwright.aimet_torch.gptvq import GPTVQ"
     assert new == notebook | {"cells": expected}
     assert found.changed == 2 and [f.where for f in found.missing] == ["cell 3:2"]
     with pytest.raises(ConfigError, match=r"not a notebook.*format 4"):
@@ -162,7 +162,7 @@ def test_import_that_may_fail_is_not_missing():
     found = migrate(
         "try:\n    from aimet_torch.v1.quantsim import QuantizationSimModel\n"
         "except (ImportError, KeyError):\n    from aimet_torch.quantsim import QuantizationSimModel\n"
-        "try:\n    import aimet_torch.peft\nexcept KeyError:\n    pass\n"
+        "try:\n    import aimet_torch.gptvq\nexcept KeyError:\n    pass\n"
     )
     assert [(f.line, f.missing) for f in found.findings] == [(2, False), (6, True)]
     assert "except clause" in found.findings[0].note

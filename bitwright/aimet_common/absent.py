@@ -17,8 +17,6 @@ _LATER = "it is not in this version of Bitwright"
 
 #: dotted name below ``bitwright`` (a module, or a name in one) -> what to do instead
 ABSENT: dict[str, str] = {
-    "aimet_torch.peft": "simulations of PEFT models leave adapters in float and the base on its grid by themselves, and need no "
-    "replaced layers; a rule quantizes adapters (docs/language-model-methods.md)",
     "aimet_torch.gptvq": f"{_LATER}; bitwright.torch.apply_gptq rounds weights with error feedback",
     "aimet_torch.experimental.omniquant": f"{_LATER}; apply_reconstruction(sim, data, 'learned_clipping') learns "
     "ranges, bitwright.torch.smooth_model moves outliers into weights",

@@ -107,6 +107,15 @@ class SiteQuantizer(Described, SiteView, NotOfModel, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         SiteView.__setattr__(self, name, value)
 
+    @property
+    def _allow_overwrite(self) -> bool:
+        """:meth:`is_overwrite_allowed` under the name that AIMET's scripts read."""
+        return self.is_overwrite_allowed()
+
+    @_allow_overwrite.setter
+    def _allow_overwrite(self, mode: bool) -> None:
+        self.allow_overwrite(mode)
+
     # -- state
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
@@ -641,8 +650,8 @@ def is_quantized(module: Any) -> bool:
     return record_of(module) is not None and isinstance(module._modules.get(PUBLIC[0]), QuantizerDict)
 
 
-def _grouped(ops: Iterable[Any], key: Callable[[Any], str]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+def _grouped(ops: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    found: dict[Any, list[Any]] = {}
     for op in ops:
         found.setdefault(key(op), []).append(op)
     return found
@@ -662,7 +671,8 @@ def attach(sim: Any) -> None:
         if path in whole:  # a class of a script's says that it is quantized at its edges
             inputs, outputs = _edges_of_whole(sim, path, by_param, by_op)
         elif is_leaf(module):  # what the forward of others computes lies between their sub-modules
-            inputs, outputs = _edges(sim, path, by_module.get(path, []), by_op)
+            given = None if module._parameters else by_param  # a function's operands may be parameters of other modules
+            inputs, outputs = _edges(sim, path, by_module.get(path, []), by_op, given)
         own = chain(*(by_op.get(op.name, ()) for op in below_module.get(path, ())))
         params = _param_slots(sim, path, module, by_param)
         record = Record(sim, path, params, inputs, outputs, _not_among([*own], _edge_slots(inputs, outputs)))
@@ -723,7 +733,7 @@ def _edges_of_whole(
 ) -> tuple[QuantizerList, QuantizerList]:
     """Quantizers of what a module with sub-modules reads and returns; all others below it are switched off."""
     ops = [op for op in sim.graph.ops if f"{op.module}.".startswith(f"{path}.")]
-    inputs, outputs = _edges(sim, path, ops, by_op)
+    inputs, outputs = _edges(sim, path, ops, by_op, None)
     held = [site for op in ops for site in by_op.get(op.name, ())]
     held += [site for name, sites in by_param.items() if name.startswith(f"{path}.") for site in sites]
     for site in _not_among(held, _edge_slots(inputs, outputs)):
@@ -750,22 +760,31 @@ def _nearest(path: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _edges(
-    sim: Any, path: str, ops: Sequence[Any], by_op: Mapping[str, list[Site]]
+    sim: Any, path: str, ops: Sequence[Any], by_op: Mapping[str, list[Site]], given: Mapping[str, list[Site]] | None
 ) -> tuple[QuantizerList, QuantizerList]:
-    """Quantizers of what a module reads and returns."""
+    """Quantizers of what a module reads and returns; with ``given``, sites by parameter, also of the parameters it reads."""
     sites = [site for op in ops for site in by_op.get(op.name, ())]
-    reads = _by_value("input", _entering(sim.graph, ops), sites)
-    returns = _by_value("output", _leaving(sim.graph, ops), sites)
+    entering = _entering(sim.graph, ops, given is not None)
+    params = {param: given.get(param, ()) for v in entering if given and (param := sim.graph.values[v].param)}
+    reads = _by_value(("input", "constant", "weight"), entering, [*sites, *chain(*params.values())])
+    returns = _by_value(("output",), _leaving(sim.graph, ops), sites)
     if len(ops) > 1 and len({(op.type, len(op.outputs)) for op in ops}) == 1 == len(ops[0].outputs):
-        reads, returns = ([list(chain(*found))] for found in (reads, returns))  # one call, made several times
+        reads, returns = _by_port(ops, entering, reads), [list(chain(*returns))]  # one call, made several times
     return _slots(sim, f"{path}.input", reads, bool(ops)), _slots(sim, f"{path}.output", returns, bool(ops))
 
 
-def _by_value(role: str, values: Iterable[str], sites: Sequence[Site]) -> list[list[Site]]:
-    """For each value the sites of a role that hold it."""
+def _by_port(ops: Sequence[Any], values: Sequence[str], found: Sequence[list[Site]]) -> list[list[Site]]:
+    """The sites of values that several calls read, by the port where they read them."""
+    ports = {value: port for op in ops for port, value in op.sources()}
+    at = _grouped(zip(values, found, strict=True), lambda pair: ports[pair[0]])
+    return [list(chain(*(sites for _, sites in at[port]))) for port in sorted(at)]
+
+
+def _by_value(roles: tuple[str, ...], values: Iterable[str], sites: Sequence[Site]) -> list[list[Site]]:
+    """For each value the sites of these roles that hold it."""
     found: dict[str, list[Site]] = {value: [] for value in values}
     for site in sites:
-        if site.role == role and site.value in found:
+        if site.role in roles and site.value in found:
             found[site.value].append(site)
     return list(found.values())
 
@@ -775,11 +794,12 @@ def _slots(sim: Any, place: str, found: Sequence[Sequence[Site]], computes: bool
     return QuantizerList([Slot(sim, f"{place}[{i}]", sites, why) for i, sites in enumerate(found or [()])])
 
 
-def _entering(graph: Any, ops: Sequence[Any]) -> list[str]:
-    """The values that these operators read and do not compute themselves."""
+def _entering(graph: Any, ops: Sequence[Any], with_params: bool) -> list[str]:
+    """The values that these operators read and do not compute themselves; parameters on demand, other constants never."""
     made = {value for op in ops for value in op.outputs}
     read = dict.fromkeys(value for op in ops for _, value in op.sources())
-    return [value for value in read if value not in made and not graph.values[value].is_static]
+    kinds = {"input", "activation", *(("param",) if with_params else ())}
+    return [value for value in read if value not in made and graph.values[value].kind in kinds]
 
 
 def _leaving(graph: Any, ops: Sequence[Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ Home of ``aimet_torch.adaround.adaround_weight``, ``aimet_torch.seq_mse`` and ``
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,9 @@ class AdaroundParameters:
         default_num_iterations: per layer; 10,000, or 15,000 below 8 bits.
         default_reg_param, default_beta_range, default_warm_start: of the rounding regulariser.
         forward_fn: ``forward_fn(model, batch)``, when the model is not called as ``model(batch)``.
+
+    Raises:
+        ConfigError: (a ValueError) more batches than the loader has.
     """
 
     data_loader: Iterable[Any]
@@ -59,6 +62,11 @@ class AdaroundParameters:
     default_beta_range: tuple[float, float] = (20.0, 2.0)
     default_warm_start: float = 0.2
     forward_fn: Any = None
+
+    def __post_init__(self) -> None:
+        held = len(self.data_loader) if isinstance(self.data_loader, Sized) else self.num_batches
+        if held < self.num_batches:
+            raise ConfigError("num_batches", f"{self.num_batches} batches of a loader of {held}", f"use at most {held}")
 
 
 class Adaround:
