@@ -6,7 +6,7 @@ Home of ``aimet_torch.adaround.adaround_weight``, ``aimet_torch.seq_mse`` and ``
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_names, differs
 from bitwright.aimet_common.defs import QuantScheme, range_method
+from bitwright.aimet_torch.module_quantizers import SiteQuantizer, below
 from bitwright.aimet_torch.utils import Unlabelled, default_forward_fn
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
@@ -224,7 +225,7 @@ class SeqMseParams:
 
 
 def apply_seq_mse(*args: Any, **kwargs: Any) -> Any:
-    """Choose the range of every weight by its layer's output error, and freeze it.
+    """Choose the range of every weight by its layer's output error, and freeze it: it does not train either.
 
     Two calls: ``(sim, data_loader, num_candidates=20, forward_fn=..., modules_to_exclude=None, checkpoints_config=None,
     cache_dir=None)``, and the older ``(model, sim, data_loader, params, modules_to_exclude=None, checkpoints_config=None,
@@ -257,10 +258,20 @@ def _seq_mse(
     for module in modules_to_exclude or ():
         if id(module) not in names or any(parameter.dim() > 1 for parameter in module.parameters()):
             excluded += [site.op for site in _weights_at(sim, names, module, "modules_to_exclude")]
-    return front.apply_reconstruction(
+    free = list(filter(SiteQuantizer.is_overwrite_allowed, _shown(sim)))
+    report = front.apply_reconstruction(
         sim, _batches(data_loader, forward), "seq_mse", num_candidates=num_candidates, cache_dir=cache_dir,
         exclude=excluded, forward_fn=forward, **options,
     )  # fmt: skip
+    for quantizer in itertools.filterfalse(SiteQuantizer.is_overwrite_allowed, free):
+        quantizer.requires_grad_(False)
+    return report
+
+
+def _shown(sim: front.QuantizationSimModel) -> Iterator[Any]:
+    """The quantizers that modules of a simulation show."""
+    slots = (slot for record in below(sim.model) for _, slot in record.slots())
+    return (quantizer for slot in slots if (quantizer := slot.get()) is not None)
 
 
 def _older_seq_mse(
