@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics.spec import NonFinite, Preset
+from bitwright.core.simulation.calibration import fewer_samples
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
@@ -31,6 +33,7 @@ from bitwright.recipes.judge import Judge, Rating, in_float
 from bitwright.recipes.recipe import ROUNDING, OnHarm, RecipeReport, Runner, Step, integer_bits, metric_of, run_recipe
 
 logger = logging.getLogger("bitwright")
+_EXAMPLE = 5  # samples that show the calls of a float model, and whether a step changed what it computes
 _SHOWN = 3  # kinds of operators, or reasons, that an error names
 
 
@@ -76,6 +79,11 @@ class Job:
     def reads_again(self, steps: Sequence[Step]) -> bool:
         """Whether the data are iterated more than once."""
         return self.recipe is not None or any(step.name != "fold" for step in steps)
+
+    @cached_property
+    def example(self) -> Any:
+        """The first samples of :attr:`first`, on which float models are opened; all of them where the model takes no fewer."""
+        return fewer_samples(self.first, _EXAMPLE, self.given.outputs)
 
     def divide(self, held_out: Iterable[Any] | None, steps: Sequence[Step]) -> None:
         """Split the data into those for calibration and methods, and those that rate the result."""
@@ -299,7 +307,7 @@ class Attempt(Runner):
         parameters = inspect.signature(function).parameters
         target = self.model if step.kind.phase == "float" else self.sim
         if next(iter(parameters)) == "view":
-            opened = front_end_of(target).open_model(target, None, self.job.first, step.name, self.job.providers)
+            opened = front_end_of(target).open_model(target, None, self.job.example, step.name, self.job.providers)
             checks = {"changed": opened.changed} if "changed" in parameters else {}
             report = function(opened.view, **checks, **bound, **step.options)
             opened.finish(report)
@@ -352,7 +360,7 @@ class Attempt(Runner):
     def fold(self, work: Any) -> FoldReport:
         """Fold batch norms."""
         job = self.job
-        self.folds = fold_all_batch_norms(work, None, job.first, providers=job.providers, progress=job.progress)
+        self.folds = fold_all_batch_norms(work, None, job.example, providers=job.providers, progress=job.progress)
         self._state = replace(self._state, folded=True)
         return self.folds
 
@@ -372,8 +380,8 @@ class Attempt(Runner):
         job, before = self.job, self.folds
         own = FoldReport()
         if not self._state.folded:
-            own = fold_all_batch_norms(work, None, job.first, providers=job.providers, progress=job.progress)
-        opened = front_end_of(work).open_model(work, None, job.first, "equalize", job.providers)
+            own = fold_all_batch_norms(work, None, job.example, providers=job.providers, progress=job.progress)
+        opened = front_end_of(work).open_model(work, None, job.example, "equalize", job.providers)
         if only_without_attention and has_attention(opened.view.graph()):
             return EqualizeReport(left_alone="left alone, as the model has an attention")
         moments, options = {**before.moments, **own.moments}, {"absorb_bias": absorb_bias, "keep_bounds": keep_bounds}

@@ -33,9 +33,10 @@ from bitwright.torch.calls.inputs import (
     same_draws,
     tensors_in,
     to_device,
+    walk_modules,
 )
 from bitwright.torch.interception.intercept import ACCESS, Frame, Handler, Key
-from bitwright.torch.interception.record import Slot
+from bitwright.torch.interception.record import READS, Slot
 from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from bitwright.torch.simulation.simulate import CallPlan
@@ -47,11 +48,16 @@ _EXACT_ENOUGH = 80.0  # dB between a model and its steps; they make the same cal
 
 
 class _SizeWatch(TorchDispatchMode):
-    """Notes whether an operator runs whose result is as large as the values decide, or that hands a value to Python."""
+    """Notes whether an operator runs whose result is as large as the values decide, or that hands a value to Python.
+
+    Attributes:
+        decided: whether one did.
+        drawn: whether one drew random numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.decided = False
+        self.decided = self.drawn = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -63,6 +69,7 @@ class _SizeWatch(TorchDispatchMode):
             self.decided |= any(t.dtype == torch.bool for t in tensors_in(args[1]))
         else:
             self.decided |= not _SIZED_BY_VALUES.isdisjoint(func.tags)
+        self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 
@@ -71,6 +78,9 @@ _BY_MASK = frozenset(
     (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 )
 
+
+#: functions, by name, that show numbers of a tensor to Python without an operator of torch
+_SHOWN = READS | frozenset(("numpy", "__array__", "data_ptr", "__dlpack__", "__format__", "__repr__"))
 
 #: functions, by name, whose results are drawn anew in every run
 _DRAWS = frozenset(
@@ -85,6 +95,7 @@ class _Tracer(Handler):
     Attributes:
         deciding: value -> tensor, of what is computed of the input and decides how large results are: masks by which rows
             are taken, how often each is repeated.
+        read: whether Python code, or a call that is not written down, saw numbers of a tensor.
     """
 
     def __init__(self, plans: Mapping[Key, CallPlan], parameters: frozenset[int]) -> None:
@@ -94,6 +105,7 @@ class _Tracer(Handler):
         self.inputs: State = {}
         self.outputs: list[Tensor] = []
         self.deciding: dict[int, Tensor] = {}
+        self.read = False
         self._computed: set[int] = set()  # values that floating-point numbers of the input lead to
         self._live: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._named: dict[int, int] = {}
@@ -126,6 +138,7 @@ class _Tracer(Handler):
         name = getattr(func, "__name__", "call")
         if row is None and name in ACCESS:
             return func(*args, **kwargs)
+        self.read |= name in _SHOWN
         key = frame.other_key(name) if row is None else frame.movement_key(row.label)
         return self._note(key, row, func, args, kwargs)
 
@@ -135,6 +148,7 @@ class _Tracer(Handler):
     ) -> Any:  # fmt: skip
         if torch._C._functorch.peek_interpreter_stack() is not None:
             # tensors inside torch.vmap hold no values; what it returns (a mask) is a constant of this run
+            self.read = True
             return func(*args, **kwargs)
         plan = self._plans.get(key, CallPlan(""))
         reads = [self._value(t) for t in tensors_in((args, kwargs))]
@@ -290,6 +304,7 @@ class TorchSimulation:
     def __init__(self, sim: QuantizationSimModel, forward: Forward | None = None) -> None:
         self.sim, self._forward = sim, forward or _call
         self._programs: list[Program] = []
+        self._repeatable: list[tuple[_Layout, Program]] = []
         self._checked = False
         self._computed: dict[str, Tensor] | None = None
         for site in sim.quantizers.values():
@@ -369,16 +384,28 @@ class TorchSimulation:
     def program(self, batch: Any) -> tuple[Program, State]:
         """The calls of one run; runs that make the same calls share one program.
 
+        A batch of known shapes is not run where nothing in the run of an earlier one, of the same shapes, depended on numbers,
+        random draws, or attributes that a run changes.
+
         Raises:
             ModelError: the model fails on the batch, or repeating its calls gives something else (it changes tensors
                 through views of them).
         """
         sim = self.sim
         self.sim._simulator.refresh_biases()
+        for layout, same in self._repeatable:
+            inputs = layout.inputs(sim.model, batch)
+            if inputs is not None:
+                return same, inputs
         held = frozenset(p.untyped_storage().data_ptr() for p in sim.model.parameters())
         tracer = _Tracer(sim._simulator.plans, held)
+        before, on_cpu = _attributes(sim.model), model_device(sim.model).type == "cpu"
         with sim._interceptor.handled_by(tracer), torch.no_grad(), evaluation(sim.model), same_draws():
-            self._forward(sim.model, batch)
+            generated = torch.get_rng_state()
+            with _SizeWatch() as watch:
+                self._forward(sim.model, batch)
+            # kernels of recurrent layers and attentions say that they draw, and do so for a dropout only
+            drawn = watch.drawn and not (on_cpu and torch.equal(generated, torch.get_rng_state()))
         program = Program(tuple(tracer.steps), tracer.constants, tracer.returned)
         self._check(program, tracer)
         if tracer.deciding:
@@ -386,6 +413,9 @@ class TorchSimulation:
         known = next((p for p in self._programs if _same(p, program)), None)
         if known is None:
             self._programs.append(program)
+        depends = watch.decided or drawn or tracer.read or tracer.deciding or self._forward is not _call
+        if not depends and before == _attributes(sim.model):
+            self._repeatable.append((_Layout(sim.model, batch), known or program))
         return known or program, dict(tracer.inputs)
 
     def _check(self, program: Program, tracer: _Tracer) -> None:
@@ -412,6 +442,54 @@ class TorchSimulation:
                     "write x = torch.cat(...) instead of assigning into a view, and seed what is random",
                 )
         self._checked = True
+
+
+class _Layout:
+    """The arguments of a run with the numbers of its tensors left out."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self._template, tensors = _divided_call(model, batch)
+        self._kinds = [_kind(tensor) for tensor in tensors]
+
+    def inputs(self, model: nn.Module, batch: Any) -> State | None:
+        """The tensors of a batch of this layout by their values; ``None`` if it has another."""
+        template, tensors = _divided_call(model, batch)
+        if self._kinds != [_kind(tensor) for tensor in tensors] or not _alike(template, self._template):
+            return None
+        return dict(enumerate(tensors, 1))
+
+
+def _divided_call(model: nn.Module, batch: Any) -> tuple[Any, list[Tensor]]:
+    """Arguments with slots in the places of tensors; and these, each once, in the order in which a tracer counts them."""
+    call = as_call(to_device(batch, model_device(model)))
+    tensors = list({id(tensor): tensor for tensor in tensors_in(call)}.values())
+    places = {id(tensor): i for i, tensor in enumerate(tensors)}
+    return map_tensors(call, lambda tensor: Slot(places[id(tensor)])), tensors
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.stride()
+
+
+def _alike(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):  # arguments of kinds that do not compare
+        return False
+
+
+def _attributes(model: nn.Module) -> list[tuple[int, str, int, int]]:
+    """What the modules of a model hold beside parameters: which objects, and how long or how often written they are."""
+    found = []
+    for _, module in walk_modules(model):
+        held = {**vars(module), **module._buffers}
+        for name, value in held.items():
+            size = value._version if isinstance(value, Tensor) else len(value) if type(value) in _GROWING else 0
+            found.append((id(module), name, id(value), size))
+    return found
+
+
+_GROWING = (list, dict, set)
 
 
 def _decided(program: Program, deciding: Mapping[int, Tensor]) -> Program:

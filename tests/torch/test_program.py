@@ -177,3 +177,64 @@ def test_a_tensor_changed_through_a_view_is_refused() -> None:
     sim.compute_encodings([x])
     with pytest.raises(ModelError, match="repeated one by one, give another output.*through views"):
         apply_gptq(sim, [x])
+
+
+class _Counted(torch.nn.Module):
+    """Counts its runs in a list, which torch does not see, and may look at its input or change with every run."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how, self.held, self.turn = torch.nn.Linear(4, 4), how, [], 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        _RUNS.append(1)
+        y = self.layer(x)
+        if self.how == "reads numbers" and float(x.detach().sum()) > 1e6:
+            return y
+        if self.how == "reads as array" and x.detach().numpy().sum() > 1e6:
+            return y
+        if self.how == "chooses rows":
+            return torch.relu(y[y[:, 0] > 0])
+        if self.how == "draws":
+            return torch.relu(y + 0 * torch.rand(4))
+        if self.how == "counts":
+            self.turn += 1
+        if self.how == "collects":
+            self.held.append(1)
+        return torch.relu(y)
+
+
+_RUNS: list[int] = []
+
+
+@pytest.mark.parametrize(
+    "how, again",
+    [
+        ("plain", 0),
+        ("reads numbers", 1),
+        ("reads as array", 1),
+        ("chooses rows", 1),
+        ("draws", 1),
+        ("counts", 1),
+        ("collects", 1),
+    ],
+)
+def test_only_a_model_whose_calls_depend_on_shapes_alone_is_not_run_for_every_batch(how: str, again: int) -> None:
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(_Counted(how), torch.randn(6, 4))
+    batches = [torch.randn(6, 4) for _ in range(3)]
+    sim.compute_encodings(batches)
+    model = TorchSimulation(sim)
+    first, _ = model.program(batches[0])
+    _RUNS.clear()
+    program, state = model.program(batches[1])
+    assert len(_RUNS) == again
+    assert torch.equal(next(iter(state.values())), batches[1])
+    if not again:
+        assert program is first
+        found = repeated(model, batches[2], quantized=True)
+        with torch.no_grad():
+            assert torch.equal(found[0], sim.model(batches[2]))
+    _RUNS.clear()
+    model.program(torch.randn(5, 4))
+    assert len(_RUNS) == 1, "other shapes are run"

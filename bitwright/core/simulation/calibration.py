@@ -296,6 +296,27 @@ def slice_samples(batch: Any, start: int, stop: int) -> Any:
     return type(batch)(parts) if type(batch) in (tuple, list) else parts[0]
 
 
+def fewer_samples(batch: Any, most: int, run: Callable[[Any], Any]) -> Any:
+    """The first ``most`` samples of a batch, where a model takes them.
+
+    Args:
+        batch: as the model takes it.
+        most: how many are wanted.
+        run: the model; called on the slice.
+
+    Returns:
+        The slice; ``batch`` itself where it holds no more, cannot be divided, or the model takes only batches of its size.
+    """
+    part = slice_samples(batch, 0, most) if samples_in(batch) > most else None
+    if part is None:
+        return batch
+    try:
+        run(part)
+    except Exception:  # of the model's own code: a size that is written down in it
+        return batch
+    return part
+
+
 def nested_calibration() -> CalibrationError:
     """A calibration that was started inside of another one of the same simulation."""
     return CalibrationError(

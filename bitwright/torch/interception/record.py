@@ -193,7 +193,7 @@ class Recorder(Handler):
         tensors = tensors_in((args, kwargs))
         key = frame.other_key(name)
         inputs = [self._value(t) for t in tensors]
-        if name in _READS:
+        if name in READS:
             for value in inputs:
                 self.values[value].read_by_code = True
         return self._note(frame, key, name.strip("_"), name.strip("_"), inputs, {}, func, args, kwargs)
@@ -467,8 +467,8 @@ def _first_step(op_type: str, read: Sequence[_Tensor]) -> bool:
     )
 
 
-#: calls that give a tensor to Python code as a number or a truth
-_READS = frozenset(
+#: functions, by name, that give a tensor to Python code as a number or a truth
+READS = frozenset(
     ("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "item", "tolist", "is_nonzero", "equal",
      "allclose")
 )  # fmt: skip
