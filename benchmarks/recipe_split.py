@@ -37,7 +37,7 @@ ROWS = {
         "torch.opened.TorchGiven.copy",
         "torch.opened.TorchGiven.copied",
     ),
-    "calibration": ("recipes.attempt.Attempt.calibrate",),
+    "calibration": ("recipes.attempt.Attempt.calibrate", "recipes.attempt.Attempt._calibrated_on_first"),
     "judge: float outputs": ("torch.opened.TorchGiven.outputs",),
     "judge: simulations": ("recipes.judge.Judge.rate", "recipes.judge.Judge.sqnr"),
     "equalize: values": (

@@ -14,7 +14,7 @@ from typing import Any
 
 from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics.spec import NonFinite, Preset
-from bitwright.core.simulation.calibration import fewer_samples
+from bitwright.core.simulation.calibration import fewer_samples, samples_in
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
@@ -29,11 +29,12 @@ from bitwright.methods.rounding.apply import apply_reconstruction, require_torch
 from bitwright.methods.runtime_repairs import StemReport, leave_stem_in_float
 from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.recipes.default_recipe import RecipeLike, as_recipe, find_effort
-from bitwright.recipes.judge import Judge, Rating, in_float
+from bitwright.recipes.judge import Judge, Rating, batches_from, in_float
 from bitwright.recipes.recipe import ROUNDING, OnHarm, RecipeReport, Runner, Step, integer_bits, metric_of, run_recipe
 
 logger = logging.getLogger("bitwright")
 _EXAMPLE = 5  # samples that show the calls of a float model, and whether a step changed what it computes
+_TRIAL = 32  # samples that calibrate simulations which are compared with each other
 _SHOWN = 3  # kinds of operators, or reasons, that an error names
 
 
@@ -85,6 +86,23 @@ class Job:
         """The first samples of :attr:`first`, on which float models are opened; all of them where the model takes no fewer."""
         return fewer_samples(self.first, _EXAMPLE, self.given.outputs)
 
+    @cached_property
+    def for_trials(self) -> Sequence[Any]:
+        """The first calibration batches, on which simulations are calibrated that are only compared; none where that saves little.
+
+        Two float models that compute the same differ by more than the values that these batches miss.
+        """
+        if self.non_finite != "error":  # which batches are left out is known after all of them
+            return ()
+        found: list[Any] = []
+        samples = 0
+        for batch in self.chosen:
+            if samples >= _TRIAL:
+                return found
+            found.append(batch)
+            samples += samples_in(batch)
+        return ()  # these are all
+
     def divide(self, held_out: Iterable[Any] | None, steps: Sequence[Step]) -> None:
         """Split the data into those for calibration and methods, and those that rate the result."""
         self.chosen = self.batches
@@ -113,13 +131,18 @@ class _State:
 
 @dataclass(frozen=True)
 class _Made:
-    """A calibrated simulation of the float model in one state, with the facts that :class:`Attempt` records with it."""
+    """A calibrated simulation of the float model in one state, with the facts that :class:`Attempt` records with it.
+
+    Attributes:
+        first_only: whether it is calibrated on :attr:`Job.for_trials` alone so far.
+    """
 
     state: _State
     sim: Any
     start: Rating | None
     stem: StemReport
     reference: Any
+    first_only: bool = False
 
 
 class Attempt(Runner):
@@ -157,6 +180,7 @@ class Attempt(Runner):
         self._state = _State()  # of the float model: another one after every change
         self._made: list[_Made] = []
         self._said: set[str] = set()
+        self._first_only = False  # how the last simulation was calibrated
         self.metric: float | None = None
 
     def run(self) -> Attempt:
@@ -185,6 +209,8 @@ class Attempt(Runner):
             self.sim = self._simulated(self.model)
         else:
             self.sim, self.start, self.stem, self._float_model = made.sim, made.start, made.stem, made.reference
+            if made.first_only:
+                self._calibrate_further()
 
     def _made_already(self) -> _Made | None:
         """The simulation of the current float model, if the judge already rated one."""
@@ -194,24 +220,45 @@ class Attempt(Runner):
         """Simulate a copy of the current float model; :meth:`simulate` reuses it if the model does not change."""
         made = self._made_already()
         if made is None:
-            sim = self._simulated(self.job.given.copied(self.model))
-            made = _Made(self._state, sim, self.start, self.stem, self._float_model)
+            sim = self._simulated(self.job.given.copied(self.model), trial=True)
+            made = _Made(self._state, sim, self.start, self.stem, self._float_model, self._first_only)
             self._made = [*self._made[-1:], made]  # that of the model before the step that is judged, and after it
         return made
 
-    def _simulated(self, work: Any) -> Any:
+    def _simulated(self, work: Any, trial: bool = False) -> Any:
+        """Make a simulation and calibrate it; one that is only compared with another on the first batches, if these suffice."""
         if "bias_correction" in self._asked:
             self._float_model = self.job.given.reference(work)
         sim = self._placed(work)
         if "activation_ranges" in self._asked:
             placing = self._asked.get("layer_inputs")
             keep_histograms(sim, () if placing is None else between_layers(sim, **placing))
-        self.calibrate(sim)
+        self._first_only = trial and self._calibrated_on_first(sim)
+        if not self._first_only:
+            self.calibrate(sim)
         self.job.judge.look_at_layers(sim)
         self.start = self.rated(sim)
         if not self._state.altered:
             self.unchanged = self.start
         return sim
+
+    def _calibrated_on_first(self, sim: Any) -> bool:
+        """Calibrate on :attr:`Job.for_trials`, if there is such a part; returns whether every site was reached."""
+        job = self.job
+        if not job.for_trials:
+            return False
+        sim.quantizers.say_nothing_of_unreached()
+        sim.compute_encodings(job.for_trials, progress=job.progress, non_finite=job.non_finite)
+        sim.quantizers.say_nothing_of_unreached(False)
+        return not sim.quantizers.unreached()
+
+    def _calibrate_further(self) -> None:
+        """Calibrate the simulation, which has seen :attr:`Job.for_trials`, on the rest of the data."""
+        rest = batches_from(self.job.chosen, len(self.job.for_trials))
+        if rest is None:  # another pass may bring them in another order
+            self.calibrate(self.sim)
+        else:
+            self.calibrate(self.sim, rest, resume=True)
 
     def plain(self) -> Any:
         """The simulation without any step but folding, with min-max ranges."""
@@ -230,11 +277,19 @@ class Attempt(Runner):
             self.stem = leave_stem_in_float(sim, self._target)
         return sim
 
-    def calibrate(self, sim: Any, batches: Iterable[Any] | None = None) -> None:
-        """Compute encodings on the calibration data, or on all data where some sites are reached only by the held-out part."""
+    def calibrate(self, sim: Any, batches: Iterable[Any] | None = None, *, resume: bool = False) -> None:
+        """Compute encodings on the calibration data, or on all data where some sites are reached only by the held-out part.
+
+        Args:
+            sim: the simulation.
+            batches: instead of the calibration data.
+            resume: add them to what the last calibration saw.
+        """
         job = self.job
         part = batches is None and job.chosen is not job.batches
-        options = {"progress": job.progress, "non_finite": job.non_finite}
+        options: dict[str, Any] = {"progress": job.progress, "non_finite": job.non_finite}
+        if resume:
+            options["resume"] = True
         if part:
             sim.quantizers.say_nothing_of_unreached()  # what the other batches reach is not known yet
         given = job.chosen if batches is None else batches

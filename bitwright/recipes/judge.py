@@ -290,6 +290,19 @@ class _First:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def held(self) -> Sequence[Any] | None:
+        """They, where the data lie in memory."""
+        return self._data[: self._length] if isinstance(self._data, (list, tuple)) else None
+
+
+def batches_from(data: Iterable[Any], start: int) -> Sequence[Any] | None:
+    """The batches from number ``start`` on, of data that lie in memory, so that their order is the same in every pass."""
+    if isinstance(data, _First):
+        held = data.held
+        return None if held is None else held[start:]
+    return data[start:] if isinstance(data, (list, tuple)) else None
+
 
 def _count(data: Iterable[Any]) -> int:
     """How many batches there are."""

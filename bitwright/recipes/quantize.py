@@ -285,6 +285,10 @@ def _never_worse_than_plain(done: Attempt, tried: list[str]) -> Rating:
         sim = done.plain()
         plain = done.rated(sim)
     part = done.rating.loses_to(plain)
+    if part is not None and sim is None:  # that one was calibrated for a comparison only
+        sim = done.plain()
+        plain = done.rated(sim)
+        part = done.rating.loses_to(plain)
     if part is None:
         return plain
     before = next(p for p in plain.parts if p.name == part.name)
@@ -294,7 +298,7 @@ def _never_worse_than_plain(done: Attempt, tried: list[str]) -> Rating:
     )
     logger.warning("%s", tried[-1])
     undone = tuple(o if o.step.startswith("fold(") else replace(o, kept=False) for o in done.report)
-    done.sim, done.report = done.plain() if sim is None else sim, replace(done.report, outcomes=undone)
+    done.sim, done.report = sim, replace(done.report, outcomes=undone)
     done.rating = done.rated(done.sim)
     return plain
 

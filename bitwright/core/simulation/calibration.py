@@ -65,6 +65,10 @@ class CalibrationLog(Tabular):
     clamped: list[int] = field(default_factory=list)
     first: dict[int, str] = field(default_factory=dict)
 
+    def copy(self) -> CalibrationLog:
+        """A log that goes on from here."""
+        return CalibrationLog(self.batches, [*self.skipped], [*self.clamped], {**self.first})
+
     def lines(self) -> list[str]:
         """One sentence per kind of batch that was not taken as it was; empty if all were clean."""
         found = []

@@ -387,6 +387,8 @@ class Simulation(Tabular, ABC):
             with all_or_nothing(self):
                 observer = self._begin(resume, ranks, runs)
                 gate = observer.gate = self._gate(observer, policy)
+                if resume and self.calibration_log is not None:
+                    gate.log = self.calibration_log.copy()
                 self._observer = observer
                 try:
                     with self._observed(observer) as observed:
