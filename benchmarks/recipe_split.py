@@ -37,13 +37,10 @@ ROWS = {
         "torch.opened.TorchGiven.copy",
         "torch.opened.TorchGiven.copied",
     ),
-    "calibration": ("recipes.attempt.Attempt.calibrate", "recipes.attempt.Attempt._calibrated_on_first"),
+    "calibration": ("recipes.attempt.Attempt.calibrate", "recipes.attempt.Attempt._calibrated_on_some"),
     "judge: float outputs": ("torch.opened.TorchGiven.outputs",),
     "judge: simulations": ("recipes.judge.Judge.rate", "recipes.judge.Judge.sqnr"),
-    "equalize: values": (
-        "methods.scaling.equalize.measured_extremes",
-        "methods.scaling.equalize.measured_moments",
-    ),
+    "equalize: values": ("methods.scaling.equalize.measured_extremes", "methods.scaling.equalize.measured_moments"),
     "equalize: factors": ("methods.scaling.equalize._factors",),
     "equalize: rest": ("recipes.attempt.Attempt.equalize",),
     "widen: derivatives": ("recipes.widen.output_errors",),
@@ -155,7 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(name, f"{sum(found[name].values()):.1f}", file=sys.stderr, flush=True)
     rows = [[row, *(f"{of[row]:.2f}" for of in found.values())] for row in (*ROWS, REST)]
     rows.append(["together", *(f"{sum(of.values()):.1f}" for of in found.values())])
-    title = f"What the steps of quantize cost, effort {options.effort}: float passes over the calibration data (CPU time)"
+    title = (
+        f"What the steps of quantize cost, effort {options.effort}: float passes over the calibration data (CPU time)"
+    )
     columns = ["step", *found]
     measure.show(title, columns, rows)
     measure.save(None, options.markdown, title, columns, rows, None)

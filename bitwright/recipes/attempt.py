@@ -29,12 +29,12 @@ from bitwright.methods.rounding.apply import apply_reconstruction, require_torch
 from bitwright.methods.runtime_repairs import StemReport, leave_stem_in_float
 from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.recipes.default_recipe import RecipeLike, as_recipe, find_effort
-from bitwright.recipes.judge import Judge, Rating, batches_from, in_float
+from bitwright.recipes.judge import Judge, Rating, in_float, some_and_others
 from bitwright.recipes.recipe import ROUNDING, OnHarm, RecipeReport, Runner, Step, integer_bits, metric_of, run_recipe
 
 logger = logging.getLogger("bitwright")
 _EXAMPLE = 5  # samples that show the calls of a float model, and whether a step changed what it computes
-_TRIAL = 32  # samples that calibrate simulations which are compared with each other
+_TRIAL = 64  # samples that calibrate simulations which are compared with each other
 _SHOWN = 3  # kinds of operators, or reasons, that an error names
 
 
@@ -87,21 +87,15 @@ class Job:
         return fewer_samples(self.first, _EXAMPLE, self.given.outputs)
 
     @cached_property
-    def for_trials(self) -> Sequence[Any]:
-        """The first calibration batches, on which simulations are calibrated that are only compared; none where that saves little.
+    def for_trials(self) -> tuple[Sequence[Any], Sequence[Any] | None]:
+        """Calibration batches for simulations that are only compared, spread over the data; and the others.
 
-        Two float models that compute the same differ by more than the values that these batches miss.
+        There are none where that saves little; the others are ``None`` where another pass may bring them in another order. Two
+        float models that compute the same differ by more than by the values that these batches miss.
         """
         if self.non_finite != "error":  # which batches are left out is known after all of them
-            return ()
-        found: list[Any] = []
-        samples = 0
-        for batch in self.chosen:
-            if samples >= _TRIAL:
-                return found
-            found.append(batch)
-            samples += samples_in(batch)
-        return ()  # these are all
+            return (), ()
+        return some_and_others(self.chosen, -(-_TRIAL // max(samples_in(self.first), 1)))
 
     def divide(self, held_out: Iterable[Any] | None, steps: Sequence[Step]) -> None:
         """Split the data into those for calibration and methods, and those that rate the result."""
@@ -134,7 +128,7 @@ class _Made:
     """A calibrated simulation of the float model in one state, with the facts that :class:`Attempt` records with it.
 
     Attributes:
-        first_only: whether it is calibrated on :attr:`Job.for_trials` alone so far.
+        some_only: whether it is calibrated on :attr:`Job.for_trials` alone so far.
     """
 
     state: _State
@@ -142,7 +136,7 @@ class _Made:
     start: Rating | None
     stem: StemReport
     reference: Any
-    first_only: bool = False
+    some_only: bool = False
 
 
 class Attempt(Runner):
@@ -180,7 +174,7 @@ class Attempt(Runner):
         self._state = _State()  # of the float model: another one after every change
         self._made: list[_Made] = []
         self._said: set[str] = set()
-        self._first_only = False  # how the last simulation was calibrated
+        self._some_only = False  # how the last simulation was calibrated
         self.metric: float | None = None
 
     def run(self) -> Attempt:
@@ -209,7 +203,7 @@ class Attempt(Runner):
             self.sim = self._simulated(self.model)
         else:
             self.sim, self.start, self.stem, self._float_model = made.sim, made.start, made.stem, made.reference
-            if made.first_only:
+            if made.some_only:
                 self._calibrate_further()
 
     def _made_already(self) -> _Made | None:
@@ -221,20 +215,20 @@ class Attempt(Runner):
         made = self._made_already()
         if made is None:
             sim = self._simulated(self.job.given.copied(self.model), trial=True)
-            made = _Made(self._state, sim, self.start, self.stem, self._float_model, self._first_only)
+            made = _Made(self._state, sim, self.start, self.stem, self._float_model, self._some_only)
             self._made = [*self._made[-1:], made]  # that of the model before the step that is judged, and after it
         return made
 
     def _simulated(self, work: Any, trial: bool = False) -> Any:
-        """Make a simulation and calibrate it; one that is only compared with another on the first batches, if these suffice."""
+        """Make a simulation and calibrate it; one that is only compared with another on some batches, if these suffice."""
         if "bias_correction" in self._asked:
             self._float_model = self.job.given.reference(work)
         sim = self._placed(work)
         if "activation_ranges" in self._asked:
             placing = self._asked.get("layer_inputs")
             keep_histograms(sim, () if placing is None else between_layers(sim, **placing))
-        self._first_only = trial and self._calibrated_on_first(sim)
-        if not self._first_only:
+        self._some_only = trial and self._calibrated_on_some(sim)
+        if not self._some_only:
             self.calibrate(sim)
         self.job.judge.look_at_layers(sim)
         self.start = self.rated(sim)
@@ -242,23 +236,24 @@ class Attempt(Runner):
             self.unchanged = self.start
         return sim
 
-    def _calibrated_on_first(self, sim: Any) -> bool:
-        """Calibrate on :attr:`Job.for_trials`, if there is such a part; returns whether every site was reached."""
+    def _calibrated_on_some(self, sim: Any) -> bool:
+        """Calibrate on the batches of :attr:`Job.for_trials`, if there are such; returns whether every site was reached."""
         job = self.job
-        if not job.for_trials:
+        some, _ = job.for_trials
+        if not some:
             return False
         sim.quantizers.say_nothing_of_unreached()
-        sim.compute_encodings(job.for_trials, progress=job.progress, non_finite=job.non_finite)
+        sim.compute_encodings(some, progress=job.progress, non_finite=job.non_finite)
         sim.quantizers.say_nothing_of_unreached(False)
         return not sim.quantizers.unreached()
 
     def _calibrate_further(self) -> None:
-        """Calibrate the simulation, which has seen :attr:`Job.for_trials`, on the rest of the data."""
-        rest = batches_from(self.job.chosen, len(self.job.for_trials))
-        if rest is None:  # another pass may bring them in another order
+        """Calibrate the simulation, which has seen batches of :attr:`Job.for_trials`, on the others."""
+        _, others = self.job.for_trials
+        if others is None:
             self.calibrate(self.sim)
         else:
-            self.calibrate(self.sim, rest, resume=True)
+            self.calibrate(self.sim, others, resume=True)
 
     def plain(self) -> Any:
         """The simulation without any step but folding, with min-max ranges."""

@@ -296,12 +296,17 @@ class _First:
         return self._data[: self._length] if isinstance(self._data, (list, tuple)) else None
 
 
-def batches_from(data: Iterable[Any], start: int) -> Sequence[Any] | None:
-    """The batches from number ``start`` on, of data that lie in memory, so that their order is the same in every pass."""
-    if isinstance(data, _First):
-        held = data.held
-        return None if held is None else held[start:]
-    return data[start:] if isinstance(data, (list, tuple)) else None
+def some_and_others(data: Iterable[Any], most: int) -> tuple[Sequence[Any], Sequence[Any] | None]:
+    """``most`` batches spread over ``data``, and the others where the data lie in memory; two empty parts of fewer batches."""
+    count = _count(data)
+    if count <= most:
+        return (), ()
+    held = data.held if isinstance(data, _First) else data if isinstance(data, (list, tuple)) else None
+    places = _spread(0, count, most)
+    if held is None:
+        return [batch for place, batch in enumerate(data) if place in places], None
+    some, others = ([b for i, b in enumerate(held) if (i in places) == inside] for inside in (True, False))
+    return some, others
 
 
 def _count(data: Iterable[Any]) -> int:

@@ -1,0 +1,105 @@
+"""What the default recipe saves changes nothing: float models on few samples, comparisons on the first batches."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bitwright
+from bitwright.core.simulation.calibration import fewer_samples
+from bitwright.recipes import attempt
+
+
+class Uneven(nn.Module):
+    """Channels of unlike ranges between two layers: equalization gains."""
+
+    def __init__(self, rows: int | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 5)
+        self.rows, self.seen = rows, []
+        with torch.no_grad():
+            spread = torch.logspace(-1.5, 1.5, 8)
+            self.first.weight *= spread[:, None, None, None]
+            self.first.bias *= spread
+            self.second.weight /= spread[:, None, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(x))
+        y = torch.relu(self.second(torch.relu(self.first(x)))).mean((2, 3))
+        if self.rows is not None:
+            y = y.reshape(self.rows, 8)
+        return self.last(y)
+
+
+class Loader:
+    """Batches in another order in every pass."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches, self.passes = batches, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        self.passes += 1
+        turn = self.passes % len(self.batches)
+        return iter(self.batches[turn:] + self.batches[:turn])
+
+
+def batches(rows: int = 16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(rows, 3, 12, 12, generator=generator) for _ in range(10)]
+
+
+def quantized(data, rows=None):
+    torch.manual_seed(0)
+    return bitwright.quantize(Uneven(rows).eval(), data, progress=False)
+
+
+def encodings(result):
+    return {name: site.encoding for name, site in result.sim.quantizers.items() if site.encoding is not None}
+
+
+def test_ranges_are_those_of_all_calibration_data_however_trials_were_calibrated(monkeypatch):
+    few = quantized(batches())
+    monkeypatch.setattr(attempt, "_TRIAL", 10**9)
+    all_of_them = quantized(batches())
+    assert any(o.step.startswith("equalize") and o.kept and o.changed for o in few.report)
+    assert [(o.step, o.kept) for o in few.report] == [(o.step, o.kept) for o in all_of_them.report]
+    one, other = encodings(few), encodings(all_of_them)
+    assert one.keys() == other.keys()
+    for name, encoding in one.items():
+        assert np.array_equal(encoding.scale, other[name].scale), name
+    assert few.sim.calibration_log.batches == 8
+
+
+def test_data_that_come_in_another_order_are_calibrated_on_from_the_beginning():
+    in_turn = quantized(Loader(batches()))
+    assert in_turn.sim.calibration_log.batches == 8
+    assert in_turn.quality.worst.sqnr > 30
+
+
+def test_float_models_are_opened_on_few_samples_where_they_take_them():
+    model, data = Uneven().eval(), batches(rows=64)
+    bitwright.quantize(model, data, progress=False)
+    assert min(model.seen) == attempt._EXAMPLE  # the copy that is quantized counts for itself
+    whole = quantized(batches(rows=16), rows=16)  # a size that is written down in the model
+    assert whole.quality.worst.sqnr > 20
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(3, 2), (torch.zeros(9, 2), torch.zeros(4, 2)), {"x": [torch.zeros(9)]}])
+def test_what_cannot_be_divided_is_taken_whole(batch):
+    def refuse(part):
+        raise AssertionError("it is not run")
+
+    assert fewer_samples(batch, 5, refuse) is batch
+
+
+def test_a_batch_is_whole_where_the_model_takes_no_fewer():
+    batch = torch.zeros(9, 2)
+
+    def fixed(part):
+        return part.reshape(9, 2)
+
+    assert fewer_samples(batch, 5, fixed) is batch
+    assert len(fewer_samples(batch, 5, len)) == 5
