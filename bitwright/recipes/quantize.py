@@ -53,7 +53,8 @@ class Result(Reported):
         repair: what ``repair=`` did, when asked for.
         stem: the first convolutions that are in float because the target computes them faster so.
         quality: the outputs against the float model's, part by part, with intervals; ``quality.worst`` is what is printed.
-        plain: the same of the plain simulation, batch norms folded and ranges of everything seen; where the default recipe ran.
+        plain: the same of the plain simulation, batch norms folded and ranges of everything seen, in part of the calibration
+            data at least; where the default recipe ran.
         poor_below: dB of the worst part below which the result is called poor.
         tried: what was done because the recipe or the preset gave a worse result than something else; empty for nothing.
         asked: steps that the user's recipe names and that changed nothing, with what they say.

@@ -399,13 +399,13 @@ class TorchSimulation:
                 return same, inputs
         held = frozenset(p.untyped_storage().data_ptr() for p in sim.model.parameters())
         tracer = _Tracer(sim._simulator.plans, held)
-        before, on_cpu = _attributes(sim.model), model_device(sim.model).type == "cpu"
+        before, device = _attributes(sim.model), model_device(sim.model)
         with sim._interceptor.handled_by(tracer), torch.no_grad(), evaluation(sim.model), same_draws():
             generated = torch.get_rng_state()
             with _SizeWatch() as watch:
                 self._forward(sim.model, batch)
             # kernels of recurrent layers and attentions say that they draw, and do so for a dropout only
-            drawn = watch.drawn and not (on_cpu and torch.equal(generated, torch.get_rng_state()))
+            drawn = watch.drawn and not (_is_cpu(device) and torch.equal(generated, torch.get_rng_state()))
         program = Program(tuple(tracer.steps), tracer.constants, tracer.returned)
         self._check(program, tracer)
         if tracer.deciding:
@@ -513,6 +513,10 @@ def _lies_in(view: Tensor, parameter: Tensor) -> bool:
     """Whether every element of ``view`` is an element of ``parameter`` and no two are the same."""
     same = view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
     return same and all(step > 0 or n == 1 for n, step in zip(view.shape, view.stride(), strict=True))
+
+
+def _is_cpu(device: torch.device | None) -> bool:
+    return device is None or device.type == "cpu"
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -518,3 +518,41 @@ def edge_errors(
             for j in range(edges.size):
                 rest = edges[j] - within(edges[j], first, last)
                 result[j] += rest * rest * rest * weight
+
+
+# ---- columns of a matrix after one another, each handing its error on
+
+
+def round_block(
+    block: Floats,
+    codes: Floats,
+    errors: Floats,
+    scale: Floats,
+    lo: Floats,
+    hi: Floats,
+    upper: Floats,
+    diagonal: Floats,
+) -> None:
+    """Round the columns of a block to their grids, each error taken out of the columns after it.
+
+    Args:
+        block: ``[columns, G, O]``; becomes the numbers on the grid.
+        codes, errors: filled, the same shape; an error is what a column differs by over its ``diagonal``.
+        scale, lo, hi: of every weight, the same shape.
+        upper: what a unit of error in a column takes out of another, ``[columns, columns, G]``.
+        diagonal: ``[columns, G]``.
+    """
+    count, matrices, outputs = block.shape
+    for j in range(count):
+        for g in range(matrices):
+            column, found, error, whole = block[j, g], codes[j, g], errors[j, g], diagonal[j, g]
+            for o in range(outputs):
+                found[o] = code(column[o], scale[j, g, o], lo[j, g, o], hi[j, g, o])
+                value = found[o] * scale[j, g, o]
+                error[o] = (column[o] - value) / whole
+                column[o] = value
+        for k in range(j + 1, count):
+            for g in range(matrices):
+                later, error, share = block[k, g], errors[j, g], upper[j, k, g]
+                for o in range(outputs):
+                    later[o] -= share * error[o]

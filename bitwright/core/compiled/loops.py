@@ -54,6 +54,7 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     kernels.range_by_column: f"void({_M}, {_M}, {_F}, {_F}, {_GRID}, float32, float32)",
     kernels.lstm_next: f"void({_M}, {_PLANES}, int64, int64)",
     kernels.keys_by_column: "void(int32[:, :, ::1], int64, int32[::1], int32[::1])",
+    kernels.round_block: f"void({', '.join([_PLANES] * 7)}, {_M})",
     kernels.edge_errors: f"void({_D}, {_D}, {_D}, {_D}, {_D}, float64, float64[:, ::1])",
     counting.key_bounds: f"UniTuple(int32, 2)({_READ.format('int32')})",
     counting.channels_hold: f"void({_READ.format('float32')}, int64, int64, int64[::1], {_F}, {_B})",

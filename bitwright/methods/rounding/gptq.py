@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bitwright.core.compiled.loops import loops
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.methods.rounding.driver import Choice, Task, check_finite, check_rows
 from bitwright.methods.rounding.matrices import Grid, Layer, Moments, grid_encoding
@@ -120,13 +121,21 @@ def round_columns(
     moved = _correction(None if drift is None else _permuted(drift, order), factor)
     upper = factor.float().movedim(0, 2).contiguous()  # [K, K, G]
     diagonal = torch.diagonal(upper).t().contiguous()[:, :, None]  # [K, G, 1]
-    w, grids = _by_column(w, columns), _grids(grid, columns)
+    compiled = _compiled(w, grid, settings, moved)
+    w = _by_column(w, columns)
     codes = torch.empty_like(w)
+    parts = () if compiled is None or grid is None else tuple(_by_column(t, columns) for t in _numbers(grid))
+    grids = _grids(grid, columns) if compiled is None else []
     n = len(w)
     size = settings.block if every is None else max(settings.block // every[1], 1) * every[1]
     for start in range(0, n, size):
         stop = min(start + size, n)
         block, errors = w[start:stop].clone(), torch.empty_like(w[start:stop])
+        if compiled is not None:
+            own = (*(t[start:stop] for t in parts), upper[start:stop, start:stop].contiguous(), diagonal[start:stop, :, 0])
+            compiled(*(t.numpy() for t in (block, codes[start:stop], errors, *own)))
+            w[stop:] -= torch.einsum("jgo,jkg->kgo", errors, upper[start:stop, stop:])
+            continue
         gone = _gone(block, diagonal[start:stop], settings, every)
         for j, k in enumerate(range(start, stop)):
             if every is not None and k % every[1] == 0:
@@ -142,11 +151,25 @@ def round_columns(
     return torch.empty_like(codes.permute(1, 2, 0)).scatter_(2, columns, codes.permute(1, 2, 0))
 
 
+def _numbers(grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    return grid.scale, grid.lo, grid.hi
+
+
+def _compiled(w: Tensor, grid: Grid | None, settings: Settings, moved: Tensor | None) -> Callable[..., None] | None:
+    """The compiled loop over the columns of a block, where all that is done is rounding to whole codes on the CPU."""
+    zeros = settings.sparsity > 0 or group_of_pattern(settings.pattern) is not None
+    plain = grid is not None and grid.format is None and not grid.free
+    if not plain or zeros or moved is not None or w.device.type != "cpu" or w.dtype != torch.float32:
+        return None
+    found = loops()
+    return None if found is None else found.round_block
+
+
 def _grids(grid: Grid | None, columns: Tensor) -> list[Grid | None]:
     """The grid of every column, ``[G, O]``, in the order of ``columns``."""
     if grid is None:
         return [None] * int(columns.shape[2])
-    parts = (_by_column(t, columns) for t in (grid.scale, grid.lo, grid.hi))
+    parts = (_by_column(t, columns) for t in _numbers(grid))
     return [Grid(scale, lo, hi, format=grid.format, free=grid.free) for scale, lo, hi in zip(*parts, strict=True)]
 
 

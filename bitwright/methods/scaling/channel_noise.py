@@ -18,6 +18,7 @@ never reached its bound does not reach it afterwards either (:func:`within_bound
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from bitwright.core.simulation.float_model import FloatModel
 from bitwright.errors import ConfigError
 from bitwright.methods.bias_correction import Moments, moments_behind
 from bitwright.methods.layers import Array, Bar, Group, Layer, bounds_of, no_bar
-from bitwright.methods.scaling.smooth import observe
+from bitwright.methods.scaling.smooth import check_finite, observe, observe_arrays
 
 #: largest values are smoothed to ``log(sum(x**SHARPNESS)) / SHARPNESS``, so that descent has a gradient
 SHARPNESS = 48
@@ -679,13 +680,16 @@ def measured_extremes(
     found = {str(op.inputs[0]): (op.name, axis, group.channels) for group in groups for op, axis in group.clips}
     ends = {value: np.full((2, channels), -np.inf) for value, (_, _, channels) in found.items()}
 
-    def note(value: str, rows: Array) -> None:
-        seen = np.stack([-rows.min(axis=0), rows.max(axis=0)])
-        np.maximum(ends[value], seen, out=ends[value])
+    def note(value: str, array: Array) -> None:
+        axis = found[value][1] % array.ndim
+        by_channel = array.reshape(math.prod(array.shape[:axis]), array.shape[axis], -1)
+        if by_channel.size:  # the last axis first: its elements lie side by side
+            seen = np.stack([-by_channel.min(axis=2).min(axis=0), by_channel.max(axis=2).max(axis=0)])
+            check_finite(value, np.isfinite(seen).all(axis=0))
+            np.maximum(ends[value], seen, out=ends[value])
 
     if found:
-        axes = {value: axis for value, (_, axis, _) in found.items()}
-        observe(view, axes, bar(data, "equalize: measuring activations"), note, "equalize")
+        observe_arrays(view, found, bar(data, "equalize: measuring activations"), note, "equalize")
     return {name: (-ends[value][0], ends[value][1]) for value, (name, _, _) in found.items()}
 
 

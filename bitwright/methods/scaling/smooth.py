@@ -319,6 +319,23 @@ def observe(
     Raises:
         CalibrationError: no batch, or a value that is NaN or infinite.
     """
+
+    def rows_of(value: str, array: Array) -> None:
+        rows = np.moveaxis(array, values[value], -1).reshape(-1, array.shape[values[value]])
+        check_finite(value, np.isfinite(rows).all(axis=0))
+        note(value, rows)
+
+    return observe_arrays(view, values, batches, rows_of, method)
+
+
+def observe_arrays(
+    view: FloatModel, values: Iterable[str], batches: Iterable[Any], note: Callable[[str, Array], None], method: str
+) -> int:
+    """:func:`observe`, but values are handed on as the model has them, and not looked at.
+
+    Raises:
+        CalibrationError: no batch.
+    """
     samples = 0
 
     def counted() -> Iterable[Any]:
@@ -328,11 +345,9 @@ def observe(
             yield batch
 
     for captured in view.capture(list(values), counted()):
-        for value, axis in values.items():
-            for array in captured[value]:
-                rows = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
-                _check_finite(value, rows)
-                note(value, rows)
+        for value, arrays in captured.items():
+            for array in arrays:
+                note(value, array)
     if not samples:
         refuse_no_data(method)
     if samples < FEW_SAMPLES:
@@ -340,8 +355,12 @@ def observe(
     return samples
 
 
-def _check_finite(value: str, rows: Array) -> None:
-    good = np.isfinite(rows).all(axis=0)
+def check_finite(value: str, good: Array) -> None:
+    """Refuse a value of which a channel is not ``good``, [channels] of bool: NaN or infinite somewhere.
+
+    Raises:
+        CalibrationError: there is one.
+    """
     if not good.all():
         raise CalibrationError(
             value,

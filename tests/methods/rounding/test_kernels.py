@@ -686,3 +686,27 @@ def test_matrices_of_a_stack_are_chosen_each_with_its_own_grid():
 def test_a_number_of_refits_below_zero_is_refused(settings):
     with pytest.raises(ConfigError, match="refit.*it is -1.*give 0"):
         settings(refit=-1)
+
+
+@pytest.mark.parametrize("shape", [(1, 40, 300), (1, 1, 9), (7, 3, 9), (3, 16, 130), (1, 5, 1)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compiled_columns_are_those_of_array_functions(shape, bits, monkeypatch):
+    if gptq.loops() is None:
+        pytest.skip("numba is not installed")
+    generator = torch.Generator().manual_seed(sum(shape))
+    w = torch.randn(shape, generator=generator)
+    rows = torch.randn(shape[0], 4 * shape[2] + 8, shape[2], generator=generator).double()
+    rows[:, :, -1] = 0 if shape[2] > 1 else 1  # a column without inputs
+    hessian = rows.transpose(1, 2) @ rows
+    top = torch.tensor(float(2 ** (bits - 1) - 1))
+    grid = Grid(w.abs().amax(2, keepdim=True) / top, -top.reshape(1, 1, 1), top.reshape(1, 1, 1))
+    settings = gptq.Settings(block=64)
+    compiled = gptq.round_columns(w.clone(), hessian, grid, settings)
+    monkeypatch.setattr(gptq, "loops", lambda: None)
+    plain = gptq.round_columns(w.clone(), hessian, grid, settings)
+    # the last digit of a product may decide between two codes, and what comes after makes up for either
+    assert (compiled == plain).float().mean() > 0.99
+    errors = [float(gptq.quadratic_error(grid.values(c) - w, hessian).sum()) for c in (compiled, plain)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-2)
+    if shape == (1, 40, 300):
+        assert errors[0] < 0.9 * float(gptq.quadratic_error(grid.values(grid.nearest(w)) - w, hessian).sum())
