@@ -524,14 +524,7 @@ def edge_errors(
 
 
 def round_block(
-    block: Floats,
-    codes: Floats,
-    errors: Floats,
-    scale: Floats,
-    lo: Floats,
-    hi: Floats,
-    upper: Floats,
-    diagonal: Floats,
+    block: Floats, codes: Floats, errors: Floats, scale: Floats, lo: Floats, hi: Floats, upper: Floats, diagonal: Floats
 ) -> None:
     """Round the columns of a block to their grids, each error taken out of the columns after it.
 

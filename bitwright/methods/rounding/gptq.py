@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -124,31 +125,48 @@ def round_columns(
     compiled = _compiled(w, grid, settings, moved)
     w = _by_column(w, columns)
     codes = torch.empty_like(w)
-    parts = () if compiled is None or grid is None else tuple(_by_column(t, columns) for t in _numbers(grid))
-    grids = _grids(grid, columns) if compiled is None else []
+    rounded: Callable[[Tensor, slice, Tensor, Tensor], None]
+    if compiled is not None and grid is not None:
+        numbers = tuple(_by_column(t, columns) for t in _numbers(grid))
+        rounded = partial(_round_compiled, compiled, numbers, upper, diagonal)
+    else:
+        rounded = partial(_round_block, _grids(grid, columns), upper, diagonal, settings, moved)
     n = len(w)
     size = settings.block if every is None else max(settings.block // every[1], 1) * every[1]
     for start in range(0, n, size):
-        stop = min(start + size, n)
-        block, errors = w[start:stop].clone(), torch.empty_like(w[start:stop])
-        if compiled is not None:
-            own = (*(t[start:stop] for t in parts), upper[start:stop, start:stop].contiguous(), diagonal[start:stop, :, 0])
-            compiled(*(t.numpy() for t in (block, codes[start:stop], errors, *own)))
-            w[stop:] -= torch.einsum("jgo,jkg->kgo", errors, upper[start:stop, stop:])
-            continue
-        gone = _gone(block, diagonal[start:stop], settings, every)
-        for j, k in enumerate(range(start, stop)):
-            if every is not None and k % every[1] == 0:
-                _drop_group(gone[j:], block[j:], diagonal[k:stop], every)
-            column = block[j]
-            codes[k], value = _rounded(column, gone[j] if len(gone) else None, grids[k])
-            torch.div(column - value, diagonal[k], out=errors[j])
-            block[j + 1 :].addcmul_(upper[k, k + 1 : stop, :, None], errors[j], value=-1)
-            _correct(block[j + 1 :], block[j : j + 1], moved, slice(k, k + 1), slice(k + 1, stop))
-            block[j] = value
-        w[stop:] -= torch.einsum("jgo,jkg->kgo", errors, upper[start:stop, stop:])
-        _correct(w[stop:], block, moved, slice(start, stop), slice(stop, n))
+        here = slice(start, min(start + size, n))
+        block, errors = w[here].clone(), torch.empty_like(w[here])
+        rounded(block, here, codes[here], errors)
+        w[here.stop :] -= torch.einsum("jgo,jkg->kgo", errors, upper[here, here.stop :])
+        _correct(w[here.stop :], block, moved, here, slice(here.stop, n))
     return torch.empty_like(codes.permute(1, 2, 0)).scatter_(2, columns, codes.permute(1, 2, 0))
+
+
+def _round_compiled(
+    compiled: Callable[..., None], numbers: Sequence[Tensor], upper: Tensor, diagonal: Tensor, block: Tensor, here: slice,
+    codes: Tensor, errors: Tensor,
+) -> None:  # fmt: skip
+    """:func:`_round_block` in one call."""
+    own = (*(t[here] for t in numbers), upper[here, here].contiguous(), diagonal[here, :, 0])
+    compiled(*(t.numpy() for t in (block, codes, errors, *own)))
+
+
+def _round_block(
+    grids: Sequence[Grid | None], upper: Tensor, diagonal: Tensor, settings: Settings, moved: Tensor | None, block: Tensor,
+    here: slice, codes: Tensor, errors: Tensor,
+) -> None:  # fmt: skip
+    """Round the columns ``here``, which become what their codes stand for; fills in ``codes`` and ``errors``."""
+    every, stop = group_of_pattern(settings.pattern), here.stop
+    gone = _gone(block, diagonal[here], settings, every)
+    for j, k in enumerate(range(here.start, stop)):
+        if every is not None and k % every[1] == 0:
+            _drop_group(gone[j:], block[j:], diagonal[k:stop], every)
+        column = block[j]
+        codes[j], value = _rounded(column, gone[j] if len(gone) else None, grids[k])
+        torch.div(column - value, diagonal[k], out=errors[j])
+        block[j + 1 :].addcmul_(upper[k, k + 1 : stop, :, None], errors[j], value=-1)
+        _correct(block[j + 1 :], block[j : j + 1], moved, slice(k, k + 1), slice(k + 1, stop))
+        block[j] = value
 
 
 def _numbers(grid: Grid) -> tuple[Tensor, Tensor, Tensor]:

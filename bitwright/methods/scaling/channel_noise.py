@@ -685,7 +685,7 @@ def measured_extremes(
         by_channel = array.reshape(math.prod(array.shape[:axis]), array.shape[axis], -1)
         if by_channel.size:  # the last axis first: its elements lie side by side
             seen = np.stack([-by_channel.min(axis=2).min(axis=0), by_channel.max(axis=2).max(axis=0)])
-            check_finite(value, np.isfinite(seen).all(axis=0))
+            check_finite(value, np.asarray(np.isfinite(seen).all(axis=0)))
             np.maximum(ends[value], seen, out=ends[value])
 
     if found:

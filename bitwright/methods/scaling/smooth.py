@@ -322,7 +322,7 @@ def observe(
 
     def rows_of(value: str, array: Array) -> None:
         rows = np.moveaxis(array, values[value], -1).reshape(-1, array.shape[values[value]])
-        check_finite(value, np.isfinite(rows).all(axis=0))
+        check_finite(value, np.asarray(np.isfinite(rows).all(axis=0)))
         note(value, rows)
 
     return observe_arrays(view, values, batches, rows_of, method)
