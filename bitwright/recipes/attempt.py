@@ -6,7 +6,7 @@ import importlib
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ from typing import Any
 
 from bitwright.core.graph.operators import op_row
 from bitwright.core.numerics.spec import NonFinite, Preset
-from bitwright.core.simulation.calibration import fewer_samples, samples_in
+from bitwright.core.simulation.calibration import fewer_samples, samples_in, slice_samples
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
@@ -34,6 +34,7 @@ from bitwright.recipes.recipe import ROUNDING, OnHarm, RecipeReport, Runner, Ste
 
 logger = logging.getLogger("bitwright")
 _EXAMPLE = 5  # samples that show the calls of a float model, and whether a step changed what it computes
+_PART = 8  # samples of which a method holds values at once
 _TRIAL = 64  # samples that calibrate simulations which are compared with each other
 _SHOWN = 3  # kinds of operators, or reasons, that an error names
 
@@ -85,6 +86,15 @@ class Job:
     def example(self) -> Any:
         """The first samples of :attr:`first`, on which float models are opened; all of them where the model takes no fewer."""
         return fewer_samples(self.first, _EXAMPLE, self.given.outputs)
+
+    def parts(self, batch: Any) -> Iterator[Any]:
+        """Yield slices of a batch, for methods that hold many values of one run; the batch where the model takes no fewer."""
+        if self.example is self.first or slice_samples(batch, 0, 1) is None:
+            yield batch
+            return
+        count = samples_in(batch)
+        for start in range(0, count, _PART):
+            yield slice_samples(batch, start, min(start + _PART, count))
 
     @cached_property
     def for_trials(self) -> tuple[Sequence[Any], Sequence[Any] | None]:
@@ -435,7 +445,7 @@ class Attempt(Runner):
         if only_without_attention and has_attention(opened.view.graph()):
             return EqualizeReport(left_alone="left alone, as the model has an attention")
         moments, options = {**before.moments, **own.moments}, {"absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
-        data = (batch for batch, _ in first_samples(job.chosen, samples))
+        data = (part for batch, _ in first_samples(job.chosen, samples) for part in job.parts(batch))
         return equalize_opened(opened, moments, job.progress, data=data, **options)
 
     def widen(self, sim: Any, **options: Any) -> Any:

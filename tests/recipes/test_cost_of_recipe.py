@@ -103,3 +103,26 @@ def test_a_batch_is_whole_where_the_model_takes_no_fewer():
 
     assert fewer_samples(batch, 5, fixed) is batch
     assert len(fewer_samples(batch, 5, len)) == 5
+
+
+RUNS: list[int] = []
+
+
+class Bounded(Uneven):
+    """With activations that cut, whose inputs equalization measures; counts runs of its copies as well."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        RUNS.append(len(x))
+        y = nn.functional.relu6(self.second(nn.functional.relu6(self.first(x)))).mean((2, 3))
+        return self.last(y if self.rows is None else y.reshape(self.rows, 8))
+
+
+@pytest.mark.parametrize("rows, size", [(None, 8), (20, 20)])
+def test_equalization_holds_values_of_few_samples_at_once_where_the_model_takes_so_few(rows, size):
+    torch.manual_seed(0)
+    model = Bounded(rows).eval()
+    RUNS.clear()
+    bitwright.quantize(model, batches(rows=20), recipe=["fold", {"equalize": {"keep_bounds": True}}], progress=False)
+    measured = RUNS[1:] if rows is None else RUNS
+    assert measured.count(size) >= (20 if rows is None else 10)
+    assert rows is None or set(RUNS) <= {5, 20}  # it is asked once whether it takes five
