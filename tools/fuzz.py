@@ -31,7 +31,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.damage import as_json, damaged_bytes, damaged_document, damaged_message  # noqa: E402
 
+_PATIENCE = 4  # how much longer a case may take that is run again
 _FORK = multiprocessing.get_context("fork")
 Random = np.random.Generator
 Use = Callable[[], Any]
@@ -750,11 +751,14 @@ def fuzz(kinds: list[str], seed: int, seconds: float, count: int, limits: Limits
     import tests.conformance.test_damaged_files  # noqa: F401  (what workers need, loaded once)
 
     end, index = time.monotonic() + seconds, 0
+    late: Finding | None = None  # of a case that runs again by itself and for longer: the machine may be busy
     while index < count and time.monotonic() < end:
         with tempfile.TemporaryDirectory(prefix="fuzz") as room:
             log = str(Path(room, "log"))
             here, there = _FORK.Pipe()
-            worker = _FORK.Process(target=_work, args=(there, kinds, seed, index, count, limits, log), daemon=True)
+            given = limits if late is None else replace(limits, seconds=_PATIENCE * limits.seconds)
+            last = count if late is None else index + 1
+            worker = _FORK.Process(target=_work, args=(there, kinds, seed, index, last, given, log), daemon=True)
             worker.start()
             there.close()
             done = begun = False
@@ -762,11 +766,11 @@ def fuzz(kinds: list[str], seed: int, seconds: float, count: int, limits: Limits
                 while time.monotonic() < end:
                     word, value = _receive(here, end - time.monotonic())
                     if word == "done":
-                        done = True
+                        done, late = late is None, None
                         break
                     if word == "begin":
                         begun, index = True, value
-                        word, value = _receive(here, limits.seconds + 2)
+                        word, value = _receive(here, given.seconds + 2)
                     if word == "end":
                         index += 1
                         if value is not None:
@@ -782,7 +786,12 @@ def fuzz(kinds: list[str], seed: int, seconds: float, count: int, limits: Limits
                         raise RuntimeError(f"the worker of case {kind}:{number} {state}:\n{text}")
                     what = "hang" if word == "late" else f"crash, exit code {worker.exitcode}"
                     text = Path(log).read_text(errors="replace")[-3000:]
-                    yield Finding(f"{kind}:{number}", what, _place_in(text), text)
+                    found = Finding(f"{kind}:{number}", what, _place_in(text), text)
+                    if word == "late" and late is None:
+                        late = found
+                        break
+                    late = None
+                    yield found
                     index += 1
                     break
             finally:
@@ -790,6 +799,8 @@ def fuzz(kinds: list[str], seed: int, seconds: float, count: int, limits: Limits
                 worker.join()
             if done:
                 break
+    if late is not None:
+        yield late
     yield index
 
 

@@ -450,7 +450,9 @@ def _refused(
     where = sim._interceptor.failed_in
     _check_runs(sim, args, kwargs)
     why, name = _root_cause(error), type(sim.model).__name__
+    change = "make the part it names independent of tensor values (torch.export's own message is above)"
     if isinstance(error, ModelError):
+        change = error.remedy
         why = f"{why}. {error.site}: {error.problem}" if error.__cause__ else f"{error.site}: {error.problem}"
     elif program is not None and (found := untranslated(program, why)):
         return ExportError(
@@ -464,8 +466,8 @@ def _refused(
     return ExportError(
         f"{name}{f', in {where}' if where else ''}",
         f"the model cannot be exported to ONNX: {why}",
-        "make the part it names independent of tensor values (torch.export's own message is above), or export the ONNX "
-        "model yourself and quantize that; the encodings alone are written by sim.save_encodings(path)",
+        f"{change}; or export the ONNX model yourself and quantize that; the encodings alone are written by "
+        "sim.save_encodings(path)",
     )
 
 

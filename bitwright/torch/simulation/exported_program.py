@@ -34,11 +34,13 @@ import functools
 import inspect
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from pkgutil import resolve_name
+from types import FrameType
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -50,6 +52,7 @@ from onnxscript import optimizer
 from torch import fx, nn  # noqa: TID251, the language of programs that torch.export returns
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: TID251, of a real run, see docs/decisions/0022
+from torch.fx.traceback import preserve_node_meta, set_stack_trace  # noqa: TID251, of the recording
 from torch.overrides import TorchFunctionMode
 
 import bitwright.torch.simulation.simulate  # noqa: F401, which defines the operator of marks
@@ -598,7 +601,7 @@ def recorded_program(
         _error_on_data_dependent_ops=False,
         record_stack_traces=True,
     )
-    with same_draws(), _ReadsOfNumpy():
+    with same_draws(), preserve_node_meta(), _Recording():
         traced = record(list(state.values()), *given)
     _refuse_transformed(traced)
     notes = _fixed(traced, list(state.values()), tensors)
@@ -608,15 +611,30 @@ def recorded_program(
     return translatable(program, line_of), notes
 
 
-class _ReadsOfNumpy(TorchFunctionMode):
-    """Leaves a read of a number in a recording where numpy gets a tensor's values, which a recording of calls does not show."""
+class _Recording(TorchFunctionMode):
+    """Adds what a recording of calls does not show by itself.
+
+    That is the line of code of each call, of which torch keeps those of functions called ``forward`` alone, and a read of a
+    number where numpy gets a tensor's values.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        set_stack_trace(_innermost_line())
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and args[0].numel():
             args[0].detach().reshape(-1)[0].item()
         return func(*args, **(kwargs or {}))
+
+
+def _innermost_line() -> list[str]:
+    """The line of the innermost function outside of torch and this package that leads to the caller, as tracebacks write it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((*_PACKAGES, "<")):
+        frame = frame.f_back
+    if frame is None:
+        return []
+    return [f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n']
 
 
 def _refuse_transformed(traced: fx.GraphModule) -> None:
@@ -651,7 +669,8 @@ def _fixed(traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: 
                 line_of(node),
                 "a number that Python reads there out of a computed tensor decides on what is computed next, and a file holds "
                 "one path",
-                "choose by tensors, torch.where(condition, a, b), or leave the check out while the model is exported",
+                "choose by tensors, torch.where(condition, a, b), give a loop a fixed number of turns, or leave the check "
+                "out while the model is exported",
             )
         if not learned:
             lines[line_of(node)] = None

@@ -321,7 +321,7 @@ def test_a_model_the_exporter_cannot_capture_keeps_the_cause() -> None:
     sim.compute_encodings([x])
     with pytest.raises(
         ExportError,
-        match=r"Branch.*cannot be exported to ONNX: GuardOnDataDependentSymNode.*Remedy: make the part it names independent",
+        match=r"Branch.*cannot be exported to ONNX: GuardOnDataDependentSymNode.*Remedy: choose by tensors, torch.where",
     ) as info:
         sim.verify(x)
     assert info.value.__cause__ is not None

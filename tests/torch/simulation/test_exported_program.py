@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -476,6 +477,35 @@ def test_a_path_that_activations_decide_on_is_refused_with_its_line() -> None:
     sim = simulated(Halting(), (ids,))
     with pytest.raises(ExportError, match=r"test_exported_program\.py:\d+, in forward: a number that Python reads"):
         sim.verify(ids)
+
+
+def until_it_stays(function: nn.Module, x: Tensor) -> Tensor:
+    """A solver as packages have them: turns until two differ little, in functions that are not called forward."""
+    for _ in range(20):
+        found = torch.tanh(function(x)) * 0.3
+        if (found - x).abs().max() < 1e-3:
+            break
+        x = found
+    return x
+
+
+def test_a_path_that_a_solver_decides_on_is_refused_with_the_solver_s_line_and_the_change_that_helps() -> None:
+    class Implicit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return until_it_stays(self.fc, x)
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    sim = simulated(Implicit(), (x,))
+    line = inspect.getsourcelines(until_it_stays)[1] + 4
+    with pytest.raises(ExportError) as info:
+        sim.verify(x)
+    assert f"test_exported_program.py:{line}, in until_it_stays: a number that Python reads" in info.value.problem
+    assert "give a loop a fixed number of turns" in info.value.remedy
 
 
 class Checked(nn.Module):
