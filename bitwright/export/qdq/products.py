@@ -57,6 +57,7 @@ def float_products(model: ir.Model) -> list[ir.Node]:
     """Every MatMul and Gemm that reads a quantized matrix as its second input, and a first input that is not quantized.
 
     In half precision a Cast stands in between, which the runtime takes out, so that it makes the same of them as in float32.
+    Not so in front of the first input of a MatMul whose bias follows: it puts a Reshape there, which no integer kernel has.
     """
     return [
         node
@@ -64,8 +65,16 @@ def float_products(model: ir.Model) -> list[ir.Node]:
         if node.op_type in ("MatMul", "Gemm")
         and not node.domain
         and _stored_matrix(node.inputs[1])
-        and _dequantizer(node.inputs[0]) is None
+        and (_dequantizer(node.inputs[0]) is None or _is_cast_before_bias(node))
     ]
+
+
+def _is_cast_before_bias(node: ir.Node) -> bool:
+    """Whether a Cast makes the first input of a MatMul, and its result is read by an Add alone."""
+    maker, readers = None if node.inputs[0] is None else node.inputs[0].producer(), node.outputs[0].uses()
+    if node.op_type != "MatMul" or maker is None or maker.op_type != "Cast":
+        return False
+    return len(readers) == 1 and all(use.node.op_type == "Add" for use in readers)
 
 
 def products_without_kernel(model: ir.Model) -> list[ir.Node]:

@@ -195,3 +195,16 @@ def test_wrong_types_are_refused(tmp_path: Path) -> None:
         sim.export(tmp_path, "m", x, io="uint8", target="litert")
     with pytest.raises(ConfigError, match="'fp32' is not a type of floats"):
         bitwright.quantize(model, [x], rest="fp32", recipe=["fold"], progress=False)
+
+
+def test_activations_of_a_half_model_are_not_quantized_again_by_a_default_session(tmp_path: Path) -> None:
+    """ONNX Runtime makes Reshape and Gemm of MatMul and Add, and MatMulNBits of that, which puts the activations on int8."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).half().eval()
+    batches = [torch.randn(2, 4, 16).half() for _ in range(3)]
+    source = tmp_path / "half.onnx"
+    torch.onnx.export(model, (batches[0],), source, opset_version=17, dynamo=False)
+    sim = OnnxSim(source, batches[0].numpy())
+    sim.compute_encodings([batch.numpy() for batch in batches], progress=False)
+    report = sim.verify(batches[2].numpy())
+    assert report.ok and all(row.as_integer.equal > 0.99 for row in report.rows), str(report)
