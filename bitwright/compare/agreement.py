@@ -149,9 +149,9 @@ def spread(scale: Array, axis: int | None, like: Array, block: int = 0) -> Array
 
 
 def output_step(array: Array) -> Array:
-    """Step used for a tensor without a grid: a thousandth of its largest value."""
-    peak = float(np.abs(array).max(initial=0.0)) if array.dtype.kind == "f" else 0.0
-    return np.array(OUTPUT_STEP * peak if np.isfinite(peak) and peak else OUTPUT_STEP)
+    """Step used for a tensor without a grid: a thousandth of its largest finite value."""
+    peak = float(np.abs(array).max(initial=0.0, where=np.isfinite(array))) if array.dtype.kind == "f" else 0.0
+    return np.array(OUTPUT_STEP * peak if peak else OUTPUT_STEP)
 
 
 def _spacing(one: Array, other: Array, fmt: FloatFormat, unit: Array) -> Array:

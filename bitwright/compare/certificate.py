@@ -1,7 +1,7 @@
 """Certificates: the answers of an exported model on its stored samples, with everything they depend on.
 
-A certificate lies beside the files of an export. It holds the hashes of these files, the versions of the packages that took part,
-what the CPU can do, and hashes of answers: every tensor of codes that executors of a profile make of the stored input, and every
+A certificate lies beside the files of an export. It holds the hashes of these files, the names of the other files in the folder,
+the versions of the packages that took part, what the CPU can do, and hashes of answers: every tensor of codes that executors of a profile make of the stored input, and every
 output of the runtime. :func:`check_certificate` repeats all of it; two certificates, from two machines, are compared by
 :func:`compare_certificates`. Every byte counts: the text of a certificate is the only one with its content, and its last entry is
 a hash of the others. It is not a signature: anyone who can write to the folder can certify it again.
@@ -27,7 +27,7 @@ from bitwright.core.files import read_bytes
 from bitwright.errors import ConfigError, ExportError
 from bitwright.executors.profile import find_profile, profile_names
 from bitwright.export.files.atomic import atomic_write, read_error
-from bitwright.export.files.manifest import installed_versions, read_manifest
+from bitwright.export.files.manifest import files_in, installed_versions, read_manifest
 from bitwright.export.samples import find_export, read_samples
 from bitwright.export.targets import find_target
 from bitwright.runtimes.adapters import open_file
@@ -36,7 +36,7 @@ from bitwright.tables import Tabular, html_table, text_table
 Array = NDArray[Any]
 Document = dict[str, Any]
 
-VERSION = 1
+VERSION = 2
 _MAX_BYTES = 16 << 20
 _AGAIN = "certify the folder anew: bitwright certify"
 #: words of /proc/cpuinfo that decide which integer kernels runtimes take
@@ -44,8 +44,8 @@ _FEATURES = (
     "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "asimddp", "i8mm", "sve",
 )  # fmt: skip
 #: differences that answers follow from
-_DECIDES = ("file", "manifest", "setting", "data", "seed")
-_KEYS = ("kind", "version", "files", "manifest", "data", "seeds", "versions", "machine", "answers", "digest")
+_DECIDES = ("file", "other file", "manifest", "setting", "data", "seed")
+_KEYS = ("kind", "version", "files", "others", "manifest", "data", "seeds", "versions", "machine", "answers", "digest")
 
 
 def cpu_features() -> list[str]:
@@ -97,6 +97,7 @@ def _made(place: Path, stem: str, profiles: list[str] | None) -> Document:
         "kind": "bitwright certificate",
         "version": VERSION,
         "files": {entry.name: entry.sha256 for entry in manifest.files},
+        "others": _others(place, stem, {entry.name for entry in manifest.files}),
         "manifest": hashlib.sha256(path.read_bytes()).hexdigest(),
         "data": manifest.data,
         "seeds": dict(manifest.seeds),
@@ -105,6 +106,17 @@ def _made(place: Path, stem: str, profiles: list[str] | None) -> Document:
         "answers": answers,
     }
     return {**document, "digest": _digest(document)}
+
+
+def _others(place: Path, stem: str, files: set[str]) -> list[str]:
+    """Names of the files in a folder that are neither of this export nor of another one, which has a manifest of its own."""
+    names = files_in(place)
+    own = {f"{stem}_manifest.json", f"{stem}_certificate.json"}
+    for name in names:
+        if is_manifest(place / name) and name not in own:
+            others = read_manifest(place / name).files
+            own |= {name, name.replace("_manifest.json", "_certificate.json"), *(entry.name for entry in others)}
+    return [name for name in names if name not in files | own]
 
 
 def _executed(place: Path, stem: str, profile: str, inputs: Mapping[str, Array]) -> dict[str, str]:
@@ -166,7 +178,7 @@ class Difference:
     """One difference between two certificates, or between a certificate and its repetition.
 
     Attributes:
-        what: ``file``, ``manifest``, ``setting``, ``data``, ``seed``, ``version``, ``instruction set``, ``machine``,
+        what: ``file``, ``other file``, ``manifest``, ``setting``, ``data``, ``seed``, ``version``, ``instruction set``, ``machine``,
             or ``answer of <whom>``.
         name: of the file, the package, the instruction set or the first tensor that differs.
         first, second: what each says.
@@ -301,6 +313,8 @@ def _answers(document: Document) -> list[tuple[str, str]]:
 def _differences(one: Document, other: Document) -> Iterator[Difference]:
     for what, key in (("file", "files"), ("seed", "seeds"), ("version", "versions")):
         yield from _of_mapping(what, one[key], other[key])
+    present = [dict.fromkeys(document["others"], "present") for document in (one, other)]
+    yield from _of_mapping("other file", present[0], present[1], missing="absent")
     for key in ("manifest", "data"):
         if one[key] != other[key]:
             yield Difference(key, "", str(one[key])[:19], str(other[key])[:19])

@@ -115,8 +115,8 @@ class FlatExecutor:
         self, feeds: Feeds, outputs: Sequence[str] | None, seen: Callable[[str, Array], None] | None
     ) -> dict[str, Array]:
         graph = self.file.graph
-        uses: dict[Any, int] = Counter(i for op in graph.operators for i in {int(i) for i in op.inputs})
-        uses |= dict.fromkeys([*map(int, graph.outputs), *self._held], -1)
+        counts = Counter(i for op in graph.operators for i in {int(i) for i in op.inputs})
+        uses = {**counts, **dict.fromkeys([*map(int, graph.outputs), *self._held], -1)}
         held = Held(dict(self._held), uses)
         for i in map(int, graph.inputs):
             tensor = graph.tensors[i]

@@ -60,9 +60,11 @@ class Parameter:
 
     def apart(self, other: Array) -> float:
         """The largest difference to ``other``, in steps of the grid; in ten-thousandths of its largest value without one."""
-        peak = float(np.abs(self.value).max(initial=0.0)) or 1.0
+        peak = float(np.abs(self.value).max(initial=0.0, where=np.isfinite(self.value))) or 1.0
         step = np.float64(1e-4 * peak) if self.step is None else self.step.astype(np.float64)
-        gap = np.abs(self.value.astype(np.float64) - other.astype(np.float64)) / step
+        with np.errstate(invalid="ignore"):
+            gap = np.abs(self.value.astype(np.float64) - other.astype(np.float64)) / step
+        gap = np.where(self.value == other, 0.0, gap)  # infinities too
         return float(np.nan_to_num(gap, nan=np.inf).max(initial=0.0))
 
 
@@ -222,6 +224,10 @@ class Lockstep:
             if not quantized or pair.a.quantized or pair.b.quantized or pair.b.output or pair.b.between_floats
             if not self.b.values or known is None or known & set(pair.b.names)
         ]
+        if (
+            self.a.flat or self.b.flat
+        ):  # whose files hold what follows from shapes as constants, and zeros of states not at all
+            kept = [pair for pair in kept if not pair.b.of_shapes]
         self.pairs = read_alike(kept, self.b.model)
 
     # ------------------------------------------------------------------------------------------- free runs

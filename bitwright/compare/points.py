@@ -33,6 +33,7 @@ from bitwright.export.qdq.markers import Names, copy_model
 Array = NDArray[Any]
 
 _FLOATS = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16))
+_OF_SHAPES = frozenset(("Shape", "Size"))
 Read = tuple[str, int]  # the first tensor that a reader makes, and the port at which it reads
 
 
@@ -48,6 +49,7 @@ class Point:
         output: whether it is an output of the model.
         between_floats: whether no integer kernel could reach across it.
         passed_by: reads of the tensor that the other model does not round here: what the reader makes, and its port.
+        of_shapes: whether its values follow from constants and from the shapes of the inputs alone.
     """
 
     names: tuple[str, ...]
@@ -59,6 +61,7 @@ class Point:
     output: bool = False
     between_floats: bool = True
     passed_by: frozenset[Read] = frozenset()
+    of_shapes: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -95,18 +98,25 @@ def run_name(site: str, run: int, *, pooled: bool = False) -> str:
 def points_of(model: ir.Model) -> list[Point]:
     """Every point of the main graph, in execution order; bodies of If, Loop and Scan are part of their operator."""
     named, static, inside = values_by_name(model), set[ir.Node](), set[ir.Node]()
+    shaped = set[ir.Node]()  # what follows from constants and from shapes of the inputs
     found: list[tuple[ir.Node | None, Point]] = [
         (None, _plain(value)) for value in model.graph.inputs if _is_float(value) and not value.is_initializer()
     ]
     for node in model.graph:
         if reads_constants(node, static):
             static.add(node)
+            shaped.add(node)
             continue
+        of_shapes = node.op_type in _OF_SHAPES or reads_constants(node, shaped)
+        if of_shapes:
+            shaped.add(node)
         point = _quantized(node, named)
         if point is not None:
             inside.update(quantizer_chain(node, named[point.entry]))
-            found.append((node, point))
+            found.append((node, replace(point, of_shapes=of_shapes)))
             continue
+        if of_shapes and not any(value.is_graph_output() for value in node.outputs):
+            continue  # lengths, and what is made of them before anything is rounded
         found.extend((node, _plain(value)) for value in node.outputs if value.name and _is_float(value))
     return [p for node, p in found if node is None or p.quantized or node not in inside]
 

@@ -66,6 +66,13 @@ class Side:
         return self.how in RUNTIMES or self.profile is not None
 
     @property
+    def flat(self) -> bool:
+        """Whether it runs conversions to LiteRT's format."""
+        if self.profile is not None:
+            return self.profile.reads == "tflite"
+        return self.how in RUNTIMES and RUNTIMES[self.how].suffix == _FLAT.suffix
+
+    @property
     def rank(self) -> int:
         """Position on the way from the trained model (0) to a runtime."""
         return _FIRST.index(self.how) if self.how in _FIRST else len(_FIRST)
@@ -83,19 +90,19 @@ class Side:
         Raises:
             ExportError: the runtime refuses it: its message, the operator it names, and what to change.
         """
-        profile, flat = self.profile, self.profile is not None and self.profile.reads == "tflite"
-        row = _FLAT if flat else RUNTIMES[self.how if self.how in RUNTIMES else "onnxruntime"]
+        profile = self.profile
+        row = _FLAT if self.flat else RUNTIMES[self.how if self.how in RUNTIMES else "onnxruntime"]
         with refusals_of(row, self.path):
-            if profile is not None and flat:
+            if profile is not None and self.flat:
                 opened = partial(FlatExecutor, profile=profile)
-                return named_arrays(run_converted(model, feeds, types, errors, opened, profile.kernels))
+                return _with_infinities(run_converted(model, feeds, types, errors, opened, profile.kernels))
             if profile is not None:
                 executor = CodeExecutor(model, profile)
                 made = {k.made: f"{k.node.op_type} {profile.kernels[k.node.op_type]}" for k in executor.kernels}
                 (types if types is not None else {}).update(made)
                 return named_arrays(executor.run(feeds))
-            if self.in_runtime and row.suffix != ".onnx":
-                return named_arrays(run_converted(model, feeds, types, errors))
+            if self.flat:
+                return _with_infinities(run_converted(model, feeds, types, errors))
             if self.in_runtime:
                 return named_arrays(run_in(self.how, model, feeds, "integer", types))
             return named_arrays(run_model(model, feeds, "float"))
@@ -106,6 +113,16 @@ class Side:
             return named_arrays(run_model(model, feeds, **options))
         except refusals():
             return None
+
+
+def _with_infinities(outputs: Mapping[str, Any]) -> dict[str, Array]:
+    """Outputs of a LiteRT file, which holds the largest number of float32 where the model has an infinity, as in masks."""
+    found = named_arrays(outputs)
+    ends = np.finfo(np.float32)
+    for name, array in found.items():
+        if array.dtype == np.float32 and array.size and max(array.max(), -array.min()) >= ends.max:
+            found[name] = np.where(np.abs(array) >= ends.max, np.copysign(np.float32(np.inf), array), array)
+    return found
 
 
 def open_sides(

@@ -108,6 +108,9 @@ class LitertSession:
         """
         run = self.interpreter
         details = run.get_input_details()
+        missing = [given["name"] for given in details if given["name"] not in feeds]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} are missing from input feed")
         for given in details:
             shape = np.shape(feeds[given["name"]])
             if tuple(given["shape"]) != shape:
@@ -421,10 +424,13 @@ def open_file(runtime: str, path: str | os.PathLike[str], *, threads: int = 1, r
 
 @contextmanager
 def refusals_of(row: Runtime, file: Path) -> Iterator[None]:
-    """Turn what a runtime raises about ``file`` into an :class:`ExportError` with a remedy."""
+    """Turn what a runtime raises about ``file`` into an :class:`ExportError` with a remedy.
+
+    Errors that no runtime raises about a file, as of a missing key, are errors of the code around it and are raised as they are.
+    """
     try:
         yield
-    except (BitwrightError, MemoryError):
+    except (BitwrightError, MemoryError, LookupError, AttributeError, AssertionError):
         raise
     except Exception as error:
         message = explained(error)

@@ -74,6 +74,39 @@ def test_a_changed_byte_anywhere_is_found(folder: Path) -> None:
     assert check_certificate(folder).ok
 
 
+def test_a_file_that_came_later_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inner = folder / "parts"
+    inner.mkdir()
+    for late in (folder / "net.onnx.data", inner / "weights.bin"):
+        late.write_bytes(b"not of this export")
+        report = check_certificate(folder)
+        name = late.relative_to(folder).as_posix()
+        assert not report.ok
+        assert [(d.what, d.name, d.first, d.second) for d in report.differences] == [
+            ("other file", name, "absent", "present")
+        ]
+        assert app(["verify", str(folder), "--certificate"], standalone_mode=False) == 1
+        assert f"other file {name} differs" in capsys.readouterr().out
+        certify(folder)  # with the file, which is known from now on
+        assert check_certificate(folder).ok
+        late.unlink()
+        report = check_certificate(folder)
+        assert not report.ok and str(report).startswith(f"other file {name} differs")
+        certify(folder)
+    inner.rmdir()
+
+
+def test_the_files_of_another_export_are_its_own(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    torch.manual_seed(1)
+    options = {"recipe": ["fold"], "progress": False, "measure_speed": False, "filename_prefix": "second"}
+    data = [torch.randn(2, 3)]
+    bitwright.torch.quantize(nn.Linear(3, 2).eval(), data, path=tmp_path, **options)  # type: ignore[arg-type]
+    certify(tmp_path, "second")
+    assert check_certificate(tmp_path, "net").ok and check_certificate(tmp_path, "second").ok
+
+
 def test_two_machines_are_told_apart(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = folder / "net_certificate.json"
 
@@ -120,7 +153,7 @@ def test_wrong_certificates_are_refused(folder: Path, tmp_path: Path) -> None:
     mine = folder / "net_certificate.json"
     later = rewritten(mine, tmp_path / "a_certificate.json", lambda document: document.__setitem__("version", 7))
     with pytest.raises(
-        ExportError, match="certificate of version 7, and this Bitwright reads version 1.*certify the folder"
+        ExportError, match="certificate of version 7, and this Bitwright reads version 2.*certify the folder"
     ):
         read_certificate(later)
     with pytest.raises(ConfigError, match="both are .*Remedy: name two certificates"):

@@ -292,6 +292,62 @@ class Gated(nn.Module):
         return self.head((x * torch.sigmoid(self.gate(x))).mean((2, 3)))
 
 
+class Recurrent(nn.Module):
+    """An LSTM whose initial state is zeros of the batch of its input."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 8, batch_first=True, **options)
+        self.head = nn.Linear(16 if options.get("bidirectional") else 8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+@pytest.mark.slow_variants("both-ways", "two")
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"num_layers": 2}], ids=["one", "both-ways", "two"])
+def test_an_lstm_in_litert(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Lengths and states of zeros follow from the shape of the input: no values to feed, and none to compare."""
+    pytest.importorskip("ai_edge_litert")
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 6)
+    quantize(Recurrent(**options).eval(), [x], recipe=["fold"], path=tmp_path, target="litert", filename_prefix="net",
+             progress=False, measure_speed=False)  # fmt: skip
+    for one, other in (("simulation", "litert"), ("file", "litert_reference"), ("file", "onnxruntime")):
+        report = drift(f"{tmp_path}@{one}", f"{tmp_path}@{other}")
+        assert report.ok and all(row.own.ok and row.carried.ok for row in report.rows), report.to_text()
+        assert {"x", "head.output[0]"} < {row.name for row in report.rows}
+    bias = next(t.name for t in onnx.load(tmp_path / "net.onnx").graph.initializer if t.name.startswith("head.bias"))
+    file = changed(tmp_path, tmp_path, shift(bias, lambda b: b + 20_000))
+    report = drift(f"{tmp_path}@file", f"{file}@litert", data_of(tmp_path))
+    assert report.first is not None and (report.first.name, report.first.cause) == ("head.output[0]", "bias")
+
+
+class Masked(nn.Module):
+    """An attention whose mask holds minus infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.triu(torch.full((x.shape[1], x.shape[1]), float("-inf")), 1)
+        scores = self.q(x) @ self.k(x).transpose(1, 2) / 3 + mask
+        return torch.softmax(scores, -1) @ self.v(x)
+
+
+def test_infinities_are_equal_and_outputs_of_a_file_are_kept(tmp_path: Path) -> None:
+    """LiteRT files hold the largest number where the model has an infinity; outputs that others read stay until the end."""
+    pytest.importorskip("ai_edge_litert")
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8)
+    quantize(Masked().eval(), [x], recipe=["fold"], path=tmp_path, target="litert", progress=False, measure_speed=False)
+    for other in ("litert", "litert_reference", "onnxruntime"):
+        report = drift(f"{tmp_path}@file", f"{tmp_path}@{other}")
+        (row,) = (row for row in report.rows if row.ops[-1:] == ("Add",) and row.kernel == "float")
+        assert row.own.equal == 1 and row.level > 40, report.to_text()
+
+
 def test_a_litert_file_and_what_its_kernels_make(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sim = QuantizationSimModel(Gated().eval(), BATCHES[0], config_file=rules_for("litert", None))

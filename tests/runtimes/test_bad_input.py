@@ -96,6 +96,16 @@ def test_nan_has_no_code(sim: tuple[QuantizationSimModel, Path], runtime: str) -
         bitwright.drift(f"{sim[1]}@file", runtime, {"input": data})
 
 
+def test_an_input_that_is_not_given_is_named(sim: tuple[QuantizationSimModel, Path]) -> None:
+    with pytest.raises(ExportError, match="net.tflite: litert refuses the file: input are missing.*data of this model"):
+        open_file("litert", sim[1] / "net.tflite").run({"pixels": X.numpy()})
+
+
+def test_an_error_of_the_code_around_a_runtime_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), refusals_of(RUNTIMES["litert"], tmp_path / "net.tflite"):
+        raise KeyError(10)
+
+
 # --------------------------------------------------------------------------------------------- files of another kind
 
 

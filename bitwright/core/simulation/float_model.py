@@ -180,9 +180,19 @@ def carry_out(edits: Sequence[Edit], one: Callable[[Edit], Undo], refresh: Calla
 
 
 def sqnr(reference: Array, other: Array) -> float:
-    """Signal-to-quantization-noise ratio in dB, in float64; ``inf`` when equal."""
-    signal = np.square(np.asarray(reference, np.float64)).sum()
-    noise = np.square(np.asarray(reference, np.float64) - np.asarray(other, np.float64)).sum()
+    """Signal-to-quantization-noise ratio in dB, in float64; ``inf`` when equal. Infinities that both have count nothing.
+
+    Example:
+        >>> round(sqnr(np.array([1.0, -np.inf]), np.array([1.1, -np.inf])), 3)
+        20.0
+    """
+    one, two = np.asarray(reference, np.float64), np.asarray(other, np.float64)
+    signal = np.square(one).sum()
+    if not np.isfinite(signal):
+        shared = np.isinf(one) & (one == two)
+        one, two = np.where(shared, 0.0, one), np.where(shared, 0.0, two)
+        signal = np.square(one).sum()
+    noise = np.square(one - two).sum()
     if noise == 0:
         return float("inf")
     return float(10 * np.log10(signal / noise)) if signal else float("-inf")

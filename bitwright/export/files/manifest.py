@@ -127,7 +127,7 @@ def write_manifest(
     """
     target = Path(path)
     base = target.parent if folder is None else Path(folder)
-    names = _files_in(base, target) if files is None else sorted(Path(name).as_posix() for name in files)
+    names = files_in(base, target) if files is None else sorted(Path(name).as_posix() for name in files)
     manifest = Manifest(
         files=tuple(_entry(base, name) for name in names),
         settings=_plain("settings", settings or {}),
@@ -251,13 +251,13 @@ def _children(item: Any) -> list[Any] | None:
     return None
 
 
-def _files_in(base: Path, manifest: Path) -> list[str]:
-    """Files below ``base``, without hidden ones and the manifest; links to folders are not followed."""
+def files_in(base: Path, manifest: Path | None = None) -> list[str]:
+    """Names of the files below ``base``, sorted, without hidden ones and ``manifest``; links to folders are not followed."""
     found = []
     for folder, folders, names in os.walk(base):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
-    own = manifest.resolve()
+    own = None if manifest is None else manifest.resolve()
     return sorted(path.relative_to(base).as_posix() for path in found if path.resolve() != own)
 
 
