@@ -1,10 +1,11 @@
 """Certificates: the answers of an exported model on its stored samples, with everything they depend on.
 
-A certificate lies beside the files of an export. It holds the hashes of these files, the names of the other files in the folder,
-the versions of the packages that took part, what the CPU can do, and hashes of answers: every tensor of codes that executors of a profile make of the stored input, and every
-output of the runtime. :func:`check_certificate` repeats all of it; two certificates, from two machines, are compared by
-:func:`compare_certificates`. Every byte counts: the text of a certificate is the only one with its content, and its last entry is
-a hash of the others. It is not a signature: anyone who can write to the folder can certify it again.
+A certificate lies beside the files of an export. It holds the hashes of these files, the names of the other files in the
+folder, the versions of the packages that took part, what the CPU can do, and hashes of answers: every tensor of codes that
+executors of a profile make of the stored input, and every output of the runtime. :func:`check_certificate` repeats all of it;
+two certificates, from two machines, are compared by :func:`compare_certificates`. Every byte counts: the text of a
+certificate is the only one with its content, and its last entry is a hash of the others. It is not a signature: anyone who
+can write to the folder can certify it again.
 """
 
 from __future__ import annotations
@@ -178,8 +179,8 @@ class Difference:
     """One difference between two certificates, or between a certificate and its repetition.
 
     Attributes:
-        what: ``file``, ``other file``, ``manifest``, ``setting``, ``data``, ``seed``, ``version``, ``instruction set``, ``machine``,
-            or ``answer of <whom>``.
+        what: ``file``, ``other file``, ``manifest``, ``setting``, ``data``, ``seed``, ``version``, ``instruction set``,
+            ``machine``, or ``answer of <whom>``.
         name: of the file, the package, the instruction set or the first tensor that differs.
         first, second: what each says.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -13,14 +14,15 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import ConfigError, close_matches
-from bitwright.export.targets import SlowStem, find_target
+from bitwright.errors import ConfigError, ExportError, close_matches
+from bitwright.export.targets import DEFAULT_TARGET, SlowStem, find_target
 from bitwright.tables import Tabular
 
 if TYPE_CHECKING:
     from bitwright.compare.saturation import SaturationReport
 
 REPAIRS = ("saturation",)
+_SATURATES = "ort_x64_avx2"  # the profile whose pairs of products saturate
 _BITS = 7
 _BATCHES = 4  # that sums are taken apart on
 _ROUNDS = 3  # a narrower weight changes what later layers read
@@ -36,6 +38,9 @@ class SaturationRepair(Tabular):
         left: sums afterwards.
         before, after: accuracy of the simulation, whose sums never saturate: the metric, or without one the signal-to-noise
             ratio of the outputs to the float model in dB.
+        saturated, repaired: the same as the profile ``ort_x64_avx2`` computes the file, before and after: as ONNX Runtime does on
+            a CPU without VNNI. ``None`` for files of other targets, and where nothing was narrowed.
+        note: why these could not be computed.
     """
 
     _rows = "narrowed"
@@ -45,14 +50,19 @@ class SaturationRepair(Tabular):
     left: SaturationReport
     before: float
     after: float
+    saturated: float | None = None
+    repaired: float | None = None
+    note: str = ""
 
     def to_text(self) -> str:
         """A few lines."""
         if not self.narrowed:
             return "saturation: no layer saturates on CPUs without VNNI"
+        there = "" if self.saturated is None else f"; on CPUs without VNNI {self.saturated:.4g} and {self.repaired:.4g}"
         return (
             f"saturation: 7-bit weights in {len(self.narrowed)} of {len(self.found.layers)} layers "
-            f"({', '.join(self.narrowed)}); accuracy {self.before:.4g} before, {self.after:.4g} after"
+            f"({', '.join(self.narrowed)}); accuracy {self.before:.4g} before, {self.after:.4g} after{there}"
+            f"{self.note and f'; on CPUs without VNNI: {self.note}'}"
         )
 
     __str__ = to_text
@@ -69,7 +79,9 @@ def check_repair(repair: str | None) -> None:
         raise ConfigError("repair", problem, f"use one of {', '.join(map(repr, REPAIRS))}, or leave it out")
 
 
-def repair_saturation(sim: Any, batches: Iterable[Any], rate: Callable[[], float], **options: Any) -> SaturationRepair:
+def repair_saturation(
+    sim: Any, batches: Iterable[Any], rate: Callable[[Any], float], **options: Any
+) -> SaturationRepair:
     """Give 7 bits to the weights of layers in which pairs of products saturate on ``batches``.
 
     The range of a weight stays, its step doubles. With 7 bits no pair can saturate: ``2 * 255 * 64 < 2 ** 15``.
@@ -77,12 +89,14 @@ def repair_saturation(sim: Any, batches: Iterable[Any], rate: Callable[[], float
     Args:
         sim: calibrated, of either front end.
         batches: at most four are run.
-        rate: accuracy of the simulation as it is.
+        rate: accuracy of what a metric takes: the simulated module, or a session.
         options: of the export that change the file.
     """
     few = list(islice(batches, _BATCHES))
-    count = sim._saturation_count(few, **options)
-    before, found = rate(), count()
+    count, computed_as = sim._in_integer_kernels(few, **options)
+    there = options.get("target", DEFAULT_TARGET) == DEFAULT_TARGET
+    before, found = rate(sim._metric_target), count()
+    deployed, note = _deployed(computed_as, rate) if found.guilty and there else ([], "")
     left, narrowed = found, dict[str, None]()
     for _ in range(_ROUNDS):
         guilty = [site for site in left.guilty if site in sim.quantizers and site not in narrowed]
@@ -94,7 +108,25 @@ def repair_saturation(sim: Any, batches: Iterable[Any], rate: Callable[[], float
             )
             narrowed[site] = None
         left = count()
-    return SaturationRepair(tuple(narrowed), found, left, before, rate() if narrowed else before)
+    if not narrowed:
+        return SaturationRepair((), found, left, before, before)
+    if deployed:
+        more, note = _deployed(computed_as, rate)
+        deployed += more
+    saturated, repaired = deployed if len(deployed) == 2 else (None, None)
+    after = rate(sim._metric_target)
+    return SaturationRepair(tuple(narrowed), found, left, before, after, saturated, repaired, note)
+
+
+def _deployed(
+    computed_as: Callable[[str], AbstractContextManager[Any]], rate: Callable[[Any], float]
+) -> tuple[list[float], str]:
+    """Accuracy as a CPU computes the file whose pairs saturate: a list of one, or of none, and why there is none."""
+    try:
+        with computed_as(_SATURATES) as target:
+            return [rate(target)], ""
+    except ExportError as error:  # a metric runs the model on lengths that the file does not have
+        return [], f"not computed, {error.problem}"
 
 
 # what brings an image into the form that the first convolution reads

@@ -165,7 +165,7 @@ def quantize(
         allow_float: go on with a model of which no layer is quantized, with a warning; otherwise that is an error. Rules of a
             ``config_file`` may leave all in float without it.
         repair: ``"saturation"`` gives 7-bit weights to the layers whose products saturate on CPUs without VNNI, and to no
-            others; ``result.repair`` has accuracy before and after.
+            others; ``result.repair`` has accuracy before and after, in the simulation and as such a CPU computes it.
         held_out: batches that judge, as far from ``data`` as what the model will see: other recordings, other days. Nothing is
             fitted to them. By default the last fifth of ``data`` is held out where no recipe is given (of fewer than five
             batches, the last fifth of the samples); a recipe of your own calibrates on all of ``data``, and some of it rates.
@@ -263,13 +263,14 @@ def _check(poor_below: float, path: str | Path | None, filename_prefix: str) -> 
 
 def _repaired(done: Attempt, batches: Iterable[Any], **form: Any) -> SaturationRepair:
     """Give 7 bits to weights whose sums saturate; rate by the metric, or by the worst output of the first batch."""
-    first, sim = done.job.first, done.sim
-    reference = done.job.given.outputs(first) if done.job.metric is None else ()
+    first, sim, given, metric = done.job.first, done.sim, done.job.given, done.job.metric
+    reference = given.outputs(first) if metric is None else ()
 
-    def accuracy() -> float:
-        if done.job.metric is not None:
-            return done.measure()
-        return min((sqnr(a, b) for a, b in zip(reference, sim._outputs(first), strict=True)), default=float("nan"))
+    def accuracy(target: Any) -> float:
+        if metric is not None:
+            return metric_of(metric, target)
+        found = given.answers(target, first)
+        return min((sqnr(a, b) for a, b in zip(reference, found, strict=True)), default=float("nan"))
 
     repaired = repair_saturation(sim, batches, accuracy, **form)
     if repaired.narrowed:

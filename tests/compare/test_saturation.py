@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,6 +18,7 @@ from onnx import numpy_helper
 from torch import nn
 from typer.testing import CliRunner
 
+import bitwright
 from bitwright.cli import app
 from bitwright.compare.saturation import integer_products, saturation
 from bitwright.compare.sides import read_model
@@ -26,7 +28,8 @@ from bitwright.errors import ConfigError, ExportError
 from bitwright.methods.runtime_repairs import repair_saturation
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, quantize
-from tests.support.deployed import quantized
+from tests.support import data
+from tests.support.deployed import first_output, quantized
 from tests.support.tasks import TASKS
 from tests.support.without_vnni import run_without_vnni
 
@@ -213,6 +216,7 @@ def test_only_guilty_layers_are_narrowed(tmp_path: Path) -> None:
     assert repair.found.guilty == ("0.weight",) and repair.left.guilty == () and repair.left.ok
     assert repair.before > repair.after - 1 and np.isfinite(repair.after)
     assert "7-bit weights in 1 of 4 layers (0.weight); accuracy" in str(repair)
+    assert repair.saturated < repair.before - 3 and repair.repaired == pytest.approx(repair.after, abs=0.1)
     assert result.sim.verify(X).ok
     codes = {p.site: p.weight for p in integer_products(read_model(tmp_path / "model.onnx"))}
     assert codes["0.weight"].min() >= -64 and codes["0.weight"].max() <= 63
@@ -237,7 +241,7 @@ def test_a_repair_exports_the_model_once(monkeypatch: pytest.MonkeyPatch) -> Non
     sim.compute_encodings([X])
     exports, export = [], torch.export.export
     monkeypatch.setattr(torch.export, "export", lambda *a, **k: exports.append(1) or export(*a, **k))
-    repair = repair_saturation(sim, [X], lambda: 0.0)
+    repair = repair_saturation(sim, [X], lambda target: 0.0)
     assert repair.narrowed == ("0.weight",) and len(exports) == 1
     assert repair.left.guilty == sim.saturation([X]).guilty == ()
 
@@ -366,3 +370,22 @@ def test_a_trained_network_is_brought_back(shared_data: Path, tmp_path: Path) ->
     assert plain < 20 and repaired > 40, (plain, repaired)
     narrowed = runs["repaired"][1].repair.narrowed
     assert 1 <= len(narrowed) <= 6, narrowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_points_lost_without_vnni_come_back(shared_data: Path, front_end: str) -> None:
+    """The result tells the accuracy on such a CPU before and after, for metrics of modules and of sessions."""
+    task = TASKS["resnet20_aux"]()
+    images = data.cifar()[slice(0, 200)]
+
+    def metric(model: Any) -> float:
+        return data.accuracy(model if front_end == "torch" else first_output(model), images)
+
+    batches = task.batches(0) if front_end == "torch" else [batch.numpy() for batch in task.batches(0)]
+    source = data.trained("resnet20_aux") if front_end == "torch" else data.onnx_file("resnet20_aux")
+    repair = bitwright.quantize(
+        source, batches, recipe=["fold"], repair="saturation", metric=metric, progress=False, poor_below=-np.inf
+    ).repair
+    assert repair.saturated < repair.before and repair.repaired > repair.saturated, str(repair)
+    assert abs(repair.repaired - repair.after) <= 0.5 and "on CPUs without VNNI" in str(repair)

@@ -332,8 +332,15 @@ class Simulation(Tabular, ABC):
         """A simulation of ``model`` under the same rules and with what the sites are asked for; not calibrated."""
 
     @abstractmethod
-    def _saturation_count(self, batches: Sequence[Any], **options: Any) -> Callable[[], Any]:
-        """A function that counts saturated sums of the file under the current encodings; the model is recorded once."""
+    def _in_integer_kernels(
+        self, batches: Sequence[Any], **options: Any
+    ) -> tuple[Callable[[], Any], Callable[[str], AbstractContextManager[Any]]]:
+        """What integer kernels make of the file under the current encodings; the model is recorded once.
+
+        Returns:
+            A function that counts saturated sums on ``batches``; and one from the name of a profile to a block in which there is
+            what a metric takes, as that target computes it.
+        """
 
     @abstractmethod
     def _repairable(self) -> dict[str, str | None]:

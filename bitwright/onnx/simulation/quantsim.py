@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -776,8 +776,13 @@ class QuantizationSimModel(SimulationFiles):
         found.quantizers.ask_as(self.quantizers)
         return found
 
-    def _saturation_count(self, batches: Sequence[Any], **options: Any) -> Callable[[], SaturationReport]:
-        return lambda: self.saturation(batches, **options)
+    def _in_integer_kernels(
+        self, batches: Sequence[Any], **options: Any
+    ) -> tuple[Callable[[], SaturationReport], Callable[[str], AbstractContextManager[TargetSession]]]:
+        return (
+            lambda: self.saturation(batches, **options),
+            lambda profile: nullcontext(self.runs_as(profile, **options)),
+        )
 
     def _nodes(self) -> dict[str, ir.Node]:
         """Operator -> its node in the marked model."""

@@ -825,29 +825,54 @@ def run_as(sim: SimulatedModule, profile: Any, batch: Any, **options: Any) -> Ta
     return session_in_memory(model, _graph_inputs(sim, batch), found)
 
 
-def saturation_count(sim: SimulatedModule, batches: Sequence[Any], **options: Any) -> Callable[[], SaturationReport]:
-    """A function that counts saturated sums under the current encodings; the model is traced once.
+def in_integer_kernels(
+    sim: SimulatedModule, batches: Sequence[Any], **options: Any
+) -> tuple[Callable[[], SaturationReport], Callable[[str], contextlib.AbstractContextManager[nn.Module]]]:
+    """What integer kernels make of the file under the current encodings; the model is traced once.
 
     Args:
         sim: calibrated.
         batches: inputs to count on.
         options: as for :func:`verify_sim`, without ``runtime`` and shapes.
 
+    Returns:
+        A function that counts saturated sums; and one from the name of a profile to a block in which the simulated module returns
+        what that target computes of its inputs.
+
     Raises: as :func:`verify_sim`; ExportError: there is no batch.
     """
     from bitwright.compare.saturation import saturation
+    from bitwright.compare.target import session_in_memory
+    from bitwright.executors.profile import find_profile
 
     check_keywords("sim.saturation", options, _FORMS)
     if not batches:
         raise ExportError("saturation", "there is no batch to run", "give at least one input")
     marked, _ = _free_batch(sim, batches[0])
     feeds = [_graph_inputs(sim, batch) for batch in batches]
+    signature = forward_signature(sim.model)
 
-    def count() -> SaturationReport:
+    def file() -> ir.Model:
         sim._simulator.refresh_biases()  # they follow encodings that changed since
-        return saturation(_as_qdq(sim, marked, options)[0].model, feeds)
+        return _as_qdq(sim, marked, options)[0].model
 
-    return count
+    @contextlib.contextmanager
+    def computed_as(profile: str) -> Iterator[nn.Module]:
+        session = session_in_memory(file(), feeds[0], find_profile(profile))
+
+        def answer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            arrays = session.run(None, {name: _array(t) for name, t in named_inputs(signature, args, kwargs)})
+            tensors = [tensor for _, tensor in flatten_tensors(output)]
+            made = {id(t): torch.from_numpy(a).to(t.device, t.dtype) for t, a in zip(tensors, arrays, strict=True)}
+            return map_tensors(output, lambda tensor: made[id(tensor)])
+
+        handle = sim.model.register_forward_hook(answer, with_kwargs=True)
+        try:
+            yield sim.model
+        finally:
+            handle.remove()
+
+    return lambda: saturation(file(), feeds), computed_as
 
 
 def _in_memory(sim: SimulatedModule, batch: Any, options: dict[str, Any]) -> tuple[QdqResult, ir.Model, Samples]:

@@ -596,10 +596,12 @@ class QuantizationSimModel(SimulatedModule):
         found.quantizers.ask_as(self.quantizers)
         return found
 
-    def _saturation_count(self, batches: Sequence[Any], **options: Any) -> Callable[[], SaturationReport]:
-        from bitwright.torch.simulation.export import saturation_count
+    def _in_integer_kernels(
+        self, batches: Sequence[Any], **options: Any
+    ) -> tuple[Callable[[], SaturationReport], Callable[[str], AbstractContextManager[nn.Module]]]:
+        from bitwright.torch.simulation.export import in_integer_kernels
 
-        return saturation_count(self, batches, **options)
+        return in_integer_kernels(self, batches, **options)
 
     # -- files
 
@@ -681,7 +683,8 @@ class QuantizationSimModel(SimulatedModule):
         Raises:
             CalibrationError, ExportError: as :meth:`export`; there is no batch.
         """
-        return self._saturation_count([self.examples[0]] if batches is None else list(batches), **options)()
+        count, _ = self._in_integer_kernels([self.examples[0]] if batches is None else list(batches), **options)
+        return count()
 
     @checks_arguments
     def benchmark(
