@@ -362,7 +362,8 @@ def auto_command(
     ] = None,
     deadline: Annotated[float | None, methods_option(metavar="SECONDS", help="No trial begins after so long.")] = None,
     cost: Annotated[
-        str, methods_option(help="What to minimise: bit_ops, weight_bytes, activation_bytes, or ms (with --times).")
+        str,
+        methods_option(help="What to minimise: bit_ops, weight_bytes, activation_bytes, memory, or ms (with --times)."),
     ] = "bit_ops",
     times: Annotated[
         Path | None, methods_option(metavar="JSON", help="Milliseconds per layer or operator type and preset.")

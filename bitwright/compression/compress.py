@@ -138,8 +138,9 @@ def compress(
         model: a ``torch.nn.Module``, or an ONNX model as a path, a message or an ``onnx_ir`` model; left as it is.
         data: batches, as :func:`bitwright.quantize` takes them; the first checks the cut, all of them serve reconstruction.
         target: cost -> the part of it that may be left, ``{"macs": 0.5}``, or several that are met together: ``macs``,
-            ``params``, ``bytes``, ``activation_bytes`` at the peak, ``ms`` in ONNX Runtime on one thread. Milliseconds are
-            estimated from those of every operator and measured after the cut, which is repeated where they were missed.
+            ``params``, ``bytes``, ``activation_bytes`` at the peak, ``memory`` (both), ``ms`` in ONNX Runtime on one thread.
+            Milliseconds are estimated from those of every operator and measured after the cut, which is repeated where they were
+            missed.
         metric: a name of :data:`bitwright.metrics.metric.NAMED` or ``{name: options}``, an object of torchmetrics, or
             ``metric(model) -> float`` of a module, or of the ``InferenceSession`` of an ONNX model; measured before and after.
             A function that hands recurrent states to the model reads their widths from it.

@@ -23,6 +23,7 @@ COSTS: dict[str, str] = {
     "bytes": "bytes of parameters",
     "params": "parameters",
     "activation_bytes": "bytes of activations at the peak",
+    "memory": "bytes of parameters and of activations at the peak",
     "ms": "milliseconds in ONNX Runtime on one thread",
 }
 
@@ -73,6 +74,8 @@ class ModelCosts(Tabular):
         check_cost(cost)
         if cost == "activation_bytes":
             return max((row.activation_bytes for row in self.rows), default=0.0)
+        if cost == "memory":
+            return self["bytes"] + self["activation_bytes"]
         if cost == "ms":
             if self.ms is None:
                 raise ConfigError("ms", "milliseconds were not measured", "call model_costs(..., milliseconds=True)")
@@ -180,8 +183,10 @@ class Prices:
     def __call__(self, graph: Graph) -> dict[str, float]:
         """The costs of a graph with the operators of the whole model."""
         found = size_costs(graph)
-        if "activation_bytes" in self._names:
-            found["activation_bytes"] = graph_costs(graph)["activation_bytes"]
+        if self._names & {"activation_bytes", "memory"}:
+            kept = graph_costs(graph)["activation_bytes"]
+            more = {"activation_bytes": kept, "memory": found["bytes"] + kept}
+            found |= {name: more[name] for name in more if name in self._names}
         if "ms" in self._names:
             found["ms"] = sum(_work(graph, op) * self._ms[op.name] for op in graph.ops)
         return found

@@ -44,7 +44,7 @@ from bitwright.tables import Table, Tabular, text_table
 row_logger = logging.getLogger("bitwright.trials")
 
 _ALWAYS = {"weight_bytes": "weights", "bit_ops": "bit operations"}
-_COSTS = {**_ALWAYS, "activation_bytes": "activations", "ms": "ms"}
+_COSTS = {**_ALWAYS, "activation_bytes": "activations", "memory": "memory", "ms": "ms"}
 
 
 def _shown(cost: str) -> list[str]:
@@ -65,7 +65,7 @@ class TrialRow:
         name: of its folder.
         why: what it was for.
         preset: of the simulation, or ``mixed``.
-        weight_bytes, bit_ops, activation_bytes, ms: what it costs; milliseconds where there is a table of times.
+        weight_bytes, bit_ops, activation_bytes, memory, ms: what it costs; milliseconds where there is a table of times.
         sqnr_db: of the outputs, on data that nothing was chosen on.
         metric: as measured; ``None`` without one.
         drop: against float, on the samples that choose.
@@ -82,6 +82,7 @@ class TrialRow:
     weight_bytes: float | None
     bit_ops: float | None
     activation_bytes: float | None
+    memory: float | None
     ms: float | None
     sqnr_db: float | None
     metric: float | None
@@ -445,7 +446,8 @@ class _Auto:
             trial, costs = Trial.of(report["trial"]), report.get("costs", {})
             rows.append(TrialRow(
                 name, trial.why, "mixed" if trial.mixed else trial.preset,
-                costs.get("weight_bytes"), costs.get("bit_ops"), costs.get("activation_bytes"), costs.get("ms"),
+                costs.get("weight_bytes"), costs.get("bit_ops"), costs.get("activation_bytes"),
+                costs.get("memory"), costs.get("ms"),
                 report.get("sqnr_db"), report.get("metric"), report.get("drop"), report.get("worst_drop"), self._good(name),
                 report.get("failed", ""), report["seconds"], name == best,
             ))  # fmt: skip

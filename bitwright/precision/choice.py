@@ -59,7 +59,7 @@ class Cost:
     """One cost of every choice.
 
     Attributes:
-        name: ``weight_bytes``, ``bit_ops``, ``activation_bytes``, or ``ms``.
+        name: ``weight_bytes``, ``bit_ops``, ``activation_bytes``, ``memory``, or ``ms``.
         unit: for tables.
         table: ``[rows, groups, candidates]``, what a group adds to each row at each candidate.
         fixed: ``[rows]``, what does not depend on the choice.

@@ -143,7 +143,7 @@ def present_costs(sim: Any, times: Any = None) -> dict[str, float]:
         ConfigError: the table has no time for the precision of a layer.
     """
     bits, kernels = Bits(sim, (), (), {}), operands(sim, _computes)
-    costs = (weight_bytes(bits), bit_ops(bits, kernels), activation_bytes(bits))
+    costs = (weight_bytes(bits), bit_ops(bits, kernels), activation_bytes(bits), memory(bits))
     found = {cost.name: float(cost.fixed.max()) for cost in costs}
     if times is None:
         return found
@@ -180,18 +180,32 @@ def _present(layer: str, sites: Mapping[int, Site], asked: Mapping[int, Site], c
 
 def activation_bytes(bits: Bits) -> Cost:
     """The largest sum of activations that an operator and later ones need at one time, of the recorded run."""
+    return Cost("activation_bytes", "bytes", *_needed(*_live_bytes(bits, lifetimes(bits.sim.graph))))
+
+
+def memory(bits: Bits) -> Cost:
+    """Bytes of all parameters and, at the peak, of the activations: what :func:`memory_plan` adds up, for every choice."""
+    graph: Graph = bits.sim.graph
+    spans = {v: slice(r.start, r.stop) for v, r in _stored_activations(graph, bits.sim.plan.matches).items()}
+    table, fixed = _live_bytes(bits, spans)
+    weights = weight_bytes(bits)
+    return Cost("memory", "bytes", *_needed(table + weights.table, fixed + weights.fixed))
+
+
+def _live_bytes(bits: Bits, spans: Mapping[str, slice]) -> tuple[Floats, Floats]:
+    """Bytes of activations while each operator runs: what groups add at each candidate, and what no choice changes."""
     graph: Graph = bits.sim.graph
     site_of = _sites_of_values(bits.sim)
     table = np.zeros((len(graph.ops), len(bits.groups), len(bits.candidates)))
     fixed = np.zeros(len(graph.ops))
-    for value, span in lifetimes(graph).items():
+    for value, span in spans.items():
         count, site = size(graph, value), site_of.get(value)
         group = None if site is None else bits.group_of.get(id(site.quantizer))
         if group is None or site is None:
             fixed[span] += count * (4 if site is None else bits.fixed(site) / 8)
         else:
             table[span, group] += [count * bits.at(site.name, c) / 8 for c in bits.candidates]
-    return Cost("activation_bytes", "bytes", *_needed(table, fixed))
+    return table, fixed
 
 
 def _sites_of_values(sim: Any) -> dict[str, Any]:
@@ -491,7 +505,7 @@ def _time(layer: str, row: Mapping[str, float], candidate: Candidate) -> float:
     return float(found)
 
 
-COSTS = ("weight_bytes", "bit_ops", "activation_bytes", "ms")
+COSTS = ("weight_bytes", "bit_ops", "activation_bytes", "memory", "ms")
 
 
 def check_cost(name: str, times: Any) -> None:
@@ -520,7 +534,7 @@ def all_costs(
     """
     for name in wanted:
         check_cost(name, times)
-    found = {c.name: c for c in (weight_bytes(bits), bit_ops(bits, kernels), activation_bytes(bits))}
+    found = {c.name: c for c in (weight_bytes(bits), bit_ops(bits, kernels), activation_bytes(bits), memory(bits))}
     return found | ({} if times is None else {"ms": milliseconds(bits, times)})
 
 

@@ -36,7 +36,7 @@ from bitwright.precision.candidates import (
     without,
 )
 from bitwright.precision.choice import Choice, Correction, Cost, Interactions, Knapsack, told
-from bitwright.precision.costs import Bits, all_costs
+from bitwright.precision.costs import Bits, all_costs, parse_bytes
 from bitwright.precision.measure import Metric, Noise, one_sided
 from bitwright.precision.prepared import PreparedPrecisions, noise_table
 from bitwright.precision.result import Book, Goal, MixedPrecision, Point, Seen, alone, confirmed, decibel
@@ -402,7 +402,7 @@ class Explorer:
         """Number of measurements of the outputs so far."""
         return self._noise.runs
 
-    def bounds(self, cost: str, budget: float | Mapping[str, float] | None) -> dict[str, float]:
+    def bounds(self, cost: str, budget: float | Mapping[str, float | str] | None) -> dict[str, float]:
         """Cost -> the most that may be spent, in its own unit.
 
         Raises:
@@ -412,8 +412,8 @@ class Explorer:
         if {cost, *given} - self.costs.keys():
             all_costs(Bits(self._subject.sim, self.groups, self.candidates, {}), {}, self._times, [cost, *given])
         found: dict[str, float] = {}
-        for name, most in given.items():
-            known = self.costs[name]
+        for name, asked in given.items():
+            known, most = self.costs[name], _number(name, asked)
             dearest = known.of([max(g.candidates, key=lambda c: sum(self.candidates[c].bits)) for g in self.groups])
             bound = most * dearest if most <= 1 else most
             self._check_room(name, bound, dearest, found)
@@ -584,6 +584,15 @@ class Explorer:
         return " ".join(f"{n}x{name}" for name, n in counts.items() if n)
 
 
+def _number(cost: str, asked: float | str) -> float:
+    """A bound as a number; bytes may be written with their unit."""
+    if not isinstance(asked, str):
+        return float(asked)
+    if not cost.endswith("bytes") and cost != "memory":
+        raise ConfigError("budget", f"{asked!r} of {cost} is no number", f"write a number: {{{cost!r}: 0.5}}")
+    return float(parse_bytes(asked, "budget"))
+
+
 def _up(value: float, digits: int = 6) -> float:
     """``value`` rounded up, so that the printed number works as a bound."""
     unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 1.0
@@ -613,7 +622,7 @@ def mixed_precision(
     candidates: str | Preset | Iterable[Any] = CANDIDATES,
     *,
     cost: str = "weight_bytes",
-    budget: float | Mapping[str, float] | None = None,
+    budget: float | Mapping[str, float | str] | None = None,
     metric: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     lower_is_better: bool = False,
     allowed_drop: float | str | None = None,
@@ -642,9 +651,9 @@ def mixed_precision(
         model: a calibrated simulation of either front end (changed in place), or a model: a module, a path, a proto.
         data: batches; every fifth is held out to measure the outputs on.
         candidates: presets by name or value, or AIMET's pairs.
-        cost: what is to be small: ``weight_bytes``, ``bit_ops``, ``activation_bytes``, or ``ms`` (with ``times``).
+        cost: what is to be small: ``weight_bytes``, ``bit_ops``, ``activation_bytes``, ``memory``, or ``ms`` (with ``times``).
         budget: the most that may be spent: of ``cost``, or cost -> bound. A bound up to 1 is a share of what the candidate with
-            the most bits costs.
+            the most bits costs; bytes may have a unit, ``{"memory": "512KiB"}``.
         metric: a name of :data:`bitwright.metrics.metric.NAMED` (``"accuracy"``, ``"map"``, ...) or ``{name: options}``,
             an object of torchmetrics, or a function of the model (of the session in ONNX) that returns a number or, better, one
             value per sample; half of the samples are then held back for the last word.

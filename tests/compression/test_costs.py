@@ -30,6 +30,7 @@ def test_module_and_file_cost_what_their_layers_do(tmp_path):
         assert found["macs"] == macs
         assert sum(r.params for r in found.rows if r.type in ("Conv", "Gemm")) == params
         assert found["activation_bytes"] == 4 * (2 * 3 * 64 + 2 * 4 * 16)  # of the convolution: what it reads and makes
+        assert found["memory"] == found["activation_bytes"] + found["bytes"]
     with pytest.raises(ConfigError, match="milliseconds were not measured"):
         found["ms"]
     with pytest.raises(ConfigError, match="no cost 'mac' \\(did you mean 'macs'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -55,6 +56,25 @@ def test_the_command_says_whether_it_fits_and_what_sets_the_peak(tmp_path: Path)
     assert fits.exit_code == 0 and "fits, 0 bytes are left: 32 bytes of weights, peak at sum (Add)" in fits.output
     over = CliRunner().invoke(app, ["inspect", model, "--memory", "0.5KiB"])
     assert over.exit_code == 1 and "does NOT fit, 1,056 bytes are missing" in over.output
+
+
+def test_memory_as_a_budget(tmp_path: Path) -> None:
+    """What is met is what the plan adds up; the least that is possible is the plan of the candidate with the fewest bits."""
+    model, data = residual(tmp_path / "m.onnx"), [np.ones((1, 4, 8, 8), np.float32)]
+
+    def search(budget: Any) -> Any:
+        presets = ["w4a8", "w8a8", "w8a16"]
+        return bitwright.mixed_precision(model, data * 5, presets, budget=budget, rounding=False, evaluations=2)
+
+    plans = [memory_plan(bitwright.onnx.QuantizationSimModel(model, preset=p)).total for p in ("w4a8", "w8a16")]
+    found = search({"memory": f"{int(plans[1])}B"})
+    assert found.met and memory_plan(found.sim).total <= plans[1]
+    found = search({"memory": plans[0]})
+    assert found.met and memory_plan(found.sim).total == plans[0] < plans[1]
+    with pytest.raises(ConfigError, match=rf"fits memory of 1024 bytes; the least possible is {plans[0]:.6g} "):
+        search({"memory": "1KiB"})
+    with pytest.raises(ConfigError, match="'512KiB' of bit_ops is no number. Remedy: write a number"):
+        search({"bit_ops": "512KiB"})
 
 
 @pytest.mark.parametrize("text", ["1Mx", "", "-3", "0"])
