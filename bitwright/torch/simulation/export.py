@@ -842,8 +842,7 @@ def in_integer_kernels(
     Raises: as :func:`verify_sim`; ExportError: there is no batch.
     """
     from bitwright.compare.saturation import saturation
-    from bitwright.compare.target import session_in_memory
-    from bitwright.executors.profile import find_profile
+    from bitwright.compare.target import session_in_memory, target_of
 
     check_keywords("sim.saturation", options, _FORMS)
     if not batches:
@@ -858,7 +857,7 @@ def in_integer_kernels(
 
     @contextlib.contextmanager
     def computed_as(profile: str) -> Iterator[nn.Module]:
-        session = session_in_memory(file(), feeds[0], find_profile(profile))
+        session = session_in_memory(file(), feeds[0], target_of(profile, DEFAULT_TARGET)[0])
 
         def answer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             arrays = session.run(None, {name: _array(t) for name, t in named_inputs(signature, args, kwargs)})
