@@ -97,28 +97,30 @@ def run_name(site: str, run: int, *, pooled: bool = False) -> str:
 
 def points_of(model: ir.Model) -> list[Point]:
     """Every point of the main graph, in execution order; bodies of If, Loop and Scan are part of their operator."""
-    named, static, inside = values_by_name(model), set[ir.Node](), set[ir.Node]()
-    shaped = set[ir.Node]()  # what follows from constants and from shapes of the inputs
+    named, inside, (static, shaped) = values_by_name(model), set[ir.Node](), _without_values(model)
     found: list[tuple[ir.Node | None, Point]] = [
         (None, _plain(value)) for value in model.graph.inputs if _is_float(value) and not value.is_initializer()
     ]
-    for node in model.graph:
-        if reads_constants(node, static):
-            static.add(node)
-            shaped.add(node)
-            continue
-        of_shapes = node.op_type in _OF_SHAPES or reads_constants(node, shaped)
-        if of_shapes:
-            shaped.add(node)
+    for node in (node for node in model.graph if node not in static):
         point = _quantized(node, named)
         if point is not None:
             inside.update(quantizer_chain(node, named[point.entry]))
-            found.append((node, replace(point, of_shapes=of_shapes)))
-            continue
-        if of_shapes and not any(value.is_graph_output() for value in node.outputs):
-            continue  # lengths, and what is made of them before anything is rounded
-        found.extend((node, _plain(value)) for value in node.outputs if value.name and _is_float(value))
+            found.append((node, replace(point, of_shapes=node in shaped)))
+        elif node not in shaped or any(value.is_graph_output() for value in node.outputs):
+            # what is left out: lengths, and what is made of them before anything is rounded
+            found.extend((node, _plain(value)) for value in node.outputs if value.name and _is_float(value))
     return [p for node, p in found if node is None or p.quantized or node not in inside]
+
+
+def _without_values(model: ir.Model) -> tuple[set[ir.Node], set[ir.Node]]:
+    """Operators that follow from constants alone, and those that follow from constants and shapes of the inputs."""
+    static, shaped = set[ir.Node](), set[ir.Node]()
+    for node in model.graph:
+        if reads_constants(node, static):
+            static.add(node)
+        if node in static or node.op_type in _OF_SHAPES or reads_constants(node, shaped):
+            shaped.add(node)
+    return static, shaped
 
 
 def _is_float(value: ir.Value) -> bool:
