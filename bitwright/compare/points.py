@@ -106,10 +106,15 @@ def points_of(model: ir.Model) -> list[Point]:
         if point is not None:
             inside.update(quantizer_chain(node, named[point.entry]))
             found.append((node, replace(point, of_shapes=node in shaped)))
-        elif node not in shaped or any(value.is_graph_output() for value in node.outputs):
-            # what is left out: lengths, and what is made of them before anything is rounded
-            found.extend((node, _plain(value)) for value in node.outputs if value.name and _is_float(value))
+        else:
+            found.extend((node, _plain(value)) for value in _told_values(node, node in shaped))
     return [p for node, p in found if node is None or p.quantized or node not in inside]
+
+
+def _told_values(node: ir.Node, of_shapes: bool) -> list[ir.Value]:
+    """Floats that ``node`` makes; lengths, and what is made of them before anything is rounded, only where they are returned."""
+    found = [value for value in node.outputs if value.name and _is_float(value)]
+    return [value for value in found if value.is_graph_output()] if of_shapes else found
 
 
 def _without_values(model: ir.Model) -> tuple[set[ir.Node], set[ir.Node]]:
