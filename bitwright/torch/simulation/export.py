@@ -402,6 +402,42 @@ def marked_onnx(
     return named
 
 
+def decomposed_program(
+    sim: SimulatedModule, batch: Any, *, dynamic_batch: bool = False
+) -> torch.export.ExportedProgram:
+    """The simulation as an ``ExportedProgram`` with ``quantized_decomposed`` operators, which ExecuTorch and inductor lower.
+
+    Args:
+        sim: calibrated.
+        batch: an input; its tensors, in order, are what the program takes.
+        dynamic_batch: leave the first axis free.
+
+    Raises: as :func:`export_sim`; ExportError: a site has a grid for which these operators have no form.
+    """
+    from bitwright.torch.simulation.decomposed import with_decomposed
+
+    _check(sim, "1.0.0")
+    args, kwargs = as_call(own_copy(sim, batch))
+    inputs = dict(named_inputs(forward_signature(sim.model), args, kwargs))
+    tensors = tuple(t for _, t in flatten_tensors((args, kwargs), caches=True))
+    shapes = _shapes(inputs, tensors, dynamic_batch, None)
+    sim._simulator.refresh_biases()
+    program = None
+    try:
+        alone = sim._interceptor.occupancy.exclusive("export")
+        with alone, evaluation(sim.model), torch.no_grad(), _quiet(), model_alone(sim.model):
+            flat = _Flat(sim.model, args, kwargs, lambda paths: None).eval()
+            program, _ = captured(sim, flat, (args, kwargs), tensors, shapes)
+            drop_unread(program)
+            return with_decomposed(program, sim.quantizers, tensors, shapes)
+    except (BusyError, ExportError):
+        raise
+    except Exception as error:
+        raise _refused(sim, args, kwargs, program, error) from error
+    finally:
+        sim._interceptor.forget_names()
+
+
 def exported_module(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any = None, *, dynamic_batch: bool = False
 ) -> ir.Model:

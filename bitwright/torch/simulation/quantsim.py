@@ -642,6 +642,20 @@ class QuantizationSimModel(SimulatedModule):
         return drift_sim(self, a, b, self.examples[0] if batch is None else batch, **options)
 
     @checks_arguments
+    def exported_program(self, batch: Any = None, **options: Any) -> Any:
+        """The simulation as an ``ExportedProgram`` of ``torch.export``, which ExecuTorch and inductor lower.
+
+        See :func:`bitwright.torch.simulation.export.decomposed_program`.
+
+        Args:
+            batch: an input; the example by default.
+            options: ``dynamic_batch``: leave the first axis free.
+        """
+        from bitwright.torch.simulation.export import decomposed_program
+
+        return decomposed_program(self, self.examples[0] if batch is None else batch, **options)
+
+    @checks_arguments
     def runs_as(self, profile: str | Path, batch: Any = None, **options: Any) -> Any:
         """Run the model that :meth:`export` would write as a target computes it, without the target.
 

@@ -1,0 +1,137 @@
+"""A simulation as an ``ExportedProgram`` with the operators of ``quantized_decomposed``: what ExecuTorch and inductor lower.
+
+Weights are stored as codes, read through ``dequantize_per_channel`` or ``dequantize_per_tensor``; activations pass a pair of
+``quantize_per_tensor`` and ``dequantize_per_tensor``. Unsigned grids of 8 bits are written as int8: the zero point moves by 128,
+the numbers on the grid stay. Biases are floats on their grid, which runtimes find again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.ao.quantization.fx._decomposed  # registers the operators
+from torch import fx, nn  # noqa: TID251, the language of programs that torch.export returns
+from torch.export import ExportedProgram
+
+from bitwright.core.numerics import affine
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerChannel, PerTensor
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import ExportError
+from bitwright.torch.simulation.simulate import RUN
+
+_OPS = torch.ops.quantized_decomposed
+_TYPES = {8: torch.int8, 16: torch.int16}
+
+
+def with_decomposed(
+    program: ExportedProgram, sites: Any, tensors: tuple[torch.Tensor, ...], shapes: Any
+) -> ExportedProgram:
+    """``program``, which has a mark at every site, with quantizers in their places.
+
+    Args:
+        program: of a simulation.
+        sites: name -> site.
+        tensors: what the program takes.
+        shapes: ``dynamic_shapes`` of ``torch.export``.
+
+    Raises:
+        ExportError: a site has a grid for which the operators have no form.
+    """
+    module = program.module()
+    assert isinstance(module, fx.GraphModule)
+    marks = [node for node in module.graph.nodes if node.target is torch.ops.bitwright.site.default]
+    for i, node in enumerate(marks):
+        site: Site = sites[str(node.args[1]).partition(RUN)[0]]
+        encoding = site.quantizer.required
+        with module.graph.inserting_before(node):
+            made = _stored(module, node, site, encoding, i) if site.is_stored or site.role == "bias" else None
+            made = _passing(module, node, site, encoding, i) if made is None else made
+        node.replace_all_uses_with(made)
+        module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return torch.export.export(module, tensors, dynamic_shapes=shapes, strict=False)
+
+
+def _stored(module: fx.GraphModule, node: fx.Node, site: Site, encoding: Encoding, number: int) -> fx.Node | None:
+    """A parameter as codes, or a bias as floats of its grid; ``None`` where it is computed from several."""
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or source.op != "get_attr":
+        return None
+    value = _attribute(module, str(source.target)).detach()
+    codes = affine.quantize(value.cpu().numpy(), encoding)
+    if site.role == "bias":
+        floats = affine.dequantize(codes, encoding).astype(np.float32)
+        return _held(module, f"_bias_{number}", torch.from_numpy(floats))
+    dtype, _, shift = _grid(site, encoding)
+    stored = _held(module, f"_codes_{number}", torch.from_numpy(np.asarray(codes) - shift).to(dtype))
+    return _dequantized(module, stored, site, encoding, number)
+
+
+def _passing(module: fx.GraphModule, node: fx.Node, site: Site, encoding: Encoding, number: int) -> fx.Node:
+    """An activation through its quantizer."""
+    if encoding.dynamic:
+        raise ExportError(
+            site.name, "its range is chosen at run time, for which there is no form here", "use fixed ranges"
+        )
+    dtype, (qmin, qmax), shift = _grid(site, encoding)
+    graph, source = module.graph, node.args[0]
+    if encoding.granularity == PerTensor():
+        grid = (float(encoding.scale), int(encoding.zero_point) - shift, qmin, qmax, dtype)
+        codes = graph.call_function(_OPS.quantize_per_tensor.default, (source, *grid))
+        return graph.call_function(_OPS.dequantize_per_tensor.default, (codes, *grid))
+    axis, scales, zeros = _channels(module, site, encoding, shift, number)
+    codes = graph.call_function(_OPS.quantize_per_channel.default, (source, scales, zeros, axis, qmin, qmax, dtype))
+    return graph.call_function(_OPS.dequantize_per_channel.default, (codes, scales, zeros, axis, qmin, qmax, dtype))
+
+
+def _dequantized(module: fx.GraphModule, codes: fx.Node, site: Site, encoding: Encoding, number: int) -> fx.Node:
+    dtype, (qmin, qmax), shift = _grid(site, encoding)
+    if encoding.granularity == PerTensor():
+        grid = (float(encoding.scale), int(encoding.zero_point) - shift, qmin, qmax, dtype)
+        return module.graph.call_function(_OPS.dequantize_per_tensor.default, (codes, *grid))
+    axis, scales, zeros = _channels(module, site, encoding, shift, number)
+    return module.graph.call_function(
+        _OPS.dequantize_per_channel.default, (codes, scales, zeros, axis, qmin, qmax, dtype)
+    )
+
+
+def _grid(site: Site, encoding: Encoding) -> tuple[torch.dtype, tuple[int, int], int]:
+    """Type of the codes, their ends, and what is subtracted from those of the encoding."""
+    fmt = encoding.format
+    bits = fmt.bits if isinstance(fmt, IntFormat) else 0
+    wide = next((n for n in _TYPES if 0 < bits <= n), 0)
+    if not wide or not isinstance(fmt, IntFormat) or encoding.shift is not None:
+        problem = f"quantized_decomposed has no operators for {site.quantizer.described}"
+        raise ExportError(site.name, problem, "use integers of 16 bits at most, or export ONNX")
+    shift = 0 if fmt.signed else 1 << (bits - 1)
+    return _TYPES[wide], (fmt.qmin - shift, fmt.qmax - shift), shift
+
+
+def _channels(
+    module: fx.GraphModule, site: Site, encoding: Encoding, shift: int, number: int
+) -> tuple[int, fx.Node, fx.Node]:
+    granularity = encoding.granularity
+    if not isinstance(granularity, PerChannel) or not isinstance(granularity.axis, int):
+        problem = f"quantized_decomposed has no operators for scales {granularity}"
+        raise ExportError(site.name, problem, "use one scale per tensor or per channel, or export ONNX")
+    scales = torch.from_numpy(encoding.scale.reshape(-1).copy())
+    zeros = torch.from_numpy(encoding.zero_point.reshape(-1).astype(np.int64) - shift)
+    return granularity.axis, _held(module, f"_scales_{number}", scales), _held(module, f"_zeros_{number}", zeros)
+
+
+def _held(module: fx.GraphModule, name: str, tensor: torch.Tensor) -> fx.Node:
+    module.register_buffer(name, tensor)
+    return module.graph.get_attr(name)
+
+
+def _attribute(module: nn.Module, path: str) -> torch.Tensor:
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert isinstance(found, torch.Tensor)
+    return found
