@@ -58,6 +58,24 @@ def test_what_has_no_form_is_refused() -> None:
         sim.exported_program()
 
 
+def test_a_batch_of_free_length(sim: QuantizationSimModel) -> None:
+    program = sim.exported_program(torch.randn(2, 3, 8, 8), dynamic_batch=True)
+    x = torch.randn(5, 3, 8, 8)
+    with torch.no_grad():
+        assert (program.module()(x)[0] - sim.model(x)).abs().max() < 0.02
+
+
+def test_steps_of_a_recurrent_layer_are_refused() -> None:
+    """One operator of the program computes all steps: quantizers inside them have no place, and would be lost."""
+    x = torch.randn(2, 5, 6)
+    sim = QuantizationSimModel(nn.Sequential(nn.LSTM(6, 8, batch_first=True)).eval(), x)
+    sim.compute_encodings([x])
+    with pytest.raises(
+        ExportError, match="inside the steps of a recurrent layer.*export ONNX, or leave the layer in float"
+    ):
+        sim.exported_program(x)
+
+
 def test_executorch_computes_the_codes_of_the_simulation(sim: QuantizationSimModel, tmp_path: Path) -> None:
     pytest.importorskip("executorch")
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner

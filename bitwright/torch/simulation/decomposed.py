@@ -44,6 +44,12 @@ def with_decomposed(
     module = program.module()
     assert isinstance(module, fx.GraphModule)
     marks = [node for node in module.graph.nodes if node.target is torch.ops.bitwright.site.default]
+    marked = {str(node.args[1]).partition(RUN)[0] for node in marks}
+    inside = next((name for name, site in sites.items() if site.enabled and site.inner and name not in marked), None)
+    if inside is not None or any(sites[name].inner for name in marked):
+        name = inside or next(name for name in marked if sites[name].inner)
+        problem = "it is quantized inside the steps of a recurrent layer, which is one operator in an exported program"
+        raise ExportError(name, problem, "export ONNX, or leave the layer in float")
     for i, node in enumerate(marks):
         site: Site = sites[str(node.args[1]).partition(RUN)[0]]
         encoding = site.quantizer.required
@@ -54,7 +60,8 @@ def with_decomposed(
         module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return torch.export.export(module, tensors, dynamic_shapes=shapes, strict=False)
+    axes = None if shapes is None else tuple(shapes["tensors"])
+    return torch.export.export(module, tensors, dynamic_shapes=axes, strict=False)
 
 
 def _stored(module: fx.GraphModule, node: fx.Node, site: Site, encoding: Encoding, number: int) -> fx.Node | None:
