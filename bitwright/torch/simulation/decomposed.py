@@ -44,12 +44,7 @@ def with_decomposed(
     module = program.module()
     assert isinstance(module, fx.GraphModule)
     marks = [node for node in module.graph.nodes if node.target is torch.ops.bitwright.site.default]
-    marked = {str(node.args[1]).partition(RUN)[0] for node in marks}
-    inside = next((name for name, site in sites.items() if site.enabled and site.inner and name not in marked), None)
-    if inside is not None or any(sites[name].inner for name in marked):
-        name = inside or next(name for name in marked if sites[name].inner)
-        problem = "it is quantized inside the steps of a recurrent layer, which is one operator in an exported program"
-        raise ExportError(name, problem, "export ONNX, or leave the layer in float")
+    _refuse_steps(sites, {str(node.args[1]).partition(RUN)[0] for node in marks})
     for i, node in enumerate(marks):
         site: Site = sites[str(node.args[1]).partition(RUN)[0]]
         encoding = site.quantizer.required
@@ -62,6 +57,15 @@ def with_decomposed(
     module.recompile()
     axes = None if shapes is None else tuple(shapes["tensors"])
     return torch.export.export(module, tensors, dynamic_shapes=axes, strict=False)
+
+
+def _refuse_steps(sites: Any, marked: set[str]) -> None:
+    """Refuse recurrent layers whose steps are quantized: one operator of the program computes all of them."""
+    inside = (name for name, site in sites.items() if site.inner and (site.enabled or name in marked))
+    name = next(inside, None)
+    if name is not None:
+        problem = "it is quantized inside the steps of a recurrent layer, which is one operator in an exported program"
+        raise ExportError(name, problem, "export ONNX, or leave the layer in float")
 
 
 def _stored(module: fx.GraphModule, node: fx.Node, site: Site, encoding: Encoding, number: int) -> fx.Node | None:
