@@ -182,7 +182,7 @@ def transform(
     if not batches:
         refuse_no_data("transform")
     layers = Layers(view.graph(), view)
-    attended = rotatable_heads(layers)
+    attended = [heads for heads in rotatable_heads(layers) if _whole_heads(heads)]
     groups, refused = _groups(view, layers, {str(_output(heads).op) for heads in attended}, shared)
     moments, samples = _moments(
         view, layers, [*(g[0] for g in groups), *map(_output, attended)], bar(batches, "measuring")
@@ -221,6 +221,11 @@ def _log(report: TransformReport) -> None:
     if not report.changed:
         why = f": {report.refused[0]}" if report.refused else ", as the model has no linear layer"
         logger.warning("nothing is transformed%s", why)
+
+
+def _whole_heads(heads: Attention) -> bool:
+    """Whether a layer makes values alone, each head for a whole number of the heads of the output projection."""
+    return heads.value is not None and _output(heads).axes.inputs % heads.value.axes.outputs == 0
 
 
 def _output(heads: Attention) -> Layer:

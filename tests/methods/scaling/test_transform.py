@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaForCausalLM
 
 from bitwright import quantize
 from bitwright.core.graph.operators import is_rotation
@@ -154,6 +154,16 @@ def test_a_llama_with_grouped_heads_and_a_recipe():
     report = transform_model(model, [batch])
     assert len(report.products) == 2 and len(report.values) == 2
     torch.testing.assert_close(model(**batch).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_values_of_a_projection_that_makes_queries_and_keys_too_are_left():
+    torch.manual_seed(0)
+    model = GPT2Model(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=16)).eval()
+    batch = {"input_ids": torch.randint(0, 64, (4, 8)), "use_cache": False}
+    wanted = model(**batch).last_hidden_state
+    report = transform_model(model, [batch])
+    assert not report.values and len(report.products) == 4
+    torch.testing.assert_close(model(**batch).last_hidden_state, wanted, rtol=1e-4, atol=1e-4)
 
 
 class Plain(nn.Module):
