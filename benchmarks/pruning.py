@@ -230,7 +230,7 @@ def _pruned(
     """The module at a part of its MACs, and what is left of them; by Torch-Pruning without options."""
     if options is None:
         return torch_pruned(model, batches[0], part)
-    result = bitwright.compress(model, batches, {"macs": part}, widths=2, seed=seed, progress=False, **options)
+    result = bitwright.compress(model, batches, {"macs": part}, seed=seed, progress=False, **options)
     return result.model, result.after["macs"] / result.before["macs"]
 
 
@@ -256,7 +256,7 @@ def row(name: str, method: str, part: float) -> dict[str, Any]:
         pruned, left = torch_pruned(model, batches[0], part)
         return {"macs": left, "score": subject.score(pruned), "seconds": time.perf_counter() - start}
     result = bitwright.compress(
-        model, batches, {"macs": part}, metric=subject.score, lower_is_better=subject.unit == "perplexity", widths=2,
+        model, batches, {"macs": part}, metric=subject.score, lower_is_better=subject.unit == "perplexity",
         progress=False, **options,
     )  # fmt: skip
     found = {"macs": result.after["macs"] / result.before["macs"], "score": result.metrics["compressed"],

@@ -23,7 +23,7 @@ from bitwright.compression.checks import checked_dependencies
 from bitwright.compression.costs import Prices
 from bitwright.compression.groups import Dependencies, Group
 from bitwright.compression.importance import Evidence, criterion
-from bitwright.compression.prune import Selector, apply
+from bitwright.compression.prune import Selector, Widths, apply
 from bitwright.compression.ratios import Scores, greedy, load_scores, measure_scores, monotonic, save_scores
 from bitwright.compression.ratios import checked_score as _checked_score
 from bitwright.compression.reconstruct import Original, estimate_batch_norms, reconstruct
@@ -342,7 +342,7 @@ class _Channels:
         groups = list({g.name: g for g in self.read.values() if g.name not in left_out}.values())
         evidence = Evidence(self.found.graph, self.structure.param)
         scores = {group.name: criterion("l1")(group, evidence) for group in groups}
-        return Selector(self.found, self.prices, groups, scores, multiple=self._multiple, ratios=ratios)
+        return Selector(self.found, self.prices, groups, scores, widths=Widths(self._multiple), ratios=ratios)
 
     def greedily(
         self, metric: Callable[[Any], float], baseline: float, given: GreedySelectionParameters, cost: str,

@@ -23,14 +23,31 @@ from bitwright.methods.front_end import Structured
 
 Ranking = Literal["exact", "uniform", "global"]
 
-#: target -> how many channels its kernels compute at once; widths stay multiples of it where a layer has four times as many
-WIDTHS: dict[str, int] = {
-    "any": 1,
-    "cpu": 8,  # ONNX Runtime blocks channels by 8 with AVX2, XNNPACK and oneDNN too
-    "avx512": 16,
-    "tensor_cores": 8,
-    "tensor_cores_int8": 16,
-    "hexagon": 32,
+
+@dataclass(frozen=True)
+class Widths:
+    """What the kernels of a target want of widths.
+
+    Attributes:
+        multiple: how many channels they compute at once; narrow layers, of less than four times as many, keep a half or a
+            quarter of it.
+        always: what every width stays a multiple of where it was one, however narrow the layer is.
+    """
+
+    multiple: int
+    always: int = 1
+
+
+#: target -> widths that its kernels like
+WIDTHS: dict[str, Widths] = {
+    "any": Widths(1),
+    # ONNX Runtime blocks channels by 8 with AVX2, XNNPACK and oneDNN too; a depthwise convolution of another width than a
+    # multiple of 4 leaves the blocks, with a reordering in front and behind, and takes several times as long
+    "cpu": Widths(8, 4),
+    "avx512": Widths(16, 4),  # ONNX Runtime blocks by 16
+    "tensor_cores": Widths(8, 8),
+    "tensor_cores_int8": Widths(16, 16),
+    "hexagon": Widths(32, 4),
 }
 
 
@@ -64,11 +81,11 @@ class Choice:
     costs: Mapping[str, float]
 
 
-def step_of(group: Group, multiple: int) -> int:
-    """Number of units to remove at once, so that widths of their producers stay multiples of ``multiple``."""
+def step_of(group: Group, widths: Widths) -> int:
+    """Number of units to remove at once, so that widths of their producers stay what the kernels like."""
     count = max((m.positions.shape[1] for m in group.makers), default=1)
-    width = group.units * count
-    while multiple > 1 and multiple * 4 > width:
+    width, multiple = group.units * count, widths.multiple
+    while multiple > math.gcd(width, widths.always) and multiple * 4 > width:
         multiple //= 2
     step = multiple // math.gcd(multiple, count)
     return max(1, min(step, group.units // 2))
@@ -83,7 +100,7 @@ class Selector:
         groups: those that may lose units.
         scores: group -> score of every unit.
         cap: largest part of the units of one group that may go.
-        multiple: of the widths that are left, see :func:`step_of`.
+        widths: that are left, see :func:`step_of`.
         ranking: ``uniform`` takes the same part from every group; ``global`` the lowest scores, each in parts of the mean of
             its group; ``exact`` begins with ``uniform``.
         alike: take as many units from groups that are kin.
@@ -92,11 +109,11 @@ class Selector:
 
     def __init__(
         self, found: Dependencies, prices: Prices, groups: Sequence[Group], scores: Mapping[str, Array], *,
-        cap: float = 0.9, multiple: int = 1, ranking: Ranking = "uniform", alike: bool = False,
+        cap: float = 0.9, widths: Widths = WIDTHS["any"], ranking: Ranking = "uniform", alike: bool = False,
         ratios: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         self.found, self.prices, self.groups, self.scores = found, prices, list(groups), scores
-        self.cap, self.multiple, self.ranking, self.alike, self.ratios = cap, multiple, ranking, alike, ratios
+        self.cap, self.widths, self.ranking, self.alike, self.ratios = cap, widths, ranking, alike, ratios
         self.order: dict[str, Array] = {g.name: np.argsort(scores[g.name], kind="stable") for g in self.groups}
         shared = [comparable(np.asarray(scores[g.name], np.float64)) for g in self.groups]
         ranks = [np.argsort(self.order[g.name]) / g.units for g in self.groups]  # where scores are equal, evenly
@@ -118,7 +135,7 @@ class Selector:
 
     def step(self, group: Group) -> int:
         """Number of units removed at once."""
-        return step_of(group, self.multiple)
+        return step_of(group, self.widths)
 
     def most(self, group: Group) -> int:
         """Largest number of units that may be removed."""
@@ -128,7 +145,8 @@ class Selector:
         """Numbers of units that may be removed from each of ``groups``, ascending from 0."""
         if self.ratios is not None:
             units = groups[0].units
-            left = {max(1, round(units * ratio / self.multiple) * self.multiple) for ratio in self.ratios}
+            multiple = self.widths.multiple
+            left = {max(1, round(units * ratio / multiple) * multiple) for ratio in self.ratios}
             return sorted({0, *(units - n for n in left if n < units)})
         return counts_of(groups[0].units, self.step(groups[0]), min(map(self.most, groups)))
 
@@ -229,14 +247,14 @@ class PruneOptions:
     narrow_inputs: bool = True
 
     @property
-    def multiple(self) -> int:
-        """Of the widths.
+    def kernels(self) -> Widths:
+        """What widths are multiples of.
 
         Raises:
             ConfigError: there is no such row, or a number that is none.
         """
         if isinstance(self.widths, int) and self.widths > 0:
-            return self.widths
+            return Widths(self.widths)
         if self.widths not in WIDTHS:
             raise ConfigError(
                 "widths", f"there is no row {self.widths!r}{close_matches(str(self.widths), WIDTHS)}",
@@ -320,7 +338,7 @@ def prune(
         ConfigError: a target or an option that cannot be met; nothing can be removed, with the layers and the reasons.
         ModelError: the cut model does not compute what the whole one does with the same channels at zero.
     """
-    target, score, multiple = check_target(target), criterion(options.importance), options.multiple
+    target, score, widths = check_target(target), criterion(options.importance), options.kernels
     found = checked_dependencies(
         structure, batches[0], inner=options.inner, averaged=options.averaged, narrow_inputs=options.narrow_inputs
     )
@@ -330,7 +348,7 @@ def prune(
     evidence = _evidence(structure, found, groups, batches, options, gradients)
     scores = {g.name: np.asarray(score(g, evidence)) for g in groups}
     selector = Selector(
-        found, Prices(found.graph, target, search.times), groups, scores, cap=options.cap, multiple=multiple,
+        found, Prices(found.graph, target, search.times), groups, scores, cap=options.cap, widths=widths,
         ranking=options.ranking, alike=structure.one_configuration() if options.alike is None else options.alike,
     )  # fmt: skip
     choice, chosen = selector.choose(target), None

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.compression.permute import Reordered, permute_channels
 from bitwright.compression.svd import measure_inputs, patches
 from bitwright.core.graph.graph import Op, Value
 from bitwright.core.graph.operators import TRAITS
@@ -272,6 +273,7 @@ class SparsityReport(Reversible, Tabular):
         rows: one per weight.
         refused: layer -> why it was not touched.
         masks: parameter -> which numbers stay, boolean.
+        reordered: groups of channels that were put into another order, with what the pattern keeps before and after.
     """
 
     _rows = "rows"
@@ -279,6 +281,7 @@ class SparsityReport(Reversible, Tabular):
     rows: tuple[SparseRow, ...]
     refused: Mapping[str, str]
     masks: Mapping[str, Array] = field(repr=False)
+    reordered: tuple[Reordered, ...] = ()
     _undos: list[Undo] = field(default_factory=list, repr=False)
 
     @property
@@ -308,6 +311,7 @@ def sparsify_model(
     sparsity: float = 0.5,
     pattern: str = "unstructured",
     method: str = "wanda",
+    permute: bool = False,
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     providers: Any = None,
@@ -325,6 +329,8 @@ def sparsify_model(
         sparsity: share of zeros of every weight; ``n:m`` has its own.
         pattern: ``unstructured``, ``n:m`` as in ``2:4``, or blocks ``RxC`` of outputs and inputs as in ``4x1``.
         method: ``magnitude``, ``wanda``, or ``sparsegpt``, which moves the other weights and needs torch.
+        permute: put channels into another order first, so that ``n:m`` keeps larger weights; the model computes the same
+            (:mod:`bitwright.compression.permute`). :meth:`SparsityReport.undo` leaves the order as it is.
         include, exclude: names of layers.
         providers: where ONNX Runtime computes.
         progress: show progress bars on a terminal.
@@ -348,7 +354,16 @@ def sparsify_model(
         raise ConfigError("pattern", f"sparsegpt has no blocks {pattern}", "use magnitude or wanda")
     if not batches:
         raise CalibrationError("sparsify_model", "the data held no batch", "give some batches of real data")
+    if permute and not wanted.every:
+        raise ConfigError(
+            "permute", f"the order of channels does not matter for {pattern}", "use a pattern n:m as in 2:4"
+        )
     example = batches[0] if dummy_input is None else dummy_input
+    reordered: tuple[Reordered, ...] = ()
+    if permute:
+        structure = front_end_of(model).structured(model, example, providers, in_place=True)
+        reordered, _ = permute_channels(structure, example, wanted.keep, wanted.every)
+        structure.give_back()
     opened = front_end_of(model).open_model(model, None, example, "sparsify_model", providers)
     view, row = opened.view, METHODS[method]
     layers, refused = find_sparse_layers(view, row.reads)
@@ -365,7 +380,7 @@ def sparsify_model(
         rows.append(SparseRow(layer.name, layer.param, float((new == 0).mean()), _error(old, new, layer.moments)))
         masks[layer.param] = layer.tensor(new) != 0
         edits.append(SetParam(layer.param, np.ascontiguousarray(layer.tensor(new))))
-    report = SparsityReport(tuple(rows), refused, masks, [view.edit(edits)])
+    report = SparsityReport(tuple(rows), refused, masks, reordered, [view.edit(edits)])
     opened.finish(report)
     return report
 

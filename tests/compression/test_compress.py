@@ -6,12 +6,14 @@ import json
 import logging
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
@@ -318,3 +320,32 @@ def test_data_is_read_no_further_than_the_samples_that_choices_need() -> None:
             yield np.zeros((32, 2), np.float32)
 
     assert len(few_batches(endless())) == len(read) == 2
+
+
+def blocked_convolutions(model: Any) -> int:
+    """Convolutions that ONNX Runtime computes on blocks of channels."""
+    options = ort.SessionOptions()
+    with tempfile.TemporaryDirectory() as folder:
+        options.optimized_model_filepath = str(Path(folder, "optimized.onnx"))
+        options.log_severity_level = 3  # the file is for this machine
+        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        nodes = onnx.load(options.optimized_model_filepath).graph.node
+    return sum(node.op_type == "Conv" and node.domain.endswith("nchwc") for node in nodes)
+
+
+def test_widths_keep_the_blocks_of_the_kernels(tmp_path: Path) -> None:
+    """A file is slower than before where convolutions leave their blocks: with the widths of ``cpu`` none does."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()]
+    for width in (8, 24, 48):  # also narrow ones, of less than four blocks
+        layers += [nn.Conv2d(width, width, 3, padding=1, groups=width), nn.ReLU(), nn.Conv2d(width, 2 * width, 1)]
+        layers += [nn.ReLU(), nn.Conv2d(2 * width, {8: 24, 24: 48, 48: 10}[width], 1)]
+    x = torch.randn(2, 3, 12, 12)
+    torch.onnx.export(nn.Sequential(*layers).eval(), (x,), str(tmp_path / "m.onnx"), dynamo=True, verbose=False)
+    before = blocked_convolutions(onnx.load(tmp_path / "m.onnx"))
+    for ranking in ("uniform", "global", "exact"):
+        result = bitwright.compress(
+            str(tmp_path / "m.onnx"), [x.numpy()], {"macs": 0.5}, ranking=ranking, reconstruction=False, progress=False
+        )
+        assert all(row.after % 4 == 0 for row in result.rows) and result.after["macs"] < 0.5 * result.before["macs"]
+        assert blocked_convolutions(result.model) == before
