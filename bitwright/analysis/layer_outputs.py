@@ -97,7 +97,7 @@ class LayerOutputUtil:
 
     Args:
         sim: a calibrated simulation of either front end.
-        dir_path: folder, made if need be.
+        dir_path: folder, created if missing.
         form: ``"npy"``, ``"safetensors"`` or ``"raw"``.
         exported: a folder that ``sim.export`` wrote: files are called as the tensors of the exported model are, where a
             tensor of it is the output of a layer.

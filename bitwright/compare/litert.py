@@ -66,7 +66,7 @@ _CODES_OF = (np.dtype(np.int8), np.dtype(np.int16))
 
 # ------------------------------------------------------------------------------------------------------------- bounds
 
-#: operators that hand on codes as they are
+#: operators that pass on codes as they are
 MOVES_CODES = frozenset(
     (
         "RESHAPE", "TRANSPOSE", "PAD", "PADV2", "STRIDED_SLICE", "SLICE", "SPLIT", "CONCATENATION", "GATHER", "MAX_POOL_2D",

@@ -265,7 +265,7 @@ def _dequantized_codes(model: ir.Model) -> Iterator[tuple[ir.Node, set[ir.Value]
 
 
 def _shared(model: ir.Model) -> list[tuple[ir.Node, list[Any]]]:
-    """``(DequantizeLinear of codes, its readers)`` but for the first reader of every code and zero point."""
+    """``(DequantizeLinear of codes, its readers)`` except for the first reader of every code and zero point."""
     found = []
     seen: set[ir.Value] = set()
     for node, constants in _dequantized_codes(model):

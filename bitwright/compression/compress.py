@@ -42,7 +42,7 @@ class Compressed(Tabular):
         sqnr: signal-to-noise ratio of the outputs against the original's in dB, on the first 64 samples of the data, which layers
             were fitted to; ``None`` where outputs are no numbers.
         states: inputs and outputs that are states of recurrent layers -> shape before and after, where it changed: the caller
-            begins with narrower ones, and hands on narrower ones.
+            begins with narrower ones, and passes on narrower ones.
         plan: what :func:`bitwright.torch.rebuild` takes, for modules.
         seconds: that it took.
     """

@@ -310,7 +310,7 @@ def write_artefacts(
 
     Args:
         sim: whose sites, rules and plan are written down.
-        path: folder, made if need be.
+        path: folder, created if missing.
         prefix: stem of the files.
         marked: the model with a marker at every site.
         encodings: site -> encoding, of the enabled sites.

@@ -115,7 +115,7 @@ def export_decoder(
 
     Args:
         sim: a calibrated simulation of the model, whatever its example was; a module is written as it is, in float.
-        folder: made if need be.
+        folder: created if missing.
         prefix: stem of the files.
         tokenizer: of transformers, or a folder that holds tokenizer files; without it the folder takes token ids only.
         prompts: token ids, or texts where the tokenizer is one of transformers, that generation is compared on; four by default.

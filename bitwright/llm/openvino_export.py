@@ -59,7 +59,7 @@ def export_openvino(sim: QuantizationSimModel | nn.Module, folder: str | Path, *
 
     Args:
         sim: a calibrated simulation; a module is written as it is, in float.
-        folder: made if need be.
+        folder: created if missing.
         options: of :func:`export_decoder`; attention is in plain operators.
 
     Raises:

@@ -60,7 +60,7 @@ def activation_ranges(sim: Simulation, calibrate: Callable[[Any], None], *, meth
 
     Args:
         sim: calibrated; changed in place.
-        calibrate: finds its encodings; called if need be.
+        calibrate: finds its encodings; called where it is needed.
         method: a row of ``RANGE_METHODS``.
 
     Raises:

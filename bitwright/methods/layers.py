@@ -1,6 +1,6 @@
 """Layers as the post-training methods see them: stored weight and bias, channels in and out, and groups that share channels.
 
-A *group* is a value between layers together with everything that hands its channels on unchanged but for a
+A *group* is a value between layers together with everything that hands its channels on unchanged except for a
 positive factor. Multiply channel ``c`` of all that produces it by ``a[c]``, divide the matching input channel of
 all that consumes it by ``a[c]``, and the model computes what it did before. Equalization and smoothing choose
 ``a``; they find their groups here.
@@ -252,7 +252,7 @@ Kind = Literal["layer", "norm", "embedding"]
 _BOTH_PORTS = frozenset({"Mul"})
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 _SELECTS = frozenset({"Slice", "Gather"})
-#: operators that hand on elements as they are, of all or of some rows
+#: operators that pass on elements as they are, of all or of some rows
 MOVES = frozenset((*TRAITS["identity"], *TRAITS["reshape"], "Cast", *_SELECTS))
 
 

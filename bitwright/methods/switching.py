@@ -125,7 +125,7 @@ class Kept:
     """A file of measurements: a long analysis goes on from there after Ctrl-C, a deadline or a crash.
 
     Args:
-        folder: where; made if need be. ``None`` keeps nothing.
+        folder: where; created if missing. ``None`` keeps nothing.
         name: fingerprint of simulation, data and metric.
         file: name of the file.
 

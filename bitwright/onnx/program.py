@@ -283,7 +283,7 @@ class Steps:
         return found
 
     def _pass(self, number: int, op: str = "", site: str | None = None) -> int:
-        """A step that hands on a value, as one of its own: its readers may see it through a quantizer that others do not."""
+        """A step that passes on a value, as one of its own: its readers may see it through a quantizer that others do not."""
         made = self._ids.another()
         self._append(Step(op, (number,), (made,), _handed_on, {}, () if site is None else ((0, site),)))
         return made

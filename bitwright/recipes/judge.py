@@ -334,7 +334,7 @@ def _last_samples(batches: Sequence[Any], outputs: Outputs) -> tuple[list[Any], 
 
 
 def _computed_apart(outputs: Outputs, batch: Any, *parts: Any) -> bool:
-    """Whether the outputs of ``parts`` of a batch, one after the other, are those of the whole batch, but for rounding."""
+    """Whether the outputs of ``parts`` of a batch, one after the other, are those of the whole batch, except for rounding."""
     try:
         whole, *pieces = ([np.array(y) for y in outputs(some)] for some in (batch, *parts))
     except Exception:  # of the model's own code; if it is not about the size, calibration raises it again

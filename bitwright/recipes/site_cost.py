@@ -121,7 +121,7 @@ def _outputs(model: SimulatedModel, batch: Any) -> _Outputs | None:
 
 
 def _same_samples(one: Sequence[Any], several: Sequence[Any], count: int) -> bool:
-    """Whether the outputs of the first sample alone are those that it has among ``count`` samples, but for rounding."""
+    """Whether the outputs of the first sample alone are those that it has among ``count`` samples, except for rounding."""
     return len(one) == len(several) and all(
         isinstance(a, Tensor)
         and isinstance(b, Tensor)

@@ -215,7 +215,7 @@ class _Tracer(Handler):
         return output
 
     def _keep_constants(self, produced: Sequence[Tensor], reads: Mapping[int, int]) -> None:
-        """Keep what was computed of constants alone; what a call hands on as it is has its place."""
+        """Keep what was computed of constants alone; what a call passes on as it is has its place."""
         if len(reads) == 1 and all(self._known(tensor) in reads for tensor in produced):
             return
         for tensor in produced:  # a transposed parameter follows its parameter, a part computed of it stays

@@ -533,4 +533,4 @@ def test_states_that_are_carried_from_run_to_run_do_not_drift(
             y, state = step(x, state)
             found.append(y.numpy())
     assert sqnr(np.concatenate(wanted), np.concatenate(found)) > 27
-    assert any("hands on a state from run to run" in row.how for row in sim.coverage()), str(sim.coverage())
+    assert any("passes on a state from run to run" in row.how for row in sim.coverage()), str(sim.coverage())

@@ -97,7 +97,7 @@ REASONS: dict[Need, str] = {
     "identity": "float: {} compares it or counts with it, and a grid has other numbers",
     "order": "float: {} decides by it what is computed next, and a grid makes ties of values that are nearly equal",
     "steering": "float: the model's code decides by it, or by what {} makes of it, what it computes",
-    "state": "float: {} hands on a state from run to run, in which the errors of a grid add up",
+    "state": "float: {} passes on a state from run to run, in which the errors of a grid add up",
     "phase": "float: {} takes it for an angle, and the steps of an integer grid are large against a turn",
     "position": "float: {} reads positions from it, and a step of an integer grid may be more than an element of the image",
 }

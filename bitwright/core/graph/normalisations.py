@@ -80,7 +80,7 @@ def find_normalisations(graph: Graph, static: set[str]) -> dict[str, str]:
 
     Returns:
         Operator -> the last operator of its normalisation. What those operators compute is inside the normalisation,
-        but for what others read of it. Linear in the graph.
+        except for what others read of it. Linear in the graph.
     """
     search = _Search(graph, static)
     for op in graph.ops:

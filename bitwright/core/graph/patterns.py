@@ -45,7 +45,7 @@ class Match:
         pattern: what was looked for.
         ops: every operator of the chain, those skipped over included, in execution order.
         inner: the values between them.
-        output: the value the chain hands on.
+        output: the value the chain passes on.
     """
 
     pattern: Pattern
@@ -214,7 +214,7 @@ def find_matches(
         skip: names of operators that take part in no chain.
 
     Returns:
-        The matches in execution order, and one :class:`NoMatch` per operator whose chain was there but for
+        The matches in execution order, and one :class:`NoMatch` per operator whose chain was there except for
         another reader or because the model returns an inner value. Linear in the graph.
     """
     links, taken = _Links(graph), set(skip)

@@ -1,7 +1,7 @@
 """Diagnose NaN and Inf: the cause at an operator, the remedy by cause, and the repair that a simulation can apply.
 
 :func:`diagnose` receives the health of everything the operator read and wrote, in canonical port order, and tries the
-cases of its type, then those that any operator may meet. A :class:`Repair` changes what one operator hands on and nothing
+cases of its type, then those that any operator may meet. A :class:`Repair` changes what one operator passes on and nothing
 in the user's model: it can be listed, written to a manifest and undone.
 """
 

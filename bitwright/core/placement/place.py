@@ -153,7 +153,7 @@ class Facts:
 
         Args:
             reader: of the value, at ``port``; a layer quantizes what it reads of positions and of states, which stay in float,
-                but for the cell state of an LSTM.
+                except for the cell state of an LSTM.
         """
         if value not in self.exact or self.exact[value][0] == "sum":
             return ""

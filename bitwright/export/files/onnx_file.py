@@ -253,7 +253,7 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool 
 def save_in_one_file(model: ir.Model, path: Path) -> None:
     """Write ``model`` with all its tensors inside, of which one large one at a time is in memory twice.
 
-    Messages hold a copy of the tensors and serialising them another. The file is what ``ir.save`` writes, but for the
+    Messages hold a copy of the tensors and serialising them another. The file is what ``ir.save`` writes, except for the
     order of fields, which has no meaning in protobuf.
 
     Args:

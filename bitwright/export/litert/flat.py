@@ -149,7 +149,7 @@ class FlatModel:
         return len(self.tensors) - 1
 
     def rename(self, tensor: int, name: str, ends: Collection[int] = ()) -> None:
-        """Give ``tensor`` exactly this name; one that has it already gets another, but for the inputs and outputs ``ends``.
+        """Give ``tensor`` exactly this name; one that has it already gets another, except for the inputs and outputs ``ends``.
 
         An input that the model returns as it is has one name on both sides.
         """

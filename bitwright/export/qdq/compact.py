@@ -145,7 +145,7 @@ def _rename(model: ir.Model, known: set[str], known_nodes: set[str]) -> dict[str
 
 
 def _ending(value: ir.Value, ports: list[int]) -> str:
-    """Arrays of zero points look like weights of 8 bits, but for their name."""
+    """Arrays of zero points look like weights of 8 bits, except for their name."""
     return "_zero_point" if 2 in ports and value.const_value is not None and value.const_value.size > 1 else ""
 
 

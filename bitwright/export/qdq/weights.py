@@ -189,7 +189,7 @@ def _keep_float_bias(w: Writing, node: ir.Node) -> None:
 
 
 def _exact_codes(array: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Integers of at most 24 bits and powers of two whose products are ``array``, but for bits below 2 ** -126."""
+    """Integers of at most 24 bits and powers of two whose products are ``array``, except for bits below 2 ** -126."""
     exponent = np.maximum(np.frexp(array)[1] - _MANTISSA, np.finfo(np.float32).minexp)
     return np.rint(np.ldexp(array.astype(np.float64), -exponent)).astype(np.int32), np.ldexp(np.float32(1), exponent)
 

@@ -63,7 +63,7 @@ class Between:
 
 
 def moves_elements(graph: Graph, op: Op) -> bool:
-    """Whether the op, which runs once, hands on every element of its input once, in another order or shape."""
+    """Whether the op, which runs once, passes on every element of its input once, in another order or shape."""
     if op.type not in (*TRAITS["reshape"], "Transpose") or len(op.outputs) != 1 or op.calls != 1 or op.also:
         return False
     source, result = graph.values[op.inputs[0] or ""], graph.values[op.outputs[0]]

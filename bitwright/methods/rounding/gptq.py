@@ -350,7 +350,7 @@ class Problem:
 
         Args:
             w: the float weights, ``[G, O, K]``.
-            refit: how often, each time followed by a new rounding but for the last; see :class:`Settings`.
+            refit: how often, each time followed by a new rounding except for the last; see :class:`Settings`.
             round_on: the codes on a grid.
         """
         encoding = self.task.encoding(self.layer)

@@ -375,7 +375,7 @@ class Channels:
     Attributes:
         mean, variance: of the values.
         largest: magnitude that hardly any value exceeds: three deviations from the mean, cut by the activation.
-        passed: share of the values whose error the activation hands on.
+        passed: share of the values whose error the activation passes on.
     """
 
     mean: Array

@@ -460,7 +460,7 @@ def part_training_norms(model: ir.Model, opset: int, site: str) -> list[str]:
         if any(value.uses() or value.is_graph_output() for value in node.outputs[3:]):
             raise ModelError(
                 site,
-                f"the batch norm {node.name!r} is in training mode and hands on the statistics of the batch, which opset "
+                f"the batch norm {node.name!r} is in training mode and passes on the statistics of the batch, which opset "
                 f"{_TRAINING_OPSET} has no outputs for",
                 "export the model again in evaluation mode",
             )

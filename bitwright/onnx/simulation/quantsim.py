@@ -1044,7 +1044,7 @@ class QuantizationSimModel(SimulationFiles):
         samples: bool = True,
         measure_speed: bool = False,
     ) -> Exported:
-        """Write the model for deployment into the folder ``path``, which is made if need be.
+        """Write the model for deployment into the folder ``path``, created if missing.
 
         The files appear together or not at all:
 

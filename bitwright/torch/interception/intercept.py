@@ -662,7 +662,7 @@ class Interceptor:
 
     @contextmanager
     def handled_by(self, handler: Handler, unseen: Collection[CodeType] = ()) -> Iterator[None]:
-        """Lead what this thread calls to another handler inside the block, but for calls from the code ``unseen``."""
+        """Lead what this thread calls to another handler inside the block, except for calls from the code ``unseen``."""
         here = self.here
         before = here.handler, here.unseen
         here.handler, here.unseen = handler, unseen

@@ -126,7 +126,7 @@ class Quantizer(core.Quantizer):
         return self._on_grid(x, overwrite)
 
     def _without_recent(self, x: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-        """``x`` on the grid but for the last ``count`` indices of ``axis``."""
+        """``x`` on the grid except for the last ``count`` indices of ``axis``."""
         older = x.shape[axis] - count
         if older <= 0:
             return x

@@ -49,7 +49,7 @@ _OTHER = "load another checkpoint"
 
 
 def save_checkpoint(sim: SimulatedModule, folder: str | Path) -> Path:
-    """Write the checkpoint into ``folder``, which is made if need be.
+    """Write the checkpoint into ``folder``, created if missing.
 
     ``model.safetensors`` holds parameters and buffers, tied ones once, under their first name; ``quantizers.json`` specs and
     encodings; ``statistics.safetensors`` what calibration saw, from which other bits and range methods are chosen without data;

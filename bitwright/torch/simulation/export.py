@@ -174,7 +174,7 @@ def export_sim(
     measure_speed: bool = False,
     rewrite: Callable[[ir.Model], Sequence[str]] | None = None,
 ) -> Exported:
-    """Write the model for deployment into the folder ``path``, which is made if need be.
+    """Write the model for deployment into the folder ``path``, created if missing.
 
     The files appear together or not at all:
 

@@ -72,7 +72,7 @@ def learn_ranges(
             some weights are frozen, as rounding methods leave those that they rounded, no weights: what was rounded makes up
             for the errors that the others have now, and a range that moves by 1 % changes some of those by whole steps. A list
             is taken literally: ``["*"]`` trains wide grids, and the weights that are not frozen beside those that are.
-        offsets: learn the zero points of asymmetric grids too (LSQ+), but for ranges that end at zero, as after ReLU.
+        offsets: learn the zero points of asymmetric grids too (LSQ+), except for ranges that end at zero, as after ReLU.
         init: where weights start: ``"calibrated"``, ``"lsq"`` (``2 * mean|w| / sqrt(qmax)``) or ``"lsq+"``
             (``max(|mean - 3 std|, |mean + 3 std|)`` is the end of the grid). Activations start where calibration found
             them: LSQ+ asks for the smallest squared error, which is ``quant_scheme="mse"``.

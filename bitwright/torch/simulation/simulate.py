@@ -298,7 +298,7 @@ class Simulator(Handler, Observer):
         self.prepare_grids()
 
     def refresh_biases(self, *, everywhere: bool = True) -> None:
-        """Bring every derived bias grid up to date with the encodings it follows from, but for what trains on other devices."""
+        """Bring derived bias grids up to date with the encodings they follow from, except for what trains on other devices."""
         with self._lock:  # another thread must not see one that is being derived
             for bias in self.biases:
                 if everywhere or not bias.quantizer.trains_elsewhere:
@@ -322,7 +322,7 @@ class Simulator(Handler, Observer):
         return wanted and not torch.compiler.is_compiling()  # a look at values would break the compiled graph
 
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls that hold no quantizer, but for movements of data that come from several grids."""
+        """Calls that hold no quantizer, except for movements of data that come from several grids."""
         watching = self.moving or self.taps is not None or self.repairs
         row = FUNCTIONS.get(func) if watching else None
         if row is None:

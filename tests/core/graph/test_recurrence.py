@@ -141,7 +141,7 @@ def test_boundary_only_leaves_the_inside_in_float_and_quantizes_what_leaves():
     assert all(site.inner is None for site in found.sites.values())
     assert found.groups["rnn.output[0]"] == ("rnn.input[5]", "rnn.output[0]", "rnn.output[1]")
     for value in ("c0", "rnn.output[2]"):  # the cell state, which the model takes and returns
-        assert found.floats[value].startswith("float: rnn hands on a state from run to run")
+        assert found.floats[value].startswith("float: rnn passes on a state from run to run")
     assert "boundary_only" in found.floats["rnn.cell"]
 
 

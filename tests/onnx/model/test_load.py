@@ -471,7 +471,7 @@ def test_batch_norms_in_training_mode_below_opset_14(opset: int, tmp_path: Path)
 
 
 def test_a_batch_norm_that_hands_on_the_statistics_of_the_batch_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"'bn' is in training mode and hands on.*Remedy: export.*evaluation mode"):
+    with pytest.raises(ModelError, match=r"'bn' is in training mode and passes on.*Remedy: export.*evaluation mode"):
         OnnxSim(training_net(9, "saved_mean"))
 
 
