@@ -703,8 +703,10 @@ class OnnxSimulation:
         self.sim.forget_simulations()
 
     def quantize(self, site: str, x: Tensor) -> Tensor:
-        """``x`` as the quantizer of ``site`` leaves it."""
+        """``x`` as the quantizer of ``site`` leaves it; the grid of a bias follows from those of its layer as they are now."""
         quantizer = self.sim.quantizers[site].quantizer
+        if quantizer.derivation is not None:
+            quantizer.derivation.refresh()
         encoding = quantizer.encoding
         if not quantizer.enabled or encoding is None or not x.is_floating_point():
             return x

@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 
 from bitwright.analysis.subject import Subject, listed, open_subject
+from bitwright.core.files import read_document
 from bitwright.core.numerics.spec import Preset
 from bitwright.errors import ConfigError, checks_arguments
+from bitwright.export.files.atomic import write_json
+from bitwright.export.files.manifest import Fingerprint
 from bitwright.metrics.labels import inputs_and_labels, inputs_of
 from bitwright.metrics.metric import find_metric, is_function, needs_labels
 from bitwright.precision.candidates import (
@@ -37,7 +40,7 @@ from bitwright.precision.candidates import (
 )
 from bitwright.precision.choice import Choice, Correction, Cost, Interactions, Knapsack, told
 from bitwright.precision.costs import Bits, all_costs, parse_bytes
-from bitwright.precision.measure import Metric, Noise, one_sided
+from bitwright.precision.measure import Metric, Noise, Score, one_sided
 from bitwright.precision.prepared import PreparedPrecisions, noise_table
 from bitwright.precision.result import Book, Goal, MixedPrecision, Point, Seen, alone, confirmed, decibel
 
@@ -276,8 +279,53 @@ logger = logging.getLogger("bitwright")
 #: notes of results that more time could change
 OUT_OF_TIME = "the search ended because time was used up"
 INTERRUPTED = "the search was interrupted; this is the best point it had"
+_MAX_BYTES = 64 << 20  # of the file of measurements
 _SHARE = 1e-3  # of the noise at the most bits, that a group has at least
 _FRONT = 24  # points of the front that is drawn
+
+
+class Measured:
+    """Measurements that a folder keeps, so that the same search goes on where a process ended.
+
+    Args:
+        path: of the JSON file; ``None`` keeps nothing.
+        identity: hash of what decides the results. Measurements of another search are left behind.
+
+    Attributes:
+        noise: state of the simulation -> noise over signal of its outputs.
+        scores: the same -> the metric.
+        found: how many of either were there.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+
+    def __init__(self, path: Path | None = None, identity: str = "") -> None:
+        self._path, self._identity = path, identity
+        self.noise: dict[str, float] = {}
+        self.scores: dict[str, Score] = {}
+        if path is not None and path.is_file():
+            remedy = "remove it, and the search begins anew; or name another folder"
+            kept = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json")
+            if not isinstance(kept, dict) or not {"identity", "noise", "scores"} <= kept.keys():
+                raise ConfigError(str(path), "it does not hold what a search wrote", remedy)
+            if kept["identity"] == identity:
+                self.noise.update(kept["noise"])
+                self.scores.update(
+                    (k, Score(np.asarray(v["values"], np.float64), v["share"])) for k, v in kept["scores"].items()
+                )
+        self.found = max(len(self.noise), len(self.scores))
+
+    def save(self) -> None:
+        """Write what there is, whole or not at all."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        scores = {k: {"values": score.values.tolist(), "share": score.share} for k, score in self.scores.items()}
+        noise = {k: value for k, value in self.noise.items() if math.isfinite(value)}
+        write_json(
+            self._path, {"format": "bitwright-search", "identity": self._identity, "noise": noise, "scores": scores}
+        )
 
 
 class Explorer:
@@ -313,6 +361,10 @@ class Explorer:
         self._subject, self.candidates, self._begin, self._deadline = subject, candidates, begin, deadline
         sim, least = subject.sim, planned_bits(subject.sim)
         self._noise = Noise(subject, data)
+        self.measured, self._stale = (
+            Measured(),
+            False,
+        )  # stale: the simulation is not in the state that was asked for last
         kernels = operands(sim)
         allowed = sim.rules.allowed_kernels
         self.groups = find_groups(sim, candidates, allowed, tied=True)
@@ -330,6 +382,7 @@ class Explorer:
         )
         self._before = self._noise.runs
         self._fits: bool | None = None
+        self._data, self._options = data, [rounding, samples, seed]
         self.notes = [f"SQNR is measured {self._noise.where}"]
         frozen = [name for name, site in sim.quantizers.items() if site.role == "weight" and site.frozen]
         self._frozen = (
@@ -360,6 +413,21 @@ class Explorer:
                 self._table[i, c] = max(found, quiet * _SHARE)
         self.prepared.restore()
 
+    def keep(self, path: Path, goal: Goal) -> None:
+        """Keep measurements in a file, and take those that the same search wrote there.
+
+        The same search has the same groups, candidates, estimates, data and metric: estimates follow from the model.
+        """
+        seen, metric = Fingerprint(), goal.metric
+        names = [[g.name, *g.sites] for g in self.groups], [c.name for c in self.candidates]
+        seen.update([self._table, *names, self._options])
+        seen.update(list(self._data))
+        if metric is not None:
+            seen.update([metric.name, metric.better, str(metric.allowed), metric.reference.values])
+        self.measured = Measured(path, str(seen))
+        if self.measured.found:
+            self.notes.append(f"{self.measured.found} measurements of an earlier run were found in {path.name}")
+
     def correction(self) -> Correction:
         """The estimates before any measurement."""
         order = [[i for i, c in enumerate(self.candidates) if coarser(c, of)] for of in self.candidates]
@@ -373,18 +441,44 @@ class Explorer:
             fitted: with weights as the result has them: rounded for this choice, if that helped the first one.
         """
         if not fitted:
-            self.prepared.apply(choice)
-            return self.measure()
+            return self._remembered("alone", choice, lambda: self.prepared.apply(choice))
         if self._fits is None:
             alone = self.noise(choice, fitted=False)
-            self.prepared.fit(choice)
-            found = self.measure()
+            found = self._remembered("fitted", choice, lambda: self.prepared.fit(choice))
             self._fits = found <= alone
             if self._fits:
                 return found
             self.notes.append("weights are rounded one layer at a time: making up for earlier layers did not help")
-        self.set(choice)
-        return self.measure()
+        return self._remembered("fitted" if self._fits else "alone", choice, lambda: self.set(choice))
+
+    def _remembered(self, how: str, choice: Choice, bring: Callable[[], None]) -> float:
+        """Noise of a state that ``bring`` brings about, measured unless an earlier run did."""
+        key = f"{how} {' '.join(map(str, choice))}"
+        if key in self.measured.noise:
+            self._noise.runs += 1  # as it would be without the earlier run
+            self._stale = True
+            return self.measured.noise[key]
+        bring()
+        self._stale = False
+        self.measured.noise[key] = self.measure()
+        self.measured.save()
+        return self.measured.noise[key]
+
+    def _score(self, choice: Choice, metric: Metric) -> Score:
+        """The metric at ``choice``, measured unless an earlier run did."""
+        key = " ".join(map(str, choice))
+        if key in self.measured.scores:
+            metric.evaluations += self.measured.scores[key].share
+            return self.measured.scores[key]
+        if self._stale:
+            self.set(choice)
+        self.measured.scores[key] = metric.measure()
+        self.measured.save()
+        return self.measured.scores[key]
+
+    def export(self, folder: Path, prefix: str) -> None:
+        """Export the point that was measured last."""
+        self._subject.sim.export(folder, prefix)
 
     def set(self, choice: Choice) -> None:
         """Give the simulation the precisions and weights of ``choice``, as the result has them."""
@@ -455,6 +549,8 @@ class Explorer:
                     break
                 expected = correction.noise().of(choice)
                 if self._measure(choice, book, correction):
+                    if self._stale:
+                        self.set(choice)
                     save()
                 if together.worth(expected, book.seen[choice].noise):
                     self._look_into(choice, together)
@@ -493,11 +589,12 @@ class Explorer:
         point = Seen(choice, self.costs[goal.cost].of(choice), self.noise(choice))
         correction.see(choice, point.noise)
         if metric is not None and (goal.min_sqnr is None or decibel(point.noise) >= goal.min_sqnr):
-            point.score = metric.measure()
+            point.score = self._score(choice, metric)
             point.drop = point.bound = metric.drop(point.score)
             if metric.held_back and point.score.share == 1:
                 point.bound = max(point.drop, metric.bound(point.score, goal.confidence))
             if metric.suspicious(point.score, point.noise):
+                self.set(choice)
                 metric.put_to_test(self._noise)
         name = self._label(self._told(choice))
         logger.info("%s: cost %.6g, SQNR %.1f dB, drop %.4g", name, point.cost, decibel(point.noise), point.drop)
@@ -673,7 +770,8 @@ def mixed_precision(
         samples: rows that the estimates are taken on.
         seed: of what is random.
         config_file: rules for a model that is given; its ``supported_kernels`` say which candidates an operator may have.
-        folder: where the best point so far is exported to, each time there is a better one.
+        folder: where the best point so far is exported to, each time there is a better one, and where measurements are kept: the
+            same call on the same folder goes on where a killed process ended.
         filename_prefix: stem of the files.
 
     Returns:
@@ -722,9 +820,10 @@ def mixed_precision(
                         f"allow more than {spent + tester.seconds:.3g} s, or let the metric look at fewer samples",
                     )
             goal = Goal(cost, bounds, tester, min_sqnr, evaluations, confidence)
-            return search.run(
-                goal, lambda: None if folder is None else sim.export(Path(folder), filename_prefix) and None
-            )
+            if folder is None:
+                return search.run(goal, lambda: None)
+            search.keep(Path(folder) / f"{filename_prefix}_search.json", goal)
+            return search.run(goal, lambda: search.export(Path(folder), filename_prefix))
     except BaseException:
         restore()
         raise

@@ -374,9 +374,11 @@ class TorchSimulation:
             self._tensor(site).copy_(value)
 
     def quantize(self, site: str, x: Tensor) -> Tensor:
-        """``x`` as the quantizer of ``site`` leaves it."""
+        """``x`` as the quantizer of ``site`` leaves it; the grid of a bias follows from those of its layer as they are now."""
         quantizer = self.sim.quantizers[site].quantizer
         assert isinstance(quantizer, Quantizer)
+        if quantizer.derivation is not None:
+            quantizer.derivation.refresh()
         if not quantizer.enabled or quantizer.encoding is None or not x.is_floating_point():
             return x
         return quantizer(x)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,14 +18,14 @@ from torch import nn
 
 from bitwright.analysis.subject import open_subject
 from bitwright.core.numerics.formats import IntFormat
-from bitwright.errors import BitwrightError
+from bitwright.errors import BitwrightError, ConfigError
 from bitwright.metrics.intervals import Difference, without_samples
-from bitwright.precision.candidates import as_candidates, find_groups
+from bitwright.precision.candidates import as_candidates, find_groups, simulation_of
 from bitwright.precision.choice import Choice, Correction, Cost, Knapsack, Pair
 from bitwright.precision.costs import present_costs
 from bitwright.precision.measure import Metric, Noise, Score
 from bitwright.precision.result import Book, Goal, Seen
-from bitwright.precision.search import Proposals, last_word, mixed_precision, why_none
+from bitwright.precision.search import Explorer, Proposals, last_word, mixed_precision, why_none
 from tests.precision.nets import FRONTS, accuracy, batches, model, simulation
 
 SMALL = ("w8a8", "w4a8", "w2a8")
@@ -695,3 +697,60 @@ def test_a_safe_point_is_borne_out_19_times_of_20() -> None:
     edge = 10 - 3.7  # a point there is safe by what is seen of it; by luck alone it fails once in twenty times
     again = edge + random.normal(0, np.sqrt(2), 4000) + 1.2816 <= 10
     assert goal.safe(Seen((0,), 1.0, 1e-3, Score(np.float64(edge)), edge, edge)) and again.mean() > 0.94
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_search_goes_on_where_a_process_ended(front: str, tmp_path: Path) -> None:
+    """No point is measured twice, and the result is that of a search that was not interrupted."""
+    right = accuracy(front)
+    calls: list[int] = []
+
+    def counted(session: Any) -> Any:
+        calls.append(0)
+        if len(calls) == last:
+            raise MemoryError("the process is gone")
+        return right(session)
+
+    def search(folder: Path | None) -> Any:
+        options = {"metric": counted, "allowed_drop": 0.02, "evaluations": 8}
+        return mixed_precision(model(front), batches(front), CANDIDATES, folder=folder, **options)
+
+    last = 5  # the float model, two points and perhaps a check of the metric or a third one come before
+    with pytest.raises(MemoryError):
+        search(tmp_path)
+    last = 0
+    calls.clear()
+    whole = search(None)
+    without = len(calls)
+    calls.clear()
+    again = search(tmp_path)
+    assert len(calls) <= without - 2, "the points that were measured before are not measured again"
+    assert [(p.name, p.drop, p.sqnr_db) for p in again.points] == [(p.name, p.drop, p.sqnr_db) for p in whole.points]
+    assert again.chosen == whole.chosen and again.evaluations == whole.evaluations
+    assert any("measurements of an earlier run were found in model_search.json" in note for note in again.notes)
+    calls.clear()
+    other = mixed_precision(model(front), batches(front), CANDIDATES, folder=tmp_path, metric=counted, allowed_drop=0.2)
+    assert calls and not any("of an earlier run" in note for note in other.notes), "another drop is another search"
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_weights_fitted_to_a_choice_do_not_depend_on_what_was_fitted_before(front: str) -> None:
+    """The grid of a bias follows from that of its weight while weights are rounded, too."""
+    wanted = as_candidates(CANDIDATES)
+    noise = []
+    for before in ([], [(2, 2, 2, 0, 0)], [(2, 2, 2, 0, 0), (1, 1, 1, 0, 0)]):
+        subject = open_subject(simulation_of(model(front), batches(front), wanted[0]))
+        with subject.exclusive():
+            search = Explorer(subject, wanted, batches(front), time.monotonic(), None, True, 32, 0, None)
+            for choice in before:
+                search.noise(choice)
+            noise.append(search.noise((0, 1, 0, 0, 0)))
+    assert noise[0] == noise[1] == noise[2]
+
+
+def test_a_damaged_file_of_measurements_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model_search.json").write_text('{"noise": 3}')
+    with pytest.raises(
+        ConfigError, match=r"model_search.json: it does not hold what a search wrote. Remedy: remove it"
+    ):
+        mixed_precision(model("onnx"), batches("onnx"), CANDIDATES, folder=tmp_path, min_sqnr=20)
