@@ -306,7 +306,7 @@ class Noise:
     def measure(self, subject: Subject | None = None) -> float:
         """Measure the current simulation, or another one of the same model."""
         self.runs += 1
-        if self._judge.instead:
+        if self._judge.looks_at_more:
             outputs = self._judge.answers((subject or self._subject).sim)
         else:
             outputs = self._outputs if subject is None else lambda batch: subject.outputs(batch, False)

@@ -58,6 +58,11 @@ class Judge:
         self.instead: dict[str, str] = {}
         self._chosen: frozenset[int] = frozenset()  # these outputs
         self._layers: list[list[Array]] = []  # what the float model has there, for each batch
+        # output -> axis of rows that an operator chose before the last layers; the value with their indices
+        self.rows: dict[int, int] = {}
+        self._indices = ""
+        self._orders: list[Array] = []  # the indices in the float model, for each batch
+        self._matched = (0, 0)  # rows that both runs chose in the last comparison, and all
 
     @classmethod
     def of(
@@ -134,30 +139,42 @@ class Judge:
         return parts_of(self.wanted, [*names, *self.instead])
 
     def look_at_layers(self, sim: Any) -> None:
-        """Compare the last layers before the selection where outputs consist of selected rows (TopK, suppression).
+        """Find what else is compared where a model chooses rows (TopK, suppression) by scores.
 
-        Which boxes a detector returns, and in which order, depends on the last digits of scores, so that their numbers cannot
-        be compared row by row. The values of the float model come from the first simulation, before a method works on it.
+        Which rows it chooses, and in which order, depends on the last digits of scores. Where outputs consist of rows that were
+        chosen after the last layer, the last layers before the choice are compared. Where layers follow, rows of the outputs
+        are compared that were chosen by the same index. The values of the float model come from the first simulation,
+        before a method works on it.
 
         Args:
             sim: calibrated, with the weights of the float model.
         """
-        if self.instead:
+        if self.looks_at_more:
             return
         chosen, layers = sim._chosen_outputs()
-        alike = all(len(outputs) == len(sim.graph.outputs) for outputs in self._float_outputs) if layers else False
-        if not alike:  # nothing is chosen; or the place of an output in the graph does not tell its place in the answer
-            return
+        indices, rows = ("", {}) if layers else sim._ordered_rows()
+        names = [*layers.values()] if layers else [indices] if rows else []
+        if not names or any(len(outputs) != len(sim.graph.outputs) for outputs in self._float_outputs):
+            return  # nothing is chosen; or the place of an output in the graph does not tell its place in the answer
         with in_float(sim.quantizers, lambda site: True):
-            answer = sim._outputs_and([*layers.values()])
-            self._layers = [[np.array(y) for y in answer(batch)[-len(layers) :]] for batch in self.batches]
-        self.instead, self._chosen = layers, frozenset(chosen)
+            answer = sim._outputs_and(names)
+            found = [[np.array(y) for y in answer(batch)[-len(names) :]] for batch in self.batches]
+        if layers:
+            self.instead, self._chosen, self._layers = layers, frozenset(chosen), found
+        else:
+            self.rows, self._indices, self._orders = rows, indices, [one for (one,) in found]
         self.__dict__.pop("wanted", None)
         self.__dict__.pop("parts", None)
 
+    @property
+    def looks_at_more(self) -> bool:
+        """Whether more than the outputs is compared, so that :meth:`answers` has to be asked."""
+        return bool(self.instead or self.rows)
+
     def answers(self, sim: Any) -> Outputs:
         """The tensors of a simulation that are compared."""
-        found: Outputs = sim._outputs_and([*self.instead.values()]) if self.instead else sim._outputs
+        names = [*self.instead.values(), *([self._indices] if self.rows else [])]
+        found: Outputs = sim._outputs_and(names) if names else sim._outputs
         return found
 
     @property
@@ -170,6 +187,9 @@ class Judge:
         """One phrase: which batches it uses."""
         many = f"on {len(self.batches)} batch{'es' if len(self.batches) > 1 else ''}"
         before = "; compared before the model chooses rows of its outputs" if self.instead else ""
+        if self.rows and self._matched[1]:
+            share = self._matched[0] / self._matched[1]
+            before = f"; rows are compared by the index that chose them, {share:.0%} are chosen by both"
         if self.seen:
             return (self.whence or "on a batch that the methods see too: give five or more") + before
         return f"{many} that neither calibration nor methods see{f' ({self.whence})' if self.whence else ''}{before}"
@@ -194,22 +214,63 @@ class Judge:
 
     def rate(self, outputs: Outputs) -> Rating:
         """Rate every part of ``outputs``, with confidence intervals."""
-        found = (quality(self.parts[i].name, n, s) for i, (n, s) in self._sums(outputs).items())
+        sums = self._sums(outputs)
+        found = (quality(self.parts[i].name, n, s) for i, (n, s) in sums.items())
         return Rating(tuple(part for part in found if part is not None), self.where, self.seen)
 
     def _sums(self, outputs: Outputs) -> dict[int, tuple[list[Array], list[Array]]]:
         """Part -> noise and signal per sample, of each batch in which float and quantized shapes agree."""
         sums: dict[int, tuple[list[Array], list[Array]]] = {}
-        for batch, wanted in zip(self.batches, self.wanted, strict=True):
-            found = list(outputs(batch))
+        self._matched = (0, 0)
+        for place, (batch, wanted) in enumerate(zip(self.batches, self.wanted, strict=True)):
+            own, found = list(wanted), list(outputs(batch))
+            if self.rows:
+                own, found = self._by_index(self._orders[place], wanted, found)
             for i, part in enumerate(self.parts):
-                w, f = wanted[part.output], found[part.output]
+                w, f = own[part.output], found[part.output]
                 if is_judged(w, f):
                     noise, signal = noise_and_signal(part.of(w), part.of(f))
                     noises, signals = sums.setdefault(i, ([], []))
                     noises.append(noise)
                     signals.append(signal)
         return sums
+
+    def _by_index(
+        self, order: Array, wanted: Sequence[Array], found: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """Outputs of both runs whose rows stand beside each other if the same index chose them; see :func:`matched_rows`."""
+        own, other = [*wanted], [*found[:-1]]
+        for i, axis in self.rows.items():
+            if is_judged(own[i], other[i]):
+                own[i], other[i] = matched_rows(own[i], other[i], order, found[-1], axis)
+        both = (order[:, :, None] == found[-1][:, None, :]).any(2)
+        self._matched = (self._matched[0] + int(both.sum()), self._matched[1] + both.size)
+        return own, other
+
+
+def matched_rows(one: Array, other: Array, order: Array, other_order: Array, axis: int) -> tuple[Array, Array]:
+    """Rows of two runs that were chosen by the same index, in the order of the first; zero where only one run chose it.
+
+    Args:
+        one, other: tensors of one shape, with samples on the first axis.
+        order, other_order: index of every row ``[samples, rows]``, each once in a sample.
+        axis: of the rows.
+
+    Returns:
+        Both tensors.
+
+    >>> rows = np.array([[[1.0], [2.0], [3.0]]])
+    >>> matched_rows(rows, np.array([[[3.1], [9.0], [1.1]]]), np.array([[4, 5, 6]]), np.array([[6, 8, 4]]), 1)[1][0, :, 0]
+    array([1.1, 0. , 3.1])
+    """
+    hit = order[:, :, None] == other_order[:, None, :]
+    both = hit.any(2)
+    first, second = (np.moveaxis(array, axis, 1) for array in (one, other))
+    wide = (slice(None), slice(None), *(None,) * (one.ndim - 2))
+    second = np.take_along_axis(second, hit.argmax(2)[wide], 1)
+    kept = both[wide]
+    own, found = (np.moveaxis(np.where(kept, array, array.dtype.type(0)), 1, axis) for array in (first, second))
+    return own, found
 
 
 @dataclass(frozen=True)
@@ -292,7 +353,7 @@ class _First:
 
     @property
     def held(self) -> Sequence[Any] | None:
-        """They, where the data lie in memory."""
+        """Its batches, where the data lie in memory."""
         return self._data[: self._length] if isinstance(self._data, (list, tuple)) else None
 
 

@@ -22,7 +22,7 @@ calibration saw.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -467,6 +467,7 @@ def tail_ops(graph: Graph, static: set[str]) -> list[Op]:
 
 #: operators that choose rows by what they hold, or bring them into another order, and those that put rows back in their places
 _CHOOSES = frozenset(("TopK", "Sort", "NonMaxSuppression", "nms", "NonZero", "nonzero", "Compress", "masked_select"))
+_PICKS = frozenset(("Gather", "GatherElements", "GatherND", "index"))
 _PUTS_BACK = frozenset(("ScatterElements", "ScatterND", "scatter", "index_add", "index_put", "index_copy", "setitem"))
 
 
@@ -496,6 +497,64 @@ def chosen_outputs(graph: Graph, static: set[str]) -> tuple[set[str], list[Op]]:
     ]
     earlier = _upstream(graph, layers)
     return outputs, [op for op in layers if op.name not in earlier]
+
+
+def ordered_rows(graph: Graph, static: set[str]) -> tuple[str, dict[str, int]]:
+    """The order of rows that an operator chose for later layers, and the outputs that have it.
+
+    A detector of queries (RT-DETR, D-FINE) chooses rows of its encoder by a score, ``TopK`` and a gather, and computes further
+    layers on them. Near ties change places from run to run, and the rows of the outputs with them.
+
+    Args:
+        graph: the model.
+        static: values that are the same in every run.
+
+    Returns:
+        The value with the indices ``[samples, rows]``, and output -> axis of its rows; no output where there is none of at
+        least three axes, of which exactly one has as many elements as rows were chosen.
+    """
+    chosen = [
+        op.outputs[1] for op in graph.ops if op.type == "TopK" and static.isdisjoint(op.outputs) and op.outputs[1:]
+    ]
+    chosen = [value for value in chosen if len(graph.values[value].shape) == 2]
+    rows = _picked_rows(graph, {value: i for i, value in enumerate(chosen)}) if chosen else {}
+    last = max((rows[value] for value in graph.outputs if value in rows), default=None)
+    if last is None:
+        return "", {}
+    shape = graph.values[chosen[last]].shape
+    axes = {value: _axis_of_rows(graph, value, shape) for value in graph.outputs if rows.get(value) == last}
+    return chosen[last], {value: axis for value, axis in axes.items() if axis}
+
+
+def _picked_rows(graph: Graph, indices: dict[str, int]) -> dict[str, int]:
+    """Value -> the last choice whose rows it is computed from; ``indices`` has the choice of every value of indices."""
+    rows: dict[str, int] = {}
+    for op in graph.ops:
+        moved, picked = _latest(rows, op), _latest(indices, op)
+        if picked is not None and _picks_from_floats(graph, op, indices):
+            moved = max(picked, -1 if moved is None else moved)
+        if moved is not None:
+            rows.update(dict.fromkeys(op.outputs, moved))
+        elif picked is not None:
+            indices.update((value, picked) for value in op.outputs if not graph.values[value].is_float)
+    return rows
+
+
+def _latest(known: dict[str, int], op: Op) -> int | None:
+    return max((known[value] for _, value in op.sources() if value in known), default=None)
+
+
+def _picks_from_floats(graph: Graph, op: Op, indices: dict[str, int]) -> bool:
+    data = op.inputs[0]
+    return op.type in _PICKS and data is not None and data not in indices and graph.values[data].is_float
+
+
+def _axis_of_rows(graph: Graph, value: str, chosen: Sequence[int]) -> int:
+    """The axis of a tensor with as many elements as rows were ``chosen`` of each sample; 0 where it is not the only one."""
+    shape, (count, most) = graph.values[value].shape, chosen
+    axes = [axis for axis, size in enumerate(shape) if axis and size == most]
+    same = len(shape) > 2 and (shape[0] == count or min(shape[0], count) < 0)
+    return axes[0] if same and graph.values[value].is_float and len(axes) == 1 and most > 1 else 0
 
 
 def _chosen_rows(ops: Iterable[Op], static: set[str]) -> set[str]:

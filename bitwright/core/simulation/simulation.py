@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
-from bitwright.core.graph.float_values import chosen_outputs
+from bitwright.core.graph.float_values import chosen_outputs, ordered_rows
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.diagnosis import Repair
 from bitwright.core.numerics.arrays import Array
@@ -305,6 +305,12 @@ class Simulation(Tabular, ABC):
         sites = {site.value: name for name, site in self.quantizers.items() if site.role == "output"}
         places = [i for i, value in enumerate(graph.outputs) if value in chosen]
         return places, {op.name: self._site_after(op.outputs[0], sites) for op in layers}
+
+    def _ordered_rows(self) -> tuple[str, dict[int, int]]:
+        """The value with the indices that order rows of outputs, and place of an output -> axis of its rows; see there."""
+        graph = self.graph
+        indices, rows = ordered_rows(graph, {value.name for value in graph.values.values() if value.is_static})
+        return indices, {i: rows[value] for i, value in enumerate(graph.outputs) if value in rows}
 
     def _site_after(self, value: str, sites: Mapping[str, str]) -> str:
         """The site of what a layer makes: a clamp or a norm is computed with it; ``value`` itself where there is none."""

@@ -362,7 +362,7 @@ class Online:
     """A layer whose input is rotated at run time.
 
     Attributes:
-        layer: it.
+        layer: whose input is rotated.
         size: channels.
         hadamard: whether by a Hadamard matrix with random signs; else by a random orthogonal matrix, as there is no Hadamard
             matrix of this size here.

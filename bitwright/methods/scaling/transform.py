@@ -91,7 +91,7 @@ class Product:
     """Layers that read one value, which a product transforms in front of each at run time.
 
     Attributes:
-        layers: they.
+        layers: that read it.
         size: channels of the value.
         noise: expected noise of their outputs over that behind a rotation.
     """
