@@ -33,9 +33,21 @@ Seen = Callable[[str, Array], None]
 
 @dataclass(frozen=True)
 class Port:
-    """A graph input or output, with the attributes of ONNX Runtime's ``NodeArg``."""
+    """A graph input or output, with the attributes of ONNX Runtime's ``NodeArg``.
+
+    Attributes:
+        name: its name.
+        shape: number or name of every axis, ``None`` for one that has neither; empty where the file states none.
+    """
 
     name: str
+    shape: Sequence[int | str | None] = ()
+
+    @classmethod
+    def of(cls, value: ir.Value) -> Port:
+        """The port of a graph input or output."""
+        axes = () if value.shape is None else value.shape
+        return cls(str(value.name), [n if isinstance(n, int) else n.value for n in axes])
 
 
 class TargetSession:
@@ -96,11 +108,11 @@ class TargetSession:
 
     def get_inputs(self) -> list[Port]:
         """Graph inputs."""
-        return [Port(str(v.name)) for v in self._model.graph.inputs if not v.is_initializer()]
+        return [Port.of(v) for v in self._model.graph.inputs if not v.is_initializer()]
 
     def get_outputs(self) -> list[Port]:
         """Graph outputs."""
-        return [Port(str(v.name)) for v in self._model.graph.outputs]
+        return [Port.of(v) for v in self._model.graph.outputs]
 
     def __repr__(self) -> str:
         return f"TargetSession({self._label} as {self.profile.name})"
