@@ -11,7 +11,7 @@ from bitwright.core.graph.recurrence import CELLS
 #: inputs of a recurrent layer that are its initial states: hidden, cell
 STATE_PORTS = (5, 6)
 _KEEPS = frozenset((*TRAITS["identity"], *TRAITS["reshape"], "Cast", "Transpose", "Concat", "Stack"))
-_HANDS_ON = _KEEPS | {"Slice", "Split", "Gather"}
+_PASSES_ON = _KEEPS | {"Slice", "Split", "Gather"}
 
 
 def final_states(graph: Graph) -> set[str]:
@@ -32,7 +32,7 @@ def final_states(graph: Graph) -> set[str]:
 def given_states(graph: Graph) -> tuple[str, ...]:
     """Inputs of a model that are initial states of recurrent layers whose final states it returns.
 
-    Nothing else reads them, so that the caller, who hands on what the last call returned, may hand on fewer units. A state
+    Nothing else reads them, so that the caller, who passes on what the last call returned, may pass on fewer units. A state
     that is given and not returned is a feature that the caller computes.
     """
     states = final_states(graph)
@@ -49,10 +49,10 @@ def given_states(graph: Graph) -> tuple[str, ...]:
 
 
 def _is_state(op: Op, port: int, value: str, returned: bool, read_otherwise: set[str]) -> bool:
-    """Whether an operator reads a value as a state, or hands it on to operators that do."""
+    """Whether an operator reads a value as a state, or passes it on to operators that do."""
     if op.type in CELLS:
         return port in STATE_PORTS and returned
-    return op.type in _HANDS_ON and read_otherwise.isdisjoint(op.outputs) and value in _data_of(op)
+    return op.type in _PASSES_ON and read_otherwise.isdisjoint(op.outputs) and value in _data_of(op)
 
 
 def _leading_to(graph: Graph, values: set[str]) -> set[str]:
@@ -67,7 +67,7 @@ def _leading_to(graph: Graph, values: set[str]) -> set[str]:
 def from_input(graph: Graph, value: str) -> str | None:
     """The input of the model that a value was moved from; ``None`` where it was computed."""
     makers = {v: op for op in graph.ops for v in op.outputs}
-    while (op := makers.get(value)) is not None and op.type in _HANDS_ON and op.inputs and op.inputs[0] is not None:
+    while (op := makers.get(value)) is not None and op.type in _PASSES_ON and op.inputs and op.inputs[0] is not None:
         value = op.inputs[0]
     return value if value in graph.inputs else None
 
