@@ -683,7 +683,8 @@ def _ends_a_layer_at_zero(node: ir.Node) -> bool:
 
 
 def _clamp(model: ir.Model, names: Names, entry: ir.Value, most: float | None) -> ir.Node:
-    name = names.node(f"{entry.name}_{'relu' if most is None else 'relu6'}")
+    maker = entry.producer()
+    name = names.node(f"{entry.name if maker is None else maker.name}_{'relu' if most is None else 'relu6'}")
     if most is None:
         return ir.Node("", "Relu", [entry], name=name)
     if model.graph.opset_imports.get("", 21) < 11:

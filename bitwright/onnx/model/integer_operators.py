@@ -143,13 +143,15 @@ class _Writer:
             self.replace(node.outputs[0], codes.value)
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Let ``new`` take the place of ``old``, with its name where it is returned."""
+        """Let ``new`` take the place of ``old``, and its name if ``new`` is not returned under another."""
         self.left.append(old)
         for use in tuple(old.uses()):
             use.node.replace_input_with(use.idx, new)
-        if old.is_graph_output():  # its name stays
-            name, old.name = old.name, self.builder.names.value(f"{old.name}_before")
+        returned = new.is_graph_output()
+        name, old.name = old.name, self.builder.names.value(f"{old.name}_before")
+        if old.is_graph_output():
             self.builder.outputs.replace(old, new)
+        if not returned:
             new.name = name
 
     # -- what rows use
@@ -172,7 +174,7 @@ class _Writer:
         """A float operator in front of ``node``, with a name made of its result's."""
         base = str(node.name or node.outputs[0].name).removesuffix(_SUFFIX)
         made = ir.Node("", op, inputs, list(attributes), name=self.builder.names.node(f"{base}_bias" if name else base))
-        made.outputs[0].name = self.builder.names.value(name or f"{node.outputs[0].name}_float")
+        made.outputs[0].name = self.builder.names.value(name or _float_name(node.outputs[0]))
         made.outputs[0].type = ir.TensorType(_FLOAT)
         before(node)(made)
         return made.outputs[0]
@@ -241,9 +243,9 @@ def _moves_codes(node: ir.Node) -> bool:
 
 
 def _float_name(codes: ir.Value) -> str:
-    """The name of a constant in the float model, or one for a tensor that has none there."""
+    """The name of a tensor of codes in the float model, or one made of its own."""
     name = str(codes.name)
-    return name.removesuffix(_CODES) if codes.is_initializer() and name.endswith(_CODES) else f"{name}_dq"
+    return name.removesuffix(_CODES) if name.endswith(_CODES) else f"{name}_float"
 
 
 def _behind(node: ir.Node) -> Callable[[ir.Node], None]:
@@ -301,7 +303,7 @@ def _bias(w: _Writer, node: ir.Node, port: int, one: int, other: int, factor: fl
     step = step.reshape(()) if step.size == 1 else step.reshape(-1)
     grid = w.builder.initializer(f"{bias.name}_scale", step)
     along = {"axis": 0} if step.ndim else {}
-    return w.builder.emit(before(node), "DequantizeLinear", [bias, grid], f"{bias.name}_dq", _FLOAT, **along)
+    return w.builder.emit(before(node), "DequantizeLinear", [bias, grid], _float_name(bias), _FLOAT, **along)
 
 
 def _unknown(node: ir.Node) -> Exception:
