@@ -661,7 +661,7 @@ def test_noise_of_several_outputs_adds_up() -> None:
     added = [0.0, 0.0]
     subject = SimpleNamespace(
         front_end="torch",
-        sim=SimpleNamespace(_chosen_outputs=lambda: ([], {})),
+        sim=SimpleNamespace(_chosen_outputs=lambda: ([], {}), _ordered_rows=lambda: ("", {})),
         outputs=lambda batch, in_float: [y + (0.0 if in_float else a) for y, a in zip(wanted, added, strict=True)],
     )
     noise = Noise(cast(Any, subject), [0] * 5)
