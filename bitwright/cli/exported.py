@@ -313,7 +313,7 @@ def strip(
     Weights have the values of their codes, so what rounding lost stays lost;
     activations are float. QDQ files, operators on integers (QLinearConv,
     MatMulInteger, ...) and packed weights (MatMulNBits) are read. A Relu that
-    a grid from 0 on stands for is written again.
+    another tool folded into a grid that begins at 0 is restored.
 
     \b
     Examples:

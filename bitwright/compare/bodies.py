@@ -24,10 +24,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.cut import BORDER, array_of, graphs_in
+from bitwright.compare.cut import BORDER, graphs_in
 from bitwright.compare.runtime import run_model
 from bitwright.core.graph.operators import TRAITS
-from bitwright.export.files.onnx_file import is_tensor
+from bitwright.export.files.onnx_file import array_of, is_tensor
 from bitwright.export.qdq.forms import METADATA, Builder, before, damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import STATES, copy_model, move_uses
 from bitwright.export.qdq.trace import RANDOM

@@ -21,6 +21,7 @@ from bitwright.compare.agreement import OUTPUT_FORMAT, OUTPUT_STEP, output_step,
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.integer_sums import largest_sum
+from bitwright.export.files.onnx_file import array_of
 from bitwright.export.qdq.forms import damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import Names, copy_model, move_uses
 
@@ -89,11 +90,6 @@ class Piece:
             value = node.inputs[port] if len(node.inputs) > port else None
             if value is not None and value.is_initializer():
                 self.float_params.add(name)
-
-
-def array_of(value: ir.Value | None) -> Array | None:
-    """The array of a constant; ``None`` for other values."""
-    return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
 def values_by_name(model: ir.Model) -> dict[str, ir.Value]:

@@ -17,10 +17,11 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.cut import array_of, attributes_of, constant_at, dequantizer, graphs_in, reads_of
+from bitwright.compare.cut import attributes_of, constant_at, dequantizer, graphs_in, reads_of
 from bitwright.executors.kernels import CODE_KERNELS, product_in_float
 from bitwright.executors.profile import Profile
 from bitwright.executors.tensors import Call, Grid, Tensor
+from bitwright.export.files.onnx_file import array_of
 from bitwright.runtimes.onnxruntime import FLOAT_KERNELS, new_session, session_options
 
 Array = NDArray[Any]

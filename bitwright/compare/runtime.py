@@ -16,10 +16,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.cut import MOVES, array_of
+from bitwright.compare.cut import MOVES
 from bitwright.errors import ExportError
 from bitwright.export.files.atomic import temporary_room
-from bitwright.export.files.onnx_file import load
+from bitwright.export.files.onnx_file import array_of, load
 from bitwright.runtimes.adapters import open_file
 from bitwright.runtimes.onnxruntime import FLOAT_KERNELS, new_session, run_named, session_options
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from bitwright.compare.agreement import Agreement, compare, level, spread
 from bitwright.compare.bodies import after_pools, open_bodies, runs_of, side_by_side
-from bitwright.compare.cut import Cut, Place, array_of, constant_at, cut_by_sites, zero_points
+from bitwright.compare.cut import Cut, Place, constant_at, cut_by_sites, zero_points
 from bitwright.compare.generation import verify_generation
 from bitwright.compare.litert import verify_litert
 from bitwright.compare.reasons import (
@@ -45,7 +45,7 @@ from bitwright.errors import ConfigError, ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
 from bitwright.export.edges import with_float_edges
 from bitwright.export.files.manifest import read_manifest
-from bitwright.export.files.onnx_file import checked_on_failure, load
+from bitwright.export.files.onnx_file import array_of, checked_on_failure, load
 from bitwright.export.litert.convert import to_tflite
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.half import settle_types

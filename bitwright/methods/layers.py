@@ -15,6 +15,7 @@ bisection (:func:`sift`).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ Array = NDArray[Any]
 Attrs = Mapping[str, Any]
 
 #: operator types that can absorb a batch norm
+
+logger = logging.getLogger("bitwright")
 
 
 def bn_affine(weight: Array | None, bias: Array | None, mean: Array, var: Array, eps: float) -> tuple[Array, Array]:
@@ -576,6 +579,21 @@ class Refused:
 
     def __str__(self) -> str:
         return f"{self.op}: {self.reason}"
+
+
+def log_refused(refused: Sequence[Refused], done: str, *, changed: bool = True, without: str = "") -> None:
+    """Log what a method leaves alone, and warn where it changed nothing.
+
+    Args:
+        refused: with the reasons.
+        done: what the method does to others: ``"rotated"``.
+        changed: whether it changed anything.
+        without: why nothing is changed where nothing is refused either.
+    """
+    for line in refused:
+        logger.info("not %s: %s", done, line)
+    if not changed:
+        logger.warning("nothing is %s%s", done, f": {refused[0]}" if refused else without)
 
 
 def find_groups(

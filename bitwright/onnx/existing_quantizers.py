@@ -45,6 +45,7 @@ from bitwright.core.placement.plan import Plan, Role, SitePlan
 from bitwright.core.simulation.quantizer import fulfilled_by
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import FormatError, ModelError
+from bitwright.export.files.onnx_file import array_of
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import restore_lookups
 from bitwright.export.qdq.markers import STATES, Names, Outputs, bypass, move_uses, remove_unread
@@ -363,11 +364,6 @@ def refuse_integer_operators(model: ir.Model) -> None:
             )
 
 
-def _known(value: ir.Value) -> Array | None:
-    array: Array | None = None if value.const_value is None else value.const_value.numpy()
-    return array
-
-
 def _is(node: ir.Node, *types: str) -> bool:
     return node.op_type in types and node.domain in _DOMAINS
 
@@ -638,7 +634,7 @@ def _carried(node: ir.Node, grids: Mapping[ir.Value, Encoding]) -> dict[ir.Value
     sources = [node.inputs[0]]
     if node.op_type == "Concat":
         sources = list(_inputs(node))
-    elif not moves_data(node, _known):
+    elif not moves_data(node, array_of):
         return {}
     grid, *others = (grids.get(v) for v in sources)
     if grid is None or not isinstance(grid.granularity, PerTensor) or any(g != grid for g in others):
@@ -655,7 +651,7 @@ _SIX = np.float32(6) / np.float32(255)  # scale of the codes of a ReLU6
 
 
 def _restore_clamps(model: ir.Model) -> None:
-    """Write the Relu or Clip again that the end of a grid stands for, so that the model without its quantizers is the same.
+    """Restore a Relu or Clip that another tool folded into a quantizer, so that the model without quantizers has it too.
 
     Other tools leave it out in front of a grid that begins at 0: a QuantizeLinear bounds values as it does. Where the values
     were never negative it changes nothing.
@@ -698,7 +694,7 @@ def _clamp(model: ir.Model, names: Names, entry: ir.Value, most: float | None) -
 
 def _bounds_at_zero(node: ir.Node) -> bool:
     """Whether the codes of a quantizer of another tool begin at 0."""
-    zero = _known(node.inputs[2]) if node.inputs[2] is not None else None
+    zero = array_of(node.inputs[2])
     if (
         zero is None
         or zero.dtype.kind not in "iu"
@@ -710,7 +706,7 @@ def _bounds_at_zero(node: ir.Node) -> bool:
 
 def _ends_at_six(node: ir.Node) -> bool:
     """Whether 8-bit codes that begin at 0 end at 6, as those of a ReLU6."""
-    scale, zero = (None if value is None else _known(value) for value in node.inputs[1:3])
+    scale, zero = (array_of(value) for value in node.inputs[1:3])
     eight = zero is not None and zero.dtype.itemsize == 1
     return eight and scale is not None and bool(np.isclose(scale, _SIX, rtol=1e-6, atol=0).all())
 

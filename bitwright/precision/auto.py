@@ -25,7 +25,7 @@ from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.precision.choice import undominated
 from bitwright.precision.costs import COSTS, check_cost, check_rows, table_of_times, timed
 from bitwright.precision.result import confirmed
-from bitwright.precision.search import INTERRUPTED, check_options, judged_data
+from bitwright.precision.search import INTERRUPTED, check_options, judged_data, read_kept
 from bitwright.precision.trials import (
     FIRST,
     Job,
@@ -33,7 +33,6 @@ from bitwright.precision.trials import (
     claim,
     find_executor,
     identity,
-    read_kept,
     read_trial,
     remove_partial,
     simulate,

@@ -30,7 +30,7 @@ logger = logging.getLogger("bitwright")
 Array = NDArray[Any]
 _COARSER = 1000.0  # by what steps are widened so that outputs are noise
 _DOUBT = 1e-3  # chance with which racing may drop a point that is as good as allowed
-_HEARD = 1e-5  # noise over signal from which on a metric that stays exactly the same is looked into
+_LEAST_NOISE = 1e-5  # noise-to-signal ratio above which a metric that does not change is tested
 _PARTS = (0.125, 0.25, 0.5, 1.0)
 
 
@@ -216,7 +216,7 @@ class Metric:
 
     def suspicious(self, score: Score, noise: float) -> bool:
         """Whether a score looks as if the metric did not read the model, or had the other direction."""
-        same = np.array_equal(score.values, self.reference.values) and noise > _HEARD
+        same = np.array_equal(score.values, self.reference.values) and noise > _LEAST_NOISE
         return score.share == 1 and (bool(same) or -self.drop(score) > 0.02 * max(abs(self.reference.mean), 1e-12))
 
     def put_to_test(self, noise: Noise) -> None:

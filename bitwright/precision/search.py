@@ -279,9 +279,22 @@ logger = logging.getLogger("bitwright")
 #: notes of results that more time could change
 OUT_OF_TIME = "the search ended because time was used up"
 INTERRUPTED = "the search was interrupted; this is the best point it had"
-_MAX_BYTES = 64 << 20  # of the file of measurements
+_MAX_BYTES = 64 << 20  # every group and point of a search for precisions is in a report
 _SHARE = 1e-3  # of the noise at the most bits, that a group has at least
 _FRONT = 24  # points of the front that is drawn
+
+
+def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
+    """Read the state file of a search.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    remedy = f"{remove}, and the same call goes on; or name an empty folder"
+    found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json")
+    if not isinstance(found, dict):
+        raise ConfigError(str(path), f"it holds a {type(found).__name__}, not what a search wrote", remedy)
+    return found
 
 
 class Measured:
@@ -305,10 +318,11 @@ class Measured:
         self.noise: dict[str, float] = {}
         self.scores: dict[str, Score] = {}
         if path is not None and path.is_file():
-            remedy = "remove it, and the search begins anew; or name another folder"
-            kept = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json")
-            if not isinstance(kept, dict) or not {"identity", "noise", "scores"} <= kept.keys():
-                raise ConfigError(str(path), "it does not hold what a search wrote", remedy)
+            kept = read_kept(path)
+            if not {"identity", "noise", "scores"} <= kept.keys():
+                raise ConfigError(
+                    str(path), "it does not hold what a search wrote", "remove it, or name another folder"
+                )
             if kept["identity"] == identity:
                 self.noise.update(kept["noise"])
                 self.scores.update(
@@ -476,10 +490,6 @@ class Explorer:
         self.measured.save()
         return self.measured.scores[key]
 
-    def export(self, folder: Path, prefix: str) -> None:
-        """Export the point that was measured last."""
-        self._subject.sim.export(folder, prefix)
-
     def set(self, choice: Choice) -> None:
         """Give the simulation the precisions and weights of ``choice``, as the result has them."""
         if self._fits is False:
@@ -594,7 +604,6 @@ class Explorer:
             if metric.held_back and point.score.share == 1:
                 point.bound = max(point.drop, metric.bound(point.score, goal.confidence))
             if metric.suspicious(point.score, point.noise):
-                self.set(choice)
                 metric.put_to_test(self._noise)
         name = self._label(self._told(choice))
         logger.info("%s: cost %.6g, SQNR %.1f dB, drop %.4g", name, point.cost, decibel(point.noise), point.drop)
@@ -823,7 +832,7 @@ def mixed_precision(
             if folder is None:
                 return search.run(goal, lambda: None)
             search.keep(Path(folder) / f"{filename_prefix}_search.json", goal)
-            return search.run(goal, lambda: search.export(Path(folder), filename_prefix))
+            return search.run(goal, lambda: sim.export(Path(folder), filename_prefix))
     except BaseException:
         restore()
         raise

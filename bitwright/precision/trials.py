@@ -30,7 +30,6 @@ import numpy as np
 
 from bitwright.analysis.analyze import analyze
 from bitwright.analysis.subject import Subject, open_subject
-from bitwright.core.files import read_document
 from bitwright.errors import BitwrightError, ConfigError, close_matches
 from bitwright.export.files.atomic import write_json
 from bitwright.export.files.manifest import Fingerprint, fingerprint
@@ -39,7 +38,7 @@ from bitwright.precision.candidates import as_candidates, simulation_of
 from bitwright.precision.costs import present_costs
 from bitwright.precision.measure import Metric, Noise, one_sided
 from bitwright.precision.result import decibel
-from bitwright.precision.search import INTERRUPTED, OUT_OF_TIME, mixed_precision
+from bitwright.precision.search import INTERRUPTED, OUT_OF_TIME, mixed_precision, read_kept
 from bitwright.recipes.quantize import quantize
 from bitwright.runtimes.onnxruntime import operator_libraries, register_operators
 
@@ -130,7 +129,6 @@ logger = logging.getLogger("bitwright")
 REPORT = "trial.json"
 _VERSION = 3  # of the files of a search
 _PARTIAL = ".partial-"
-_MAX_BYTES = 64 << 20  # every group and point of a search for precisions is in a report
 _CONFIDENCE = 0.9  # of the interval that is written down
 _QUALITY = (
     "metric", "allowed_drop", "lower_is_better", "labels", "evaluation_data", "confidence", "min_sqnr"
@@ -334,19 +332,6 @@ def read_trial(folder: Path, name: str, trial: Trial | None = None) -> dict[str,
 def _plain(trial: Any) -> Any:
     """A trial as plain JSON data, without its ``why``."""
     return json.loads(json.dumps({k: v for k, v in (trial or {}).items() if k != "why"}))
-
-
-def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
-    """Read the state file of a search.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
-    remedy = f"{remove}, and the same call goes on; or name an empty folder"
-    found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json")
-    if not isinstance(found, dict):
-        raise ConfigError(str(path), f"it holds a {type(found).__name__}, not what a search wrote", remedy)
-    return found
 
 
 def remove_partial(folder: Path) -> None:

@@ -240,34 +240,42 @@ class Judge:
     ) -> tuple[list[Array], list[Array]]:
         """Outputs of both runs whose rows stand beside each other if the same index chose them; see :func:`matched_rows`."""
         own, other = [*wanted], [*found[:-1]]
+        both, at = places_of(order, found[-1])
         for i, axis in self.rows.items():
             if is_judged(own[i], other[i]):
-                own[i], other[i] = matched_rows(own[i], other[i], order, found[-1], axis)
-        both = (order[:, :, None] == found[-1][:, None, :]).any(2)
+                own[i], other[i] = matched_rows(own[i], other[i], both, at, axis)
         self._matched = (self._matched[0] + int(both.sum()), self._matched[1] + both.size)
         return own, other
 
 
-def matched_rows(one: Array, other: Array, order: Array, other_order: Array, axis: int) -> tuple[Array, Array]:
+def places_of(order: Array, other_order: Array) -> tuple[Array, Array]:
+    """Which rows of one run another run chose too, and at which place.
+
+    Args:
+        order, other_order: index of every row ``[samples, rows]``, each once in a sample.
+
+    >>> places_of(np.array([[4, 5, 6]]), np.array([[6, 8, 4]]))
+    (array([[ True, False,  True]]), array([[2, 0, 0]]))
+    """
+    hit = order[:, :, None] == other_order[:, None, :]
+    return hit.any(2), hit.argmax(2)
+
+
+def matched_rows(one: Array, other: Array, both: Array, at: Array, axis: int) -> tuple[Array, Array]:
     """Rows of two runs that were chosen by the same index, in the order of the first; zero where only one run chose it.
 
     Args:
         one, other: tensors of one shape, with samples on the first axis.
-        order, other_order: index of every row ``[samples, rows]``, each once in a sample.
+        both, at: as :func:`places_of` gives them.
         axis: of the rows.
 
-    Returns:
-        Both tensors.
-
-    >>> rows = np.array([[[1.0], [2.0], [3.0]]])
-    >>> matched_rows(rows, np.array([[[3.1], [9.0], [1.1]]]), np.array([[4, 5, 6]]), np.array([[6, 8, 4]]), 1)[1][0, :, 0]
+    >>> rows, places = np.array([[[1.0], [2.0], [3.0]]]), places_of(np.array([[4, 5, 6]]), np.array([[6, 8, 4]]))
+    >>> matched_rows(rows, np.array([[[3.1], [9.0], [1.1]]]), *places, 1)[1][0, :, 0]
     array([1.1, 0. , 3.1])
     """
-    hit = order[:, :, None] == other_order[:, None, :]
-    both = hit.any(2)
     first, second = (np.moveaxis(array, axis, 1) for array in (one, other))
     wide = (slice(None), slice(None), *(None,) * (one.ndim - 2))
-    second = np.take_along_axis(second, hit.argmax(2)[wide], 1)
+    second = np.take_along_axis(second, at[wide], 1)
     kept = both[wide]
     own, found = (np.moveaxis(np.where(kept, array, array.dtype.type(0)), 1, axis) for array in (first, second))
     return own, found

@@ -137,6 +137,11 @@ def restore_types_of_file(path: Path) -> None:
         onnx.save(proto, str(path))
 
 
+def array_of(value: ir.Value | None) -> NDArray[Any] | None:
+    """The array of a constant; ``None`` for other values."""
+    return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
 def has_map(value: ir.Value) -> bool:
     """Whether the type of ``value`` is one that holds maps."""
     return _KEY in value.metadata_props

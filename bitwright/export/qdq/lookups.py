@@ -29,9 +29,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.export.files.onnx_file import all_nodes
+from bitwright.export.files.onnx_file import all_nodes, array_of
 from bitwright.export.qdq.forms import METADATA, Builder, before, damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import Outputs, copy_model, remove_unread
+from bitwright.export.qdq.nbits import from_pairs
 
 Array = NDArray[Any]
 D = ir.DataType
@@ -126,16 +127,12 @@ def _table(node: ir.Node, along: int) -> _Table | None:
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     assert codes is not None and scale is not None and codes.shape is not None
     rank = len(codes.shape)
-    numbers = _array(zero)
+    numbers = array_of(zero)
     zero = zero if numbers is not None and numbers.astype(np.int64).any() else None
     axis = node.attributes.get_int("axis", 1) % rank if scale.shape is not None and len(scale.shape) else None
     block = node.attributes.get_int("block_size", 0)
     along %= rank
     return None if block and axis == along else _Table(codes, scale, zero, axis, block, along)
-
-
-def _array(value: ir.Value | None) -> Array | None:
-    return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
 # ------------------------------------------------------------------------------------------- tables that products read
@@ -184,7 +181,7 @@ def _same_numbers(table: _Table, other: _Table) -> bool:
     if _wide_type(table.codes) != _wide_type(other.codes):
         return False
     pairs = ((table.scale, other.scale), (table.zero, other.zero), (table.codes, other.codes))
-    return all(_equal(_array(one), _array(two), perm) for one, two in pairs)
+    return all(_equal(array_of(one), array_of(two), perm) for one, two in pairs)
 
 
 def _equal(one: Array | None, two: Array | None, perm: tuple[int, ...]) -> bool:
@@ -258,7 +255,7 @@ def _write(
 
 def _codes(pen: _Pen, value: ir.Value) -> ir.Value:
     """``value``, in a type that Gather knows."""
-    wide, array = _WIDE.get(value.dtype or D.FLOAT), _array(value)
+    wide, array = _WIDE.get(value.dtype or D.FLOAT), array_of(value)
     if wide is None:
         return value
     assert array is not None
@@ -279,7 +276,7 @@ def _write_linear(pen: _Pen, table: _Table) -> ir.Value:
 def _write_rows(pen: _Pen, table: _Table) -> ir.Value:
     shape = [1] * table.rank
     shape[table.along] = -1
-    scale, zero = _array(table.scale), _array(table.zero)
+    scale, zero = array_of(table.scale), array_of(table.zero)
     assert scale is not None
     value = pen.rows(_codes(pen, table.codes), "codes")
     value = pen.emit("Cast", [value], "wide", D.FLOAT, to=int(D.FLOAT))
@@ -341,7 +338,7 @@ class _Packed:
 
 def _packed(table: _Table) -> _Packed | None:
     """The table in the operator's form; ``None`` where its blocks do not divide a row."""
-    codes, scale = _array(table.codes), _array(table.scale)
+    codes, scale = array_of(table.codes), array_of(table.scale)
     if codes is None or scale is None or table.rank != 2 or table.along != 0 or codes.shape[1] % 2:
         return None
     rows, width = codes.shape
@@ -350,7 +347,7 @@ def _packed(table: _Table) -> _Packed | None:
         return None
     counts = (rows, width // block)
     shift = 8 if table.codes.dtype == D.INT4 else 0
-    zero = _array(table.zero)
+    zero = array_of(table.zero)
     zeros = np.zeros_like(scale, np.int64) if zero is None else zero.astype(np.int64)
     scales, zeros = (np.broadcast_to(a[:, None] if a.ndim == 1 else a, counts) for a in (scale, zeros + shift))
     return _Packed(
@@ -366,10 +363,6 @@ def _in_pairs(array: Array) -> Array:
     """Numbers of 4 bits, two in a byte, along the last axis."""
     even = np.pad(array, ((0, 0), (0, array.shape[1] % 2))).astype(np.uint8)
     return np.asarray(even[:, ::2] | even[:, 1::2] << 4)
-
-
-def _from_pairs(array: Array, count: int) -> Array:
-    return np.stack([array & 15, array >> 4], -1).reshape(len(array), -1)[:, :count]
 
 
 def _write_packed(pen: _Pen, packed: _Packed) -> ir.Value:
@@ -520,7 +513,7 @@ def _constant(end: ir.Node, node: ir.Node, port: int) -> Array:
     """A constant that ``node`` reads, or looks rows up in."""
     value = node.inputs[port]
     maker = None if value is None else value.producer()
-    found = _array(value if maker is None else maker.inputs[0])
+    found = array_of(value if maker is None else maker.inputs[0])
     if found is None:
         raise damaged_metadata(end)
     return found
@@ -529,9 +522,9 @@ def _constant(end: ir.Node, node: ir.Node, port: int) -> Array:
 def _unpacked(node: ir.Node, dtype: ir.DataType) -> _Stored:
     packed, scale = _constant(node, node, 0), _constant(node, node, 2)
     zeros = _constant(node, node, 3) if len(node.inputs) > 3 else None
-    codes = _from_pairs(packed, packed.shape[1] * 2)
+    codes = from_pairs(packed, packed.shape[1] * 2)
     count = scale.shape[1]
-    zero = np.full(scale.shape, 8, np.uint8) if zeros is None else _from_pairs(zeros, count)
+    zero = np.full(scale.shape, 8, np.uint8) if zeros is None else from_pairs(zeros, count)
     shift, kind = (8, np.int8) if dtype == D.INT4 else (0, np.uint8)
     block = node.attributes.get_int("block_size", 128)
     return _Stored(codes.astype(kind) - kind(shift), scale, zero.astype(kind) - kind(shift), 1, block)

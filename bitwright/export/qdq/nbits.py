@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.export.files.onnx_file import all_nodes
+from bitwright.export.files.onnx_file import all_nodes, array_of
 from bitwright.export.qdq.forms import METADATA, Builder, before
 from bitwright.export.qdq.markers import Outputs
 
@@ -173,7 +173,12 @@ def replace_product(builder: Builder, node: ir.Node, packed: _Packed, level: int
 
 def _array(node: ir.Node, port: int) -> Array | None:
     value = node.inputs[port] if len(node.inputs) > port else None
-    return None if value is None or value.const_value is None else value.const_value.numpy()
+    return array_of(value)
+
+
+def from_pairs(array: Array, count: int) -> Array:
+    """The first ``count`` numbers of 4 bits of every row of bytes; the lower half of a byte comes first."""
+    return np.stack([array & 15, array >> 4], -1).reshape(len(array), -1)[:, :count]
 
 
 def restore_nbits(model: ir.Model) -> None:
@@ -191,12 +196,11 @@ def _restore(builder: Builder, outputs: Outputs, node: ir.Node) -> None:
     stored, scales = _array(node, 1), _array(node, 2)
     assert stored is not None and scales is not None and node.inputs[0] is not None
     rows, blocks, half = stored.shape
-    codes = np.stack([stored & 15, stored >> 4], -1).reshape(rows, blocks * half * 2).astype(np.int8) - 8
-    codes = codes[:, : node.attributes.get_int("K", codes.shape[1])]
+    codes = from_pairs(stored.reshape(rows, -1), node.attributes.get_int("K", blocks * half * 2)).astype(np.int8) - 8
     packed = _array(node, 3)
     zeros = np.full((rows, blocks), 8, np.uint8)
     if packed is not None:
-        zeros = np.stack([packed & 15, packed >> 4], -1).reshape(rows, -1)[:, :blocks]
+        zeros = from_pairs(packed.reshape(rows, -1), blocks)
     name = str(kept["name"])
     four = ir.DataType.INT4
     values = [

@@ -41,6 +41,7 @@ from bitwright.methods.layers import (
     Layers,
     Refused,
     Reversible,
+    log_refused,
     no_bar,
     rescaling,
     sift,
@@ -347,18 +348,13 @@ def awq(
     treated = {layer.op for item in searched for layer in item.group.producers}
     reasons = {line.op: line for line in (*refused, *why_not) if line.op not in treated}
     refused = [*reasons.values(), *(Refused(x.group.producers[0].op, reason) for x, reason in rejected)]
-    _log(refused)
+    log_refused(refused, "scaled")
     untouched = [item for item in searched if item.found.alpha == 0]
     judged = _judged(view, layers, specs, lambda: divide(kept), batches) if kept else None
     if judged is not None and judged[1] > judged[0]:
         logger.info("not scaled: the outputs of the model would lose, %.3g -> %.3g of their power", *judged)
         untouched, kept = [*untouched, *kept], []
     return AwqReport(tuple(kept), tuple(untouched), tuple(refused), samples, judged, [divide(kept)])
-
-
-def _log(refused: Sequence[Refused]) -> None:
-    for line in refused:
-        logger.info("not scaled: %s", line)
 
 
 _JUDGED = 4  # batches that the judge runs

@@ -12,7 +12,6 @@ gate, and activations that cut at fixed bounds (ReLU6), whose bounds are divided
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +37,7 @@ from bitwright.methods.layers import (
     Reversible,
     find_groups,
     forward_obstacle,
+    log_refused,
     no_bar,
     rescaling,
     sift,
@@ -53,8 +53,6 @@ from bitwright.methods.scaling.channel_noise import (
 )
 from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular, counted
-
-logger = logging.getLogger("bitwright")
 
 MAX_ROUNDS = 1000
 #: factors of a round that are nearer to 1 than this end the iteration
@@ -282,8 +280,7 @@ def equalize(
         done.clamped, spread=done.spread, noise=done.noise, statistics=_divided(known, kept, done.factors), view=view,
         _undos=[undo],
     )  # fmt: skip
-    for line in report.refused:
-        logger.info("not equalized: %s", line)
+    log_refused(report.refused, "equalized")
     if absorb_bias:
         try:
             _absorb(view, layers, report)

@@ -14,7 +14,6 @@ quantized caches, is not done.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,15 +38,13 @@ from bitwright.methods.layers import (
     Reversible,
     data_readers,
     joined,
+    log_refused,
     no_bar,
     sift,
     sole_reader,
 )
 from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular
-
-logger = logging.getLogger("bitwright")
-
 
 # ---------------------------------------------------------------------------------------------- matrices
 
@@ -484,17 +481,8 @@ def rotate(
         norms.undo()
         norms = NormReport()
     report = RotateReport(norms, tuple(kept), tuple(turned), tuple(added), tuple(refused), undos)
-    _log(report)
+    log_refused(report.refused, "rotated", changed=report.changed, without=", as the model has no residual stream")
     return report
-
-
-def _log(report: RotateReport) -> None:
-    """Say what was not rotated, and warn where nothing was."""
-    for line in report.refused:
-        logger.info("not rotated: %s", line)
-    if not report.changed:
-        why = f": {report.refused[0]}" if report.refused else ", as the model has no residual stream"
-        logger.warning("nothing is rotated%s", why)
 
 
 def rotatable_heads(layers: Layers) -> list[Attention]:

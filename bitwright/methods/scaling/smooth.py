@@ -32,6 +32,7 @@ from bitwright.methods.layers import (
     Reversible,
     find_groups,
     joined,
+    log_refused,
     no_bar,
     rescaling,
     sift,
@@ -182,8 +183,7 @@ def smooth(
 
     kept, rejected = sift(groups, divide, check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
-    for line in refused:
-        logger.info("not smoothed: %s", line)
+    log_refused(refused, "smoothed")
     undos = [divide(kept)]
     try:
         balanced = _balance(view, attentions, ranges, alpha, check, undos)

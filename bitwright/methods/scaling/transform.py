@@ -17,7 +17,6 @@ arXiv:2410.09426. The closed form here follows from the equations above.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,13 +29,11 @@ from bitwright.core.simulation.float_model import Before, Chain, Edit, FloatMode
 from bitwright.errors import ConfigError, checks_arguments
 from bitwright.methods.attention import Attention
 from bitwright.methods.front_end import front_end_of
-from bitwright.methods.layers import Array, Bar, Check, Layer, Layers, Refused, Reversible, no_bar, sift
+from bitwright.methods.layers import Array, Bar, Check, Layer, Layers, Refused, Reversible, log_refused, no_bar, sift
 from bitwright.methods.scaling.rotate import random_rotation, rotatable_heads, turned_inputs, turned_outputs
 from bitwright.methods.scaling.smooth import observe, refuse_no_data
 from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular, counted
-
-logger = logging.getLogger("bitwright")
 
 #: of the mean power of a channel: added to both second moments, so that channels without any have a finite factor
 DAMPING = 0.01
@@ -202,7 +199,7 @@ def transform(
     except BaseException:
         report.undo()
         raise
-    _log(report)
+    log_refused(report.refused, "transformed", changed=report.changed, without=", as the model has no linear layer")
     return report
 
 
@@ -212,15 +209,6 @@ def _kept(view: FloatModel, report: TransformReport, fitted: Sequence[_Fitted], 
     report.refused += tuple(Refused(_name(item.row), reason) for item, reason in rejected)
     report._undos.append(_carry_out(view, good))
     return tuple(item.row for item in good)
-
-
-def _log(report: TransformReport) -> None:
-    """Say what was not transformed, and warn where nothing was."""
-    for line in report.refused:
-        logger.info("not transformed: %s", line)
-    if not report.changed:
-        why = f": {report.refused[0]}" if report.refused else ", as the model has no linear layer"
-        logger.warning("nothing is transformed%s", why)
 
 
 def _whole_heads(heads: Attention) -> bool:

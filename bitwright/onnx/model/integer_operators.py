@@ -31,11 +31,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.errors import some_of
-from bitwright.export.files.onnx_file import all_graphs, all_nodes
+from bitwright.errors import ModelError, some_of
+from bitwright.export.files.onnx_file import all_graphs, all_nodes, array_of
 from bitwright.export.qdq.forms import METADATA, Builder, before
 from bitwright.export.qdq.markers import remove_unread
-from bitwright.export.qdq.nbits import restore_nbits
+from bitwright.export.qdq.nbits import from_pairs, restore_nbits
 from bitwright.export.qdq.trace import moves_data
 
 Array = NDArray[Any]
@@ -238,7 +238,7 @@ class _Writer:
 
 
 def _moves_codes(node: ir.Node) -> bool:
-    moves = node.op_type in ("Concat", "MaxPool") or moves_data(node, _known)
+    moves = node.op_type in ("Concat", "MaxPool") or moves_data(node, array_of)
     return moves and (len(node.outputs) == 1 or node.op_type == "Split")
 
 
@@ -258,22 +258,18 @@ def _at(node: ir.Node, port: int) -> ir.Value | None:
     return node.inputs[port] if 0 <= port < len(node.inputs) else None
 
 
-def _known(value: ir.Value | None) -> Array | None:
-    return None if value is None or value.const_value is None else value.const_value.numpy()
-
-
 def _equal(one: ir.Value | None, other: ir.Value | None) -> bool:
     """Whether two scales or zero points are one value; a missing zero point is 0."""
     if one is other:
         return True
-    first, second = (np.zeros((), np.uint8) if value is None else _known(value) for value in (one, other))
+    first, second = (np.zeros((), np.uint8) if value is None else array_of(value) for value in (one, other))
     if first is None or second is None:
         return False
     return first.size == second.size and bool((first.reshape(-1) == second.reshape(-1)).all())
 
 
 def _size(value: ir.Value) -> int:
-    array = _known(value)
+    array = array_of(value)
     return 1 if array is None else array.size
 
 
@@ -295,23 +291,16 @@ def _convolution(w: _Writer, node: ir.Node) -> None:
 
 def _bias(w: _Writer, node: ir.Node, port: int, one: int, other: int, factor: float = 1.0) -> ir.Value:
     """Int32 sums of the integer operator, on the grid of its products."""
-    bias, scales = node.inputs[port], [_known(_at(node, one)), _known(_at(node, other))]
+    bias, scales = node.inputs[port], [array_of(_at(node, one)), array_of(_at(node, other))]
     assert bias is not None
     if scales[0] is None or scales[1] is None:  # it is read on a scale that is not known
-        raise _unknown(node)
+        problem = "the scales of its factors are computed while the model runs"
+        raise ModelError(str(node.name), problem, "start from the float model")
     step = np.asarray(scales[0] * scales[1] * np.float32(factor), np.float32)
     step = step.reshape(()) if step.size == 1 else step.reshape(-1)
     grid = w.builder.initializer(f"{bias.name}_scale", step)
     along = {"axis": 0} if step.ndim else {}
     return w.builder.emit(before(node), "DequantizeLinear", [bias, grid], _float_name(bias), _FLOAT, **along)
-
-
-def _unknown(node: ir.Node) -> Exception:
-    from bitwright.errors import ModelError
-
-    return ModelError(
-        str(node.name), "the scales of its factors are computed while the model runs", "start from the float model"
-    )
 
 
 def _product(w: _Writer, node: ir.Node) -> None:
@@ -406,11 +395,11 @@ def _dequantized(
     w: _Writer, node: ir.Node, codes: ir.Value | None, scale: ir.Value, zero: ir.Value | None, axis: int
 ) -> ir.Value:
     assert codes is not None
-    step = _known(scale)
+    step = array_of(scale)
     along = {"axis": axis} if step is not None and step.size > 1 else {}
     origin = [] if zero is None else [zero]
     if step is not None and step.ndim == 0 and zero is not None:
-        number = _known(zero)
+        number = array_of(zero)
         if number is not None and number.ndim:
             origin = [w.builder.initializer(f"{zero.name}_scalar", number.reshape(()))]
     return w.builder.emit(
@@ -429,7 +418,7 @@ def _scaled(node: ir.Node, codes: _Codes) -> tuple[ir.Node, Array] | None:
     if maker is None or maker.op_type != "Mul" or codes.grid[0] not in maker.inputs:
         return None
     other = next((value for value in maker.inputs if value is not codes.grid[0]), None)
-    step = _known(other)
+    step = array_of(other)
     return None if step is None else (last, step)
 
 
@@ -441,7 +430,7 @@ def _only_reader(value: ir.Value) -> ir.Node | None:
 def _dynamic_product(w: _Writer, node: ir.Node) -> None:
     """DynamicQuantizeMatMul of ``com.microsoft``: float A; B, its scale and zero point; a float bias."""
     a, scale = node.inputs[0], _at(node, 2)
-    if a is None or scale is None or _known(scale) is None:
+    if a is None or scale is None or array_of(scale) is None:
         return
     weight = _dequantized(w, node, node.inputs[1], _step(w, scale), _at(node, 3), -1)
     w.dynamic.append(str(a.name))
@@ -451,7 +440,7 @@ def _dynamic_product(w: _Writer, node: ir.Node) -> None:
 def _product_of_codes(w: _Writer, node: ir.Node) -> None:
     """MatMulIntegerToFloat of ``com.microsoft``: A, B, both scales, both zero points, a float bias."""
     codes, scale = w.codes.get(node.inputs[0]) if node.inputs[0] is not None else None, _at(node, 3)
-    if scale is None or _known(scale) is None:
+    if scale is None or array_of(scale) is None:
         return
     if codes is not None and codes.dynamic and codes.value is not None:
         if codes.grid != (_at(node, 2), _at(node, 4)):
@@ -465,7 +454,7 @@ def _product_of_codes(w: _Writer, node: ir.Node) -> None:
 
 
 def _step(w: _Writer, scale: ir.Value) -> ir.Value:
-    array = _known(scale)
+    array = array_of(scale)
     assert array is not None
     return (
         scale if array.ndim == 0 or array.size > 1 else w.builder.initializer(f"{scale.name}_scalar", array.reshape(()))
@@ -495,7 +484,7 @@ def _recurrent(w: _Writer, node: ir.Node) -> None:
 
 def _matrix(w: _Writer, node: ir.Node, port: int, scale: int, zero: int) -> ir.Value | None:
     """A matrix of DynamicQuantizeLSTM ``[directions, 4 * hidden, inner]``, dequantized; ``None`` where it is not constant."""
-    codes, step, origin = (_known(_at(node, k)) for k in (port, scale, zero))
+    codes, step, origin = (array_of(_at(node, k)) for k in (port, scale, zero))
     if codes is None or step is None:
         return None
     turned, name = np.ascontiguousarray(codes.transpose(0, 2, 1)), _stored(node, port).removesuffix(_CODES)
@@ -521,16 +510,16 @@ def _packed(w: _Writer, node: ir.Node) -> None:
     """MatMulNBits of ``com.microsoft``: A; codes ``[N, blocks, bytes]``; scales; zero points, packed or float; order; bias."""
     bits, size = node.attributes.get_int("bits", 4), node.attributes.get_int("block_size", 0)
     columns, inner = node.attributes.get_int("N", 0), node.attributes.get_int("K", 0)
-    stored, scales, zeros = (_known(_at(node, port)) for port in (1, 2, 3))
+    stored, scales, zeros = (array_of(_at(node, port)) for port in (1, 2, 3))
     if bits not in (4, 8) or not size or stored is None or scales is None or _at(node, 4) is not None:
         return
     if zeros is not None and zeros.dtype != np.uint8 or not columns or not inner:
         return
     blocks = -(-inner // size)
-    codes = _unpacked(stored.reshape(columns, -1), bits)[:, :inner]
+    codes = _numbers(stored.reshape(columns, -1), bits, inner)
     origin = np.full((columns, blocks), 1 << (bits - 1), np.uint8)
     if zeros is not None:
-        origin = _unpacked(zeros.reshape(columns, -1), bits)[:, :blocks]
+        origin = _numbers(zeros.reshape(columns, -1), bits, blocks)
     kind = ir.DataType.UINT4 if bits == 4 else ir.DataType.UINT8
     name = _stored(node, 1)
 
@@ -547,11 +536,9 @@ def _packed(w: _Writer, node: ir.Node) -> None:
     w.finish(node, _with_bias(w, node, w.operator(node, "MatMul", [a, weight]), 5))
 
 
-def _unpacked(stored: Array, bits: int) -> Array:
-    """Codes of rows of bytes; with 4 bits the lower half of a byte comes first."""
-    if bits == 8:
-        return stored
-    return np.stack([stored & 15, stored >> 4], -1).reshape(len(stored), -1)
+def _numbers(stored: Array, bits: int, count: int) -> Array:
+    """The first ``count`` codes of rows of bytes."""
+    return stored[:, :count] if bits == 8 else from_pairs(stored, count)
 
 
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
