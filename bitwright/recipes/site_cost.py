@@ -327,7 +327,9 @@ class _Watch:
             self._leaves.append(x)
         self._met.setdefault(site)
 
-        def note(gradient: Tensor) -> None:
+        def note(gradient: Tensor | None) -> None:
+            if gradient is None:  # an operator behind it has no derivative: the site stays among the unknown ones
+                return
             with torch.no_grad():
                 share = (gradient * error()).double()
             share = share.nan_to_num_(0.0, 0.0, 0.0)  # where there is no derivative

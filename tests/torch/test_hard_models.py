@@ -119,6 +119,30 @@ def test_torchscript_parts_are_refused_by_name() -> None:
     assert model(X).shape == (4, 8)
 
 
+def test_parameters_without_values_are_refused_with_a_remedy_that_works() -> None:
+    trained = Two().eval()
+    model = nn.Sequential(nn.Linear(8, 8), copy.deepcopy(trained.l).to("meta"))
+    for run in (lambda: QuantizationSimModel(model, X), lambda: fold_all_batch_norms(model, dummy_input=X)):
+        with pytest.raises(ModelError, match="1: its parameters are on the meta device") as caught:
+            run()
+        assert "assign=True" in caught.value.remedy
+    model[1].load_state_dict(trained.l.state_dict(), assign=True)
+    assert calibrated(model, X).model(X).shape == (4, 8)
+
+
+def test_a_layer_that_another_tool_quantized_is_not_in_the_way() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    model[2] = torch.ao.nn.quantized.dynamic.Linear.from_float(with_dynamic_qconfig(model[2]))  # without a derivative
+    result = bitwright.quantize(model, [X] * 6, progress=False)
+    assert result.sim.quantizers["0.weight"].encoding is not None
+    assert "weights 1 of 1" in str(result)
+
+
+def with_dynamic_qconfig(layer: nn.Linear) -> nn.Linear:
+    layer.qconfig = torch.ao.quantization.default_dynamic_qconfig
+    return layer
+
+
 class Mapped(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.m(torch.vmap(lambda row: torch.tanh(row @ self.l.weight))(x))

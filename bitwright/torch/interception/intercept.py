@@ -588,6 +588,14 @@ class Interceptor:
                 "it is a TorchScript module, whose calls run outside Python and cannot be seen",
                 "put the eager module that it was made from in its place",
             )
+        empty = next((path for path, module in modules if _is_empty(module)), None)
+        if empty is not None:
+            raise ModelError(
+                empty or type(self.model).__name__,
+                "its parameters are on the meta device, which holds shapes without values",
+                "load the weights first: model.to_empty(device='cpu'), then model.load_state_dict(...); or "
+                "model.load_state_dict(..., assign=True)",
+            )
         owners = _owners(modules)
         for path, module in modules:
             if not any(forward.owner is self for forward in interceptions(module)):
@@ -1035,6 +1043,10 @@ _FORWARDS = (Forward.__call__.__code__, OUTERMOST)
 
 def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)  # noqa: TID251, to refuse it
+
+
+def _is_empty(module: nn.Module) -> bool:
+    return any(p is not None and p.is_meta for p in module._parameters.values())
 
 
 def _owners(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
