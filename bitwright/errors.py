@@ -296,10 +296,16 @@ def _kinds(parameter: inspect.Parameter) -> tuple[_Kind, ...]:
     return tuple(_KINDS[name] for name in names)
 
 
+def with_article(noun: str) -> str:
+    """``an Add``, ``a Conv``, ``an LSTM``, ``a GRU``: capitals in a row are read letter by letter."""
+    spelled = noun[:2].isupper() or noun == "ndarray"
+    vowels = "AEFHILMNORSX" if spelled else "AEIOU"
+    return f"{'an' if noun[:1].upper() in vowels else 'a'} {noun}"
+
+
 def _wrong_kind(function: str, name: str, value: object, kinds: tuple[_Kind, ...]) -> ConfigError:
     text = repr(value)
     text = text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
     accepted = " or ".join(dict.fromkeys(said for _, said in kinds))
-    article = "an" if type(value).__name__[0] in "aeiouAEIOU" else "a"
-    found = "is a class" if isinstance(value, type) else f"is {article} {type(value).__name__}"
+    found = "is a class" if isinstance(value, type) else f"is {with_article(type(value).__name__)}"
     return ConfigError(name, f"{text} {found}", f"give {accepted}; see help({function})")

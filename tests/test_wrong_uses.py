@@ -26,6 +26,7 @@ from bitwright.errors import (
     ModelError,
     UnknownAttributeError,
     checks_arguments,
+    with_article,
 )
 from bitwright.export.targets import find_target
 from bitwright.onnx import QuantizationSimModel as OnnxSim
@@ -87,6 +88,18 @@ def test_numpy_batches_for_a_module_are_named_in_one_sentence(wrap) -> None:
     with pytest.raises(ModelError, match="^example input: it holds numpy arrays"):
         QuantizationSimModel(Takes(), wrap(X.numpy()))
     sim.compute_encodings([torch.from_numpy(X.numpy())])
+
+
+def test_a_data_set_of_samples_is_led_to_a_loader() -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(32, 3, 8, 8))
+    with pytest.raises(CalibrationError, match="data is a TensorDataset, not a list of batches") as caught:
+        bitwright.quantize(nn.Conv2d(3, 4, 3), data, progress=False)
+    assert "DataLoader(data, batch_size=32)" in caught.value.remedy
+
+
+@pytest.mark.parametrize("noun", ["an Add", "a Conv", "an LSTM", "a GRU", "a ReLU", "an OrderedDict", "an ndarray"])
+def test_nouns_of_messages_have_their_article(noun: str) -> None:
+    assert with_article(noun.split()[1]) == noun
 
 
 def test_an_unknown_attribute_of_a_quantizer_is_refused() -> None:

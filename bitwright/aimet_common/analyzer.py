@@ -18,7 +18,7 @@ import numpy as np
 from bitwright.analysis.layer_outputs import layer_values
 from bitwright.analysis.subject import Subject, open_subject
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, with_article
 from bitwright.methods.switching import Costs, by_itself, by_operator, left_out
 from bitwright.report.document import seen_values
 from bitwright.report.page import histogram_chart, ranges_chart, scores_chart, write_data, write_page
@@ -44,7 +44,7 @@ def checked(evaluate: Evaluate, model: Any, where: str) -> float:
         score = float(found)
     except (TypeError, ValueError) as error:
         remedy = "return one number"
-        raise ConfigError(where, f"the evaluation returned a {type(found).__name__}", remedy) from error
+        raise ConfigError(where, f"the evaluation returned {with_article(type(found).__name__)}", remedy) from error
     if np.isnan(score):
         raise ConfigError(where, "the evaluation returned NaN", "check it for empty batches and divisions by zero")
     return score
@@ -77,7 +77,7 @@ class QuantAnalyzerBase:
     ) -> None:
         for name, given in (("forward_pass_callback", forward_pass_callback), ("eval_callback", eval_callback)):
             if not callable(given):
-                problem = f"it is a {type(given).__name__}, not a function"
+                problem = f"it is {with_article(type(given).__name__)}, not a function"
                 raise ConfigError(name, problem, "pass a function of the model, or CallbackFunc(function, arguments)")
         self._model, self._dummy_input = model, dummy_input
         self._forward_pass_callback, self._eval_callback = forward_pass_callback, eval_callback

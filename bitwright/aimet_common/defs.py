@@ -12,7 +12,7 @@ from typing import Any
 from bitwright.aimet_common.absent import absent_names
 from bitwright.core.numerics.formats import FLOAT_FORMATS, Format, IntFormat, parse_format
 from bitwright.core.placement.rules import Rules
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, close_matches, with_article
 
 __getattr__ = absent_names(__name__)
 
@@ -242,7 +242,7 @@ class qtype(abc.ABC):  # noqa: N801, AIMET's name
             return dtype
         if isinstance(dtype, str):
             return qtype.from_string(dtype)
-        raise TypeError(f"a {type(dtype).__name__} is not a number format; use a qtype or its name")
+        raise TypeError(f"{with_article(type(dtype).__name__)} is not a number format; use a qtype or its name")
 
 
 @dataclass(frozen=True)

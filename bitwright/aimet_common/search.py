@@ -11,7 +11,7 @@ from typing import Any
 
 from bitwright.aimet_common.absent import differs
 from bitwright.aimet_common.defs import CallbackFunc
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, with_article
 from bitwright.precision.auto import AutoResult, auto_quantize
 from bitwright.precision.result import MixedPrecision
 from bitwright.precision.search import mixed_precision
@@ -164,7 +164,7 @@ class AutoQuant:
         if not all(hasattr(adaround_params, name) for name in names.values()):
             raise ConfigError(
                 "adaround_params",
-                f"{adaround_params!r} is a {type(adaround_params).__name__}",
+                f"{adaround_params!r} is {with_article(type(adaround_params).__name__)}",
                 "pass AdaroundParameters(data_loader, num_batches)",
             )
         found = {key: getattr(adaround_params, name) for key, name in names.items()}

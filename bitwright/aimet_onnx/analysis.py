@@ -18,7 +18,7 @@ from bitwright.aimet_onnx.utils import build_session, peak_signal_to_noise, prot
 from bitwright.analysis.layer_outputs import layer_values
 from bitwright.analysis.subject import open_subject
 from bitwright.core.files import read_document
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, with_article
 from bitwright.report.page import scores_chart, write_data, write_page
 
 __all__ = [
@@ -214,7 +214,9 @@ class SensitivityMetric:
     def __init__(self, name: str, eval_fn: Callable[[Any], float], higher_is_worse: bool = True) -> None:
         if not callable(eval_fn):
             raise ConfigError(
-                "eval_fn", f"it is a {type(eval_fn).__name__}, not a function", "pass a function of a session"
+                "eval_fn",
+                f"it is {with_article(type(eval_fn).__name__)}, not a function",
+                "pass a function of a session",
             )
         self.name, self.eval_fn, self.higher_is_worse = name, eval_fn, higher_is_worse
 

@@ -20,7 +20,7 @@ from bitwright.aimet_common import sites
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_common.sites import ClsSetInfo, ClsSetInfos
 from bitwright.aimet_onnx.utils import proto_of
-from bitwright.errors import ConfigError, ModelError
+from bitwright.errors import ConfigError, ModelError, with_article
 from bitwright.methods.scaling import equalize as equalization
 from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.onnx.opened import OnnxOpened
@@ -250,7 +250,7 @@ class HighBiasFold:
         report = getattr(cls_set_info_list, "report", None)
         if report is None:
             raise ModelError(
-                "cls_set_info_list", f"a {type(cls_set_info_list).__name__} does not know its model",
+                "cls_set_info_list", f"{with_article(type(cls_set_info_list).__name__)} does not know its model",
                 "pass what CrossLayerScaling(model).scale_model() returned",
             )  # fmt: skip
         if isinstance(bn_layers, tuple) and bn_layers:

@@ -21,7 +21,7 @@ from bitwright.aimet_torch.float_methods import fold_all_batch_norms
 from bitwright.aimet_torch.module_quantizers import original_model, record_of
 from bitwright.aimet_torch.quantsim import QuantizationSimModel
 from bitwright.analysis.layer_outputs import names_of_export
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, close_matches, with_article
 from bitwright.report.page import ranges_chart, scores_chart, write_page
 from bitwright.torch.calls.inputs import is_leaf, walk_modules
 
@@ -68,7 +68,7 @@ class QuantAnalyzer(QuantAnalyzerBase):
         self._ignored = []
         for module in modules_to_ignore or ():
             if id(module) not in names:
-                problem = f"a {type(module).__name__} of it is not part of the model"
+                problem = f"{with_article(type(module).__name__)} of it is not part of the model"
                 raise ConfigError("modules_to_ignore", problem, "pass modules of the model that is analyzed")
             self._ignored.append(names[id(module)])
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from bitwright import torch as front
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.errors import ConfigError, ModelError
+from bitwright.errors import ConfigError, ModelError, with_article
 from bitwright.report.page import write_page
 from bitwright.tables import Tabular, html_table
 
@@ -86,7 +86,7 @@ def _odd_channels(op: Op, graph: Graph) -> str | None:
 
 
 def _slow_activation(op: Op, graph: Graph) -> str | None:
-    return f"it is a {op.type}" if op.type in _OTHER_ACTIVATIONS else None
+    return f"it is {with_article(op.type)}" if op.type in _OTHER_ACTIVATIONS else None
 
 
 def _padding_between(op: Op, graph: Graph) -> str | None:

@@ -22,7 +22,7 @@ from bitwright.aimet_torch.module_quantizers import record_of
 from bitwright.aimet_torch.quantsim import QuantizationSimModel, QuantParams
 from bitwright.aimet_torch.utils import Unlabelled
 from bitwright.core.simulation.float_model import SetParam
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, with_article
 from bitwright.methods import bias_correction as bias_correct
 from bitwright.methods.scaling import equalize as equalization
 from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
@@ -178,7 +178,7 @@ def _check_pairs(pairs: Sequence[Sequence[nn.Module]], names: Mapping[int, str])
     for pair in pairs:
         unknown = [module for module in pair if id(module) not in names]
         if unknown:
-            _refuse_fold(f"a {type(unknown[0]).__name__} is not a module of the model")
+            _refuse_fold(f"{with_article(type(unknown[0]).__name__)} is not a module of the model")
         if sum(isinstance(module, BATCH_NORMS) for module in pair) != 1 or len(pair) != 2:
             _refuse_fold(f"{', '.join(names[id(module)] for module in pair)} is not a layer and its batch norm")
 
@@ -299,7 +299,7 @@ def _moments(model: nn.Module, pairs: Any, argument: str) -> dict[str, tuple[Any
         if id(layer) not in names:
             raise ModelError(
                 argument,
-                f"a {type(layer).__name__} in it is not a module of the model",
+                f"{with_article(type(layer).__name__)} in it is not a module of the model",
                 "give the pairs of (layer, batch norm) modules that fold_all_batch_norms returned for this model",
             )
         found[names[id(layer)]] = _moments_of(norm, names[id(layer)], argument)
@@ -310,7 +310,7 @@ def _moments_of(norm: Any, layer: str, argument: str) -> tuple[Any, Any]:
     if not isinstance(norm, BATCH_NORMS):
         raise ModelError(
             argument,
-            f"{layer} has a {type(norm).__name__}, which tells no mean and deviation",
+            f"{layer} has {with_article(type(norm).__name__)}, which tells no mean and deviation",
             "give what fold_all_batch_norms returned, or the batch norm as it was before it was folded",
         )
     beta, gamma = (None if p is None else p.detach().double().cpu().numpy() for p in (norm.bias, norm.weight))

@@ -17,7 +17,7 @@ from bitwright.aimet_torch.quantizers import (
     with_encoding,
 )
 from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat
-from bitwright.errors import FormatError
+from bitwright.errors import FormatError, with_article
 from bitwright.export.encodings.records import check_version
 from bitwright.torch.quantizers import functional
 
@@ -208,7 +208,9 @@ class FloatQuantizeDequantize(QuantizerBase):
             TypeError: it is not an encoding of a float format.
         """
         if not isinstance(encodings, FloatEncoding):
-            raise TypeError(f"{type(self).__name__} takes a FloatEncoding, not a {type(encodings).__name__}")
+            raise TypeError(
+                f"{type(self).__name__} takes a FloatEncoding, not {with_article(type(encodings).__name__)}"
+            )
         if self.bound is not None:
             self.bound.set_encodings(encodings)
         self.exponent_bits, self.mantissa_bits = encodings.exponent_bits, encodings.mantissa_bits

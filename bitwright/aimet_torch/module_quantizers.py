@@ -53,7 +53,7 @@ from bitwright.core.numerics.formats import FLOAT32_SCALE, FLOAT_FORMATS, FloatF
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import ConfigError, EncodingsError, FormatError, GranularityError, ModelError
+from bitwright.errors import ConfigError, EncodingsError, FormatError, GranularityError, ModelError, with_article
 from bitwright.torch.calls.inputs import NotOfModel, is_leaf, model_device, walk_modules
 from bitwright.torch.quantizers.learned_range import RangeEnds
 
@@ -283,7 +283,7 @@ class SiteQuantizer(Described, SiteView, NotOfModel, nn.Module):
         if not isinstance(quantizer, AffineQuantizerBase):
             raise TypeError(
                 f"{self._site.name} takes None, a quantizer of quantization.affine or .float, or that of another place, "
-                f"not a {type(quantizer).__name__}"
+                f"not {with_article(type(quantizer).__name__)}"
             )
         fmt = int_format_of(quantizer, self._site.name)
         symmetry: Any = "symmetric" if quantizer.symmetric else "asymmetric"
@@ -886,7 +886,7 @@ def original_model(model: nn.Module, qdq_weights: bool) -> nn.Module:
     if record is None:
         raise ModelError(
             "get_original_model",
-            f"a {type(model).__name__} is not a simulated model",
+            f"{with_article(type(model).__name__)} is not a simulated model",
             "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel",
         )
     twin = copy.deepcopy(record.sim)

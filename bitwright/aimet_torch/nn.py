@@ -17,7 +17,7 @@ from bitwright.aimet_torch.quantized_modules import (
     quantized_class,
 )
 from bitwright.aimet_torch.quantizers import QuantizerBase
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, with_article
 
 __all__ = [
     "BaseQuantizationMixin",
@@ -45,7 +45,7 @@ def compute_param_encodings(model: nn.Module) -> None:
     if not own:
         raise ModelError(
             "compute_param_encodings",
-            f"a {type(model).__name__} has no quantized modules",
+            f"{with_article(type(model).__name__)} has no quantized modules",
             "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel",
         )
     for module in own:

@@ -20,7 +20,7 @@ from torch import nn
 from bitwright.aimet_common.absent import absent_names, differs
 from bitwright.aimet_torch.quantized_modules import Add, BaseQuantizationMixin, Multiply
 from bitwright.aimet_torch.quantizers import QuantizeDequantize
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, with_article
 from bitwright.torch.calls.inputs import walk_modules
 
 __all__ = [
@@ -89,7 +89,8 @@ def _check(layer: Any, names: list[str]) -> None:
     if special or not all(hasattr(layer, key) for key in ("in_features", "out_features", "scaling")):
         raise ConfigError(
             "replace_lora_layers_with_quantizable_layers",
-            f"a {type(layer).__name__} {'with DoRA adapters ' + str(special) if special else ''} is not base + B(A(x))",
+            f"{with_article(type(layer).__name__)} {'with DoRA adapters ' + str(special) if special else ''} "
+            "is not base + B(A(x))",
             "leave the layers as they are: simulations quantize the base of PEFT models",
         )
     idle = [n for n in names if n not in layer.active_adapters and bool(layer.lora_B[n].weight.any())]

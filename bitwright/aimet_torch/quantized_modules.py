@@ -32,7 +32,7 @@ from bitwright.aimet_torch.module_quantizers import (
     is_quantized,
     record_of,
 )
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, with_article
 from bitwright.torch.calls.inputs import walk_modules
 
 # ------------------------------------------------------------------------------------ quantized classes
@@ -422,7 +422,7 @@ def compute_encodings(model: nn.Module) -> Iterator[None]:
     if not own_modules:
         raise ModelError(
             "compute_encodings",
-            f"a {type(model).__name__} is not a module of a simulation",
+            f"{with_article(type(model).__name__)} is not a module of a simulation",
             "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel, or one of its modules",
         )
     with ExitStack() as stack:

@@ -48,7 +48,7 @@ from bitwright.core.graph.graph import Op
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.core.simulation.sites import SiteMap
-from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError
+from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError, with_article
 from bitwright.export.artefacts import rename_ports
 from bitwright.export.files.onnx_file import save_model
 from bitwright.export.qdq.write import to_qdq
@@ -369,7 +369,7 @@ def _export_modules(model: Any, args: Any, f: Any, bias: bool, activation: str |
     """
     forms = _forms(f, bias, activation)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a simulation or a module, not a {type(model).__name__}")
+        raise TypeError(f"model is a simulation or a module, not {with_article(type(model).__name__)}")
     named = {name or "quantizer": module for name, module in model.named_modules() if isinstance(module, _ON_GRID)}
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -420,7 +420,7 @@ def _marking(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 def _forms(f: Any, bias: bool | None, activation: str | None) -> dict[str, Any]:
     """How biases and activations are written to ``f``, as options of Bitwright's export."""
     if not isinstance(f, (str, os.PathLike, io.IOBase)):
-        raise TypeError(f"f is a path, not a {type(f).__name__}")
+        raise TypeError(f"f is a path, not {with_article(type(f).__name__)}")
     if activation not in ("unsigned", None):
         raise ConfigError("force_activation_as", f"{activation!r} grids are not written here", "use 'unsigned' or None")
     return {"bias": "float" if bias is False else "int32", "activation": activation or "as_is"}
@@ -652,7 +652,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
             if not records:
                 raise ModelError(
                     "layers_to_exclude",
-                    f"a {type(module).__name__} in it is not a module of sim.model",
+                    f"{with_article(type(module).__name__)} in it is not a module of sim.model",
                     "name modules of sim.model, not of the model it was made from",
                 )
             for record in records:

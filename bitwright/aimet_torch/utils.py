@@ -14,6 +14,7 @@ from bitwright.aimet_common.utils import CachedDataset as Batches
 from bitwright.aimet_common.utils import Handle
 from bitwright.aimet_common.utils import StopForwardException as StopForwardException
 from bitwright.aimet_torch.module_quantizers import below, record_of, switched_off
+from bitwright.errors import with_article
 from bitwright.torch.calls.inputs import is_leaf, model_device, to_device, walk_modules
 
 __getattr__ = absent_names(__name__)
@@ -175,7 +176,7 @@ def get_layer_name(model: nn.Module, layer: nn.Module) -> str:
     for name, module in walk_modules(model):
         if module is layer:
             return name
-    raise KeyError(f"a {type(layer).__name__} is not a module of this {type(model).__name__}")
+    raise KeyError(f"{with_article(type(layer).__name__)} is not a module of this {type(model).__name__}")
 
 
 def get_all_named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -23,7 +23,7 @@ from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.calibration import arrays_in, refuse_one_batch, samples_in, with_samples
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site, SiteMap
-from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ModelError, close_matches
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ModelError, close_matches, with_article
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.rounding.program import Program, SimulatedModel, Step, block_units, run_step
 from bitwright.methods.switching import by_operator, switched_off
@@ -280,7 +280,7 @@ def open_subject(sim: Any) -> Subject:
     if type(sim).__name__ != "QuantizationSimModel" and not hasattr(sim, "quantizers"):
         raise ConfigError(
             "analyze",
-            f"it is given a {type(sim).__name__}, not a simulation",
+            f"it is given {with_article(type(sim).__name__)}, not a simulation",
             "pass a calibrated QuantizationSimModel, for example bitwright.quantize(model, data).sim",
         )
     if not sim.calibrated:

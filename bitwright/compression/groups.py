@@ -29,7 +29,7 @@ from bitwright.compression.states import STATE_PORTS, final_states, from_input, 
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.core.graph.recurrence import CELLS
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, with_article
 
 Index = NDArray[np.int64]
 Axes = list["Index | None"]
@@ -384,7 +384,11 @@ class Dependencies:
         if op_row(op.type).kind == "pointwise" or op.type in _SAME or op.type in _MERGES_BY_ELEMENT:
             return self._pointwise(op)
         for value in op.inputs:
-            self._stay(self.axes(value), f"{op.name} is a {op.type}, which the dependency graph has no rule for", op)
+            self._stay(
+                self.axes(value),
+                f"{op.name} is {with_article(op.type)}, which the dependency graph has no rule for",
+                op,
+            )
         return [self._all_stay(v) for v in op.outputs]
 
     def _pointwise(self, op: Op) -> list[Axes]:
@@ -721,7 +725,7 @@ class Dependencies:
 
     def _refuse(self, op: Op, why: str) -> list[Axes]:
         for value in op.inputs:
-            self._stay(self.axes(value), f"{op.name}, a {op.type}, {why}", op)
+            self._stay(self.axes(value), f"{op.name}, {with_article(op.type)}, {why}", op)
         return [self._all_stay(v) for v in op.outputs]
 
     # -- movement

@@ -38,7 +38,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.errors import BitwrightError, ConfigError
+from bitwright.errors import BitwrightError, ConfigError, with_article
 
 MAX_BYTES = 4 << 20
 MAX_DEPTH = 64
@@ -461,6 +461,8 @@ def load_entry_point(text: str, what: str = "yields feeds") -> Callable[..., Any
             text, f"it cannot be imported: {error}", "write module:function, with the module's folder in PYTHONPATH"
         ) from error
     if not callable(found):
-        raise ConfigError(text, f"{name} is a {type(found).__name__}, not a function", f"name a function that {what}")
+        raise ConfigError(
+            text, f"{name} is {with_article(type(found).__name__)}, not a function", f"name a function that {what}"
+        )
     function: Callable[..., Any] = found
     return function

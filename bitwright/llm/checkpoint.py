@@ -25,7 +25,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from bitwright.errors import ConfigError, ModelError, close_matches, some_of
+from bitwright.errors import ConfigError, ModelError, close_matches, some_of, with_article
 
 logger = logging.getLogger("bitwright")
 
@@ -249,7 +249,7 @@ def header(file: Path) -> Iterator[Entry]:
         except ValueError as error:
             raise ModelError(str(file), f"its header cannot be read: {_first_line(error)}", copy) from error
     if not isinstance(table, dict):
-        raise ModelError(str(file), f"its header is a {type(table).__name__}, not a table of tensors", copy)
+        raise ModelError(str(file), f"its header is {with_article(type(table).__name__)}, not a table of tensors", copy)
     table.pop("__metadata__", None)
     for name, row in table.items():
         if not _is_row(row):
@@ -294,7 +294,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(str(path), f"it is not JSON: {_first_line(error)}", remedy) from error
     if not isinstance(found, dict):
-        raise ModelError(str(path), f"it holds a {type(found).__name__}, not an object", remedy)
+        raise ModelError(str(path), f"it holds {with_article(type(found).__name__)}, not an object", remedy)
     return found
 
 

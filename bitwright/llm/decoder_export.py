@@ -23,7 +23,7 @@ from torch import nn
 
 from bitwright.compare.runtime import run_model
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.errors import ConfigError, ExportError, ModelError, close_matches
+from bitwright.errors import ConfigError, ExportError, ModelError, close_matches, with_article
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.atomic import atomic_files, check_destination
 from bitwright.export.generation import Generated, Generation, write_generation
@@ -303,7 +303,7 @@ def _decoder(model: nn.Module) -> _Decoder:
         ):
             raise ModelError(
                 f"{kind}, layer {i} of its cache",
-                f"it is a {type(layer).__name__} that does not hold keys and values of every token",
+                f"it is {with_article(type(layer).__name__)} that does not hold keys and values of every token",
                 "engines that read these files keep keys and values only; export the model without a cache by sim.export",
             )
         sizes.append((int(keys.shape[1]), int(keys.shape[3])))

@@ -17,7 +17,7 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.health.report import HealthReport
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.simulation.simulation import Simulation
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, with_article
 from bitwright.methods.folding.batch_norm_search import FoldReport
 from bitwright.methods.layers import Array, Layer, Reversible
 
@@ -475,6 +475,6 @@ def _name_of(model: Any) -> str:
             return name
     raise ModelError(
         "model",
-        f"a {type(model).__name__} is not a model of PyTorch or ONNX",
+        f"{with_article(type(model).__name__)} is not a model of PyTorch or ONNX",
         "give a torch.nn.Module, or a loaded ONNX model: onnx.load(path), bitwright.onnx.load_model(path)",
     )

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.registry import Registry
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, close_matches, with_article
 from bitwright.metrics import detection
 from bitwright.metrics.intervals import Better, Difference, compare, scipy_stats, without_samples
 from bitwright.metrics.labels import split_labels
@@ -510,7 +510,7 @@ def _named_options(metric: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(metric, str):
         raise ConfigError(
             "metric",
-            f"it is a {type(metric).__name__}",
+            f"it is {with_article(type(metric).__name__)}",
             "give a name such as 'accuracy', {'f1': {'average': 'micro'}}, an object of torchmetrics, or a function of the model",
         )
     name, *given = metric.split(",")
@@ -699,7 +699,7 @@ def checked_values(which: str, found: Any) -> Array:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             "metric",
-            f"it returns a {type(found).__name__}",
+            f"it returns {with_article(type(found).__name__)}",
             "return a number, or one value per sample as a list or array",
         ) from error
     if values.ndim > 1 or not values.size:

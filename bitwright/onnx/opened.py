@@ -16,7 +16,7 @@ import onnx_ir as ir
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import AddBias, Array, Edit, sqnr
-from bitwright.errors import ConfigError, ModelError
+from bitwright.errors import ConfigError, ModelError, with_article
 from bitwright.export.files.onnx_file import all_graphs, all_nodes, restore_types, save_model
 from bitwright.export.qdq.markers import Names, move_uses
 from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_batch_norms
@@ -631,7 +631,7 @@ def _loaded(model: Any, function: str) -> Loaded:
     if not isinstance(model, (onnx.ModelProto, ir.Model, Loaded)):
         raise ModelError(
             function,
-            f"a {type(model).__name__} cannot be changed in place",
+            f"{with_article(type(model).__name__)} cannot be changed in place",
             "load the file first: model = onnx.load(path), or bitwright.onnx.load_model(path)",
         )
     return model if isinstance(model, Loaded) else load_model(model)

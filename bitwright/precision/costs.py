@@ -32,7 +32,7 @@ from bitwright.core.graph.operators import OPS
 from bitwright.core.graph.patterns import Match
 from bitwright.core.numerics.spec import PRESETS, Preset
 from bitwright.core.simulation.sites import Site, values_on_grids
-from bitwright.errors import ConfigError, checks_arguments, close_matches, some_of
+from bitwright.errors import ConfigError, checks_arguments, close_matches, some_of, with_article
 from bitwright.export.files.atomic import write_json
 from bitwright.export.files.manifest import fingerprint
 from bitwright.precision.candidates import (
@@ -490,7 +490,7 @@ def table_of_times(times: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     example = 'write {"Conv": {"w8a8": 0.4, ...}, ...}'
     found = read_document(Path(times), ConfigError, remedy=example)
     if not isinstance(found, dict):
-        raise ConfigError(str(times), f"it holds a {type(found).__name__}, not a table of times", example)
+        raise ConfigError(str(times), f"it holds {with_article(type(found).__name__)}, not a table of times", example)
     return found
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from bitwright.analysis.subject import Subject, listed, open_subject
 from bitwright.core.files import read_document
 from bitwright.core.numerics.spec import Preset
-from bitwright.errors import ConfigError, checks_arguments
+from bitwright.errors import ConfigError, checks_arguments, with_article
 from bitwright.export.files.atomic import write_json
 from bitwright.export.files.manifest import Fingerprint
 from bitwright.metrics.labels import inputs_and_labels, inputs_of
@@ -293,7 +293,7 @@ def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
     remedy = f"{remove}, and the same call goes on; or name an empty folder"
     found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json")
     if not isinstance(found, dict):
-        raise ConfigError(str(path), f"it holds a {type(found).__name__}, not what a search wrote", remedy)
+        raise ConfigError(str(path), f"it holds {with_article(type(found).__name__)}, not what a search wrote", remedy)
     return found
 
 

@@ -23,7 +23,7 @@ from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.config import read_file
 from bitwright.core.registry import Registry
 from bitwright.core.simulation.float_model import Undo
-from bitwright.errors import BitwrightError, CalibrationError, ConfigError, close_matches
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError, close_matches, with_article
 from bitwright.recipes.judge import Judge
 from bitwright.tables import Tabular, html_table, text_table
 
@@ -381,7 +381,7 @@ def _parse_step(item: str | Callable[..., Any] | Mapping[Any, Any] | Step, sourc
             )
         item = replace(_named(name), options={str(key): value for key, value in (options or {}).items()})
     if not isinstance(item, Step):
-        problem = f"{item!r:.100} is a {type(item).__name__}, not one step"
+        problem = f"{item!r:.100} is {with_article(type(item).__name__)}, not one step"
         raise ConfigError(source, problem, "write step or {step: {option: value}}")
     if item.run is not None:
         _check_function(item)

@@ -19,7 +19,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.statistics import HALF_BINS, Histogram, MinMax
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ExportError
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ExportError, with_article
 from bitwright.export.encodings.of_simulation import SavedSite, read_sites
 from bitwright.export.files.atomic import AnyPath, read_error
 from bitwright.export.files.manifest import read_manifest, read_origin
@@ -388,7 +388,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     remedy = "write it again with Analysis.to_json()"
     found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json", unreadable=read_error)
     if not isinstance(found, dict):
-        raise ConfigError(str(path), f"it holds a {type(found).__name__}, not a report", remedy)
+        raise ConfigError(str(path), f"it holds {with_article(type(found).__name__)}, not a report", remedy)
     return found
 
 

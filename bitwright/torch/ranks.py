@@ -30,7 +30,7 @@ from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
 from bitwright.core.numerics.statistics import Histogram, MinMax, from_arrays, kind_of, merge, start, to_arrays
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.core.simulation.simulation import Simulation
-from bitwright.errors import CalibrationError, ConfigError, checks_arguments
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments, with_article
 from bitwright.torch.simulation.simulate import Simulator
 
 _MOST_AXES = 8
@@ -397,7 +397,7 @@ def _described(item: Any, tensors: dict[str, torch.Tensor], site: str) -> Any:
         return {"value": item}
     raise ConfigError(
         site,
-        f"it holds a {type(item).__name__}, which is not sent to other ranks",
+        f"it holds {with_article(type(item).__name__)}, which is not sent to other ranks",
         "give tensors, or tuples, lists and dicts of tensors, text, numbers and None",
     )
 

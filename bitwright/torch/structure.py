@@ -26,7 +26,7 @@ from bitwright.core.files import read_document
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import Array, Undo
-from bitwright.errors import ConfigError, ModelError, checks_arguments
+from bitwright.errors import ConfigError, ModelError, checks_arguments, with_article
 from bitwright.export.files.atomic import atomic_files
 from bitwright.methods.front_end import Kept, Problem, Structured, kept_axes
 from bitwright.torch.calls.functions import function_of
@@ -815,7 +815,7 @@ def load_compressed(model: nn.Module, folder: str | os.PathLike[str], name: str 
     remedy = "copy the files that save() wrote once more"
     plan = read_document(plan_file, ModelError, remedy=remedy, max_bytes=_MOST_PLAN)
     if not isinstance(plan, dict):
-        raise ModelError(str(plan_file), f"it holds a {type(plan).__name__}, not a plan", remedy)
+        raise ModelError(str(plan_file), f"it holds {with_article(type(plan).__name__)}, not a plan", remedy)
     try:
         state = load_file(weights)
     except (

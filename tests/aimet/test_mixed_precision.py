@@ -203,7 +203,7 @@ def test_auto_quant_returns_the_nearest_model_where_none_keeps_the_accuracy(tmp_
     recipes = [trial.recipe for trial in search._trials() or ()]
     steps = [step for recipe in recipes for step in recipe or () if isinstance(step, dict)]
     assert [step["adaround"]["iterations"] for step in steps] == [7] and steps[0]["adaround"]["warm_start"] == 0.2
-    with pytest.raises(BitwrightError, match="adaround_params: 7 is a int.*pass AdaroundParameters"):
+    with pytest.raises(BitwrightError, match="adaround_params: 7 is an int.*pass AdaroundParameters"):
         search.set_adaround_params(7)
     only = Trial("w4", "w4a8", recipe=("fold", {"adaround": {"iterations": 2}}))
     monkeypatch.setattr(search, "_trials", lambda: [only])

@@ -152,7 +152,7 @@ def test_ctrl_c_keeps_what_was_found():
     "data, error, message",
     [
         ([], CalibrationError, "check_model: the data held no batch. Remedy: pass a non-empty list"),
-        (np.ones((4, 4), np.float32), CalibrationError, "data is a ndarray, not a list of batches"),
+        (np.ones((4, 4), np.float32), CalibrationError, "data is an ndarray, not a list of batches"),
         ([np.ones((4, 3), np.float32)], ModelError, "batch 0: the input x .* was given an array of shape 4x3"),
         (
             [np.ones((4, 4), np.float32), np.ones((0, 4), np.float32)],

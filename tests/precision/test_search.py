@@ -209,7 +209,7 @@ def test_the_other_direction_is_noticed() -> None:
 
 
 def test_bad_data() -> None:
-    for data, message in (([], "the data held no batch"), (np.zeros(3), "data is a ndarray, not a list")):
+    for data, message in (([], "the data held no batch"), (np.zeros(3), "data is an ndarray, not a list")):
         with pytest.raises(BitwrightError, match=message):
             mixed_precision(simulation("torch"), data, budget=0.5)
     with pytest.raises(BitwrightError, match="a dict is not a model of PyTorch or ONNX"):

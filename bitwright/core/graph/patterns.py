@@ -14,6 +14,7 @@ from typing import Literal
 
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.operators import TRAITS, op_row
+from bitwright.errors import with_article
 
 PatternKind = Literal["chain", "bias_add", "masked_softmax"]
 
@@ -153,7 +154,7 @@ def match_at(graph: Graph, op: Op, pattern: Pattern) -> Match | NoMatch:
 
 def _match_at(links: _Links, op: Op, pattern: Pattern) -> Match | NoMatch:
     if op.type != pattern.ops[0]:
-        return NoMatch(op.name, pattern, f"it is a {op.type}")
+        return NoMatch(op.name, pattern, f"it is {with_article(op.type)}")
     if pattern.plain_only and (refusal := _not_plain(links.graph, op)):
         return NoMatch(op.name, pattern, refusal)
     ops, inner, at = [op], [], 1
@@ -166,7 +167,7 @@ def _match_at(links: _Links, op: Op, pattern: Pattern) -> Match | NoMatch:
                 return NoMatch(op.name, pattern, f"{reader.name} does not add a constant with one axis")
             at += 1
         elif not links.skips(reader):
-            return NoMatch(op.name, pattern, f"a {reader.type}, {reader.name}, follows {ops[-1].name}")
+            return NoMatch(op.name, pattern, f"{with_article(reader.type)}, {reader.name}, follows {ops[-1].name}")
         inner.append(ops[-1].outputs[0])
         ops.append(reader)
     if len(ops[-1].outputs) != 1:

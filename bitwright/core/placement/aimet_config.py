@@ -18,7 +18,7 @@ from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.spec import PRESETS, Preset, Symmetry
 from bitwright.core.placement.rules import BOUNDARY_ONLY, Kernel, Rule, Rules
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, close_matches, with_article
 
 REQUIRED = ("defaults", "params", "op_type", "supergroups", "model_input", "model_output")
 SECTIONS = (*REQUIRED, "supergroup_pass_list")
@@ -134,7 +134,7 @@ def _section(
     """``value`` as an object with none but the ``known`` keys (``None``: any) and all ``required`` ones."""
     where = f"{source}: {at}" if at else source
     if not isinstance(value, Mapping):
-        raise ConfigError(where, f"it is a {type(value).__name__}, not an object", "write {...}")
+        raise ConfigError(where, f"it is {with_article(type(value).__name__)}, not an object", "write {...}")
     for key in value if known is not None else ():
         if key not in (known or ()):
             near = close_matches(str(key), known or ())
@@ -267,7 +267,7 @@ class _Reader:
     def _supergroups(self) -> Iterator[Pattern]:
         groups = self.top.data["supergroups"]
         if not isinstance(groups, list):
-            problem = f"it is a {type(groups).__name__}"
+            problem = f"it is {with_article(type(groups).__name__)}"
             raise self.top.error("supergroups", problem, 'write a list of {"op_list": [...]}')
         for i, entry in enumerate(groups):
             section = _section(entry, f"supergroups[{i}]", self.source, ("op_list",), ("op_list",))

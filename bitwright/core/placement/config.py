@@ -49,7 +49,7 @@ from bitwright.core.placement.aimet_config import (
 )
 from bitwright.core.placement.kv_cache import KvCache, parse_kv_cache
 from bitwright.core.placement.rules import BOUNDARY_ONLY, FACETS, FixedRange, Rule, Rules, default_rules
-from bitwright.errors import BitwrightError, ConfigError, close_matches
+from bitwright.errors import BitwrightError, ConfigError, close_matches, with_article
 
 _TOP = ("preset", "rules", "supergroups", "recurrent", "tail", "kv_cache")
 _RECURRENT, _TAILS = ("inside", "boundary_only"), ("float", "quantized")
@@ -116,7 +116,7 @@ def read_file(path: Path, keys: tuple[str, ...]) -> Mapping[str, Any]:
     """
     data = read_document(path, ConfigError)
     if not isinstance(data, Mapping):
-        problem = f"it holds a {type(data).__name__}, not keys and values"
+        problem = f"it holds {with_article(type(data).__name__)}, not keys and values"
         raise ConfigError(str(path), problem, f"write {', '.join(keys)} as {'keys' if len(keys) > 1 else 'key'}")
     return data
 
@@ -139,7 +139,7 @@ def read_config(data: Mapping[str, Any], preset: Preset | None = None, source: s
     chosen = find_preset(data["preset"]) if "preset" in data else preset or PRESETS["w8a8"]
     entries = data.get("rules") or []
     if not isinstance(entries, list):
-        raise ConfigError(f"{source}: rules", f"it is a {type(entries).__name__}", "write a list of rules")
+        raise ConfigError(f"{source}: rules", f"it is {with_article(type(entries).__name__)}", "write a list of rules")
     rules = [rule for i, entry in enumerate(entries) for rule in _rules(entry, f"{source}: rules[{i}]")]
     if _one_of(data.get("recurrent", "inside"), f"{source}: recurrent", _RECURRENT) == "boundary_only":
         rules.insert(0, BOUNDARY_ONLY)
@@ -153,7 +153,9 @@ def read_config(data: Mapping[str, Any], preset: Preset | None = None, source: s
 
 def _keys(data: Any, at: str, known: tuple[str, ...], also: tuple[str, ...] = ()) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
-        raise ConfigError(at, f"it is a {type(data).__name__}, not keys and values", f"use {', '.join(known)}")
+        raise ConfigError(
+            at, f"it is {with_article(type(data).__name__)}, not keys and values", f"use {', '.join(known)}"
+        )
     for key in data:
         if key not in known:
             near = close_matches(str(key), (*known, *also))
@@ -302,7 +304,9 @@ def _supergroups(value: Any, at: str) -> tuple[Pattern, ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise ConfigError(at, f"it is a {type(value).__name__}", "write a list of chains, such as [[Conv, Relu]]")
+        raise ConfigError(
+            at, f"it is {with_article(type(value).__name__)}", "write a list of chains, such as [[Conv, Relu]]"
+        )
     found: list[Pattern] = []
     for i, entry in enumerate(value):
         if isinstance(entry, str):

@@ -20,7 +20,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, parse_format
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor, PerToken
 from bitwright.core.numerics.spec import QuantSpec, activation_spec, dynamic_spec
-from bitwright.errors import BitwrightError, ConfigError, close_matches
+from bitwright.errors import BitwrightError, ConfigError, close_matches, with_article
 
 Shared = Literal["per_channel", "per_head", "per_token", "per_tensor"]
 _SHARED: tuple[str, ...] = ("per_channel", "per_head", "per_token", "per_tensor")
@@ -95,7 +95,7 @@ def parse_kv_cache(given: KvCache | Mapping[str, Any] | None, at: str = "kv_cach
     if given is None or isinstance(given, KvCache):
         return given
     if not isinstance(given, Mapping):
-        raise ConfigError(at, f"it is a {type(given).__name__}", 'write {"key": "int8", "value": "int8"}')
+        raise ConfigError(at, f"it is {with_article(type(given).__name__)}", 'write {"key": "int8", "value": "int8"}')
     known = ("key", "value", "recent")
     for name in given:
         if name not in known:

@@ -24,7 +24,7 @@ from bitwright.core.numerics.spec import NON_FINITE, NonFinite
 from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import CalibrationError
+from bitwright.errors import CalibrationError, with_article
 from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
@@ -232,9 +232,11 @@ def refuse_one_batch(data: Any, function: str, write: str = "[batch]") -> None:
         CalibrationError: they are.
     """
     if isinstance(data, Mapping) or hasattr(data, "shape") or not isinstance(data, Iterable):
-        raise CalibrationError(
-            function, f"data is a {type(data).__name__}, not a list of batches", f"write {write} for a single batch"
-        )
+        samples = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
+        remedy = f"write {write} for a single batch"
+        if samples and not hasattr(data, "shape"):  # a Dataset of torch
+            remedy = "wrap a data set of single samples: torch.utils.data.DataLoader(data, batch_size=32)"
+        raise CalibrationError(function, f"data is {with_article(type(data).__name__)}, not a list of batches", remedy)
 
 
 def refuse_empty(number: int, shapes: Mapping[str, tuple[int, ...]]) -> None:

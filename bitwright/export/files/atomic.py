@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.files import open_regular
 from bitwright.core.numerics.arrays import Array, cast, to_numpy
-from bitwright.errors import ConfigError, ExportError
+from bitwright.errors import ConfigError, ExportError, with_article
 
 #: what the system says of a disk, a quota or a file that takes no more
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -253,7 +253,7 @@ def check_stem(stem: object, argument: str = "filename_prefix") -> str:
     """
     remedy = "give the first part of the files' names, such as 'model'; the folder is an argument of its own"
     if not isinstance(stem, str):
-        raise ConfigError(f"{argument}={stem!r}", f"it is a {type(stem).__name__}, not a string", remedy)
+        raise ConfigError(f"{argument}={stem!r}", f"it is {with_article(type(stem).__name__)}, not a string", remedy)
     found = sorted({c for c in stem if c in _FORBIDDEN or not c.isprintable()})
     encoded = stem.encode("utf-8", "surrogatepass")
     if not stem.strip():

@@ -24,7 +24,7 @@ import onnx
 from bitwright import __version__
 from bitwright.core.files import read_document
 from bitwright.core.numerics.arrays import to_numpy
-from bitwright.errors import ConfigError, ExportError
+from bitwright.errors import ConfigError, ExportError, with_article
 from bitwright.export.files.atomic import AnyPath, atomic_write, file_error, read_error, settle
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Fingerprint:
         if array is None or array.dtype.hasobject:
             raise ConfigError(
                 "data",
-                f"a {type(item).__name__} is not an array, tensor or plain value, so it cannot be fingerprinted",
+                f"{with_article(type(item).__name__)} is not an array, tensor or plain value, so it cannot be fingerprinted",
                 "pass arrays or tensors, alone or in lists, tuples and mappings",
             )
         self._hash.update(f"{array.dtype}:{array.shape};".encode())

@@ -15,7 +15,7 @@ from bitwright import __version__
 from bitwright.core.files import read_document
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.spec import QuantSpec
-from bitwright.errors import ExportError
+from bitwright.errors import ExportError, with_article
 from bitwright.export.files.atomic import AnyPath, atomic_files, read_error, settle
 from bitwright.llm.packed import FloatWeight, LayerInput, Layout, PackedWeight, Weight, WeightPlan, check_groups
 
@@ -170,7 +170,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     document = read_document(path, ExportError, max_bytes=_MAX_CONFIG, unreadable=read_error)
     if not isinstance(document, dict):
-        raise ExportError(str(path), f"it holds a {type(document).__name__}, not an object", "write the model again")
+        raise ExportError(
+            str(path), f"it holds {with_article(type(document).__name__)}, not an object", "write the model again"
+        )
     return document
 
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.simulation.float_model import sqnr
-from bitwright.errors import ModelError, close_matches, first_few
+from bitwright.errors import ModelError, close_matches, first_few, with_article
 from bitwright.export.files.onnx_file import all_graphs, all_nodes, from_proto
 from bitwright.export.qdq.markers import Names
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs, random_array
@@ -144,7 +144,7 @@ def _refuse_unknown(model: ir.Model, opset: int, site: str) -> None:
             known = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
             raise ModelError(
                 site,
-                f"node {node.name!r} is a {node.op_type}, and opset {opset} has no such operator"
+                f"node {node.name!r} is {with_article(node.op_type)}, and opset {opset} has no such operator"
                 f"{close_matches(node.op_type, known)}",
                 "correct the operator's type or its domain",
             )

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.simulation.float_model import sqnr
-from bitwright.errors import ModelError, first_few
+from bitwright.errors import ModelError, first_few, with_article
 from bitwright.export.files.onnx_file import all_graphs, all_nodes
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.export.recurrent import (
@@ -613,8 +613,8 @@ def _activate(pen: Pen, kind: str, numbers: list[float], opset: int) -> None:
     if names is None or len(numbers) not in (0, len(names)):
         raise ModelError(
             str(pen.node.name),
-            f"it is a {pen.node.op_type} of ONNX Runtime's optimizer with the activation function {kind!r}, which is not "
-            "known here",
+            f"it is {with_article(pen.node.op_type)} of ONNX Runtime's optimizer with the activation function {kind!r}, which is "
+            "not known here",
             _AGAIN,
         )
     if kind == "Clip" and opset >= 11:

@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from bitwright.core.files import open_regular, too_large
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, with_article
 from bitwright.export.files.onnx_file import all_graphs, all_nodes
 
 _STANDARD = ("", "ai.onnx")
@@ -334,20 +334,22 @@ def _wrong_with_node(node: ir.Node, schema: onnx.defs.OpSchema) -> str | None:
     needed += ["hidden_size"] if node.op_type in ("RNN", "GRU", "LSTM") else []  # which no other attribute tells
     for name in needed:
         if name not in node.attributes:
-            return f"it is a {node.op_type} without {name}"
+            return f"it is {with_article(node.op_type)} without {name}"
     count = len(node.inputs)
     if not schema.min_input <= count <= schema.max_input:
-        return f"it is a {node.op_type} of {count} inputs, and takes {schema.min_input} to {schema.max_input}"
+        return (
+            f"it is {with_article(node.op_type)} of {count} inputs, and takes {schema.min_input} to {schema.max_input}"
+        )
     for value, formal in zip(node.inputs, schema.inputs, strict=False):
         if value is None and formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
-            return f"it is a {node.op_type} without its input {formal.name}"
+            return f"it is {with_article(node.op_type)} without its input {formal.name}"
     return None
 
 
 def _wrong_with_body(node: ir.Node, name: str) -> str | None:
     attribute = node.attributes.get(name)
     if attribute is None or attribute.type != ir.AttributeType.GRAPH or attribute.is_ref():
-        return f"it is a {node.op_type} without {name}"
+        return f"it is {with_article(node.op_type)} without {name}"
     body, extra = attribute.as_graph(), 1 if node.op_type == "Loop" else 0
     found, needed = len(body.outputs) - extra, len(node.outputs)
     if found < needed or (node.op_type == "If" and found != needed):

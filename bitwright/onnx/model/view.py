@@ -24,7 +24,7 @@ from bitwright.core.simulation.float_model import (
     Untie,
     carry_out,
 )
-from bitwright.errors import ModelError, checks_arguments, close_matches
+from bitwright.errors import ModelError, checks_arguments, close_matches, with_article
 from bitwright.export.files.onnx_file import all_graphs, all_nodes, is_tensor
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.onnx.model.data import as_feeds, input_specs
@@ -164,7 +164,9 @@ class OnnxView:
         view = self._read()
         node, fixed = view.node[op], view.graph.values
         if node.op_type in TRAITS["bodies"] and not node.domain:
-            raise ModelError(op, f"a {node.op_type} is not a single operator", "ask for the operators of its bodies")
+            raise ModelError(
+                op, f"{with_article(node.op_type)} is not a single operator", "ask for the operators of its bodies"
+            )
 
         def is_open(value: ir.Value | None) -> bool:
             if value is None:
@@ -256,7 +258,7 @@ class OnnxView:
             return _no_bias_place(node)
         if isinstance(edit, Clamp):
             clips = node.op_type == "Clip" and not node.domain
-            return None if clips else f"it is a {node.op_type}, not a Clip"
+            return None if clips else f"it is {with_article(node.op_type)}, not a Clip"
         if isinstance(edit, Untie):
             return _no_initializer(node, edit.port)
         if isinstance(edit, Chain):
@@ -589,7 +591,7 @@ def _no_bias_place(node: ir.Node) -> str | None:
         stored = weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == 2
         return None if stored else "it multiplies by no stored matrix"
     if node.op_type not in TRAITS["bias_port"] or node.domain:
-        return f"a {node.op_type} has no input for a bias"
+        return f"{with_article(node.op_type)} has no input for a bias"
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         return f"it has the bias {node.inputs[2].name}"
     return None

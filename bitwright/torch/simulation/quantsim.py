@@ -26,7 +26,14 @@ from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.calibration import BatchGate, Observer
 from bitwright.core.simulation.simulation import fed, nothing_ran
 from bitwright.core.simulation.sites import derived_biases, place_quantizers
-from bitwright.errors import BitwrightError, CalibrationError, ModelError, check_keywords, checks_arguments
+from bitwright.errors import (
+    BitwrightError,
+    CalibrationError,
+    ModelError,
+    check_keywords,
+    checks_arguments,
+    with_article,
+)
 from bitwright.methods.options import keyword_options
 from bitwright.progress import collector_paused
 from bitwright.progress import progress as bar
@@ -235,7 +242,7 @@ def require_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(
             "model",
-            f"it is a {type(model).__name__}, not a torch.nn.Module",
+            f"it is {with_article(type(model).__name__)}, not a torch.nn.Module",
             "pass the module itself; for an ONNX file use bitwright.onnx.QuantizationSimModel",
         )
 

@@ -168,7 +168,7 @@ def test_a_target_by_name_describes_the_target_and_so_reports_no_unused_rules():
         ({"rules": [{"op": 3, "all": None}]}, "q: rules[0].op", "3 is not an operator type"),
         ({"rules": [{"weight": "imt8"}]}, "q: rules[0].weight", "there is no number format of this name"),
         ({"rules": [{"weight": "derived"}]}, "q: rules[0].weight", "there is no number format of this name"),
-        ({"rules": [{"weight": 8}]}, "q: rules[0].weight", "it is a int, not keys and values"),
+        ({"rules": [{"weight": 8}]}, "q: rules[0].weight", "it is an int, not keys and values"),
         ({"rules": [{"weight": {"bits": 8}}]}, "q: rules[0].weight", "unknown key 'bits'"),
         ({"rules": [{"weight": {"format": "int33"}}]}, "q: rules[0].weight.format", "not a bit width between 2 and 32"),
         ({"rules": [{"weight": {"quantized": "no"}}]}, "q: rules[0].weight.quantized", "'no' is not a boolean"),
@@ -207,7 +207,7 @@ def test_a_target_by_name_describes_the_target_and_so_reports_no_unused_rules():
         ({"rules": [{"params": None}]}, "q: rules[0].params", "None is not a mapping"),
         ({"supergroups": [["Conv"]]}, "q: supergroups[0]", "['Conv'] is not a chain"),
         ({"supergroups": ["defalt"]}, "q: supergroups[0]", "'defalt' is not a set of chains (did you mean 'default'"),
-        ({"supergroups": 3}, "q: supergroups", "it is a int"),
+        ({"supergroups": 3}, "q: supergroups", "it is an int"),
     ],
 )
 def test_mistakes_name_their_place(data, site, message):

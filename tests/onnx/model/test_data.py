@@ -456,7 +456,7 @@ def test_texts_that_are_not_utf8_are_refused() -> None:
 @pytest.mark.parametrize(
     "change, problem",
     [
-        ({"op_type": "LSTM", "input": ["x", "w", "w"]}, "node 'n': it is a LSTM without hidden_size"),
+        ({"op_type": "LSTM", "input": ["x", "w", "w"]}, "node 'n': it is an LSTM without hidden_size"),
         ({"op_type": "Concat"}, "node 'n': it is a Concat without axis"),
         ({"input": ["x"]}, "node 'n': it is a MatMul of 1 inputs, and takes 2 to 2"),
         ({"input": ["", "w"]}, "node 'n': it is a MatMul without its input A"),
