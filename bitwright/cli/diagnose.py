@@ -15,13 +15,14 @@ from bitwright.cli.options import (
     ExportOrModel,
     JsonFile,
     Metric,
-    OnnxFile,
+    ModelFile,
     OptionalData,
     Prefix,
     Preset,
     Reading,
     Scheme,
     finish,
+    read_model,
     write_json,
 )
 from bitwright.errors import ConfigError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 @command("analyze")
 def analyze_model(
-    model: OnnxFile,
+    model: ModelFile,
     data: Data,
     reading: Reading,
     judged: Metric,
@@ -77,13 +78,12 @@ def analyze_model(
     if out is not None and out.suffix not in (".html", ".json"):
         raise ConfigError(str(out), f"there is no report of the kind {out.suffix!r}", "name it .html or .json")
     from bitwright.analysis.analyze import analyze
-    from bitwright.onnx import load_model, quantize
-    from bitwright.onnx.model.data import input_specs
+    from bitwright.recipes.quantize import quantize
 
-    loaded = load_model(model)
-    batches = list(reading.batches(data, input_specs(loaded.model)))
+    given = read_model(model)
+    batches = list(map(given.batch, reading.batches(data, given.specs)))
     recipe = ["fold"] if fold else []
-    result = quantize(loaded.model, batches, preset, recipe=recipe, config_file=config, quant_scheme=scheme)
+    result = quantize(given.model, batches, preset, recipe=recipe, config_file=config, quant_scheme=scheme)
     found = analyze(
         result.sim,
         batches,

@@ -129,6 +129,9 @@ def named(kind: str) -> Callable[[str], list[str]]:
 # ---- options
 
 OnnxFile = Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)]
+ModelFile = Annotated[
+    Path, typer.Argument(help="An .onnx file, or a .pt2 file of torch.export.save.", show_default=False)
+]
 Export = Annotated[Path, typer.Argument(help="A folder that sim.export wrote.", show_default=False)]
 ExportOrModel = Annotated[
     Path, typer.Argument(help="A folder that sim.export wrote, or a quantized model.", show_default=False)
@@ -212,6 +215,45 @@ class Reading:
                 return
             used += kept
             yield {name: array[:kept] if array.ndim and len(array) == rows else array for name, array in feeds.items()}
+
+
+@dataclass(frozen=True)
+class Given:
+    """The model of a command.
+
+    Attributes:
+        model: as ``quantize`` takes it.
+        specs: its inputs.
+        batch: a feed by names of inputs -> a batch of the model.
+        notes: what was normalised while it was read.
+    """
+
+    model: Any
+    specs: Sequence[InputSpec]
+    batch: Callable[[dict[str, Any]], Any] = lambda feeds: feeds
+    notes: Sequence[str] = ()
+
+
+def read_model(path: Path) -> Given:
+    """Read an ONNX file, or a program of ``torch.export``.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    from bitwright.onnx.model.data import InputSpec, input_specs
+
+    if path.suffix == ".pt2":
+        from functools import partial
+
+        from bitwright.torch.captured import as_inputs, input_shapes, read_program
+
+        program = read_program(path)
+        specs = [InputSpec(*found) for found in input_shapes(program)]
+        return Given(program, specs, partial(as_inputs, program))
+    from bitwright.onnx import load_model
+
+    loaded = load_model(path)
+    return Given(loaded.model, input_specs(loaded.model), notes=loaded.notes)
 
 
 @dataclass(frozen=True)

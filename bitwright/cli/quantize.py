@@ -30,7 +30,7 @@ from bitwright.cli.options import (
     Data,
     JsonFile,
     Metric,
-    OnnxFile,
+    ModelFile,
     OptionalData,
     Preset,
     Reading,
@@ -38,6 +38,7 @@ from bitwright.cli.options import (
     Target,
     named,
     numbers,
+    read_model,
     write_json,
 )
 from bitwright.errors import ConfigError
@@ -54,7 +55,7 @@ def _steps_and(incomplete: str) -> list[str]:
 
 @command("quantize")
 def quantize_model(
-    model: OnnxFile,
+    model: ModelFile,
     out: Annotated[Path, output_option(help="Folder for the files; created if missing.")],
     reading: Reading,
     judged: Metric,
@@ -160,7 +161,7 @@ def quantize_model(
         ),
     ] = 20.0,
 ) -> None:
-    """Quantize an ONNX model: fold batch norms, calibrate, apply methods, export.
+    """Quantize a model: fold batch norms, calibrate, apply methods, export.
 
     Data may be a .npz file (arrays named after the inputs, samples along the
     first axis), a .npy file, a folder of them, a folder per input, a folder of .npz
@@ -170,6 +171,7 @@ def quantize_model(
     \b
     Examples:
       bitwright quantize model.onnx --data samples.npz --out exported/
+      bitwright quantize program.pt2 --data samples.npz --out exported/
       bitwright quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \\
           --std 0.229,0.224,0.225 --preset w8a16 --out exported/
       bitwright quantize model.onnx --data samples.npz --out exported/ \\
@@ -188,32 +190,31 @@ def quantize_model(
     from bitwright.core.numerics.spec import check_policy
     from bitwright.export.files.atomic import check_stem
     from bitwright.export.targets import target_for
-    from bitwright.onnx import load_model, quantize
-    from bitwright.onnx.model.data import input_specs, random_feeds
+    from bitwright.onnx.model.data import random_feeds
+    from bitwright.recipes.quantize import quantize
 
     policy = check_policy(non_finite, "--non-finite")
     target = target_for(target, file_format).name  # type: ignore[arg-type]
-    loaded = load_model(model)
-    specs = input_specs(loaded.model)
+    given = read_model(model)
     if data is None:
         _warn_of_random_data(held_out, effort)
-        feeds: Iterator[Any] = islice(random_feeds(specs, 4), reading.limit)
+        feeds: Iterator[Any] = map(given.batch, islice(random_feeds(given.specs, 4), reading.limit))
         recipe = recipe or "fold"  # rounding for random inputs would be rounding for nothing
     else:
-        feeds = reading.batches(data, specs)
-    rating = None if held_out is None else list(reading.batches(held_out, specs))
+        feeds = map(given.batch, reading.batches(data, given.specs))
+    rating = None if held_out is None else list(map(given.batch, reading.batches(held_out, given.specs)))
     scored = held_out or data
 
     def to_score() -> list[Any]:
         if scored is None:
             raise ConfigError("--metric", f"there are no data to measure {judged.metric} on", "give --data as well")
-        return list(reading.batches(scored, specs))
+        return list(map(given.batch, reading.batches(scored, given.specs)))
 
     labels = judged.labels_of(to_score)
     stem = check_stem(model.stem if prefix is None else prefix, "--prefix")
     with _tells_what_is_kept(out, out / f"{stem}_manifest.json"):
         result = quantize(
-            loaded.model,
+            given.model,
             feeds,
             preset,
             recipe=recipe if recipe is None or Path(recipe).suffix else recipe.split(","),
@@ -246,7 +247,7 @@ def quantize_model(
         )
     verified = _verified(result.exported, target) if verify and samples and not is_quiet() else None
     if is_verbose():
-        details(*_done(result, loaded.notes))
+        details(*_done(result, given.notes))
     answer(result.headline)
     details(*result.summary(verified))
     if result.poor:
@@ -349,7 +350,7 @@ def _done(result: Any, notes: Iterable[str]) -> Iterator[str]:
 
 @command("auto")
 def auto_command(
-    model: OnnxFile,
+    model: ModelFile,
     data: Data,
     out: Annotated[Path, output_option(help="Folder of the trials; a search that is there is resumed.")],
     reading: Reading,
@@ -393,11 +394,10 @@ def auto_command(
           --metric accuracy --labels labels.npy
       bitwright auto model.onnx --data photos/ --out search/ --deadline 600
     """
-    from bitwright.onnx import load_model
-    from bitwright.onnx.model.data import input_specs
     from bitwright.precision.auto import auto_quantize
 
-    feeds = list(reading.batches(data, input_specs(load_model(model).model)))
+    given = read_model(model)
+    feeds = list(map(given.batch, reading.batches(data, given.specs)))
     drop = allowed_drop if allowed_drop is None or "%" in allowed_drop else numbers("--allowed-drop", allowed_drop)[0]
     with _logged_trials():
         result = auto_quantize(

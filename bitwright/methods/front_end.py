@@ -467,7 +467,7 @@ def health_check_of(model: Any) -> Callable[..., HealthReport]:
 
 def _name_of(model: Any) -> str:
     if isinstance(model, (str, PathLike)):  # of a file
-        return "onnx"
+        return "torch" if Path(model).suffix == ".pt2" else "onnx"
     for cls in type(model).__mro__:
         parts = cls.__module__.split(".")
         name = parts[1] if parts[0] == "bitwright" and len(parts) > 1 else _FRONT_ENDS.get(parts[0])
@@ -476,5 +476,6 @@ def _name_of(model: Any) -> str:
     raise ModelError(
         "model",
         f"{with_article(type(model).__name__)} is not a model of PyTorch or ONNX",
-        "give a torch.nn.Module, or a loaded ONNX model: onnx.load(path), bitwright.onnx.load_model(path)",
+        "give a torch.nn.Module, a program of torch.export, or a loaded ONNX model: onnx.load(path), "
+        "bitwright.onnx.load_model(path)",
     )

@@ -123,8 +123,8 @@ def quantize(
     """Quantize ``model`` in one line: fold batch norms, simulate under ``preset``, calibrate on ``data``, export.
 
     Args:
-        model: a ``torch.nn.Module``, or an ONNX model: a path, an ``onnx.ModelProto`` or an ``onnx_ir.Model``. Left as it is;
-            the work is done on a copy.
+        model: a ``torch.nn.Module``; a program of ``torch.export`` or the path of its ``.pt2`` file; or an ONNX model: a path, an
+            ``onnx.ModelProto`` or an ``onnx_ir.Model``. Left as it is; the work is done on a copy.
         data: calibration batches. Of a module each a tensor, a tuple of positional arguments, or a dict of keyword arguments;
             of an ONNX model a dict of feeds, an array for one input, or a tuple in the model's order. The first is also the
             example input; a generator is fine.

@@ -35,6 +35,7 @@ from bitwright.torch.calls.inputs import (
     to_device,
     walk_modules,
 )
+from bitwright.torch.captured import as_module
 from bitwright.torch.depth import TorchBlocks
 from bitwright.torch.interception.intercept import Frame, Key
 from bitwright.torch.program import Forward, TorchSimulation
@@ -230,7 +231,8 @@ class TorchGiven(GivenModel):
         ConfigError: ``providers`` or a ``memory_budget`` are given, which only ONNX models have.
     """
 
-    def __init__(self, model: nn.Module, providers: Any, memory_budget: int | None) -> None:
+    def __init__(self, model: Any, providers: Any, memory_budget: int | None) -> None:
+        model = as_module(model)
         require_module(model)
         refuse_providers(providers)
         if memory_budget is not None:
@@ -338,6 +340,7 @@ class TorchFrontEnd(FrontEnd):
             ConfigError: ``providers`` are given.
         """
         refuse_providers(providers)
+        model = model if in_place else as_module(model)
         require_module(model)
         return TorchStructure(model if in_place else copied(model), [first])
 
@@ -367,6 +370,7 @@ class TorchFrontEnd(FrontEnd):
             ModelError: neither ``shapes`` nor ``dummy_input``, or the model fails on the input.
         """
         refuse_providers(providers)
+        require_module(model)
         return TorchOpened(model, shapes, dummy_input, function)
 
     def fold(

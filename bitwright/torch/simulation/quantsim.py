@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from bitwright.compare.saturation import SaturationReport
 from bitwright.core.graph.operators import op_row
@@ -50,6 +51,7 @@ from bitwright.torch.calls.inputs import (
     trainable_tensors,
     walk_modules,
 )
+from bitwright.torch.captured import as_module
 from bitwright.torch.interception.generation import UnseenCalls, generated_calls, generates
 from bitwright.torch.interception.intercept import Interceptor, interceptions, scripted_functions
 from bitwright.torch.interception.record import Recorder, record
@@ -239,6 +241,12 @@ def require_module(model: object) -> None:
     Raises:
         ModelError: with the way to quantize an ONNX file.
     """
+    if isinstance(model, ExportedProgram):
+        raise ModelError(
+            "model",
+            "it is an ExportedProgram, and what is changed is the module that was passed",
+            "make the module and keep it: model = program.module()",
+        )
     if not isinstance(model, nn.Module):
         raise ModelError(
             "model",
@@ -254,7 +262,8 @@ class QuantizationSimModel(SimulatedModule):
     ``sim.model`` is an ordinary module of the user's own class, with the user's parameter names.
 
     Args:
-        model: any eager module; left alone unless ``in_place``.
+        model: any eager module; left alone unless ``in_place``. Or a program of ``torch.export``, or the path of a ``.pt2``
+            file: see :func:`~bitwright.torch.captured.as_module`.
         dummy_input: one input: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
         quant_scheme: how ranges are chosen: ``min_max`` (default), ``tf_enhanced``, ``percentile``, ``mse``, ``entropy``, or
             a :class:`RangeMethod`.
@@ -281,7 +290,7 @@ class QuantizationSimModel(SimulatedModule):
     @checks_arguments
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ExportedProgram,
         dummy_input: Any,
         quant_scheme: str | RangeMethod | None = None,
         default_output_bw: int = 8,
@@ -294,8 +303,9 @@ class QuantizationSimModel(SimulatedModule):
         examples: Sequence[Any] = (),
         kv_cache: KvCache | Mapping[str, Any] | None = None,
     ) -> None:
-        require_module(model)
-        refuse_simulated(model)
+        module: nn.Module = as_module(model)
+        require_module(module)
+        refuse_simulated(module)
         bits: dict[str, Any] = {"param_bw": default_param_bw, "output_bw": default_output_bw}
         self._set_up(
             make_rules(quant_scheme, preset, config_file, **bits, data_type=default_data_type, kv_cache=kv_cache)
@@ -308,7 +318,7 @@ class QuantizationSimModel(SimulatedModule):
         self._simulator = Simulator({})
         self._simulator.blame, self._simulator.prepare_grids = self._name_nan, self._prepare_grids
         with collector_paused(), trainable_tensors():
-            self.model = adopt(model, dummy_input, in_place=in_place)
+            self.model = adopt(module, dummy_input, in_place=in_place)
             self._interceptor = Interceptor(self.model, self._simulator)
             self._interceptor.attach()
             try:
