@@ -1,4 +1,4 @@
-"""Commands for language models: ``llm quantize``, ``llm perplexity`` and ``llm generate``."""
+"""Commands for language models: ``llm quantize``, ``llm convert``, ``llm perplexity`` and ``llm generate``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bitwright.errors import ConfigError
 llm = group("llm", "Quantize language models, measure and run them. Local folders only; nothing is downloaded.")
 
 Folder = Annotated[Path, typer.Argument(help="Folder with config.json, tokenizer files and safetensors shards.")]
-Written = Annotated[Path, typer.Argument(help="Folder of a float model, or one that `llm quantize` wrote.")]
+Written = Annotated[Path, typer.Argument(help="Folder of a float or quantized model; one that `llm quantize` wrote.")]
 Context = Annotated[int, data_option(help="Tokens of a row of text.")]
 
 
@@ -70,6 +70,26 @@ def quantize_folder(
     answer(lines[0])
     details(*lines[1:])
     write_json(json_file, result)
+
+
+@command("convert", under=llm)
+def convert_folder(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that is quantized already: gptq, awq, compressed-tensors, ...")
+    ],
+    to: Annotated[str, export_option(help="Kind of files: compressed-tensors, gguf, genai, ...")],
+    out: Annotated[Path, output_option(help="Folder for the files; created if missing.")],
+) -> None:
+    """Write a folder that is quantized already as files of another kind, with the same codes and scales.
+
+    \b
+    Examples:
+      bitwright llm convert model-gptq --to compressed-tensors --out model-w4
+    """
+    from bitwright.llm.opened import convert
+
+    convert(folder, to, out)
+    answer(f"written to {out}")
 
 
 @command("perplexity", under=llm)

@@ -11,6 +11,8 @@ from bitwright.llm.files.table import write_checkpoint as write_checkpoint
 from bitwright.llm.files.table import write_simulation as write_simulation
 from bitwright.llm.likelihood import Perplexity as Perplexity
 from bitwright.llm.likelihood import perplexity as perplexity
+from bitwright.llm.opened import convert as convert
+from bitwright.llm.opened import simulate_quantized as simulate_quantized
 from bitwright.llm.openvino_export import AS_SIMULATED as AS_SIMULATED
 from bitwright.llm.openvino_export import OpenVinoDecoder as OpenVinoDecoder
 from bitwright.llm.openvino_export import export_openvino as export_openvino

@@ -116,7 +116,7 @@ class Runner:
         self._calls: list[_Call] = []
         self._is_tuple = False
         if read is not None:
-            _make_buffers(model)
+            make_buffers(model)
 
     def names(self, index: int) -> list[str]:
         """Parameters of a block, without the name of the block."""
@@ -352,7 +352,7 @@ def _replaced(modules: Sequence[nn.Module], make: Callable[[int], Callable[..., 
             del module.forward
 
 
-def _make_buffers(model: nn.Module) -> None:
+def make_buffers(model: nn.Module) -> None:
     """Compute the buffers that no file holds (angles of rotary positions), which a model on ``meta`` lacks."""
     for module in model.modules():
         empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}

@@ -102,7 +102,7 @@ class Checkpoint:
 
     def skeleton(self) -> nn.Module:
         """The model on the ``meta`` device, in eval mode: its structure without memory for weights."""
-        return _skeleton(self.folder, self.config)
+        return empty_model(self.folder, self.config)
 
     def read(self, name: str, dtype: torch.dtype | None = None, rows: slice | None = None) -> Tensor:
         """The tensor of a parameter or of the files, read now; no other part of the file comes into memory.
@@ -170,13 +170,14 @@ def open_checkpoint(folder: str | os.PathLike[str], *, tokenizer: bool = True) -
             str(folder), "it is not a folder; nothing is downloaded",
             "give a local folder with config.json, tokenizer files and safetensors shards",
         )  # fmt: skip
-    config = _config(path)
+    config = read_config(path)
+    _refuse_quantized(path, config)
     if tokenizer:
         check_tokenizer(path)
     entries = {entry.name: entry for file in _shards(path) for entry in header(file)}
     _check_index(path, entries)
     _check_dtypes(path, entries)
-    parameters = _match(path, _skeleton(path, config), entries)
+    parameters = _match(path, empty_model(path, config), entries)
     opened = Checkpoint(path, config, entries, parameters)
     if tokenizer:
         _check_vocabulary(opened)
@@ -298,19 +299,18 @@ def _json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a language model.
+
+    Raises:
+        ModelError: it is missing, no JSON object, or of a model that transformers does not know.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(
             str(folder), "config.json is missing", "copy it from the original model; it says what the tensors belong to"
         )
     config = _json_object(path)
-    if "quantization_config" in config:
-        own = config["quantization_config"]
-        method = own.get("quant_method", "another tool") if isinstance(own, dict) else "another tool"
-        raise ConfigError(
-            str(path), f"the model is quantized already, by {method}", "give the float model that it was made from"
-        )
     kind = config.get("model_type")
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
@@ -323,6 +323,17 @@ def _config(folder: Path) -> dict[str, Any]:
             "update transformers, or quantize the module itself: bitwright.llm.quantize(model, ...)",
         )  # fmt: skip
     return config
+
+
+def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
+    if "quantization_config" in config:
+        own = config["quantization_config"]
+        method = own.get("quant_method", "another tool") if isinstance(own, dict) else "another tool"
+        raise ConfigError(
+            str(folder / "config.json"), f"the model is quantized already, by {method}",
+            "give the float model that it was made from; bitwright.llm.convert writes these codes as other files, "
+            "bitwright.llm.simulate_quantized simulates them",
+        )  # fmt: skip
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -400,11 +411,18 @@ def _check_dtypes(folder: Path, entries: Mapping[str, Entry]) -> None:
             )  # fmt: skip
 
 
-def _skeleton(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+def empty_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+    """The model of a configuration on the ``meta`` device, in eval mode.
+
+    Raises:
+        ModelError: transformers makes none.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         made = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if hasattr(made, "quantization_config"):
+            del made.quantization_config
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(made, trust_remote_code=False)
     except Exception as error:  # whatever a field of config.json makes of the constructor
@@ -430,7 +448,7 @@ def _match(folder: Path, model: nn.Module, entries: Mapping[str, Entry]) -> dict
         if source is not None:
             names[name] = source
             missing.remove(name)
-    if missing and _is_converted(model, entries):
+    if missing and is_converted(model, entries):
         return {}
     if missing:
         raise ModelError(
@@ -467,7 +485,7 @@ def tied_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(sorted(names - {name})) for names in sets for name in names}
 
 
-def _is_converted(model: nn.Module, names: Iterable[str]) -> bool:
+def is_converted(model: nn.Module, names: Iterable[str]) -> bool:
     """Whether transformers joins, splits or renames tensors of these names when it loads a model of this architecture."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 

@@ -69,7 +69,7 @@ def with_codes(model: nn.Module, weights: Iterable[Weight], *, in_place: bool) -
     """A model that computes with quantized weights: linear layers hold codes, other parameters the values that these stand for.
 
     Args:
-        model: with its float weights.
+        model: with its float weights, or on the ``meta`` device.
         weights: every parameter, one at a time.
         in_place: change ``model``, so that each float weight is freed as its codes are made.
     """
@@ -80,15 +80,18 @@ def with_codes(model: nn.Module, weights: Iterable[Weight], *, in_place: bool) -
         owner = model.get_submodule(path)
         old = owner.get_parameter(last)
         if not isinstance(weight, PackedWeight):
-            if weight.values.data_ptr() != old.data_ptr():
+            if old.is_meta or weight.values.data_ptr() != old.data_ptr():
                 _put(model, old, weight.values.to(old.dtype))
             continue
         if type(owner) is nn.Linear and last == "weight" and len(_homes(model, old)) == 1:
             parent, _, name = path.rpartition(".")
-            coded = CodedLinear(weight, owner.bias, old.dtype).to(old.device)
+            coded = CodedLinear(weight, owner.bias, old.dtype)
+            if not old.is_meta:
+                coded.to(old.device)
             setattr(model.get_submodule(parent), name, coded)
         else:
-            _put(model, old, torch.from_numpy(weight.dequantize()).to(old.device, old.dtype))
+            values = torch.from_numpy(weight.dequantize()).to(old.dtype)
+            _put(model, old, values if old.is_meta else values.to(old.device))
     return model
 
 

@@ -7,6 +7,7 @@ folder holds           engine                        package
 ``genai_config.json``  ONNX Runtime GenAI            ``onnxruntime_genai``
 ``openvino_model.xml``  OpenVINO                      ``openvino``
 ``config.json``        transformers (what vLLM reads)  ``transformers``, ``compressed_tensors``
+the same, gptq or awq  transformers, with layers of codes  ``transformers``
 =====================  ============================  ==========================================
 """
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import ConfigError, ModelError
+from bitwright.llm.files.table import FILE_FORMATS
 from bitwright.llm.openvino_export import AS_SIMULATED
 
 _MOST_LISTED = 16_384  # tokens whose probabilities llama.cpp is asked for in one answer
@@ -220,6 +222,10 @@ def open_engine(folder: str | os.PathLike[str]) -> Engine:
             str(folder), "it holds no language model: no config.json, genai_config.json, *.gguf or openvino_model.xml",
             "name the folder that `bitwright llm quantize` wrote with --out",
         )  # fmt: skip
+    if FILE_FORMATS["gptq"].recognises(place) or FILE_FORMATS["awq"].recognises(place):
+        from bitwright.llm.opened import coded_model
+
+        return Transformers(coded_model(place), "bitwright, with the codes of the folder")
     config = json.loads((place / "config.json").read_text(encoding="utf-8")).get("quantization_config", {})
     if config.get("quant_method") == "compressed-tensors":
         _needed("compressed_tensors", "compressed-tensors")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -33,6 +31,7 @@ from bitwright.llm.files.table import FILE_FORMATS, check_checkpoint, write_chec
 from bitwright.llm.likelihood import Perplexity, Sums, split_tokens, text_tokens
 from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan, planned
 from bitwright.llm.roles import QUANTIZED, Part, Transformer, refuse_unused
+from bitwright.llm.simulated import GRAPHS, check_graph, check_kind, simulation_of, write_graph
 from bitwright.methods.rounding.table import METHODS
 from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular
@@ -40,8 +39,6 @@ from bitwright.tables import Tabular
 logger = logging.getLogger("bitwright")
 
 RECIPES = ("nearest", "awq", *METHODS)
-#: files of a whole model in memory, which are made of a simulation
-GRAPHS = ("genai", "onnx", "openvino")
 _ACTIVATIONS = 256 << 20  # bytes of activations within a block that are held in memory
 _AT_ONCE = 1 << 20  # numbers that are rounded at once
 _TOGETHER = 8  # samples that a block is run on at once
@@ -562,18 +559,9 @@ def _tokenizer_files(source: _Source) -> list[Path]:
 def _check(source: _Source, plans: Sequence[WeightPlan], to: str, out: Any) -> None:
     """Refuse files that cannot be made, before any work."""
     if to in GRAPHS:
-        needed = 4 * sum(plan.elements for plan in plans)
-        check_room(Path(out), needed // 2, f"writing {to} files")
-        if to == "openvino" and importlib.util.find_spec("openvino") is None:
-            raise ConfigError(
-                "to", "openvino is not installed, and writes its files", "pip install 'bitwright[openvino]'"
-            )
+        check_graph(to, out, sum(plan.elements for plan in plans))
         return
-    if to not in FILE_FORMATS:
-        known = (*FILE_FORMATS, *GRAPHS)
-        raise ConfigError(
-            "to", f"there is no kind of files {to!r}{close_matches(to, known)}", f"use one of {', '.join(known)}"
-        )
+    check_kind(to)
     extras = Extras(dict(source.config), _tokenizer_files(source))
     check_checkpoint(out, plans, to=to, extras=extras)
 
@@ -583,18 +571,14 @@ def _write(
     *, progress: bool,
 ) -> None:  # fmt: skip
     if to in GRAPHS:
-        _write_graph(source, weights, spec, to, out)
+        _write_graph(source, weights, to, out)
     else:
         shown = progress_bar(_Counted(weights, len(plans)), "writing", progress)
         write_checkpoint(out, shown, source.config, to=to, plans=plans, tokenizer=_tokenizer_files(source))
 
 
-def _write_graph(source: _Source, weights: Iterable[Weight], spec: QuantSpec, to: str, out: Path) -> None:
+def _write_graph(source: _Source, weights: Iterable[Weight], to: str, out: Path) -> None:
     """Write the files of a simulation of the whole model that has these codes."""
-    from bitwright.llm.decoder_export import export_decoder
-    from bitwright.llm.openvino_export import export_openvino
-    from bitwright.torch.simulation.quantsim import QuantizationSimModel
-
     if source.module is not None:
         model = copy.deepcopy(source.module).eval()
     else:
@@ -607,55 +591,8 @@ def _write_graph(source: _Source, weights: Iterable[Weight], spec: QuantSpec, to
         held.data = values.to(held.dtype)
         if isinstance(weight, PackedWeight):
             found[weight.name] = weight
-    rules = replace(make_rules(None, Preset(spec, None)), ends="as others")
-    sim = QuantizationSimModel(model, {"input_ids": torch.arange(1, 9)[None]}, config_file=rules, in_place=True)
-    _give_codes(sim, found)
-    sim.compute_encodings(progress=False)
-    tokenizer = None if source.checkpoint is None else str(source.checkpoint.folder)
-    if to == "openvino":
-        export_openvino(sim, out, tokenizer=tokenizer)
-    else:
-        export_decoder(sim, out, tokenizer=tokenizer, attention="plain" if to == "onnx" else "auto")
-
-
-def _give_codes(sim: Any, found: Mapping[str, PackedWeight]) -> None:
-    """Give the sites of weights the encodings of these codes, and leave all others in float.
-
-    Raises:
-        ConfigError: a parameter that no site reads whole.
-    """
-    reads = {name: (part, axes) for name in sim.quantizers for part, axes in [_read_as(sim, name)]}
-    for name, site in sim.quantizers.items():
-        part, axes = reads[name]
-        if part is not None and part in found:
-            site.encoding, site.frozen = found[part].encoding.permuted(axes), True
-        else:
-            site.enabled = False
-    left = found.keys() - {part for part, _ in reads.values()}
-    if left:
-        raise ConfigError(
-            min(left),
-            f"{len(left)} of {len(found)} quantized parameters are read in parts and would be in float in the file",
-            f"leave them in float with a rule, --rule 'role:expert=float' for experts, or --rule '{min(left)}=float'",
-        )
-
-
-def _read_as(sim: Any, site: str) -> tuple[str | None, tuple[int, ...]]:
-    """The parameter that a site of a weight reads whole, and the order of its axes there; ``None`` where there is none."""
-    value = sim.graph.values[sim.quantizers[site].value]
-    if value.param is not None:
-        return value.param, tuple(range(len(value.shape)))
-    read = sim._recorded_constants().get(value.name) if len(value.sources) == 1 else None
-    if read is None:
-        return None, ()
-    held = sim._interceptor.named_tensor(value.sources[0])
-    if held.untyped_storage().data_ptr() != read.untyped_storage().data_ptr() or held.numel() != read.numel():
-        return None, ()  # a part, or computed
-    for axes in itertools.permutations(range(held.dim())):
-        turned = held.permute(axes)
-        if turned.shape == read.shape and turned.stride() == read.stride():
-            return value.sources[0], axes
-    return None, ()
+    tokenizer = None if source.checkpoint is None else source.checkpoint.folder
+    write_graph(simulation_of(model, found), to, out, tokenizer)
 
 
 def _check_spill(folder: Path, source: _Source, rows: Any, context: int) -> None:

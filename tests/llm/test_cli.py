@@ -57,6 +57,18 @@ def test_perplexity_and_generate_run_a_folder(folder: Path):
     assert result.exit_code == 0 and result.stdout.startswith("abc") and len(result.stdout) > len("abc") + 5
 
 
+def test_convert_writes_the_codes_as_other_files(folder: Path, tmp_path: Path):
+    first, second = tmp_path / "w4", tmp_path / "gptq"
+    assert run("quantize", folder, "--preset", "w4g32", "--to", "torchao", "--out", first).exit_code == 0
+    result = run("convert", first, "--to", "gptq", "--out", second)
+    assert result.exit_code == 0 and "written to" in result.output
+    text_file = folder / "text.txt"
+    answers = [
+        run("perplexity", place, "--text", text_file, "--tokens", 99).stdout.split()[1] for place in (first, second)
+    ]
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -265,7 +265,7 @@ class StoredTensors:
             files = [single]
         elif index.is_file():
             files = sorted({folder / str(name) for name in read_json(index).get("weight_map", {}).values()})
-        else:
+        elif len(files := sorted(folder.glob("*.safetensors"))) != 1:  # AutoGPTQ names it after bits and group
             raise ExportError(
                 str(folder), "there is no model.safetensors in it, nor an index of shards", "name the folder of a model"
             )

@@ -1,0 +1,120 @@
+"""Simulations of models whose codes are chosen already, and the files of whole graphs that are made of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.core.numerics.spec import Preset, weight_spec
+from bitwright.core.placement.config import make_rules
+from bitwright.errors import ConfigError, close_matches
+from bitwright.llm.checkpoint import check_room
+from bitwright.llm.files.table import FILE_FORMATS
+from bitwright.llm.packed import PackedWeight
+
+#: files of a whole model in memory, which are made of a simulation
+GRAPHS = ("genai", "onnx", "openvino")
+
+
+def check_kind(to: str) -> None:
+    """Refuse an unknown kind of files.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    known = (*FILE_FORMATS, *GRAPHS)
+    if to not in known:
+        raise ConfigError(
+            "to", f"there is no kind of files {to!r}{close_matches(to, known)}", f"use one of {', '.join(known)}"
+        )
+
+
+def check_graph(to: str, out: Any, elements: int) -> None:
+    """Refuse, before any work, files of a graph with ``elements`` numbers that cannot be made.
+
+    Raises:
+        ConfigError: the package that writes them is not installed.
+        ModelError: the disk has too little room.
+    """
+    check_room(Path(out), 2 * elements, f"writing {to} files")
+    if to == "openvino" and importlib.util.find_spec("openvino") is None:
+        raise ConfigError("to", "openvino is not installed, and writes its files", "pip install 'bitwright[openvino]'")
+
+
+def simulation_of(model: nn.Module, found: Mapping[str, PackedWeight]) -> Any:
+    """A calibrated simulation with these codes, and everything else in float.
+
+    Args:
+        model: has the numbers that the codes stand for, and becomes the simulated one.
+        found: the quantized parameters.
+
+    Raises:
+        ConfigError: see :func:`_give_codes`.
+    """
+    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+    rules = replace(make_rules(None, Preset(weight_spec("int8"), None)), ends="as others")
+    sim = QuantizationSimModel(model, {"input_ids": torch.arange(1, 9)[None]}, config_file=rules, in_place=True)
+    _give_codes(sim, found)
+    sim.compute_encodings(progress=False)
+    return sim
+
+
+def write_graph(sim: Any, to: str, out: Path, tokenizer: Path | None) -> None:
+    """Write a simulated language model as a file of :data:`GRAPHS`."""
+    from bitwright.llm.decoder_export import export_decoder
+    from bitwright.llm.openvino_export import export_openvino
+
+    named = None if tokenizer is None else str(tokenizer)
+    if to == "openvino":
+        export_openvino(sim, out, tokenizer=named)
+    else:
+        export_decoder(sim, out, tokenizer=named, attention="plain" if to == "onnx" else "auto")
+
+
+def _give_codes(sim: Any, found: Mapping[str, PackedWeight]) -> None:
+    """Give the sites of weights the encodings of these codes, and leave all others in float.
+
+    Raises:
+        ConfigError: a parameter that no site reads whole.
+    """
+    reads = {name: (part, axes) for name in sim.quantizers for part, axes in [_read_as(sim, name)]}
+    for name, site in sim.quantizers.items():
+        part, axes = reads[name]
+        if part is not None and part in found:
+            site.quantizer.take(found[part].encoding.permuted(axes))
+            site.frozen = True
+        else:
+            site.enabled = False
+    left = found.keys() - {part for part, _ in reads.values()}
+    if left:
+        raise ConfigError(
+            min(left),
+            f"{len(left)} of {len(found)} quantized parameters are read in parts and would be in float in the file",
+            f"leave them in float with a rule, --rule 'role:expert=float' for experts, or --rule '{min(left)}=float'",
+        )
+
+
+def _read_as(sim: Any, site: str) -> tuple[str | None, tuple[int, ...]]:
+    """The parameter that a site of a weight reads whole, and the order of its axes there; ``None`` where there is none."""
+    value = sim.graph.values[sim.quantizers[site].value]
+    if value.param is not None:
+        return value.param, tuple(range(len(value.shape)))
+    read = sim._recorded_constants().get(value.name) if len(value.sources) == 1 else None
+    if read is None:
+        return None, ()
+    held = sim._interceptor.named_tensor(value.sources[0])
+    if held.untyped_storage().data_ptr() != read.untyped_storage().data_ptr() or held.numel() != read.numel():
+        return None, ()  # a part, or computed
+    for axes in itertools.permutations(range(held.dim())):
+        turned = held.permute(axes)
+        if turned.shape == read.shape and turned.stride() == read.stride():
+            return value.sources[0], axes
+    return None, ()
