@@ -261,10 +261,10 @@ def test_a_foreign_folder_is_written_as_a_graph_and_run(tmp_path):
 BAD = {
     "truncated": (lambda f: _cut(f.folder / "model.safetensors"), ExportError, "model.safetensors: it is damaged"),
     "config": (lambda f: (f.folder / "config.json").unlink(), ModelError, "config.json is missing"),
-    "group": (lambda f: _without_index(f, 48), ExportError, "groups of 48 do not divide its 64 inputs into 2 groups"),
+    "group": (lambda f: _without_index(f, 48), ExportError, "groups of 48 do not divide its 96 inputs into 3 groups"),
     "bits": (lambda f: f.configure(bits=8), ExportError, "hold codes of 4 bits, and the configuration says 8"),
-    "index": (lambda f: f.change(g_idx=lambda t: t + 9), ExportError, r"g_idx has .* entries from 9 to .*in 2 groups"),
-    "short": (lambda f: f.change(qweight=lambda t: t[:-1]), ExportError, r"g_idx has 64 entries.*for 56 inputs"),
+    "index": (lambda f: f.change(g_idx=lambda t: t + 9), ExportError, r"g_idx has 96 entries from 9 to 11, for 96 inputs in 3"),
+    "short": (lambda f: f.change(qweight=lambda t: t[:-1]), ExportError, r"g_idx has 96 entries.*for 88 inputs"),
     "zeros": (lambda f: f.change(qzeros=lambda t: t[:1]), ExportError, "of different layers or truncated: qweight"),
     "words": (lambda f: f.change(qzeros=lambda t: t[:, :-1]), ExportError, "hold no codes of 2 or 3 or 4 or 8 bits"),
     "scales": (lambda f: f.change(scales=torch.zeros_like), ExportError, "a scale is 0.0, which no step of a grid is"),
