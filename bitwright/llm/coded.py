@@ -76,23 +76,25 @@ def with_codes(model: nn.Module, weights: Iterable[Weight], *, in_place: bool) -
     if not in_place:
         model = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # replaced below, none is changed
     for weight in weights:
-        path, _, last = weight.name.rpartition(".")
-        owner = model.get_submodule(path)
-        old = owner.get_parameter(last)
-        if not isinstance(weight, PackedWeight):
-            if old.is_meta or weight.values.data_ptr() != old.data_ptr():
-                _put(model, old, weight.values.to(old.dtype))
-            continue
-        if type(owner) is nn.Linear and last == "weight" and len(_homes(model, old)) == 1:
-            parent, _, name = path.rpartition(".")
-            coded = CodedLinear(weight, owner.bias, old.dtype)
-            if not old.is_meta:
-                coded.to(old.device)
-            setattr(model.get_submodule(parent), name, coded)
-        else:
-            values = torch.from_numpy(weight.dequantize()).to(old.dtype)
-            _put(model, old, values if old.is_meta else values.to(old.device))
+        _take(model, weight)
     return model
+
+
+def _take(model: nn.Module, weight: Weight) -> None:
+    """Put one weight in its places, as codes where a linear layer has it alone."""
+    path, _, last = weight.name.rpartition(".")
+    owner = model.get_submodule(path)
+    old = owner.get_parameter(last)
+    device = torch.device("cpu") if old.is_meta else old.device
+    if not isinstance(weight, PackedWeight):
+        if old.is_meta or weight.values.data_ptr() != old.data_ptr():
+            _put(model, old, weight.values.to(old.dtype))
+    elif type(owner) is nn.Linear and last == "weight" and len(_homes(model, old)) == 1:
+        parent, _, name = path.rpartition(".")
+        coded = CodedLinear(weight, owner.bias, old.dtype)
+        setattr(model.get_submodule(parent), name, coded if old.is_meta else coded.to(device))
+    else:
+        _put(model, old, torch.from_numpy(weight.dequantize()).to(device, old.dtype))
 
 
 def _homes(model: nn.Module, parameter: Tensor) -> list[str]:
