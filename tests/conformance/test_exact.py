@@ -74,6 +74,25 @@ class PaddedAttention(nn.Module):
         return self.out((found[..., :-1] / (found[..., -1:] + 1e-15)).transpose(1, 2).flatten(2))
 
 
+class Nearest(nn.Module):
+    """The nearest entry of a codebook, its distances in three spellings."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.spelling, self.encode, self.decode = spelling, nn.Linear(8, 16), nn.Linear(16, 8)
+        self.book = nn.Parameter(torch.randn(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encode(x)
+        if self.spelling == "product":
+            far = z.pow(2).sum(-1, keepdim=True) + self.book.pow(2).sum(-1) - 2 * (z @ self.book.t())
+        elif self.spelling == "squares":
+            far = (z[:, None] - self.book).square().sum(-1)
+        else:
+            far = torch.linalg.vector_norm(z[:, None] - self.book, dim=-1)
+        return self.decode(nn.functional.embedding(far.argmin(-1), self.book))
+
+
 class FeatureAttention(nn.Module):
     """Linear attention with features elu + 1, its numerators and denominators computed apart, in three spellings."""
 
@@ -319,6 +338,19 @@ def test_scores_that_decide_what_is_computed_stay_in_float_and_those_of_the_answ
     for value in ("router.output[0]", "scores.output[0]"):
         assert made.floats[value].startswith("float: best decides by it what is computed next")
     assert {"body.output[0]", "head.output[0]", "token.output[0]"} <= set(made.sites)
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+@pytest.mark.parametrize("spelling", ["product", "squares", "norm"])
+def test_distances_that_decide_have_no_grid_between_layer_and_decision(front: str, spelling: str) -> None:
+    torch.manual_seed(0)
+    model, x = Nearest(spelling).eval(), torch.randn(256, 8)
+    sim, _ = simulated(front, model, x)
+    between = {(256, 64), (256, 64, 16), (256, 1)}  # distances, differences of elements, squared lengths
+    assert not [row for row in sim.coverage() if tuple(row.shape) in between and row.status == "quantized"], (
+        sim.coverage()
+    )
+    assert any("decides by it what is computed next" in row.how for row in sim.coverage())
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ _KEEP_SIGN = frozenset(("Add", "Mul", "Div", "Pow", "Max", "Clip"))
 _LINEAR = frozenset(("Neg", "Mul", "Div", "Add", "Sub"))
 _PRODUCTS = frozenset(("MatMul", "Gemm", "Einsum"))
 _SUMS = frozenset(("ReduceSum", "ReduceMean", "AveragePool", "GlobalAveragePool", "CumSum"))
+_LENGTHS = frozenset(("ReduceL1", "ReduceL2", "ReduceSumSquare"))
 _WEIGHTED_SUMS = frozenset(("MatMul", "Gemm", "Conv"))  # followed for a logarithm: a spectrum by bands
 
 
@@ -130,6 +131,17 @@ def _positive_values(graph: Graph) -> set[str]:
         keeps = row.kind in ("movement", "merge") or op.type in _SUMS or op.type in _KEEP_SIGN
         data = [v for v in op.inputs if v is not None and graph.values[v].is_float]
         if square or op.type in _POSITIVE or (keeps and data and found.issuperset(data)):
+            found.update(op.outputs)
+    return found
+
+
+def _squared_lengths(graph: Graph, positive: set[str]) -> set[str]:
+    """Sums of squares or magnitudes, and what further sums and movements make of them."""
+    found: set[str] = set()
+    for op in graph.ops:
+        carries = op.type in ("Add", "Sub") or op_row(op.type).kind == "movement"
+        adds = op.type in _LENGTHS or (op.type in _SUMS and op.inputs[0] in positive)
+        if adds or (carries and any(value in found for _, value in op.sources())):
             found.update(op.outputs)
     return found
 
@@ -176,8 +188,8 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
     a square has twice the range of what it is a square of. A logarithm also needs the magnitude of what was squared;
     a normalisation, whose root weighs the largest most, does not. An angle is followed over scales and shifts, and
     where no layer has been before (coordinates, positions, times), over everything, the matrix that makes angles of
-    them included. Scores that decide are followed over functions of one value and joins, and not over sums of
-    several: a residual stream is not a score.
+    them included. Scores that decide are followed over functions of one value, joins, and the sums that make a distance
+    (one operand adds up squares or magnitudes), and not over other sums of several values: a residual stream is not a score.
 
     Args:
         graph: the model.
@@ -331,6 +343,7 @@ class _Trace:
         self.graph, self.static = graph, static
         self.computed = computed_values(graph)
         self.positive = _positive_values(graph)
+        self.lengths = _squared_lengths(graph, self.positive)
         self.steering: set[str] = set()  # values that a layer or product further on depends on
         self.found: dict[str, tuple[Need, str]] = {}
 
@@ -406,8 +419,11 @@ class _Trace:
     def _scores(self, op: Op, row: OpRow) -> Iterator[str]:
         moving = [value for value in self._data(op, row) if value not in self.static]
         joins = op.type in ("Concat", "Stack")  # the scores of several levels
-        if row.kind == "movement" or joins or (row.kind in ("merge", "pointwise") and len(moving) == 1):
+        distance = op.type in ("Add", "Sub") and not self.lengths.isdisjoint(moving)  # |x|^2 - 2 x.c + |c|^2
+        if row.kind == "movement" or joins or distance or (row.kind in ("merge", "pointwise") and len(moving) == 1):
             yield from moving
+        elif op.type in _SUMS or op.type in _LENGTHS:  # (x - c)^2, added up
+            yield from (value for value in moving if op.type in _LENGTHS or value in self.positive)
 
     def _angles(self, op: Op, row: OpRow) -> Iterator[str]:
         data = self._data(op, row)

@@ -7,6 +7,7 @@ one more axis, the last, of length two. So have files for inputs, outputs and bu
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -195,6 +196,27 @@ def _product(times: Callable[[Any, Any], Any], a: Any, b: Any) -> _Pair:
 _mul = partial(_product, operator.mul)
 
 
+def _einsum(equation: str, operands: list[Any], path: Any = None) -> _Pair:
+    """A sum of products of any number of operands, each complex or real: of n complex ones 2^n sums of real products."""
+    parts = [value if isinstance(value, _Pair) else (value,) for value in operands]
+    found: list[Any] = [None, None]
+    for choice in itertools.product(*(range(len(sides)) for sides in parts)):
+        term = _aten.einsum.default(equation, [sides[i] for sides, i in zip(parts, choice, strict=True)])
+        half_turns, side = divmod(sum(choice) % 4, 2)  # i to the power of how many imaginary parts there are
+        term = -term if half_turns else term
+        found[side] = term if found[side] is None else found[side] + term
+    return _Pair(*found)
+
+
+def _affine(times: Callable[[Any, Any], Any], a: Any, b: Any, added: Any = None) -> _Pair:
+    """A product, and what is added to it."""
+    made = _product(times, a, b)
+    if added is None:
+        return made
+    more = _parts(added)
+    return _Pair(made.real + more.real, made.imag + more.imag)
+
+
 def _conjugate(a: _Pair) -> _Pair:
     return _Pair(a.real, -a.imag)
 
@@ -250,15 +272,19 @@ _RULES: dict[str, Callable[..., Any]] = {
     "_neg_view": lambda a: _Pair(-a.real, -a.imag),
     "_to_copy": _converted,
     "abs": _abs,
+    "addmm": lambda added, a, b: _affine(_aten.mm.default, a, b, added),
     "angle": _angle,
+    "baddbmm": lambda added, a, b: _affine(_aten.bmm.default, a, b, added),
     "bmm": partial(_product, _aten.bmm.default),
     "complex": _Pair,
     "conj": _conjugate,
     "conj_physical": _conjugate,
     "div": _divide,
+    "einsum": _einsum,
     "exp": lambda a: _polar(torch.exp(a.real), a.imag),
     "getitem": lambda a, i: _Pair(a.real[i], a.imag[i]),
     "imag": lambda a: a.imag,
+    "linear": partial(_affine, _aten.linear.default),
     "log": lambda a: _Pair(torch.log(_abs(a)), _angle(a)),
     "matmul": partial(_product, _aten.matmul.default),
     "mm": partial(_product, _aten.mm.default),

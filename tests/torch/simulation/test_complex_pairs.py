@@ -36,6 +36,7 @@ class Arithmetic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.matrix = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+        self.inner = nn.Linear(8, 8, dtype=torch.complex64)
 
     def forward(self, x: Tensor) -> Tensor:
         z = torch.complex(self.layer(x), x)
@@ -43,6 +44,8 @@ class Arithmetic(nn.Module):
         z = torch.cat([z[..., :4], z[..., 4:].exp() * 0.1], -1)
         u = z**2 + z.reciprocal() * torch.sgn(z) - z.log().masked_fill(x > 1, 0.5)
         u = torch.where(x > 0, u, x) + torch.stack([x, z], 1).sum(1) + 1 / (3 + z.abs())
+        u = self.inner(u) + 0.1 * torch.einsum("bi,bj,b,ij->bj", u, z, x[:, 0], self.matrix.conj())
+        u = torch.addmm(u, z, self.matrix.t()) + torch.baddbmm(u[None], z[None], self.matrix[None])[0]
         first, second = u.chunk(2, -1)
         return self.layer(torch.cat([first.real, second.imag], -1).clamp(-3, 3) + torch.angle(u))
 
