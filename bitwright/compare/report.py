@@ -79,11 +79,19 @@ class Row:
 
 @dataclass(frozen=True)
 class OutputRow:
-    """One graph output, end to end: signal-to-noise ratio against the simulation in dB, ``inf`` if equal."""
+    """One graph output, end to end.
+
+    Attributes:
+        name: of the output.
+        as_float, as_integer: signal-to-noise ratio against the simulation in dB, ``inf`` if equal; of an output whose rows
+            ``TopK`` chose, of the rows that simulation and file both have.
+        both: share of the rows that both chose, in the mode with fewer; ``None`` where rows are compared in their order.
+    """
 
     name: str
     as_float: float
     as_integer: float
+    both: float | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +208,12 @@ class VerifyReport(Tabular):
         first, second = self._modes
         for end in self.outputs:
             levels = f"{end.as_float:.1f} dB ({first} kernels), {end.as_integer:.1f} dB ({second} kernels)"
-            yield f"output {end.name}: {levels}{self._why(end)}"
+            rows = (
+                ""
+                if end.both is None
+                else f"; rows are compared by the index that chose them, {end.both:.1%} chosen by both"
+            )
+            yield f"output {end.name}: {levels}{rows}{self._why(end)}"
         for site, why in self.unchecked.items():
             yield f"not compared: {site}: {why}"
         for site, why in self.idle.items():

@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.compare.agreement import Agreement, compare, level, spread
+from bitwright.compare.agreement import Agreement, compare, spread
 from bitwright.compare.bodies import after_pools, open_bodies, runs_of, side_by_side
 from bitwright.compare.cut import Cut, Place, constant_at, cut_by_sites, zero_points
 from bitwright.compare.generation import verify_generation
@@ -38,9 +38,11 @@ from bitwright.compare.reasons import (
     sums_saturate,
 )
 from bitwright.compare.report import OutputRow, Row, VerifyReport
+from bitwright.compare.rows import RowMatch
 from bitwright.compare.runtime import EXACT_SUMS, MODES, Edit, Mode, Otherwise, computed_otherwise, run_in, run_model
 from bitwright.compare.saturation import integer_products
 from bitwright.compare.sides import read_file
+from bitwright.core.simulation.output_quality import RowOrder
 from bitwright.errors import ConfigError, ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
 from bitwright.export.edges import with_float_edges
@@ -52,7 +54,7 @@ from bitwright.export.qdq.half import settle_types
 from bitwright.export.qdq.lookups import with_tables
 from bitwright.export.qdq.markers import copy_model
 from bitwright.export.qdq.trace import RANDOM
-from bitwright.export.samples import find_export, plain, read_samples
+from bitwright.export.samples import find_export, plain, read_orders, read_samples
 from bitwright.export.targets import find_target
 from bitwright.runtimes.adapters import check_not_empty, find_runtime, named_arrays, open_file
 from bitwright.runtimes.onnxruntime import refusals
@@ -72,6 +74,7 @@ def verify_layers(
     graph_inputs: Mapping[str, Array],
     *,
     outputs: Mapping[str, Array] | None = None,
+    orders: Mapping[str, RowOrder] | None = None,
     runtime: str = "onnxruntime",
     flat: bytes | None = None,
 ) -> VerifyReport:
@@ -87,6 +90,8 @@ def verify_layers(
             rounds after a pool what the pool reads.
         graph_inputs: name -> value of every graph input.
         outputs: name -> what the simulation returned, for the comparison end to end.
+        orders: output whose rows ``TopK`` chose for later layers -> what it chose in the simulation. The rows of such an output
+            are compared that the same index chose, other than in LiteRT.
         runtime: whose kernels are compared, a row of :data:`bitwright.runtimes.adapters.RUNTIMES`.
         flat: for ``"litert"``, the LiteRT file that was made of ``model``; it is made here by default.
 
@@ -107,19 +112,19 @@ def verify_layers(
         if find_runtime(runtime).suffix == ".tflite":
             content = to_tflite(loaded, graph_inputs).content if flat is None else flat
             return verify_litert(content, loaded, values, graph_inputs, expected)
-        return _verify_onnx(loaded, values, graph_inputs, expected, runtime)
+        return _verify_onnx(loaded, values, graph_inputs, RowMatch.of(loaded, expected, orders), runtime)
 
 
 def _verify_onnx(
     model: ir.Model,
     values: Mapping[str, Array | Sequence[Array]],
     graph_inputs: Mapping[str, Array],
-    expected: Mapping[str, Array],
+    match: RowMatch,
     runtime: str,
 ) -> VerifyReport:
     """The report of a runtime that runs the ONNX file; see :func:`verify_layers`."""
     opened = side_by_side(open_bodies(model, values), graph_inputs)
-    cut = cut_by_sites(opened.model, opened.values, _without(expected, opened.settled))
+    cut = cut_by_sites(opened.model, opened.values, _without(match.expected, opened.settled))
     failures: dict[Mode, str] = {}
     found: dict[Place, list[Row]] = {}
     given = {**graph_inputs, **opened.feeds}
@@ -128,13 +133,13 @@ def _verify_onnx(
     drawn = [place for place in cut.places if not all(row.ok for row in found[place]) and _is_drawn(cut, place)]
     rows = [row for place in cut.places if place not in drawn for row in found[place]]
     rows += [row for node in with_tables(model).graph.all_nodes() for row in _constant_rows(node, values)]
-    ends = _compare_outputs(model, expected, graph_inputs, failures, runtime)
+    ends = _compare_outputs(match, graph_inputs, failures, runtime)
     ran = {row.site for row in rows}
     idle = _without({**opened.idle, **{row.site: DRAWN for place in drawn for row in found[place]}}, ran)
     unchecked = _without(cut.unchecked, idle)
     compares = runtime == "onnxruntime" and not failures
     saturated = saturated_places(model, cut, given) if compares else None
-    otherwise = _as_a_whole(model, graph_inputs, expected, ends, failures, runtime)
+    otherwise = _as_a_whole(match, graph_inputs, ends, failures, runtime)
     return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime, saturated, otherwise)
 
 
@@ -144,27 +149,22 @@ def _is_drawn(cut: Cut, place: Place) -> bool:
 
 
 def _as_a_whole(
-    model: ir.Model,
-    feeds: Mapping[str, Array],
-    outputs: Mapping[str, Array],
-    ends: Sequence[OutputRow],
-    failures: Mapping[Mode, str],
-    runtime: str,
+    match: RowMatch, feeds: Mapping[str, Array], ends: Sequence[OutputRow], failures: Mapping[Mode, str], runtime: str
 ) -> Otherwise | None:
     """An output that a runtime other than ONNX Runtime computes differently in the whole file."""
     if runtime == "onnxruntime" or failures:
         return None
 
     def changed(edit: Edit) -> Callable[[str], float]:
-        copied = copy_model(model)
+        copied = copy_model(match.model)
         edit(copied)
         try:
             found = named_arrays(run_in(runtime, copied, feeds, "integer"))
         except _refused():  # a model that states lengths of its own
             found = {}
-        return lambda name: level(outputs[name], found.get(name))
+        return lambda name: match.level(name, found)[0]
 
-    return computed_otherwise(model, [(end.name, end.as_integer) for end in ends], feeds, changed, runtime)
+    return computed_otherwise(match.model, [(end.name, end.as_integer) for end in ends], feeds, changed, runtime)
 
 
 def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
@@ -330,27 +330,24 @@ def _written_out(node: ir.Node) -> tuple[Array, Array]:
 
 
 def _compare_outputs(
-    model: ir.Model,
-    expected: Mapping[str, Array],
-    graph_inputs: Mapping[str, Array],
-    failures: dict[Mode, str],
-    runtime: str,
+    match: RowMatch, graph_inputs: Mapping[str, Array], failures: dict[Mode, str], runtime: str
 ) -> tuple[OutputRow, ...]:
     """The whole model end to end; adds to ``failures`` when the runtime refuses it."""
     results: dict[Mode, dict[str, Array]] = {}
     for mode in MODES:
         try:
-            results[mode] = named_arrays(run_in(runtime, model, graph_inputs, mode, entries=EXACT_SUMS))
+            results[mode] = named_arrays(run_in(runtime, match.model, graph_inputs, mode, entries=EXACT_SUMS))
         except _refused() as error:
             failures.setdefault(mode, str(error).strip().splitlines()[0])
     rows = []
-    for name, array in expected.items():
-        known = [str(v.name) for v in model.graph.outputs]
+    for name in match.expected:
+        known = [str(v.name) for v in match.model.graph.outputs if v.name not in match.choices]
         if name not in known and not any(name in found for found in results.values()):
             near = close_matches(name, known)
             raise ExportError(name, f"the model has no output of this name{near}", f"name one of {known}")
-        decibel = {m: level(array, results[m].get(name)) if m in results else -math.inf for m in MODES}
-        rows.append(OutputRow(name, decibel["float"], decibel["integer"]))
+        ends = [match.level(name, results[m]) if m in results else (-math.inf, None) for m in MODES]
+        shares = [share for _, share in ends if share is not None]
+        rows.append(OutputRow(name, ends[0][0], ends[1][0], min(shares, default=None)))
     return tuple(rows)
 
 
@@ -378,15 +375,16 @@ def wrong_kernels(
     loaded = with_float_edges(load(model))
     inputs, outputs = ({name: plain(array) for name, array in given.items()} for given in (kept.inputs, kept.outputs))
     expected = {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
+    match = RowMatch.of(loaded, expected, kept.orders)
     unable: tuple[type[Exception], ...] = (ConfigError, *_refused())  # not installed, or refused
     try:
-        by_integer = _levels(runtime, "integer", model, loaded, inputs, expected)
-        lost = _lost_to_saturation(target, model, loaded, inputs, expected, by_integer, signed=signed)
+        by_integer = _levels(runtime, "integer", model, match, inputs)
+        lost = _lost_to_saturation(target, model, match, inputs, by_integer, signed=signed)
         if lost is not None:
             return WrongKernels(lost, {}, saturates=True)
         if min(by_integer.values(), default=math.inf) >= _FAR:
             return None
-        by_float = _levels(runtime, "float", model, loaded, inputs, expected)
+        by_float = _levels(runtime, "float", model, match, inputs)
     except unable:
         return None
     away = [name for name, one in by_integer.items() if one < min(_FAR, by_float[name] - _NEARER)]
@@ -411,20 +409,13 @@ def wrong_kernels(
 
 
 def _lost_to_saturation(
-    target: str,
-    file: Path,
-    model: ir.Model,
-    inputs: Mapping[str, Array],
-    expected: Mapping[str, Array],
-    exact: Mapping[str, float],
-    *,
-    signed: bool,
+    target: str, file: Path, match: RowMatch, inputs: Mapping[str, Array], exact: Mapping[str, float], *, signed: bool
 ) -> str | None:
     """Loss of a default session on this CPU to sums that saturate, where unsigned weights of the target prevent it."""
-    possible = signed and find_target(target).unsigned_in_bodies and any(p.pairs for p in integer_products(model))
+    possible = signed and find_target(target).unsigned_in_bodies and any(p.pairs for p in integer_products(match.model))
     if not possible or not sums_saturate():
         return None
-    default = _levels("onnxruntime", "integer", file, model, inputs, expected, exact=False)
+    default = _levels("onnxruntime", "integer", file, match, inputs, exact=False)
     worse = {name: one for name, one in default.items() if one < min(_EXACT, exact[name] - _LOST)}
     if not worse:
         return None
@@ -444,22 +435,16 @@ def _sums_exactly(runtime: str, model: ir.Model) -> bool:
 
 
 def _levels(
-    runtime: str,
-    mode: Mode,
-    file: Path,
-    model: ir.Model,
-    inputs: Mapping[str, Array],
-    expected: Mapping[str, Array],
-    *,
-    exact: bool = True,
+    runtime: str, mode: Mode, file: Path, match: RowMatch, inputs: Mapping[str, Array], *, exact: bool = True
 ) -> dict[str, float]:
     """Output -> how far ``runtime`` is from the simulation, in dB; with exact sums, or as a default session adds."""
     if runtime == "litert" and mode == "integer":
         found = open_file(runtime, file.with_suffix(".tflite")).run(inputs)
     else:
         entries = EXACT_SUMS if exact else None
-        found = named_arrays(run_in(runtime, model, inputs, mode, entries=entries, path=file))
-    return {name: level(array, found.get(name)) for name, array in expected.items()}
+        written = None if match.choices else file
+        found = named_arrays(run_in(runtime, match.model, inputs, mode, entries=entries, path=written))
+    return {name: match.level(name, found)[0] for name in match.expected}
 
 
 def _wrong_places(model: Path, samples: Path, runtime: str) -> dict[str, str]:
@@ -506,9 +491,12 @@ def verify_folder(
             f"the export has no samples, {stem}_samples.npz, to compare the model with",
             "export the model again with samples=True",
         )
-    sites, inputs, outputs = read_samples(path / f"{stem}_samples.npz")
+    samples = path / f"{stem}_samples.npz"
+    sites, inputs, outputs = read_samples(samples)
     flat = _flat_file(path, stem, listed) if find_runtime(runtime).suffix == ".tflite" else None
-    report = verify_layers(path / f"{stem}.onnx", sites, inputs, outputs=outputs, runtime=runtime, flat=flat)
+    report = verify_layers(
+        path / f"{stem}.onnx", sites, inputs, outputs=outputs, orders=read_orders(samples), runtime=runtime, flat=flat
+    )
     return replace(report, generated=verify_generation(generation)) if generation.is_file() else report
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from bitwright import __version__
 from bitwright.core.graph.recurrence import CELLS, HIDDEN
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_to_json, spec_to_json
+from bitwright.core.simulation.output_quality import RowOrder
 from bitwright.core.simulation.simulation import Simulation
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, ExportError, close_matches
@@ -135,11 +136,17 @@ class Exported:
 
 @dataclass(frozen=True)
 class Samples:
-    """Values of a simulation on one input, by site and by name of the graph's inputs and outputs."""
+    """Values of a simulation on one input, by site and by name of the graph's inputs and outputs.
+
+    Attributes:
+        sites, inputs, outputs: the values.
+        orders: output whose rows ``TopK`` chose for later layers -> the indices that it chose.
+    """
 
     sites: Mapping[str, Sequence[Array]]
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]
+    orders: Mapping[str, RowOrder] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -474,7 +481,7 @@ def _write(
             notes += sizes
             inputs = kept.inputs
             sites = _outside_steps(sim, kept.sites) if form == "native" else kept.sites
-            write_samples(staging / names["samples"], sites, inputs, kept.outputs, encodings)
+            write_samples(staging / names["samples"], sites, inputs, kept.outputs, encodings, kept.orders)
         if "tflite" in names:
             # a file whose batch has to be fixed takes that of the samples
             feeds = _named_inputs(result.model, data) if inputs is None else inputs

@@ -17,6 +17,7 @@ from bitwright.core.files import read_archive
 from bitwright.core.numerics.affine import dequantize, quantize
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.simulation.output_quality import RowOrder
 from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.atomic import settle
 
@@ -29,8 +30,9 @@ def write_samples(
     inputs: Mapping[str, Array],
     outputs: Mapping[str, Array],
     encodings: Mapping[str, Encoding] | None = None,
+    orders: Mapping[str, RowOrder] | None = None,
 ) -> None:
-    """Write an ``.npz``: ``site/<i>/<name>``, ``input/<name>``, ``output/<name>``.
+    """Write an ``.npz``: ``site/<i>/<name>``, ``input/<name>``, ``output/<name>``, ``order/<axis>/<name>``.
 
     Values on a grid of at most 256 codes are written as ``values/<i>/<name>``, float32 ``[256]`` at most, and
     ``codes/<i>/<name>``, uint8 positions in it, where that gives the same bits.
@@ -41,6 +43,7 @@ def write_samples(
         inputs: graph input -> value.
         outputs: graph output -> what the simulation returned.
         encodings: site -> the grid that its values are on, as far as it is known.
+        orders: graph output whose rows an operator chose -> the indices, as integers.
     """
     coded = encodings or {}
     arrays = chain(
@@ -52,6 +55,7 @@ def write_samples(
         ),
         ((f"input/{name}", array) for name, array in inputs.items()),
         ((f"output/{name}", array) for name, array in outputs.items()),
+        ((f"order/{order.axis}/{name}", order.indices) for name, order in (orders or {}).items()),
     )  # one at a time: they may lie in a file
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays:
@@ -105,7 +109,7 @@ def read_samples(path: str | os.PathLike[str]) -> tuple[dict[str, list[Array]], 
                 problem = f"it holds {key!r:.100} without the values that these codes stand for"
                 raise ExportError(os.fspath(path), problem, remedy)
             sites.setdefault(name.partition("/")[2], []).append(values[array])
-        elif kind == "values":
+        elif kind in ("values", "order"):  # the second: see read_orders
             continue
         elif kind in ("input", "output"):
             {"input": inputs, "output": outputs}[kind][name] = array
@@ -113,6 +117,22 @@ def read_samples(path: str | os.PathLike[str]) -> tuple[dict[str, list[Array]], 
             problem = f"it holds {key!r:.100}, which is not a sample of a simulation"
             raise ExportError(os.fspath(path), problem, remedy)
     return sites, inputs, outputs
+
+
+def read_orders(path: str | os.PathLike[str]) -> dict[str, RowOrder]:
+    """Graph output whose rows an operator chose -> its choice in the simulation, of :func:`write_samples`.
+
+    Args:
+        path: a file that :func:`read_samples` has read.
+    """
+    found = {}
+    with np.load(path, allow_pickle=False) as arrays:
+        for key in arrays.files:
+            kind, _, rest = key.partition("/")
+            axis, _, name = rest.partition("/")
+            if kind == "order":
+                found[name] = RowOrder(int(axis), arrays[key])
+    return found
 
 
 def find_export(folder: str | os.PathLike[str], prefix: str | None = None) -> str:

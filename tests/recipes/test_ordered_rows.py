@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,12 @@ import torch
 from torch import nn
 
 import bitwright
+import bitwright.onnx
+from bitwright.compare.report import OutputRow
+from bitwright.compare.verify import verify_folder, verify_layers
 from bitwright.core.graph.float_values import ordered_rows
+from bitwright.core.simulation.output_quality import RowOrder
+from bitwright.export.samples import read_orders, read_samples
 from bitwright.torch import QuantizationSimModel
 from tests.onnx.nets import Array, Net, run
 
@@ -122,3 +128,39 @@ class Square(Queries):
 def test_what_is_no_order_of_rows_stays_as_it_is(model: nn.Module, x: torch.Tensor) -> None:
     graph = QuantizationSimModel(model.eval(), x).graph
     assert not ordered_rows(graph, {v.name for v in graph.values.values() if v.is_static})[1]
+
+
+@pytest.mark.parametrize("front", [pytest.param("gather", marks=pytest.mark.slow), "onnx"])
+def test_verify_compares_rows_of_simulation_and_file_by_their_index(front: str, tmp_path: Path) -> None:
+    """Rows in another order are equal; a row that only one chose counts in the share, one with other numbers in the ratio."""
+    torch.manual_seed(0)
+    if front == "onnx":
+        sim: Any = bitwright.onnx.QuantizationSimModel(queries(), {"x": BATCHES[0].numpy()})
+        data: Any = {"x": BATCHES[0].numpy()}
+    else:
+        sim, data = QuantizationSimModel(Queries(front).eval(), BATCHES[0]), BATCHES[0]
+    sim.compute_encodings([data], progress=False)
+    sim.export(tmp_path, "net", **({} if front == "onnx" else {"dummy_input": data}))
+    for report in [verify_folder(tmp_path), *([sim.verify()] if front == "onnx" else [])]:
+        assert report.ok and len(report.outputs) == 2
+        assert all(end.both is not None and end.both > 0.9 and end.as_integer > 40 for end in report.outputs)
+        assert "rows are compared by the index that chose them" in str(report)
+    sites, inputs, outputs = read_samples(tmp_path / "net_samples.npz")
+    orders = read_orders(tmp_path / "net_samples.npz")
+    name, order = next(iter(orders.items()))
+    assert order.axis == 1 and order.indices.shape == (4, KEPT) and [*orders] == [*outputs]
+    other = {key: RowOrder(1, one.indices[:, ::-1]) for key, one in orders.items()}
+    turned = {key: array[:, ::-1] for key, array in outputs.items()}
+
+    def seen(values: Any, chosen: Any) -> OutputRow:
+        return verify_layers(tmp_path / "net.onnx", sites, inputs, outputs=values, orders=chosen).outputs[0]
+
+    plain, same = seen(outputs, orders), seen(turned, other)
+    assert (same.as_float, same.as_integer, same.both) == (plain.as_float, plain.as_integer, plain.both)
+    assert seen(turned, None).as_float < 10 and seen(turned, None).both is None
+    less = np.where(
+        np.arange(KEPT) < 3, -1 - np.arange(KEPT), order.indices
+    )  # three rows that the file does not choose
+    assert seen(outputs, {name: RowOrder(1, less)}).both == pytest.approx(9 / 12, abs=0.1)
+    assert seen({**outputs, name: 2 * outputs[name]}, orders).as_float == pytest.approx(20 * np.log10(2), abs=0.1)
+    assert seen(outputs, {name: RowOrder(1, -1 - order.indices)}).both == 0

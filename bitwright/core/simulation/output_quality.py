@@ -63,6 +63,52 @@ def one_of_runs(arrays: Sequence[Array]) -> Array:
     return np.concatenate(flat, -1) if flat else np.zeros(0)
 
 
+@dataclass(frozen=True)
+class RowOrder:
+    """The choice that orders the rows of an output.
+
+    Attributes:
+        axis: of the rows.
+        indices: of what was chosen, ``[samples, rows]``, each once in a sample.
+    """
+
+    axis: int
+    indices: Array
+
+
+def places_of(order: Array, other_order: Array) -> tuple[Array, Array]:
+    """Which rows of one run another run chose too, and at which place.
+
+    Args:
+        order, other_order: index of every row ``[samples, rows]``, each once in a sample.
+
+    >>> places_of(np.array([[4, 5, 6]]), np.array([[6, 8, 4]]))
+    (array([[ True, False,  True]]), array([[2, 0, 0]]))
+    """
+    hit = order[:, :, None] == other_order[:, None, :]
+    return hit.any(2), hit.argmax(2)
+
+
+def matched_rows(one: Array, other: Array, both: Array, at: Array, axis: int) -> tuple[Array, Array]:
+    """Rows of two runs that were chosen by the same index, in the order of the first; zero where only one run chose it.
+
+    Args:
+        one, other: tensors of one shape, with samples on the first axis.
+        both, at: as :func:`places_of` gives them.
+        axis: of the rows.
+
+    >>> rows, places = np.array([[[1.0], [2.0], [3.0]]]), places_of(np.array([[4, 5, 6]]), np.array([[6, 8, 4]]))
+    >>> matched_rows(rows, np.array([[[3.1], [9.0], [1.1]]]), *places, 1)[1][0, :, 0]
+    array([1.1, 0. , 3.1])
+    """
+    first, second = (np.moveaxis(array, axis, 1) for array in (one, other))
+    wide = (slice(None), slice(None), *(None,) * (one.ndim - 2))
+    second = np.take_along_axis(second, at[wide], 1)
+    kept = both[wide]
+    own, found = (np.moveaxis(np.where(kept, array, array.dtype.type(0)), 1, axis) for array in (first, second))
+    return own, found
+
+
 def noise_and_signal(wanted: Array, found: Array) -> tuple[Array, Array]:
     """Sums of squares of the error and of the values, for each row of the first axis, which samples are.
 

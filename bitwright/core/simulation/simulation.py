@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
+
 from bitwright.core.graph.float_values import chosen_outputs, ordered_rows
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.diagnosis import Repair
@@ -32,6 +34,7 @@ from bitwright.core.simulation.calibration import (
     warn_of_unlike_joins,
 )
 from bitwright.core.simulation.float_model import Undo
+from bitwright.core.simulation.output_quality import RowOrder
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.core.simulation.sites import SiteMap, place_quantizers
 from bitwright.errors import BusyError, CalibrationError, checks_methods
@@ -311,6 +314,19 @@ class Simulation(Tabular, ABC):
         graph = self.graph
         indices, rows = ordered_rows(graph, {value.name for value in graph.values.values() if value.is_static})
         return indices, {i: rows[value] for i, value in enumerate(graph.outputs) if value in rows}
+
+    def _row_orders(self, runs: Sequence[Any], outputs: Sequence[str]) -> dict[str, RowOrder]:
+        """The choices that order rows of ``outputs``; none where their names do not tell their places in the graph.
+
+        Args:
+            runs: what :meth:`_ordered_rows` names, in each run of the operator.
+            outputs: names that a file has, in the order of the answer.
+        """
+        _, rows = self._ordered_rows()
+        if len(runs) != 1 or len(outputs) != len(self.graph.outputs):
+            return {}
+        indices = np.asarray(runs[0]).astype(np.int64)
+        return {outputs[place]: RowOrder(axis, indices) for place, axis in rows.items()}
 
     def _site_after(self, value: str, sites: Mapping[str, str]) -> str:
         """The site of what a layer makes: a clamp or a norm is computed with it; ``value`` itself where there is none."""

@@ -398,6 +398,14 @@ def _places(simulation: MarkedSimulation, names: Sequence[str], bodies: bool) ->
             yield name, instrument.lift(value, inside, np.zeros(0, dtype), None)[0]
 
 
+def _all_places(simulation: MarkedSimulation, names: Sequence[str], bodies: bool) -> list[tuple[str, ir.Value]]:
+    """See :func:`_places`; also of values of the main graph that are called by their names."""
+    wanted = frozenset(names)
+    values = {str(v.name): v for node in simulation.model.graph for v in node.outputs if v.name in wanted}
+    values = {name: value for name, value in values.items() if name not in simulation.results}
+    return [*_places(simulation, names, bodies), *values.items()]
+
+
 _INSTEAD = "work on another QuantizationSimModel of the same model, which load_encodings(path) makes equal to this one"
 
 
@@ -748,8 +756,7 @@ class QuantizationSimModel(SimulationFiles):
 
     def _outputs_and(self, names: Sequence[str]) -> Callable[[Any], list[Array]]:
         simulation = self.simulation()
-        values = {value.name: value for node in simulation.model.graph for value in node.outputs if value.name in names}
-        places = [*_places(simulation, names, bodies=False), *((str(name), value) for name, value in values.items())]
+        places = _all_places(simulation, names, bodies=False)
         shown = show(Builder(simulation.model), [value for _, value in places])
         fetch = list(dict.fromkeys([*self.output_names, *(str(value.name) for value in shown.values())]))
         session = open_session(simulation.model, self.providers, threads=self.threads)
@@ -976,7 +983,7 @@ class QuantizationSimModel(SimulationFiles):
     ) -> tuple[dict[str, list[Array]], dict[str, Any]]:
         """See :meth:`_capture`; values in bodies, other than the steps of recurrent layers, only where ``bodies`` says so."""
         simulation = self.simulation()
-        places = list(_places(simulation, names, bodies))
+        places = _all_places(simulation, names, bodies)
         shown = show(Builder(simulation.model), [value for _, value in places])
         fetch = list(dict.fromkeys([*(str(value.name) for value in shown.values()), *outputs]))
         values = {}
@@ -995,9 +1002,13 @@ class QuantizationSimModel(SimulationFiles):
             for site in self.quantizers.values()
             if site.role in ("input", "output") and site.name in result.tensors and site.enabled
         ]
+        indices, rows = self._ordered_rows()
+        if rows:
+            names.append(indices)
         sites, outputs = self._capture(names, as_feeds(feeds, self.specs), self.output_names)
         self._tell_of_nan(outputs.values(), feeds)
-        return Samples(sites, feeds, named_arrays(outputs))
+        chosen = sites.pop(indices, ())
+        return Samples(sites, feeds, named_arrays(outputs), self._row_orders(chosen, self.output_names))
 
     def _as_qdq(
         self,
@@ -1151,7 +1162,8 @@ class QuantizationSimModel(SimulationFiles):
         checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
         result = self._as_qdq(row, recurrent, bias, checked, activation=activation, weight_only=weight_only, rest=rest)
         samples = self._sample(result, checked)
-        return verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime)  # fmt: skip
+        values = (result.model, samples.sites, samples.inputs)
+        return verify_layers(*values, outputs=samples.outputs, orders=samples.orders, runtime=runtime)
 
     def drift(
         self,

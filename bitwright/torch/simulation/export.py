@@ -735,16 +735,22 @@ def _computed_sites(model: ir.Model) -> set[str]:
 
 
 def values_of(
-    sim: SimulatedModule, batch: Any, result: QdqResult, left: Mapping[str, list[int]] | None = None
+    sim: SimulatedModule,
+    batch: Any,
+    result: QdqResult,
+    left: Mapping[str, list[int]] | None = None,
+    more: Sequence[str] = (),
 ) -> tuple[dict[str, Sequence[np.ndarray[Any, Any]]], Arrays]:
     """The simulation's values at every site that the file has a quantizer for, one per run of its place, and its outputs.
 
     ``left`` tells which runs the converted program has, see :func:`take_runs`. A constant is among them where the file computes
     it, as one that is repeated for every sample of a free batch. Those of sites wait in a temporary file, beyond a few MiB.
+    ``more`` names values that are returned with the sites.
     """
     live = _computed_sites(result.model)
     enabled = (site for site in sim.quantizers.values() if site.enabled and site.name in result.tensors)
     wanted = [site.name for site in enabled if site.role in ("input", "output") or site.name in live]
+    wanted += more
     taps, output = sim._captured(wanted, own_copy(sim, batch), partial(Spooled, Spool()))
     sites = {name: _in_file(kept, (left or {}).get(name)) for name, kept in taps.items() if len(kept)}
     returned = flatten_tensors(output, caches=bool(caches_in(as_call(batch))))
@@ -795,11 +801,13 @@ def _samples(
     sim: SimulatedModule, batch: Any, result: QdqResult, names: Mapping[str, str], left: Mapping[str, list[int]]
 ) -> Samples:
     """See :class:`Samples`; ``names`` are those of inputs and outputs that were given other ones."""
-    sites, made = values_of(sim, batch, result, left)
+    indices, rows = sim._ordered_rows()
+    taps, made = values_of(sim, batch, result, left, [indices] if rows else [])
+    sites = {name: kept for name, kept in taps.items() if name != indices}
     inputs, outputs = (
         {names.get(name, name): array for name, array in arrays.items()} for arrays in (_graph_inputs(sim, batch), made)
     )
-    return Samples(sites, inputs, outputs)
+    return Samples(sites, inputs, outputs, sim._row_orders(taps.get(indices, ()), list(outputs)))
 
 
 def verify_sim(sim: SimulatedModule, batch: Any, **options: Any) -> VerifyReport:
@@ -818,7 +826,9 @@ def verify_sim(sim: SimulatedModule, batch: Any, **options: Any) -> VerifyReport
     check_keywords("sim.verify", options, ("runtime", *_FORMS, *_SHAPES))
     options["target"] = target_in(options.get("target", DEFAULT_TARGET), runtime)
     result, _, kept = _in_memory(sim, batch, options)
-    return verify_layers(result.model, kept.sites, kept.inputs, outputs=kept.outputs, runtime=runtime)
+    return verify_layers(
+        result.model, kept.sites, kept.inputs, outputs=kept.outputs, orders=kept.orders, runtime=runtime
+    )
 
 
 def drift_sim(sim: SimulatedModule, a: str, b: str, batch: Any, **options: Any) -> DriftReport:
