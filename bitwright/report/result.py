@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,17 @@ class Reported(Tabular):
             )
         done, asked, _ = kinds["activations"]
         alone = "; NO ACTIVATION IS QUANTIZED: the model has quantized weights only" if asked and not done else ""
-        return f"quantized: {', '.join(shown)}{alone}"
+        return f"quantized: {', '.join(shown)}{self._released}{alone}"
+
+    @property
+    def _released(self) -> str:
+        """Why a step left activations in float that the rules place a quantizer at: reasons that several of them share."""
+        quantizers = {
+            id(s.quantizer): s.quantizer for s in self.sim.quantizers.values() if s.role in ("input", "output")
+        }
+        reasons = Counter(q.why_spec for q in quantizers.values() if not (q.enabled or q.derived) and q.why_spec)
+        told = [f"{count} because {why}" for why, count in reasons.most_common() if count > 1]
+        return f" (in float: {', '.join(told)})" if told else ""
 
     def report_html(self, path: str | os.PathLike[str], data: Any = None, **options: Any) -> Path:
         """Write an HTML file that shows the simulation, the effect of each step of the recipe, and the metric.

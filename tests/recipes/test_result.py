@@ -3,6 +3,7 @@
 import io
 import logging
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -231,6 +232,26 @@ def test_widen_keeps_to_a_share_of_the_activations(front_end):
     all_of_them = quantized(front_end, made(Tiny), data(6), recipe=[{"widen": {**whole, "most": 1.0}}])
     assert "weights 2 of 2, activations 0 of" in all_of_them.quantized
     assert "NO ACTIVATION IS QUANTIZED" in str(all_of_them).splitlines()[1]
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        return (self.q(x) @ self.k(x).transpose(-1, -2)).softmax(-1) @ self.v(x)
+
+
+@both
+def test_the_counts_say_why_a_step_left_activations_in_float(front_end):
+    batches = [batch.unsqueeze(0) for batch in data(6)]
+    result = quantized(front_end, made(Attending), batches, recipe=["layer_inputs"])
+    done, asked, off = map(int, re.search(r"activations (\d+) of (\d+) \(in float: (\d+) ", result.quantized).groups())
+    assert done + off == asked and off > 1
+    assert result.quantized.endswith(f"(in float: {off} because no layer with a stored weight reads it)")
+    whole = quantized(front_end, made(Attending), batches, recipe=["fold"]).quantized
+    assert whole.endswith(f"activations {asked} of {asked}")
 
 
 def test_a_branch_that_only_the_last_batches_take_is_calibrated():
