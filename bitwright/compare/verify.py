@@ -339,16 +339,18 @@ def _compare_outputs(
             results[mode] = named_arrays(run_in(runtime, match.model, graph_inputs, mode, entries=EXACT_SUMS))
         except _refused() as error:
             failures.setdefault(mode, str(error).strip().splitlines()[0])
-    rows = []
+    known = [str(v.name) for v in match.model.graph.outputs if v.name not in match.choices]
     for name in match.expected:
-        known = [str(v.name) for v in match.model.graph.outputs if v.name not in match.choices]
         if name not in known and not any(name in found for found in results.values()):
             near = close_matches(name, known)
             raise ExportError(name, f"the model has no output of this name{near}", f"name one of {known}")
-        ends = [match.level(name, results[m]) if m in results else (-math.inf, None) for m in MODES]
-        shares = [share for _, share in ends if share is not None]
-        rows.append(OutputRow(name, ends[0][0], ends[1][0], min(shares, default=None)))
-    return tuple(rows)
+    return tuple(_output_row(match, name, results) for name in match.expected)
+
+
+def _output_row(match: RowMatch, name: str, results: Mapping[Mode, Mapping[str, Array]]) -> OutputRow:
+    ends = [match.level(name, results[mode]) if mode in results else (-math.inf, None) for mode in MODES]
+    shares = [share for _, share in ends if share is not None]
+    return OutputRow(name, ends[0][0], ends[1][0], min(shares, default=None))
 
 
 def wrong_kernels(
