@@ -174,6 +174,8 @@ logger = logging.getLogger("bitwright")
 #: Measured on four calls in a row, the output loses 3 to 6 dB at 2, 6 to 11 at 4, 10 to 19 at 8 and 19 to 32 at 32; calls
 #: over time (cells, Elman networks) differ by less than 4.
 UNLIKE = 8.0
+#: factor from which on a call holds nothing but the rounding of float32: sums that cancel, zero but for the last digit
+ROUNDING = 2.0**23
 
 _UNSEEN = "first seen after the example input was recorded"
 _UNSEEN_MASK = f"{_UNSEEN}; it applies a mask, which takes no quantizer"
@@ -623,7 +625,8 @@ class Simulator(Handler, Observer):
         largest = max(-float(lo), float(hi))
         if 0.0 < largest < math.inf:
             low, high = self.ranges.get(site, (largest, largest))
-            self.ranges[site] = (min(low, largest), max(high, largest))
+            high = max(high, largest)
+            self.ranges[site] = (min(value for value in (low, largest, high) if value * ROUNDING > high), high)
 
     def warn_of_ranges(self) -> None:
         """Say, once for a site, where the calls of one place are so unlike that those with small values lose most of their

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,28 @@ class Scaled(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x) * (1 + i / 1000)
         return x
+
+
+class Levels(nn.Module):
+    """One layer on inputs of several sizes."""
+
+    def __init__(self, sizes: list[float]) -> None:
+        super().__init__()
+        self.layer, self.sizes = nn.Linear(4, 4, bias=False), sizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(x * size) for size in self.sizes])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"), [([1, 1e-9], None), ([1e-9, 1], None), ([1e-5, 1], "1e+05"), ([1e-9, 0.01, 1], "100")]
+)
+def test_a_call_that_holds_only_rounding_is_not_told_to_share_a_grid_badly(sizes, told, caplog):
+    """Distances of a detector whose last layer was never trained are sums that cancel: 1e-8 in the place of 0."""
+    sim = QuantizationSimModel(Levels(sizes).eval(), torch.ones(2, 4))
+    sim.compute_encodings([torch.ones(2, 4)], progress=False)
+    factor = re.search(r"several calls share this grid, .* differ by a factor of (\S+)\. ", caplog.text)
+    assert (factor and factor[1]) == told
 
 
 def test_a_convolution_repeated_on_one_line_is_named_before_it_costs_three_bits(caplog):
