@@ -110,8 +110,8 @@ def _run(sim: Any, images: Tensor, family: Family, names: Sequence[str]) -> list
 
 def detections(
     model: nn.Module, way: str, family: Family, batches: Sequence[Tensor], test: Tensor
-) -> tuple[list[Found], str]:
-    """What the model quantized in one way finds, and the worst output of the result."""
+) -> tuple[list[Found], Any]:
+    """What the model quantized in one way finds, and the result."""
     front, _, how = way.rpartition("-")
     options: dict[str, Any] = {} if how == "default" else {"recipe": ["fold"]}
     if how == "aimet":
@@ -121,17 +121,17 @@ def detections(
         proto, names = _file(model, test, family)
         arrays = [args[0].numpy() for args in data] if family.batched else [x.numpy() for b in batches for x in b]
         result = bitwright.onnx.quantize(proto, arrays, progress=False, **options)
-        return _run(result.sim, test, family, names), _worst(result)
+        return _run(result.sim, test, family, names), result
     result = bitwright.torch.quantize(model, data, progress=False, **options)
-    return _called(result.model, test, family), _worst(result)
+    return _called(result.model, test, family), result
 
 
 def _worst(result: Any) -> str:
-    return "" if result.quality.worst is None else f"{result.quality.worst.sqnr:.1f}"
+    return "" if result is None or result.quality.worst is None else f"{result.quality.worst.sqnr:.1f}"
 
 
-def table(names: Sequence[str], ways: Sequence[str], cache: Path) -> list[str]:
-    """One row per detector and way."""
+def table(names: Sequence[str], ways: Sequence[str], cache: Path, verify: bool = False) -> list[str]:
+    """One row per detector and way; with ``verify``, what the file of each is to its simulation is printed after the row."""
     lines = [
         "| detector | way | mAP 0.5 | mAP 0.5:0.95 | detections | kept | worst output dB |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -144,13 +144,19 @@ def table(names: Sequence[str], ways: Sequence[str], cache: Path) -> list[str]:
         truth = truths(test, family.what)
         wanted = _called(model, test.images, family)
         for way in ["float", *(way for way in ways if family.exports or not way.startswith("onnx"))]:
-            found, worst = (wanted, "") if way == "float" else detections(model, way, family, batches, test.images)
+            found, result = (wanted, None) if way == "float" else detections(model, way, family, batches, test.images)
             precision = average_precision(found, truth, family.what)
             share, count = kept(wanted, found, family.what)
             lines.append(
-                f"| {name} | {way} | {precision[0]:.3f} | {precision[1]:.3f} | {count} | {share:.1%} | {worst} |"
+                f"| {name} | {way} | {precision[0]:.3f} | {precision[1]:.3f} | {count} | {share:.1%} | {_worst(result)} |"
             )
             print(lines[-1], flush=True)
+            if (
+                verify and result is not None and (way.startswith("onnx") or family.batched)
+            ):  # lists of images have no file
+                report = result.sim.verify()
+                ends = [f"{end.name} {end.as_integer:.1f} dB" for end in report.outputs]
+                print(f"{name} {way}: {report.answer}; {', '.join(ends)}", flush=True)
     return lines
 
 
@@ -239,12 +245,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--ways", nargs="+", default=["aimet", "default"])
     parser.add_argument("--cache", type=Path, default=Path(".detectors"), help="folder for what was trained")
+    parser.add_argument("--verify", action="store_true", help="compare the file of each with its simulation too")
     parser.add_argument("--speed", action="store_true", help="measure tails in ONNX Runtime instead")
     parser.add_argument("--rounds", type=int, default=61)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    lines = speed(args.rounds) if args.speed else table(args.models, args.ways, args.cache)
+    lines = speed(args.rounds) if args.speed else table(args.models, args.ways, args.cache, args.verify)
     if args.markdown is not None:
         measure.write(args.markdown, "\n".join(lines) + "\n")
 
