@@ -15,7 +15,7 @@ from torch import nn
 import bitwright
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
-from bitwright.core.simulation.output_quality import PartQuality
+from bitwright.core.simulation.output_quality import PartQuality, parts_of
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.recipes import attempt
 from bitwright.recipes.judge import Judge, Rating
@@ -252,6 +252,12 @@ def test_the_counts_say_why_a_step_left_activations_in_float(front_end):
     assert result.quantized.endswith(f"(in float: {off} because no layer with a stored weight reads it)")
     whole = quantized(front_end, made(Attending), batches, recipe=["fold"]).quantized
     assert whole.endswith(f"activations {asked} of {asked}")
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_an_output_without_a_finite_number_other_than_zero_is_one_part(value):
+    outputs = [np.full((2, 4, 50), value, np.float32), np.ones((2, 4), np.float32)]
+    assert [part.name for part in parts_of([outputs], ["mask", "logits"])] == ["mask", "logits"]
 
 
 def test_a_branch_that_only_the_last_batches_take_is_calibrated():

@@ -185,6 +185,8 @@ def _groups(scales: Array, unit: Array) -> tuple[list[tuple[int, ...]], float]:
     order = np.argsort(scales, kind="stable")
     small = scales[order] <= _LEAST * scales.max(initial=0.0)
     silent, order = order[small].tolist(), order[~small]  # no signal to lose: their noise counts with the largest
+    if not len(order):  # nothing but zeros, or nothing finite
+        return [], 1.0
     groups: list[list[int]] = []
     for i, before in zip(order, [None, *order[:-1]], strict=True):
         alike = before is not None and (scales[i] < _APART * scales[before] or bool(unit[i] and unit[before]))
