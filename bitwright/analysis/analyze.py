@@ -125,7 +125,7 @@ def _total(names: Sequence[str], sites: Mapping[str, SiteRow]) -> float | None:
 
 def _add_errors(row: LayerRow, errors: LayerErrors, subject: Subject) -> None:
     row.made_db, row.made_quantized_db = decibel(errors.made.value), decibel(errors.made_quantized.value)
-    row.arrived_db, row.after_db = decibel(errors.arrived.value), decibel(errors.after.value)
+    row.arrived_db, row.after_db = decibel(errors.arrived), decibel(errors.after.value)
     if row.after_db is not None:
         before = _REFERENCE_DB if row.arrived_db is None else min(row.arrived_db, _REFERENCE_DB)
         row.jump = max(0.0, before - row.after_db)

@@ -13,6 +13,7 @@ Trying what the causes suggest: each remedy is applied to the simulation, measur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from bitwright.analysis.result import MOST_DB, Analysis, Cause, LayerRow, Remedy
 from bitwright.analysis.sensitivity import Judged
 from bitwright.analysis.subject import Subject, open_subject
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.operators import op_row
+from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerChannel, PerTensor
@@ -110,6 +111,7 @@ class _Seen:
     subject: Subject
     errors: Mapping[str, LayerErrors] = field(default_factory=dict)
     reciprocals: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, SiteValues] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,13 @@ class Enlarged:
     Attributes:
         op: its name.
         arrived, left: SQNR of what it reads, and of what it makes without its own rounding, in dB.
+        why: what makes it do so.
     """
 
     op: str
     arrived: float
     left: float
+    why: str = ""
 
 
 def most_enlarged(graph: Graph, errors: Mapping[str, LayerErrors]) -> dict[str, Enlarged]:
@@ -134,17 +138,50 @@ def most_enlarged(graph: Graph, errors: Mapping[str, LayerErrors]) -> dict[str, 
         own = [one for reader in after if (one := _enlarged_by(reader.name, errors.get(reader.name))) is not None]
         own += [found[reader.name] for reader in after if reader.name in found]
         if own:
-            found[op.name] = max(own, key=lambda one: one.arrived - one.left)
+            found[op.name] = max(own, key=lambda one: one.arrived - max(one.left, 0.0))
     return found
 
 
 def _enlarged_by(name: str, errors: LayerErrors | None) -> Enlarged | None:
-    if errors is None or not errors.after.signal or not errors.arrived.value:
+    if errors is None or not errors.after.signal or not errors.arrived:
         return None
     passed = max(errors.after.noise - errors.made.noise, 0.0) / errors.after.signal
-    arrived, left = decibel(errors.arrived.value), decibel(passed)
-    grows = arrived is not None and left is not None and arrived - left >= _GROWS
-    return Enlarged(name, float(arrived or 0.0), float(left or 0.0)) if grows else None
+    arrived, left = decibel(errors.arrived) or 0.0, decibel(passed) or 0.0
+    if max(arrived, 0.0) - max(left, 0.0) < _GROWS:  # below 0 dB there is nothing left to lose
+        return None
+    return Enlarged(name, arrived, left, _why_enlarged(errors))
+
+
+_SUMS = frozenset(
+    """
+    Add Sub MatMul Gemm Conv ConvTranspose GroupedMatMul Einsum Bilinear ReduceMean ReduceSum AveragePool GlobalAveragePool
+    CumSum
+    """.split()
+)
+_STEEP = frozenset(("Exp", "Expm1", "Pow", "Square", "Reciprocal", "Rsqrt", "Div", "Tan", "Sinh", "Cosh"))
+_FLAT = frozenset(("Log", "Log1p", "log2", "log10"))
+
+
+def _why_enlarged(errors: LayerErrors) -> str:
+    """What makes an operator of this kind enlarge relative errors."""
+    kind = errors.type
+    if kind in ("Softmax", "LogSoftmax"):
+        read = errors.operands[0]
+        error = math.sqrt(read.noise / read.count)
+        return f"exp makes a factor of {math.exp(min(error, 700.0)):.3g} of the error of {error:.2g} in what it reads"
+    if kind in _SUMS:
+        return "the terms of its sums cancel, and their errors do not"
+    if op_row(kind).kind == "norm":
+        return "it divides by the deviation of its rows, which is small against their errors"
+    if kind in _STEEP:
+        return "its relative slope is above 1"
+    if kind in _FLAT:
+        return "it makes small numbers of values near 1"
+    if op_row(kind).kind == "movement":
+        return "it picks other elements than in float, or those with the largest errors"
+    if kind in TRAITS["activation"]:
+        return "it makes little of most values, and what is left keeps its errors"
+    return ""
 
 
 Rule = Callable[[_Seen], Cause | None]
@@ -179,7 +216,7 @@ def causes_of(
         if not row.enabled or row.cost < _MATTERS * total:
             continue
         seen = values.get(name, SiteValues(subject.sites[name]))
-        for cause in _of_site(_Seen(layer, op, subject.sites[name], seen, row, subject, errors, reciprocals)):
+        for cause in _of_site(_Seen(layer, op, subject.sites[name], seen, row, subject, errors, reciprocals, values)):
             found.setdefault(cause.cause, cause)
     for cause in _of_layer(layer, op, subject):
         found.setdefault(cause.cause, cause)
@@ -221,6 +258,7 @@ def _rounding(
         facts: dict[str, Any] = {"here_db": here, "outputs_db": out, "bits": rows[name].bits}
         if most is not None:
             text += f", most at {most.op}, which {most.arrived:.1f} dB reach and {most.left:.1f} leave"
+            text += f": {most.why}" if most.why else ""
             facts["most_at"] = most.op
         return _cause("enlarged", seen, text, tries, **facts)
     return _cause(
@@ -264,7 +302,12 @@ def _too_wide(seen: _Seen) -> Cause | None:
     if not extent or extent >= _WIDE:  # nothing but zeros, as in an initial state, lies on any grid
         return None
     text = f"the values use {extent:.1%} of the grid's range: they reach {seen.values.low:.4g} to {seen.values.high:.4g}, the grid {_grid(seen.row)}"  # noqa: E501
-    return _cause("range_too_wide", seen, text, ("minmax", "16_bits"), extent=extent)
+    sharing = [seen.others[name] for name in seen.subject.sharing[seen.site.name] if name in seen.others]
+    largest = max(sharing, key=lambda other: other.reach, default=seen.values)
+    if seen.values.reach > _WIDE * largest.reach:
+        return _cause("range_too_wide", seen, text, ("minmax", "16_bits"), extent=extent)
+    text += f", which {largest.site.name} has as well, where values reach {largest.reach:.4g}"
+    return _cause("range_too_wide", seen, text, ("16_bits",), extent=extent, larger=largest.site.name)
 
 
 def _calibration(seen: _Seen) -> Cause | None:
@@ -394,11 +437,16 @@ def _balance(seen: _Seen) -> str:
 
 def _weight_inputs(seen: _Seen) -> Cause | None:
     reach = seen.values.input_reach
-    if reach is None or (ratio := float(reach.max()) / _median(reach)) < _DISPARATE:
-        return None
-    if _weight_channels(seen) is not None:  # one large element stands in a row and in a column
-        return None
+    if reach is None or not (alive := reach[reach > 0]).size or _weight_channels(seen) is not None:
+        return None  # one large element stands in a row and in a column
+    ratio, whole = float(reach.max()) / _median(reach), float(reach.max() / alive.min())
     text = f"its input channels share scales, and the largest is {ratio:.0f} times the median"
+    if ratio < _DISPARATE:
+        made, held = seen.layer.made_db, decibel(seen.values.noise)
+        if whole < _DISPARATE or made is None or held is None or held - made < _ENLARGED:
+            return None
+        ratio = whole
+        text = f"its input channels share scales, the largest is {whole:.0f} times the smallest, and large inputs meet the small ones: {held:.1f} dB here are {made:.1f} dB of the product"  # noqa: E501
     balance = "equalize" if seen.op.type.startswith("Conv") else "smooth"
     return _cause("disparate_inputs", seen, text, ("seq_mse", "gptq", balance), ratio=ratio)
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.analysis.subject import QuantizedSteps
+from bitwright.core.graph.graph import Op
 from bitwright.core.graph.operators import resolve_granularity, weight_axes
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.encoding import Encoding
@@ -35,6 +36,8 @@ _SAMPLES = 4096  # whose largest magnitudes are kept
 _CHANNELS = 4096  # of a tensor whose channels are listed one by one
 _PER_CODE = 4  # values per code from which on unused codes mean something
 _MOST = 0.99  # share of the values that counts as nearly all
+_VANISHES = 104.0  # below the largest value of a row of a softmax: exp of it is 0 in float32
+_PRODUCTS = frozenset(("Mul", "Div", "MatMul", "GroupedMatMul", "Einsum", "Bilinear"))
 _BEYOND = 0.501  # steps outside of the grid from which a value counts as clipped; less is rounding
 
 
@@ -54,7 +57,7 @@ class SiteValues:
         input_reach: of a weight, the largest magnitude that meets each of its input channels.
         sample_reach: of an activation, the largest magnitude of each sample, batch after batch.
         position_reach: the same of each position (token, pixel), over its channels.
-        power: sum of the squares of the finite values.
+        power: sum of the squares of the values that have a finite one.
     """
 
     site: Site
@@ -88,7 +91,8 @@ class SiteValues:
         if not whole:
             low, high = (float(bound) for bound in torch.aminmax(values))
         self.count += values.numel()
-        self.power += float(torch.dot(values, values))
+        power = float(torch.dot(values, values))
+        self.power += power if math.isfinite(power) else float(values[torch.isfinite(values.square())].square().sum())
         self.low, self.high = min(self.low, low), max(self.high, high)
         encoding = self.site.encoding
         if encoding is not None:
@@ -282,24 +286,31 @@ def summed_axis(site: Site, rank: int) -> int | None:
 
 @dataclass
 class Ratio:
-    """Noise and signal, summed."""
+    """Noise and signal, summed over ``count`` elements."""
 
     noise: float = 0.0
     signal: float = 0.0
+    count: int = 0
 
     def add(self, wanted: Any, found: Any) -> None:
-        """Add the error of ``found``; values that are not finite in ``wanted``, or of another shape, are left out."""
+        """Add the error of ``found``; tensors of another shape are left out.
+
+        Values whose square is not finite in ``wanted`` are left out as well: infinities, and the smallest number of a format,
+        which masks of attention hold.
+        """
         if not isinstance(wanted, Tensor) or not wanted.is_floating_point() or wanted.shape != found.shape:
             return
         reference = wanted.detach().float().flatten()
-        signal = _power(reference)
+        count, signal = reference.numel(), _power(reference)
         noise = 0.0 if wanted is found else _power(reference - found.detach().float().flatten())
         if not math.isfinite(signal + noise):
-            finite = torch.isfinite(reference)
+            finite = torch.isfinite(reference.square())
             error = reference[finite] - found.detach().float().flatten()[finite]
             signal, noise = (float(reference[finite].double().square().sum()), float(error.double().square().sum()))
+            count = int(finite.sum())
         self.noise += noise
         self.signal += signal
+        self.count += count
 
     @property
     def value(self) -> float | None:
@@ -317,16 +328,32 @@ class LayerErrors:
     """Errors of one operator, summed over its calls: see :class:`bitwright.analysis.result.LayerRow`.
 
     Attributes:
+        type: of the operator.
+        operands: the error of each value that it reads.
         elements: of its outputs.
         operand_reach: the largest magnitude of each value that it reads.
     """
 
+    type: str = ""
     made: Ratio = field(default_factory=Ratio)
     made_quantized: Ratio = field(default_factory=Ratio)
-    arrived: Ratio = field(default_factory=Ratio)
+    operands: dict[int, Ratio] = field(default_factory=dict)
     after: Ratio = field(default_factory=Ratio)
     elements: int = 0
     operand_reach: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def arrived(self) -> float | None:
+        """Noise over signal of what it reads; ``None`` where there was no signal.
+
+        Operands of a product count by their relative errors, which add up in it; those of any other operator by their power.
+        """
+        known = [one for one in self.operands.values() if one.signal > 0]
+        if not known:
+            return None
+        if self.type in _PRODUCTS:
+            return sum(one.noise / one.signal for one in known)
+        return sum(one.noise for one in known) / sum(one.signal for one in known)
 
     @property
     def root_mean_square(self) -> float:
@@ -348,7 +375,7 @@ class Lockstep:
     """
 
     def __init__(self, model: SimulatedModel) -> None:
-        self._steps = QuantizedSteps(model)
+        self._steps, self._graph = QuantizedSteps(model), model.graph()
         self._sites = self._steps.sites
         self.layers: dict[str, LayerErrors] = {}
         self.sites: dict[str, SiteValues] = {}
@@ -391,10 +418,12 @@ class Lockstep:
         return wanted, after
 
     def _note(self, step: Step, real: State, found: State, made: tuple[Sequence[Tensor], ...]) -> None:
-        errors = self.layers.setdefault(step.op, LayerErrors())
+        op = self._graph.op(step.op)
+        errors = self.layers.setdefault(step.op, LayerErrors(op.type))
         for slot, value in enumerate(dict.fromkeys(step.reads)):
             if value in real:
-                errors.arrived.add(real[value], found[value])
+                operand = errors.operands.setdefault(slot, Ratio())
+                operand.add(*_counting(op, real[value], found[value]))
                 if isinstance(real[value], Tensor) and real[value].is_floating_point() and real[value].numel():
                     largest = float(torch.linalg.vector_norm(real[value], float("inf")))
                     errors.operand_reach[slot] = max(errors.operand_reach.get(slot, 0.0), largest)
@@ -432,6 +461,15 @@ class Lockstep:
         if isinstance(x, Tensor) and x.is_floating_point():
             values = self.sites.setdefault(name, SiteValues(self._sites[name]))
             values.add(x, self._steps.quantize(name, x))
+
+
+def _counting(op: Op, wanted: Any, found: Any) -> tuple[Any, Any]:
+    """The values that matter to an operator; to a softmax, not what lies far below the largest of its row, as masks do."""
+    if op.type not in ("Softmax", "LogSoftmax") or not isinstance(wanted, Tensor) or not wanted.ndim:
+        return wanted, found
+    axis = int(op.attrs.get("axis", -1))
+    counts = wanted >= wanted.amax(axis if -wanted.ndim <= axis < wanted.ndim else -1, keepdim=True) - _VANISHES
+    return wanted[counts], found[counts]
 
 
 def observe(model: SimulatedModel, batches: Iterable[Any]) -> Lockstep:

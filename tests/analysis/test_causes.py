@@ -15,6 +15,7 @@ import bitwright.onnx
 from bitwright import PRESETS, PerTensor
 from bitwright.analysis import causes as remedies
 from bitwright.analysis.causes import CAUSES, REMEDIES
+from bitwright.analysis.layer_errors import LayerErrors, Ratio
 from bitwright.analysis.result import Cause
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.torch import QuantizationSimModel
@@ -335,6 +336,77 @@ def test_an_error_that_what_follows_enlarges_is_told_with_both_figures():
         "a square makes a relative error twice as large, 6 dB"
     )
     assert f"most at {cause.evidence['most_at']}, which" in cause.text
+
+
+class Masked(nn.Module):
+    """An attention whose scores are large, so that each row looks at one or two keys, behind a mask by the smallest number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("mask", torch.full((4, 4), torch.finfo(torch.float32).min).triu(1))
+
+    def forward(self, x):
+        scores = 200 * self.q(x) @ self.k(x).transpose(1, 2) + self.mask
+        return torch.softmax(scores, -1) @ self.v(x)
+
+
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_a_softmax_behind_a_mask_is_told_with_the_error_of_the_scores_that_count(front_end):
+    data = _rows(1.0, 1.0, 1.0, 1.0)
+    model = Masked().eval()
+    if front_end == "torch":
+        sim = QuantizationSimModel(model, data[0])
+    else:
+        proto, data = exported(model, data[0]), [x.numpy() for x in data]
+        sim = bitwright.onnx.QuantizationSimModel(proto, data[0])
+    sim.compute_encodings(data, progress=False)
+    found = bitwright.analyze(sim, data, mode="fast")
+    softmax = next(layer for layer in found.layers if layer.op == "Softmax")
+    assert 10 < softmax.arrived_db < 60, "the mask is no signal"
+    enlarged = [c for layer in found.layers for c in layer.causes if c.evidence.get("most_at") == softmax.name]
+    assert enlarged and f"which {softmax.arrived_db:.1f} dB reach" in enlarged[0].text
+    assert "exp makes a factor of" in enlarged[0].text
+
+
+def test_operands_of_a_product_count_by_their_relative_errors():
+    """Probabilities with an error of 10 % times values that are 1,000 times as large and exact."""
+    errors = LayerErrors("MatMul", operands={0: Ratio(0.01, 1.0), 1: Ratio(0.0, 1e6)})
+    assert errors.arrived == pytest.approx(0.01)
+    errors.type = "Add"
+    assert errors.arrived == pytest.approx(1e-8)
+
+
+def test_small_columns_of_a_weight_that_meet_large_inputs_are_named():
+    model = Wide(lambda x: torch.cat([x[..., :4] / 500, x[..., 4:]], -1))
+    with torch.no_grad():
+        model.b.weight[:, :4] *= 500
+    _, found = causes(model, _rows(1.0, 1.0))
+    assert "b" in named(found, "disparate_inputs")
+    cause = next(c for layer in found.layers for c in layer.causes if c.cause == "disparate_inputs")
+    assert "times the smallest" in cause.text and "large inputs meet the small ones" in cause.text
+
+
+def test_a_grid_that_is_too_wide_for_another_value_on_it_names_that_value():
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.shared, self.a, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+            self.norm = nn.LayerNorm(8)
+            nn.init.constant_(self.norm.weight, 100.0)
+
+        def forward(self, x):
+            large = self.norm(x) + self.shared(x)
+            small = self.a(x) + self.shared(x)
+            return self.c(torch.cat([large / 500, small], 1))
+
+    _, found = causes(Twice(), _rows(1.0, 1.0))
+    cause = next(c for layer in found.layers for c in layer.causes if c.cause == "range_too_wide")
+    assert f", which {cause.evidence['larger']} has as well, where values reach" in cause.text
+    assert cause.evidence["tries"] == ["16_bits"], "the range of all values on this grid is the one that it has"
 
 
 PER_TENSOR = {"preset": "w8a8", "rules": [{"match": "*", "weight": {"format": "int8", "granularity": "per_tensor"}}]}
