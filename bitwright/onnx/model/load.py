@@ -52,6 +52,7 @@ from bitwright.onnx.model.integer_operators import write_as_qdq
 from bitwright.onnx.model.rewrites import (
     drop_ignored_biases,
     drop_unchanged_states,
+    drop_unread_masks,
     split_directions,
     undo_optimizations,
 )
@@ -135,6 +136,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
     _drop_initializers_from_inputs(copy, notes)
     check_nodes(copy, opset)
     copy = _inline(copy, notes)
+    drop_unread_masks(copy)
     if opset < _NEXT_OPSET:
         opset = _NEXT_OPSET
         stamp_opset(copy, opset)

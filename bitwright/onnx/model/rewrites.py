@@ -479,6 +479,15 @@ def train_norms(model: ir.Model, names: Sequence[str]) -> None:
             node.attributes.add(ir.AttrInt64("training_mode", 1))
 
 
+def drop_unread_masks(model: ir.Model) -> None:
+    """Take out the masks of Dropout that nothing reads: converters wrote them with a type that later opsets do not allow."""
+    for node in all_nodes(model.graph):
+        if node.op_type == "Dropout" and not node.domain and len(node.outputs) > 1:
+            mask = node.outputs[1]
+            if not mask.uses() and not mask.is_graph_output():
+                node.resize_outputs(1)
+
+
 def drop_ignored_biases(model: ir.Model) -> None:
     """Let every Gemm with a ``beta`` of 0, as JAX's exporter writes products, read no bias; ``model`` is changed in place."""
     for node in all_nodes(model.graph):

@@ -30,8 +30,10 @@ public function.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -56,6 +58,7 @@ from torch.fx.traceback import preserve_node_meta, set_stack_trace  # noqa: TID2
 from torch.overrides import TorchFunctionMode
 
 import bitwright.torch.simulation.simulate  # noqa: F401, which defines the operator of marks
+from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.errors import BusyError, ModelError
 from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE, is_site, site_of
@@ -402,8 +405,8 @@ def _registry(operators: int) -> Any:
     return registry
 
 
-Passed = list[tuple[Key, tuple[Any, ...]]]
-"""The calls of a run in order: the place of each, and the shapes of what it returned."""
+Passed = list[tuple[Key, tuple[Any, ...], str]]
+"""The calls of a run in order: the place of each, the shapes of what it returned, and the name of a layer, norm or activation."""
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
@@ -433,10 +436,15 @@ def group_of(key: Key) -> Key:
 
 
 def other_path(plans: dict[Key, CallPlan], recorded: Passed, traced: Passed) -> str | None:
-    """Where a traced run makes other calls than the recorded one, as far as quantizers depend on it; ``None`` where nowhere."""
-    held = {group_of(key): plan.op for key, plan in plans.items() if plan.operands or plan.outputs or plan.inside}
+    """Where a traced run makes other calls than the recorded one; ``None`` where nowhere.
+
+    Calls with quantizers count, and layers, norms and activations with and without: a trace that has one more is of another
+    network.
+    """
+    held = {group_of(key): name for key, _, name in (*recorded, *traced) if name}
+    held |= {group_of(key): plan.op for key, plan in plans.items() if plan.operands or plan.outputs or plan.inside}
     one, other = (
-        [(group_of(key), shapes) for key, shapes in run if group_of(key) in held] for run in (recorded, traced)
+        [(group_of(key), shapes) for key, shapes, _ in run if group_of(key) in held] for run in (recorded, traced)
     )
     for (group, shapes), (found, seen) in zip(one, other, strict=False):
         if group != found or not _fits(shapes, seen):
@@ -529,7 +537,13 @@ class _Noting(Handler):
     ) -> Any:
         """As the other handler."""
         output = self._handler.call(frame, key, row, func, args, kwargs)
-        self._passed.append((key, _shapes_of(output)))
+        name = ""
+        if (
+            op_row(kind := row.op_type(row.bind(args, kwargs))).kind in ("compute", "norm")
+            or kind in TRAITS["activation"]
+        ):
+            name = f"{frame.path}.{row.label}" if frame.path else row.label
+        self._passed.append((key, _shapes_of(output), name))
         return output
 
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -539,7 +553,7 @@ class _Noting(Handler):
         before = frame.counts.get(counted, 0)
         output = self._handler.other(frame, func, args, kwargs)
         if frame.counts.get(counted, 0) > before:
-            self._passed.append(((frame.key, frame.anchor, counted[1], before), _shapes_of(output)))
+            self._passed.append(((frame.key, frame.anchor, counted[1], before), _shapes_of(output), ""))
         return output
 
 
@@ -811,16 +825,45 @@ def raised_at(error: BaseException | None) -> str | None:
 
 
 def _only_checks(node: fx.Node) -> bool:
-    """Whether a function of torch that raises errors, and does nothing else, reads the number: its own checks, those of
-    distributions.
+    """Whether what reads the number raises errors, and does nothing else.
+
+    That are functions of torch, its own checks and those of distributions; and the model's assertions, and conditions under
+    which it does nothing but raise.
     """
     stack = _stack(node)
     own = [i for i, place in enumerate(stack) if not place[0].startswith(_PACKAGES)]
+    if own and int(stack[own[-1]][1]) in _lines_of_checks(stack[own[-1]][0]):
+        return True
     return any(
         function.startswith("_check") or path.startswith(_DISTRIBUTIONS)
         for path, _, function in stack[own[-1] + 1 if own else 0 :]
         if path.startswith(_TORCH)
     )
+
+
+@lru_cache(maxsize=64)
+def _lines_of_checks(path: str) -> frozenset[int]:
+    """The lines of a file at which statements stand that can only raise; none of a file that cannot be read."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except SyntaxError:
+        return frozenset()
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        checked: ast.AST | None = None
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.Expr) and _calls_check(node.value)):
+            checked = node
+        elif isinstance(node, ast.If) and not node.orelse and all(isinstance(one, ast.Raise) for one in node.body):
+            checked = node.test
+        if checked is not None and not any(isinstance(part, ast.NamedExpr) for part in ast.walk(checked)):
+            found.update(range(checked.lineno, (checked.end_lineno or checked.lineno) + 1))  # type: ignore[attr-defined]
+    return frozenset(found)
+
+
+def _calls_check(value: ast.expr) -> bool:
+    """Whether an expression is ``torch._check(...)``, ``torch._assert(...)`` or another of torch's checks."""
+    called = value.func if isinstance(value, ast.Call) else None
+    return isinstance(called, ast.Attribute) and called.attr.startswith(("_check", "_assert"))
 
 
 def _stack(node: fx.Node) -> list[tuple[str, str, str]]:
@@ -846,6 +889,7 @@ def translatable(program: ExportedProgram, line_of: Callable[[fx.Node], str]) ->
         ModelError: it holds what cannot be rewritten, see :func:`in_order_of_memory` and :func:`complex_as_pairs`.
     """
     without_checks(program.graph_module)
+    scatter_what_is_placed(program.graph_module)
     in_order_of_memory(program.graph_module)
     subtract_from_numbers(program.graph_module)
     return complex_as_pairs(program, line_of)
@@ -916,6 +960,28 @@ def subtract_from_numbers(module: fx.GraphModule) -> None:
             taken.meta["val"] = value.meta["val"] * -1
             node.target = _aten.add.Tensor if isinstance(number, fx.Node) else _aten.add.Scalar
             node.args, node.kwargs = (taken, number), {}
+        if found:
+            part.recompile()
+
+
+def scatter_what_is_placed(module: fx.GraphModule) -> None:
+    """Cut the values of ``scatter`` to the shape of its index.
+
+    Torch leaves the rest unread; ONNX's ScatterElements takes values and indices of one shape.
+    """
+    scatters = (_aten.scatter.src, _aten.scatter_add.default, _aten.scatter_reduce.two)
+    for part in _graphs(module):
+        found = [node for node in part.graph.nodes if node.target in scatters]
+        for node in found:
+            _, _, index, values, *rest = node.args
+            for axis, size in enumerate(index.meta["val"].shape):
+                held = values.meta["val"]
+                if size == held.shape[axis]:
+                    continue
+                with part.graph.inserting_before(node):
+                    cut = part.graph.call_function(_aten.slice.Tensor, (values, axis, 0, size))
+                cut.meta["val"], values = torch.narrow(held, axis, 0, size), cut
+            node.args = (*node.args[:3], values, *rest)
         if found:
             part.recompile()
 

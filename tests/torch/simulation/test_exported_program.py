@@ -461,6 +461,73 @@ def test_a_call_that_moves_no_quantizer_keeps_the_trace(tmp_path: Path) -> None:
     np.testing.assert_allclose(in_runtime(exported.qdq, more), sim.model(more).detach(), atol=1e-6)
 
 
+class Longer(nn.Module):
+    """One layer more while it is traced, which no quantizer of the simulation stands at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        return self.c(self.b(h) if torch.compiler.is_compiling() else h)
+
+
+def test_a_layer_that_only_the_trace_has_is_not_in_the_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(16, 8),) for _ in range(3)]
+    sim = simulated(Longer(), *batches)
+    exported = sim.export(tmp_path, "m", batches[0])
+    np.testing.assert_allclose(in_runtime(exported.qdq, *batches[1]), sim.model(*batches[1]).detach(), atol=1e-6)
+    with pytest.raises(ExportError, match=r"c: the forward makes other calls there while it is traced"):
+        sim.export(tmp_path, "m", batches[0], dynamic_batch=True)
+
+
+class Asserting(nn.Module):
+    """Conditions on computed values that can only stop the run, in every form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.isfinite(x).all(), "the input is not finite"
+        torch._assert(x.abs().max() < 1e6, "the input is large")
+        h = self.a(x).relu()
+        if torch.isnan(h).any():
+            raise ValueError("the layer makes NaN")
+        torch._check(int((h < 0).sum()) == 0)
+        return self.b(h)
+
+
+def test_what_can_only_raise_is_left_out_of_the_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(16, 8),) for _ in range(3)]
+    sim = simulated(Asserting(), *batches)
+    exported = sim.export(tmp_path, "m", batches[0])
+    np.testing.assert_allclose(in_runtime(exported.qdq, *batches[1]), sim.model(*batches[1]).detach(), atol=1e-6)
+    assert not [note for note in exported.notes if note.startswith("path:")]
+
+
+@pytest.mark.parametrize("way", ["scatter", "scatter_add"])
+def test_values_that_a_scatter_leaves_unread_are_cut(way: str, tmp_path: Path) -> None:
+    class Scattered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            index = torch.tensor([[0, 3], [1, 7]])
+            return self.c(getattr(self.a(x), way)(1, index, self.b(x)))
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 8),) for _ in range(3)]
+    sim = simulated(Scattered(), *batches)
+    exported = sim.export(tmp_path, "m", batches[0])
+    np.testing.assert_allclose(in_runtime(exported.qdq, *batches[1]), sim.model(*batches[1]).detach(), atol=1e-6)
+    assert sim.verify(batches[1]).ok
+
+
 def test_a_path_that_activations_decide_on_is_refused_with_its_line() -> None:
     class Halting(nn.Module):
         def __init__(self) -> None:
