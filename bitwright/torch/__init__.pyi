@@ -23,6 +23,10 @@ from bitwright.methods.stabilize import progressive as progressive
 from bitwright.methods.stabilize import stabilize as stabilize
 from bitwright.recipes.quantize import Result as Result
 from bitwright.recipes.quantize import quantize as quantize
+from bitwright.torch.adapters import export_adapters as export_adapters
+from bitwright.torch.adapters import load_adapter as load_adapter
+from bitwright.torch.adapters import merge_adapters as merge_adapters
+from bitwright.torch.adapters import place_adapters as place_adapters
 from bitwright.torch.calls.inputs import Inputs as Inputs
 from bitwright.torch.error_correction import add_low_rank_branches as add_low_rank_branches
 from bitwright.torch.error_correction import correct_errors as correct_errors

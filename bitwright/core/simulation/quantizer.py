@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +40,12 @@ class OnlyKnownAttributes:
                 "quantizer.spec = dataclasses.replace(quantizer.spec, format=parse_format('int4'))",
             )
         super().__setattr__(name, value)
+
+
+#: attributes that are the state of a quantizer, beside its encoding
+_STATE = (
+    "_spec", "statistics", "empty", "_enabled", "frozen", "why_float", "why_spec", "range_note", "poor_range",
+)  # fmt: skip
 
 
 class Quantizer(OnlyKnownAttributes):
@@ -88,17 +96,24 @@ class Quantizer(OnlyKnownAttributes):
 
     def remember(self) -> Undo:
         """Keep the whole state; the function returned brings it back."""
-        spec, encoding, statistics, empty = self._spec, self._encoding, self.statistics, self.empty
-        enabled, frozen, why_float, why_spec = self._enabled, self.frozen, self.why_float, self.why_spec
-        notes = self.range_note, self.poor_range
+        kept, encoding = self._state(), self._encoding
 
         def restore() -> None:
-            self._spec, self.statistics, self.empty = spec, statistics, empty
-            self._enabled, self.frozen, self.why_float, self.why_spec = enabled, frozen, why_float, why_spec
-            self.encoding = encoding
-            self.range_note, self.poor_range = notes
+            self._put(kept, encoding)
 
         return restore
+
+    def become(self, other: Quantizer) -> None:
+        """Take the whole state of another quantizer, of the same place in an earlier graph; a trained range stays as it is."""
+        self._put(other._state(), other.encoding)
+
+    def _state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _STATE}
+
+    def _put(self, state: Mapping[str, Any], encoding: Encoding | None) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.encoding = encoding
 
     @property
     def trains_elsewhere(self) -> bool:

@@ -347,9 +347,10 @@ class QuantizationSimModel(SimulatedModule):
 
     # -- placement
 
-    def _place(self) -> None:
+    def _place(self, runs: Sequence[Any] | None = None) -> None:
         device = model_device(self.model)
-        recorder = record(self.model, [to_device(e, device) for e in self.examples], self._interceptor)
+        given = [to_device(e, device) for e in self.examples] if runs is None else runs
+        recorder = record(self.model, given, self._interceptor)
         self.graph = recorder.graph()
         self.plan = self._plan()
         self.quantizers = place_quantizers(self.plan, self.graph, self._values_of, Quantizer)
@@ -367,6 +368,26 @@ class QuantizationSimModel(SimulatedModule):
         self.output_values = recorder.output_values()
         self._simulator.watch = ranges.TrainingWatch(self.model, self.quantizers)
         self._tell_scripted(recorder)
+
+    def _place_anew(self, runs: Sequence[Any], moved: Mapping[str, str]) -> None:
+        """Place quantizers for the modules that the model has now; those of places that were there keep their state.
+
+        Args:
+            runs: inputs to record, on the device of the model.
+            moved: beginning of a name before -> beginning of the same name now, where the name is not there any more.
+        """
+        kept = self.quantizers
+        with self._occupancy.exclusive("quantizers for other modules"):
+            self._interceptor.detach()
+            self._interceptor.attach()
+            self._interceptor.forget_names()
+        self._place(runs)
+        for name, site in kept.items():
+            others = (now + name.removeprefix(old) for old, now in moved.items() if name.startswith(old))
+            now = next((each for each in (name, *others) if each in self.quantizers), None)
+            if now is not None and self.quantizers[now].role == site.role:
+                self.quantizers[now].quantizer.become(site.quantizer)
+        self._refresh_biases()
 
     def _place_left_out(self) -> None:
         """Give what the rules leave in float quantizers too, switched off."""
