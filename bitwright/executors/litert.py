@@ -84,11 +84,20 @@ def _quantize(call: Call) -> Array:
 
 
 def _factor(call: Call) -> Array:
-    """One factor, or one per output channel: of float64, and of float32 where the sum is multiplied in float32."""
+    """One factor, or one per output channel: of float64, and of float32 where the sum, of 32 bits, is multiplied in float32."""
     data, weight = call.read(0), call.read(1)
-    if call.variant == "float32":
+    if call.variant == "float32" and not _wide(call):
         return np.divide(np.multiply(data.step, weight.scale, dtype=np.float32), call.grid.scale, dtype=np.float32)
     return np.float64(data.step) * weight.scale.astype(np.float64) / np.float64(call.grid.scale)
+
+
+def _factor_of_matrix(call: Call) -> Array:
+    """The same of a matrix product by ruy: of one factor, the scales of weight and input are multiplied in float32."""
+    data, weight = call.read(0), call.read(1)
+    if weight.scale.size > 1:
+        return _factor(call)
+    product = np.multiply(data.step, weight.scale, dtype=np.float32)
+    return product.astype(np.float64) / np.float64(call.grid.scale)
 
 
 def _accumulator(call: Call) -> int:
@@ -108,14 +117,21 @@ def _bias(call: Call) -> Array | None:
 def _fully_connected(call: Call) -> Array:
     """Run a fully connected layer, with one scale of the weight or one per row.
 
-    TensorFlow Lite's reference kernel rounds once for 16 bits too, where its convolutions have a form of their own.
+    TensorFlow Lite's reference kernel rounds once for 16 bits too, where its convolutions have a form of their own. XNNPACK leaves
+    16 bits to LiteRT, which takes that kernel where there is a bias, of 64 bits, and else multiplies matrices with ruy.
     """
     data, weight = call.read(0), call.read(1)
     centred = data.centred.reshape(-1, weight.values.shape[1])
     sums = matmul(centred, weight.centred.T, _bias(call), accumulator=_accumulator(call))
     shape = data.values.shape[:-1] if call.attributes.get("keepNumDims") else sums.shape[:-1]
-    rescale = REQUANTIZERS[call.variant] if call.variant == "q31_single" else partial(_requantized, call)
-    return stored(call, rescale(sums, _factor(call))).reshape(*shape, -1)
+    variant = call.variant
+    if variant == "float32" and _wide(call):
+        variant = "q31_upwards" if call.optional(2) is None else "q31_single"
+    rescale = (
+        REQUANTIZERS[variant] if variant.startswith("q31_") and variant != _DOUBLES else partial(_requantized, call)
+    )
+    factor = _factor_of_matrix(call) if variant == "q31_upwards" else _factor(call)
+    return stored(call, rescale(sums, factor)).reshape(*shape, -1)
 
 
 def _batch_matmul(call: Call) -> Array:

@@ -84,6 +84,19 @@ def rescaled(sums: Any, mantissa: Any, shift: Any) -> Integers:
     return rounded_shift(high_product(left, mantissa), np.maximum(-shift, 0))
 
 
+def rescaled_upwards(sums: Any, mantissa: Any, shift: Any) -> Integers:
+    """:func:`rescaled` where the second rounding too is a half upwards, as the matrix products of ruy do it.
+
+    Example:
+        >>> int(rescaled_upwards(-3, *quantize_multiplier(0.5))), int(rescaled(-3, *quantize_multiplier(0.5)))
+        (-1, -2)
+    """
+    shift = np.asarray(shift, np.int64)
+    right = np.maximum(-shift, 0)
+    whole = high_product(np.asarray(sums, np.int64) << np.maximum(shift, 0), mantissa)
+    return np.asarray((whole + ((np.int64(1) << right) >> 1)) >> right, np.int64)
+
+
 def rescaled_once(sums: Any, mantissa: Any, shift: Any) -> Integers:
     """The same with one rounding of the whole product, a half upwards."""
     bits = _MANTISSA - np.asarray(shift, np.int64)
@@ -204,6 +217,7 @@ def rounded_away(values: Any) -> Any:
 REQUANTIZERS: dict[str, Callable[[Any, Any], Any]] = {
     "float32": rescaled_in_float32,
     "q31_double": lambda sums, factor: rescaled(sums, *quantize_multiplier(factor)),
+    "q31_upwards": lambda sums, factor: rescaled_upwards(sums, *quantize_multiplier(factor)),
     "q31_single": lambda sums, factor: rescaled_once(sums, *quantize_multiplier(factor)),
     "q15_single": lambda sums, factor: rescaled_wide(sums, *quantize_multiplier(factor)),
     "q23_single": rescaled_by_float_bits,

@@ -156,14 +156,15 @@ def test_transposed_convolutions_are_met_bit_for_bit(profile: str, per_channel: 
         assert seen == ["y"]
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_fully_connected_layers_of_16_bits_round_once(several: bool) -> None:
-    rng, row, n = np.random.default_rng(3), find_profile("litert_reference"), 5
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("several", [False, True], ids=["per-tensor", "per-channel"])
+def test_fully_connected_layers_of_16_bits_round_as_their_kernel_does(several: bool, profile: str) -> None:
+    rng, row, n = np.random.default_rng(3), find_profile(profile), 5
     options = {
         "table": "FullyConnectedOptions", "fusedActivationFunction": 0, "weightsFormat": 0, "keepNumDims": False,
         "asymmetricQuantizeInputs": False,
     }  # fmt: skip
-    for _ in range(20):
+    for biased in [True, False] * 10:
         step, ratio = float(rng.choice([0.1, 0.3, 0.7, 0.001])), float(rng.choice([0.5, 1.5, 2.5, 0.2]))
         scales = rng.choice([0.1, 0.3, 0.02], n if several else 1)
         zeros, axis = (0,) * len(scales), 0 if several else None
@@ -176,11 +177,11 @@ def test_fully_connected_layers_of_16_bits_round_once(several: bool) -> None:
         grid = Grid("int64", tuple(float(step * s) for s in scales), zeros, axis)
         b = flat.tensor("b", (n,), "int64", grid, axis=axis, data=rng.integers(-9000, 9000, n))
         y = flat.tensor("y", (64, n), "int16", Grid("int16", (float(step * scales.mean() * 8 / ratio),), (0,)))
-        flat.op("FULLY_CONNECTED", [x, w, b], [y], options)
+        flat.op("FULLY_CONNECTED", [x, w, b if biased else -1], [y], options)
         content = flat.finish({"x": x}, {"y": y}, {"bitwright": '{"sites": []}'})
         feeds = {"x": rng.integers(-3000, 3000, (64, 40)).astype(np.int16)}
         found = FlatExecutor(content, row).run(feeds)["y"]
-        np.testing.assert_array_equal(found, answer("litert_reference", content, feeds))
+        np.testing.assert_array_equal(found, answer(profile, content, feeds), f"bias {biased}")
 
 
 @pytest.mark.parametrize("profile", PROFILES)
