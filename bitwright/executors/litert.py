@@ -117,8 +117,8 @@ def _bias(call: Call) -> Array | None:
 def _fully_connected(call: Call) -> Array:
     """Run a fully connected layer, with one scale of the weight or one per row.
 
-    TensorFlow Lite's reference kernel rounds once for 16 bits too, where its convolutions have a form of their own. XNNPACK leaves
-    16 bits to LiteRT, which takes that kernel where there is a bias, of 64 bits, and else multiplies matrices with ruy.
+    TensorFlow Lite's reference kernel rounds once for 16 bits too, where its convolutions have a form of their own. XNNPACK
+    leaves 16 bits to LiteRT, which takes that kernel where there is a bias, of 64 bits, and else multiplies matrices with ruy.
     """
     data, weight = call.read(0), call.read(1)
     centred = data.centred.reshape(-1, weight.values.shape[1])
