@@ -222,8 +222,9 @@ def _misfit(layer: Any, path: str, key: str, shape: tuple[int, ...]) -> str:
     if weight is None:
         return f"it changes {path}, which the model does not have"
     axis = 1 if ".lora_A" in key else 0
-    if weight.ndim == 2 and shape[axis] != weight.shape[axis]:
-        return f"{key} has shape {shape}, and {path} {tuple(weight.shape)}"
+    sizes = tuple(weight.t().shape if hasattr(layer, "nf") or getattr(layer, "fan_in_fan_out", False) else weight.shape)
+    if len(sizes) == 2 and shape[axis] != sizes[axis]:
+        return f"{key} has shape {shape}, and {path} {sizes}"
     return ""
 
 
@@ -264,23 +265,31 @@ def merge_adapters(sim: QuantizationSimModel) -> Undo:
         sites = _sites_of_weights(sim)
         for name, layer in layers.items():
             weight = layer.base_layer.weight
-            site = sites.get(id(weight))
+            site, turned = sites.get(id(weight), (None, False))
             if site is not None:
-                weight.copy_(site.quantizer.constant(weight.detach()))  # type: ignore[attr-defined]
+                weight.copy_(_on_grid(site, weight.detach(), turned))
             layer.merge()
             if site is not None:
-                _fit(site, weight.detach())
+                _fit(site, weight.detach().t() if turned else weight.detach())
                 _take_range_of_sum(sim, name, site.op)
         sim._refresh_biases()
     return undo
 
 
-def _sites_of_weights(sim: QuantizationSimModel) -> dict[int, Site]:
-    found = {}
+def _sites_of_weights(sim: QuantizationSimModel) -> dict[int, tuple[Site, bool]]:
+    """Parameter -> its site, and whether that quantizes the transpose."""
+    found: dict[int, tuple[Site, bool]] = {}
     for site in sim.quantizers.values():
-        param = sim.graph.values[site.value].param
-        if site.role == "weight" and site.enabled and param is not None:
-            found[id(sim._interceptor.named_tensor(param))] = site
+        if site.role == "weight" and site.enabled:
+            tensor, turned = sim._held(site)
+            found[id(tensor)] = site, turned
+    return found
+
+
+def _on_grid(site: Site, weight: Tensor, turned: bool) -> Tensor:
+    """What the simulation makes of a weight."""
+    quantizer: Any = site.quantizer
+    found: Tensor = quantizer.constant(weight.t()).t() if turned else quantizer.constant(weight)
     return found
 
 

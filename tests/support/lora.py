@@ -63,13 +63,24 @@ class PeftLinear(nn.Module):
         return result
 
 
-class Adapted(nn.Module):
-    """Two such layers and one without, with the calls of a model of PEFT that simulations use."""
+class Multiplied(nn.Linear):
+    """A layer that multiplies by the transpose of its weight itself, as that of Falcon."""
 
-    def __init__(self) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class Adapted(nn.Module):
+    """Two such layers and one without, with the calls of a model of PEFT that simulations use.
+
+    Args:
+        kind: of the layers that have adapters.
+    """
+
+    def __init__(self, kind: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down, self.last = PeftLinear(nn.Linear(32, 48)), PeftLinear(nn.Linear(48, 32)), nn.Linear(32, 8)
+        self.up, self.down, self.last = PeftLinear(kind(32, 48)), PeftLinear(kind(48, 32)), nn.Linear(32, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.relu(self.down(torch.relu(self.up(x)))))

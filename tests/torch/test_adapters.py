@@ -12,14 +12,17 @@ from torch import nn
 
 from bitwright.errors import ConfigError
 from bitwright.torch import QuantizationSimModel, export_adapters, load_adapter, merge_adapters, place_adapters
-from tests.support.lora import Adapted, PeftLinear
+from bitwright.torch.adapters import _check_base
+from tests.support.lora import Adapted, Multiplied, PeftLinear
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 RULES = [{"match": "*lora_*.second.*", "weight": {"format": "int8"}}]
 
 
-def simulated(preset: str = "w4", rules: list[Any] | None = None) -> QuantizationSimModel:
-    model = Adapted().eval()
+def simulated(
+    preset: str = "w4", rules: list[Any] | None = None, kind: type[nn.Linear] = nn.Linear
+) -> QuantizationSimModel:
+    model = Adapted(kind).eval()
     model.add_adapter("first")
     sim = QuantizationSimModel(model, X[:4], config_file={"preset": preset, "rules": rules or []})
     sim.compute_encodings([X], progress=False)
@@ -100,6 +103,21 @@ def test_merged_adapters_need_no_calibration_and_come_out_again(preset: str, nea
 
 
 @torch.no_grad()
+def test_layers_that_multiply_by_a_transpose_are_merged_and_written_as_others() -> None:
+    sim, other = simulated("w8", kind=Multiplied), simulated("w8")
+    assert torch.allclose(sim.model(X), other.model(X), atol=1e-5)
+    held, known = sim.dequantized_state_dict(), other.dequantized_state_dict()
+    assert all(torch.equal(held[name], known[name]) for name in known)
+    for layer in (sim.model.up, sim.model.down, other.model.up, other.model.down):
+        layer.lora_B["first"].weight.mul_(4)
+    first = sim.model(X)
+    undo, _ = merge_adapters(sim), merge_adapters(other)
+    assert torch.allclose(sim.model(X), other.model(X), atol=1e-5)
+    undo()
+    assert torch.equal(sim.model(X), first)
+
+
+@torch.no_grad()
 def test_a_merge_keeps_the_scales_where_they_fit() -> None:
     sim = simulated()
     for layer in (sim.model.up, sim.model.down):
@@ -120,6 +138,9 @@ def test_adapters_are_read_from_a_folder(tmp_path: Path) -> None:
     assert load_adapter(sim, tmp_path, "copy") == ()
     sim.model.set_adapter("copy")
     assert torch.equal(sim.model(X), first)
+    sim.model.up.fan_in_fan_out = True  # layers of GPT-2, whose weight is [inputs, outputs]
+    sim.model.up.base_layer.weight.data = sim.model.up.base_layer.weight.t().contiguous()
+    _check_base(sim, tmp_path, {"up.lora_A.weight": (4, 32), "up.lora_B.weight": (48, 4)})
 
 
 @pytest.mark.slow

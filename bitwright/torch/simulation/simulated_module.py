@@ -262,8 +262,7 @@ class SimulatedModule(SimulationFiles):
             aliases.setdefault(id(tensor), []).append(name)
         done: dict[int, str] = {}
         for name, site in self._stored_sites().items():
-            value = self.graph.values[site.value]
-            tensor = None if value.param is None else self._interceptor.named_tensor(value.param)
+            tensor, turned = self._held(site)
             if tensor is None or id(tensor) not in aliases:
                 raise ModelError(
                     name,
@@ -271,7 +270,9 @@ class SimulatedModule(SimulationFiles):
                     "write files with sim.export, or keep simulation and float weights with sim.save_checkpoint",
                 )
             assert isinstance(site.quantizer, Quantizer)
-            found = site.quantizer.constant(tensor.detach())
+            found = (
+                site.quantizer.constant(tensor.detach().t()).t() if turned else site.quantizer.constant(tensor.detach())
+            )
             first = aliases[id(tensor)][0]
             if id(tensor) in done and not torch.equal(state[first], found):
                 raise ModelError(
@@ -282,6 +283,26 @@ class SimulatedModule(SimulationFiles):
             done[id(tensor)] = name
             state.update(dict.fromkeys(aliases[id(tensor)], found))
         return state
+
+    def _held(self, site: Site) -> tuple[torch.Tensor | None, bool]:
+        """The parameter that a site reads, and whether the site quantizes its transpose, as of ``x @ weight.T``.
+
+        ``None`` where the site quantizes what the model computes of parameters in another way.
+        """
+        value = self.graph.values[site.value]
+        if value.param is not None:
+            return self._interceptor.named_tensor(value.param), False
+        if len(value.sources) != 1:
+            return None, False
+        tensor = self._interceptor.named_tensor(value.sources[0])
+        turned = tensor.detach().t() if tensor.dim() == 2 else tensor
+        if turned is tensor or turned.shape != value.shape:
+            return None, False
+        same = (
+            read.untyped_storage().data_ptr() == turned.untyped_storage().data_ptr() and read.stride() == turned.stride()
+            for read in self._recorded_constants().values()
+        )  # fmt: skip
+        return (tensor, True) if any(same) else (None, False)
 
     def remove(self) -> nn.Module:
         """Take the simulation off again and return the model; useful with ``in_place``."""
