@@ -103,11 +103,13 @@ def _named(given: Any, specs: Sequence[InputSpec], where: str) -> dict[str, Any]
         problem = f"this is a list of {len(values)} inputs, and the model runs on one at a time"
         raise ModelError(where, problem, "give one of them: a dict from input names to arrays")
     if len(values) != len(specs):
-        raise ModelError(
-            where,
-            f"{len(values)} array{'s' if len(values) != 1 else ''} for a model with {len(specs)} inputs",
-            f"give a dict with {', '.join(map(str, specs)) or 'nothing: the model has no inputs'}",
+        remedy = f"give a dict with {', '.join(map(str, specs)) or 'nothing: the model has no inputs'}"
+        if len(values) > len(specs) > 0:
+            remedy += "; of batches (input, label) pass the inputs alone, as [x for x, *_ in loader]"
+        arrays, inputs = (
+            f"{n} {what}{'s' if n != 1 else ''}" for n, what in ((len(values), "array"), (len(specs), "input"))
         )
+        raise ModelError(where, f"{arrays} for a model with {inputs}", remedy)
     return {spec.name: value for spec, value in zip(specs, values, strict=True)}
 
 
@@ -133,18 +135,23 @@ def _fitting(value: Any, spec: InputSpec, where: str) -> Array:
 
 
 def _shaped(array: Array, spec: InputSpec, where: str) -> Array:
-    if spec.shape is None:
+    if spec.shape is None or _fits(array.shape, spec.shape):
         return array
-    fits = len(array.shape) == len(spec.shape) and all(
-        axis is None or axis == n for axis, n in zip(spec.shape, array.shape, strict=True)
+    remedy = "bring it to this shape; a model with a fixed batch size takes batches of that size only"
+    rank = len(array.shape)
+    if len(spec.shape) == rank + 1 and _fits((1, *array.shape), spec.shape):
+        remedy = "add the axis of samples: array[None], or np.stack(arrays) for several"
+    elif rank > 2:  # channels last for channels first, or the reverse
+        for order in ((0, rank - 1, *range(1, rank - 1)), (0, *range(2, rank), 1)):
+            if _fits(tuple(array.shape[axis] for axis in order), spec.shape):
+                remedy = f"bring its axes into this order: array.transpose{order}"
+    raise ModelError(
+        where, f"the input {spec} was given an array of shape {'x'.join(map(str, array.shape)) or 'scalar'}", remedy
     )
-    if not fits:
-        raise ModelError(
-            where,
-            f"the input {spec} was given an array of shape {'x'.join(map(str, array.shape)) or 'scalar'}",
-            "bring it to this shape; a model with a fixed batch size takes batches of that size only",
-        )
-    return array
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(shape) == len(wanted) and all(axis in (None, n) for axis, n in zip(wanted, shape, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------- sources

@@ -332,10 +332,12 @@ def test_running_before_calibration():
         ({"y": DATA[0]["x"]}, "the model has no input 'y'"),
         ({}, "there is no value for the input x"),
         ({"x": DATA[0]["x"].astype(np.float64)}, r"the input x \(float32, \?x3x8x8\) was given float64 values"),
-        ({"x": DATA[0]["x"][0]}, "was given an array of shape 3x8x8"),
-        ((DATA[0]["x"], DATA[0]["x"]), "2 arrays for a model with 1 inputs"),
+        ({"x": DATA[0]["x"][0]}, r"was given an array of shape 3x8x8. Remedy: add the axis of samples: array\[None\]"),
+        ({"x": DATA[0]["x"].transpose(0, 2, 3, 1)}, r"x8x8x3. Remedy: .* this order: array.transpose\(0, 3, 1, 2\)"),
+        ({"x": DATA[0]["x"][:, :2]}, r"2x8x8. Remedy: bring it to this shape; a model with a fixed batch"),
+        ((DATA[0]["x"], DATA[0]["x"]), r"2 arrays for a model with 1 input\. .*\[x for x, \*_ in loader\]"),
     ],
-    ids=["extra", "missing", "type", "shape", "too-many"],
+    ids=["extra", "missing", "type", "no-samples", "channels-last", "shape", "labels"],
 )
 def test_feeds_that_do_not_fit(sim, feeds, problem):
     with pytest.raises(ModelError, match=problem):
