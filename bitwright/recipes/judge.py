@@ -36,7 +36,7 @@ Outputs = Callable[[Any], Sequence[Array]]
 Names = Callable[[], Sequence[str]]
 
 _EVERY, _BATCHES = 5, 16
-_PAIR = 2  # samples that an interval needs
+_FEW, _QUARTER = 4, 4  # a fifth of less than four samples makes no interval: a quarter is held out then, or four
 _LEAST_NOISE = 1e-8  # of the signal: 80 dB
 _ENOUGH, _SAME = 50.0, 0.1  # dB of a part beyond which more is worth nothing; differences that are none
 
@@ -75,9 +75,10 @@ class Judge:
         The last part, and not every fifth batch: data come in the order of recordings and files, and a frame between two
         frames that calibration saw says nothing of other recordings. What is near the border counts least.
 
-        Of fewer than five batches the last fifth of the samples is held out (two of eight and more, for an interval), where
-        the model computes the samples of the last batch apart from each other, which a run shows. Otherwise nothing is held
-        out, and the first batch judges.
+        Where a fifth is fewer than four samples, a quarter is held out, at most four: the interval of two samples is four
+        times as wide as that of four. Of fewer than five batches the last samples are held out, where the model computes the
+        samples of the last batch apart from each other, which a run shows. Otherwise nothing is held out, and the first
+        batch judges.
 
         Args:
             data: batches; gone through anew by every method.
@@ -89,11 +90,13 @@ class Judge:
             The judge, and the data without what it holds.
         """
         count = _count(data)
-        kept = count - count // _EVERY
+        held_out = _held_out(count, data)
+        kept = count - held_out
         places = _spread(kept, count, most)
         held = [batch for place, batch in enumerate(data) if place in places]
         if held:
-            return cls(held, outputs, names=names, whence="the last fifth of the data"), _First(data, kept)
+            part = "fifth" if held_out == count // _EVERY else "quarter"
+            return cls(held, outputs, names=names, whence=f"the last {part} of the data"), _First(data, kept)
         batches = list(data)
         cut = _last_samples(batches, outputs)
         if cut is None:  # a quarter of the data and more would be missed in the choice of weights
@@ -355,12 +358,21 @@ def _count(data: Iterable[Any]) -> int:
         return sum(1 for _ in data)
 
 
+def _held_out(count: int, data: Iterable[Any] = ()) -> int:
+    """How many of ``count`` batches, or samples if ``data`` has none, are held out."""
+    held = count // _EVERY
+    if not 0 < held < _FEW:
+        return held
+    rows = max(next((samples_in(batch) for batch in data), 1), 1)
+    return max(held, min(-(-_FEW // rows), count // _QUARTER))
+
+
 def _last_samples(batches: Sequence[Any], outputs: Outputs) -> tuple[list[Any], Any] | None:
     """Batches without the last fifth of their samples, and these, of the last batch; ``None`` where it cannot be divided."""
     if not batches:
         return None
     count, total = samples_in(batches[-1]), sum(map(samples_in, batches))
-    held = min(max(total // _EVERY, _PAIR if total >= 4 * _PAIR else 0), count)
+    held = min(_held_out(total), count)
     if not held or (held == count and len(batches) == 1):
         return None
     if held == count:

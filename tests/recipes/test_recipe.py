@@ -455,7 +455,13 @@ def twice(batch):
 
 @pytest.mark.parametrize(
     ("count", "kept", "held"),
-    [(5, 4, [4]), (9, 8, [8]), (20, 16, [16, 17, 18, 19]), (200, 160, [161 + 5 * i // 2 for i in range(16)])],
+    [
+        (5, 4, [4]),
+        (9, 7, [7, 8]),
+        (12, 9, [9, 10, 11]),
+        (20, 16, [16, 17, 18, 19]),
+        (200, 160, [161 + 5 * i // 2 for i in range(16)]),
+    ],
 )
 @pytest.mark.parametrize("known", [True, False], ids=["of known length", "of unknown length"])
 def test_the_last_fifth_is_held_out_and_batches_spread_over_it_judge(count, kept, held, known):
@@ -464,6 +470,11 @@ def test_the_last_fifth_is_held_out_and_batches_spread_over_it_judge(count, kept
     assert judge.batches == held and not judge.seen
     for _ in range(2):  # every method goes through them anew
         assert list(rest) == list(range(kept)) and len(rest) == kept
+
+
+def test_of_few_batches_of_many_samples_a_fifth_is_enough():
+    judge, rest = Judge.of([np.zeros((8, 3))] * 12, twice)
+    assert len(judge.batches) == 2 and len(rest) == 10 and "(the last fifth of the data)" in judge.where
 
 
 class Unknown:
@@ -487,7 +498,8 @@ def test_of_few_batches_none_is_held_out_and_that_is_said(count):
     ("rows", "calibrates", "judges"),
     [
         ([5], [4], 1),
-        ([8], [6], 2),  # two, for an interval
+        ([8], [6], 2),  # a fifth would be one, without an interval
+        ([17], [13], 4),
         ([20, 20], [20, 12], 8),
         ([20, 20, 20, 5], [20, 20, 20], 5),  # the last batch holds fewer than a fifth
     ],
