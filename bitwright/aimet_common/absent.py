@@ -26,7 +26,6 @@ ABSENT: dict[str, str] = {
     "apply_reconstruction(sim, data, memory_budget=..., spill_dir=...)",
     "aimet_torch.deepspeed_utils": f"{_LATER}; simulations train under DDP and FSDP2 (docs/training-with.md)",
     "aimet_torch.visualize_serialized_data": "print the statistics that ModelCompressor.compress_model returns",
-    "aimet_torch.lora": "simulations of PEFT models leave adapters in float and the base on its grid by themselves",
     "aimet_torch.winnow": "AIMET removed its public entry in 2.31; pruning is not in this version of Bitwright",
     "aimet_torch.svd": "its steps are AIMET's internals; call ModelCompressor.compress_model, or bitwright.torch.svd_model",
     "aimet_torch.channel_pruning": "its steps are AIMET's internals; call ModelCompressor.compress_model, or bitwright.compress",
@@ -44,7 +43,6 @@ ABSENT: dict[str, str] = {
     "aimet_torch.adascale.AdaScale.adascale_block": "its steps are AIMET's internals; call apply_adascale(sim, data_loader)",
     "aimet_torch.quantization.base.QuantizerBase.register_quantization_parameter": "ranges are the parameters min and max "
     "of the quantizers in quantization.affine: set_range(min, max) gives them values",
-    "aimet_torch.seq_mse.SequentialMse": "its steps are AIMET's internals; call apply_seq_mse(sim, data_loader)",
     **dict.fromkeys(
         (
             f"aimet_torch.nn.{mixin}.{name}"
@@ -199,8 +197,8 @@ def reason(name: str) -> str | None:
     ``None`` for what AIMET does not have either. Whether the name is here is not looked up.
 
     Example:
-        >>> reason("aimet_torch.seq_mse.optimize_module")
-        'it is a part of AIMET that scripts do not call; call apply_seq_mse(sim, data_loader)'
+        >>> reason("aimet_torch.adaround.AdaroundWrapper")
+        'it is a part of AIMET that scripts do not call; call apply_adaround(sim, ...)'
         >>> reason("aimet_torch.nonsense") is None
         True
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from bitwright.aimet_common.absent import differs
 from bitwright.aimet_common.defs import CallbackFunc
-from bitwright.errors import ConfigError, with_article
+from bitwright.errors import ConfigError, check_keywords, with_article
 from bitwright.precision.auto import AutoResult, auto_quantize
 from bitwright.precision.result import MixedPrecision
 from bitwright.precision.search import mixed_precision
@@ -51,10 +52,7 @@ def choose(
     if not isinstance(evaluate, CallbackFunc) and not callable(evaluate):
         raise ConfigError("eval_callback", f"{evaluate!r} cannot be called", "pass CallbackFunc(function, arguments)")
     drop = 1e9 if allowed_accuracy_drop is None else allowed_accuracy_drop
-    if drop < 0:
-        raise ConfigError(
-            "allowed_accuracy_drop", f"{drop} is below zero", "pass 0 or more, or None for the whole front"
-        )
+    _check_drop(drop)
     if any(site.enabled and site.encoding is None and not site.quantizer.derived for site in sim.quantizers.values()):
         sim.compute_encodings(calibrate or list(data))
     result = mixed_precision(
@@ -72,6 +70,11 @@ def choose(
     (folder / "accuracy_list.json").write_text(json.dumps(rows, indent=1))
     write_pages(result, folder, dear)
     return pareto[::-1]
+
+
+def _check_drop(drop: Any) -> None:
+    if not isinstance(drop, (int, float)) or not drop >= 0:
+        raise ConfigError("allowed_accuracy_drop", f"{drop!r} is not a number from 0 on", "pass 0 or more")
 
 
 def write_pages(result: MixedPrecision, folder: Path, dearest: float) -> None:
@@ -110,6 +113,11 @@ def write_pages(result: MixedPrecision, folder: Path, dearest: float) -> None:
 
 
 _SCHEMES = (("min_max", "min_max"), ("mse", "mse"), ("percentile", "percentile"))
+#: other arguments of AIMET's AutoQuant, which the search decides itself
+_DECIDED = (
+    "param_bw", "output_bw", "quant_scheme", "rounding_mode", "config_file", "cache_id", "strict_validation", "use_cuda",
+    "device", "model_prepare_required",
+)  # fmt: skip
 
 
 class AutoQuant:
@@ -123,6 +131,9 @@ class AutoQuant:
             ``num_samples`` is ``None``: all of them; higher is better.
         results_dir: folder of the trials; a search that was ended goes on there.
         options: others of AIMET's arguments.
+
+    Raises:
+        ConfigError: (a ValueError) an argument is of another kind; one that AIMET does not have is a TypeError too.
     """
 
     def __init__(
@@ -134,8 +145,14 @@ class AutoQuant:
         results_dir: str = "./autoquant",
         **options: Any,
     ) -> None:
+        if isinstance(model, (type, int, float, bytes, list, tuple, dict, type(None))):
+            raise ConfigError(
+                "model", f"it is {with_article(type(model).__name__)}, not a model", "pass the float model"
+            )
         if not callable(eval_callback):
             raise ConfigError("eval_callback", f"{eval_callback!r} cannot be called", "pass a function of a model")
+        if not isinstance(results_dir, (str, os.PathLike)):
+            raise ConfigError("results_dir", f"{results_dir!r} is not a path", "pass the folder of the results")
         if not isinstance(data_loader, Iterable) or isinstance(data_loader, (str, bytes)):
             raise ConfigError("data_loader", f"{data_loader!r} holds no batches", "pass batches without labels")
         self._model, self._data, self._folder = model, list(data_loader), Path(results_dir)
@@ -146,6 +163,7 @@ class AutoQuant:
         self._adaround: dict[str, Any] | None = None
         self._result: AutoResult | None = None
         self._schemes: list[tuple[str, str]] = list(_SCHEMES)
+        check_keywords("AutoQuant", options, _DECIDED)
         if options:
             differs(", ".join(sorted(options)), "the search decides this itself")
 
@@ -230,7 +248,12 @@ class AutoQuant:
         return result.simulation(row.name), float(row.metric or 0.0)
 
     def optimize(self, allowed_accuracy_drop: float = 0.0) -> tuple[Any, float, str]:
-        """The best model within the drop, or the nearest: its simulation, its accuracy, the path of its encodings."""
+        """The best model within the drop, or the nearest: its simulation, its accuracy, the path of its encodings.
+
+        Raises:
+            ConfigError: (a ValueError) the drop is not a number from 0 on.
+        """
+        _check_drop(allowed_accuracy_drop)
         result = self._result = self._search(self._trials(), allowed_accuracy_drop)
         row = result.best or result.nearest
         if row is None or result.folder is None:

@@ -545,11 +545,15 @@ class ClsSetInfos(list[ClsSetInfo]):
         return infos
 
 
+def is_before_relu(graph: Graph, op: str) -> bool:
+    """Whether a ReLU, PReLU or clamp reads the operator ``op``."""
+    return any(reader.type in ("Relu", "PRelu", "Clip") for reader, _ in graph.consumers(graph.op(op).outputs[0]))
+
+
 def _pairs(report: Any, holder: Callable[[str], Any]) -> Iterator[ClsSetInfo.ClsSetLayerPairInfo]:
     graph = report.view.graph()
     for group, factor in zip(report.groups, report.factors, strict=True):
         for producer in group.producers:
-            readers = graph.consumers(graph.op(producer.op).outputs[0])
-            relu = any(op.type in ("Relu", "PRelu", "Clip") for op, _ in readers)
+            relu = is_before_relu(graph, producer.op)
             for consumer, _ in group.consumers:
                 yield ClsSetInfo.ClsSetLayerPairInfo(holder(producer.op), holder(consumer.op), factor, relu)

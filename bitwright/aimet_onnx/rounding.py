@@ -14,7 +14,17 @@ from bitwright import onnx as front
 from bitwright.aimet_common.absent import absent_names, differs
 from bitwright.errors import ConfigError
 
-__all__ = ["AdaScale", "Adaround", "SeqMseParams", "SequentialMse", "apply_adaround", "apply_adascale", "apply_seq_mse"]
+__all__ = [
+    "AdaScale",
+    "AdaScaleModelConfig",
+    "Adaround",
+    "SeqMseParams",
+    "SequentialMse",
+    "adascale_model_config_dict",
+    "apply_adaround",
+    "apply_adascale",
+    "apply_seq_mse",
+]
 
 __getattr__ = absent_names(__name__)
 
@@ -108,6 +118,21 @@ class SequentialMse:
     def apply_seq_mse(model: Any, sim: Any, params: SeqMseParams, data_loader: Iterable[Any]) -> None:
         """Choose the ranges."""
         SequentialMse(model, sim, params, data_loader).apply_seq_mse_algo()
+
+
+@dataclass
+class AdaScaleModelConfig:
+    """AIMET's learning rates for a type of model; accepted by :func:`apply_adascale`, which sets them itself."""
+
+    model_type: str
+    beta_gamma_lr: float = 1e-3
+    scales_lr: float = 5e-4
+
+
+adascale_model_config_dict = {
+    name: AdaScaleModelConfig(name)
+    for name in "llama mistral phi3 qwen2 qwen2_5_vl qwen3 qwen3_vl qwen3_5 qwen3_5_text".split()
+}
 
 
 def apply_adascale(

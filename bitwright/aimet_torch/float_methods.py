@@ -24,6 +24,7 @@ from bitwright.aimet_torch.utils import Unlabelled
 from bitwright.core.simulation.float_model import SetParam
 from bitwright.errors import ModelError, with_article
 from bitwright.methods import bias_correction as bias_correct
+from bitwright.methods.layers import Layers
 from bitwright.methods.scaling import equalize as equalization
 from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
 from bitwright.progress import progress as bar
@@ -39,6 +40,7 @@ __all__ = [
     "ConnectedGraph",
     "CrossLayerScaling",
     "FoldedPairs",
+    "GraphSearchUtils",
     "HighBiasFold",
     "QuantParams",
     "SpinQuant",
@@ -412,6 +414,52 @@ def _scale(cls_set: Any, count: int) -> Any:
     if not isinstance(cls_set, (tuple, list)) or len(cls_set) != count:
         raise ModelError("cls_set", f"it is not a tuple of {count} layers", "give the modules in their order")
     return CrossLayerScaling.scale_cls_set(cls_set)
+
+
+class GraphSearchUtils:
+    """The chains of layers that equalization scales together, for :meth:`CrossLayerScaling.scale_cls_sets`.
+
+    Args:
+        model: its batch norms are folded; it is left as it is.
+        input_shapes, dummy_input: one of them: the shapes of its inputs, or an example.
+    """
+
+    def __init__(self, model: nn.Module, input_shapes: Any = None, dummy_input: Any = None) -> None:
+        view = TorchOpened(model, input_shapes, dummy_input, "GraphSearchUtils").view
+        modules, graph = dict(walk_modules(model)), view.graph()
+        self._after: dict[nn.Module, nn.Module] = {}
+        self._relu: dict[nn.Module, bool] = {}
+        for group in equalization.equalizable(view, Layers(graph))[0]:
+            first, second = (modules.get(graph.op(layer.op).module) for layer in group.layers[:2])
+            if len(group.layers) == 2 and first is not None and second is not None:
+                self._after[first] = second
+                self._relu[first] = sites.is_before_relu(graph, group.producers[0].op)
+
+    def find_layer_groups_to_scale(self) -> list[list[nn.Module]]:
+        """Chains of layers of which each reads the one before it alone, in execution order."""
+        after, followers = dict(self._after), set(self._after.values())
+        chains = [[layer] for layer in self._after if layer not in followers]
+        for chain in chains:
+            while (following := after.pop(chain[-1], None)) is not None:
+                chain.append(following)
+        return chains
+
+    @staticmethod
+    def convert_layer_group_to_cls_sets(layer_group: Sequence[nn.Module]) -> list[tuple[nn.Module, ...]]:
+        """The sets of a chain: neighbours, and three layers where the middle one is depthwise."""
+        found: list[tuple[nn.Module, ...]] = []
+        first = 0
+        while first + 1 < len(layer_group):
+            middle: Any = layer_group[first + 1]
+            depthwise = getattr(middle, "groups", 1) == getattr(middle, "out_channels", 0) > 1
+            found.append(tuple(layer_group[first : first + 3 if depthwise else first + 2]))
+            first += len(found[-1]) - 1
+        return found
+
+    def is_relu_activation_present_in_cls_sets(self, cls_sets: Iterable[Sequence[nn.Module]]) -> list[Any]:
+        """Per set whether a ReLU stands behind its first layer; of a set of three also behind its second, as a tuple."""
+        relus = [tuple(self._relu.get(layer, False) for layer in cls_set[:-1]) for cls_set in cls_sets]
+        return [relu[0] if len(relu) == 1 else relu for relu in relus]
 
 
 class HighBiasFold:

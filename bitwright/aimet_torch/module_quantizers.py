@@ -122,6 +122,16 @@ class SiteQuantizer(Described, SiteView, NotOfModel, nn.Module):
         """Which of the parameters hold a range, as AIMET writes it."""
         return dict.fromkeys(self._parameters, torch.tensor(self.is_initialized()))
 
+    def _calls(self) -> Iterator[tuple[str, SiteQuantizer]]:
+        """The quantizers of the module's later calls, numbered from 1, where each call has a range of its own."""
+        several = {id(site.quantizer): site for site in self.sites}
+        several.pop(id(self._site.quantizer))
+        return ((f"calls.{number}", view_of((site,))) for number, site in enumerate(several.values(), 1))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        _write_ranges(destination, prefix, self._calls())
+
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
         error_msgs: Any,
@@ -139,6 +149,7 @@ class SiteQuantizer(Described, SiteView, NotOfModel, nn.Module):
         state = state_dict.get(f"{prefix}_extra_state") or {}
         if all(bool(state.get(name, True)) for name in own):
             self.set_range(found["min"], found["max"])
+            _read_ranges(state_dict, prefix, self._calls())
 
     # -- range
 
@@ -463,6 +474,23 @@ def view_of(sites: tuple[Site, ...]) -> SiteQuantizer:
     return AffineSiteQuantizer(sites) if grouped_bits(spec.scale_format) is None else GroupedSiteQuantizer(sites)
 
 
+def _write_ranges(state: Any, prefix: str, quantizers: Iterable[tuple[str, SiteQuantizer]]) -> None:
+    """Write both ends of the quantizers that have a range into a state."""
+    for name, quantizer in quantizers:
+        if quantizer.is_initialized():
+            for end, value in (("min", quantizer.min), ("max", quantizer.max)):
+                assert value is not None
+                state[f"{prefix}{name}.{end}"] = value.detach().as_subclass(torch.Tensor)
+
+
+def _read_ranges(state: Any, prefix: str, quantizers: Iterable[tuple[str, SiteQuantizer]]) -> None:
+    """Set the ranges of quantizers from a state that :func:`_write_ranges` wrote; those that are not in it stay."""
+    for name, quantizer in quantizers:
+        low, high = (state.get(f"{prefix}{name}.{end}") for end in ("min", "max"))
+        if low is not None and high is not None:
+            quantizer.set_range(low, high)
+
+
 def _array(value: Any) -> Any:
     """The values of a tensor, or of anything that converts to one, as float64."""
     tensor = torch.as_tensor(value, dtype=torch.float64).detach()
@@ -677,6 +705,7 @@ def attach(sim: Any) -> None:
         params = _param_slots(sim, path, module, by_param)
         record = Record(sim, path, params, inputs, outputs, _not_among([*own], _edge_slots(inputs, outputs)))
         vars(module)[RECORD] = record
+        _keep_inside(module, record)
         if not path.startswith(below) and (path in whole or is_leaf(module)):
             _show(module, record, device)
 
@@ -688,6 +717,42 @@ def _show(module: nn.Module, record: Record, device: torch.device | None) -> Non
             _show_ends(slot.sites[:1], device)
         lists = (record.params, record.inputs, record.outputs)
         module._modules.update(zip(PUBLIC, lists, strict=True))
+
+
+#: in keys of a state: quantizers of calls in a module's forward that are at none of its edges, which AIMET has none of
+_INSIDE = "call_quantizers."
+
+
+def _inside(module: nn.Module) -> Iterator[tuple[str, SiteQuantizer]]:
+    """The quantizers of calls in the forward of a module (``x + y``), by their sites' names."""
+    record = record_of(module)
+    sites = () if record is None else record.inside
+    return ((site.name, view_of((site,))) for site in sites if site.enabled and not site.quantizer.derived)
+
+
+def _write_inside(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+    _write_ranges(state, f"{prefix}{_INSIDE}", _inside(module))
+
+
+def _read_inside(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    _read_ranges(state, f"{prefix}{_INSIDE}", _inside(module))
+    for key in [key for key in state if key.startswith(f"{prefix}{_INSIDE}")]:
+        del state[key]  # the module has no parameters of these names
+
+
+def _keep_inside(module: nn.Module, record: Record) -> None:
+    """Let the state of a module hold the ranges of calls in its forward."""
+    if record.inside and _write_inside not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_write_inside)
+        module.register_load_state_dict_pre_hook(_read_inside)
+
+
+def _forget_inside(module: nn.Module) -> None:
+    """Undo :func:`_keep_inside`."""
+    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        own = [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (_write_inside, _read_inside)]
+        for key in own:
+            del hooks[key]
 
 
 def _edge_slots(*lists: QuantizerList) -> list[Slot]:
@@ -906,6 +971,7 @@ def detach(model: nn.Module) -> None:
         for name in PUBLIC:
             if isinstance(module._modules.get(name), NotOfModel):
                 del module._modules[name]
+        _forget_inside(module)
 
 
 # ------------------------------------------------------------------------------------ weights on the grids of MXFP4 and NVFP4

@@ -27,6 +27,9 @@ __all__ = [
     "AdapterMetaData",
     "LoraLayer",
     "PeftQuantUtils",
+    "freeze_base_model",
+    "freeze_base_model_activation_quantizers",
+    "freeze_base_model_param_quantizers",
     "replace_lora_layers_with_quantizable_layers",
     "track_lora_meta_data",
 ]
@@ -295,3 +298,26 @@ def _freeze(*quantizers: Any) -> None:
     for quantizer in (q for q in quantizers if q is not None):
         quantizer.allow_overwrite(False)
         quantizer.requires_grad_(False)
+
+
+def _whole(sim: Any) -> PeftQuantUtils:
+    """The quantizers of a simulation by the names of PEFT: what lies below ``lora_A`` and ``lora_B`` is an adapter."""
+    found = PeftQuantUtils({})
+    names = (name for name, _ in walk_modules(sim.model))
+    found.lora_layers = {name for name in names if not {"lora_A", "lora_B"}.isdisjoint(name.split("."))}
+    return found
+
+
+def freeze_base_model(sim: Any) -> None:
+    """Keep all ranges but those of adapters."""
+    _whole(sim).freeze_base_model(sim)
+
+
+def freeze_base_model_param_quantizers(sim: Any) -> None:
+    """Keep the ranges of parameters but those of adapters."""
+    _whole(sim).freeze_base_model_param_quantizers(sim)
+
+
+def freeze_base_model_activation_quantizers(sim: Any) -> None:
+    """Keep the ranges of activations but those of adapters."""
+    _whole(sim).freeze_base_model_activation_quantizers(sim)

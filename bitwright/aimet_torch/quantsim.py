@@ -52,7 +52,7 @@ from bitwright.errors import ConfigError, EncodingsError, GranularityError, Mode
 from bitwright.export.artefacts import rename_ports
 from bitwright.export.files.onnx_file import save_model
 from bitwright.export.qdq.write import to_qdq
-from bitwright.torch.calls.inputs import NotOfModel, evaluation, walk_modules
+from bitwright.torch.calls.inputs import evaluation, walk_modules
 from bitwright.torch.quantizers.fake_quantize import Grid as TensorGrid
 from bitwright.torch.simulation.export import exported_module
 from bitwright.torch.simulation.simulate import mark
@@ -642,8 +642,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     def quantizer_state_dict(self) -> dict[str, Any]:
         """Quantizer entries of ``sim.model.state_dict()``, for ``sim.model.load_state_dict(state, strict=False)``."""
-        own = tuple(f"{name}." for name, module in self.model.named_modules() if isinstance(module, NotOfModel))
-        return {name: value for name, value in self.model.state_dict().items() if name.startswith(own)}
+        return {name: value for name, value in self.model.state_dict().items() if "_quantizers." in name}
 
     def exclude_layers_from_quantization(self, layers_to_exclude: Sequence[nn.Module]) -> None:
         """Leave these modules of ``sim.model`` and everything below them in float."""

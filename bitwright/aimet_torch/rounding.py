@@ -11,13 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_names, differs
 from bitwright.aimet_common.defs import QuantScheme, range_method
 from bitwright.aimet_torch.module_quantizers import SiteQuantizer, below
-from bitwright.aimet_torch.utils import Unlabelled, default_forward_fn
+from bitwright.aimet_torch.quantizers import QuantizeDequantize
+from bitwright.aimet_torch.quantsim import QuantizationSimModel
+from bitwright.aimet_torch.utils import Unlabelled, default_forward_fn, remove_activation_quantizers
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError
@@ -28,7 +31,17 @@ from bitwright.methods.rounding import seq_mse
 from bitwright.torch.calls.inputs import walk_modules
 from bitwright.torch.simulation.quantsim import copied
 
-__all__ = ["AdaScale", "Adaround", "AdaroundParameters", "SeqMseParams", "apply_adascale", "apply_seq_mse"]
+__all__ = [
+    "AdaScale",
+    "Adaround",
+    "AdaroundParameters",
+    "SeqMseParams",
+    "SequentialMse",
+    "apply_adascale",
+    "apply_seq_mse",
+    "get_candidates",
+    "optimize_module",
+]
 
 __getattr__ = absent_names(__name__)
 
@@ -236,6 +249,57 @@ def apply_seq_mse(*args: Any, **kwargs: Any) -> Any:
     """
     older = isinstance(args[0], nn.Module) if args else "model" in kwargs
     return (_older_seq_mse if older else _seq_mse)(*args, **kwargs)
+
+
+class SequentialMse:
+    """The older form of :func:`apply_seq_mse`, and its steps on one module."""
+
+    apply_seq_mse = staticmethod(apply_seq_mse)
+
+    @staticmethod
+    def get_candidates(
+        num_candidates: int, per_channel_max: torch.Tensor, per_channel_min: torch.Tensor | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Fractions ``1/n, 2/n, ..., 1`` of a range as pairs ``(max, min)``; symmetric without ``per_channel_min``."""
+        low = -per_channel_max if per_channel_min is None else per_channel_min
+        parts = [(i + 1) / num_candidates for i in range(num_candidates)]
+        return [(per_channel_max * part, low * part) for part in parts]
+
+    @staticmethod
+    def optimize_module(
+        quant_module: nn.Module, x: Iterable[torch.Tensor], xq: Iterable[torch.Tensor], params: SeqMseParams
+    ) -> None:
+        """Choose the range of the weight of one quantized module by the error of its output, and freeze it.
+
+        Args:
+            quant_module: its weight has a quantizer.
+            x: batches of its input in the float model; read with ``inp_symmetry="symfp"``.
+            xq: batches of its input in the simulation; read with ``symqt``.
+            params: the options; ``asym``, which compares both, needs the models: :func:`apply_seq_mse`.
+
+        Raises:
+            ConfigError: ``asym``, or the weight has no quantizer.
+        """
+        module: Any = quant_module
+        quantizer = module.param_quantizers["weight"]
+        if params.inp_symmetry == "asym" or quantizer is None:
+            why = "inp_symmetry is asym" if quantizer is not None else "the weight has no quantizer"
+            raise ConfigError("optimize_module", why, "call apply_seq_mse(model, sim, data_loader, params)")
+        batches = list(itertools.islice(x if params.inp_symmetry == "symfp" else xq, params.num_batches))
+        sim = QuantizationSimModel(module.get_original_module(), batches[0])
+        own: Any = sim.model
+        with torch.no_grad(), quantizer.compute_encodings():
+            quantizer(module.weight)
+        own.param_quantizers["weight"] = QuantizeDequantize.from_encodings(quantizer.get_encodings())
+        remove_activation_quantizers(own)
+        _seq_mse(sim, batches, params.num_candidates, loss_fn=params.loss_fn, inp_symmetry=params.inp_symmetry)
+        found = own.param_quantizers["weight"]
+        quantizer.set_range(found.get_min(), found.get_max())
+        quantizer.allow_overwrite(False)
+        quantizer.requires_grad_(False)
+
+
+get_candidates, optimize_module = SequentialMse.get_candidates, SequentialMse.optimize_module
 
 
 def _seq_mse(

@@ -44,6 +44,7 @@ __all__ = [
     "remove_output_quantizers",
     "remove_param_quantizers",
     "replace_modules",
+    "replace_modules_of_type1_with_type2",
 ]
 
 
@@ -192,6 +193,11 @@ def replace_modules(
         for name, child in list(parent._modules.items()):
             if child is not None and condition(child):
                 setattr(parent, name, factory(child))
+
+
+def replace_modules_of_type1_with_type2(model: nn.Module, type1: type[nn.Module], type2: type[nn.Module]) -> None:
+    """Put ``type2()`` in the place of every sub-module of ``type1``."""
+    replace_modules(model, lambda module: isinstance(module, type1), lambda _: type2())
 
 
 def create_rand_tensors_given_shapes(input_shape: Any, device: torch.device) -> list[torch.Tensor]:

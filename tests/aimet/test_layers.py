@@ -603,6 +603,44 @@ def test_state_of_quantizers_is_saved_and_loaded_under_names_of_aimet(tmp_path):
         again.model.load_state_dict({**state, "0.param_quantizers.weight.min": torch.ones(3)})
 
 
+class Twice(nn.Module):
+    """A module that is called twice with values of other ranges, and calls of functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.second = nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.relu(self.first(x))
+        z = self.relu(self.second(y) * 20)
+        return torch.sigmoid(y + z) - y
+
+
+def test_state_holds_the_ranges_of_every_call_and_of_functions(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(Twice(), Twice()).eval()
+    x = torch.randn(8, 5)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings(lambda model: model(x))
+    torch.save(sim.model.state_dict(), tmp_path / "state.pth")
+    state, wanted = torch.load(tmp_path / "state.pth"), sim.model(x)
+    again = QuantizationSimModel(model, x)
+    again.model.load_state_dict(state)
+    assert again.calibrated and torch.equal(again.model(x), wanted)
+    half = QuantizationSimModel(model, x)
+    half.model[0].load_state_dict(sim.model[0].state_dict())
+    known = {name for name, site in half.quantizers.items() if site.encoding is not None}
+    assert {name for name in half.quantizers if name.startswith("0.")} <= known | {"0.first.bias", "0.second.bias"}
+    assert not any(name.startswith("1.") for name in known)
+    half.model.load_state_dict(sim.quantizer_state_dict(), strict=False)
+    assert torch.equal(half.model(x), wanted)
+    plain = {name: value for name, value in state.items() if "calls." not in name and "call_quantizers" not in name}
+    assert str(half.model.load_state_dict(plain)) == "<All keys matched successfully>"  # a state that AIMET wrote
+    original = sim.get_original_model(sim.model)
+    assert original.state_dict().keys() == model.state_dict().keys()
+    assert not original[0]._state_dict_hooks and not original[0]._load_state_dict_pre_hooks
+
+
 def test_loaded_and_frozen_encodings_do_not_train():
     sim = make(QuantScheme.post_training_tf)
     record = {
@@ -839,8 +877,14 @@ def test_evaluation_of_autoquant_may_take_a_number_of_samples():
     counts = []
     search = AutoQuant(model, torch.randn(1, 4), [torch.randn(2, 4)], lambda m, n: counts.append(n) or 1.0)
     assert search._metric(model) == 1.0 and counts == [None]
-    with pytest.raises(ValueError, match="eval_callback"):
-        AutoQuant(model, torch.randn(1, 4), [], "accuracy")
+    good = {"model": model, "dummy_input": None, "data_loader": [], "eval_callback": float}
+    for name, wrong in (("eval_callback", "accuracy"), ("model", nn.Linear), ("data_loader", 7), ("results_dir", 7)):
+        with pytest.raises(ValueError, match=name):
+            AutoQuant(**{**good, name: wrong})
+    with pytest.raises(TypeError, match="no argument 'param_bits'.*did you mean 'param_bw'"):
+        AutoQuant(**good, param_bits=8)
+    with pytest.raises(ValueError, match="allowed_accuracy_drop: -1"):
+        search.optimize(allowed_accuracy_drop=-1)
 
 
 @pytest.mark.parametrize("given", [torch.tensor([1, 2]), torch.tensor([True])])

@@ -180,7 +180,7 @@ def test_every_quantized_class_is_a_module_with_quantizers(path: str) -> None:
 @pytest.mark.parametrize(
     "name, instead",
     [
-        ("aimet_torch.v2.seq_mse.optimize_module", r"call apply_seq_mse\(sim"),
+        ("aimet_torch.v2.save_utils.SaveUtils", r"call sim.export\(path"),
         ("aimet_onnx.spinquant.passes.R1RotationPass", "call apply_spinquant"),
         ("aimet_torch.winnow.winnow_utils.ReShape", "pruning is not in this version"),
         ("aimet_torch.common.svd_pruner.SpatialSvdPruner", "call ModelCompressor.compress_model"),

@@ -152,6 +152,24 @@ def test_sets_of_layers_are_scaled_without_their_model():
         scaling.scale_cls_sets([(nn.Conv2d(3, 4, 1),)])
 
 
+def test_chains_of_layers_are_found_and_cut_into_sets():
+    model = small()
+    batch_norm_fold.fold_all_batch_norms(model, dummy_input=X[:2])
+    layers = [model[0], model[3], model[6]]
+    chain = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.PReLU(), nn.Conv2d(4, 2, 1), nn.Sigmoid())
+    for net, wanted, relus in (
+        (model, [tuple(layers)], [(True, True)]),
+        (chain, [(chain[0], chain[1]), (chain[1], chain[3])], [False, True]),
+    ):
+        utilities = cross_layer_equalization.GraphSearchUtils(net, (1, 3, 10, 10))
+        (group,) = utilities.find_layer_groups_to_scale()
+        assert utilities.convert_layer_group_to_cls_sets(group[:3]) == wanted
+        assert utilities.is_relu_activation_present_in_cls_sets(wanted) == relus
+        before = net(X)
+        cross_layer_equalization.CrossLayerScaling.scale_cls_sets(wanted)
+        torch.testing.assert_close(net(X), before, rtol=1e-3, atol=1e-3)
+
+
 def test_named_sets_of_an_onnx_model_are_equalized_and_no_others():
     model = folded()
     scaling = onnx_cle.CrossLayerScaling(model)

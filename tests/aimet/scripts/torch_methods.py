@@ -236,6 +236,7 @@ def fold_pairs():
 def mixed_precision_automatic():
     """choose_mixed_precision: candidates, both callbacks, the Pareto list and its files."""
     from aimet_torch.amp.mixed_precision_algo import EvalCallbackFactory
+    from aimet_torch.common.amp.utils import AMPSearchAlgo
     from aimet_torch.common.defs import CallbackFunc, QuantizationDataType
     from aimet_torch.mixed_precision import choose_mixed_precision
     from aimet_torch.quantsim import QuantizationSimModel
@@ -273,6 +274,7 @@ def mixed_precision_automatic():
         True,
         CallbackFunc(forward_pass, None),
         use_all_amp_candidates=True,
+        amp_search_algo=AMPSearchAlgo.Interpolation,
     )
     assert pareto is None or all(len(entry) == 4 for entry in pareto)
     assert os.path.isdir("amp")
