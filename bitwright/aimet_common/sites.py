@@ -138,7 +138,7 @@ def granularity_of(
 ) -> Granularity | None:
     """Our granularity for parameters of AIMET's shape on a tensor of ``shape``; ``None`` where we have none for it."""
     if int(np.prod(params)) == 1 and not block_size:
-        return PerTensor()
+        return _of_one_scale(params, shape)
     if len(params) != len(shape) or any(n < p or n % p for n, p in zip(shape, params, strict=True)):
         return None
     many = [axis for axis, count in enumerate(params) if count > 1]
@@ -152,6 +152,12 @@ def granularity_of(
     if block_size is not None:
         return _of_one_block(block_size, shape, whole)
     return PerChannel(whole[0]) if len(whole) == 1 else None
+
+
+def _of_one_scale(params: tuple[int, ...], shape: tuple[int, ...]) -> Granularity:
+    """Per channel where the tensor has several axes and one channel, as AIMET's shape ``(1, 1, ...)`` says."""
+    single = len(params) == len(shape) and 1 in shape and int(np.prod(shape)) > 1
+    return PerChannel(shape.index(1)) if single else PerTensor()
 
 
 def _of_one_block(block_size: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> Granularity | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 import warnings
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -601,6 +603,23 @@ def test_state_of_quantizers_is_saved_and_loaded_under_names_of_aimet(tmp_path):
     }
     with pytest.raises(RuntimeError, match="size mismatch for 0.param_quantizers.weight.min"):
         again.model.load_state_dict({**state, "0.param_quantizers.weight.min": torch.ones(3)})
+
+
+def test_a_layer_of_one_output_channel_is_quantized_per_channel(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 6)
+    sim = QuantizationSimModel(nn.Sequential(nn.Conv2d(3, 1, 3), nn.Flatten(), nn.Linear(16, 1)).eval(), x)
+    sim.compute_encodings(lambda model: model(x))
+    for layer, shape in ((0, (1, 1, 1, 1)), (2, (1, 1))):
+        quantizer = sim.model[layer].param_quantizers["weight"]
+        assert quantizer.shape == quantizer.min.shape == quantizer.get_scale().shape == shape
+    sim.export(tmp_path, "m", x)
+    records = json.loads((tmp_path / "m.encodings").read_text())["param_encodings"]
+    assert {r["enc_type"] for r in records if r["name"].endswith("weight")} == {"PER_CHANNEL"}
+    found = onnxruntime.InferenceSession(tmp_path / "m_qdq.onnx").run(None, {"input": x.numpy()})[0]
+    np.testing.assert_allclose(found, sim.model(x).detach(), atol=1e-6)
+    sim.model[0].param_quantizers["weight"] = QuantizeDequantize((1, 1, 1, 1), 4, True)
+    assert sim.model[0].param_quantizers["weight"].shape == (1, 1, 1, 1)
 
 
 class Twice(nn.Module):

@@ -10,6 +10,7 @@ about one runtime, AIMET's configuration or a file format stay with that code. A
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -363,7 +364,7 @@ def resolve_granularity(
     per channel then means one scale per group and per index of axis 1, which is a block of ``in / group`` along axis 0.
     Stacked matrices do not share scales: per channel means one per matrix and column (row, where matrices are picked),
     which is a block of all that is summed over.
-    A per-channel scale over a single element (1-D weights of PRelu with one slope) falls back to per tensor.
+    A per-channel scale of a tensor of one element (PRelu with one slope) falls back to per tensor.
     """
     channel, block = weight_axes(op_type, attrs, port, len(shape))
     if isinstance(granularity, PerGate) and op_type in CELLS and port in _GATED and channel is not None:
@@ -378,7 +379,7 @@ def resolve_granularity(
         return granularity.resolve(*block_axes(op_type, attrs, port, shape))
     resolved = granularity.resolve(channel, block)
     if isinstance(resolved, PerChannel) and resolved.axis is not None and -len(shape) <= resolved.axis < len(shape):
-        return PerTensor() if shape[resolved.axis] == 1 else resolved
+        return PerTensor() if math.prod(shape) == 1 else resolved
     return resolved  # an axis that the tensor lacks is refused by name where its scales are counted
 
 

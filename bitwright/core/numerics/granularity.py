@@ -291,4 +291,4 @@ def fitted(granularity: Granularity, shape: Shape) -> Granularity:
     if len(granularity.channel_axes) > 1:  # one block is all that a channel of a matrix sums over
         return replace(granularity, size=shape[granularity.axis])
     channel = next(iter(granularity.channel_axes), None)
-    return PerTensor() if channel is None or shape[channel] == 1 else PerChannel(channel)
+    return PerTensor() if channel is None else PerChannel(channel)
