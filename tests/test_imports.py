@@ -36,8 +36,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "metrics": ({"errors", "core"}, NUMPY | {"scipy"}),
     "executors": ({"errors", "core", "tables"}, NUMPY),
     "runtimes": ({"errors", "tables", "core"}, NUMPY | ONNX | {"onnxruntime_qnn", "openvino", "ai_edge_litert"}),
-    "export": ({"errors", "core", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
-    "compare": ({"errors", "core", "executors", "export", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
+    "export": ({"errors", "core", "progress", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
+    "compare": ({"errors", "core", "executors", "export", "progress", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
     # `front_end` loads the front end of the model that it is given
     "methods": (BELOW - {"recipes"}, NUMPY),
     "recipes": (BELOW | {"report"}, NUMPY),

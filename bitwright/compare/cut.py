@@ -21,9 +21,10 @@ from bitwright.compare.agreement import OUTPUT_FORMAT, OUTPUT_STEP, output_step,
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.integer_sums import largest_sum
-from bitwright.export.files.onnx_file import array_of
+from bitwright.export.files.onnx_file import all_nodes, array_of
 from bitwright.export.qdq.forms import damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import Names, copy_model, move_uses
+from bitwright.progress import collector_paused
 
 Array = NDArray[Any]
 Values = Mapping[str, Array | Sequence[Array]]
@@ -285,7 +286,7 @@ class Cut:
         parent: dict[ir.Node, ir.Node] = {}
         static: set[ir.Node] = set()
         top = None
-        for node in self._model.graph.all_nodes():
+        for node in all_nodes(self._model.graph):
             top = node if node.graph is self._model.graph or top is None else top
             owners[node] = top
             parent.setdefault(top, top)
@@ -318,6 +319,7 @@ class Cut:
         return fed
 
 
+@collector_paused()
 def cut_by_sites(model: ir.Model, values: Values, outputs: Mapping[str, Array]) -> Cut:
     """A copy of ``model``, cut at every activation quantizer for which the simulation has a value.
 
@@ -330,7 +332,7 @@ def cut_by_sites(model: ir.Model, values: Values, outputs: Mapping[str, Array]) 
     """
     copy = copy_model(model)
     named = values_by_name(copy)
-    noted = [(node, facts) for node in copy.graph.all_nodes() if (facts := read_metadata(node)) is not None]
+    noted = [(node, facts) for node in all_nodes(copy.graph) if (facts := read_metadata(node)) is not None]
     every = [(site, run) for _, facts in noted for site, run in facts["places"]]
     runs = {site: run + 1 for site, run in sorted(every)}  # site -> how often it occurs
     places: list[Place] = []
@@ -384,6 +386,7 @@ def _expected(
     return "the simulation gave no value for it"
 
 
+@collector_paused()
 def part_of(model: ir.Model, results: Sequence[ir.Value], index: Mapping[ir.Node, int] | None = None) -> ir.Model:
     """A model of the operators of the main graph that lead to ``results``, which are its outputs.
 
@@ -434,7 +437,7 @@ def reads_of(node: ir.Node) -> Iterator[ir.Value]:
     yield from (value for value in node.inputs if value is not None)
     for graph in graphs_in(node):
         yield from graph.outputs
-        for inner in graph.all_nodes():
+        for inner in all_nodes(graph):
             yield from (value for value in inner.inputs if value is not None)
 
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from bitwright.compare.cut import MOVES
 from bitwright.errors import ExportError
 from bitwright.export.files.atomic import temporary_room
-from bitwright.export.files.onnx_file import array_of, load
+from bitwright.export.files.onnx_file import all_nodes, array_of, load
+from bitwright.progress import collector_paused
 from bitwright.runtimes.adapters import open_file
 from bitwright.runtimes.onnxruntime import FLOAT_KERNELS, new_session, run_named, session_options
 
@@ -259,7 +260,7 @@ def _is_int8(node: ir.Node) -> bool:
 
 def _dequantized_codes(model: ir.Model) -> Iterator[tuple[ir.Node, set[ir.Value]]]:
     """``(DequantizeLinear, its codes and zero points)`` where these are initializers."""
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].is_initializer():
             yield node, {value for i, value in enumerate(node.inputs) if i != 1 and value is not None}
 
@@ -337,6 +338,7 @@ def _session(
     return session
 
 
+@collector_paused()
 def _source(model: ir.Model, path: Path) -> bytes | str:
     """The model as one message, or a file for what a message cannot hold: large and external tensors."""
     tensors = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
@@ -349,7 +351,7 @@ def _source(model: ir.Model, path: Path) -> bytes | str:
 
 def _types(optimized: ir.Model) -> dict[str, str]:
     types: dict[str, str] = {}
-    for node in optimized.graph.all_nodes():
+    for node in all_nodes(optimized.graph):
         source = node.inputs[0] if node.op_type in MOVES else None
         kind = node.op_type if source is None else types.get(str(source.name), node.op_type)
         kind = node.op_type if kind in ("QuantizeLinear", "DequantizeLinear") else kind

@@ -47,7 +47,7 @@ from bitwright.errors import ConfigError, ExportError, close_matches, first_few
 from bitwright.export.artefacts import Samples, WrongKernels
 from bitwright.export.edges import with_float_edges
 from bitwright.export.files.manifest import read_manifest
-from bitwright.export.files.onnx_file import array_of, checked_on_failure, load
+from bitwright.export.files.onnx_file import all_nodes, array_of, checked_on_failure, load
 from bitwright.export.litert.convert import to_tflite
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.half import settle_types
@@ -132,7 +132,7 @@ def _verify_onnx(
         found |= _compare_group(cut, places, given, failures, runtime)
     drawn = [place for place in cut.places if not all(row.ok for row in found[place]) and _is_drawn(cut, place)]
     rows = [row for place in cut.places if place not in drawn for row in found[place]]
-    rows += [row for node in with_tables(model).graph.all_nodes() for row in _constant_rows(node, values)]
+    rows += [row for node in all_nodes(with_tables(model).graph) for row in _constant_rows(node, values)]
     ends = _compare_outputs(match, graph_inputs, failures, runtime)
     ran = {row.site for row in rows}
     idle = _without({**opened.idle, **{row.site: DRAWN for place in drawn for row in found[place]}}, ran)
@@ -170,7 +170,7 @@ def _as_a_whole(
 def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
     site = "model" if isinstance(model, ir.Model) else os.fspath(model)
     model = with_float_edges(model if isinstance(model, ir.Model) else read_file(Path(model)))
-    if METADATA not in model.metadata_props and not any(map(read_metadata, model.graph.all_nodes())):
+    if METADATA not in model.metadata_props and not any(map(read_metadata, all_nodes(model.graph))):
         problem = "no node carries the notes of to_qdq, so its quantizers cannot be told from others"
         raise ExportError(site, problem, "verify a model as to_qdq wrote it")
     settle_types(model)  # which a file does not state where they follow

@@ -45,7 +45,7 @@ from bitwright.core.placement.plan import Plan, Role, SitePlan
 from bitwright.core.simulation.quantizer import fulfilled_by
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import FormatError, ModelError
-from bitwright.export.files.onnx_file import array_of
+from bitwright.export.files.onnx_file import all_nodes, array_of
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import restore_lookups
 from bitwright.export.qdq.markers import STATES, Names, Outputs, bypass, move_uses, remove_unread
@@ -314,12 +314,12 @@ def take_quantizers(model: ir.Model) -> list[Given]:
     restore_lookups(model)
     refuse_integer_operators(model)
     join_again(model)
-    if not any(_is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) for node in model.graph.all_nodes()):
+    if not any(_is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) for node in all_nodes(model.graph)):
         return []
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         # of sites of the simulation that wrote it; here it is a loop like any other
         node.metadata_props.pop(STATES, None)
-    for node in model.graph.all_nodes():  # what asks for the shape of codes asks for that of the values
+    for node in all_nodes(model.graph):  # what asks for the shape of codes asks for that of the values
         maker = node.inputs[0].producer() if _asks_shape(node) and node.inputs[0] is not None else None
         if maker is not None and _is(maker, "QuantizeLinear"):
             node.replace_input_with(0, maker.inputs[0])
@@ -335,7 +335,7 @@ def has_quantizers(model: ir.Model) -> bool:
     """Whether :func:`take_quantizers` has something to take out of ``model``, or refuses it."""
     return any(
         _is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) or _integer_form(node) is not None
-        for node in model.graph.all_nodes()
+        for node in all_nodes(model.graph)
     )
 
 
@@ -351,7 +351,7 @@ def refuse_integer_operators(model: ir.Model) -> None:
     Raises:
         ModelError: with the name of the operator, and the form that can be read.
     """
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         form = _integer_form(node)
         if form is not None:
             problem, remedy = _FORMS[form]
@@ -444,7 +444,7 @@ def _take_constants(model: ir.Model) -> list[_Taken]:
     """Put floats in the place of codes; where these are read, and on which grid."""
     names = Names(model)
     twins: dict[tuple[object, ...], _Constant] = {}
-    for node in list(model.graph.all_nodes()):
+    for node in list(all_nodes(model.graph)):
         codes = node.inputs[0] if _is(node, "DequantizeLinear") or _widens(node) else _folded_codes(node)
         last = _closing(node)
         result = last.outputs[0]
@@ -511,7 +511,7 @@ def _constant_readers(value: ir.Value, encoding: Encoding, uses: Iterable[tuple[
 def _static_values(model: ir.Model) -> set[ir.Value]:
     """Values that are the same in every run."""
     static = {v for graph in model.graphs() for v in graph.initializers.values()}
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.inputs and all(value is None or value in static for value in node.inputs):
             static.update(node.outputs)
     return static
@@ -528,7 +528,7 @@ def _find_pairs(model: ir.Model, static: set[ir.Value]) -> tuple[list[_Pair], li
     grids: dict[ir.Value, Encoding] = {}  # what is quantized -> the grid as written
     pairs: list[_Pair] = []
     same: list[tuple[_Pair, ir.Value]] = []
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         pair = own.get(node) or (None if node in inside else _pair(node))
         if pair is None or not _can_be_taken(pair, static):
             grids.update(_carried(node, grids))
@@ -564,10 +564,10 @@ def _can_be_taken(pair: _Pair, static: set[ir.Value]) -> bool:
 
 def _own_pairs(model: ir.Model) -> dict[ir.Node, _Pair]:
     """The quantizers that this package wrote, by the nodes that end them."""
-    values = {str(v.name): v for node in model.graph.all_nodes() for v in node.outputs}
+    values = {str(v.name): v for node in all_nodes(model.graph) for v in node.outputs}
     values.update((str(v.name), v) for graph in model.graphs() for v in graph.inputs)
     values.update((name, v) for graph in model.graphs() for name, v in graph.initializers.items())
-    found = ((node, _own_pair(node, values)) for node in model.graph.all_nodes())
+    found = ((node, _own_pair(node, values)) for node in all_nodes(model.graph))
     return {node: pair for node, pair in found if pair is not None}
 
 
@@ -657,7 +657,7 @@ def _restore_clamps(model: ir.Model) -> None:
     were never negative it changes nothing.
     """
     names = None
-    for node in [node for node in model.graph.all_nodes() if _ends_a_layer_at_zero(node)]:
+    for node in [node for node in all_nodes(model.graph) if _ends_a_layer_at_zero(node)]:
         entry, graph = node.inputs[0], node.graph
         assert entry is not None and graph is not None
         names = names or Names(model)
@@ -804,7 +804,7 @@ def _read_alone(node: ir.Node, value: ir.Value) -> list[ir.Value]:
 
 
 def _check_rest(model: ir.Model, static: set[ir.Value]) -> None:
-    for node in list(model.graph.all_nodes()):
+    for node in list(all_nodes(model.graph)):
         if not _is(node, "QuantizeLinear") or node.outputs[0] in static:
             continue
         reader = next((n for n, _ in node.outputs[0].uses()), None)

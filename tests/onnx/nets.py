@@ -132,3 +132,32 @@ def conv_chain(blocks: int, channels: int = 2) -> onnx.ModelProto:
         y = net.bn(net.conv(x, channels, channels, k=1, name=f"{i}.conv", bias=False), channels, f"{i}.bn")
         x = net("Add", net("Relu", y, name=f"{i}.relu", out=f"{i}.relu.out"), x, name=f"{i}.add", out=f"{i}.out")
     return net.model(x)
+
+
+def relu_chain(count: int) -> onnx.ModelProto:
+    """``count`` times Relu."""
+    net = Net()
+    x = net.input("x", (1, 4, 4, 4))
+    for _ in range(count):
+        x = net("Relu", x)
+    return net.model(x)
+
+
+def assorted(blocks: int) -> onnx.ModelProto:
+    """``blocks`` of 16 operators of many kinds, two of them in the bodies of an If; reductions as before opset 18."""
+    net = Net()
+    x = net.input("x", (1, 4, 4, 4))
+    flat, image = net.const(np.int64([1, 64])), net.const(np.int64([1, 4, 4, 4]))
+    for i in range(blocks):
+        y = net("Relu", net.conv(x, 4, 4, k=1, name=f"{i}.first"))
+        y = net("Add", net("Mul", y, net("Sigmoid", y)), net.weights(1))
+        rows = net("MatMul", net("Reshape", y, flat), net.weights(64, 64, scale=0.1))
+        rows = net("LayerNormalization", rows, net.const(np.ones(64)), net.const(np.zeros(64)))
+        y = net.conv(net("Concat", net("Reshape", rows, image), y, axis=1), 8, 4, k=1, name=f"{i}.second")
+        mean = net("ReduceMean", y, axes=[0, 1, 2, 3], keepdims=0)
+        bodies = {}
+        for branch, op in (("then_branch", "Tanh"), ("else_branch", "Relu")):
+            inner = Net()
+            bodies[branch] = body(inner(op, y, out=f"{i}.{branch}"), net=inner)
+        x = net("If", net("Greater", mean, net.const(np.float32(0))), out=f"{i}.out", **bodies)
+    return net.model(x)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from bitwright.errors import BitwrightError, ModelError
 from bitwright.export.files.atomic import atomic_files
+from bitwright.progress import collector_paused
 
 _KEY = "bitwright.type"  # in the metadata of a value: the type, serialised, in hexadecimal digits
 
@@ -90,6 +91,7 @@ def from_proto(proto: onnx.ModelProto) -> ir.Model:
             value.type.CopyFrom(kind)
 
 
+@collector_paused()
 def load(path: Path) -> ir.Model:
     """The model in a file, as ``onnx_ir.load`` reads it: the elements of external tensors stay where they are.
 
@@ -255,6 +257,7 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool 
         return [target.parent / written.name for written in sorted(folder.iterdir())]
 
 
+@collector_paused()
 def save_in_one_file(model: ir.Model, path: Path) -> None:
     """Write ``model`` with all its tensors inside, of which one large one at a time is in memory twice.
 

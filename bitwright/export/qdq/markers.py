@@ -17,6 +17,7 @@ from onnx_ir.passes.common import InlinePass
 
 from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.onnx_file import all_graphs, all_nodes
+from bitwright.progress import collector_paused
 
 STATES = "bitwright.states"  # key of the metadata of a Scan that is a recurrent layer
 
@@ -134,6 +135,7 @@ def copy_model(model: ir.Model) -> ir.Model:
     return copy
 
 
+@collector_paused()
 def strip_sites(model: ir.Model) -> Stripped:
     """The float model: markers taken out, tensors keep their names.
 

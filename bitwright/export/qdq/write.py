@@ -52,6 +52,7 @@ from bitwright.export.qdq.trace import carried, data_outputs, trace
 from bitwright.export.qdq.weights import write_biases, write_constant
 from bitwright.export.qdq.writing import ActivationForm, BiasForm, Note, Writing, Written
 from bitwright.export.targets import Target, find_target
+from bitwright.progress import collector_paused
 
 OLDEST_OPSET, IR_VERSION = 13, 10
 
@@ -74,6 +75,7 @@ class QdqResult:
     raised: dict[str, Encoding]
 
 
+@collector_paused()
 def to_qdq(
     model: ir.Model,
     encodings: Mapping[str, Encoding],

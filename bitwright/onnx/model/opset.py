@@ -1,15 +1,17 @@
 """Bringing old models to an opset that knows every quantizer, and checking that they still compute the same.
 
 QuantizeLinear and DequantizeLinear know 4 and 16 bits and blocks from opset 21 on. Most operators of most models did
-not change since, apart from the types they take: a model of these only gets the new number. For the others, the
-converter that comes with ``onnx`` is right nearly always; what it is known to get wrong is done here (Upsample and
-Resize of opset 10 become a Resize with the half-pixel rule, which is another function), and every conversion is run
-against the original in ONNX Runtime, because a converter that fails silently would be worse than none.
+not change since, apart from the types they take: a model of these only gets the new number. Of reductions, Squeeze,
+Unsqueeze and Split an attribute became an input, which is written here. For the others, the converter that comes with
+``onnx`` is right nearly always; what it is known to get wrong is done here (Upsample and Resize of opset 10 become a Resize
+with the half-pixel rule, which is another function), and every conversion is run against the original in ONNX Runtime,
+because a converter that fails silently would be worse than none.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +47,7 @@ _PARKED = "bitwright.parked"  # a domain the converter leaves alone
 _UNCHANGED_SINCE: dict[str, int] = {
     **dict.fromkeys(("Conv", "ConvTranspose", "MatMul", "Flatten", "Transpose", "Identity", "Shape", "Size"), 1),
     **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool", "Softplus", "Softsign", "Gather"), 1),
-    **dict.fromkeys(("LRN", "SpaceToDepth"), 1),
+    **dict.fromkeys(("LRN", "SpaceToDepth", "ArgMax", "ArgMin", "If", "Loop"), 1),
     **dict.fromkeys(("Concat",), 4),
     **dict.fromkeys(("Reshape",), 5),
     **dict.fromkeys(("Relu", "LeakyRelu", "Sigmoid", "Tanh", "Elu", "Selu", "HardSigmoid", "Abs", "Neg"), 6),
@@ -53,18 +55,30 @@ _UNCHANGED_SINCE: dict[str, int] = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Gemm", "And", "Or", "Not", "LSTM", "GRU", "RNN", "Sin", "Cos"), 7),
     **dict.fromkeys(("MaxPool", "Expand", "Max", "Min", "Sum"), 8),
     **dict.fromkeys(("Erf", "Where", "Cast", "Sign", "Greater", "Less", "ConstantOfShape", "PRelu"), 9),
+    **dict.fromkeys(("Scan", "IsNaN", "NonZero"), 9),
     **dict.fromkeys(("Slice",), 10),
-    **dict.fromkeys(("Round", "Range", "CumSum", "Equal", "DepthToSpace", "GatherND", "GatherElements", "Clip"), 11),
+    **dict.fromkeys(
+        ("Round", "Range", "CumSum", "Equal", "DepthToSpace", "GatherND", "GatherElements", "Clip", "Pad"), 11
+    ),
     **dict.fromkeys(("Pow",), 12),
-    **dict.fromkeys(("Squeeze", "Unsqueeze", "Softmax", "LogSoftmax", "Hardmax", "Resize", "ReduceSum"), 13),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax", "Resize"), 13),
     **dict.fromkeys(("HardSwish", "Trilu"), 14),
     **TAKEN_IN,
     **dict.fromkeys(("BatchNormalization",), 15),
     **dict.fromkeys(("Einsum",), 12),
     **dict.fromkeys(("ScatterND", "ScatterElements", "GreaterOrEqual", "LessOrEqual"), 16),
     **dict.fromkeys(("LayerNormalization",), 17),
-    **dict.fromkeys(("ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "Split", "Pad", "Mish"), 18),
+    **dict.fromkeys(("Mish",), 18),
 }
+# Operator -> the attribute that became its second input, from which opset on; nothing else of its meaning changed.
+_REDUCTIONS = ("Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")
+_BECAME_INPUT: dict[str, tuple[str, int]] = {
+    **{f"Reduce{kind}": ("axes", 18) for kind in _REDUCTIONS},
+    **dict.fromkeys(("ReduceSum", "Squeeze", "Unsqueeze"), ("axes", 13)),
+    "Split": ("split", 13),
+}
+_SPLIT_COUNTS = 18  # the opset from which on a Split without sizes says how many parts it makes
+_OLDEST_FORM = 2  # the opset from which on these operators have the attribute
 
 
 def modernize(loaded: Loaded, dummy_input: Any = None) -> Loaded:
@@ -79,7 +93,8 @@ def modernize(loaded: Loaded, dummy_input: Any = None) -> Loaded:
     """
     if loaded.opset >= OPSET:
         return loaded
-    if all(_UNCHANGED_SINCE.get(kind, OPSET) <= loaded.opset for kind in _standard_operators(loaded.model)):
+    if all(_is_unchanged(kind, loaded.opset) for kind in _standard_operators(loaded.model)):
+        _write_attributes_as_inputs(loaded.model, loaded.opset)
         stamp_opset(loaded.model, OPSET)
         loaded.model.ir_version = max(loaded.model.ir_version or 0, _IR_VERSION)
         return replace(loaded, opset=OPSET)
@@ -89,8 +104,56 @@ def modernize(loaded: Loaded, dummy_input: Any = None) -> Loaded:
     return replace(converted, path=loaded.path, notes=notes, inputs=loaded.inputs)
 
 
+def _is_unchanged(kind: str, opset: int) -> bool:
+    """Whether an operator means the same at :data:`OPSET`, at most with an attribute of it as an input."""
+    return (_OLDEST_FORM if kind in _BECAME_INPUT else _UNCHANGED_SINCE.get(kind, OPSET)) <= opset
+
+
+def _write_attributes_as_inputs(model: ir.Model, opset: int) -> None:
+    """Write what :data:`_BECAME_INPUT` names as constants of ``model``, one for all nodes with the same numbers."""
+    names: Names | None = None
+    constants: dict[tuple[int, ...], ir.Value] = {}
+    for node in _of_the_standard(model):
+        key, since = _BECAME_INPUT.get(node.op_type, ("", 0))
+        given = node.attributes.get(key) if opset < since else None
+        if given is not None:
+            numbers = tuple(given.as_ints())
+            names = names or Names(model)
+            if numbers not in constants:
+                constants[numbers] = _vector(model, names.value(f"{node.name}_{key}"), numbers)
+            _take_as_input(node, key, constants[numbers])
+        if opset < _SPLIT_COUNTS:
+            _count_parts(node)
+
+
+def _take_as_input(node: ir.Node, key: str, numbers: ir.Value) -> None:
+    """Let ``node`` read its attribute ``key`` as second input; no axes were all axes, and stay so without an input."""
+    del node.attributes[key]
+    if numbers.shape is not None and numbers.shape[0]:
+        node.resize_inputs(2)
+        node.replace_input_with(1, numbers)
+
+
+def _count_parts(node: ir.Node) -> None:
+    """Let a Split without sizes say how many equal parts it makes."""
+    if node.op_type == "Split" and (len(node.inputs) < 2 or node.inputs[1] is None):
+        node.attributes.add(ir.AttrInt64("num_outputs", len(node.outputs)))
+
+
+def _of_the_standard(model: ir.Model) -> Iterator[ir.Node]:
+    return (node for node in all_nodes(model.graph) if node.domain in ("", "ai.onnx"))
+
+
+def _vector(model: ir.Model, name: str, numbers: Sequence[int]) -> ir.Value:
+    """A constant of ``model`` that holds a vector of int64."""
+    tensor = ir.Tensor(np.asarray(numbers, np.int64), name=name)
+    constant = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    model.graph.register_initializer(constant)
+    return constant
+
+
 def _standard_operators(model: ir.Model) -> set[str]:
-    return {node.op_type for node in all_nodes(model.graph) if node.domain in ("", "ai.onnx")}
+    return {node.op_type for node in _of_the_standard(model)}
 
 
 def _convert(loaded: Loaded) -> tuple[Loaded, list[str]]:
@@ -174,13 +237,8 @@ def _repeat(model: ir.Model, node: ir.Node, port: int, times: int, names: Names)
     """Let ``node`` read each element of the vector at ``port`` ``times`` times in a row."""
     value = node.inputs[port]
     assert value is not None and node.graph is not None
-    constants = []
-    for label, numbers in (("column", [-1, 1]), ("repeats", [1, times]), ("vector", [-1])):
-        name = names.value(f"{value.name}_{label}")
-        tensor = ir.Tensor(np.asarray(numbers, np.int64), name=name)
-        constant = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        model.graph.register_initializer(constant)
-        constants.append(constant)
+    labelled = (("column", [-1, 1]), ("repeats", [1, times]), ("vector", [-1]))
+    constants = [_vector(model, names.value(f"{value.name}_{label}"), numbers) for label, numbers in labelled]
     for op, constant in zip(("Reshape", "Tile", "Reshape"), constants, strict=True):
         step = ir.Node("", op, [value, constant], name=names.node(f"{node.name}/{op}"))
         step.outputs[0].name = names.value(f"{node.name}_{op.lower()}")
@@ -293,7 +351,7 @@ def _compare(old: Loaded, new: Loaded, dummy_input: Any) -> str:
 
 def _converted_kinds(old: Loaded) -> list[str]:
     """Types of the operators that are not the same at both opsets."""
-    return sorted(k for k in _standard_operators(old.model) if _UNCHANGED_SINCE.get(k, OPSET) > old.opset)
+    return sorted(k for k in _standard_operators(old.model) if not _is_unchanged(k, old.opset))
 
 
 def _culprit(old: Loaded, new: Loaded, feeds: Feeds) -> str:

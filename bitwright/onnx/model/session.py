@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
 from bitwright.export.files.atomic import no_room, temporary_room
 from bitwright.export.files.onnx_file import all_graphs, write_elements
+from bitwright.progress import collector_paused
 from bitwright.runtimes.onnxruntime import CPU, FLOAT_KERNELS, new_session, refusals, session_options
 
 Order = Literal["fast", "frugal", "written"]
@@ -71,6 +72,7 @@ def open_session(
 def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
     """A session of a message without large weights: those are read from a file, which the session maps one by one."""
 
+    @collector_paused()
     def opened(folder: str | None) -> Any:
         if folder is not None:
             options.add_session_config_entry(_WEIGHTS_IN, os.path.abspath(folder))

@@ -69,6 +69,7 @@ from bitwright.onnx.model.session import (
     weight_bytes,
 )
 from bitwright.onnx.simulation.marked_model import MarkedSimulation
+from bitwright.progress import collector_paused
 from bitwright.runtimes.onnxruntime import refusals
 
 _BLOCKED = "com.microsoft.nchwc"  # operators on channels in blocks
@@ -456,6 +457,7 @@ class Calibrator(Observer):
     runs: int = 0
     specs: tuple[InputSpec, ...] = field(init=False)
 
+    @collector_paused()
     def __post_init__(self) -> None:
         model = self.simulation.model
         self.specs = input_specs(model)

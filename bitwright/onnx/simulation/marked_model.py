@@ -50,6 +50,7 @@ from bitwright.export.recurrent import INNER_SITES, expand_recurrent
 from bitwright.onnx.model.load import own_tensor
 from bitwright.onnx.model.rewrites import is_layer
 from bitwright.onnx.model.session import is_large, kept_in_file, weight_bytes, weights
+from bitwright.progress import collector_paused
 
 _FOLDER = "bitwright.folder"  # what a tensor keeps, so that models and sessions can be made of it
 _Made = tuple[
@@ -235,6 +236,7 @@ def marked_constants(marked: ir.Model) -> dict[str, NDArray[Any]]:
     return found
 
 
+@collector_paused()
 def simulation_model(
     marked: ir.Model, encodings: Mapping[str, Encoding], biases: Container[str] = (), file: WeightFile | None = None
 ) -> MarkedSimulation:

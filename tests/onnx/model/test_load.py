@@ -541,6 +541,34 @@ def test_models_of_unchanged_operators_get_the_new_number(opset):
     assert np.array_equal(run(loaded.model, feeds_for(model))[0], run(model, feeds_for(model))[0])
 
 
+def parts_and_means(opset: int) -> onnx.ModelProto:
+    """Operators of which an attribute became an input at opset 13 or 18, in a body too."""
+    n, inner = Net(), Net()
+    first, second = n("Split", n.input("x", (2, 4, 6)), axis=1, out=["a", "b"], split=[1, 3])
+    one, other = n("Split", second, axis=2, out=["c", "d"])
+    mean = n("ReduceMean", n("Add", one, other), axes=[0, 1], keepdims=0)
+    whole = n("ReduceMax", n("Unsqueeze", first, axes=[0, 2]), keepdims=0)
+    inside = body(inner("ReduceL2", "c", axes=[0, 1], keepdims=0, out="then"), net=inner)
+    other_way = Net()
+    condition = n("Greater", whole, n.const(np.float32(0)))
+    outside = body(other_way("Squeeze", "short", axes=[0], out="else"), net=other_way)
+    n("ReduceSum", "c", axes=[0, 1], keepdims=1, out="long")
+    n("Squeeze", "long", axes=[1], out="short")
+    return n.model(n("Add", n("If", condition, then_branch=inside, else_branch=outside), mean, out="y"), opset=opset)
+
+
+@pytest.mark.parametrize("opset", [9, 11, 12])
+def test_attributes_that_became_inputs_are_written_without_a_conversion(opset):
+    model = parts_and_means(opset)
+    loaded = modernize(load_model(model))
+    assert loaded.opset == OPSET and not loaded.notes, "no second model and no run of both"
+    vectors = [v.const_value.numpy().tolist() for v in loaded.model.graph.initializers.values()]
+    assert vectors.count([0, 1]) == 1, "one constant for equal axes, in bodies too"
+    for seed in range(2):
+        feeds = feeds_for(model, seed)
+        assert np.array_equal(run(loaded.model, feeds)[0], run(model, feeds)[0])
+
+
 def test_others_are_converted_and_compared():
     n = Net()
     y = n("Softmax", n("Squeeze", n.input("x", (1, 4, 6)), axes=[0]), axis=0, out="y")

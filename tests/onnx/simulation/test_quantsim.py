@@ -23,7 +23,7 @@ from bitwright.errors import CalibrationError, ConfigError, EncodingsError, Expo
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx import quantize
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
-from tests.onnx.nets import Net, conv_chain, feeds_for, run
+from tests.onnx.nets import Net, assorted, conv_chain, feeds_for, run
 from tests.support.cost import calls_left, steps
 
 FLOAT16 = TensorProto.FLOAT16
@@ -474,17 +474,34 @@ def test_old_operator_that_cannot_be_converted_is_named():
         QuantizationSimModel(model, feeds_for(model))
 
 
-def test_a_long_chain_is_placed_at_linear_cost():
-    """800 nodes, where 300 calls are allowed."""
+@pytest.mark.parametrize("network", [conv_chain, assorted])
+def test_a_long_chain_is_placed_at_linear_cost(network):
+    """480 nodes and more, where 300 calls are allowed."""
 
     def cost(blocks):
-        model = conv_chain(blocks)
+        model = network(blocks)
         return steps(lambda: QuantizationSimModel(model, threads=1))
 
-    assert cost(80) <= 4 * cost(20)
+    least = 20 if network is conv_chain else 3
+    assert cost(4 * least) <= 4 * cost(least)
     with calls_left(300):
-        sim = QuantizationSimModel(conv_chain(200), threads=1)
-    assert sum(site.role == "weight" for site in sim.quantizers.values()) == 200
+        sim = QuantizationSimModel(network(10 * least), threads=1)
+    assert sum(site.role == "weight" for site in sim.quantizers.values()) == (200 if network is conv_chain else 90)
+
+
+@pytest.mark.slow
+def test_calibration_export_and_verification_cost_the_same_per_operator(tmp_path):
+    def costs(blocks):
+        model = assorted(blocks)
+        sim, x = QuantizationSimModel(model, threads=1), feeds_for(model)
+        return [
+            steps(lambda: sim.compute_encodings([x], progress=False, allow_unreached=True)),
+            steps(lambda: sim.export(tmp_path, f"{blocks}")),
+            steps(lambda: sim.verify(x)),
+        ]
+
+    for few, many in zip(costs(2), costs(8), strict=True):
+        assert many <= 4.1 * few  # the branches that are taken differ a little
 
 
 def test_verify_takes_a_list_with_one_input_and_refuses_several_by_name(sim):
