@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.files import read_archive
-from bitwright.core.numerics.affine import dequantize, quantize
+from bitwright.core.numerics.affine import dequantize
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.output_quality import RowOrder
@@ -22,6 +22,7 @@ from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.atomic import settle
 
 Array = NDArray[Any]
+_PIECE = 1 << 15  # elements that are looked at together
 
 
 def write_samples(
@@ -72,14 +73,38 @@ def _parts(i: int, name: str, array: Array, encoding: Encoding | None) -> Iterat
         encoding is not None and isinstance(fmt := encoding.format, IntFormat) and fmt.bits <= 8 and not encoding.dynamic
         and encoding.scale.ndim == 0 and array.dtype == np.float32 and array.size > 256
     ):  # fmt: skip
-        codes = quantize(array, encoding)
-        values = dequantize(np.arange(fmt.qmin, fmt.qmax + 1).astype(codes.dtype), encoding)
-        places = (codes.astype(np.int16) - fmt.qmin).astype(np.uint8)
-        if np.array_equal(values[places].view(np.int32), np.ascontiguousarray(array).view(np.int32)):
+        values = dequantize(np.arange(fmt.qmin, fmt.qmax + 1), encoding)
+        places = _places(array, encoding, fmt.qmin, values)
+        if places is not None:
             yield f"values/{i}/{name}", values
             yield f"codes/{i}/{name}", places
             return
     yield f"site/{i}/{name}", array
+
+
+def _places(array: Array, encoding: Encoding, qmin: int, values: Array) -> Array | None:
+    """Where in ``values`` each element is, uint8 of the shape of ``array``; ``None`` if one has other bits than all of them.
+
+    A piece at a time, whose buffers stay in the cache of the CPU. What is computed is where an element of the grid lies; that
+    it does lie there is shown by its bits.
+    """
+    flat = np.ascontiguousarray(array).reshape(-1)
+    places = np.empty(flat.size, np.uint8)
+    numbers, found = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.float32)
+    zero = encoding.zero_point.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # of NaN, which no value equals
+        for start in range(0, flat.size, _PIECE):
+            piece, there = flat[start : start + _PIECE], places[start : start + _PIECE]
+            number, value = numbers[: piece.size], found[: piece.size]
+            np.divide(piece, encoding.scale, out=number)
+            number += zero
+            np.rint(number, out=number)
+            number -= np.float32(qmin)
+            np.copyto(there, number, casting="unsafe")
+            np.take(values, there, out=value, mode="clip")
+            if not np.array_equal(value.view(np.int32), piece.view(np.int32)):
+                return None
+    return places.reshape(array.shape)
 
 
 def plain(array: Array) -> Array:
