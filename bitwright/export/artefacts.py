@@ -42,6 +42,7 @@ from bitwright.export.qdq.writing import ActivationForm, BiasForm
 from bitwright.export.recurrent import PROJECTION, restore_native, write_recurrent
 from bitwright.export.samples import write_samples
 from bitwright.export.targets import DEFAULT_TARGET, RecurrentForm, Target, find_target
+from bitwright.progress import collector_paused
 from bitwright.runtimes.onnxruntime import DOMAINS, operator_libraries
 from bitwright.runtimes.timing import Ratio
 
@@ -404,6 +405,7 @@ class _WrongKernelsError(Exception):
         super().__init__(found.text)
 
 
+@collector_paused()
 def _write(
     sim: Simulation,
     path: str | Path,

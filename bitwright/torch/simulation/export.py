@@ -57,6 +57,7 @@ from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.recurrent import restore_native, write_recurrent
 from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, find_target, target_for, target_in
+from bitwright.progress import collector_paused
 from bitwright.torch.calls.inputs import (
     as_call,
     caches_in,
@@ -345,6 +346,7 @@ class _Flat(nn.Module):
         return tuple(t for _, t in made)
 
 
+@collector_paused()
 def marked_onnx(
     sim: SimulatedModule,
     dummy_input: Any,
