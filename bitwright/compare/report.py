@@ -190,18 +190,21 @@ class VerifyReport(Tabular):
 
     def _why(self, end: OutputRow) -> str:
         """Where an output that is far from the simulation's comes from: each place alone is fed the simulation's values."""
-        apart = [row for row in self.rows if row.as_float.equal < 1]
-        if end.as_float >= _SAME_OUTPUT:
+        of_float = end.as_float < _SAME_OUTPUT
+        if not of_float and end.as_integer >= _SAME_OUTPUT:
             return ""
+        shares = [(row.site, (row.as_float if of_float else row.as_integer).equal) for row in self.rows]
+        apart = [(site, 1 - equal) for site, equal in shares if equal < 1]
         if not apart:
             return (
                 "; no compared place differs, so this comes from what is listed below as not compared or not comparable"
             )
-        first = apart[0]
+        first, share = apart[0]
         number = f"the first of {len(apart)} places" if len(apart) > 1 else "the only place"
+        kernels = "" if of_float else f" with {self._modes[1]} kernels"
         return (
-            f"; it begins at {first.site}, {number} with values on the other side of the edge of a step "
-            f"({1 - first.as_float.equal:.3%} of them), and what follows carries that on"
+            f"; it begins at {first}, {number} with values on the other side of the edge of a step{kernels} "
+            f"({share:.3%} of them), and what follows carries that on"
         )
 
     def _lines(self) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -804,3 +805,8 @@ def test_an_output_that_is_far_from_the_simulation_has_a_reason(
     line = next(line for line in text.splitlines() if line.startswith("output y"))
     assert reason in line
     assert ("; " in line) == bool(reason)
+    alone = [replace(row, as_float=Agreement(1.0, 0.0, 1000)) for row in rows]
+    text = str(VerifyReport(tuple(alone), (OutputRow("y", math.inf, level),)))
+    assert (
+        reason.replace(" of a step (", " of a step with integer kernels (") in text
+    )  # of float kernels nothing is far

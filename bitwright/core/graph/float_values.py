@@ -104,10 +104,11 @@ REASONS: dict[Need, str] = {
 _KEEPS = frozenset(("Neg", "Abs", "Square", "Pow", "Sqrt", "Clip", "Max", "Min", "Mul", "Div", "Reciprocal"))
 _POSITIVE = frozenset(("Abs", "Square", "Sqrt", "Exp", "ReduceL1", "ReduceL2", "ReduceSumSquare"))
 _KEEP_SIGN = frozenset(("Add", "Mul", "Div", "Pow", "Max", "Clip"))
+_ROUNDINGS = frozenset(("Floor", "Ceil", "Round", "trunc"))  # of a position to that of an element
 _LINEAR = frozenset(("Neg", "Mul", "Div", "Add", "Sub"))
 _PRODUCTS = frozenset(("MatMul", "Gemm", "Einsum"))
 _SUMS = frozenset(("ReduceSum", "ReduceMean", "AveragePool", "GlobalAveragePool", "CumSum"))
-_LENGTHS = frozenset(("ReduceL1", "ReduceL2", "ReduceSumSquare"))
+_LENGTHS = frozenset(("ReduceL1", "ReduceL2", "ReduceSumSquare", "cdist"))
 _WEIGHTED_SUMS = frozenset(("MatMul", "Gemm", "Conv"))  # followed for a logarithm: a spectrum by bands
 
 
@@ -188,8 +189,9 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
     a square has twice the range of what it is a square of. A logarithm also needs the magnitude of what was squared;
     a normalisation, whose root weighs the largest most, does not. An angle is followed over scales and shifts, and
     where no layer has been before (coordinates, positions, times), over everything, the matrix that makes angles of
-    them included. Scores that decide are followed over functions of one value, joins, and the sums that make a distance
-    (one operand adds up squares or magnitudes), and not over other sums of several values: a residual stream is not a score.
+    them included. What is rounded to an index is a position, also where it is the output of a layer. Scores that decide
+    are followed over functions of one value, joins, and the sums that make a distance (one operand adds up squares or
+    magnitudes), and not over other sums of several values: a residual stream is not a score.
 
     Args:
         graph: the model.
@@ -355,9 +357,7 @@ class _Trace:
         if not asked:  # a logarithm asks for more than a root in front of it, which stops at a sum of squares
             self._note_needs(op, row)
         if wanted is not None:
-            through = wanted
-            if op.type in _SUMS and wanted[0] in ("divisor", "magnitude") and not asked:
-                through = "sum", wanted[1]
+            through = _through(op, wanted, asked)
             for value in _FOLLOWED.get(wanted[0], _Trace._magnitudes)(self, op, row):
                 self.found.setdefault(value, through)
         if asked:
@@ -394,6 +394,8 @@ class _Trace:
         if op.type in _SUMS or bands:
             yield from (value for value in data if value in self.positive)
         elif row.kind in ("movement", "merge") or op.type in _KEEPS:
+            yield from data
+        elif op.type in _ROUNDINGS and self.found[op.outputs[0]][0] == "identity":
             yield from data
         elif op.type in _PRODUCTS and len(data) > 1 and len(set(data)) == 1:  # a sum of squares
             yield from data[:1]
@@ -448,6 +450,13 @@ class _Trace:
 
 #: need -> how it is followed back, where not as magnitudes are
 _FOLLOWED = {"phase": _Trace._angles, "position": _Trace._positions, "order": _Trace._scores, "sum": _Trace._added}
+
+
+def _through(op: Op, wanted: tuple[Need, str], asked: bool) -> tuple[Need, str]:
+    """What is needed of the operands of ``op`` where ``wanted`` is needed of its output; ``asked``: by a logarithm."""
+    if op.type in _SUMS and wanted[0] in ("divisor", "magnitude") and not asked:
+        return "sum", wanted[1]
+    return ("position", op.name) if op.type in _ROUNDINGS and wanted[0] == "identity" else wanted
 
 
 def _power(op: Op, port: int) -> Need | None:

@@ -34,6 +34,7 @@ import ast
 import functools
 import inspect
 import linecache
+import math
 import os
 import re
 import sys
@@ -212,6 +213,55 @@ def amin(self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
     )
 
 
+def cumprod(self: Any, dim: int, dtype: int | None = None) -> Any:
+    """``aten.cumprod``: the products of the rows of a triangle; operator ``CumProd`` is of opset 26."""
+    x = self if dtype is None else op.Cast(self, to=dtype)
+    if not self.shape:
+        return op.Identity(x)
+    rank = len(self.shape)
+    axis = dim % rank
+    last = [*(i for i in range(rank) if i != axis), axis]
+    length = op.Shape(self, start=axis, end=axis + 1)
+    square = op.Expand(op.CastLike(op.Constant(value_float=1.0), x), op.Concat(length, length, axis=0))
+    below = op.Cast(op.Trilu(op.Cast(square, to=ir.DataType.FLOAT), upper=0), to=ir.DataType.BOOL)
+    rows = op.Where(below, op.Unsqueeze(op.Transpose(x, perm=last), op.Constant(value_ints=[-2])), square)
+    made = op.ReduceProd(rows, op.Constant(value_ints=[-1]), keepdims=0)
+    return op.Transpose(made, perm=[last.index(i) for i in range(rank)])
+
+
+#: of points from which on torch computes Euclidean distances by a product
+_MANY = 25
+
+
+def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
+    """``aten._cdist_forward``: distances between the points of two sets, in the p-norm.
+
+    Euclidean ones of many points are computed by a product, as torch does, the others of the differences of coordinates.
+    """
+    last, before = op.Constant(value_ints=[-1]), op.Constant(value_ints=[-2])
+    many = any(not isinstance(x.shape[-2], int) or x.shape[-2] > _MANY for x in (x1, x2))
+    if p == 2 and compute_mode != 2 and (many or compute_mode == 1):
+        one, other = (op.ReduceSumSquare(x, last, keepdims=1) for x in (x1, x2))
+        order = [*range(len(x2.shape) - 2), len(x2.shape) - 1, len(x2.shape) - 2]
+        product = op.MatMul(x1, op.Transpose(x2, perm=order))
+        two = op.CastLike(op.Constant(value_float=2.0), x1)
+        squared = op.Sub(op.Add(one, op.Transpose(other, perm=order)), op.Mul(two, product))
+        return op.Sqrt(op.Max(squared, op.CastLike(op.Constant(value_float=0.0), x1)))
+    apart = op.Sub(op.Unsqueeze(x1, before), op.Unsqueeze(x2, op.Constant(value_ints=[-3])))
+    if p == 2:
+        return op.ReduceL2(apart, last, keepdims=0)
+    apart = op.Abs(apart)
+    if p == 1:
+        return op.ReduceSum(apart, last, keepdims=0)
+    if math.isinf(p):
+        return op.ReduceMax(apart, last, keepdims=0)
+    if p == 0:
+        zero = op.CastLike(op.Constant(value_float=0.0), x1)
+        return op.ReduceSum(op.CastLike(op.Greater(apart, zero), x1), last, keepdims=0)
+    power, root = (op.CastLike(op.Constant(value_float=float(e)), x1) for e in (p, 1 / p))
+    return op.Pow(op.ReduceSum(op.Pow(apart, power), last, keepdims=0), root)
+
+
 def unfold_backward(grad_in: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:
     """``aten.unfold_backward``: windows of a signal, the last axis, are added where they lie in it (``istft``).
 
@@ -259,6 +309,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.sort.stable: sort_stable,
     torch.ops.aten.amax.default: amax,
     torch.ops.aten.amin.default: amin,
+    torch.ops.aten._cdist_forward.default: cdist,
+    torch.ops.aten.cumprod.default: cumprod,
     torch.ops.aten.unfold_backward.default: unfold_backward,
     torch.ops.bitwright.site.default: site,
 }

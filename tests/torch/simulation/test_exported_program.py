@@ -67,6 +67,16 @@ def frames(x: Tensor) -> Tensor:
     return y.as_strided((batch, channels, n - 1, 2), (step[0], step[1], step[2], step[2])) + 0
 
 
+def products(x: Tensor) -> Tensor:
+    return torch.cumprod(x, 1) + torch.cumprod(x.transpose(0, 1), -1, dtype=torch.float64).float().transpose(0, 1)
+
+
+def distances(x: Tensor) -> list[Tensor]:
+    many = x.repeat(1, 6, 1) + torch.linspace(0, 1, 30)[:, None]  # of which torch computes a product
+    near = [torch.cdist(x, x.flip(1) + 1, p=p) for p in (0.0, 1.0, 2.0, 3.0, float("inf"))]
+    return [*near, torch.cdist(many, x), torch.cdist(many, x, compute_mode="donot_use_mm_for_euclid_dist")]
+
+
 class Net(nn.Module):
     """A layer, and what each function makes of its output."""
 
@@ -76,7 +86,8 @@ class Net(nn.Module):
         self.fc = nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        return [f(self.fc(x)) for f in (squeezed, all_squeezed, halves, ordered, ties, masked, largest, frames)]
+        made = [squeezed, all_squeezed, halves, ordered, ties, masked, largest, frames, products]
+        return [*(f(self.fc(x)) for f in made), *distances(self.fc(x))]
 
 
 @pytest.mark.slow_variants("True")
