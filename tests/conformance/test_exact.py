@@ -370,6 +370,34 @@ def test_distances_that_decide_have_no_grid_between_layer_and_decision(front: st
     assert any(row.how.startswith("float: ") for row in sim.coverage())
 
 
+class Farthest(nn.Module):
+    """The points that are farthest from those chosen before, as PointNet++ chooses them, in two spellings."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.spelling, self.layer = spelling, nn.Linear(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, far, near = torch.arange(len(x)), torch.zeros(len(x), dtype=torch.long), x.new_full(x.shape[:2], 1e4)
+        chosen = []
+        for _ in range(4):
+            here = x[rows, far][:, None]
+            chosen.append(here)
+            apart = (x - here).square().sum(-1)
+            near = torch.minimum(near, apart) if self.spelling == "minimum" else torch.where(apart < near, apart, near)
+            far = near.argmax(-1)
+        return self.layer(torch.cat(chosen, 1))
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+@pytest.mark.parametrize("spelling", ["minimum", "where"])
+def test_the_points_that_are_chosen_are_those_of_float(front: str, spelling: str) -> None:
+    torch.manual_seed(0)
+    model, x = Farthest(spelling).eval(), torch.randn(16, 60, 3)
+    _, found = simulated(front, model, x)
+    assert sqnr(model(x).detach().numpy(), found) > 35.0  # another point is another row of the output
+
+
 @pytest.mark.parametrize(
     ("reader", "port"),
     [("RoiAlign", 1), ("roi_align", 1), ("GridSample", 1), ("DeformConv", 2), ("NonMaxSuppression", 0), ("nms", 0)],

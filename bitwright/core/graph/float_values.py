@@ -104,6 +104,7 @@ REASONS: dict[Need, str] = {
 _KEEPS = frozenset(("Neg", "Abs", "Square", "Pow", "Sqrt", "Clip", "Max", "Min", "Mul", "Div", "Reciprocal"))
 _POSITIVE = frozenset(("Abs", "Square", "Sqrt", "Exp", "ReduceL1", "ReduceL2", "ReduceSumSquare"))
 _KEEP_SIGN = frozenset(("Add", "Mul", "Div", "Pow", "Max", "Clip"))
+_JOINS = frozenset(("Concat", "Stack", "Where", "MaskedFill", "Min", "Max"))
 _ROUNDINGS = frozenset(("Floor", "Ceil", "Round", "trunc"))  # of a position to that of an element
 _LINEAR = frozenset(("Neg", "Mul", "Div", "Add", "Sub"))
 _PRODUCTS = frozenset(("MatMul", "Gemm", "Einsum"))
@@ -420,10 +421,17 @@ class _Trace:
 
     def _scores(self, op: Op, row: OpRow) -> Iterator[str]:
         moving = [value for value in self._data(op, row) if value not in self.static]
-        joins = op.type in ("Concat", "Stack")  # the scores of several levels
+        joins = op.type in _JOINS or op.type in _PUTS_BACK  # the scores of several levels, or of several rounds
         distance = op.type in ("Add", "Sub") and not self.lengths.isdisjoint(moving)  # |x|^2 - 2 x.c + |c|^2
-        if row.kind == "movement" or joins or distance or (row.kind in ("merge", "pointwise") and len(moving) == 1):
+        if (
+            row.kind == "movement"
+            or joins
+            or distance
+            or (row.kind in ("merge", "pointwise") and len(set(moving)) == 1)
+        ):
             yield from moving
+        elif op.type == "Sub":  # between points that are given
+            yield from (value for value in moving if value not in self.computed)
         elif op.type in _SUMS or op.type in _LENGTHS:  # (x - c)^2, added up
             yield from (value for value in moving if op.type in _LENGTHS or value in self.positive)
 
