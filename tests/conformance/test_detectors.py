@@ -266,3 +266,48 @@ def test_a_trainer_of_another_package_trains_averages_saves_and_loads_a_simulati
     assert not torch.equal(sim.model(x), before)
     with sim.in_float():
         assert not torch.equal(loaded(x), sim.model(x))  # the weights that were loaded are still on their grids
+
+
+class Listed(nn.Module):
+    """As the detectors of torchvision: a list of images; in training losses by name, else what each image shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU())
+        self.box, self.score = nn.Conv2d(8, 4, 1), nn.Conv2d(8, CLASSES, 1)
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+        features = self.body(torch.stack(images))
+        boxes, scores = self.box(features).flatten(2), self.score(features).flatten(2)
+        if self.training:
+            assert targets is not None
+            wanted, kinds = (torch.stack([one[key] for one in targets]) for key in ("boxes", "labels"))
+            losses = nn.functional.l1_loss(boxes.mean(2), wanted), nn.functional.cross_entropy(scores.mean(2), kinds)
+            return dict(zip(("loss_box", "loss_class"), losses, strict=True))
+        found = []
+        for one, likely in zip(boxes, scores.softmax(1).amax(1), strict=True):
+            at = (likely > likely.mean()).nonzero()[:, 0]
+            found.append({"boxes": one.T[at] * 10, "scores": likely[at]})
+        return found
+
+
+def test_a_detector_that_returns_losses_in_training_is_trained_and_finds_boxes_afterwards() -> None:
+    torch.manual_seed(0)
+    model, images = Listed().eval(), list(torch.rand(4, 3, 32, 32))
+    targets = [{"boxes": torch.rand(4), "labels": torch.tensor(i % CLASSES)} for i in range(4)]
+    sim = bt.QuantizationSimModel(model, (images,), preset="w4a8")
+    sim.compute_encodings([(images,)], progress=False)
+    before, optimizer = sim.model(images), torch.optim.AdamW(sim.model.parameters(), 1e-2)
+    sums = []
+    for _ in range(8):
+        losses = sim.model.train()(images, targets)
+        assert [*losses] == ["loss_box", "loss_class"]
+        optimizer.zero_grad()
+        sum(losses.values()).backward()
+        optimizer.step()
+        sums.append(sum(losses.values()).item())
+    assert sums[-1] < 0.9 * sums[0]
+    after = sim.model.eval()(images)
+    assert [[*one] for one in after] == [["boxes", "scores"]] * 4 and len(before) == 4
+    with torch.no_grad(), sim.in_float():
+        assert not torch.equal(sim.model(images)[0]["boxes"], after[0]["boxes"])  # weights stay on their grids
