@@ -200,7 +200,8 @@ def _check_base(sim: QuantizationSimModel, folder: Path, shapes: Mapping[str, tu
         ConfigError: with the first such layer.
     """
     modules = dict(walk_modules(sim.model))
-    read = {site.op for site in sim.quantizers.values() if site.role == "weight" and site.enabled}
+    ops = [site.op for site in sim.quantizers.values() if site.role == "weight" and site.enabled]
+    read = {*ops, *(op.rpartition(".")[0] for op in ops)}  # products that a layer computes itself are named within it
     in_float = set()
     for key, shape in shapes.items():
         path, found, part = key.partition(".lora_")

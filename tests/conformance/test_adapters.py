@@ -48,6 +48,22 @@ def test_adapters_are_in_float_unless_a_rule_asks_for_them(preset: str, adapters
     assert asked == {"0.base.weight", "2.weight", *(f"0.up.{i}.weight" for i in range(adapters))}
 
 
+def test_adapters_beside_a_layer_that_reads_rows_in_two_axes_are_in_float() -> None:
+    class Rows(nn.Linear):
+        """As the layers of GPT-2 compute: ``addmm`` on a view of two axes."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight.t()).view(*x.shape[:-1], -1)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(24, 2), nn.ReLU(), nn.Linear(24, 8)).eval()
+    model[0].base = Rows(32, 24)
+    sim = QuantizationSimModel(model, torch.randn(2, 4, 32), preset="w4")
+    assert len(quantized_weights(sim)) == 2
+    row = next(row for row in sim.coverage() if row.name == "0.up.1.weight")
+    assert row.status == "float" and "are an adapter beside 0.base" in row.how
+
+
 def test_adapters_of_files_are_in_float(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Adapted(24, 2), nn.ReLU(), nn.Linear(24, 8)).eval(), torch.randn(4, 32)

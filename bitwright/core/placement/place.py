@@ -279,7 +279,7 @@ def _picked_rows(graph: Graph, value: str | None) -> tuple[str, str] | None:
     return op.name, table.param
 
 
-_PASSES = frozenset((*TRAITS["identity"], "Dropout", "Cast"))
+_PASSES = frozenset((*TRAITS["identity"], "Dropout", "Cast", "Reshape"))  # layers of GPT-2 read rows in two axes
 
 
 def _rules_of_adapters(graph: Graph) -> list[Rule]:
