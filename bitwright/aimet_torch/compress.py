@@ -380,7 +380,7 @@ class _Channels:
             readers, norms = lost(self.found, self.found.cut(removed), [self.found.group(name) for name in removed])
             apply(self.structure, self.found, removed, self._example)
             reconstruct(self._original, self.structure.view(), readers, progress=False)
-            estimate_batch_norms(self._original, self.structure.view(), norms, progress=False)
+            estimate_batch_norms(self._original, self.structure.view(), norms)
             self.structure.refresh()
         kept = {layer: 1 - len(removed.get(group.name, ())) / group.units for layer, group in self.read.items()}
         return self.structure.finished(), kept

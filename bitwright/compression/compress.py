@@ -287,7 +287,7 @@ class _Job:
         if whole is not None and self.reconstruction:
             fits = reconstruct(whole, structure.view(), report.readers, search.progress)
         if whole is not None and self.batch_norms:
-            count = estimate_batch_norms(whole, structure.view(), report.norms, search.progress)
+            count = estimate_batch_norms(whole, structure.view(), report.norms)
         structure.refresh()
         if score is not None:
             metrics["compressed"] = metrics["pruned"]

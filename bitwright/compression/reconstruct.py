@@ -23,6 +23,8 @@ _ROWS = 32  # of one sample that a layer is fitted to
 _DAMPING = 1e-4  # of the mean of the diagonal of X^T X
 _HELD_OUT = 5  # every fifth row judges
 _MOST = 4096  # inputs of a layer that is fitted
+_WALKS = 3  # of the data, where it comes in several batches
+_ENOUGH = 64  # rows from which on the moments of a channel are used, unless there are no more
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Original:
         self.graph = view.graph()
         self.ops = {op.name: op for op in self.graph.ops}
         self._results: dict[str, list[tuple[Array, Array]]] = {}
-        self._moments: dict[str, tuple[Array, Array]] = {}
+        self._moments: dict[str, list[Moments]] = {}
 
     def results(self, ops: Sequence[Op]) -> dict[str, list[tuple[Array, Array]]]:
         """Layer -> of each batch, the positions and the rows of its result there."""
@@ -85,8 +87,8 @@ class Original:
                 self._results[op.name].append((places, _rows(y, 1 if op.type == "Conv" else y.ndim - 1, places)))
         return {op.name: self._results[op.name] for op in ops}
 
-    def moments(self, values: Sequence[str]) -> dict[str, tuple[Array, Array]]:
-        """Value -> mean and variance of each channel."""
+    def moments(self, values: Sequence[str]) -> dict[str, list[Moments]]:
+        """Value -> of each batch, the moments of each channel."""
         self._moments.update(_moments(self._view, [v for v in values if v not in self._moments], self.batches))
         return {value: self._moments[value] for value in values}
 
@@ -194,46 +196,118 @@ def _patches(x: Array, shape: Sequence[int], attrs: Mapping[str, Any], places: A
 
 
 def estimate_batch_norms(
-    original: Original, pruned: Any, norms: Mapping[str, Array | None], progress: bool = True,
-    undos: list[Undo] | None = None,
-) -> int:  # fmt: skip
-    """Move the statistics of batch norms as what they read has moved, one after the other in the order of the model.
+    original: Original, pruned: Any, norms: Mapping[str, Array | None], undos: list[Undo] | None = None
+) -> int:
+    """Move the statistics of batch norms as what they read has moved.
 
     The mean changes by the difference of the means that both models have on the data, the variance by the ratio of the
-    variances: statistics from training keep what they know beyond the data.
+    variances: statistics from training keep what they know beyond the data. The batches are run once, and every norm is moved
+    before it is computed, by what is known of its input until then: norms behind it read what it makes then. Where the data
+    come in several batches, they are run again, and each batch replaces what it has shown before.
 
     Args:
         original: the whole model, and the data.
         pruned: a ``FloatModel``, which is changed.
         norms: batch norms -> which channels of the original are left, ``None`` for all.
-        progress: show a progress bar.
         undos: takes what undoes each change.
 
     Returns:
         How many were changed.
     """
-    graph = pruned.graph()
+    graph, undos = pruned.graph(), [] if undos is None else undos
     sources = {name: str(original.ops[name].inputs[0]) for name in norms if name in original.ops}
     ops = [op for op in graph.ops if op.name in sources and _has_statistics(graph, op)]
     before = original.moments([sources[op.name] for op in ops])
-    for op in progress_bar(ops, "Batch norms", progress):
-        left = norms[op.name]
-        mean, variance = (a if left is None else a[left] for a in before[sources[op.name]])
-        undo = _move_statistics(pruned, graph, op, mean, variance, original.batches)
-        if undos is not None:
-            undos.append(undo)
+    moving = [_Norm(pruned, graph, op, before[sources[op.name]], norms[op.name]) for op in ops]
+    readers: dict[str, list[_Norm]] = {}
+    for norm in moving:
+        readers.setdefault(norm.source, []).append(norm)
+
+    def seen(value: str, batches: range, arrays: list[Array]) -> None:
+        for norm in readers[value]:
+            norm.add(batches, arrays)
+
+    for walk in range(1, _WALKS + 1):
+        pruned.walk(list(readers), original.batches, seen)
+        if all(len(norm.known) < 2 for norm in moving):
+            break  # all data were known at once
+        for norm in moving:
+            norm.walk = walk
+    undos += [norm.undo for norm in moving if norm.undo is not None]
     return len(ops)
 
 
-def _move_statistics(view: Any, graph: Graph, op: Op, mean: Array, variance: Array, batches: Iterable[Any]) -> Undo:
-    source = str(op.inputs[0])
-    new_mean, new_variance = _moments(view, [source], batches)[source]
-    names = [str(graph.values[str(v)].param) for v in op.inputs[3:5]]
-    held, spread = (np.asarray(view.param(name), np.float64) for name in names)
-    ratio = np.where(variance > 0, new_variance / np.where(variance > 0, variance, 1.0), 1.0)
-    moved = np.asarray(held + new_mean - mean, np.float32)
-    undo: Undo = view.edit([SetParam(names[0], moved), SetParam(names[1], np.asarray(spread * ratio, np.float32))])
-    return undo
+@dataclass(frozen=True)
+class Moments:
+    """Sums over the rows of a value: how many, of each channel, and of its squares; in float64."""
+
+    rows: int = 0
+    total: Array | float = 0.0
+    squares: Array | float = 0.0
+
+    @classmethod
+    def of(cls, arrays: Iterable[Array]) -> Moments:
+        """Of arrays whose second axis has the channels."""
+        found = cls()
+        for x in arrays:
+            rows = np.moveaxis(np.asarray(x, np.float64), 1, -1).reshape(-1, x.shape[1])
+            found += cls(len(rows), rows.sum(0), np.square(rows).sum(0))
+        return found
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.rows + other.rows, self.total + other.total, self.squares + other.squares)
+
+    def __sub__(self, other: Moments) -> Moments:
+        return Moments(self.rows - other.rows, self.total - other.total, self.squares - other.squares)
+
+    @property
+    def mean(self) -> Array:
+        """Of each channel."""
+        return np.asarray(self.total / max(self.rows, 1))
+
+    @property
+    def variance(self) -> Array:
+        """Of each channel."""
+        return np.maximum(self.squares / max(self.rows, 1) - np.square(self.mean), 0.0)
+
+
+class _Norm:
+    """A batch norm whose statistics move, and what is known of its input.
+
+    Args:
+        view, graph: the pruned model.
+        op: the batch norm.
+        before: what it reads in the original model, by batch.
+        left: channels of the original that are left; ``None`` for all.
+    """
+
+    def __init__(self, view: Any, graph: Graph, op: Op, before: Sequence[Moments], left: Array | None) -> None:
+        self._view, self.source, self._before, self._left = view, str(op.inputs[0]), before, left
+        self._names = [str(graph.values[str(v)].param) for v in op.inputs[3:5]]
+        self._held = [np.asarray(view.param(name), np.float64) for name in self._names]
+        self.known: dict[int, tuple[int, Moments]] = {}  # first batch -> in which walk it was run, and what was read
+        self.walk, self._until = 0, 0
+        self._new, self._old = Moments(), Moments()
+        self.undo: Undo | None = None
+
+    def add(self, batches: range, arrays: Iterable[Array]) -> None:
+        """Take in what it reads in some batches, and set its statistics by all that are known, in both models."""
+        read = Moments.of(arrays)
+        walk, before = self.known.get(batches.start, (self.walk, Moments()))
+        if walk < self.walk:
+            self._new, before = self._new - before, Moments()
+        self.known[batches.start], self._new = (self.walk, before + read), self._new + read
+        for known in self._before[self._until : batches.stop]:
+            self._old += known
+        self._until, new, old = max(self._until, batches.stop), self._new, self._old
+        if not new.rows or (new.rows < _ENOUGH and self._until < len(self._before)):
+            return
+        mean, variance = (a if self._left is None else a[self._left] for a in (old.mean, old.variance))
+        ratio = np.where(variance > 0, new.variance / np.where(variance > 0, variance, 1.0), 1.0)
+        moved = (self._held[0] + new.mean - mean, self._held[1] * ratio)
+        edits = [SetParam(name, np.asarray(a, np.float32)) for name, a in zip(self._names, moved, strict=True)]
+        undo = self._view.edit(edits)
+        self.undo = self.undo or undo  # the first one goes back to the statistics held before
 
 
 def _has_statistics(graph: Graph, op: Op) -> bool:
@@ -242,17 +316,10 @@ def _has_statistics(graph: Graph, op: Op) -> bool:
     return all(value is not None and graph.values[value].param is not None for value in op.inputs[3:5])
 
 
-def _moments(view: Any, values: Sequence[str], batches: Iterable[Any]) -> dict[str, tuple[Array, Array]]:
-    """Value -> mean and variance of each channel of its second axis."""
-    sums: dict[str, list[Any]] = {value: [0, 0.0, 0.0] for value in values}
-    for captured in view.capture(list(sums), batches) if values else ():
+def _moments(view: Any, values: Sequence[str], batches: Iterable[Any]) -> dict[str, list[Moments]]:
+    """Value -> of each batch, the moments of each channel of its second axis."""
+    found: dict[str, list[Moments]] = {value: [] for value in values}
+    for captured in view.capture(list(found), batches) if values else ():
         for value, arrays in captured.items():
-            for x in arrays:
-                rows = np.moveaxis(np.asarray(x, np.float64), 1, -1).reshape(-1, x.shape[1])
-                found = sums[value]
-                sums[value] = [found[0] + len(rows), found[1] + rows.sum(0), found[2] + np.square(rows).sum(0)]
-    moments = {}
-    for value, (count, total, square) in sums.items():
-        mean = total / max(count, 1)
-        moments[value] = (mean, np.maximum(square / max(count, 1) - np.square(mean), 0.0))
-    return moments
+            found[value].append(Moments.of(arrays))
+    return found

@@ -203,7 +203,7 @@ class WidthSpace(Space):
             view = self.structure.view()
             reconstruct(self._original, view, readers, progress=False, undos=undos)
             if self._batch_norms:
-                estimate_batch_norms(self._original, view, norms, progress=False, undos=undos)
+                estimate_batch_norms(self._original, view, norms, undos)
 
         def undo() -> None:
             while undos:

@@ -6,6 +6,7 @@ An edit may put a :class:`ChannelClamp` in the place of an activation: it clips 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,18 @@ from torch import nn
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.calibration import with_samples
-from bitwright.core.simulation.float_model import AddBias, Array, Chain, Clamp, Edit, SetParam, Undo, Untie, carry_out
+from bitwright.core.simulation.float_model import (
+    AddBias,
+    Array,
+    Chain,
+    Clamp,
+    Edit,
+    Seen,
+    SetParam,
+    Undo,
+    Untie,
+    carry_out,
+)
 from bitwright.errors import ModelError, checks_arguments
 from bitwright.torch.calls.functions import FUNCTIONS
 from bitwright.torch.calls.inputs import (
@@ -156,6 +168,22 @@ class TorchView:
 
     def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
         """Run the batches one by one; yield the named inputs and op outputs of each, one array per run of the op."""
+        for taps in self._runs(batches, lambda _: {name: [] for name in values}):
+            yield {name: [_as_array(t) for t in kept] for name, kept in taps.items()}
+
+    def walk(self, values: Sequence[str], batches: Sequence[Any], seen: Seen) -> None:
+        """Run the batches one by one, and hand over each named value before it is read; see ``FloatModel.walk``."""
+
+        def taps(batch: int) -> dict[str, list[torch.Tensor]]:
+            return {name: _Handed(partial(seen, name, range(batch, batch + 1))) for name in values}
+
+        for _ in self._runs(batches, taps):
+            pass
+
+    def _runs(
+        self, batches: Iterable[Any], taps: Callable[[int], dict[str, list[torch.Tensor]]]
+    ) -> Iterator[dict[str, list[torch.Tensor]]]:
+        """Run the batches; yield the lists that ``taps`` made for each, with a copy of every value of that name."""
         self.graph()
         simulator = Simulator(
             {
@@ -171,14 +199,14 @@ class TorchView:
         device = model_device(self.model)
         try:
             with interceptor.handled_by(simulator), torch.no_grad(), evaluation(self.model):
-                for batch in with_samples(batches):
-                    simulator.taps = {name: [] for name in values}
+                for i, batch in enumerate(with_samples(batches)):
+                    simulator.taps = taps(i)
                     args, kwargs = as_call(to_device(self._prepared(batch), device))
                     for name, tensor in named_inputs(self._recorder.signature, args, kwargs):
                         if name in simulator.taps:
                             simulator.taps[name].append(tensor.clone())  # a model may write into its input
                     self.model(*args, **kwargs)
-                    yield {name: [t.float().cpu().numpy() for t in kept] for name, kept in simulator.taps.items()}
+                    yield simulator.taps
         finally:
             interceptor.detach()
 
@@ -406,6 +434,21 @@ class TorchView:
     def refresh(self) -> None:
         """Forget the recording: the next question is answered about the model as it is now."""
         self._graph = None
+
+
+class _Handed(list[torch.Tensor]):
+    """A list that hands over what is added to it and holds nothing."""
+
+    def __init__(self, to: Callable[[list[Array]], None]) -> None:
+        self._to = to
+
+    def append(self, x: torch.Tensor) -> None:
+        """Hand ``x`` over."""
+        self._to([_as_array(x)])
+
+
+def _as_array(x: torch.Tensor) -> Array:
+    return np.asarray(x.float().cpu().numpy())
 
 
 def _holds(module: nn.Module, tensor: torch.Tensor | None) -> bool:

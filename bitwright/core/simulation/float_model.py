@@ -117,6 +117,10 @@ class Chain:
 Edit = SetParam | AddBias | Bypass | Clamp | Untie | Chain
 
 
+Seen = Callable[[str, range, list[Array]], None]
+"""Takes the name of a value, indices of batches, and the value in each run of them; see :meth:`FloatModel.walk`."""
+
+
 class FloatModel(Protocol):
     """Protocol of a float model that algorithms read and change."""
 
@@ -134,6 +138,18 @@ class FloatModel(Protocol):
 
     def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
         """Run the batches one by one; yield the named values of each, one array per run of their place."""
+
+    def walk(self, values: Sequence[str], batches: Sequence[Any], seen: Seen) -> None:
+        """Run the batches, and hand over each named value before it is read: what is edited then is in force behind it.
+
+        A front end hands over one batch at a time, all values of it in the order of the run; or one value of all batches at a
+        time, in the order of the graph. ``seen`` may set parameters that are read behind the value, and edit nothing else.
+
+        Args:
+            values: names, as for :meth:`capture`.
+            batches: data that can be read several times.
+            seen: ``seen(value, batches, arrays)``: indices of batches, and the arrays of the value in them, one for each run.
+        """
 
     def local(self, op: str) -> Callable[..., Array]:
         """One operator as a function of its activation inputs, with its parameters as they stand."""

@@ -19,6 +19,7 @@ from bitwright.core.simulation.float_model import (
     Chain,
     Clamp,
     Edit,
+    Seen,
     SetParam,
     Undo,
     Untie,
@@ -149,6 +150,13 @@ class OnnxView:
                 name: [_wide(part) for part in _iterations(array, axes)]
                 for name, array, axes in zip(values, arrays, leading, strict=True)
             }
+
+    def walk(self, values: Sequence[str], batches: Sequence[Any], seen: Seen) -> None:
+        """Run all batches for one value after the other, in the order of the graph; see ``FloatModel.walk``."""
+        order = {name: i for i, op in enumerate(self.graph().ops) for name in op.outputs}
+        for name in sorted(values, key=lambda name: order.get(name, -1)):
+            arrays = [array for found in self.capture([name], batches) for array in found[name]]
+            seen(name, range(len(batches)), arrays)
 
     def _check_value(self, name: str) -> None:
         if name not in self._read().value:
