@@ -4,9 +4,8 @@
 
 Both prune the same groups by the same scores, and fit the layers to the same 64 training images. The greedy search asks the
 metric (top-1 of 200 other training images) for every group at nine ratios, the default of AIMET, once for all targets. The
-exact choice measures the
-noise of every group once, and asks the metric of three choices per target at most. Top-1 is of 1,000 test images, nothing is
-trained. Needs the developer data set.
+exact choice measures the noise of every group once, and asks the metric of three choices per target at most. Top-1 is of 1,000
+test images, nothing is trained. Needs the developer data set.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from bitwright.compression.widths import WidthSpace
 from bitwright.methods.front_end import front_end_of
 from tests.support import data
 
-TARGETS = (0.75, 0.6, 0.5, 0.4)
+TARGETS = (0.75, 0.6, 0.5)
 RESULTS = measure.ROOT / "benchmarks" / "results" / "compression_choice.md"
 
 

@@ -114,14 +114,26 @@ def reconstruct(
     graph = pruned.graph()
     layers = [op for op in graph.ops if op.name in ops and op.name in original.ops and _matrix(graph, op) is not None]
     wanted = original.results([original.ops[op.name] for op in layers])
-    fits = []
-    for op in progress_bar(layers, "Reconstruct", progress):
-        left = ops[op.name]
-        rows = [(places, y if left is None else y[:, left]) for places, y in wanted[op.name]]
-        fit = _fit(pruned, graph, op, rows, original.batches, undos)
-        if fit is not None:
-            fits.append(fit)
-    return tuple(fits)
+    layers = [op for op in layers if not graph.values[str(op.inputs[0])].is_static]
+    fits: dict[str, Fit] = {}
+    count = len(original.batches)
+    # all batches are known before a layer is fitted, and it is fitted before the next is run: a single batch is run once
+    for group in progress_bar([layers] if count == 1 else [[op] for op in layers], "Reconstruct", progress):
+        readers: dict[str, list[_Reader]] = {}
+        for op in group:
+            readers.setdefault(str(op.inputs[0]), []).append(_Reader(pruned, graph, op, wanted[op.name], ops[op.name]))
+
+        def seen(
+            value: str, batches: range, runs: list[list[Array]], readers: dict[str, list[_Reader]] = readers
+        ) -> None:
+            for reader in readers[value]:
+                if reader.name not in fits:
+                    reader.add(batches, runs)
+                    if batches.stop == count:
+                        fits.update(reader.fit(undos))
+
+        pruned.walk(list(readers), original.batches, seen)
+    return tuple(fits[op.name] for op in layers if op.name in fits)
 
 
 def _matrix(graph: Graph, op: Op) -> tuple[str, str | None] | None:
@@ -151,42 +163,63 @@ def _rows(y: Array, channel: int, places: Array) -> Array:
     return moved.reshape(-1, moved.shape[-1])[places]
 
 
-def _fit(
-    view: Any, graph: Graph, op: Op, wanted: Sequence[tuple[Array, Array]], batches: Iterable[Any], undos: list[Undo]
-) -> Fit | None:
-    held = _matrix(graph, op)
-    assert held is not None
-    weight, bias = held
-    W = np.asarray(view.param(weight), np.float64)
-    b = None if bias is None else np.asarray(view.param(bias), np.float64)
-    source = str(op.inputs[0])
-    inputs = []
-    if graph.values[source].is_static:
-        return None
-    for (places, _), captured in zip(wanted, view.capture([source], batches), strict=False):
-        x = np.asarray(captured[source][0])
-        rows = _patches(x, W.shape, op.attrs, places) if op.type == "Conv" else x.reshape(-1, x.shape[-1])[places]
-        inputs.append(rows)
-    X = np.concatenate(inputs).astype(np.float64)
-    Y = np.concatenate([rows for _, rows in wanted]).astype(np.float64)
-    columns = op.type == "Conv" or bool(op.attrs.get("transB"))
-    V = W.reshape(len(W), -1).T if columns else W
-    if X.shape[1] != V.shape[0] or X.shape[1] > _MOST or len(X) < 8:
-        return None
-    ones = np.ones((len(X), 1))
-    A, V0 = (X, V) if b is None else (np.concatenate([X, ones], 1), np.concatenate([V, b[None]]))
-    judge = np.arange(len(X)) % _HELD_OUT == 0
-    new = least_squares(A[~judge], Y[~judge], V0)
-    before, after = (sqnr(Y[judge], A[judge] @ M) for M in (V0, new))
-    if not after > before:
-        return Fit(op.name, before, after, False)
-    new = least_squares(A, Y, V0)
-    V1 = new if b is None else new[:-1]
-    edits = [SetParam(weight, (V1.T.reshape(W.shape) if columns else V1).astype(np.float32))]
-    if b is not None and bias is not None:
-        edits.append(SetParam(bias, new[-1].astype(np.float32)))
-    undos.append(view.edit(edits))
-    return Fit(op.name, before, after, True)
+class _Reader:
+    """A layer that has lost inputs, and rows of what it is given.
+
+    Args:
+        view, graph: the pruned model.
+        op: the layer.
+        wanted: of each batch, positions and rows of its result in the original model.
+        left: outputs of the original that are left; ``None`` for all.
+    """
+
+    def __init__(
+        self, view: Any, graph: Graph, op: Op, wanted: Sequence[tuple[Array, Array]], left: Array | None
+    ) -> None:
+        held = _matrix(graph, op)
+        assert held is not None
+        self._view, self._op, self.name, (self._weight, self._bias) = view, op, op.name, held
+        self._wanted, self._left = wanted, left
+        self._W = np.asarray(view.param(self._weight), np.float64)
+        self._rows: dict[int, Array] = {}  # batch -> what it is given at the positions
+
+    def add(self, batches: range, runs: Sequence[Sequence[Array]]) -> None:
+        """Take in what it is given in the first run of each batch."""
+        for batch, arrays in zip(batches, runs, strict=True):
+            if arrays and batch not in self._rows:
+                x, places = np.asarray(arrays[0]), self._wanted[batch][0]
+                conv = self._op.type == "Conv"
+                rows = (
+                    _patches(x, self._W.shape, self._op.attrs, places) if conv else x.reshape(-1, x.shape[-1])[places]
+                )
+                self._rows[batch] = rows.astype(np.float64)
+
+    def fit(self, undos: list[Undo]) -> dict[str, Fit]:
+        """Fit the layer by what was taken in: its name and how it went; nothing where it cannot be fitted."""
+        W = self._W
+        b = None if self._bias is None else np.asarray(self._view.param(self._bias), np.float64)
+        columns = self._op.type == "Conv" or bool(self._op.attrs.get("transB"))
+        V = W.reshape(len(W), -1).T if columns else W
+        given, self._rows = self._rows, {}
+        if len(V) > _MOST or sum(map(len, given.values())) < 8 or any(x.shape[1] != len(V) for x in given.values()):
+            return {}
+        X = np.concatenate(list(given.values()))
+        Y = np.concatenate([self._wanted[batch][1] for batch in given]).astype(np.float64)
+        Y = Y if self._left is None else Y[:, self._left]
+        ones = np.ones((len(X), 1))
+        A, V0 = (X, V) if b is None else (np.concatenate([X, ones], 1), np.concatenate([V, b[None]]))
+        judge = np.arange(len(X)) % _HELD_OUT == 0
+        new = least_squares(A[~judge], Y[~judge], V0)
+        before, after = (sqnr(Y[judge], A[judge] @ M) for M in (V0, new))
+        if not after > before:
+            return {self.name: Fit(self.name, before, after, False)}
+        new = least_squares(A, Y, V0)
+        V1 = new if b is None else new[:-1]
+        edits = [SetParam(self._weight, (V1.T.reshape(W.shape) if columns else V1).astype(np.float32))]
+        if b is not None and self._bias is not None:
+            edits.append(SetParam(self._bias, new[-1].astype(np.float32)))
+        undos.append(self._view.edit(edits))
+        return {self.name: Fit(self.name, before, after, True)}
 
 
 def _patches(x: Array, shape: Sequence[int], attrs: Mapping[str, Any], places: Array) -> Array:
@@ -223,9 +256,9 @@ def estimate_batch_norms(
     for norm in moving:
         readers.setdefault(norm.source, []).append(norm)
 
-    def seen(value: str, batches: range, arrays: list[Array]) -> None:
+    def seen(value: str, batches: range, runs: list[list[Array]]) -> None:
         for norm in readers[value]:
-            norm.add(batches, arrays)
+            norm.add(batches, [x for arrays in runs for x in arrays])
 
     for walk in range(1, _WALKS + 1):
         pruned.walk(list(readers), original.batches, seen)

@@ -439,12 +439,12 @@ class TorchView:
 class _Handed(list[torch.Tensor]):
     """A list that hands over what is added to it and holds nothing."""
 
-    def __init__(self, to: Callable[[list[Array]], None]) -> None:
+    def __init__(self, to: Callable[[list[list[Array]]], None]) -> None:
         self._to = to
 
     def append(self, x: torch.Tensor) -> None:
         """Hand ``x`` over."""
-        self._to([_as_array(x)])
+        self._to([[_as_array(x)]])
 
 
 def _as_array(x: torch.Tensor) -> Array:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.compression.reconstruct import Original, estimate_batch_norms
+from bitwright.compression.reconstruct import Original, estimate_batch_norms, reconstruct
 from bitwright.onnx.model.view import OnnxView
 from bitwright.torch.view import TorchView
 
@@ -103,7 +103,7 @@ def moved(original: Net, changed: Net, form: str, batches: list[torch.Tensor]) -
     return found
 
 
-@pytest.mark.parametrize(("form", "parts"), [("torch", 1), ("torch", 64), ("onnx", 4)])
+@pytest.mark.parametrize(("form", "parts"), [("torch", 1), ("torch", 16), ("onnx", 4)])
 def test_norms_move_as_if_one_after_the_other(form: str, parts: int) -> None:
     """Exactly, where all data are known at once; near it, where they come in parts."""
     original, changed = pair(5)
@@ -119,12 +119,32 @@ def test_norms_move_as_if_one_after_the_other(form: str, parts: int) -> None:
 
 
 def test_runs_do_not_grow_with_the_depth() -> None:
-    runs = []
+    """Norms: every batch three times; layers that are fitted: a single batch once for all of them."""
+    runs, layers = [], []
     for depth in (2, 6):
         original, changed = pair(depth)
-        views = [TorchView(net, [DATA[:16]]) for net in (original, changed)]
-        norms = [op.name for op in views[1].graph().ops if op.type == "BatchNormalization"]
-        changed.runs = 0
-        estimate_batch_norms(Original(views[0], list(DATA.chunk(4))), views[1], dict.fromkeys(norms))
+        for parts in (4, 1):
+            views = [TorchView(net, [DATA[:16]]) for net in (original, changed)]
+            ops = views[1].graph().ops
+            norms = {op.name: None for op in ops if op.type == "BatchNormalization"}
+            convs = {op.name: None for op in ops if op.type == "Conv"}
+            whole = Original(views[0], list(DATA.chunk(parts)))
+            changed.runs = 0
+            estimate_batch_norms(whole, views[1], norms)
+            runs.append(changed.runs)
+        fits = reconstruct(whole, views[1], convs, progress=False)
         runs.append(changed.runs)
-    assert runs == [12, 12]  # four batches, three times
+        layers.append([fit.kept for fit in fits])
+    assert runs == [12, 1, 2] * 2 and layers == [[True] * 2, [True] * 6]
+
+
+def test_a_layer_is_fitted_behind_those_in_front_of_it() -> None:
+    """The rows that a layer is fitted to are those that it reads once the layers in front of it have been fitted."""
+    original, changed = pair(3)
+    whole, view = Original(TorchView(original, [DATA]), [DATA]), TorchView(changed, [DATA])
+    convs = [op.name for op in view.graph().ops if op.type == "Conv"]
+    at_once = copy.deepcopy(changed)
+    reconstruct(whole, TorchView(at_once, [DATA]), dict.fromkeys(convs), progress=False)
+    for name in convs:
+        reconstruct(whole, view, {name: None}, progress=False)
+    torch.testing.assert_close(at_once(DATA), changed(DATA))

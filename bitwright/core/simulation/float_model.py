@@ -117,8 +117,8 @@ class Chain:
 Edit = SetParam | AddBias | Bypass | Clamp | Untie | Chain
 
 
-Seen = Callable[[str, range, list[Array]], None]
-"""Takes the name of a value, indices of batches, and the value in each run of them; see :meth:`FloatModel.walk`."""
+Seen = Callable[[str, range, list[list[Array]]], None]
+"""Takes the name of a value, indices of batches, and for each the value in its runs; see :meth:`FloatModel.walk`."""
 
 
 class FloatModel(Protocol):
@@ -148,7 +148,7 @@ class FloatModel(Protocol):
         Args:
             values: names, as for :meth:`capture`.
             batches: data that can be read several times.
-            seen: ``seen(value, batches, arrays)``: indices of batches, and the arrays of the value in them, one for each run.
+            seen: ``seen(value, batches, runs)``: indices of batches, and for each the arrays of the value in its runs.
         """
 
     def local(self, op: str) -> Callable[..., Array]:

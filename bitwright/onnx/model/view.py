@@ -155,8 +155,7 @@ class OnnxView:
         """Run all batches for one value after the other, in the order of the graph; see ``FloatModel.walk``."""
         order = {name: i for i, op in enumerate(self.graph().ops) for name in op.outputs}
         for name in sorted(values, key=lambda name: order.get(name, -1)):
-            arrays = [array for found in self.capture([name], batches) for array in found[name]]
-            seen(name, range(len(batches)), arrays)
+            seen(name, range(len(batches)), [found[name] for found in self.capture([name], batches)])
 
     def _check_value(self, name: str) -> None:
         if name not in self._read().value:
