@@ -30,8 +30,12 @@ def compress_model(
     macs: Annotated[float | None, methods_option(help="Part of the multiplications that may be left, as 0.5.")] = None,
     params: Annotated[float | None, methods_option(help="Part of the parameters that may be left, as 0.5.")] = None,
     size: Annotated[
-        float | None,
-        methods_option("--bytes", help="Part of the bytes of the parameters that may be left; with prune."),
+        str | None,
+        methods_option("--bytes", help="Bytes of the parameters that may be left, as 0.5 or 300kB; with prune."),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        methods_option(help="Bytes of parameters and of activations at the peak, as 0.5 or 256KiB; with prune."),
     ] = None,
     ms: Annotated[
         float | None, methods_option(help="Part of the milliseconds in ONNX Runtime that may be left; with prune.")
@@ -57,6 +61,7 @@ def compress_model(
     \b
     Examples:
       bitwright compress model.onnx --data samples.npz --macs 0.5 --out small/
+      bitwright compress model.onnx --data samples.npz --memory 256KiB --macs 0.6 --out small/
       bitwright compress model.onnx --data photos/ --method svd --macs 0.75 --out small/
       bitwright compress model.onnx --data samples.npz --method svd --params 0.6 \\
           --metric accuracy --labels labels.npy --out small/
@@ -67,7 +72,7 @@ def compress_model(
         raise ConfigError(
             "--method", f"there is no method {method!r}{close_matches(method, _METHODS)}", f"use {', '.join(_METHODS)}"
         )  # fmt: skip
-    target = _target(method, {"macs": macs, "params": params, "bytes": size, "ms": ms}, count)
+    target = _target(method, {"macs": macs, "params": params, "bytes": size, "memory": memory, "ms": ms}, count)
     from bitwright.export.files.onnx_file import save_model
     from bitwright.onnx import load_model
     from bitwright.onnx.model.data import input_specs
@@ -100,13 +105,13 @@ def compress_model(
     write_json(json_file, report)
 
 
-def _target(method: str, given: dict[str, float | None], count: int | None) -> dict[str, float]:
+def _target(method: str, given: dict[str, float | str | None], count: int | None) -> dict[str, float | str]:
     """The targets that were given.
 
     Raises:
         ConfigError: the method takes none, or others.
     """
-    target = {name: part for name, part in given.items() if part is not None}
+    target = {name: _number(part) for name, part in given.items() if part is not None}
     if count is not None and method != "drop_blocks":
         raise ConfigError("--count", f"{method} takes no blocks out", "write --method drop_blocks, or --macs 0.5")
     if not target and count is None and method != "sparsify":
@@ -116,5 +121,13 @@ def _target(method: str, given: dict[str, float | None], count: int | None) -> d
         raise ConfigError("--macs", "zeros leave as many multiplications", "write --sparsity 0.5, or --method svd")
     if method in ("svd", "drop_blocks") and not target.keys() <= {"macs", "params"}:
         what = "low-rank factors are" if method == "svd" else "blocks are"
-        raise ConfigError("--bytes, --ms", f"{what} chosen by --macs and --params", "write --macs 0.5")
+        raise ConfigError("--bytes, --memory, --ms", f"{what} chosen by --macs and --params", "write --macs 0.5")
     return target
+
+
+def _number(part: float | str) -> float | str:
+    """A part as a number; bytes with a unit as they are."""
+    try:
+        return float(part)
+    except ValueError:
+        return part

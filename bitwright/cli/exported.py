@@ -268,7 +268,8 @@ def inspect(
     """
     bound = None
     if memory is not None:
-        from bitwright.precision.costs import memory_plan, parse_bytes
+        from bitwright.core.graph.cost import parse_bytes
+        from bitwright.precision.costs import memory_plan
 
         bound = parse_bytes(memory, "--memory")
     if costs:

@@ -17,6 +17,7 @@ from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, p
 from bitwright.compression.ratios import Chosen
 from bitwright.compression.reconstruct import Fit, Original, estimate_batch_norms, reconstruct
 from bitwright.compression.widths import few_batches, output_noise
+from bitwright.core.simulation.calibration import samples_in
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.methods.front_end import Structured, front_end_of
 from bitwright.metrics.labels import inputs_and_labels
@@ -107,7 +108,7 @@ class Compressed(Tabular):
 def compress(
     model: Any,
     data: Iterable[Any],
-    target: Mapping[str, float],
+    target: Mapping[str, float | str],
     *,
     metric: str | Mapping[str, Any] | Callable[[Any], float] | None = None,
     labels: Any = None,
@@ -138,7 +139,8 @@ def compress(
         model: a ``torch.nn.Module``, or an ONNX model as a path, a message or an ``onnx_ir`` model; left as it is.
         data: batches, as :func:`bitwright.quantize` takes them; the first checks the cut, all of them serve reconstruction.
         target: cost -> the part of it that may be left, ``{"macs": 0.5}``, or several that are met together: ``macs``,
-            ``params``, ``bytes``, ``activation_bytes`` at the peak, ``memory`` (both), ``ms`` in ONNX Runtime on one thread.
+            ``params``, ``bytes``, ``activation_bytes`` at the peak, ``memory`` (both), ``ms`` in ONNX Runtime on one thread. What
+            is counted in bytes may be given in bytes, ``{"memory": "256KiB"}``; activations are those of one sample.
             Milliseconds are estimated from those of every operator and measured after the cut, which is repeated where they were
             missed.
         metric: a name of :data:`bitwright.metrics.metric.NAMED` or ``{name: options}``, an object of torchmetrics, or
@@ -241,25 +243,28 @@ class _Job:
     def _opened(self, in_place: bool) -> Structured:
         return front_end_of(self.model).structured(self.model, self.batches[0], self.providers, in_place)
 
-    def within_ms(self, target: Mapping[str, float]) -> Compressed:
+    def within_ms(self, target: Mapping[str, float | str]) -> Compressed:
         """Cut, measure, and cut anew by what was missed."""
         model = os.fspath(self.model) if isinstance(self.model, os.PathLike) else self.model
         example, asked = self.batches[0], dict(target)
+        wanted = part = float(target["ms"])
         times = operator_times(model, self._opened(False).graph(), example)
         for last in (*[False] * (_TIMED - 1), True):
             result = self.pruned(asked, times)
             ms = compare_ms({"before": model, "after": result.model}, example)
-            missed = ms["after"] / ms["before"] / target["ms"]
+            missed = ms["after"] / ms["before"] / wanted
             if missed <= 1 or last:
                 break
-            asked["ms"] /= missed
+            part /= missed
+            asked["ms"] = part
         return replace(result, before={**result.before, "ms": ms["before"]}, after={**result.after, "ms": ms["after"]})
 
-    def pruned(self, target: Mapping[str, float], times: Mapping[str, float] | None = None) -> Compressed:
+    def pruned(self, target: Mapping[str, float | str], times: Mapping[str, float] | None = None) -> Compressed:
         """Prune the model, and fit what is left to the original."""
         original, batches = self.original, self.batches
         structure = self._opened(self.in_place)
-        prices, judged = Prices(structure.graph(), set(target) - {"ms"}), few_batches(batches)
+        samples = max(samples_in(batches[0]), 1)
+        prices, judged = Prices(structure.graph(), set(target) - {"ms"}, None, samples), few_batches(batches)
         wanted = [structure.outputs(batch) for batch in judged]
         score = self.search.metric
         if isinstance(score, Scorer):

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from bitwright.core.graph.cost import lifetimes, multiplications, size
+from bitwright.core.graph.cost import as_bound, counts_bytes, lifetimes, multiplications, size
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.methods.front_end import front_end_of
@@ -119,21 +119,36 @@ def check_cost(name: str) -> str:
     return name
 
 
-def check_target(target: Mapping[str, float]) -> dict[str, float]:
-    """Cost -> the part of it that may be left; ``target`` itself.
+def check_target(target: Mapping[str, float | str]) -> dict[str, float | str]:
+    """Cost -> the part of it that may be left; or bytes of it, as a text with a unit or a number above 1. ``target`` itself.
 
     Raises:
-        ConfigError: it is empty, names an unknown cost, or a part is not above 0 and 1 at most.
+        ConfigError: it is empty, names an unknown cost, a part is not above 0 and 1 at most, or a text is no number of bytes.
     """
     if not target:
         raise ConfigError("target", "it names no cost", 'write target={"macs": 0.5} for half of the multiplications')
     for name, part in target.items():
         check_cost(name)
-        if not isinstance(part, (int, float)) or isinstance(part, bool) or not 0 < part <= 1:
+        number = isinstance(part, (int, float)) and not isinstance(part, bool)
+        bound = as_bound(name, part, "target") if number or isinstance(part, str) else math.nan
+        if not 0 < bound < math.inf or (bound > 1 and not counts_bytes(name)):
+            other = f', {{"{name}": "256KiB"}} for so many bytes' if counts_bytes(name) else ""
             raise ConfigError(
-                "target", f"{part!r} of the {name} is not a part between 0 and 1", 'write target={"macs": 0.5} for half'
+                "target",
+                f"{part!r} of the {name} is not a part between 0 and 1",
+                f'write target={{"{name}": 0.5}} for half{other}',
             )
     return dict(target)
+
+
+def nearest_part(name: str, least: float, whole: float) -> str:
+    """The smallest target of a cost that can be met, for messages; rounded up, so that it can be asked for.
+
+    >>> nearest_part("macs", 300.0, 1000.0), nearest_part("memory", 300.0, 1000.0)
+    ('0.300', '0.300 (300 bytes)')
+    """
+    part = f"{math.ceil(least / whole * 1000 - 1e-9) / 1000:.3f}"
+    return f"{part} ({math.ceil(least):,} bytes)" if counts_bytes(name) else part
 
 
 def parts_left(before: Mapping[str, float], after: Mapping[str, float]) -> str:
@@ -173,10 +188,13 @@ class Prices:
         names: costs that are wanted beside ``macs``, ``params`` and ``bytes``.
         times: operator -> milliseconds, for ``ms``: an operator takes as much less as it multiplies less, or where it does not
             multiply, as it makes less.
+        samples: in the recorded run; ``activation_bytes`` and ``memory`` are of one sample.
     """
 
-    def __init__(self, graph: Graph, names: Iterable[str] = (), times: Mapping[str, float] | None = None) -> None:
-        self._names = set(names)
+    def __init__(
+        self, graph: Graph, names: Iterable[str] = (), times: Mapping[str, float] | None = None, samples: int = 1
+    ) -> None:
+        self._names, self._samples = set(names), samples
         self._ms = {op.name: (times or {}).get(op.name, 0.0) / max(_work(graph, op), 1.0) for op in graph.ops}
         self.whole = self(graph)
 
@@ -184,12 +202,17 @@ class Prices:
         """The costs of a graph with the operators of the whole model."""
         found = size_costs(graph)
         if self._names & {"activation_bytes", "memory"}:
-            kept = graph_costs(graph)["activation_bytes"]
+            kept = graph_costs(graph)["activation_bytes"] / self._samples
             more = {"activation_bytes": kept, "memory": found["bytes"] + kept}
             found |= {name: more[name] for name in more if name in self._names}
         if "ms" in self._names:
             found["ms"] = sum(_work(graph, op) * self._ms[op.name] for op in graph.ops)
         return found
+
+    def parts(self, target: Mapping[str, float | str]) -> dict[str, float]:
+        """A target in parts of the whole, bytes too; 1 where the whole is within it. Parts of ``ms`` stay as they are."""
+        bounds = {name: as_bound(name, asked, "target") for name, asked in target.items()}
+        return {n: min(b / self.whole[n], 1.0) if b > 1 or isinstance(target[n], str) else b for n, b in bounds.items()}
 
     def left(self, graph: Graph) -> dict[str, float]:
         """In parts of the whole."""

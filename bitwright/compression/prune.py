@@ -11,12 +11,14 @@ from typing import Any, Literal
 import numpy as np
 
 from bitwright.compression.checks import checked_dependencies, difference, masked_outputs
-from bitwright.compression.costs import Prices, check_target
+from bitwright.compression.costs import Prices, check_target, nearest_part
 from bitwright.compression.groups import Dependencies, Group, Refusal
 from bitwright.compression.importance import Evidence, comparable, criterion, mean_squares
 from bitwright.compression.ratios import Chosen, Record, choose
 from bitwright.compression.reconstruct import Original
 from bitwright.compression.widths import WidthSpace, counts_of, cut_graph, few_batches, lost
+from bitwright.core.graph.cost import counts_bytes
+from bitwright.core.simulation.calibration import samples_in
 from bitwright.core.simulation.float_model import Array
 from bitwright.errors import ConfigError, ModelError, close_matches, first_few
 from bitwright.methods.front_end import Structured
@@ -185,12 +187,16 @@ class Selector:
         least = self.left(most)
         missed = {name: part for name, part in target.items() if least[name] > part}
         if missed:
-            name, part = next(iter(missed.items()))
+            name, part = max(missed.items(), key=lambda item: least[item[0]] / item[1])
+            whole = self.prices.whole[name]
+            asked = nearest_part(name, part * whole, whole) if counts_bytes(name) else f"{part:g}"
+            nearest = nearest_part(name, least[name] * whole, whole)
+            also = f" (also missed: {', '.join(n for n in missed if n != name)})" if len(missed) > 1 else ""
             blocked = first_few([str(r) for r in self.found.refused])
             raise ConfigError(
-                "target", f"{part:g} of the {name} cannot be met: with cap={self.cap:g} the least is {least[name]:.3f}; "
+                "target", f"{asked} of the {name} cannot be met{also}: with cap={self.cap:g} the least is {nearest}; "
                 f"not touched: {blocked}",
-                f'use target={{"{name}": {math.ceil(least[name] * 1000) / 1000:g}}}, a larger cap, or averaged=True',
+                f'use target={{"{name}": {nearest.split()[0]}}}, a larger cap, or averaged=True',
             )  # fmt: skip
         low, high, best = 0.0, 1.0, most
         for _ in range(_BISECTIONS):
@@ -319,7 +325,7 @@ class Search:
 def prune(
     structure: Structured,
     batches: Sequence[Any],
-    target: Mapping[str, float],
+    target: Mapping[str, float | str],
     options: PruneOptions = PruneOptions(),  # noqa: B008
     search: Search = Search(),  # noqa: B008
     gradients: Callable[[Sequence[str]], Mapping[str, Array]] | None = None,
@@ -329,7 +335,7 @@ def prune(
     Args:
         structure: the model, changed in place; as it was where an error is raised.
         batches: data; the first one checks the cut.
-        target: cost -> the part of it that may be left.
+        target: cost -> the part of it that may be left, or bytes.
         options: how units are chosen.
         search: how the exact choice is made, for ``ranking="exact"``.
         gradients: parameters -> gradients of a loss, for ``importance="taylor"``.
@@ -338,7 +344,7 @@ def prune(
         ConfigError: a target or an option that cannot be met; nothing can be removed, with the layers and the reasons.
         ModelError: the cut model does not compute what the whole one does with the same channels at zero.
     """
-    target, score, widths = check_target(target), criterion(options.importance), options.kernels
+    wanted, score, widths = check_target(target), criterion(options.importance), options.kernels
     found = checked_dependencies(
         structure, batches[0], inner=options.inner, averaged=options.averaged, narrow_inputs=options.narrow_inputs
     )
@@ -347,14 +353,16 @@ def prune(
         raise _nothing(found)
     evidence = _evidence(structure, found, groups, batches, options, gradients)
     scores = {g.name: np.asarray(score(g, evidence)) for g in groups}
+    prices = Prices(found.graph, wanted, search.times, max(samples_in(batches[0]), 1))
+    parts = prices.parts(wanted)
     selector = Selector(
-        found, Prices(found.graph, target, search.times), groups, scores, cap=options.cap, widths=widths,
+        found, prices, groups, scores, cap=options.cap, widths=widths,
         ranking=options.ranking, alike=structure.one_configuration() if options.alike is None else options.alike,
     )  # fmt: skip
-    choice, chosen = selector.choose(target), None
+    choice, chosen = selector.choose(parts), None
     if options.ranking == "exact":
-        chosen, removed = _exact(structure, selector, batches, target, choice, search, options)
-        removed = selector.refilled(removed, target)
+        chosen, removed = _exact(structure, selector, batches, parts, choice, search, options)
+        removed = selector.refilled(removed, parts)
         choice = Choice(removed, selector.left(removed))
     removed = dict(choice.removed)
     cut = found.cut(removed)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.compression.costs import check_cost, check_target
+from bitwright.compression.costs import check_cost, check_target, nearest_part
 from bitwright.core.files import read_document
 from bitwright.core.simulation.float_model import Undo
 from bitwright.errors import CalibrationError, ConfigError
@@ -196,13 +196,13 @@ def bounds_of(space: Space, target: Mapping[str, float]) -> dict[str, float]:
         smallest = [min(range(len(p.options)), key=lambda k, p=p: p.options[k].costs[name]) for p in space.parts]  # type: ignore[misc]
         least = space.costs_of(smallest)[name]
         if least > whole[name] * ratio * (1 + 1e-9):
-            nearest = math.ceil(least / whole[name] * 1000) / 1000
+            nearest = nearest_part(name, least, whole[name])
             share = space.fixed[name] / whole[name]
             raise ConfigError(
                 "target",
-                f"{ratio:g} of the {name} cannot be met: the nearest that can is {nearest:.3f}"
+                f"{ratio:g} of the {name} cannot be met: the nearest that can is {nearest}"
                 + (f", as {share:.1%} are in what cannot be made smaller" if share > 0.005 else ""),
-                f"ask for {nearest:.3f} or more, give smaller ratios to choose from, or compress more layers",
+                f"ask for {nearest} or more, give smaller ratios to choose from, or compress more layers",
             )
     return {name: whole[name] * ratio for name, ratio in target.items()}
 

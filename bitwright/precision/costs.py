@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import platform
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -312,24 +311,6 @@ def _stored_activations(graph: Graph, chains: Sequence[Match]) -> dict[str, rang
         for value, span in lifetimes(graph).items()
         if value not in inner
     }
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def parse_bytes(text: str, argument: str = "memory") -> int:
-    """A number of bytes with a unit.
-
-    >>> parse_bytes("512KiB"), parse_bytes("1.5 MB")
-    (524288, 1500000)
-
-    Raises:
-        ConfigError: it is none.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].lower() not in _UNITS or float(found[1]) == 0:
-        raise ConfigError(argument, f"{text!r} is no number of bytes", "write 512KiB, 2MiB, 600kB or 524288")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def _needed(table: Floats, fixed: Floats) -> tuple[Floats, Floats]:

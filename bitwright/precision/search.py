@@ -19,6 +19,7 @@ import numpy as np
 
 from bitwright.analysis.subject import Subject, listed, open_subject
 from bitwright.core.files import read_document
+from bitwright.core.graph.cost import as_bound
 from bitwright.core.numerics.spec import Preset
 from bitwright.errors import ConfigError, checks_arguments, with_article
 from bitwright.export.files.atomic import write_json
@@ -39,7 +40,7 @@ from bitwright.precision.candidates import (
     without,
 )
 from bitwright.precision.choice import Choice, Correction, Cost, Interactions, Knapsack, told
-from bitwright.precision.costs import Bits, all_costs, parse_bytes
+from bitwright.precision.costs import Bits, all_costs
 from bitwright.precision.measure import Metric, Noise, Score, one_sided
 from bitwright.precision.prepared import PreparedPrecisions, noise_table
 from bitwright.precision.result import Book, Goal, MixedPrecision, Point, Seen, alone, confirmed, decibel
@@ -517,7 +518,7 @@ class Explorer:
             all_costs(Bits(self._subject.sim, self.groups, self.candidates, {}), {}, self._times, [cost, *given])
         found: dict[str, float] = {}
         for name, asked in given.items():
-            known, most = self.costs[name], _number(name, asked)
+            known, most = self.costs[name], as_bound(name, asked, "budget")
             dearest = known.of([max(g.candidates, key=lambda c: sum(self.candidates[c].bits)) for g in self.groups])
             bound = most * dearest if most <= 1 else most
             self._check_room(name, bound, dearest, found)
@@ -688,15 +689,6 @@ class Explorer:
             return names[0]
         counts = {name: names.count(name) for name in dict.fromkeys(c.name for c in self.candidates)}
         return " ".join(f"{n}x{name}" for name, n in counts.items() if n)
-
-
-def _number(cost: str, asked: float | str) -> float:
-    """A bound as a number; bytes may be written with their unit."""
-    if not isinstance(asked, str):
-        return float(asked)
-    if not cost.endswith("bytes") and cost != "memory":
-        raise ConfigError("budget", f"{asked!r} of {cost} is no number", f"write a number: {{{cost!r}: 0.5}}")
-    return float(parse_bytes(asked, "budget"))
 
 
 def _up(value: float, digits: int = 6) -> float:

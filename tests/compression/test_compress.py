@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import tempfile
@@ -179,7 +180,35 @@ def test_several_targets_at_once(net: Net, form: str, tmp_path: Path) -> None:
     assert 0 < result.after["ms"] < 2 * result.before["ms"]
 
 
+def test_bytes_are_met_and_the_nearest_that_can_be_is_named(net: Net) -> None:
+    """A bound in bytes is met together with others, for one sample whatever the batch; what the message names can be met."""
+
+    def pruned(data: list[Any], **target: Any) -> Any:
+        return bitwright.compress(
+            net, data, target, widths=1, ranking="uniform", reconstruction=False, batch_norms=False, progress=False
+        )
+
+    found = pruned(DATA, memory="12KiB", params=0.9)
+    assert found.after["memory"] <= 12 * 1024 < found.before["memory"]
+    assert found.after["params"] <= 0.9 * found.before["params"]
+    alone = pruned([x[:1] for x in DATA], memory=12 * 1024)
+    assert alone.before == {**found.before, "macs": found.before["macs"] / 8} and alone.after["memory"] <= 12 * 1024
+    assert pruned(DATA, memory="1MB", macs=0.8).after["macs"] > 0.6 * found.before["macs"]  # it fits as it is
+    with pytest.raises(ConfigError, match=r"2,000 bytes\) of the memory cannot be met: .*least is 0\.\d+ \(") as raised:
+        pruned(DATA, memory="2kB", params=0.9)
+    least = int(re.search(r"least is \S+ \(([\d,]+) bytes", str(raised.value))[1].replace(",", ""))  # type: ignore[index]
+    assert pruned(DATA, memory=f"{least}").after["memory"] == least
+    with pytest.raises(ConfigError, match=r"macs cannot be met \(also missed: memory\)"):
+        pruned(DATA, memory="2kB", macs=0.0001)
+
+
 def test_bad_input(net: Net) -> None:
+    with pytest.raises(ConfigError, match="'64KiB' of macs is no number"):
+        bitwright.compress(net, DATA, {"macs": "64KiB"})
+    with pytest.raises(ConfigError, match="'64 apples' is no number of bytes"):
+        bitwright.compress(net, DATA, {"memory": "64 apples"})
+    with pytest.raises(ConfigError, match=r'-1 of the memory is not a part between 0 and 1.*"256KiB"'):
+        bitwright.compress(net, DATA, {"memory": -1})
     with pytest.raises(ConfigError, match=r"0.01 of the macs cannot be met: with cap=0.5 the least is 0\.\d+.*macs"):
         bitwright.compress(net, DATA, {"macs": 0.01}, cap=0.5)
     with pytest.raises(ConfigError, match="no cost 'mac'"):

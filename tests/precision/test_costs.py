@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import bitwright.onnx
 from bitwright import ConfigError
 from bitwright.cli.app import app
-from bitwright.precision.costs import memory_plan, parse_bytes
+from bitwright.core.graph.cost import parse_bytes
+from bitwright.precision.costs import memory_plan
 
 
 def residual(path: Path) -> Path:

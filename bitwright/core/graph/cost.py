@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS, op_row
+from bitwright.errors import ConfigError
 
 
 def size(graph: Graph, value: str) -> float:
@@ -181,3 +183,42 @@ class Layouts:
 
 def _in_any_layout(op: Op) -> bool:
     return op.type in _ANY_LAYOUT or op_row(op.type).kind in ("pointwise", "merge")
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str, argument: str = "memory") -> int:
+    """A number of bytes with a unit.
+
+    >>> parse_bytes("512KiB"), parse_bytes("1.5 MB")
+    (524288, 1500000)
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNITS or float(found[1]) == 0:
+        raise ConfigError(argument, f"{text!r} is no number of bytes", "write 512KiB, 2MiB, 600kB or 524288")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def counts_bytes(cost: str) -> bool:
+    """Whether a cost of that name is a number of bytes."""
+    return cost.endswith("bytes") or cost == "memory"
+
+
+def as_bound(cost: str, asked: float | str, argument: str) -> float:
+    """A bound on a cost as a number: bytes may be written with their unit.
+
+    >>> as_bound("memory", "2kB", "budget"), as_bound("macs", 0.5, "target")
+    (2000.0, 0.5)
+
+    Raises:
+        ConfigError: it is no number, nor bytes of a cost that is counted in bytes.
+    """
+    if not isinstance(asked, str):
+        return float(asked)
+    if not counts_bytes(cost):
+        raise ConfigError(argument, f"{asked!r} of {cost} is no number", f"write a number: {{{cost!r}: 0.5}}")
+    return float(parse_bytes(asked, argument))
