@@ -1,11 +1,12 @@
-"""Weights set to zero: by magnitude, by what they multiply (Wanda), or with the others making up for them (SparseGPT).
+"""Weights set to zero: by magnitude, by what they multiply (Wanda), with the others making up for them (SparseGPT), or by what
+training did to them (movement).
 
 A weight is a matrix ``W [O, K]`` of what each output multiplies; patterns of zeros run along ``K``:
 
 ============== ==============================================================================
 pattern        zeros
 ============== ==============================================================================
-unstructured   the least scores: of the layer (magnitude), of each output (Wanda), of blocks of columns (SparseGPT)
+unstructured   the least scores: of the layer (magnitude, movement), of each output (Wanda), of blocks of columns (SparseGPT)
 ``n:m``        all but ``n`` of every ``m`` neighbours; ``2:4`` is what sparse tensor cores of GPUs read
 ``RxC``        whole blocks of ``R`` outputs and ``C`` inputs
 ============== ==============================================================================
@@ -137,6 +138,7 @@ class SparseLayer:
         self.op, self.port, self.param, self.weight = op, port, param, weight
         self.name, self.source = _name(op, port), str(op.inputs[0])
         self.moments: Array | None = None
+        self.scores: Array | None = None  # what its weights are worth, where the caller says so
 
     def matrix(self, weight: Array) -> Array:
         """``[O, K]``."""
@@ -173,6 +175,11 @@ def _magnitude(layer: SparseLayer, sparsity: float, pattern: Pattern) -> Array:
     return W * mask_of(np.abs(W), sparsity, pattern)
 
 
+def _movement(layer: SparseLayer, sparsity: float, pattern: Pattern) -> Array:
+    assert layer.scores is not None
+    return layer.matrix(layer.weight) * mask_of(layer.matrix(layer.scores), sparsity, pattern)
+
+
 def _wanda(layer: SparseLayer, sparsity: float, pattern: Pattern) -> Array:
     W = layer.matrix(layer.weight)
     assert layer.moments is not None
@@ -202,6 +209,9 @@ class Method:
 METHODS: dict[str, Method] = {
     "magnitude": Method("the smallest weights", _magnitude, reads=False),
     "wanda": Method("the smallest products of weight and norm of input (arXiv:2306.11695)", _wanda),
+    "movement": Method(
+        "the weights that training moves towards zero, or least away from it (arXiv:2005.07683)", _movement, reads=False
+    ),
     "sparsegpt": Method("column by column, the others make up for it (arXiv:2301.00774)", _sparse_gpt),
 }
 
@@ -312,6 +322,7 @@ def sparsify_model(
     pattern: str = "unstructured",
     method: str = "wanda",
     permute: bool = False,
+    scores: Mapping[str, Any] | None = None,
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     providers: Any = None,
@@ -324,13 +335,15 @@ def sparsify_model(
 
     Args:
         model: a module, or a loaded ONNX model; changed in place.
-        data: batches (feeds) of real inputs; ``magnitude`` reads the first only.
+        data: batches (feeds) of real inputs; ``magnitude`` and ``movement`` read the first only.
         dummy_input: the example input; the first batch by default.
         sparsity: share of zeros of every weight; ``n:m`` has its own.
         pattern: ``unstructured``, ``n:m`` as in ``2:4``, or blocks ``RxC`` of outputs and inputs as in ``4x1``.
-        method: ``magnitude``, ``wanda``, or ``sparsegpt``, which moves the other weights and needs torch.
+        method: ``magnitude``, ``wanda``, ``sparsegpt``, which moves the other weights and needs torch, or ``movement``.
         permute: put channels into another order first, so that ``n:m`` keeps larger weights; the model computes the same
             (:mod:`bitwright.compression.permute`). :meth:`SparsityReport.undo` leaves the order as it is.
+        scores: for ``movement``: parameter -> what each of its numbers is worth, of its shape, as
+            :class:`bitwright.compression.training.MovementScores` has them.
         include, exclude: names of layers.
         providers: where ONNX Runtime computes.
         progress: show progress bars on a terminal.
@@ -340,7 +353,8 @@ def sparsify_model(
         keeps zeros zero in training. The change of an ONNX model is final.
 
     Raises:
-        ConfigError: an unknown method, pattern or layer; a sparsity that is none; blocks with ``sparsegpt``.
+        ConfigError: an unknown method, pattern or layer; a sparsity that is none; blocks with ``sparsegpt``; scores with
+            another method, none with ``movement``, or of another shape.
         CalibrationError: no data, or an input that is NaN or infinite.
     """
     batches, wanted = list(data), Pattern.of(pattern)
@@ -354,9 +368,18 @@ def sparsify_model(
         raise ConfigError("pattern", f"sparsegpt has no blocks {pattern}", "use magnitude or wanda")
     if not batches:
         raise CalibrationError("sparsify_model", "the data held no batch", "give some batches of real data")
-    if permute and not wanted.every:
+    if (method == "movement") != (scores is not None):
+        problem = "movement needs what training has found" if scores is None else f"{method} computes its own"
         raise ConfigError(
-            "permute", f"the order of channels does not matter for {pattern}", "use a pattern n:m as in 2:4"
+            "scores", problem, "write method='movement', scores=MovementScores(model).scores after training"
+        )
+    if permute and (not wanted.every or scores is not None):
+        raise ConfigError(
+            "permute",
+            "scores are of the order that the channels have"
+            if wanted.every
+            else f"the order of channels does not matter for {pattern}",
+            "leave permute out" if wanted.every else "use a pattern n:m as in 2:4",
         )
     example = batches[0] if dummy_input is None else dummy_input
     reordered: tuple[Reordered, ...] = ()
@@ -368,6 +391,8 @@ def sparsify_model(
     view, row = opened.view, METHODS[method]
     layers, refused = find_sparse_layers(view, row.reads)
     layers = _chosen(layers, refused, include, exclude)
+    if scores is not None:
+        layers = _scored(layers, scores, refused)
     if row.reads and layers:
         measure_inputs(view, layers, batches)
     rows, masks, edits = [], {}, []
@@ -383,6 +408,33 @@ def sparsify_model(
     report = SparsityReport(tuple(rows), refused, masks, reordered, [view.edit(edits)])
     opened.finish(report)
     return report
+
+
+def _scored(layers: Sequence[SparseLayer], scores: Mapping[str, Any], refused: dict[str, str]) -> list[SparseLayer]:
+    """The layers whose weights have scores.
+
+    Raises:
+        ConfigError: scores of another shape than the weight, or with NaN; of no layer.
+    """
+    for layer in layers:
+        if layer.param not in scores:
+            refused[layer.name] = "its weight has no scores: no gradient reached it"
+            continue
+        found = scores[layer.param]
+        layer.scores = np.asarray(found.detach().cpu() if hasattr(found, "detach") else found, np.float64)
+        if layer.scores.shape != layer.weight.shape or np.isnan(layer.scores).any():
+            problem = (
+                "they hold NaN"
+                if layer.scores.shape == layer.weight.shape
+                else (f"they have shape {list(layer.scores.shape)}, the weight {list(layer.weight.shape)}")
+            )
+            raise ConfigError(f"scores of {layer.param}", problem, "give those that training of this model has found")
+    kept = [layer for layer in layers if layer.scores is not None]
+    if not kept:
+        raise ConfigError(
+            "scores", "they are of none of the weights", "give those that training of this model has found"
+        )
+    return kept
 
 
 def _chosen(

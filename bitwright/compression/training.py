@@ -86,6 +86,50 @@ class TrainingPruner:
             _renew_in(optimizer, cut, new)
 
 
+class MovementScores:
+    """What training does to each weight: its movement away from zero, summed over steps (Sanh et al. 2020, arXiv:2005.07683).
+
+    The score of a weight is ``-sum(w * dL/dw)``: positive where steps of the optimizer make it larger in magnitude. Given to
+    ``sparsify_model(method="movement", scores=...)``, weights that a fine-tune draws to zero go first, however large they are.
+
+    Args:
+        model: the module that is trained, left as it is.
+
+    Attributes:
+        scores: parameter -> tensor of its shape; of those that a gradient has reached.
+
+    Raises:
+        ConfigError: no parameter is trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1}
+        if not self._trained:
+            raise ConfigError("MovementScores", "no weight of the model is trained", "set requires_grad of its weights")
+        self.scores: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Count the gradients as they stand: call it after ``backward()`` and before the step of the optimizer.
+
+        Raises:
+            CalibrationError: no parameter has a gradient, or one is NaN or infinite.
+        """
+        moved = {name: -(p * p.grad).float() for name, p in self._trained.items() if p.grad is not None}
+        if not moved:
+            raise CalibrationError(
+                "MovementScores", "no weight has a gradient", "call step() after loss.backward() and before zero_grad()"
+            )
+        for name, by in moved.items():
+            if not bool(torch.isfinite(by).all()):
+                raise CalibrationError(
+                    name,
+                    "its gradient is NaN or infinite",
+                    "skip the step, as a gradient scaler does, or lower the rate",
+                )
+            self.scores[name] = self.scores[name] + by if name in self.scores else by
+
+
 def _renew_in(
     optimizer: torch.optim.Optimizer, old: Mapping[int, torch.Tensor], new: Mapping[int, nn.Parameter]
 ) -> None:

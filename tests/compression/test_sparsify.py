@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bitwright.compression.sparsify import Pattern, mask_of, sparse_gpt, sparsify_model, wanda_scores
+from bitwright.compression.training import MovementScores
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.onnx import load_model
 from bitwright.torch import QuantizationSimModel, apply_gptq, keep_masks
@@ -176,3 +177,61 @@ def test_layers_may_be_named_by_an_iterator(net):
     first = sparsify_model(work, [x], method="magnitude", progress=False).rows[0].layer
     report = sparsify_model(copy.deepcopy(model), [x], method="magnitude", include=iter([first]), progress=False)
     assert [row.layer for row in report.rows] == [first]
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4"])
+def test_movement_keeps_what_training_needs_and_magnitude_does_not(pattern: str) -> None:
+    """Large weights that a fine-tune draws to zero go, small ones that it makes larger stay: the loss reaches zero again."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 8)
+    needed = torch.tensor([0.0, 0, 1, 1, 0, 0, 1, 1])
+    found = {}
+    for method in ("movement", "magnitude"):
+        net = nn.Sequential(nn.Linear(8, 4, bias=False))
+        with torch.no_grad():
+            net[0].weight.copy_(3 * (1 - needed) + 0.1 * needed + 0.01 * torch.randn(4, 8))
+        optimizer, moved = torch.optim.SGD(net.parameters(), 0.05), MovementScores(net)
+
+        def train(steps: int, net=net, optimizer=optimizer, moved=moved) -> float:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                loss = (net(x) - (x @ needed)[:, None]).square().mean()
+                loss.backward()
+                moved.step()
+                optimizer.step()
+            return float(loss.detach())
+
+        train(5)
+        old, new = (net[0].weight[:, needed == k].abs() for k in (0, 1))
+        assert float(old.detach().min()) > float(new.detach().max())  # magnitude still tells the task of before
+        scores = {"scores": moved.scores} if method == "movement" else {}
+        report = sparsify_model(net, [x], method=method, pattern=pattern, progress=False, **scores)
+        keep_masks(net, report.masks)
+        found[method] = train(600)
+        assert report.masks["0.weight"].mean() == 0.5
+    assert found["movement"] < 1e-6 < 1 < found["magnitude"]
+
+
+def test_scores_that_do_not_fit_are_refused() -> None:
+    net, x = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), torch.randn(4, 8)
+    with pytest.raises(CalibrationError, match=r"no weight has a gradient.*after loss.backward"):
+        MovementScores(net).step()
+    with pytest.raises(ConfigError, match="no weight of the model is trained"):
+        MovementScores(nn.ReLU())
+    net(x * float("nan")).sum().backward()
+    with pytest.raises(CalibrationError, match="0.weight: its gradient is NaN or infinite"):
+        MovementScores(net).step()
+    for scores, message in (
+        (None, "movement needs what training has found"),
+        ({"0.weight": np.ones((3, 8))}, r"shape \[3, 8\], the weight \[4, 8\]"),
+        ({"0.weight": np.full((4, 8), np.nan)}, "they hold NaN"),
+        ({"9.weight": np.ones((4, 8))}, "of none of the weights"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sparsify_model(net, [x], method="movement", scores=scores, progress=False)
+    with pytest.raises(ConfigError, match="wanda computes its own"):
+        sparsify_model(net, [x], scores={}, progress=False)
+    with pytest.raises(ConfigError, match="scores are of the order that the channels have"):
+        sparsify_model(net, [x], method="movement", scores={}, pattern="2:4", permute=True, progress=False)
+    report = sparsify_model(net, [x], method="movement", scores={"0.weight": torch.randn(4, 8)}, progress=False)
+    assert report.refused == {"1": "its weight has no scores: no gradient reached it"}
