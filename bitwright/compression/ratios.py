@@ -3,8 +3,8 @@
 A :class:`Space` has parts (a layer, a group of channels), each with options: left as it is, or smaller. Every option has
 costs, which add up, and the error that it makes where it stands.
 
-:func:`choose`: one option of every part is tried alone and the noise that it makes in the *outputs* is measured (not the metric);
-the other options of the part are taken to make as much more or less as their own errors are larger or smaller. The
+:func:`choose`: two options of every part are tried alone and the noise that they make in the *outputs* is measured (not the
+metric); the other options of the part follow from their own errors on a curve through both (:class:`Curve`). The
 choice of least noise within the target is then found exactly (:class:`bitwright.precision.choice.Knapsack`), carried out and
 measured; factors that explain the difference are fitted (:class:`~bitwright.precision.choice.Correction`), and the choice is made
 again, until it stays the same. A metric, where there is one, is asked of the best choices only.
@@ -135,7 +135,7 @@ class Chosen:
     Attributes:
         best: the choice.
         tried: all that were measured.
-        sensitivity: part -> noise of the option that was tried alone.
+        sensitivity: part -> noise of the outputs where it alone is at about half of its cost.
         evaluations: of the metric.
         notes: what a reader should know.
     """
@@ -169,10 +169,14 @@ class Tables:
             table[i, : len(row)] = row
         return table
 
-    def noise(self, sensitivity: Sequence[float]) -> Array:
-        """``[parts, options]``, from the noise per error of every part."""
-        table = self._table([[option.error for option in part.options] for part in self.parts])
-        table = table * np.asarray(sensitivity, float)[:, None]
+    def named(self, sensitivity: Sequence[Curve]) -> dict[str, float]:
+        """Part -> noise of the option that was measured near half of its cost."""
+        return {part.name: curve.noise for part, curve in zip(self.parts, sensitivity, strict=True)}
+
+    def noise(self, sensitivity: Sequence[Curve]) -> Array:
+        """``[parts, options]``, from the noise by the error of every part."""
+        rows = [curve.of([o.error for o in part.options]) for part, curve in zip(self.parts, sensitivity, strict=True)]
+        table = self._table([row.tolist() for row in rows])
         table[:, 0] = 0.0
         return np.asarray(table)
 
@@ -226,23 +230,73 @@ def quietest(space: Space, noise: Cost, bounds: Mapping[str, float], start: Sequ
             break
         room = {name: room[name] * most / real[name] for name, most in bounds.items()}
         base = choice
-    return min(within, key=noise.of, default=None)
+    best = min(within, key=noise.of, default=None)
+    return None if best is None else _filled(space, noise, bounds, best)
 
 
-def sensitivities(space: Space, progress: bool = True, record: Record | None = None) -> list[float]:
-    """Noise of the outputs per error of each part, each measured with one option alone: the one nearest to half of the cost."""
+def _filled(space: Space, noise: Cost, bounds: Mapping[str, float], choice: Choice) -> Choice:
+    """Use what is left of the bounds: parts become larger by one option, where most noise goes with it, until none fits.
+
+    Where costs multiply, the programs leave room. A step that does not fit never will, since the others only grow.
+    """
+    waiting = {i for i, k in enumerate(choice) if k}
+    while waiting:
+        steps = {i: (*choice[:i], choice[i] - 1, *choice[i + 1 :]) for i in waiting}
+        i = min(waiting, key=lambda i: (noise.of(steps[i]), i))  # noqa: B023
+        costs = space.costs_of(steps[i])
+        if noise.of(steps[i]) <= noise.of(choice) and all(costs[n] <= most * (1 + 1e-9) for n, most in bounds.items()):
+            choice = steps[i]
+            waiting -= set() if choice[i] else {i}
+        else:
+            waiting.discard(i)
+    return choice
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Noise of the outputs by the error of one part alone: linear up to an option that is measured, a power beyond it.
+
+    Attributes:
+        error, noise: of the option that is measured.
+        power: of the error beyond it, from a second option. Errors of small cuts add up; what is left of a part that is nearly
+            removed cannot make up for the rest, so that the noise grows faster than the share of what went.
+    """
+
+    error: float = 1.0
+    noise: float = 0.0
+    power: float = 1.0
+
+    @classmethod
+    def through(cls, near: tuple[float, float], far: tuple[float, float] | None = None) -> Curve:
+        """Through error and noise of one option, or of two."""
+        if far is None or far[0] <= near[0] or far[1] <= 0:
+            return cls(*near)
+        if near[1] <= 0:
+            return cls(*far)
+        return cls(*near, max(math.log(far[1] / near[1]) / math.log(far[0] / near[0]), 0.0))
+
+    def of(self, errors: Sequence[float]) -> Array:
+        """Noise of options with these errors."""
+        x = np.asarray(errors, float) / self.error
+        return self.noise * np.where(x <= 1, x, np.maximum(x, 1.0) ** self.power)
+
+
+def sensitivities(space: Space, progress: bool = True, record: Record | None = None) -> list[Curve]:
+    """Noise of the outputs by the error of each part, from two options of it alone: near half of its cost, and the smallest."""
     record = record or Record()
     found = []
     for i, part in enumerate(progress_bar(list(space.parts), "sensitivity of layers", enabled=progress)):
         others = [k for k in range(1, len(part.options)) if part.options[k].error > _TINY]
-        if not others:
-            found.append(0.0)
-            continue
-        middle = min(others, key=lambda k, part=part: abs(part.options[k].ratio - 0.5))  # type: ignore[misc]
-        choice = [0] * len(space.parts)
-        choice[i] = middle
-        noise = record.get(f"noise {choice}", lambda choice=choice: _noise(space, choice))  # type: ignore[misc]
-        found.append(noise / part.options[middle].error)
+        measured: list[tuple[float, float]] = []
+        if others:
+            middle = min(others, key=lambda k, part=part: abs(part.options[k].ratio - 0.5))  # type: ignore[misc]
+            largest = max(others, key=lambda k, part=part: part.options[k].error)  # type: ignore[misc]
+            for k in dict.fromkeys((middle, largest)):
+                choice = [0] * len(space.parts)
+                choice[i] = k
+                noise = record.get(f"noise {choice}", lambda choice=choice: _noise(space, choice))  # type: ignore[misc]
+                measured.append((part.options[k].error, noise))
+        found.append(Curve.through(*measured) if measured else Curve())
     return found
 
 
@@ -320,7 +374,7 @@ def choose(
     deadline: float | None = None,
     rounds: int = _ROUNDS,
     tried: int = _TRIED,
-    sensitivity: Sequence[float] | None = None,
+    sensitivity: Sequence[Curve] | None = None,
     start: Sequence[int] | None = None,
     record: Record | None = None,
     progress: bool = True,
@@ -372,8 +426,7 @@ def choose(
         evaluations = 1 + len(best)
         seen.update((one.choice, one) for one in best)
         best.sort(key=lambda t: t.score or 0.0, reverse=not lower_is_better)
-    names = [part.name for part in tables.parts]
-    return Chosen(best[0], tuple(seen.values()), dict(zip(names, found, strict=True)), evaluations, tuple(notes))
+    return Chosen(best[0], tuple(seen.values()), tables.named(found), evaluations, tuple(notes))
 
 
 def _measured(space: Space, choice: Choice, record: Record) -> Tried:
@@ -405,7 +458,7 @@ def front(
     *,
     points: int = 8,
     metric: Callable[[Any], Any] | None = None,
-    sensitivity: Sequence[float] | None = None,
+    sensitivity: Sequence[Curve] | None = None,
     record: Record | None = None,
     progress: bool = True,
 ) -> list[Tried]:

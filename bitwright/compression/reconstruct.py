@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -115,25 +116,31 @@ def reconstruct(
     layers = [op for op in graph.ops if op.name in ops and op.name in original.ops and _matrix(graph, op) is not None]
     wanted = original.results([original.ops[op.name] for op in layers])
     layers = [op for op in layers if not graph.values[str(op.inputs[0])].is_static]
-    fits: dict[str, Fit] = {}
-    count = len(original.batches)
     # all batches are known before a layer is fitted, and it is fitted before the next is run: a single batch is run once
-    for group in progress_bar([layers] if count == 1 else [[op] for op in layers], "Reconstruct", progress):
-        readers: dict[str, list[_Reader]] = {}
-        for op in group:
-            readers.setdefault(str(op.inputs[0]), []).append(_Reader(pruned, graph, op, wanted[op.name], ops[op.name]))
-
-        def seen(
-            value: str, batches: range, runs: list[list[Array]], readers: dict[str, list[_Reader]] = readers
-        ) -> None:
-            for reader in readers[value]:
-                if reader.name not in fits:
-                    reader.add(batches, runs)
-                    if batches.stop == count:
-                        fits.update(reader.fit(undos))
-
-        pruned.walk(list(readers), original.batches, seen)
+    groups = [layers] if len(original.batches) == 1 else [[op] for op in layers]
+    fits: dict[str, Fit] = {}
+    for group in progress_bar(groups, "Reconstruct", progress):
+        readers = [_Reader(pruned, graph, op, wanted[op.name], ops[op.name]) for op in group]
+        _fit_together(pruned, original.batches, readers, fits, undos)
     return tuple(fits[op.name] for op in layers if op.name in fits)
+
+
+def _fit_together(
+    view: Any, batches: Sequence[Any], readers: Sequence[_Reader], fits: dict[str, Fit], undos: list[Undo]
+) -> None:
+    """Run the batches; each layer is fitted once what it is given in the last of them is known."""
+    of: dict[str, list[_Reader]] = {}
+    for reader in readers:
+        of.setdefault(reader.source, []).append(reader)
+
+    def seen(value: str, which: range, runs: list[list[Array]]) -> None:
+        for reader in of[value]:
+            if reader.name not in fits:
+                reader.add(which, runs)
+                if which.stop == len(batches):
+                    fits.update(reader.fit(undos))
+
+    view.walk(list(of), batches, seen)
 
 
 def _matrix(graph: Graph, op: Op) -> tuple[str, str | None] | None:
@@ -179,6 +186,7 @@ class _Reader:
         held = _matrix(graph, op)
         assert held is not None
         self._view, self._op, self.name, (self._weight, self._bias) = view, op, op.name, held
+        self.source = str(op.inputs[0])
         self._wanted, self._left = wanted, left
         self._W = np.asarray(view.param(self._weight), np.float64)
         self._rows: dict[int, Array] = {}  # batch -> what it is given at the positions
@@ -252,22 +260,28 @@ def estimate_batch_norms(
     ops = [op for op in graph.ops if op.name in sources and _has_statistics(graph, op)]
     before = original.moments([sources[op.name] for op in ops])
     moving = [_Norm(pruned, graph, op, before[sources[op.name]], norms[op.name]) for op in ops]
-    readers: dict[str, list[_Norm]] = {}
-    for norm in moving:
-        readers.setdefault(norm.source, []).append(norm)
-
-    def seen(value: str, batches: range, runs: list[list[Array]]) -> None:
-        for norm in readers[value]:
-            norm.add(batches, [x for arrays in runs for x in arrays])
-
-    for walk in range(1, _WALKS + 1):
-        pruned.walk(list(readers), original.batches, seen)
-        if all(len(norm.known) < 2 for norm in moving):
-            break  # all data were known at once
-        for norm in moving:
-            norm.walk = walk
+    _move_in_walks(pruned, original.batches, moving)
     undos += [norm.undo for norm in moving if norm.undo is not None]
     return len(ops)
+
+
+def _move_in_walks(view: Any, batches: Sequence[Any], norms: Sequence[_Norm]) -> None:
+    """Run the batches, each norm taking in what it reads; again, where they were not all known at once."""
+    readers: dict[str, list[_Norm]] = {}
+    for norm in norms:
+        readers.setdefault(norm.source, []).append(norm)
+
+    def seen(value: str, which: range, runs: list[list[Array]]) -> None:
+        arrays = list(chain.from_iterable(runs))
+        for norm in readers[value]:
+            norm.add(which, arrays)
+
+    for walk in range(1, _WALKS + 1):
+        view.walk(list(readers), batches, seen)
+        if max((len(norm.known) for norm in norms), default=0) < 2:
+            break
+        for norm in norms:
+            norm.walk = walk
 
 
 @dataclass(frozen=True)

@@ -358,29 +358,9 @@ def sparsify_model(
         CalibrationError: no data, or an input that is NaN or infinite.
     """
     batches, wanted = list(data), Pattern.of(pattern)
-    if method not in METHODS:
-        raise ConfigError(
-            "method", f"there is no method {method!r}{close_matches(method, METHODS)}", f"use {', '.join(METHODS)}"
-        )
-    if not 0 < sparsity < 1:
-        raise ConfigError("sparsity", f"{sparsity!r} is not a share of zeros", "write a number between 0 and 1")
-    if method == "sparsegpt" and wanted.block != (1, 1):
-        raise ConfigError("pattern", f"sparsegpt has no blocks {pattern}", "use magnitude or wanda")
+    _check_options(method, sparsity, wanted, pattern, permute, scores)
     if not batches:
         raise CalibrationError("sparsify_model", "the data held no batch", "give some batches of real data")
-    if (method == "movement") != (scores is not None):
-        problem = "movement needs what training has found" if scores is None else f"{method} computes its own"
-        raise ConfigError(
-            "scores", problem, "write method='movement', scores=MovementScores(model).scores after training"
-        )
-    if permute and (not wanted.every or scores is not None):
-        raise ConfigError(
-            "permute",
-            "scores are of the order that the channels have"
-            if wanted.every
-            else f"the order of channels does not matter for {pattern}",
-            "leave permute out" if wanted.every else "use a pattern n:m as in 2:4",
-        )
     example = batches[0] if dummy_input is None else dummy_input
     reordered: tuple[Reordered, ...] = ()
     if permute:
@@ -408,6 +388,33 @@ def sparsify_model(
     report = SparsityReport(tuple(rows), refused, masks, reordered, [view.edit(edits)])
     opened.finish(report)
     return report
+
+
+def _check_options(
+    method: str, sparsity: float, wanted: Pattern, pattern: str, permute: bool, scores: Mapping[str, Any] | None
+) -> None:
+    """Refuse options that do not exist or do not go together."""
+    if method not in METHODS:
+        raise ConfigError(
+            "method", f"there is no method {method!r}{close_matches(method, METHODS)}", f"use {', '.join(METHODS)}"
+        )
+    if not 0 < sparsity < 1:
+        raise ConfigError("sparsity", f"{sparsity!r} is not a share of zeros", "write a number between 0 and 1")
+    if method == "sparsegpt" and wanted.block != (1, 1):
+        raise ConfigError("pattern", f"sparsegpt has no blocks {pattern}", "use magnitude or wanda")
+    if (method == "movement") != (scores is not None):
+        problem = "movement needs what training has found" if scores is None else f"{method} computes its own"
+        raise ConfigError(
+            "scores", problem, "write method='movement', scores=MovementScores(model).scores after training"
+        )
+    if permute and (not wanted.every or scores is not None):
+        raise ConfigError(
+            "permute",
+            "scores are of the order that the channels have"
+            if wanted.every
+            else f"the order of channels does not matter for {pattern}",
+            "leave permute out" if wanted.every else "use a pattern n:m as in 2:4",
+        )
 
 
 def _scored(layers: Sequence[SparseLayer], scores: Mapping[str, Any], refused: dict[str, str]) -> list[SparseLayer]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bitwright.compression.ratios import (
+    Curve,
     Option,
     Part,
     Space,
@@ -69,6 +70,35 @@ def test_the_choice_is_the_best_of_all():
     best = min((c for c in every if cost[c] <= 0.6 * 320), key=noise)
     assert noise(found.best.choice) == pytest.approx(noise(best)) and space.choice == (0, 0, 0)
     assert found.best.costs["macs"] <= 0.6 * 320
+
+
+class Breaking(Additive):
+    """Two parts; the noise of the first grows with the fourth power of what goes, once more than half does."""
+
+    def __init__(self):
+        super().__init__((0.9, 1.0))
+        shares = np.arange(10) / 10
+        options = tuple(Option(f"{1 - s:.1f}", {"macs": 100 * (1 - s)}, s, 1 - s) for s in shares)
+        self.parts, self.fixed = [Part("breaks", options), Part("even", options)], {"macs": 0.0}
+
+    def noise(self):
+        first, second = (p.options[k].error for p, k in zip(self.parts, self.choice, strict=True))
+        return 0.9 * min(first, 0.5) * max(first / 0.5, 1.0) ** 4 + second
+
+
+def test_a_part_that_breaks_when_nearly_all_of_it_goes_is_spared_at_once():
+    """What the part makes at half says nothing of that: from there on it would lose 80 % and make a noise of 2.9."""
+    found = choose(Breaking(), {"macs": 0.6}, rounds=1, progress=False)
+    assert found.best.noise == pytest.approx(0.9 * 0.5 + 0.3) and found.best.choice == (5, 3)
+
+
+def test_a_curve_passes_through_what_was_measured():
+    errors = np.array([0.0, 0.1, 0.2, 0.4, 0.8])
+    found = Curve.through((0.2, 0.05), (0.8, 0.05 * 4**1.9)).of(errors)
+    np.testing.assert_allclose(found, [0, 0.025, 0.05, 0.05 * 2**1.9, 0.05 * 4**1.9])
+    np.testing.assert_allclose(Curve.through((0.2, 0.05)).of(errors), errors / 4)
+    np.testing.assert_allclose(Curve.through((0.2, 0.0), (0.8, 0.4)).of(errors), errors / 2)
+    np.testing.assert_allclose(Curve.through((0.2, 0.1), (0.8, 0.05)).of(errors[2:]), 0.1)
 
 
 def test_a_front_is_not_worse_than_the_greedy_search_with_a_fifth_of_its_evaluations():
