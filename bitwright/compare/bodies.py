@@ -15,7 +15,7 @@ fed, or ONNX Runtime would quantize them by itself, as it does in a main graph.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -151,7 +151,7 @@ class _Opener:
     # -- branches
 
     def _branch(self, node: ir.Node) -> list[ir.Node]:
-        graphs = {key: node.attributes[key].as_graph() for key in ("then_branch", "else_branch")}
+        graphs = _branches(node)
         taken = _taken({key: self._ran(graph) for key, graph in graphs.items()})
         if taken is None:
             return []
@@ -195,28 +195,35 @@ class _Opener:
         states = [self._entering(node, value) for value in shape.states]
         going = self.builder.initializer("going", np.array(True))
         copies: list[_Copy] = []
+        branches = (graph for inner in body.all_nodes() if inner.op_type == "If" for graph in _branches(inner).values())
+        skipped = {place for graph in branches for place in places_in(graph)}
         places = range(count)[::-1] if shape.backwards else range(count)
         for i, at in enumerate(places):
             number = self.builder.initializer("iteration", np.array(i))
             counters = [number, going] if node.op_type == "Loop" else []
             slices = [self._slice(node, s, i, count) for s in shape.scanned]
             inputs = dict(zip(body.inputs, [*counters, *states, *slices], strict=True))
-            part = self._copy(body, node, inputs, self._shares(given, at, first=not copies))
+            part = self._copy(body, node, inputs, self._shares(given, at, skipped, first=not copies))
             copies.append(_share_constant(copies[0], part) if copies else part)
             first = int(node.op_type == "Loop")  # a Loop's own condition comes before its states
             made = copies[-1].outputs[first : first + len(states)]
             states = [v if v is old else self._border(node, v) for v, old in zip(made, states, strict=True)]
         return copies
 
-    def _shares(self, given: Mapping[Run, Array], at: int, *, first: bool) -> dict[Run, int]:
-        """The run that each site has in one iteration; the values of that run are those of iteration ``at``."""
+    def _shares(self, given: Mapping[Run, Array], at: int, skipped: Set[Run], *, first: bool) -> dict[Run, int]:
+        """The run that each site has in one iteration; the values of that run are those of iteration ``at``.
+
+        Sites of ``skipped`` stand in branches: where they are NaN throughout, the iteration did not take theirs.
+        """
         runs = {}
         for (site, run), array in given.items():
-            kept = [*runs_of(self.found.values[site])]
+            kept, entry = [*runs_of(self.found.values[site])], array[at]
+            if (site, run) in skipped and entry.dtype.kind == "f" and np.isnan(entry).all():
+                entry = np.zeros(0, entry.dtype)
             if first:
-                kept[run] = array[at]
+                kept[run] = entry
             else:
-                kept.append(array[at])
+                kept.append(entry)
             self.found.values[site] = kept
             runs[site, run] = run if first else len(kept) - 1
         return runs
@@ -318,6 +325,10 @@ class _Opener:
                 made.name = value.name
         assert node.graph is not None
         node.graph.remove(node, safe=True)
+
+
+def _branches(node: ir.Node) -> dict[str, ir.Graph]:
+    return {key: node.attributes[key].as_graph() for key in ("then_branch", "else_branch")}
 
 
 def _is_float_constant(value: ir.Value) -> bool:

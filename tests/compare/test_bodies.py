@@ -87,6 +87,54 @@ def nested_loops() -> onnx.ModelProto:
     return net.model(net("Loop", twice, always, x, name="outer", out="y", body=outer))
 
 
+def alternating(length: int | str = 4, turns: int = 4) -> onnx.ModelProto:
+    """Four times ``v = v + relu(v A)`` and ``v = v + tanh(v B)`` in turn, each in a branch."""
+    net = Net(seed=7)
+    x = net.input("x", (2, length))
+    inner, then, other = Net(seed=8), Net(seed=9), Net(seed=10)
+    odd = inner("Mod", "i", inner.const(np.int64(2), "two"), out="odd")
+    first = inner("Equal", odd, inner.const(np.int64(0), "zero"), out="first")
+    graphs = {
+        "then_branch": body(then("Relu", then("MatMul", "v_in", then.weights(4, 4, name="A"), name="a"), name="relu",
+                                 out="made"), net=then),
+        "else_branch": body(other("Tanh", other("MatMul", "v_in", other.weights(4, 4, name="B"), name="b"), name="tanh",
+                                  out="other_made"), net=other),
+    }  # fmt: skip
+    v = inner("Add", inner("If", first, name="choice", out="chosen", **graphs), "v_in", name="sum", out="v_out")
+    going = inner("Identity", "going_in", out="going_out")
+    step = body((going, BOOL, ()), (v, FLOAT, (2, length)), net=inner,
+                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, length))])  # fmt: skip
+    count, yes = net.const(np.int64(turns), "count"), net.const(np.bool_(True), "yes")
+    last = net("Loop", count, yes, x, name="loop", out="last", body=step)
+    return net.model(net("MatMul", last, net.weights(4, 2, name="V"), name="head", out="y"))
+
+
+@pytest.mark.parametrize("turns", [4, 1], ids=["both", "one branch"])
+def test_branches_that_iterations_take_in_turn_are_calibrated_and_compared(turns: int) -> None:
+    model = alternating(turns=turns)
+    data = [{"x": np.random.default_rng(i).standard_normal((2, 4)).astype(np.float32)} for i in range(4)]
+    sim = QuantizationSimModel(model, data[0])
+    sim.compute_encodings(data[:3], allow_unreached=turns == 1, progress=False)
+    for site, wanted in (("relu.output[0]", True), ("b.output[0]", turns > 1)):
+        encoding = sim.quantizers[site].encoding
+        assert (encoding is not None) == wanted
+        assert not wanted or np.isfinite(encoding.scale).all() and float(encoding.max) > 0.1
+    report = sim.verify(data[3])
+    assert report.ok and report.outputs[0].as_float > 100
+    assert sum(row.site.startswith("relu.output[0]") for row in report.rows) == -(-turns // 2)
+
+
+def test_a_branch_in_a_loop_whose_lengths_are_not_known_is_calibrated_and_not_compared_inside(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = {"x": np.ones((2, 4), np.float32)}
+    sim = QuantizationSimModel(alternating("n"), data)
+    sim.compute_encodings([data], progress=False)
+    assert sim.quantizers["relu.output[0]"].encoding is not None
+    sim.verify(data)
+    assert "can only be told from others where all lengths are known" in caplog.text
+
+
 def loop_in_one_branch() -> onnx.ModelProto:
     """``trip`` times ``v = relu(v W)`` in one branch; no site in the other."""
     net = Net(seed=7)

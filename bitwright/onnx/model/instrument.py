@@ -18,12 +18,14 @@ from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
 from bitwright.core.numerics import statistics
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.errors import ModelError
 from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import Builder, Place, after, before
 from bitwright.onnx.model.data import Feeds
 from bitwright.onnx.model.finite import Magnitude
 
 Array = NDArray[Any]
+_SKIPPED = "bitwright.skipped"  # of a stack of iterations: some of them do not make the tensor
 _PIXELS = 4  # of either axis of an image that are looked at first
 _SCALARS: tuple[tuple[str, ir.DataType, Any, str], ...] = (
     ("ReduceMin", ir.DataType.FLOAT, np.float32(np.inf), "ReduceMin"),
@@ -154,6 +156,8 @@ class Tap:
         """Give the tensor to the quantizer."""
         if self.quantizer.frozen:
             return
+        if self.leading and self.value.meta.get(_SKIPPED):
+            x, self.leading = taken(x, self.value, self.leading), 1
         if x.size == 0:
             self.note_empty()
             return
@@ -355,9 +359,13 @@ class Instrument:
     def lift(self, value: ir.Value, graph: ir.Graph, neutral: Array, merge: str | None) -> tuple[ir.Value, int]:
         """``value`` as a value of the main graph, and how many axes loops put in front of it.
 
-        A branch that is not taken yields ``neutral``; iterations are joined by the operator ``merge``, or stacked.
+        A branch that is not taken yields ``neutral``; iterations are joined by the operator ``merge``, or stacked. Entries of a
+        stack have one shape: iterations that do not take the branch are NaN throughout, which :func:`taken` leaves out.
         """
         leading = 0
+        skipped = merge is None and self._is_skipped_in_loops(graph)
+        if skipped:
+            neutral = _absent(value, neutral)
         while graph is not self.model.graph:
             owner = self._owners[graph]
             # ONNX Runtime leaves one of two outputs of a body unwritten when they are the same value
@@ -383,7 +391,21 @@ class Instrument:
                 else:
                     value = self.builder.emit(after(owner), merge, [outer], f"{outer.name}_all", dtype, keepdims=0)
                     value.shape = ir.Shape([])
+        if skipped:
+            value.meta[_SKIPPED] = True
         return value, leading
+
+    def _is_skipped_in_loops(self, graph: ir.Graph) -> bool:
+        """Whether a graph is a branch of an If that iterations of the loop around it may not take."""
+        branch = False
+        while graph is not self.model.graph:
+            owner = self._owners[graph]
+            if owner.op_type in ("Loop", "Scan"):
+                return branch
+            branch = branch or owner.op_type == "If"
+            assert owner.graph is not None
+            graph = owner.graph
+        return False
 
     def _neutral_branches(self, owner: ir.Node, taken: ir.Graph, neutral: Array, dtype: ir.DataType) -> None:
         for attribute in owner.attributes.values():
@@ -444,6 +466,34 @@ class Instrument:
                     if isinstance(axis, ir.SymbolicDim) and axis.value is not None:
                         found.setdefault(str(axis.value), n)
         return found
+
+
+def _absent(value: ir.Value, neutral: Array) -> Array:
+    """What stands for a tensor in the iterations of a loop that do not make it.
+
+    Raises:
+        ModelError: its shape is not known.
+    """
+    if neutral.size:
+        return neutral
+    shape = value.shape
+    if shape is None or not all(isinstance(n, int) for n in shape) or neutral.dtype.kind != "f":
+        raise ModelError(
+            str(value.name),
+            f"this tensor in a branch of an If inside a loop has the shape {shape}, and iterations that do not take the branch "
+            "can only be told from others where all lengths are known",
+            "fix the lengths of the model's inputs (onnxruntime.tools.make_dynamic_shape_fixed)",
+        )
+    return np.full([int(n) for n in shape], np.nan, neutral.dtype)  # type: ignore[call-overload]
+
+
+def taken(array: Array, value: ir.Value, leading: int) -> Array:
+    """A stack of iterations, without those that did not take the branch in which the tensor is made; ``leading`` axes as one."""
+    if not leading or not value.meta.get(_SKIPPED):
+        return array
+    entries = array.reshape(-1, *array.shape[leading:])
+    made = ~np.isnan(entries.reshape(len(entries), -1)).all(1)
+    return entries[made]
 
 
 def is_reducible(quantizer: Quantizer, value: ir.Value) -> bool:

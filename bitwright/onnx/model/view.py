@@ -534,12 +534,13 @@ def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
 
 
 def _iterations(array: Array, axes: int | None) -> list[Array]:
-    """The value in one run: loops put ``axes`` axes in front of it."""
+    """The value in one run: loops put ``axes`` axes in front of it, and iterations that did not make it are NaN throughout."""
     if axes is None:
         return [array]
     if axes == 0:  # of a branch; one that was not taken gives nothing
         return [array] if array.shape != (0,) else []
-    return list(array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:]))
+    entries = list(array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:]))
+    return [entry for entry in entries if entry.dtype.kind != "f" or not entry.size or not np.isnan(entry).all()]
 
 
 def measure_shapes(model: ir.Model, feeds: Any, providers: Providers | None = None) -> dict[str, tuple[int, ...]]:
@@ -571,7 +572,8 @@ def run_measured(
         )
         shape.shape, axes = None, None
         if graph is not copy.graph:
-            shape, axes = instrument.lift(shape, graph, np.asarray(_NOT_TAKEN, np.int64), None)
+            rank = 1 if value.shape is None else len(value.shape)  # of one length, where iterations are stacked
+            shape, axes = instrument.lift(shape, graph, np.asarray(_NOT_TAKEN * rank, np.int64), None)
         asked.append((name, shape, axes))
     own = len(copy.graph.outputs)
     copy.graph.outputs.extend(shape for _, shape, _ in asked)
@@ -580,8 +582,9 @@ def run_measured(
     found = {}
     for (name, _, axes), array in zip(asked, arrays[own:], strict=True):
         seen = _iterations(array, axes) if axes and array.tolist() != _NOT_TAKEN else [array]
-        if seen and seen[-1].tolist() != _NOT_TAKEN:
-            found[name] = tuple(int(n) for n in seen[-1])
+        made = [one for one in seen if not one.size or (one >= 0).all()]
+        if made:
+            found[name] = tuple(int(n) for n in made[-1])
     return found, arrays[:own]
 
 
