@@ -195,8 +195,7 @@ class _Opener:
         states = [self._entering(node, value) for value in shape.states]
         going = self.builder.initializer("going", np.array(True))
         copies: list[_Copy] = []
-        branches = (graph for inner in body.all_nodes() if inner.op_type == "If" for graph in _branches(inner).values())
-        skipped = {place for graph in branches for place in places_in(graph)}
+        skipped = _in_branches(body)
         places = range(count)[::-1] if shape.backwards else range(count)
         for i, at in enumerate(places):
             number = self.builder.initializer("iteration", np.array(i))
@@ -329,6 +328,12 @@ class _Opener:
 
 def _branches(node: ir.Node) -> dict[str, ir.Graph]:
     return {key: node.attributes[key].as_graph() for key in ("then_branch", "else_branch")}
+
+
+def _in_branches(body: ir.Graph) -> set[Run]:
+    """The places of a body that stand in branches of If."""
+    branches = (graph for node in body.all_nodes() if node.op_type == "If" for graph in _branches(node).values())
+    return {place for graph in branches for place in places_in(graph)}
 
 
 def _is_float_constant(value: ir.Value) -> bool:

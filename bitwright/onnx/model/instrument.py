@@ -363,9 +363,8 @@ class Instrument:
         stack have one shape: iterations that do not take the branch are NaN throughout, which :func:`taken` leaves out.
         """
         leading = 0
-        skipped = merge is None and self._is_skipped_in_loops(graph)
-        if skipped:
-            neutral = _absent(value, neutral)
+        skipped = self._is_skipped_in_loops(graph, merge)
+        neutral = _absent(value, neutral, skipped)
         while graph is not self.model.graph:
             owner = self._owners[graph]
             # ONNX Runtime leaves one of two outputs of a body unwritten when they are the same value
@@ -395,10 +394,10 @@ class Instrument:
             value.meta[_SKIPPED] = True
         return value, leading
 
-    def _is_skipped_in_loops(self, graph: ir.Graph) -> bool:
-        """Whether a graph is a branch of an If that iterations of the loop around it may not take."""
+    def _is_skipped_in_loops(self, graph: ir.Graph, merge: str | None) -> bool:
+        """Whether a graph is a branch of an If that iterations of the loop around it may not take, which are stacked."""
         branch = False
-        while graph is not self.model.graph:
+        while merge is None and graph is not self.model.graph:
             owner = self._owners[graph]
             if owner.op_type in ("Loop", "Scan"):
                 return branch
@@ -468,23 +467,24 @@ class Instrument:
         return found
 
 
-def _absent(value: ir.Value, neutral: Array) -> Array:
-    """What stands for a tensor in the iterations of a loop that do not make it.
+def _absent(value: ir.Value, neutral: Array, skipped: bool) -> Array:
+    """What stands for a tensor in the iterations of a loop that do not make it; ``neutral`` where none does.
 
     Raises:
         ModelError: its shape is not known.
     """
-    if neutral.size:
+    if neutral.size or not skipped:
         return neutral
     shape = value.shape
-    if shape is None or not all(isinstance(n, int) for n in shape) or neutral.dtype.kind != "f":
+    lengths = [] if shape is None else [n for n in shape if isinstance(n, int)]
+    if shape is None or len(lengths) != len(shape) or neutral.dtype.kind != "f":
         raise ModelError(
             str(value.name),
             f"this tensor in a branch of an If inside a loop has the shape {shape}, and iterations that do not take the branch "
             "can only be told from others where all lengths are known",
             "fix the lengths of the model's inputs (onnxruntime.tools.make_dynamic_shape_fixed)",
         )
-    return np.full([int(n) for n in shape], np.nan, neutral.dtype)  # type: ignore[call-overload]
+    return np.full(lengths, np.nan, neutral.dtype)
 
 
 def taken(array: Array, value: ir.Value, leading: int) -> Array:

@@ -581,11 +581,16 @@ def run_measured(
     arrays = run_session(open_session(copy, providers), given, "feeds")
     found = {}
     for (name, _, axes), array in zip(asked, arrays[own:], strict=True):
-        seen = _iterations(array, axes) if axes and array.tolist() != _NOT_TAKEN else [array]
-        made = [one for one in seen if not one.size or (one >= 0).all()]
-        if made:
-            found[name] = tuple(int(n) for n in made[-1])
+        if (made := _last_shape(array, axes)) is not None:
+            found[name] = made
     return found, arrays[:own]
+
+
+def _last_shape(array: Array, axes: int | None) -> tuple[int, ...] | None:
+    """The shape in the last iteration that made the value; ``None`` where none did."""
+    seen = _iterations(array, axes) if axes and array.tolist() != _NOT_TAKEN else [array]
+    made = [one for one in seen if not one.size or (one >= 0).all()]
+    return tuple(int(n) for n in made[-1]) if made else None
 
 
 def tensor_names(model: ir.Model) -> Iterator[str]:
