@@ -220,11 +220,12 @@ def _conv(attrs: Attributes) -> Function:
     def run(inputs: Inputs) -> Sequence[Tensor]:
         x, w = inputs[0], inputs[1]
         n = w.dim() - 2
-        x = _padded(x, conv_pads(attrs, x.shape[2:], w.shape[2:]))
+        pads = tuple(conv_pads(attrs, x.shape[2:], w.shape[2:]))
+        x, inside = (x, pads[:n]) if pads[:n] == pads[n:] else (_padded(x, pads), (0,) * n)
         function = (F.conv1d, F.conv2d, F.conv3d)[n - 1]
         bias = inputs[2] if len(inputs) > 2 else None
         strides, dilations = (tuple(attrs.get(k, (1,) * n)) for k in ("strides", "dilations"))
-        return [function(x, w, bias, strides, 0, dilations, int(attrs.get("group", 1)))]
+        return [function(x, w, bias, strides, inside, dilations, int(attrs.get("group", 1)))]
 
     return run
 
@@ -408,9 +409,13 @@ def _windows(x: Tensor, attrs: Attributes) -> tuple[tuple[int, ...], tuple[int, 
 def _max_pool(attrs: Attributes) -> Function:
     def run(inputs: Inputs) -> Sequence[Tensor]:
         kernel, strides, dilations, pads = _windows(inputs[0], attrs)
-        function = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(kernel) - 1]
-        x = _padded(inputs[0], pads, float("-inf"))
-        return [function(x, kernel, strides, 0, dilations, bool(attrs.get("ceil_mode", 0)))]
+        n = len(kernel)
+        function = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[n - 1]
+        fits = pads[:n] == pads[n:] and all(
+            2 * p <= k for p, k in zip(pads, kernel, strict=False)
+        )  # else torch refuses
+        x, inside = (inputs[0], pads[:n]) if fits else (_padded(inputs[0], pads, float("-inf")), (0,) * n)
+        return [function(x, kernel, strides, inside, dilations, bool(attrs.get("ceil_mode", 0)))]
 
     return run
 

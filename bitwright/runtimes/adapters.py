@@ -332,6 +332,15 @@ def _open_qnn(path: Path, threads: int, reference: bool) -> Session:
     return Session(run)
 
 
+# --------------------------------------------------------------------------------------------------- ExecuTorch
+
+
+def _open_executorch(path: Path, threads: int, reference: bool) -> Session:
+    """Programs of torch are made of the file by the ONNX front end, which is loaded here alone."""
+    found: Session = import_module("bitwright.onnx.executorch").open_model(path, threads, reference)
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------- the table
 
 
@@ -359,6 +368,10 @@ _OWN: dict[str, Runtime] = {
         Runtime(
             "qnn", "onnxruntime_qnn", "qnn", ".onnx",
             "export with target='qnn', or leave the layer in float (sim.quantizers[...].enabled = False)", _open_qnn,
+        ),
+        Runtime(
+            "executorch", "executorch", "executorch", ".onnx",
+            "leave the layer in float (sim.quantizers[...].enabled = False), or compare with another runtime", _open_executorch,
         ),
         Runtime(
             "litert", "ai_edge_litert", "litert", ".tflite",

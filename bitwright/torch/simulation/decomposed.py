@@ -25,6 +25,13 @@ from bitwright.torch.simulation.simulate import RUN
 
 _OPS = torch.ops.quantized_decomposed
 _TYPES = {8: torch.int8, 16: torch.int16}
+_ATEN = torch.ops.aten
+#: operators that return values of their first argument alone
+_MOVES = frozenset((
+    _ATEN.flatten.using_ints, _ATEN.view.default, _ATEN.reshape.default, _ATEN.permute.default, _ATEN.transpose.int,
+    _ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.unsqueeze.default, _ATEN.slice.Tensor,
+    _ATEN.max_pool2d.default, _ATEN.expand.default, _ATEN.contiguous.default,
+))  # fmt: skip
 
 
 def with_decomposed(
@@ -53,10 +60,31 @@ def with_decomposed(
             made = _passing(module, node, site, encoding, i) if made is None else made
         node.replace_all_uses_with(made)
         module.graph.erase_node(node)
+    _keep_on_grid(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     axes = None if shapes is None else tuple(shapes["tensors"])
     return torch.export.export(module, tensors, dynamic_shapes=axes, strict=False)
+
+
+def _keep_on_grid(graph: fx.Graph) -> None:
+    """Quantize what only moves values on a grid, to the same grid: a delegate takes an operator with quantizers on both sides.
+
+    No value changes. Without it a linear layer behind a flatten is computed in float.
+    """
+    for node in graph.nodes:
+        source = node.args[0] if node.target in _MOVES and node.args else None
+        if not isinstance(source, fx.Node) or source.target is not _OPS.dequantize_per_tensor.default:
+            continue
+        if all(user.target is _OPS.quantize_per_tensor.default for user in node.users):
+            continue
+        readers = list(node.users)
+        with graph.inserting_after(node):
+            codes = graph.call_function(_OPS.quantize_per_tensor.default, (node, *source.args[1:]))
+        with graph.inserting_after(codes):
+            again = graph.call_function(_OPS.dequantize_per_tensor.default, (codes, *source.args[1:]))
+        for reader in readers:
+            reader.replace_input_with(node, again)
 
 
 def _refuse_steps(sites: Any, marked: set[str]) -> None:
