@@ -148,6 +148,20 @@ def test_what_only_looks_like_training_is_taken() -> None:
     assert torch.equal(as_module(program(Free().eval()))(DATA[0]), Free().eval()(DATA[0]))
 
 
+def test_a_cast_with_a_layout_is_a_cast() -> None:
+    """As masks of transformers are captured."""
+
+    class Cast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            whole = torch.ops.aten.to.dtype_layout(x.relu().round(), dtype=torch.int64, layout=torch.strided)
+            return whole.to(torch.float32) @ torch.ones(8, 8)
+
+    sim = QuantizationSimModel(program(Cast().eval()), DATA[0], preset="w8a16")
+    sim.compute_encodings(DATA, progress=False)
+    with torch.no_grad():
+        assert torch.allclose(sim.model(DATA[0]), Cast()(DATA[0]), atol=0.01)
+
+
 def test_methods_that_change_a_module_in_place_ask_for_it() -> None:
     with pytest.raises(ModelError, match=r"ExportedProgram.*program.module\(\)"):
         fold_all_batch_norms(program(), dummy_input=DATA[0])

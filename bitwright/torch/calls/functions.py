@@ -591,7 +591,14 @@ def as_function(func: torch._ops.OpOverload[..., Any], args: tuple[Any, ...], kw
         function, found = translate(**dict(zip(arguments, args, strict=False)), **kwargs)
         return function, (), found
     known = _function(_ALIASES.get(name, name)) if func.namespace == "aten" else None
-    return (func, args, kwargs) if known is None else (known, args, kwargs)
+    return (func, args, kwargs) if known is None else (known, args, _without_layout(name, kwargs))
+
+
+def _without_layout(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``Tensor.to``, which takes neither the layout nor the pinned memory that its operator has."""
+    if name != "to" or kwargs.get("layout") is not torch.strided:
+        return kwargs
+    return {key: value for key, value in kwargs.items() if key not in ("layout", "pin_memory")}
 
 
 def results(func: torch._ops.OpOverload[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
