@@ -519,10 +519,10 @@ def chosen_outputs(graph: Graph, static: set[str]) -> tuple[set[str], list[Op]]:
         reached; of a detector with two stages these are the last ones of the first stage.
     """
     late = tail_ops(graph, static)
-    tail, chosen = {op.name for op in late}, _chosen_rows(late, static)
+    tail, chosen = {op.name for op in late}, chosen_rows(late, static)
     outputs = {v for v in graph.outputs if v in chosen and graph.values[v].is_float}
     makers = [op for op in graph.ops if not outputs.isdisjoint(op.outputs)]
-    before, moved = _upstream(graph, makers), _chosen_rows(graph.ops, static)
+    before, moved = _upstream(graph, makers), chosen_rows(graph.ops, static)
     layers = [
         op
         for op in graph.ops
@@ -590,11 +590,16 @@ def _axis_of_rows(graph: Graph, value: str, chosen: Sequence[int]) -> int:
     return axes[0] if same and graph.values[value].is_float and len(axes) == 1 and most > 1 else 0
 
 
-def _chosen_rows(ops: Iterable[Op], static: set[str]) -> set[str]:
-    """Values whose rows one of ``ops`` selected or sorted, and values computed from them."""
+def chosen_rows(ops: Iterable[Op], static: set[str]) -> set[str]:
+    """Values whose rows one of ``ops`` selected or sorted, and values computed from them.
+
+    Rows that are put back have the order of the tensor that they are put into: of a router's experts that of all tokens, of
+    the levels of a detector that of its proposals, which were chosen before.
+    """
     found: set[str] = set()
     for op in ops:
-        carries = op.type not in _PUTS_BACK and any(value in found for _, value in op.sources())
+        read = op.inputs[:1] if op.type in _PUTS_BACK else [value for _, value in op.sources()]
+        carries = any(value in found for value in read)
         if carries or (op.type in _CHOOSES and static.isdisjoint(op.outputs)):
             found.update(op.outputs)
     return found

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bitwright.core.graph.float_values import chosen_rows
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.numerics.affine import with_stored_scale
@@ -165,6 +166,7 @@ class Walk:
         self.short: dict[str, str] = {}
         self.runs: list[Run] = []
         self._float: dict[int, dict[int, Tensor]] = {}
+        self._behind_choice: set[str] | None = None  # layers whose rows an operator chose
         for batch in with_samples(batches):
             program, state = model.program(batch)
             kept = {value: store.keep(tensor) for value, tensor in state.items()}
@@ -240,7 +242,8 @@ class Walk:
         For the recurrent weights of a layer these are the hidden states of the step before, and the quantized ones in
         both places: they change with the weights, so that weights which made up for their errors would make up for
         errors that are no longer there. For experts as well: the two models may route a sample to different ones, so that
-        their rows are not pairs.
+        their rows are not pairs. Behind a choice of rows, as in the second stage of a detector, whose proposals stand in
+        another order and some of which are others, the quantized rows stand in both places where the rows are no pairs.
         """
         for r in self.runs:
             span = r.program.span([layer.op])
@@ -252,7 +255,18 @@ class Walk:
                     if layer.reads_hidden or layer.is_routed
                     else _reads(r.program, r.real, (r.real_at, last), layer, None, self._constants(r.program))
                 )
+                if self.is_behind_choice(layer):
+                    real = [_pairs_alone(x, x_q, layer) for x, x_q in zip(real, quantized, strict=True)]
                 yield from ((x, x_q, r.share) for x, x_q in zip(real, quantized, strict=True))
+
+    def is_behind_choice(self, layer: Layer) -> bool:
+        """Whether an operator chose or sorted the rows that a layer reads, so that those of both streams may be no pairs."""
+        if self._behind_choice is None:
+            graph = self.model.graph()
+            static = {value.name for value in graph.values.values() if value.is_static}
+            moved = chosen_rows(graph.ops, static)
+            self._behind_choice = {op.name for op in graph.ops if any(value in moved for value in op.inputs)}
+        return layer.op in self._behind_choice
 
     def step(self, op: str) -> Step:
         """The first step of ``op`` in the first batch that has one."""
@@ -334,6 +348,7 @@ logger = logging.getLogger("bitwright")
 
 #: bytes of activations held in memory, unless told otherwise
 MEMORY_BUDGET = 4 << 30
+_OTHERS = 0.25  # of the variance of rows
 _ROWS = 1024  # of layers with few inputs, such as depthwise ones: a hundred for each of nine inputs
 TREATED = (*TRAITS["layer"], "GroupedMatMul", *RECURRENT)
 
@@ -401,6 +416,19 @@ class Task:
             for real, quantized, share in self.walk.shares(layer)
         )
         return moments(layer, drawn, self.generator, weight)
+
+
+def _pairs_alone(x: Tensor, x_q: Tensor, layer: Layer) -> Tensor:
+    """``x`` where its rows are those of ``x_q`` with noise; ``x_q`` where they are others, or all where their number differs.
+
+    Two rows are others where they differ by more than a quarter of the variance of rows; of rows drawn alike that is twice.
+    """
+    if x is x_q or x.shape != x_q.shape:
+        return x_q
+    within = tuple(range(1, x.dim())) if layer.type in ("Conv", "ConvTranspose") else (x.dim() - 1,)
+    rows = tuple(axis for axis in range(x.dim()) if axis not in within)
+    variance = (x_q - x_q.mean(rows, keepdim=True)).square().sum(within, keepdim=True).mean(rows, keepdim=True)
+    return torch.where((x - x_q).square().sum(within, keepdim=True) > _OTHERS * variance, x_q, x)
 
 
 def _rows_wanted(layer: Layer, rows_per_input: int) -> int:

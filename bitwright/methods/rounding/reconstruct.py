@@ -675,7 +675,8 @@ class BlockProblem:
 
     @torch.no_grad()
     def _target(self, run: Run, span: tuple[int, int]) -> list[Tensor]:
-        state = {v: run.real[v] for v in self.reads}
+        unpaired = any(map(self.walk.is_behind_choice, self.layers))  # rows of the float stream are others
+        state = {v: (run.quantized if unpaired else run.real)[v] for v in self.reads}
         return [t.detach() for t in self._forward(run.program, span, state, (), None)]
 
     def _forward(
