@@ -262,6 +262,34 @@ def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
     return op.Pow(op.ReduceSum(op.Pow(apart, power), last, keepdims=0), root)
 
 
+#: reduction of torch -> that of ``ScatterElements``, and the number that leaves its other operand as it is
+_SCATTERED: dict[str, tuple[str, float | None]] = {
+    "sum": ("add", 0.0),
+    "mean": ("add", 0.0),
+    "prod": ("mul", 1.0),
+    "amax": ("max", None),
+    "amin": ("min", None),
+}
+
+
+def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
+    """``aten.scatter_reduce.two``; torch's exporter (2.13) writes a mean that is no mean."""
+    reduction, neutral = _SCATTERED[reduce]
+
+    def filled(value: float) -> Any:
+        return op.Expand(op.CastLike(op.Constant(value_float=value), src), op.Shape(index))
+
+    start = self
+    if not include_self:  # the largest and the smallest begin at one of their own values
+        start = op.ScatterElements(self, index, src if neutral is None else filled(neutral), axis=dim)
+    made = op.ScatterElements(start, index, src, axis=dim, reduction=reduction)
+    if reduce != "mean":
+        return made
+    ones = op.Expand(op.CastLike(op.Constant(value_float=1.0), src), op.Shape(self))
+    counted = ones if include_self else op.ScatterElements(ones, index, filled(0.0), axis=dim)
+    return op.Div(made, op.ScatterElements(counted, index, filled(1.0), axis=dim, reduction="add"))
+
+
 def unfold_backward(grad_in: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:
     """``aten.unfold_backward``: windows of a signal, the last axis, are added where they lie in it (``istft``).
 
@@ -311,6 +339,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.amin.default: amin,
     torch.ops.aten._cdist_forward.default: cdist,
     torch.ops.aten.cumprod.default: cumprod,
+    torch.ops.aten.scatter_reduce.two: scatter_reduce,
     torch.ops.aten.unfold_backward.default: unfold_backward,
     torch.ops.bitwright.site.default: site,
 }

@@ -77,6 +77,21 @@ def distances(x: Tensor) -> list[Tensor]:
     return [*near, torch.cdist(many, x), torch.cdist(many, x, compute_mode="donot_use_mm_for_euclid_dist")]
 
 
+def scattered(x: Tensor) -> list[Tensor]:
+    rows = torch.tensor([0, 2, 2, 0, 1])[None, :, None].expand_as(x)
+    start = x.new_full((3, 4, 6), 0.5)
+    whole = torch.ones_like(x).cumsum(1).long() * 3 % 7
+    return [
+        y
+        for reduce in ("sum", "mean", "prod", "amax", "amin")
+        for kept in (True, False)
+        for y in (
+            start.scatter_reduce(1, rows, x, reduce, include_self=kept),
+            start.long().scatter_reduce(1, rows, whole, reduce, include_self=kept) + 0.0,
+        )
+    ]
+
+
 class Net(nn.Module):
     """A layer, and what each function makes of its output."""
 
@@ -87,7 +102,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         made = [squeezed, all_squeezed, halves, ordered, ties, masked, largest, frames, products]
-        return [*(f(self.fc(x)) for f in made), *distances(self.fc(x))]
+        return [*(f(self.fc(x)) for f in made), *distances(self.fc(x)), *scattered(self.fc(x))]
 
 
 @pytest.mark.slow_variants("True")
