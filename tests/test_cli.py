@@ -256,7 +256,9 @@ def test_quantize_follows_a_recipe_and_shows_what_each_step_did(tmp_path, monkey
     result = run(*common, "--recipe", "fold", "--memory-budget", "1")
     assert result.exit_code == 0, result.output
     budgets: list[object] = []
-    monkeypatch.setattr("bitwright.onnx.quantize", lambda *_, memory_budget, **__: budgets.append(memory_budget))
+    monkeypatch.setattr(
+        "bitwright.recipes.quantize.quantize", lambda *_, memory_budget, **__: budgets.append(memory_budget)
+    )
     assert run(*common, "--memory-budget", "3").exit_code == 1 and budgets == [3 << 20]
     assert run(*common, "--memory-budget", "0").exit_code == 2
     monkeypatch.undo()
@@ -667,7 +669,7 @@ def test_every_command_reads_the_same_samples(small, tmp_path, limit, count, siz
 
         return run
 
-    monkeypatch.setattr("bitwright.onnx.quantize", counted("quantize"))
+    monkeypatch.setattr("bitwright.recipes.quantize.quantize", counted("quantize"))
     monkeypatch.setattr("bitwright.onnx.check_model", counted("doctor"))
     monkeypatch.setattr("bitwright.precision.auto.auto_quantize", counted("auto"))
     monkeypatch.setattr("bitwright.compare.saturation.saturation", counted("saturation"))

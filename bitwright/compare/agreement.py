@@ -58,16 +58,17 @@ class Agreement:
         return self.off is not None and self.off <= self.allowed
 
 
-def compare(expected: Array, found: Array, facts: Mapping[str, Any], scale: Array | None) -> Agreement:
+def compare(
+    expected: Array, found: Array, facts: Mapping[str, Any], scale: Array | None, *, nan_is_free: bool = False
+) -> Agreement:
     """Codes of two tensors on one grid.
-
-    Where ``expected`` is NaN on a grid of codes, ``found`` may be any number: there is no code for NaN, and runtimes differ in
-    what they make of it. If anything depends on that, values after it differ.
 
     Args:
         expected, found: float, of one shape.
         facts: of the quantizer; ``format``, ``axis``, ``places`` are read.
         scale: one step of an integer grid: scalar, one per index of ``axis``, or one per block along it.
+        nan_is_free: where ``expected`` is NaN on a grid of codes, ``found`` may be any number: no code stands for NaN, and
+            runtimes differ in what they make of it. Only of a model that replaces the NaN before anything is returned.
 
     Raises:
         ExportError: the shapes differ.
@@ -85,7 +86,7 @@ def compare(expected: Array, found: Array, facts: Mapping[str, Any], scale: Arra
     with np.errstate(invalid="ignore"):
         difference = np.where(one == other, 0.0, np.abs(one - other) / step)
     difference = np.where(np.isnan(difference), np.inf, difference)
-    if scale is not None:
+    if nan_is_free and scale is not None:
         difference = np.where(np.isnan(one), 0.0, difference)
     return Agreement(float((difference < 0.5).mean()), float(difference.max()), expected.size)
 

@@ -217,13 +217,22 @@ class Cut:
         model: it is changed.
         places: tensors of its main graph, each with the value that its readers are fed.
         unchecked: site -> why it is not among the places.
+        nan_is_free: whether the simulation replaces every NaN of a place before anything is returned.
 
     Attributes:
-        places, unchecked: as given.
+        places, unchecked, nan_is_free: as given.
     """
 
-    def __init__(self, model: ir.Model, places: Sequence[Place], unchecked: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: ir.Model,
+        places: Sequence[Place],
+        unchecked: Mapping[str, str] | None = None,
+        *,
+        nan_is_free: bool = False,
+    ) -> None:
         self._model, self.places, self.unchecked = model, list(places), dict(unchecked or {})
+        self.nan_is_free = nan_is_free
         self._find_pieces()
         self._fed = self._apply()
         self._index = {node: i for i, node in enumerate(model.graph)}
@@ -347,7 +356,9 @@ def cut_by_sites(model: ir.Model, values: Values, outputs: Mapping[str, Array]) 
         step = _step(copy.graph, facts, expected)
         places.append(Place(facts, quantizer_chain(node, entry), entry, node.outputs[0], expected, step))
     places += _output_places(copy.graph, outputs, {place.result for place in places})
-    return Cut(copy, places, unchecked)
+    floats = [y for y in outputs.values() if np.issubdtype(y.dtype, np.floating)]
+    replaced = bool(floats) and not any(np.isnan(y).any() for y in floats)
+    return Cut(copy, places, unchecked, nan_is_free=replaced)
 
 
 def _step(graph: ir.Graph, facts: Mapping[str, Any], expected: Array) -> Array | None:

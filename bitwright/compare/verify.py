@@ -211,7 +211,8 @@ def _compare_group(
         except _refused() as error:
             refused[mode] = str(error).strip().splitlines()[0]
             failures.setdefault(mode, refused[mode])
-    known = {place: Evidence.of(place, _agreements(place, results), kernels, refused, runtime) for place in places}
+    found = {place: _agreements(place, results, nan_is_free=cut.nan_is_free) for place in places}
+    known = {place: Evidence.of(place, found[place], kernels, refused, runtime) for place in places}
     doubtful = {place: modes for place, evidence in known.items() if (modes := _unsettled(place, evidence, results))}
     before: dict[str, Array] = {}
     if doubtful:
@@ -229,11 +230,14 @@ def _compare_group(
     return {place: _rows(place, evidence) for place, evidence in known.items()}
 
 
-def _agreements(place: Place, results: Mapping[Mode, Mapping[str, Array]]) -> dict[Mode, Agreement]:
+def _agreements(
+    place: Place, results: Mapping[Mode, Mapping[str, Array]], *, nan_is_free: bool
+) -> dict[Mode, Agreement]:
     """Agreement by mode; none where the runtime refused to run."""
     found: dict[Mode, Agreement] = dict.fromkeys(MODES, Agreement(0.0, math.inf, place.expected.size))
     for mode, made in results.items():
-        found[mode] = compare(place.expected, made[str(place.result.name)], place.facts, place.scale)
+        value = made[str(place.result.name)]
+        found[mode] = compare(place.expected, value, place.facts, place.scale, nan_is_free=nan_is_free)
     return found
 
 

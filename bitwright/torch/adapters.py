@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,7 @@ def _calibrate(sim: QuantizationSimModel, data: Any) -> None:
 
 
 @checks_arguments
-def load_adapter(sim: QuantizationSimModel, folder: Any, name: str) -> tuple[str, ...]:
+def load_adapter(sim: QuantizationSimModel, folder: str | os.PathLike[str], name: str) -> tuple[str, ...]:
     """Read an adapter from PEFT's own folder into the model of a simulation, check it, and place it.
 
     Args:
@@ -322,7 +323,9 @@ def _take_range_of_sum(sim: QuantizationSimModel, layer: str, op: str) -> None:
 
 
 @checks_arguments
-def export_adapters(sim: QuantizationSimModel, model: Any, out: Any) -> dict[str, Path]:
+def export_adapters(
+    sim: QuantizationSimModel, model: str | os.PathLike[str], out: str | os.PathLike[str]
+) -> dict[str, Path]:
     """Write an ONNX file that takes adapters as inputs, and every adapter as a file of its own.
 
     The factors of the adapter that was active when ``model`` was written become inputs ``<layer>.lora_A`` and
@@ -333,7 +336,7 @@ def export_adapters(sim: QuantizationSimModel, model: Any, out: Any) -> dict[str
     Args:
         sim: whose adapters are written.
         model: path of the file that ``sim.export`` wrote.
-        out: folder of ``model.onnx`` and ``<adapter>.onnx_adapter``; made where it is missing.
+        out: folder of ``model.onnx`` and ``<adapter>.onnx_adapter``; created if missing.
 
     Returns:
         Name of an adapter -> its file.

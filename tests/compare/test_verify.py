@@ -582,11 +582,13 @@ def test_differences_are_counted_in_steps_per_channel_and_block() -> None:
     assert compare(zeros, other, {**FACTS, "axis": 0}, np.array([1.0, 0.3])).equal == 7 / 8
 
 
-def test_a_value_that_is_nan_in_the_simulation_has_no_code() -> None:
+def test_a_nan_that_the_simulation_replaces_later_has_no_code() -> None:
     expected, found = np.float32([0.2, np.nan]), np.float32([0.2, 0.0])
-    assert compare(expected, found, FACTS, np.array(0.2)) == Agreement(1.0, 0.0, 2)
-    assert compare(found, expected, FACTS, np.array(0.2)).lsb == np.inf, "but the file makes no NaN of a number"
-    assert compare(expected, found, {**FACTS, "format": "float32"}, None).lsb == np.inf
+    assert compare(expected, found, FACTS, np.array(0.2), nan_is_free=True) == Agreement(1.0, 0.0, 2)
+    assert compare(expected, found, FACTS, np.array(0.2)).lsb == np.inf
+    turned = compare(found, expected, FACTS, np.array(0.2), nan_is_free=True)
+    assert turned.lsb == np.inf, "the file makes no NaN of a number"
+    assert compare(expected, found, {**FACTS, "format": "float32"}, None, nan_is_free=True).lsb == np.inf
 
 
 def test_float_formats_are_counted_in_their_local_spacing() -> None:

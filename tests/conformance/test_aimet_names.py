@@ -120,7 +120,7 @@ def test_batch_norms_are_given_as_modules_that_were_folded():
     pairs = batch_norm_fold.fold_all_batch_norms(model, dummy_input=X[:2])
     sets = cross_layer_equalization.CrossLayerScaling.scale_model(model, dummy_input=X[:2])
     fold = cross_layer_equalization.HighBiasFold.bias_fold
-    with pytest.raises(ModelError, match="bn_layers: 0 has a Identity, .* as it was before it was folded"):
+    with pytest.raises(ModelError, match="bn_layers: 0 has an Identity, .* as it was before it was folded"):
         fold(sets, {model[0]: model[1]})
     with pytest.raises(ModelError, match="bn_layers: a Conv2d in it is not a module of the model"):
         fold(sets, {nn.Conv2d(1, 1, 1): norms[model[0]]})

@@ -38,10 +38,10 @@ def classifier(opset: int) -> onnx.ModelProto:
 
 def _listed(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """The model as files of the time were: a mask of Dropout that nothing reads, up to opset 14 all weights among the inputs."""
-    drop = next(node for node in model.graph.node if node.op_type == "Dropout")
-    drop.output.append("drop_mask")
     kind = onnx.TensorProto.FLOAT if opset < 10 else onnx.TensorProto.BOOL
-    model.graph.value_info.append(helper.make_tensor_value_info("drop_mask", kind, None))
+    for drop in [node for node in model.graph.node if node.op_type == "Dropout"]:
+        drop.output.append(f"{drop.name}_mask")
+        model.graph.value_info.append(helper.make_tensor_value_info(drop.output[1], kind, None))
     model.ir_version = 3 if opset < 9 else 4 if opset < 15 else 8
     if opset < 15:
         model.graph.input.extend(

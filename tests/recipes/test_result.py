@@ -98,7 +98,7 @@ def test_a_last_part_of_another_kind_is_what_rates(front_end):
 def test_data_that_are_one_batch_are_refused(front_end):
     model, batches = made(Plain), data(2)
     with pytest.raises(
-        CalibrationError, match=r"quantize: data is a (Tensor|ndarray), not a list of batches.*write \[batch\]"
+        CalibrationError, match=r"quantize: data is an? (Tensor|ndarray), not a list of batches.*write \[batch\]"
     ):
         if front_end == "torch":
             bitwright.quantize(model, batches[0])

@@ -481,7 +481,7 @@ def test_unknown_names(model: Net, batches: list[Tensor]) -> None:
         QuantizationSimModel(model, batches[0], preset="w8a9")
     with pytest.raises(ConfigError, match=r"'double' is neither int nor float"):
         QuantizationSimModel(model, batches[0], default_data_type="double")
-    with pytest.raises(ConfigError, match=r"'model\.onnx' is a str\. Remedy: give a torch\.nn\.Module"):
+    with pytest.raises(ModelError, match=r"it is a str, not a torch\.nn\.Module\. Remedy: pass the module itself"):
         QuantizationSimModel("model.onnx", batches[0])  # type: ignore[arg-type]
 
 
