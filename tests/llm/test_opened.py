@@ -238,6 +238,7 @@ def test_a_foreign_folder_is_written_as_other_files_with_the_same_codes(kind, op
     assert all(torch.equal(back[name].values, own[name].values) for name in own.keys() - made.values.keys())
 
 
+@pytest.mark.slow
 def test_a_foreign_folder_is_written_as_a_graph_and_run(tmp_path):
     import onnxruntime
 
