@@ -356,9 +356,12 @@ def cut_by_sites(model: ir.Model, values: Values, outputs: Mapping[str, Array]) 
         step = _step(copy.graph, facts, expected)
         places.append(Place(facts, quantizer_chain(node, entry), entry, node.outputs[0], expected, step))
     places += _output_places(copy.graph, outputs, {place.result for place in places})
-    floats = [y for y in outputs.values() if np.issubdtype(y.dtype, np.floating)]
-    replaced = bool(floats) and not any(np.isnan(y).any() for y in floats)
-    return Cut(copy, places, unchecked, nan_is_free=replaced)
+    return Cut(copy, places, unchecked, nan_is_free=_are_numbers(outputs.values()))
+
+
+def _are_numbers(outputs: Iterable[Array]) -> bool:
+    floats = [y for y in outputs if np.issubdtype(y.dtype, np.floating)]
+    return bool(floats) and not any(np.isnan(y).any() for y in floats)
 
 
 def _step(graph: ir.Graph, facts: Mapping[str, Any], expected: Array) -> Array | None:

@@ -593,16 +593,46 @@ def _axis_of_rows(graph: Graph, value: str, chosen: Sequence[int]) -> int:
 def chosen_rows(ops: Iterable[Op], static: set[str]) -> set[str]:
     """Values whose rows one of ``ops`` selected or sorted, and values computed from them.
 
-    Rows that are put back have the order of the tensor that they are put into: of a router's experts that of all tokens, of
-    the levels of a detector that of its proposals, which were chosen before.
+    Rows that are put back are those of before the last choice: of a router's experts all tokens, of the levels of a detector
+    its proposals, which another choice had picked.
     """
-    found: set[str] = set()
+    choices = _Choices()
     for op in ops:
-        read = op.inputs[:1] if op.type in _PUTS_BACK else [value for _, value in op.sources()]
-        carries = any(value in found for value in read)
-        if carries or (op.type in _CHOOSES and static.isdisjoint(op.outputs)):
-            found.update(op.outputs)
-    return found
+        choices.visit(op, op.type in _CHOOSES and static.isdisjoint(op.outputs))
+    return set(choices.history)
+
+
+class _Choices:
+    """The choices of rows that lie behind values.
+
+    Attributes:
+        history: value -> operators that chose before it; values without any are missing.
+        picked: value -> those of them by whose indices rows of another tensor were picked.
+    """
+
+    def __init__(self) -> None:
+        self.history: dict[str, frozenset[str]] = {}
+        self.picked: dict[str, frozenset[str]] = {}
+        self._before: dict[str, frozenset[str]] = {}  # operator that chooses -> those before it
+
+    def visit(self, op: Op, chooses: bool) -> None:
+        """Go on over an operator; ``chooses``: whether it selects or sorts rows."""
+        read = [value for _, value in op.sources()]
+        history, picked = self._of(self.history, read), self._of(self.picked, read)
+        if op.type in _PUTS_BACK:
+            last = {one for one in history if not any(one in self._before[other] for other in history)}
+            history = picked = picked - last
+        elif op.type in _PICKS:
+            picked |= self._of(self.history, [value for value in read if value != op.inputs[0]])
+        if chooses:
+            self._before[op.name] = history
+            history |= {op.name}
+        if history:
+            self.history.update(dict.fromkeys(op.outputs, history))
+            self.picked.update(dict.fromkeys(op.outputs, picked))
+
+    def _of(self, known: dict[str, frozenset[str]], values: Iterable[str]) -> frozenset[str]:
+        return frozenset[str]().union(*(known[value] for value in values if value in known))
 
 
 def _upstream(graph: Graph, ops: Iterable[Op]) -> set[str]:

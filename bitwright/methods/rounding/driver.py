@@ -431,6 +431,15 @@ def _pairs_alone(x: Tensor, x_q: Tensor, layer: Layer) -> Tensor:
     return torch.where((x - x_q).square().sum(within, keepdim=True) > _OTHERS * variance, x_q, x)
 
 
+def are_pairs(x: Tensor, x_q: Tensor) -> bool:
+    """Whether two tensors hold the same rows in the same order, with noise in one of them; see :func:`_pairs_alone`."""
+    if x is x_q or not x.is_floating_point():
+        return x is x_q or torch.equal(x, x_q)
+    if x.shape != x_q.shape:
+        return False
+    return float((x - x_q).square().mean()) <= _OTHERS * float(x_q.var(correction=0))
+
+
 def _rows_wanted(layer: Layer, rows_per_input: int) -> int:
     return max(rows_per_input * layer.fan_in, _ROWS)
 

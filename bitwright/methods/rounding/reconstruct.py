@@ -32,7 +32,7 @@ from torch import Tensor
 
 from bitwright.core.graph.operators import TRAITS
 from bitwright.errors import ConfigError
-from bitwright.methods.rounding.driver import Choice, Run, Task, Walk, check_finite, check_rows
+from bitwright.methods.rounding.driver import Choice, Run, Task, Walk, are_pairs, check_finite, check_rows
 from bitwright.methods.rounding.matrices import RECURRENT, Grid, Layer, grid_encoding, sample_rows
 from bitwright.methods.rounding.program import Program, State, Step, Unit, block_units, layer_units, run_step
 
@@ -675,8 +675,11 @@ class BlockProblem:
 
     @torch.no_grad()
     def _target(self, run: Run, span: tuple[int, int]) -> list[Tensor]:
-        unpaired = any(map(self.walk.is_behind_choice, self.layers))  # rows of the float stream are others
-        state = {v: (run.quantized if unpaired else run.real)[v] for v in self.reads}
+        source = run.real
+        if any(map(self.walk.is_behind_choice, self.layers)):
+            paired = all(are_pairs(run.real[v], run.quantized[v]) for v in self.reads)
+            source = run.real if paired else run.quantized  # rows of the float stream are others
+        state = {v: source[v] for v in self.reads}
         return [t.detach() for t in self._forward(run.program, span, state, (), None)]
 
     def _forward(

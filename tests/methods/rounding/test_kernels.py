@@ -20,6 +20,7 @@ from bitwright.core.numerics.ranges import choose_range_of
 from bitwright.core.numerics.spec import RangeMethod, find_preset, weight_spec
 from bitwright.errors import ConfigError
 from bitwright.methods.rounding import gptq
+from bitwright.methods.rounding.driver import _pairs_alone, are_pairs
 from bitwright.methods.rounding.gptq import Settings, inverse_factor, quadratic_error, round_columns
 from bitwright.methods.rounding.matrices import Grid, Layer, gram, grid_encoding, moments, sample_rows
 from bitwright.methods.rounding.reconstruct import (
@@ -710,3 +711,23 @@ def test_compiled_columns_are_those_of_array_functions(shape, bits, monkeypatch)
     assert errors[0] == pytest.approx(errors[1], rel=1e-2)
     if shape == (1, 40, 300):
         assert errors[0] < 0.9 * float(gptq.quadratic_error(grid.values(grid.nearest(w)) - w, hessian).sum())
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("Gemm", (50, 8)), ("MatMul", (2, 25, 8)), ("Conv", (50, 2, 3, 3))],
+    ids=["rows", "samples", "pictures"],
+)
+def test_only_rows_that_are_others_are_replaced(kind: str, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    real = 5 + torch.randn(shape, generator=generator)  # what all rows have in common makes none of them alike
+    quantized = real + 0.1 * torch.randn(shape, generator=generator)
+    layer = Layer("l", "l", kind, {}, (8, 8), "l.weight")
+    assert torch.equal(_pairs_alone(real, quantized, layer), real) and are_pairs(real, quantized)
+    exchanged = quantized.flip(-2 if kind == "MatMul" else 0)
+    found = _pairs_alone(real, exchanged, layer)
+    replaced = (found == exchanged).flatten(1).all(1) if kind == "Conv" else (found == exchanged).all(-1)
+    middle = (0, 12) if kind == "MatMul" else None  # the row that stays in its place
+    assert float(replaced.float().mean()) > 0.9 and (middle is None or not replaced[middle])
+    assert not are_pairs(real, exchanged) and not are_pairs(real, quantized[:1])
+    assert _pairs_alone(real, quantized[:1], layer).shape[0] == 1
