@@ -10,7 +10,6 @@ about one runtime, AIMET's configuration or a file format stay with that code. A
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -379,7 +378,7 @@ def resolve_granularity(
         return granularity.resolve(*block_axes(op_type, attrs, port, shape))
     resolved = granularity.resolve(channel, block)
     if isinstance(resolved, PerChannel) and resolved.axis is not None and -len(shape) <= resolved.axis < len(shape):
-        return PerTensor() if math.prod(shape) == 1 else resolved
+        return PerTensor() if all(count == 1 for count in shape) else resolved  # -1 is a length that is not known
     return resolved  # an axis that the tensor lacks is refused by name where its scales are counted
 
 
