@@ -88,7 +88,7 @@ def rescaled_upwards(sums: Any, mantissa: Any, shift: Any) -> Integers:
     """:func:`rescaled` where the second rounding too is a half upwards, as the matrix products of ruy do it.
 
     Example:
-        >>> int(rescaled_upwards(-3, *quantize_multiplier(0.5))), int(rescaled(-3, *quantize_multiplier(0.5)))
+        >>> int(rescaled_upwards(-6, *quantize_multiplier(0.25))), int(rescaled(-6, *quantize_multiplier(0.25)))
         (-1, -2)
     """
     shift = np.asarray(shift, np.int64)
