@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -85,10 +84,10 @@ def _give_codes(sim: Any, found: Mapping[str, PackedWeight]) -> None:
     Raises:
         ConfigError: a parameter that no site reads whole.
     """
-    reads = {name: (part, axes) for name in sim.quantizers for part, axes in [_read_as(sim, name)]}
+    reads = sim._read_parameters(sim.quantizers)
     for name, site in sim.quantizers.items():
-        part, axes = reads[name]
-        if part is not None and part in found:
+        part, axes = reads.get(name, ("", ()))
+        if part in found:
             site.quantizer.take(found[part].encoding.permuted(axes))
             site.frozen = True
         else:
@@ -100,21 +99,3 @@ def _give_codes(sim: Any, found: Mapping[str, PackedWeight]) -> None:
             f"{len(left)} of {len(found)} quantized parameters are read in parts and would be in float in the file",
             f"leave them in float with a rule, --rule 'role:expert=float' for experts, or --rule '{min(left)}=float'",
         )
-
-
-def _read_as(sim: Any, site: str) -> tuple[str | None, tuple[int, ...]]:
-    """The parameter that a site of a weight reads whole, and the order of its axes there; ``None`` where there is none."""
-    value = sim.graph.values[sim.quantizers[site].value]
-    if value.param is not None:
-        return value.param, tuple(range(len(value.shape)))
-    read = sim._recorded_constants().get(value.name) if len(value.sources) == 1 else None
-    if read is None:
-        return None, ()
-    held = sim._interceptor.named_tensor(value.sources[0])
-    if held.untyped_storage().data_ptr() != read.untyped_storage().data_ptr() or held.numel() != read.numel():
-        return None, ()  # a part, or computed
-    for axes in itertools.permutations(range(held.dim())):
-        turned = held.permute(axes)
-        if turned.shape == read.shape and turned.stride() == read.stride():
-            return value.sources[0], axes
-    return None, ()

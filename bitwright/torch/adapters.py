@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, checks_arguments, some_of
 from bitwright.torch.calls.inputs import model_device, to_device, walk_modules
+from bitwright.torch.simulation.simulated_module import on_grid
 
 if TYPE_CHECKING:
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
@@ -267,32 +268,24 @@ def merge_adapters(sim: QuantizationSimModel) -> Undo:
         sites = _sites_of_weights(sim)
         for name, layer in layers.items():
             weight = layer.base_layer.weight
-            site, turned = sites.get(id(weight), (None, False))
+            site, axes = sites.get(id(weight), (None, ()))
             if site is not None:
-                weight.copy_(_on_grid(site, weight.detach(), turned))
+                weight.copy_(on_grid(cast("Any", site.quantizer), weight.detach(), axes))
             layer.merge()
             if site is not None:
-                _fit(site, weight.detach().t() if turned else weight.detach())
+                _fit(site, weight.detach().permute(axes))
                 _take_range_of_sum(sim, name, site.op)
         sim._refresh_biases()
     return undo
 
 
-def _sites_of_weights(sim: QuantizationSimModel) -> dict[int, tuple[Site, bool]]:
-    """Parameter -> its site, and whether that quantizes the transpose."""
-    found: dict[int, tuple[Site, bool]] = {}
-    for site in sim.quantizers.values():
-        if site.role == "weight" and site.enabled:
-            tensor, turned = sim._held(site)
-            found[id(tensor)] = site, turned
-    return found
-
-
-def _on_grid(site: Site, weight: Tensor, turned: bool) -> Tensor:
-    """What the simulation makes of a weight."""
-    quantizer: Any = site.quantizer
-    found: Tensor = quantizer.constant(weight.t()).t() if turned else quantizer.constant(weight)
-    return found
+def _sites_of_weights(sim: QuantizationSimModel) -> dict[int, tuple[Site, tuple[int, ...]]]:
+    """Parameter -> its site, and the order of the parameter's axes there."""
+    weights = [name for name, site in sim.quantizers.items() if site.role == "weight" and site.enabled]
+    reads = sim._read_parameters(weights)
+    return {
+        id(sim._interceptor.named_tensor(param)): (sim.quantizers[name], axes) for name, (param, axes) in reads.items()
+    }
 
 
 def _fit(site: Site, weight: Tensor) -> None:

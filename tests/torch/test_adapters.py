@@ -118,6 +118,15 @@ def test_layers_that_multiply_by_a_transpose_are_merged_and_written_as_others() 
 
 
 @torch.no_grad()
+def test_the_model_is_recorded_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim, runs = simulated("w8", kind=Multiplied), list[None]()
+    recorded = type(sim)._recorded_constants
+    monkeypatch.setattr(type(sim), "_recorded_constants", lambda self: runs.append(None) or recorded(self))
+    sim.dequantized_state_dict()
+    assert len(runs) == 1, "two weights are read through a transpose"
+
+
+@torch.no_grad()
 def test_a_merge_keeps_the_scales_where_they_fit() -> None:
     sim = simulated()
     for layer in (sim.model.up, sim.model.down):

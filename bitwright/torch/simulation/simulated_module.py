@@ -5,8 +5,9 @@ Calibration, training and files are those of :class:`~bitwright.torch.simulation
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -261,8 +262,11 @@ class SimulatedModule(SimulationFiles):
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             aliases.setdefault(id(tensor), []).append(name)
         done: dict[int, str] = {}
-        for name, site in self._stored_sites().items():
-            tensor, turned = self._held(site)
+        stored = self._stored_sites()
+        reads = self._read_parameters(stored)
+        for name, site in stored.items():
+            param, axes = reads.get(name, ("", ()))
+            tensor = self._interceptor.named_tensor(param) if param else None
             if tensor is None or id(tensor) not in aliases:
                 raise ModelError(
                     name,
@@ -270,9 +274,7 @@ class SimulatedModule(SimulationFiles):
                     "write files with sim.export, or keep simulation and float weights with sim.save_checkpoint",
                 )
             assert isinstance(site.quantizer, Quantizer)
-            found = (
-                site.quantizer.constant(tensor.detach().t()).t() if turned else site.quantizer.constant(tensor.detach())
-            )
+            found = on_grid(site.quantizer, tensor.detach(), axes)
             first = aliases[id(tensor)][0]
             if id(tensor) in done and not torch.equal(state[first], found):
                 raise ModelError(
@@ -284,25 +286,24 @@ class SimulatedModule(SimulationFiles):
             state.update(dict.fromkeys(aliases[id(tensor)], found))
         return state
 
-    def _held(self, site: Site) -> tuple[torch.Tensor | None, bool]:
-        """The parameter that a site reads, and whether the site quantizes its transpose, as of ``x @ weight.T``.
+    def _read_parameters(self, sites: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Site -> the parameter that it reads whole, and the order of its axes there: ``(1, 0)`` for ``x @ weight.T``.
 
-        ``None`` where the site quantizes what the model computes of parameters in another way.
+        Sites that read a part of a parameter, or what the model computes from parameters, are missing.
         """
-        value = self.graph.values[site.value]
-        if value.param is not None:
-            return self._interceptor.named_tensor(value.param), False
-        if len(value.sources) != 1:
-            return None, False
-        tensor = self._interceptor.named_tensor(value.sources[0])
-        turned = tensor.detach().t() if tensor.dim() == 2 else tensor
-        if turned is tensor or turned.shape != value.shape:
-            return None, False
-        same = (
-            read.untyped_storage().data_ptr() == turned.untyped_storage().data_ptr() and read.stride() == turned.stride()
-            for read in self._recorded_constants().values()
-        )  # fmt: skip
-        return (tensor, True) if any(same) else (None, False)
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        constants: dict[str, torch.Tensor] | None = None
+        for name in sites:
+            value = self.graph.values[self.quantizers[name].value]
+            if value.param is not None:
+                found[name] = value.param, tuple(range(len(value.shape)))
+            elif len(value.sources) == 1:
+                constants = self._recorded_constants() if constants is None else constants
+                read = constants.get(value.name)
+                axes = None if read is None else _axes_of(read, self._interceptor.named_tensor(value.sources[0]))
+                if axes is not None:
+                    found[name] = value.sources[0], axes
+        return found
 
     def remove(self) -> nn.Module:
         """Take the simulation off again and return the model; useful with ``in_place``."""
@@ -310,3 +311,20 @@ class SimulatedModule(SimulationFiles):
         if isinstance(vars(self.model).get("save_pretrained"), SavesDequantized):
             del vars(self.model)["save_pretrained"]
         return self.model
+
+
+def on_grid(quantizer: Quantizer, parameter: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """A parameter as the simulation computes with it, where the quantizer sees its axes in the order ``axes``."""
+    back = sorted(range(len(axes)), key=axes.__getitem__)
+    return quantizer.constant(parameter.permute(axes)).permute(back)
+
+
+def _axes_of(view: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of the axes of ``whole`` in a view of all of it; ``None`` where it is a part, or not a view of it."""
+    if view.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or view.numel() != whole.numel():
+        return None
+    for axes in itertools.permutations(range(whole.dim())):
+        turned = whole.permute(axes)
+        if turned.shape == view.shape and turned.stride() == view.stride():
+            return axes
+    return None
