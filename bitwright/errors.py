@@ -152,6 +152,13 @@ def _has_name(*names: str) -> Callable[[Any], bool]:
     return lambda x: any(c.__name__ in names for c in type(x).__mro__)
 
 
+def with_article(noun: str) -> str:
+    """``an Add``, ``a Conv``, ``an LSTM``, ``a GRU``: capitals in a row are read letter by letter."""
+    spelled = noun[:2].isupper() or noun == "ndarray"
+    vowels = "AEFHILMNORSX" if spelled else "AEIOU"
+    return f"{'an' if noun[:1].upper() in vowels else 'a'} {noun}"
+
+
 _Kind = tuple[Callable[[Any], bool], str]
 _LIST: _Kind = (_is_listed, "a list")
 _DICTIONARY: _Kind = (lambda x: isinstance(x, Mapping), "a dictionary")
@@ -193,7 +200,7 @@ _KINDS: dict[str, _Kind] = {
     ),
     # classes, each under its own name
     **{
-        name: (_has_name(name), f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
+        name: (_has_name(name), with_article(name))
         for name in (
             "EqualizeReport", "FoldReport", "Graph", "HealthReport", "IntFormat", "KvCache", "Loaded", "Optimizer",
             "Pictures", "Preset", "QuantSpec", "RangeMethod",
@@ -294,13 +301,6 @@ def _kinds(parameter: inspect.Parameter) -> tuple[_Kind, ...]:
     if not all(name in _KINDS for name in names):
         return ()
     return tuple(_KINDS[name] for name in names)
-
-
-def with_article(noun: str) -> str:
-    """``an Add``, ``a Conv``, ``an LSTM``, ``a GRU``: capitals in a row are read letter by letter."""
-    spelled = noun[:2].isupper() or noun == "ndarray"
-    vowels = "AEFHILMNORSX" if spelled else "AEIOU"
-    return f"{'an' if noun[:1].upper() in vowels else 'a'} {noun}"
 
 
 def _wrong_kind(function: str, name: str, value: object, kinds: tuple[_Kind, ...]) -> ConfigError:

@@ -457,7 +457,7 @@ class GraphSearchUtils:
         return found
 
     def is_relu_activation_present_in_cls_sets(self, cls_sets: Iterable[Sequence[nn.Module]]) -> list[Any]:
-        """Per set whether a ReLU stands behind its first layer; of a set of three also behind its second, as a tuple."""
+        """Per set whether a ReLU follows its first layer; of a set of three also its second, as a tuple."""
         relus = [tuple(self._relu.get(layer, False) for layer in cls_set[:-1]) for cls_set in cls_sets]
         return [relu[0] if len(relu) == 1 else relu for relu in relus]
 

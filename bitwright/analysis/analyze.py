@@ -91,7 +91,7 @@ def layer_rows(subject: Subject, seen: Lockstep | None, sites: Mapping[str, Site
     whole, values = sum(row.cost for row in sites.values()), {} if seen is None else seen.sites
     errors = {} if seen is None else seen.layers
     graph = subject.sim.graph
-    divided = reciprocals(graph, {value.name for value in graph.values.values() if value.is_static})
+    divided = reciprocals(graph, graph.static())
     enlarging = most_enlarged(graph, errors)
     for layer in found:
         layer.causes = causes_of(layer, subject, values, sites, whole, errors, divided, enlarging)

@@ -123,7 +123,7 @@ def check_target(target: Mapping[str, float | str]) -> dict[str, float | str]:
     """Cost -> the part of it that may be left; or bytes of it, as a text with a unit or a number above 1. ``target`` itself.
 
     Raises:
-        ConfigError: it is empty, names an unknown cost, a part is not above 0 and 1 at most, or a text is no number of bytes.
+        ConfigError: it is empty, names an unknown cost, a part is not above 0 and 1 at most, or a text is not a number of bytes.
     """
     if not target:
         raise ConfigError("target", "it names no cost", 'write target={"macs": 0.5} for half of the multiplications')

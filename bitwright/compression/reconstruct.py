@@ -243,7 +243,7 @@ def estimate_batch_norms(
 
     The mean changes by the difference of the means that both models have on the data, the variance by the ratio of the
     variances: statistics from training keep what they know beyond the data. The batches are run once, and every norm is moved
-    before it is computed, by what is known of its input until then: norms behind it read what it makes then. Where the data
+    before it is computed, by what is known of its input until then: norms after it read what it then returns. Where the data
     come in several batches, they are run again, and each batch replaces what it has shown before.
 
     Args:

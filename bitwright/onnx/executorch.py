@@ -3,7 +3,7 @@
 ExecuTorch reads programs of ``torch.export``, not ONNX files. The model's operators are called as torch functions, its
 quantizers as those of ``quantized_decomposed``; the program is captured for the shapes that a run has, lowered, and executed.
 Codes are int8 there: the zero point of unsigned grids moves by 128, the numbers on the grid stay. What only moves data gets the
-quantizer of its input behind it, which changes no value: XNNPACK computes on codes only what has quantizers on both sides.
+quantizer of its input after it, which changes no value: XNNPACK computes on codes only what has quantizers on both sides.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ class Program(nn.Module):
 
 
 def _clipped(inputs: Sequence[Any]) -> list[Tensor]:
-    """A Clip as XNNPACK takes one behind a layer; clamp, of the same values, ends in partitions that depend on each other."""
+    """A Clip as XNNPACK takes one after a layer; clamp, of the same values, ends in partitions that depend on each other."""
     x, low, high = [*inputs, None, None][:3]
     return [F.hardtanh(x, -np.inf if low is None else low, np.inf if high is None else high)]
 

@@ -214,7 +214,7 @@ def test_outputs_whose_rows_are_chosen_are_judged_before_the_choice(front: str, 
 
 @pytest.mark.parametrize("front", ["torch", "onnx"])
 @pytest.mark.parametrize("how", ["two stages", "levels"])
-def test_weights_behind_a_choice_are_not_fitted_to_rows_that_float_chose(front: str, how: str) -> None:
+def test_weights_after_a_selection_of_rows_are_fitted_to_matching_rows(front: str, how: str) -> None:
     torch.manual_seed(0)
     model, batches = Choosing(how).eval(), [torch.rand(4, 3, 32, 32) for _ in range(4)]
     options: dict[str, Any] = {

@@ -215,7 +215,7 @@ def as_bound(cost: str, asked: float | str, argument: str) -> float:
     (2000.0, 0.5)
 
     Raises:
-        ConfigError: it is no number, nor bytes of a cost that is counted in bytes.
+        ConfigError: it is neither a number nor bytes of a cost that is counted in bytes.
     """
     if not isinstance(asked, str):
         return float(asked)

@@ -603,7 +603,7 @@ def chosen_rows(ops: Iterable[Op], static: set[str]) -> set[str]:
 
 
 class _Choices:
-    """The choices of rows that lie behind values.
+    """Operators that selected or sorted the rows of values.
 
     Attributes:
         history: value -> operators that chose before it; values without any are missing.

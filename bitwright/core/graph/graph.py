@@ -129,6 +129,10 @@ class Graph:
     def _output_set(self) -> frozenset[str]:
         return frozenset(self.outputs)
 
+    def static(self) -> set[str]:
+        """Names of the parameters and constants."""
+        return {value.name for value in self.values.values() if value.is_static}
+
     def op(self, name: str) -> Op:
         """The op called ``name``; KeyError if there is none."""
         return self._by_name[name]

@@ -140,7 +140,7 @@ class _Search:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        static = {value.name for value in graph.values.values() if value.is_static}
+        static = graph.static()
         self.norms = find_normalisations(graph, static)
         self.layers: dict[str, tuple[str, ...]] = {}
         for op in graph.ops:

@@ -49,7 +49,7 @@ from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.core.placement.kv_cache import cache_places, describe
 from bitwright.core.placement.plan import Plan, RangeFrom, Role, SitePlan
 from bitwright.core.placement.rules import Resolver, Rule, Rules, Setting
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, close_matches, with_article
 
 CACHE_ROLES = frozenset(f"{ROLE}{name}" for name in CACHES)
 _CHANNELS_FIRST = frozenset(
@@ -438,12 +438,12 @@ def _ask(found: dict[str, tuple[Symmetry, str]], value: str, symmetry: Symmetry,
 
 
 def _an(word: str) -> str:
-    return f"{'an' if word[0] in 'aeiou' else 'a'} {word.replace('_', ' ')}"
+    return with_article(word.replace("_", " "))
 
 
 def _static_values(graph: Graph) -> set[str]:
     """Values that are the same in every run: parameters, constants, and what only moves those."""
-    static = {value.name for value in graph.values.values() if value.is_static}
+    static = graph.static()
     for op in graph.ops:
         sources = [value for _, value in op.sources()]
         if sources and op_row(op.type).kind == "movement" and all(value in static for value in sources):

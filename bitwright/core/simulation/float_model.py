@@ -140,10 +140,10 @@ class FloatModel(Protocol):
         """Run the batches one by one; yield the named values of each, one array per run of their place."""
 
     def walk(self, values: Sequence[str], batches: Sequence[Any], seen: Seen) -> None:
-        """Run the batches, and hand over each named value before it is read: what is edited then is in force behind it.
+        """Run the batches, and hand over each named value before it is read: what is edited then applies after it.
 
         A front end hands over one batch at a time, all values of it in the order of the run; or one value of all batches at a
-        time, in the order of the graph. ``seen`` may set parameters that are read behind the value, and edit nothing else.
+        time, in the order of the graph. ``seen`` may set parameters that are read after the value, and edit nothing else.
 
         Args:
             values: names, as for :meth:`capture`.

@@ -304,7 +304,7 @@ class Simulation(Tabular, ABC):
             Places of outputs, and layer -> the site of its result, or the value itself where that has none.
         """
         graph = self.graph
-        chosen, layers = chosen_outputs(graph, {value.name for value in graph.values.values() if value.is_static})
+        chosen, layers = chosen_outputs(graph, graph.static())
         sites = {site.value: name for name, site in self.quantizers.items() if site.role == "output"}
         places = [i for i, value in enumerate(graph.outputs) if value in chosen]
         return places, {op.name: self._site_after(op.outputs[0], sites) for op in layers}
@@ -312,7 +312,7 @@ class Simulation(Tabular, ABC):
     def _ordered_rows(self) -> tuple[str, dict[int, int]]:
         """The value with the indices that order rows of outputs, and place of an output -> axis of its rows; see there."""
         graph = self.graph
-        indices, rows = ordered_rows(graph, {value.name for value in graph.values.values() if value.is_static})
+        indices, rows = ordered_rows(graph, graph.static())
         return indices, {i: rows[value] for i, value in enumerate(graph.outputs) if value in rows}
 
     def _row_orders(self, runs: Sequence[Any], outputs: Sequence[str]) -> dict[str, RowOrder]:

@@ -166,7 +166,7 @@ class Walk:
         self.short: dict[str, str] = {}
         self.runs: list[Run] = []
         self._float: dict[int, dict[int, Tensor]] = {}
-        self._behind_choice: set[str] | None = None  # layers whose rows an operator chose
+        self._after_selection: set[str] | None = None  # layers that read rows which an operator selected
         for batch in with_samples(batches):
             program, state = model.program(batch)
             kept = {value: store.keep(tensor) for value, tensor in state.items()}
@@ -242,8 +242,8 @@ class Walk:
         For the recurrent weights of a layer these are the hidden states of the step before, and the quantized ones in
         both places: they change with the weights, so that weights which made up for their errors would make up for
         errors that are no longer there. For experts as well: the two models may route a sample to different ones, so that
-        their rows are not pairs. Behind a choice of rows, as in the second stage of a detector, whose proposals stand in
-        another order and some of which are others, the quantized rows stand in both places where the rows are no pairs.
+        their rows are not pairs. After an operator that selects rows, as in the second stage of a detector, where proposals
+        may be others or stand in another order, a quantized row takes the place of a float row that does not belong to it.
         """
         for r in self.runs:
             span = r.program.span([layer.op])
@@ -255,18 +255,18 @@ class Walk:
                     if layer.reads_hidden or layer.is_routed
                     else _reads(r.program, r.real, (r.real_at, last), layer, None, self._constants(r.program))
                 )
-                if self.is_behind_choice(layer):
+                if self.follows_selection(layer):
                     real = [_pairs_alone(x, x_q, layer) for x, x_q in zip(real, quantized, strict=True)]
                 yield from ((x, x_q, r.share) for x, x_q in zip(real, quantized, strict=True))
 
-    def is_behind_choice(self, layer: Layer) -> bool:
-        """Whether an operator chose or sorted the rows that a layer reads, so that those of both streams may be no pairs."""
-        if self._behind_choice is None:
+    def follows_selection(self, layer: Layer) -> bool:
+        """Whether a layer reads rows that an operator selected or sorted: rows of the two streams may not correspond."""
+        if self._after_selection is None:
             graph = self.model.graph()
-            static = {value.name for value in graph.values.values() if value.is_static}
+            static = graph.static()
             moved = chosen_rows(graph.ops, static)
-            self._behind_choice = {op.name for op in graph.ops if any(value in moved for value in op.inputs)}
-        return layer.op in self._behind_choice
+            self._after_selection = {op.name for op in graph.ops if any(value in moved for value in op.inputs)}
+        return layer.op in self._after_selection
 
     def step(self, op: str) -> Step:
         """The first step of ``op`` in the first batch that has one."""

@@ -676,7 +676,7 @@ class BlockProblem:
     @torch.no_grad()
     def _target(self, run: Run, span: tuple[int, int]) -> list[Tensor]:
         source = run.real
-        if any(map(self.walk.is_behind_choice, self.layers)):
+        if any(map(self.walk.follows_selection, self.layers)):
             paired = all(are_pairs(run.real[v], run.quantized[v]) for v in self.reads)
             source = run.real if paired else run.quantized  # rows of the float stream are others
         state = {v: source[v] for v in self.reads}

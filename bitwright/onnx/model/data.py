@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.files import load_entry_point, read_archive, read_array
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, close_matches
+from bitwright.tables import counted
 
 logger = logging.getLogger("bitwright")
 
@@ -106,10 +107,8 @@ def _named(given: Any, specs: Sequence[InputSpec], where: str) -> dict[str, Any]
         remedy = f"give a dict with {', '.join(map(str, specs)) or 'nothing: the model has no inputs'}"
         if len(values) > len(specs) > 0:
             remedy += "; of batches (input, label) pass the inputs alone, as [x for x, *_ in loader]"
-        arrays, inputs = (
-            f"{n} {what}{'s' if n != 1 else ''}" for n, what in ((len(values), "array"), (len(specs), "input"))
-        )
-        raise ModelError(where, f"{arrays} for a model with {inputs}", remedy)
+        problem = f"{counted(len(values), 'array')} for a model with {counted(len(specs), 'input')}"
+        raise ModelError(where, problem, remedy)
     return {spec.name: value for spec, value in zip(specs, values, strict=True)}
 
 

@@ -70,7 +70,7 @@ def with_decomposed(
 def _keep_on_grid(graph: fx.Graph) -> None:
     """Quantize what only moves values on a grid, to the same grid: a delegate takes an operator with quantizers on both sides.
 
-    No value changes. Without it a linear layer behind a flatten is computed in float.
+    No value changes. Without it a linear layer after a flatten is computed in float.
     """
     for node in graph.nodes:
         source = node.args[0] if node.target in _MOVES and node.args else None

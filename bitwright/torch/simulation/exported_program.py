@@ -273,7 +273,7 @@ _SCATTERED: dict[str, tuple[str, float | None]] = {
 
 
 def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
-    """``aten.scatter_reduce.two``; torch's exporter (2.13) writes a mean that is no mean."""
+    """``aten.scatter_reduce.two``; torch's exporter (2.13) writes a mean that is not a mean."""
     reduction, neutral = _SCATTERED[reduce]
 
     def filled(value: float) -> Any:
