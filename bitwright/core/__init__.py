@@ -1,4 +1,4 @@
-"""The part that knows no framework: arithmetic, graphs, placement, the state of a simulation, numerical health.
+"""Framework-independent code: arithmetic, graphs, placement, the state of a simulation, numerical health.
 
 numpy only. Reading and writing files belongs to ``export`` (configuration files are the exception: they become rules
 here); running a model belongs to the front ends ``torch`` and ``onnx``.

@@ -78,7 +78,7 @@ def read_bytes(
 
 @contextmanager
 def open_regular(path: AnyPath, error: ErrorType, unreadable: Unreadable | None = None) -> Iterator[BufferedReader]:
-    """A regular file, open for reading; arguments and errors as of :func:`read_bytes`."""
+    """Open a regular file for reading; arguments and errors as of :func:`read_bytes`."""
     site = os.fspath(path)
     try:
         with _named(path, error) as file:
@@ -105,7 +105,7 @@ def too_large(path: AnyPath, size: int, max_bytes: int, error: ErrorType, larger
 
 
 def _without_waiting(name: str, flags: int) -> int:
-    """Open for reading; a pipe without a writer does not block."""
+    """Open without blocking on a pipe that has no writer."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -156,11 +156,11 @@ def read_document(
 
 
 class _Limit(ValueError):
-    """A limit of this module is passed."""
+    """A limit of this module was exceeded."""
 
 
 class _LineError(Exception):
-    """A line that the language does not allow."""
+    """A syntax error at a line of a document."""
 
     def __init__(self, line: int, problem: str, hint: str = "") -> None:
         super().__init__(problem)
@@ -209,7 +209,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _check_events(events: Iterable[Any]) -> None:
-    """Refuse tags, depth, and aliases that stand for too much, before anything is built from ``events``."""
+    """Refuse tags, excessive depth, and aliases that expand to too much, before anything is built from ``events``."""
     import yaml
 
     sizes: dict[str | None, int] = {}  # anchor -> characters of what it stands for, aliases written out
@@ -233,7 +233,7 @@ def _check_events(events: Iterable[Any]) -> None:
 
 
 def _check_tag(event: Any) -> int:
-    """Refuse a tag; the line of the event."""
+    """Refuse a tag, and return the line of the event."""
     line: int = event.start_mark.line + 1
     tag = getattr(event, "tag", None)
     if tag is not None:
@@ -315,7 +315,7 @@ def _check_values(document: Any) -> None:
 
 
 def _collections_in(parts: Any) -> list[Any]:
-    """The lists and mappings in a list or mapping; what else is in it is checked."""
+    """The lists and mappings in a list or mapping; checks all other values."""
     values = parts if isinstance(parts, list) else [*parts, *parts.values()]
     if set(map(type, values)) <= _HARMLESS:  # long lists of scales
         return []
@@ -441,7 +441,7 @@ def _explained(path: AnyPath, error: type[BitwrightError], what: str, remedy: st
 
 
 def load_entry_point(text: str, what: str = "yields feeds") -> Callable[..., Any]:
-    """The function that ``text`` names.
+    """Import the function that ``text`` names, ``module:function``.
 
     Args:
         text: ``package.module:function``; the module is imported.

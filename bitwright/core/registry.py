@@ -67,7 +67,7 @@ class Registry(dict[str, Row]):
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        """Names, also of rows that are not loaded yet."""
+        """The names of all rows, loaded or not."""
         yield from (*dict.__iter__(self), *self._points())
 
 
@@ -125,7 +125,7 @@ def table_of(kind: str) -> Registry[Any]:
 
 
 def rows_of(table: Registry[Row]) -> list[tuple[str, Row]]:
-    """All rows, for which all packages that add some are loaded."""
+    """All rows; loads the packages that add some."""
     return [(name, table[name]) for name in table]
 
 

@@ -19,7 +19,7 @@ HALF = 2047
 
 
 def value_of_key(key: int) -> float:
-    """The float32 of a key.
+    """Convert an integer that sorts like a float32 back to the float32.
 
     >>> value_of_key(0), value_of_key(0x3F800000), value_of_key(~0x3F800000)
     (0.0, 1.0, -1.0)
@@ -29,7 +29,7 @@ def value_of_key(key: int) -> float:
 
 
 def values_of_keys(keys: Bits) -> Floats:
-    """The same of an array of keys.
+    """Convert an array of keys, see :func:`value_of_key`.
 
     >>> values_of_keys(np.array([0x3F800000, ~0], np.int32)).tolist()
     [1.0, 0.0]

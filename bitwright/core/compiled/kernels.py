@@ -30,7 +30,7 @@ LANES = 256
 
 
 def within(v: Any, lo: Any, hi: Any) -> Any:
-    """``v``, moved to the end of ``lo`` to ``hi`` that it lies beyond; a NaN stays, as comparisons with it are false."""
+    """``v`` clamped to ``lo`` to ``hi``; NaN stays NaN."""
     v = lo if v < lo else v
     return hi if v > hi else v
 
@@ -41,7 +41,7 @@ def code(x: Any, scale: Any, lo: Any, hi: Any) -> Any:
 
 
 def beyond(x: Any, first: Any, last: Any) -> Any:
-    """Whether ``x`` does not lie between ``first`` and ``last``; equality is beyond, as in torch's gradients."""
+    """Whether ``x <= first`` or ``x >= last``: the ends count as clipped, as in torch's gradients."""
     return (x <= first) | (x >= last)
 
 
@@ -51,7 +51,7 @@ def unless(clipped: Any, x: Any) -> Any:
 
 
 def put_on_grid(x: Floats, scale: Floats, lo: Floats, hi: Floats, out: Floats) -> None:
-    """``out``, of ``out.size`` numbers, takes those of ``x`` on a grid each; minus zero stays."""
+    """Quantize-dequantize ``x`` into ``out``, each number with a scale of its own; minus zero stays."""
     for j in range(out.size):
         out[j] = code(x[j], scale[j], lo[j], hi[j]) * scale[j]
 
@@ -96,7 +96,7 @@ def quantize_dequantize(x: Floats, out: Floats, scale: np.float32, lo: np.float3
 def clamp_quantize(
     x: Floats, out: Floats, low: np.float32, high: np.float32, scale: np.float32, lo: np.float32, hi: np.float32
 ) -> None:
-    """The same of ``clamp(x, low, high)``."""
+    """:func:`quantize_dequantize` of ``clamp(x, low, high)``."""
     block = np.empty(BLOCK, np.float32)
     for first in range(0, x.size, BLOCK):
         values = x[first : first + BLOCK]
@@ -109,7 +109,7 @@ def clamp_quantize(
 
 
 def add_quantize(x: Floats, other: Floats, out: Floats, scale: np.float32, lo: np.float32, hi: np.float32) -> None:
-    """The same of ``x + other``."""
+    """:func:`quantize_dequantize` of ``x + other``."""
     block = np.empty(BLOCK, np.float32)
     for first in range(0, x.size, BLOCK):
         values = x[first : first + BLOCK]
@@ -133,7 +133,7 @@ def clamp_quantize_marked(
     first_value: np.float32,
     last_value: np.float32,
 ) -> None:
-    """:func:`clamp_quantize`, and where its gradient passes.
+    """:func:`clamp_quantize`, and a mask of where its gradient passes.
 
     Args:
         passed: 1 where neither the activation nor the grid clips: ``x`` is beyond neither ``low`` nor ``high`` and the
@@ -164,7 +164,7 @@ def add_quantize_marked(
     first_value: np.float32,
     last_value: np.float32,
 ) -> None:
-    """:func:`add_quantize`, and where its gradient passes: see :func:`clamp_quantize_marked`."""
+    """:func:`add_quantize`, and a mask of where its gradient passes."""
     block = np.empty(BLOCK, np.float32)
     for first in range(0, x.size, BLOCK):
         values = x[first : first + BLOCK]
@@ -232,7 +232,7 @@ def learned_gradient(
 def learned_rows_gradient(
     grad: Floats, x: Floats, inner: Floats, sums: NDArray[np.float64], scale: Floats, lo: np.float32, hi: np.float32
 ) -> None:
-    """The same for ``scale.size`` rows of equal length, one scale and two sums for each, and no activation in front.
+    """:func:`learned_gradient` for ``scale.size`` rows of equal length, one scale and two sums for each, without an activation.
 
     Whether the grid clips is decided by ``x / scale``, as for scales per channel in torch.
     """
@@ -263,7 +263,7 @@ def learned_rows_gradient(
 
 
 def lstm_gates(x: Floats, recurrent: Floats, out: Floats, scale: Floats, lo: Floats, hi: Floats) -> None:
-    """``x + recurrent`` on its grids: the gates before their activation functions."""
+    """Quantized ``x + recurrent``: the gates before their activation functions."""
     for row in range(x.shape[0]):
         given, added, result = x[row], recurrent[row], out[row]
         for i in range(scale.size):
@@ -281,7 +281,7 @@ def lstm_cell(
     cell_lo: np.float32,
     cell_hi: np.float32,
 ) -> None:
-    """The next cell state, ``[B, H]``, on its grid, of the gates after their activation functions and the last state."""
+    """The next cell state ``[B, H]``, quantized, from the activated gates and the previous state."""
     h = before.shape[1]
     for row in range(before.shape[0]):
         into, forget, new = gates[row, :h], gates[row, h : 2 * h], gates[row, 3 * h :]
@@ -308,7 +308,7 @@ def lstm_hidden(
     hidden_lo: np.float32,
     hidden_hi: np.float32,
 ) -> None:
-    """The next hidden state, ``[B, H]``, on its grid, of the gates and ``bent``, the hyperbolic tangent of the cell state."""
+    """The next hidden state ``[B, H]``, quantized, from the gates and ``bent``, the hyperbolic tangent of the cell state."""
     h = bent.shape[1]
     for row in range(bent.shape[0]):
         last, tanh, result = gates[row, 2 * h : 3 * h], bent[row], out[row]
@@ -360,7 +360,7 @@ def lstm_states_backward(
     moved: Floats,
     passed_on: Floats,
 ) -> None:
-    """The gradients of the states in a step, whose quantizers pass on what lies between the ends of their grid.
+    """Gradients of the states of one step; quantizers pass the gradient within the ends of their grid.
 
     The loops are of few arrays each, which become vector instructions: of many it is not proved that none overlap.
 
@@ -417,7 +417,7 @@ def lstm_gates_backward(
     grad_cell: Floats,
     out: Floats,
 ) -> None:
-    """The gradients of the gates, of what :func:`lstm_states_backward` made of the states.
+    """Gradients of the gates from those of :func:`lstm_states_backward`.
 
     Args:
         gates, before, grids, on_grid, received, passed_on: as there.
@@ -471,7 +471,7 @@ def range_by_column(
 
 
 def lstm_next(gates: Floats, cells: Floats, before: int, after: int) -> None:
-    """``cells[after]``, of ``[places, B, H]``, of ``cells[before]`` and the gates after their activation functions."""
+    """Compute ``cells[after]``, of ``[places, B, H]``, from ``cells[before]`` and the activated gates."""
     h = cells.shape[2]
     for row in range(cells.shape[1]):
         into, forget, new = gates[row, :h], gates[row, h : 2 * h], gates[row, 3 * h :]
@@ -481,7 +481,7 @@ def lstm_next(gates: Floats, cells: Floats, before: int, after: int) -> None:
 
 
 def keys_by_column(bits: Bits, place: int, lo: Bits, hi: Bits) -> None:
-    """Move least and largest keys of columns so far that they hold ``bits[place]``.
+    """Extend the least and largest keys of columns to contain ``bits[place]``.
 
     The keys are those of :mod:`bitwright.core.compiled.counting`; ``bits`` are the float32 of ``[places, B, columns]``.
     """

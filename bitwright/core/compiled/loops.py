@@ -1,4 +1,4 @@
-"""The compiled form of the functions beside this file, and the arrays they can be given."""
+"""Compile the functions of this package, and convert arrays to what they take."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SIGNATURES: dict[Callable[..., Any], str] = {
 
 
 class Loops(SimpleNamespace):
-    """The compiled functions under their own names; each lets other Python threads run."""
+    """The compiled functions by name; each releases the GIL."""
 
 
 @functools.cache
@@ -129,12 +129,12 @@ def in_parts(loop: Callable[..., Any], arrays: Sequence[NDArray[Any]], numbers: 
 
 @functools.cache
 def _workers(process: int) -> ThreadPoolExecutor:
-    """Threads of this process; a forked one has none of its parent's, and gets its own."""
+    """The thread pool of this process; a forked process gets a new one."""
     return ThreadPoolExecutor(os.cpu_count(), f"bitwright-{process}")
 
 
 def flat(x: Any) -> NDArray[np.float32] | None:
-    """The elements of a float32 array or CPU tensor as a 1-D array that shares its memory; ``None`` where that cannot be.
+    """A 1-D view of a float32 array or CPU tensor; ``None`` where that would need a copy.
 
     The order of the elements is that of memory.
     """

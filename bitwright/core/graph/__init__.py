@@ -1,4 +1,4 @@
-"""The data-flow graph that both front ends produce, the operator table, and what can be read off a graph.
+"""The data-flow graph that both front ends produce, the operator table, and analyses of a graph.
 
 Patterns, recurrent steps, channels that never change, attention masks. No decision about quantization is made here.
 """

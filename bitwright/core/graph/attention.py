@@ -1,4 +1,4 @@
-"""Attention in a graph: a product of queries and keys, a softmax, a product with values; found from the operators, not names."""
+"""Find attention in a graph by its operators: a product of queries and keys, a softmax, a product with values."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def attention_products(graph: Graph) -> Iterator[tuple[Op, Op]]:
 
 
 def has_attention(graph: Graph) -> bool:
-    """Whether there is one."""
+    """Whether the graph has attention."""
     return next(attention_products(graph), None) is not None
 
 
 def _product_before(graph: Graph, value: str) -> Op | None:
-    """The product of two activations that scaling and masking lead to ``value`` from."""
+    """The product of two activations from which ``value`` follows by scaling and masking."""
     op = graph.producer(value)
     while op is not None and op.type in _BEFORE_SOFTMAX:
         operands = op.inputs[1:] if op.type == "Where" else op.inputs  # its first chooses

@@ -140,7 +140,7 @@ def _activations(graph: Graph, op: Op) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class ConstantChannels:
-    """The channels of which every element seen so far had one and the same finite value.
+    """The channels whose elements have all had the same finite value so far.
 
     Merging those of two parts of the data gives those of both, whatever the order. Channels of tensors with different
     numbers of them are none.
@@ -208,7 +208,7 @@ def constant_channels(x: Array, axis: int, known: ConstantChannels | None = None
 
 
 def _still(x: Array, axis: int, known: ConstantChannels, group: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Find the channels of a group that hold only their known value in ``x``."""
+    """The channels of a group that hold only their known value in ``x``."""
     found = _still_compiled(x, axis, known.index[group], known.value[group])
     if found is not None:
         return found
@@ -235,7 +235,7 @@ def _still_compiled(
 
 
 def _uniform_sample(x: Array, axis: int) -> ConstantChannels:
-    """The channels that a few of the elements leave in question."""
+    """The channels that may be constant, judged by a few elements."""
     first = x.ndim + axis
     rows = transpose(x, (first, *(i for i in range(x.ndim) if i != first)))
     sample = to_numpy(_sampled(rows)).reshape(rows.shape[0], -1)
@@ -273,11 +273,11 @@ class ChannelWatch:
 
     @property
     def wanted(self) -> bool:
-        """Whether more data can change anything: a channel is constant so far, or nothing was seen."""
+        """Whether more data can change the answer: a channel is constant so far, or no data was seen."""
         return self.place is not None and (self.seen is None or self.seen.index.size > 0)
 
     def observe(self, x: Array) -> None:
-        """Look at a tensor, numpy or torch; one without elements shows nothing."""
+        """Update with a tensor, numpy or torch; empty tensors are ignored."""
         if self.place is not None and self.wanted and 0 not in x.shape:
             self.seen = constant_channels(x, self.place.axis, self.seen)
 
@@ -287,7 +287,7 @@ class ChannelWatch:
         return self.wanted and bool((kept.value != but).any())
 
     def add(self, seen: ConstantChannels) -> None:
-        """Add what was seen elsewhere."""
+        """Merge statistics taken elsewhere."""
         if self.wanted:
             self.seen = seen if self.seen is None else merge_channels(self.seen, seen)
 
@@ -296,14 +296,14 @@ _FEW = (1, 32, 6, 3)  # elements along each axis but that of the channels, by ho
 
 
 def _sampled(rows: Array) -> Array:
-    """A few elements of every row, spread over the others' axes, the borders of images aside."""
+    """A few elements of every row, spread over the other axes, without the borders of images."""
     few = _FEW[min(rows.ndim - 1, 3)]
     steps = [max(1, n // few) for n in rows.shape[1:]]
     return rows[(slice(None), *(slice(step // 2, step * few, step) for step in steps))]
 
 
 def _taken(x: Array, axis: int, index: NDArray[np.int64]) -> Array:
-    """The channels at ``index``, in a type that reductions are fast in."""
+    """The channels at ``index``, in a dtype with fast reductions."""
     if index.size < x.shape[axis]:
         x = x.index_select(axis, share(index, x)) if is_torch(x) else np.take(x, index, axis)
     if not is_torch(x) and is_floating(x):  # numpy has no fast reduction for halves

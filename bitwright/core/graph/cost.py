@@ -36,7 +36,7 @@ def multiplications(graph: Graph, op: Op) -> float:
 
 
 def lifetimes(graph: Graph) -> dict[str, slice]:
-    """Value that a run makes -> the operators during which it is kept."""
+    """Value that a run computes -> the operators during which it is kept in memory."""
     ends = {name: len(graph.ops) for name in graph.outputs}
     born = dict.fromkeys(graph.inputs, 0)
     for i, op in enumerate(graph.ops):
@@ -160,7 +160,7 @@ class Layouts:
         return op
 
     def _images(self, op: Op) -> list[str]:
-        """The images that it reads."""
+        """The images that an operator reads."""
         return [value for value in dict.fromkeys(v for _, v in op.sources()) if self._is_image(value)]
 
     def _is_image(self, value: str) -> bool:
@@ -204,7 +204,7 @@ def parse_bytes(text: str, argument: str = "memory") -> int:
 
 
 def counts_bytes(cost: str) -> bool:
-    """Whether a cost of that name is a number of bytes."""
+    """Whether the cost called ``name`` counts bytes."""
     return cost.endswith("bytes") or cost == "memory"
 
 

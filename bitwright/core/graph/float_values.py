@@ -1,4 +1,4 @@
-"""Values that stay in float: those no integer grid can represent well enough, those after the last layer, and masks.
+"""Values that stay in float: those that no integer grid represents well enough, those after the last layer, and masks.
 
 A grid has the same absolute error everywhere. Some operators need something else: a divisor, a logarithm or a root needs
 a small *relative* error down to the smallest value (a grid rounds these to zero, and the answer is infinite or NaN);
@@ -43,7 +43,7 @@ _FIRST = frozenset(("Sub", "Div"))  # pass on what they read at their first port
 
 
 def mask_values(graph: Graph) -> set[str]:
-    """The values that only ever reach functions to which a large negative number is nothing, in linear time.
+    """The values used only as masks, by functions that turn a large negative number into zero; linear time.
 
     A value is one when it is not returned by the model and each of its readers is a softmax, a sigmoid or an exponential, or
     hands it on to values that are.
@@ -65,7 +65,7 @@ def _forgotten(graph: Graph, value: str, found: set[str]) -> bool:
 
 
 def asks(graph: Graph, op: Op) -> bool:
-    """Whether an operator answers with true and false, as the question does which rows of a mask are masked in full."""
+    """Whether an operator returns booleans, such as the test for rows that are fully masked."""
     return bool(op.outputs) and all(graph.values[v].dtype == "bool" for v in op.outputs)
 
 
@@ -78,7 +78,7 @@ def _forgets(op: Op, port: int, found: set[str]) -> bool:
 
 
 def holds_mask(statistics: Statistics | None) -> bool:
-    """Whether what was seen at such a value contains mask constants: ``-inf``, or numbers far below the others."""
+    """Whether the data seen at a mask value contain mask constants: ``-inf``, or numbers far below the others."""
     if not isinstance(statistics, MinMax | Histogram):
         return False
     bounds = bounds_of(statistics)
@@ -124,7 +124,7 @@ def computed_values(graph: Graph) -> set[str]:
 
 
 def _positive_values(graph: Graph) -> set[str]:
-    """Values that are made without a sign, so that a sum with one loses no magnitude: squares, exponentials, sums of these."""
+    """Values that are never negative, so that adding one cancels nothing: squares, exponentials, sums of these."""
     found: set[str] = set()
     for op in graph.ops:
         row = op_row(op.type)
@@ -138,7 +138,7 @@ def _positive_values(graph: Graph) -> set[str]:
 
 
 def _squared_lengths(graph: Graph, positive: set[str]) -> set[str]:
-    """Sums of squares or magnitudes, and what further sums and movements make of them."""
+    """Sums of squares or magnitudes, and further sums and moves of them."""
     found: set[str] = set()
     for op in graph.ops:
         carries = op.type in ("Add", "Sub") or op_row(op.type).kind == "movement"
@@ -149,7 +149,7 @@ def _squared_lengths(graph: Graph, positive: set[str]) -> set[str]:
 
 
 def reciprocals(graph: Graph, static: set[str]) -> dict[str, str]:
-    """Values that are one number divided by others, and multiples of them -> the operator that divides.
+    """Reciprocals (a constant divided by values) and multiples of them -> the operator that divides.
 
     They are the larger the smaller the divisor is, so that one grid for all has few codes for most of them. A logistic function,
     whose divisor is an exponential plus one, is bounded.
@@ -180,7 +180,7 @@ def _is_shifted_exponential(graph: Graph, value: str) -> bool:
 
 
 def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
-    """Value -> what it is needed for, and the operator that needs it; in one linear pass against the order of execution.
+    """Value -> the reason why it needs more precision, and the operator that needs it; one pass in reverse execution order.
 
     A need for small relative errors reaches back over products, powers and shifts by a constant, and over sums of
     squares, as the product of a value with itself is one; of another product, to an operand that is itself a product
@@ -241,7 +241,7 @@ def carried_states(graph: Graph, static: set[str]) -> list[str]:
 
 
 def _unlayered_path(graph: Graph) -> set[str]:
-    """Values between inputs and outputs of the same shape, if only sums, products, movements and cell states lie between."""
+    """Values between inputs and outputs of the same shape, if only sums, products, moves and cell states lie between."""
     given = [
         v
         for v in graph.inputs
@@ -292,7 +292,7 @@ def _hands_on(op: Op) -> bool:
 
 
 def _is_split(graph: Graph, value: str) -> bool:
-    """Whether parts of a value are read, of which each is another state."""
+    """Whether a value is split into several states."""
     return all(op_row(op.type).kind == "movement" for op, _ in graph.consumers(value))
 
 
@@ -351,7 +351,7 @@ class _Trace:
         self.found: dict[str, tuple[Need, str]] = {}
 
     def visit(self, op: Op) -> None:
-        """Note what ``op`` needs of its operands, and what is needed of them through it."""
+        """Record the precision that ``op`` needs of its operands, for itself and for the readers of its outputs."""
         row = op_row(op.type)
         wanted = next((self.found[value] for value in op.outputs if value in self.found), None)
         asked = wanted is not None and wanted[0] == "magnitude" and self._is_logarithm(wanted[1])
@@ -461,7 +461,7 @@ _FOLLOWED = {"phase": _Trace._angles, "position": _Trace._positions, "order": _T
 
 
 def _through(op: Op, wanted: tuple[Need, str], asked: bool) -> tuple[Need, str]:
-    """What is needed of the operands of ``op`` where ``wanted`` is needed of its output; ``asked``: by a logarithm."""
+    """The need of the operands of ``op``, given the need ``wanted`` of its output; ``asked``: by a logarithm."""
     if op.type in _SUMS and wanted[0] in ("divisor", "magnitude") and not asked:
         return "sum", wanted[1]
     return ("position", op.name) if op.type in _ROUNDINGS and wanted[0] == "identity" else wanted
@@ -479,7 +479,7 @@ _CONVERSION_SIDE = 4  # of a matrix that converts boxes, positions or colours
 
 
 def tail_ops(graph: Graph, static: set[str]) -> list[Op]:
-    """The operators from which no layer is reached, and which are none; empty where the graph has no layer.
+    """Operators after the last layers; empty where the graph has no layer.
 
     A layer is a product: of data with weights, or of two tensors. Two kinds of products are part of the post-processing, where
     nothing but post-processing follows: the expectation of a softmax (one output channel over stored positions), and the
@@ -648,7 +648,7 @@ def _upstream(graph: Graph, ops: Iterable[Op]) -> set[str]:
 
 
 def is_expectation(graph: Graph, op: Op, static: set[str]) -> bool:
-    """Whether ``op`` weighs stored positions with the probabilities of a softmax: a product with one output channel."""
+    """Whether ``op`` averages stored positions by the probabilities of a softmax: a product with one output channel."""
     if op.type not in ("Conv", "Gemm", "MatMul") or len(op.inputs) < 2 or op.inputs[1] not in static:
         return False
     maker = _maker(graph, op.inputs[0])
@@ -667,7 +667,7 @@ def _converts(graph: Graph, op: Op, static: set[str]) -> bool:
 
 
 def _maker(graph: Graph, value: str | None) -> Op | None:
-    """The operator that made the elements of ``value``; those that only move them are passed over."""
+    """The operator that computed the elements of ``value``, skipping operators that only move them."""
     maker = None if value is None else graph.producer(value)
     while maker is not None and op_row(maker.type).kind == "movement" and maker.inputs and maker.inputs[0] is not None:
         maker = graph.producer(maker.inputs[0])

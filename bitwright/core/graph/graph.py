@@ -1,4 +1,4 @@
-"""A read-only data-flow graph: what both front ends hand to rules, placement and algorithms.
+"""The read-only data-flow graph that both front ends give to rules, placement and algorithms.
 
 One :class:`Op` stands for one place in the model. A place that runs several times in one forward (a reused module,
 a loop over time steps) is still one op; what later runs read is kept beside the first run's inputs in ``Op.also``,
@@ -84,7 +84,7 @@ class Op:
     inner: Mapping[str, str] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[int, str]]:
-        """``(port, value)`` of everything that any run of this place read."""
+        """``(port, value)`` of every operand that any run of this operator read."""
         for port, value in enumerate(self.inputs):
             if value is not None:
                 yield port, value
@@ -138,7 +138,7 @@ class Graph:
         return self._by_name[name]
 
     def producer(self, value: str) -> Op | None:
-        """The op that makes ``value``; ``None`` for inputs, parameters and constants."""
+        """The op that computes ``value``; ``None`` for inputs, parameters and constants."""
         return self._producers.get(value)
 
     def consumers(self, value: str) -> tuple[tuple[Op, int], ...]:

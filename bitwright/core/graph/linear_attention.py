@@ -1,4 +1,4 @@
-"""Linear attention (Katharopoulos et al., 2020), recognised by what it computes: ``q (k' v) / q sum(k)``."""
+"""Recognise linear attention (Katharopoulos et al., 2020) by what it computes: ``q (k' v) / q sum(k)``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUMS = frozenset(("ReduceSum", "ReduceMean", "CumSum"))
 
 @dataclass(frozen=True)
 class _Quotient:
-    """A product divided by something.
+    """A product, and its divisor.
 
     Attributes:
         factors: operands of the product.
@@ -79,7 +79,7 @@ def _of_product(graph: Graph, product: str, divisor: str, static: set[str]) -> _
 
 
 def _moving(graph: Graph, op: Op, static: set[str]) -> list[str]:
-    """Numbers that an operator reads and that are not the same in every run, each once."""
+    """The operands of an operator that differ from run to run, each once."""
     return list(dict.fromkeys(v for v in _data(graph, op) if v not in static))
 
 
@@ -88,7 +88,7 @@ def _data(graph: Graph, op: Op) -> Iterator[str]:
 
 
 def _moved(graph: Graph, value: str) -> tuple[str, ...]:
-    """``value``, what it is moved from, and so on."""
+    """``value`` and the values that it was moved from."""
     path = [value]
     while (maker := graph.producer(path[-1])) is not None and op_row(maker.type).kind == "movement":
         source = next(_data(graph, maker), None)
@@ -116,7 +116,7 @@ def _summed(graph: Graph, value: str, static: set[str]) -> tuple[str, ...]:
 
 
 def _multiplied(graph: Graph, value: str, static: set[str]) -> tuple[set[str], list[str]]:
-    """What is multiplied to give ``value``, but for constants that are added, powers and sums, and what that is moved from.
+    """The factors of ``value``, across added constants, powers, sums and data movement.
 
     Returns:
         These, and the products.
@@ -139,7 +139,7 @@ def _multiplied(graph: Graph, value: str, static: set[str]) -> tuple[set[str], l
 
 
 def _kind(graph: Graph, op: Op, static: set[str]) -> str:
-    """Whether an operator moves values or adds them up, multiplies computed ones, or changes one by constants; else empty."""
+    """The kind of an operator: it moves, sums or multiplies computed values, or changes one by constants; else empty."""
     kind, several = op_row(op.type).kind, len(_moving(graph, op, static)) > 1
     if kind == "movement" or op.type in _SUMS:
         return "moves"

@@ -1,4 +1,4 @@
-"""Normalisations written out operator by operator, found by what they compute and not by how they are spelt.
+"""Find normalisations written out operator by operator, by what they compute.
 
 A normalisation divides a tensor by a statistic of itself: a mean of squares, a variance, a norm, a sum. Integer runtimes have no
 kernel for it, and what it computes on its way (squares, a difference of two means, a reciprocal root of very different size from
@@ -55,7 +55,7 @@ class _Form:
         return replace(self, powers={name: power * p for name, p in self.powers.items()}, raw=False)
 
     def times(self, other: _Form) -> _Form | None:
-        """The form of the product; ``None`` where it is one of too many tensors."""
+        """The form of the product; ``None`` where it has too many factors."""
         names = dict.fromkeys((*self.powers, *other.powers))
         if len(names) > _MOST_TENSORS:
             return None
@@ -66,13 +66,13 @@ class _Form:
         return _Form(powers, both)
 
     def divides(self, other: _Form) -> bool:
-        """Whether this is a statistic of what ``other`` is a product of, with the powers of opposite sign."""
+        """Whether this is a statistic of the factors of ``other``, with powers of opposite sign."""
         shared = self.powers.keys() & other.powers.keys()
         return self.reduced and bool(shared) and all(self.powers[name] * other.powers[name] < 0 for name in shared)
 
 
 def find_normalisations(graph: Graph, static: set[str]) -> dict[str, str]:
-    """The operators of which normalisations are made, each with the operator that completes its normalisation.
+    """The operators of normalisations, each with the last operator of its normalisation.
 
     Args:
         graph: the model; of a place that runs several times the first run is looked at.
@@ -96,7 +96,7 @@ class _Search:
         self.going: dict[str, Op] = {}  # normalised value -> the operator that makes it
 
     def visit(self, op: Op) -> None:
-        """Give the outputs of ``op`` their forms."""
+        """Compute the forms of the outputs of ``op``."""
         data = [v for v in op.inputs if v is not None]
         if not data or not op.outputs:
             return
@@ -136,7 +136,7 @@ class _Search:
         return self._raised(moving[0], power, reduces) if power and len(moving) == 1 else None
 
     def _raised(self, value: str, power: float, reduces: bool) -> _Form | None:
-        """A power of a value, or a reduction of it."""
+        """The form of a power or a reduction."""
         form = self.forms.get(value)
         if form is None or form.normalised or (form.raw and not reduces):
             if not reduces and power not in (1, 2):
@@ -155,7 +155,7 @@ class _Search:
         return form
 
     def _per_channel(self, op: Op) -> bool:
-        """Whether the constants that ``op`` reads are numbers, or one per channel, and stored: no angles or positions."""
+        """Whether the constants that ``op`` reads are stored scalars or one number per channel, unlike angles or positions."""
         constants = [self.graph.values[v] for v in op.inputs if v in self.fixed]
         return all(sum(n > 1 for n in value.shape) < 2 and not value.made_anew for value in constants)
 
@@ -189,7 +189,7 @@ class _Search:
         return form if form.reduced and any(form.powers.values()) else replace(form, normalised=True)
 
     def _joined(self, one: str, other: str, sign: int) -> _Form | None:
-        """A product in which nothing is normalised: of statistics, or of two tensors."""
+        """The form of a product that normalises nothing: of statistics, or of two tensors."""
         a, b = next(self._readings(one)), next(self._readings(other))
         if a.normalised or b.normalised or a.reduced != b.reduced:
             return None
@@ -197,7 +197,7 @@ class _Search:
         return form and replace(form, raw=not form.reduced)
 
     def _scaled(self, op: Op, value: str) -> _Form | None:
-        """A product with a constant: a weight, a number of elements."""
+        """The form of a product with a constant: a weight, a number of elements."""
         form = self.forms.get(value)
         if form is None or form.raw or (form.normalised and not form.reduced and not self._per_channel(op)):
             return None
@@ -228,7 +228,7 @@ class _Search:
         return {name: end for name, end in ends.items() if end}
 
     def _inside(self, value: str) -> Op | None:
-        """The operator that makes a value inside a normalisation; ``None`` for the tensor that is normalised."""
+        """The operator that computes a value inside a normalisation; ``None`` for the tensor that is normalised."""
         if value in self.fixed:  # one plus the weight
             return self.graph.producer(value)
         form = self.forms.get(value)

@@ -1,4 +1,4 @@
-"""The operator table: what quantization has to know about each operator, keyed by canonical (ONNX) type.
+"""The operator table: the facts that quantization needs about each operator, by canonical (ONNX) type.
 
 A row of :data:`OPS` says which ports are parameters, where a weight has its output channels, whether the operator only
 moves data, and whether integer runtimes have a kernel for it. Adding an operator is adding a row.
@@ -251,7 +251,7 @@ _NEUTRAL = {"Mul": 1.0, "Div": 1.0, "Pow": 1.0, "Add": 0.0, "Sub": 0.0}
 
 
 def is_neutral(op_type: str, number: float | None) -> bool:
-    """Whether ``op_type`` with the stored second operand ``number`` leaves its first operand as it is.
+    """Whether ``op_type`` with the stored second operand ``number`` returns its first operand unchanged.
 
     Such an operator is an ``Identity``: exporters and ONNX Runtime remove it, and with it a grid of its own would be a
     second one for the same numbers.
@@ -272,7 +272,7 @@ ROTATION = "rotation"
 
 
 def is_rotation(op_type: str, name: str) -> bool:
-    """Whether an operator is a product by an invertible matrix that runs with the model, as its name tells.
+    """Whether an operator is an online rotation: a product by an invertible matrix, marked by its name.
 
     >>> is_rotation("Gemm", "layers.0.down.rotation"), is_rotation("Gemm", "rotation_head")
     (True, False)
@@ -312,7 +312,7 @@ def weight_axes(op_type: str, attrs: Mapping[str, Any], port: int, rank: int) ->
 
 
 def _product_axes(op_type: str, attrs: Mapping[str, Any], port: int, rank: int) -> tuple[int | None, int | None]:
-    """As :func:`weight_axes`, for matrix products."""
+    """:func:`weight_axes` of matrix products."""
     if op_type == "GroupedMatMul":
         return rank - 1, rank - 2
     if op_type == "MatMul":
@@ -331,7 +331,7 @@ _ADDEND = 2  # port of what is added to a product
 
 
 def is_addend(op_type: str, port: int) -> bool:
-    """Whether ``port`` reads what is added to a product of two operands (``baddbmm``): no weight, whatever stands there."""
+    """Whether ``port`` reads the addend of a product of two operands (``baddbmm``), which is never a weight."""
     return op_type == "MatMul" and port == _ADDEND
 
 

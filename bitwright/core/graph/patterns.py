@@ -137,7 +137,7 @@ class _Links:
         return reader
 
     def skips(self, op: Op) -> bool:
-        """Whether ``op`` changes nothing at inference."""
+        """Whether ``op`` is an identity at inference."""
         if op.type in TRAITS["identity"]:
             return True
         if op.type != "BatchNormalization":
@@ -185,7 +185,7 @@ def _adds_bias(graph: Graph, add: Op) -> bool:
 
 
 def _is_row(value: Value, other: Value) -> bool:
-    """Whether a constant has one axis, or axes of length one in front of it, as many as what it is added to at most."""
+    """Whether a constant is a row: one axis, perhaps after axes of length one, and at most the rank of the other addend."""
     rank, most = len(value.shape), max(len(other.shape), 2)  # a product of unknown shape is one by a matrix
     return value.is_static and 0 < rank <= most and all(length == 1 for length in value.shape[:-1])
 

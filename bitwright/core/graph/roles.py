@@ -66,7 +66,7 @@ UNREAD = Use("other", "no operator of the example's run reads it")
 
 
 def roles_of(graph: Graph, *, whole: bool = True) -> dict[str, Use]:
-    """Parameter -> what it is for. A tied table has the role of the embedding.
+    """Parameter -> its role. A tied table has the role of the embedding.
 
     Args:
         graph: of a model, or of one block.
@@ -168,7 +168,7 @@ class _Search:
     # ---- walks
 
     def _before(self, op: Op, port: int, *, through_sums: bool) -> dict[str, bool]:
-        """Layers that an input comes from, and whether any way passes a curve; a sum of activations may end a way."""
+        """Layers that an input comes from, and whether a path passes an activation function; sums of activations may end it."""
         found: dict[str, bool] = {}
         seen: set[tuple[str, bool]] = set()
         waiting = [(op.inputs[port], False)]
@@ -186,11 +186,11 @@ class _Search:
         return found
 
     def _is_curve(self, op: Op) -> bool:
-        """Whether it is an activation; a norm has curves within itself."""
+        """Whether ``op`` is an activation function outside of normalisations."""
         return op.type in _CURVES and op.name not in self.norms
 
     def _is_sum(self, op: Op) -> bool:
-        """Whether activations of one shape are added up, as where a block ends; a norm adds within itself."""
+        """Whether ``op`` adds activations of one shape, as residual sums do, outside of normalisations."""
         if op.type != "Add" or op.name in self.norms:
             return False
         shapes = {self.graph.values[s].shape for s in op.inputs if s is not None and not self.graph.values[s].is_static}
@@ -198,7 +198,7 @@ class _Search:
         return len(moving) == 2 and len(shapes) == 1
 
     def _after(self, values: Iterable[str], *, through_sums: bool = False) -> Iterator[Op]:
-        """Operators that values lead to, up to and with the next layers; a sum of activations ends a way."""
+        """Operators that read values, up to and including the next layers; a sum of activations ends a path."""
         seen: set[str] = set()
         waiting = list(values)
         while waiting:
@@ -274,7 +274,7 @@ class _Search:
         return "gate_up" if self._is_halved(name) else "up"
 
     def _curve_between(self, op: Op) -> bool:
-        """Whether any way back to the next layers passes an activation."""
+        """Whether any path back to the previous layers passes an activation function."""
         seen: set[str] = set()
         waiting = [op.inputs[0]]
         while waiting:
@@ -289,7 +289,7 @@ class _Search:
         return False
 
     def _is_halved(self, name: str) -> bool:
-        """Whether the output is cut in two that are multiplied with each other."""
+        """Whether the output is split into two halves that are multiplied with each other."""
         return any(
             reader.type in ("Split", "Slice", "Glu")
             for reader in self._after(self.graph.op(name).outputs)
@@ -356,7 +356,7 @@ class _Search:
         return Use("other", f"weight of {op.name} ({op.type}), which is in no attention and no network", axis)
 
     def is_norm(self, op: Op) -> bool:
-        """Whether it is a normalisation, or a part of one."""
+        """Whether ``op`` is a normalisation, or a part of one."""
         return op.type in _NORMS or op.name in self.norms
 
     def table_of(self, op: Op) -> tuple[str, ...]:
@@ -364,7 +364,7 @@ class _Search:
         return _parameters(self.graph.values.get(op.inputs[0] or "")) if op.inputs else ()
 
     def is_table(self, op: Op) -> bool:
-        """Whether it selects rows of a matrix of parameters."""
+        """Whether ``op`` selects rows of a stored matrix."""
         if op.type == "Embedding":
             return True
         first_axis = op.type == "Gather" and not op.attrs.get("axis")

@@ -19,7 +19,7 @@ from bitwright.tables import Tabular, counted
 
 
 class Finding(NamedTuple):
-    """``cause``, a key of ``REMEDIES``; ``problem``, what happened with the numbers seen; ``remedy``, a sentence."""
+    """``cause``: a key of ``REMEDIES``; ``problem``: what happened, with the numbers seen; ``remedy``: a sentence."""
 
     cause: str
     problem: str
@@ -41,7 +41,7 @@ class Run:
     needed: float | None = None
 
     def port(self, index: int) -> TensorHealth | None:
-        """The operand at a port, if it is connected and not empty."""
+        """The operand at a port; ``None`` if it is missing or empty."""
         found = self.operands[index] if index < len(self.operands) else None
         return found if found is not None and found.size else None
 
@@ -57,7 +57,7 @@ class Run:
 
 
 class Remedy(NamedTuple):
-    """Remedy of a cause: in words, and as code in a PyTorch model and in an ONNX model."""
+    """Remedy of a cause: a sentence, and code for a PyTorch model and for an ONNX model."""
 
     text: str
     torch: str = ""
@@ -153,7 +153,7 @@ REMEDIES: dict[str, Remedy] = {
 
 
 def remedy(cause: str, front: Front | None = None) -> str:
-    """The remedy of a cause, with its code in models of a front end.
+    """The remedy of a cause, with the code for one front end.
 
     >>> remedy("zero times infinity", "onnx")
     'mask by selection, not by multiplying with zero (a Where node)'
@@ -219,7 +219,7 @@ def _zero(port: int, noun: str) -> When:
 
 
 def _tiny(port: int, noun: str) -> When:
-    """A divisor so small that the quotient overflows."""
+    """Diagnose a divisor so small that the quotient overflows."""
 
     def when(run: Run) -> str | None:
         x = run.port(port)
@@ -556,7 +556,7 @@ class Stabilized(Tabular):
 def choose(
     report: HealthReport | None, repairs: Iterable[Repair] | None, known: set[str], able: Callable[[str], bool] = bool
 ) -> tuple[tuple[Repair, ...], tuple[str, ...]]:
-    """The repairs to apply, and what no repair can answer, as :func:`propose` gives them.
+    """The repairs to apply, and the faults without a repair, as :func:`propose` returns them.
 
     Args:
         report, repairs: what ``stabilize`` was given; ``repairs`` win over those that the report proposes.
@@ -588,7 +588,7 @@ def choose(
 
 
 def propose(report: HealthReport) -> tuple[tuple[Repair, ...], tuple[str, ...]]:
-    """The repairs that answer a report, and a sentence for every fault that no repair can answer.
+    """The repairs of the faults in a report, and a sentence for every fault without one.
 
     ``+inf`` and ``-inf`` become the bounds of what the operator made of the other elements, so that ranges stay what they
     are, and NaN becomes 0 or the nearest of these. Where it overflowed, these bounds are at least the square root of the

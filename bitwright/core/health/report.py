@@ -422,7 +422,7 @@ class Tracker:
         self._taint: dict[Hashable, Event] = {}
 
     def source(self, key: Hashable, name: str, kind: TensorKind, flags: Flags) -> Event | None:
-        """A tensor enters the run: a model input, a parameter, a constant. Returns the event if it is bad.
+        """Record a tensor that enters the run: a model input, a parameter, a constant. Returns the event if it is bad.
 
         ``-inf`` alone is a mask, whoever made it; in a constant of the model any infinity is meant.
         """
@@ -444,7 +444,7 @@ class Tracker:
         return key in self._taint
 
     def move(self, key: Hashable, to: Hashable) -> None:
-        """The tensor ``key`` is known as ``to`` from now on too: what enters or leaves the body of a loop."""
+        """Give the tensor ``key`` a second name ``to``, where it enters or leaves the body of a loop."""
         event = self._taint.get(key)
         if event is None:
             self._taint.pop(to, None)
@@ -454,7 +454,7 @@ class Tracker:
     def call(
         self, op: str, op_type: str, inputs: Iterable[tuple[Hashable, Flags]], outputs: Iterable[tuple[Hashable, Flags]]
     ) -> Event | None:
-        """One operator ran; returns the event whose origin it is, if it is one.
+        """Record one run of an operator; returns the event if it began here.
 
         Args:
             op, op_type: its name and canonical type.
@@ -489,7 +489,7 @@ class Tracker:
                 self._taint.pop(key, None)
 
     def output(self, name: str, key: Hashable, flags: Flags) -> None:
-        """The model returns this tensor."""
+        """Record that the model returns a tensor."""
         event = self._taint.get(key)
         if event is None or not flags.bad:
             return
@@ -534,14 +534,14 @@ class Tracker:
 
 
 def _accuse_inputs(read: Sequence[tuple[int, Event | None, Flags]]) -> None:
-    """An operator that weighs data reads what the model was given: an infinity there was not meant."""
+    """Report infinities in model inputs that reach an operator with weights: they were not intended."""
     for _, event, _ in read:
         if event is not None and event.op_type == "input":
             event.meant, event.reported = False, True
 
 
 def _blamed(events: Sequence[Event | None]) -> Event | None:
-    """The earliest of the events that are not meant, or else of those that are."""
+    """The earliest of the unintended events, else of the intended ones."""
     known = [event for event in events if event is not None]
     return min(known, key=lambda event: (event.meant, event.index), default=None)
 
@@ -552,7 +552,7 @@ _HEAD = ("site", "dtype", "range", "notes")
 
 @dataclass(frozen=True)
 class SiteHealth:
-    """One site, over all calibration data that counted (an activation) or over its values (a weight).
+    """The health of one site, over all accepted calibration data (an activation) or over its values (a weight).
 
     Attributes:
         site, dtype: its name, and the type of its tensor.
@@ -620,7 +620,7 @@ class SiteHealth:
 
 
 class HealthTable(Tabular, list[SiteHealth]):
-    """The health of every site, in order; a list, and a table when printed or shown in a notebook."""
+    """The health of every site, in order: a list that prints as a table, also in a notebook."""
 
     _rows = "rows"
     _also = ("rows",)

@@ -186,7 +186,7 @@ def _refuse(bad: NDArray[np.bool_], lo: Float64s, hi: Float64s, site: str, probl
 def _finish(
     scale: Float64s, empty: NDArray[np.bool_], reach: Float64s, scale_format: ScaleFormat
 ) -> NDArray[np.float32]:
-    """Fill in empty ranges and round to a normal float32 whose product with ``reach`` steps stays finite, and as stored."""
+    """Give empty ranges a scale, and round scales to normal float32 numbers that are stored and finite times ``reach``."""
     largest = float(np.max(scale, where=~empty, initial=0.0))
     scale = np.where(empty, largest or 1.0, scale)
     rounded = np.maximum(scale, _FLOAT32_TINY).astype(np.float32)
@@ -293,7 +293,7 @@ def power_of_two_scale(largest: ArrayLike, fmt: Format) -> Float64s:
 
 
 def with_scale(encoding: Encoding, scale: ArrayLike, scale_format: ScaleFormat | None = None) -> Encoding:
-    """``encoding`` with other scales, each moved to the nearest that its scale format can say.
+    """``encoding`` with other scales, each rounded to the nearest number of its scale format.
 
     Args:
         encoding: format, zero point and granularity stay.
@@ -336,7 +336,7 @@ def with_stored_scale(encoding: Encoding, scale: ArrayLike) -> Encoding:
 
 
 def stored_scale(scale: Array, scale_format: ScaleFormat, common: Array | None = None) -> Array:
-    """The numbers nearest to ``scale`` that ``scale_format`` can say, where what they are multiples of stays.
+    """The numbers of ``scale_format`` nearest to ``scale``, for a given common factor.
 
     Other than :func:`with_scale`, which makes room for the largest scale, this is a function of each scale alone, so that a
     method may ask what a scale that it is about to choose will be.
@@ -369,7 +369,7 @@ def stored_scale(scale: Array, scale_format: ScaleFormat, common: Array | None =
 
 @cache
 def format_numbers(fmt: FloatFormat) -> NDArray[np.float32]:
-    """Every number of a float format once, in rising order.
+    """All numbers of a float format in ascending order.
 
     >>> format_numbers(FLOAT_FORMATS["float4_e2m1"])[7:]
     array([0. , 0.5, 1. , 1.5, 2. , 3. , 4. , 6. ], dtype=float32)
@@ -395,7 +395,7 @@ def scale_multiples(encoding: Encoding) -> NDArray[np.float32] | None:
 
 
 def is_sayable(encoding: Encoding) -> bool:
-    """Whether the scales are numbers that the scale format of ``encoding`` can say."""
+    """Whether the scale format of ``encoding`` represents its scales."""
     if encoding.scale_format.name == "e8m0":
         return bool((np.frexp(encoding.scale)[0] == 0.5).all())
     multiples = scale_multiples(encoding)
@@ -405,7 +405,7 @@ def is_sayable(encoding: Encoding) -> bool:
 
 
 def recognized(encoding: Encoding, scale_format: ScaleFormat) -> Encoding:
-    """``encoding`` with ``scale_format``, if its scales are of it; files of other tools say the product only."""
+    """``encoding`` with ``scale_format``, if that represents its scales; files of other tools store only the product."""
     if encoding.scale_format != FLOAT32_SCALE or scale_format == FLOAT32_SCALE:
         return encoding
     stored = with_scale(encoding, encoding.scale, scale_format)
@@ -515,7 +515,7 @@ def fake_quantize(x: Array, enc: Encoding) -> Array:
 
 
 def quantize_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array]:
-    """Codes of ``x``, and the scale and the zero point that they have, chosen of ``x``; the arithmetic is float32.
+    """Codes of ``x`` with a scale and zero point computed from ``x``, in float32.
 
     - signed integers: ``scale = max|x| / qmax``, codes ``rint(x * (qmax / max|x|))`` from ``-qmax`` to ``qmax``: what ONNX
       Runtime's MatMulNBits computes at accuracy level 4 and llama.cpp as Q8_0 on x86, whose scales are then rounded to
@@ -544,7 +544,7 @@ _SMALLEST_REACH = 2.0**-100  # of a range that is chosen at run time: reciprocal
 
 
 def _together(x: Array, granularity: Granularity) -> tuple[Array, int, Callable[[Array], Array]]:
-    """``x`` with what shares a scale along one axis, that axis, and what brings such an array back to the shape of ``x``."""
+    """``x`` with the elements that share a scale along one axis, that axis, and a function that restores the shape of ``x``."""
     shape = tuple(x.shape)
     if not isinstance(granularity, PerToken) or not shape:
         return x.reshape(-1), 0, lambda y: y.reshape(shape)
@@ -558,7 +558,7 @@ def _together(x: Array, granularity: Granularity) -> tuple[Array, int, Callable[
 
 
 def _chosen_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
-    """Codes in floating point with their scale and zero point, and what brings such an array back to the shape of ``x``."""
+    """Codes in floating point, their scale and zero point, and a function that restores the shape of ``x``."""
     dtype, shape, fmt = "float64" if dtype_name(x) == "float64" else "float32", tuple(x.shape), enc.format
     view, axis, restore = _together(cast(x, dtype), enc.granularity)
     if 0 in shape:
@@ -647,14 +647,14 @@ def codebook_indices(x: Array, fmt: FloatFormat) -> Array:
 
 
 def _is_large(x: Array, enc: Encoding) -> bool:
-    """Whether ``x`` is a numpy array of several pieces whose encodings are parts of ``enc``."""
+    """Whether ``x`` is a numpy array large enough to process in pieces, with encodings that are slices of ``enc``."""
     if enc.dynamic or is_torch(x) or x.size <= _PIECE or len(x) == 1 or isinstance(enc.granularity, PerBlock):
         return False
     return enc.scale.shape == enc.granularity.param_shape(x.shape)
 
 
 def _in_pieces(function: Callable[[Array, Encoding], Array], x: NDArray[Any], enc: Encoding) -> NDArray[Any]:
-    """``function(x, enc)`` by slices of the first axis: its temporaries stay in the caches and take no memory beside ``x``."""
+    """``function(x, enc)`` by slices of the first axis, so that temporaries stay in the cache."""
     axis = enc.granularity.axis if isinstance(enc.granularity, PerChannel) else None
     rows = max(1, _PIECE * len(x) // x.size)
     result: NDArray[Any] | None = None
@@ -705,7 +705,7 @@ def _values(codes: Array, x: Array, enc: Encoding, *, wide: bool) -> Array:
 
 
 def _narrowed(values: Array, dtype: Any) -> Array:
-    """``values`` in ``dtype``; half types saturate where the end of a grid lies beyond them."""
+    """``values`` in ``dtype``; half types saturate."""
     name = str(dtype).removeprefix("torch.")
     if name in ("float16", "bfloat16"):
         limit = FLOAT_FORMATS[name].max

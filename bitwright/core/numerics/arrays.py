@@ -1,4 +1,4 @@
-"""The few array functions numpy and torch both offer, chosen by the array that is given.
+"""Array functions for numpy and torch alike, chosen by the type of the argument.
 
 Torch is looked up among the modules that are loaded already and never imported here: an array can only be a
 tensor if its owner imported torch. Where both libraries use one name (``where``, ``clip``, ``isnan``,
@@ -26,7 +26,7 @@ def is_torch(x: object) -> bool:
 
 
 def namespace(x: object) -> Any:
-    """The module whose functions apply to ``x``: ``torch`` for tensors, ``numpy`` for everything else."""
+    """The array module of ``x``: ``torch`` for tensors, ``numpy`` for everything else."""
     return sys.modules["torch"] if is_torch(x) else np
 
 
@@ -40,7 +40,7 @@ def as_array(x: Any) -> Array:
 
 
 def dtype_name(x: Array) -> str:
-    """``"float32"``, ``"bfloat16"``, ``"int64"``, ...: the same words for both libraries."""
+    """``"float32"``, ``"bfloat16"``, ``"int64"``, ...: the same names for both libraries."""
     return str(x.dtype).removeprefix("torch.")
 
 
@@ -76,7 +76,7 @@ def share(value: NDArray[Any], x: Array) -> Array:
 
 
 def to_numpy(x: Array) -> NDArray[Any]:
-    """``x`` on the host as a numpy array; bfloat16 tensors, which numpy has no word for, as float32."""
+    """``x`` on the host as a numpy array; bfloat16 tensors, which numpy lacks, as float32."""
     if is_torch(x):
         x = x.detach()
         return np.asarray((x.float() if dtype_name(x) == "bfloat16" else x).cpu())
@@ -94,7 +94,7 @@ def transpose(x: Array, axes: tuple[int, ...]) -> Array:
 
 
 def padded(x: Array, axis: int, count: int) -> Array:
-    """``x`` with ``count`` zeros more at the end of ``axis``."""
+    """``x`` with ``count`` zeros appended along ``axis``."""
     missing = [0] * (2 * x.ndim)
     missing[2 * axis + 1] = count
     if is_torch(x):

@@ -1,4 +1,4 @@
-"""Encoding of one site: its grid and range."""
+"""The encoding of one site: its grid and range."""
 
 from __future__ import annotations
 

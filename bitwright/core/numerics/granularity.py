@@ -1,4 +1,4 @@
-"""Granularity: how many scales a tensor has, and which elements share one."""
+"""Granularity: the number of scales of a tensor, and the elements that share each."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class PerBlock:
         return tuple(-(-n // size) if i == axis else n if i in channels else 1 for i, n in enumerate(shape))
 
     def _length(self, shape: Shape, axis: int) -> int:
-        """Elements of a block, which is no longer than its axis."""
+        """Elements of a block, at most the length of its axis."""
         return min(self.size, max(1, shape[axis]))
 
     def padding(self, shape: Shape, site: str = "tensor") -> int:
@@ -231,7 +231,7 @@ class PerGate(PerTensor):
 
 @dataclass(frozen=True)
 class PerToken(PerTensor):
-    """One scale per token, or per ``block`` elements of each token: every run has its own, so that none is stored.
+    """One scale per token, or per ``block`` elements of each token, computed in every run and never stored.
 
     It goes with ranges that are chosen at run time (``QuantSpec.dynamic``). ``axis`` is the axis of a token's elements.
 

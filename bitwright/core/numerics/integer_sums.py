@@ -48,7 +48,7 @@ def largest_sum(weight: NDArray[np.int64], axis: int, groups: int = 1, *, furthe
 
 
 def largest_pair(weight: NDArray[np.int64], highest: int = 255) -> NDArray[np.int64]:
-    """The furthest that two neighbouring products of a sum can go, whatever the input.
+    """The largest absolute sum of two neighbouring products, over all inputs.
 
     CPUs without dot-product instructions (VNNI) add ``code[2i] * weight[2i] + code[2i + 1] * weight[2i + 1]`` in 16 bits that
     saturate (``vpmaddubsw``) before they widen: the codes are those that are stored, without the zero point taken off.
@@ -117,7 +117,7 @@ def pair_losses(
 
 
 def _paired(matrix: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``[K, M]`` as ``[ceil(K / 2), 2, M]``; what is missing at the end is zero."""
+    """``[K, M]`` as ``[ceil(K / 2), 2, M]``, padded with zeros."""
     whole = matrix.astype(np.int64)
     whole = np.pad(whole, ((0, whole.shape[0] % 2), (0, 0)))
     return whole.reshape(-1, 2, whole.shape[1])

@@ -1,4 +1,4 @@
-"""The range with the least quantization noise: candidate grids, their noise on values or on a histogram, the search itself.
+"""Search the range with the least quantization noise: candidate grids, and their noise on values or on a histogram.
 
 Searches work in units of the histogram's bin width, where nothing over- or underflows.
 """
@@ -208,7 +208,7 @@ class NoiseSearch:
 
     @property
     def _free(self) -> bool:
-        """Whether zero may lie between two codes, so that it costs something."""
+        """Whether zero may lie between two codes, where it has a rounding error."""
         return self.symmetry == "float_zero_point"
 
     @property
@@ -303,7 +303,7 @@ def _edge_errors(grids: _Grids, edges: Float64s) -> Float64s:
 
 
 def _edge_errors_compiled(grids: _Grids, edges: Float64s, compiled: Loops) -> Float64s:
-    """The same, bit for bit, in one pass."""
+    """:func:`_edge_errors`, bit for bit, in one compiled pass."""
     area = np.empty((*grids.scale.shape[:2], edges.size))
     flat = (part.reshape(-1) for part in (grids.scale, grids.lowest, grids.highest, grids.scale**3 / 12))
     compiled.edge_errors(edges, *flat, (grids.gamma - 1) / 3, area.reshape(-1, edges.size))

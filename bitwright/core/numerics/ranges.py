@@ -142,7 +142,7 @@ def needs(method: str | RangeMethod) -> Kind:
 
 @dataclass(frozen=True)
 class ChosenRange:
-    """A range, and what there is to say of it.
+    """A range, and the remarks on it.
 
     Attributes:
         lo, hi: float64, parameter shape P, finite, ``lo <= hi``.
@@ -279,7 +279,7 @@ def choose_range_of(x: Array, spec: QuantSpec, granularity: Granularity = PER_TE
 def explained_range_of(
     x: Array, spec: QuantSpec, granularity: Granularity = PER_TENSOR, site: str = "tensor"
 ) -> ChosenRange:
-    """The range of a tensor at hand, such as a weight, by the method of ``spec``.
+    """The range of a stored tensor, such as a weight, by the method of ``spec``.
 
     Takes statistics and range of a few groups at a time, so memory stays bounded with thousands of channels
     or blocks. Groups of up to 1024 elements are searched value by value instead of through a histogram, and
@@ -349,7 +349,7 @@ def _row_samples(rows: Array) -> Samples:
 
 
 def is_contradicted(seen: Energy, fixed: Array, observed: Array) -> NDArray[np.bool_]:
-    """Whether data use so little of a fixed range that they drown in its rounding noise, and would not on their own range.
+    """Whether data use too few steps of a fixed range, and would have enough on a range of their own.
 
     Rounding to steps ``s`` makes noise of the mean square ``s ** 2 / 12``. Data contradict a fixed range where this noise is
     above a thousandth of their mean square (30 dB; on a range of their own, 8 bits leave normal values 39 dB), and is more
@@ -369,7 +369,7 @@ def is_contradicted(seen: Energy, fixed: Array, observed: Array) -> NDArray[np.b
 
 
 def minmax_range(stats: MinMax | Histogram | Samples, fmt: Format, symmetry: Symmetry) -> Range:
-    """Everything that was seen: the exact bounds."""
+    """The exact bounds of the data."""
     bounds = bounds_of(stats)
     return bounds.lo.copy(), bounds.hi.copy()
 
@@ -535,7 +535,7 @@ def entropy_range(stats: Histogram | Samples, fmt: Format, symmetry: Symmetry) -
 
 
 def _checked_row(name: str, row: Any) -> RangeRow:
-    """A range method of a plug-in: a :class:`RangeRow`, or a function that reads histograms."""
+    """Check a range method of a plug-in: a :class:`RangeRow`, or a function that reads histograms."""
     found = RangeRow(row, "histogram") if inspect.isfunction(row) else row
     if not isinstance(found, RangeRow) or found.needs not in ("minmax", "histogram"):
         raise ConfigError(
@@ -624,7 +624,7 @@ def _levels(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s) -> NDAr
 
 
 def _carry_entropy(stats: MinMax | Histogram | Samples) -> NDArray[np.bool_]:
-    """Whether there are values enough for a histogram without holes, shape P."""
+    """Whether there are enough values for a histogram without gaps, shape P."""
     if isinstance(stats, Samples):
         return np.asarray((np.nan_to_num(stats.values) != 0).sum(-1) >= ENOUGH_VALUES)
     zeros = stats.zeros if isinstance(stats, Histogram) else 0

@@ -144,7 +144,7 @@ def _numbers(values: Any, *kinds: type) -> list[Any]:
 
 @contextmanager
 def _explained(site: str, what: str) -> Iterator[None]:
-    """Whatever the values of a file make go wrong becomes one error."""
+    """Turn every error that the values of a file cause into one kind of error."""
     try:
         yield
     except BitwrightError as error:
@@ -156,7 +156,7 @@ def _explained(site: str, what: str) -> Iterator[None]:
 
 
 def spec_to_json(spec: QuantSpec) -> JsonDict:
-    """The spec as it stands, nothing resolved."""
+    """The spec as JSON values, with its open axes."""
     return {
         "format": spec.format.name,
         "granularity": granularity_to_json(spec.granularity),

@@ -51,7 +51,7 @@ class RangeMethod:
 
 
 def check_policy(policy: str, site: str = "non_finite") -> NonFinite:
-    """``policy``, if there is one of this name.
+    """Check the name of a policy.
 
     Raises:
         ConfigError: with the names that exist.
@@ -67,7 +67,7 @@ def check_policy(policy: str, site: str = "non_finite") -> NonFinite:
 
 
 def _check_method(method: Any) -> None:
-    """Refuse what is no range method, and one that does not exist."""
+    """Refuse values that are not range methods, and methods without a row."""
     if not isinstance(method, RangeMethod):
         raise ConfigError(
             site="QuantSpec.method",
@@ -154,7 +154,7 @@ class QuantSpec:
         return isinstance(self.format, IntFormat) and self.symmetry in ("asymmetric", "float_zero_point")
 
     def _check_float_zero_point(self) -> None:
-        """Refuse zero points between two codes where nothing computes with them."""
+        """Refuse float zero points where no kernel computes with them."""
         if self.symmetry != "float_zero_point":
             return
         fmt = self.format
@@ -169,7 +169,7 @@ class QuantSpec:
             raise ConfigError("QuantSpec.symmetry", f"zero points that are real numbers: {problem}", remedy)
 
     def _check_dynamic(self) -> None:
-        """Refuse what no range that is chosen at run time can be."""
+        """Refuse settings that a range chosen at run time cannot have."""
         if not self.dynamic:
             if isinstance(self.granularity, PerToken):
                 raise ConfigError(

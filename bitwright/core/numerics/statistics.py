@@ -138,7 +138,7 @@ class MinMax(_Values):
 
 @dataclass(frozen=True, eq=False)
 class Energy(MinMax):
-    """Exact bounds and the sum of squares: whether a range that is given serves the data.
+    """Exact bounds and the sum of squares, to check a given range against the data.
 
     Attributes:
         energy: sum of the squares of the finite values, float64, shape P. It is rounded, so the order of updates
@@ -193,7 +193,7 @@ class Moments(_Values):
 
 @dataclass(frozen=True, eq=False)
 class Samples(_Values):
-    """The values themselves, for constants in small groups, where a histogram would be larger than the data.
+    """The values, for constants in small groups, where a histogram would be larger than the data.
 
     Attributes:
         values: float32 or float64, shape ``P + (n,)``; non-finite values are stored as NaN and ignored.
@@ -262,7 +262,7 @@ def measure(kind: Kind, x: Array, granularity: Granularity = PER_TENSOR) -> Stat
 
 
 def bounds_of(stats: MinMax | Histogram | Samples) -> MinMax:
-    """The exact bounds that every statistic a range can be taken from carries."""
+    """The exact bounds in any of the statistics."""
     return stats if isinstance(stats, MinMax) else stats.bounds
 
 
@@ -415,7 +415,7 @@ def _at_least_float32(x: Array) -> Array:
 
 
 def _float_of(x: Array) -> str:
-    """The float type that holds what ``x`` can hold, half types aside."""
+    """The float dtype that holds the values of ``x``; at least float32."""
     wide = dtype_name(x) in ("float64", "int32", "int64", "uint32", "uint64")
     return "float64" if wide else "float32"
 
@@ -472,7 +472,7 @@ class _Counter:
         self.zeros += values.shape[0] - nonzeros(values) - excluded
 
     def add_compiled(self, x: NDArray[np.float32], compiled: Loops) -> None:
-        """The same of all of ``x``, contiguous."""
+        """Count all of ``x``, contiguous, by the compiled loop."""
         codes, tables = np.empty(_PIECE, np.uint16), np.zeros((4, _TABLE), np.uint16)
         bits, start = x.view(np.int32), 0
         while start < x.size:
@@ -498,7 +498,7 @@ class _Counter:
         self.regular += elements
 
     def _reach(self, low: float, high: float) -> None:
-        """Join bins until values from ``low`` to ``high`` have one."""
+        """Join bins until the values from ``low`` to ``high`` fall into one."""
         power = _exponent_of(max(-low, high))
         if power > self.exponent:
             self.counts, self.exponent = _widened(self.counts, np.asarray(power - self.exponent)), power

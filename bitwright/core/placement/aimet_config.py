@@ -1,4 +1,4 @@
-"""AIMET's quantsim configuration JSON, read into our rules; and the shipped targets in that form.
+"""Convert AIMET's quantsim configuration JSON to rules, and the shipped targets to that JSON.
 
 The file says, from the general to the particular, what is quantized: ``defaults``, ``params``, ``op_type``,
 ``supergroups``, ``model_input``, ``model_output``, in this order of application. Each statement becomes a
@@ -283,7 +283,7 @@ class _Reader:
             yield section.rule(key, True, port=name, quantized=True)
 
     def _hardware_rules(self) -> Iterator[Rule]:
-        """Rules that AIMET has in code: normalisation scales, and weights that follow their output on newer targets."""
+        """Rules that AIMET hard-codes: normalisation scales, and weights that follow their output on newer targets."""
         weight, activation = self.preset.weight, self.preset.activation
         bits = weight.format.bits if weight is not None and isinstance(weight.format, IntFormat) else 0
         if bits:

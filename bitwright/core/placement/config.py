@@ -1,4 +1,4 @@
-"""Read a user's settings as rules: scheme, bit widths and configuration files (YAML, TOML or JSON, and AIMET's JSON).
+"""Convert a user's settings to rules: scheme, bit widths and configuration files (YAML, TOML or JSON, and AIMET's JSON).
 
 Ours, in YAML::
 
@@ -105,7 +105,7 @@ def _read(data: Mapping[str, Any], preset: Preset | None, source: str) -> Rules:
 
 
 def read_file(path: Path, keys: tuple[str, ...]) -> Mapping[str, Any]:
-    """The mapping that a ``.json``, ``.yaml``, ``.yml`` or ``.toml`` file holds.
+    """Read the mapping in a ``.json``, ``.yaml``, ``.yml`` or ``.toml`` file.
 
     Args:
         path: of the file.
@@ -164,7 +164,7 @@ def _keys(data: Any, at: str, known: tuple[str, ...], also: tuple[str, ...] = ()
 
 
 def _rules(entry: Any, at: str) -> list[Rule]:
-    """One entry of ``rules``: one rule per kind of tensor it speaks about."""
+    """Convert one entry of ``rules`` to one rule per kind of tensor that it names."""
     entry = _keys(entry, at, _RULE)
     selector: dict[str, Any] = {"name": entry.get("match", "*"), "op": _types(entry.get("op", "*"), f"{at}.op")}
     if not isinstance(selector["name"], str):
@@ -291,7 +291,7 @@ def _range(value: Any, at: str) -> FixedRange:
 
 
 def _one_of(value: Any, at: str, words: tuple[str, ...]) -> str:
-    """``value``, if it is one of the words that a key takes."""
+    """Check that ``value`` is one of the words that a key takes."""
     if value not in words:
         near = close_matches(str(value), words)
         raise ConfigError(at, f"{value!r} is not a way to place them{near}", f"use {', '.join(words)}")

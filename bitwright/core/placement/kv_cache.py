@@ -223,7 +223,7 @@ def with_heads(encoding: Encoding, heads: int) -> Encoding:
 
 
 def _per_token(graph: Graph, value: str, tokens: int) -> int:
-    """Numbers per token of what is repeated and moved to ``value``, in one sequence of the batch."""
+    """Numbers per token of the tensor that is repeated and moved to ``value``, for one sequence of the batch."""
     least = math.prod(graph.values[value].shape)
     while (
         (op := graph.producer(value)) is not None
@@ -241,7 +241,7 @@ def _per_token(graph: Graph, value: str, tokens: int) -> int:
 
 
 def describe(places: Mapping[tuple[str, int], CachePlace]) -> str:
-    """One sentence: what a token takes, and what it takes in float16."""
+    """One sentence: the bytes of a token in the cache, and its bytes in float16."""
     bits, elements = sum(p.bits for p in places.values()), sum(p.elements for p in places.values())
     stored = f"{-(-bits // 8):,} bytes per token at {len(places)} operands of attention"
     return f"key-value cache: {stored}, {2 * elements:,} in float16"

@@ -58,7 +58,7 @@ _CHANNELS_FIRST = frozenset(
 
 
 class Facts:
-    """A graph with its rules, and what follows from these for every decision alike.
+    """A graph with its rules, and facts that all decisions share.
 
     Attributes:
         graph, rules: as given.
@@ -135,7 +135,7 @@ class Facts:
         )
 
     def complete(self, op: Op, row: OpRow) -> bool:
-        """Whether every element that a merge can put out comes from a recorded operand."""
+        """Whether every element of the output of a merge comes from a recorded operand."""
         return (
             row.activations is None
             or all(p < len(op.inputs) and op.inputs[p] is not None for p in row.activations)
@@ -143,13 +143,13 @@ class Facts:
         )
 
     def steering_reason(self, row: OpRow, values: list[str]) -> str:
-        """Why an operand stays in float that decides in some runs what the model computes; a layer quantizes its own."""
+        """The reason why an operand that steers the model's control flow stays in float; layers quantize theirs."""
         steering = (self.exact[v] for v in values if v in self.exact and self.exact[v][0] == "steering")
         need, op = next(steering, (None, ""))
         return "" if need is None or row.kind == "compute" else REASONS[need].format(op)
 
     def exact_reason(self, value: str, spec: QuantSpec | None, reader: Op | None = None, port: int = 0) -> str:
-        """The reason why no grid of ``spec`` suits a value; empty where one does. Small float formats have growing steps.
+        """The reason why grids of ``spec`` are too coarse for a value, as small float formats may be; empty where they suit.
 
         Args:
             reader: of the value, at ``port``; a layer quantizes what it reads of positions and of states, which stay in float,
@@ -169,7 +169,7 @@ class Facts:
         return REASONS[need].format(op) if coarse else ""
 
     def statistic_reason(self, op: Op, value: str) -> str:
-        """Why what ``op`` makes is in float as part of a normalisation or another statistic; empty where it is part of none.
+        """The reason why outputs of ``op`` stay in float as parts of a normalisation or another statistic; else empty.
 
         Integer runtimes have a kernel for each of these operators, and a grid holds the values, badly: a rule that asks for
         the operator, be it one for all operators, is followed.
@@ -271,7 +271,7 @@ def _rules_of_expert_biases(graph: Graph) -> list[Rule]:
 
 
 def _picked_rows(graph: Graph, value: str | None) -> tuple[str, str] | None:
-    """The operator that picks rows of a stored matrix to make a value, and the matrix."""
+    """The operator that gathers a value from rows of a stored matrix, and the matrix."""
     op = None if value is None else graph.producer(value)
     table = graph.values.get(op.inputs[0] or "") if op is not None and op.type == "Gather" else None
     if op is None or table is None or table.param is None or len(table.shape) != 2:
@@ -328,7 +328,7 @@ def _multiplied(graph: Graph, op: Op) -> str | None:
 
 
 def _after(graph: Graph, op: Op) -> tuple[list[Op], Op | None]:
-    """Multiplications by constants of what ``op`` makes, and who alone reads the result."""
+    """Multiplications of the output of ``op`` by constants, and the sole reader of their result."""
     scaled: list[Op] = []
     reader = graph.sole_consumer(op.outputs[0])
     while reader is not None and (reader.type in _PASSES or _scales(graph, reader)):
@@ -412,7 +412,7 @@ def _picked_by(graph: Graph, value: str) -> str | None:
 
 
 def _rules_of_rotations(graph: Graph) -> list[Rule]:
-    """Rotations that run with the model are in float, and so is what only they read: they spread what is rounded after them."""
+    """Online rotations are in float, and so are values that only they read: their outputs are quantized."""
     found = []
     for op in graph.ops:
         if not is_rotation(op.type, op.name):
@@ -452,7 +452,7 @@ def _static_values(graph: Graph) -> set[str]:
 
 
 def _masks(graph: Graph, matches: list[Match], static: set[str]) -> tuple[set[str], dict[str, str]]:
-    """Operators that only prepare the mask of a masked softmax, and mask values -> the softmax.
+    """Operators that only compute the mask of a masked softmax, and mask values -> the softmax.
 
     The mask is the operand that no product of tensors leads to; where both operands are like that, neither
     is a mask.
@@ -480,7 +480,7 @@ def _masks(graph: Graph, matches: list[Match], static: set[str]) -> tuple[set[st
 def _served(
     graph: Graph, op: Op, values: dict[str, str], entries: dict[tuple[str, str], str], serves: dict[str, str]
 ) -> str | None:
-    """The softmax for whose mask alone ``op`` works; ``None`` where something else reads its outputs.
+    """The softmax whose mask is the only use of ``op``; ``None`` where its outputs have other readers.
 
     What asks a question of the mask (which rows are masked in full) may read it as well.
     """
@@ -559,7 +559,7 @@ class Ledger:
         return spec
 
     def range_from(self, spec: QuantSpec, setting: Setting) -> RangeFrom:
-        """Whether the operator, a rule or the target fixes both ends of an activation's range; empty for none."""
+        """What fixes both ends of an activation's range: the operator, a rule or the target; empty for none."""
         if spec.fixed_range is None or None in spec.fixed_range or not isinstance(spec.format, IntFormat):
             return ""
         base = self.facts.rules.activation
@@ -568,7 +568,7 @@ class Ledger:
         return "target" if setting.range_of_target else "rule"
 
     def is_settled(self, value: str) -> bool:
-        """Whether it is decided what grid a value has, if any."""
+        """Whether a value has been decided: on a grid or in float."""
         return (
             value in self.group_of
             or value in self.why
@@ -577,13 +577,13 @@ class Ledger:
         )
 
     def share_output(self, op: Op, index: int, value: str, group: str) -> None:
-        """An output lies on the grid of ``group``."""
+        """Put an output on the grid of ``group``."""
         self.group_of[value] = self.shared[value] = group
         setting = self.output_setting(op, index, value)
         self.note_unused(setting, f"{op.name}.output[{index}]", f"it shares the encoding of {group}")
 
     def in_tail(self, op: Op, setting: Setting) -> bool:
-        """Whether ``op`` stays in float because it follows the last layer, and no rule means its tensors."""
+        """Whether ``op`` stays in float because it follows the last layer and no rule selects its tensors."""
         if op.name not in self.facts.tail:
             return False
         matched = (self.facts.rules.rules[index] for index in setting.matched)
@@ -607,19 +607,19 @@ class Ledger:
         return False
 
     def note_unused(self, setting: Setting, site: str, reason: str) -> None:
-        """The rules that matched a tensor changed nothing there."""
+        """Record that the rules that matched a tensor changed nothing."""
         for index in setting.matched:
             self.unused.setdefault(index, (site, reason))
 
     def add(self, site: SitePlan) -> None:
-        """A new site; the first of a group gives it its spec."""
+        """Add a site; the first one of a group sets the group's spec."""
         self.sites[site.name] = site
         for name in (site.group, site.name):
             self.spec_of.setdefault(name, site.spec)
 
 
 def is_meant(rule: Rule | None) -> bool:
-    """Whether a rule speaks of some operators and not of all."""
+    """Whether a rule selects some operators and not all."""
     return rule is not None and (rule.name != "*" or rule.types != ("*",) or rule.quantized is False)
 
 
@@ -641,12 +641,12 @@ _SHAPE_ONLY = frozenset(
 
 
 def is_table(facts: Facts, op: Op, row: OpRow, port: int) -> bool:
-    """Whether ``op`` looks rows up in what it reads at ``port``."""
+    """Whether ``op`` gathers rows of its operand at ``port``."""
     return port == 0 and facts.looks_up(op, row)
 
 
 def no_input_reason(ledger: Ledger, op: Op, row: OpRow, port: int, value: str) -> str:
-    """Why a float operand is left in float whatever the operator; empty if it need not be."""
+    """The reason why a float operand stays in float under any operator; empty without one."""
     if op.type in _SHAPE_ONLY:
         return f"{op.name} reads only its shape"
     if (origin := ledger.origin.get(value, value)) in ledger.picked:
@@ -667,7 +667,7 @@ def no_input_reason(ledger: Ledger, op: Op, row: OpRow, port: int, value: str) -
 
 
 def constant_reason(ledger: Ledger, op: Op, row: OpRow, port: int, value: Value, param: str | None) -> str:
-    """Why a constant stays in float when no rule speaks; empty if it does not."""
+    """The reason why a constant stays in float where no rule matches; empty if it is quantized."""
     if not param:
         return _operand_reason(ledger, op, row, port, value)
     weighs = row.weight == port or row.kind == "compute" or is_table(ledger.facts, op, row, port)
@@ -675,7 +675,7 @@ def constant_reason(ledger: Ledger, op: Op, row: OpRow, port: int, value: Value,
 
 
 def _in_float_norm(ledger: Ledger, op: Op) -> bool:
-    """Whether ``op`` is part of a normalisation written out, and no rule has put what it makes on a grid."""
+    """Whether ``op`` is part of a written-out normalisation whose output no rule has put on a grid."""
     return op.name in ledger.facts.normalisations and op.name in ledger.float_ops
 
 
@@ -765,14 +765,14 @@ _PLAIN = OpRow("pointwise")
 
 
 class Operands:
-    """Decides what operators read, once all outputs are decided, and notes the decisions in a ledger."""
+    """Decides the operands of operators, after all outputs, and records the decisions in a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.facts = ledger, ledger.facts
         self._grids: dict[str, dict[int, str]] = {}  # product -> port -> group: an addition may bring its bias
 
     def decide(self, op: Op) -> None:
-        """Decide what ``op`` reads; a bias last, as it follows from the others."""
+        """Decide the operands of ``op``; a bias last, as it follows from the others."""
         row = op_row(op.type)
         grids: dict[int, str] = {}  # port -> group of what arrives there
         biases: list[tuple[int, list[str]]] = []
@@ -804,7 +804,7 @@ class Operands:
         return [(port, list(by_port[port])) for port in sorted(by_port)]
 
     def _product_before(self, op: Op) -> Op | None:
-        """The MatMul whose bias ``op`` adds, with nothing in between: integer kernels add it before they round."""
+        """The MatMul whose result ``op`` reads directly to add a bias: integer kernels add it before rounding."""
         match = self.facts.match_of.get(op.name)
         if match is None or match.pattern.kind != "bias_add" or op is not match.ops[1]:
             return None
@@ -832,7 +832,7 @@ class Operands:
             self.ledger.read_at.setdefault(self.ledger.origin.get(loose[0], loose[0]), []).append(site)
 
     def _activation(self, op: Op, row: OpRow, port: int, values: list[str], grids: dict[int, str]) -> None:
-        """Quantize what arrives at ``port`` unless its producers have done so."""
+        """Quantize the operand at ``port`` unless its producers have."""
         ledger, facts = self.ledger, self.facts
         if (op.name, port) in facts.cache:
             self._cached(op, port, values, grids)
@@ -858,7 +858,7 @@ class Operands:
             self.ledger.read_at.setdefault(self.ledger.origin.get(value, value), []).append(site)
 
     def _loose(self, op: Op, row: OpRow, port: int, loose: list[str], groups: set[str], grids: dict[int, str]) -> None:
-        """Quantize what arrives at ``port`` in some runs without a grid; ``groups`` are those of the other runs."""
+        """Quantize the operand at ``port`` where it arrives without a grid in some runs; ``groups``: those of the other runs."""
         ledger, facts = self.ledger, self.facts
         value = next((v for v in loose if v not in facts.static), loose[0])
         origin = ledger.origin.get(value, value)
@@ -911,7 +911,7 @@ class Operands:
         return op.type == "Mul" and value in self.facts.reciprocals and op.name not in self.facts.normalisations
 
     def _input_wanted(self, op: Op, row: OpRow, setting: Setting, from_model: bool, unfit: str) -> bool:
-        """Whether an operand gets a grid; ``unfit`` says why none serves its values."""
+        """Whether an operand gets a grid; ``unfit``: the reason why every grid is too coarse for its values."""
         if setting.quantized is not None and (not unfit or is_meant(setting.decided_by)):
             return bool(setting.quantized)
         if from_model and self.ledger.in_tail(op, setting):
@@ -974,7 +974,7 @@ class Operands:
     def _constant_wanted(
         self, op: Op, setting: Setting, param: str | None, value: Value, reason: str
     ) -> tuple[bool, str]:
-        """Whether a constant is quantized that would stay in float for ``reason``, and why it is not."""
+        """Whether a rule quantizes a constant that ``reason`` would leave in float; notes the reason where none does."""
         wanted = not reason if setting.quantized is None else setting.quantized is True
         if wanted and param in STATISTICS and not _rule_names(setting.decided_by, param, value):
             return False, _STATISTICS
@@ -994,7 +994,7 @@ class Operands:
         return granularity if param else self.facts.concrete(setting.granularity, op, value.name)
 
     def _param_name(self, op: Op, row: OpRow, port: int, value: Value) -> str | None:
-        """The parameter that a constant at ``port`` is; ``None`` for an operand that is none."""
+        """The name of the parameter at ``port``; ``None`` for other operands."""
         if is_addend(op.type, port) or (value.made_anew and op.type in _PRODUCTS):
             return None  # of a product with what every run makes, as positions, the second factor is data as well
         if port in row.params or row.weight == port:
@@ -1041,7 +1041,7 @@ class Operands:
         self.ledger.add(SitePlan(site, spec, "bias", op.name, port, name, site, follows))
 
     def _plain_bias(self, op: Op, port: int, value: Value, site: str, setting: Setting) -> None:
-        """A bias that a rule quantizes like any other parameter."""
+        """Quantize a bias like any other parameter, as a rule asks."""
         spec = setting.apply(self.facts.rules.weight, weight=True)
         if not self.ledger.verdict(setting, True, spec, site, "", value.name, NO_WEIGHTS):
             return
@@ -1054,7 +1054,7 @@ class Operands:
 
 
 def _rule_names(rule: Rule | None, param: str, value: Value) -> bool:
-    """Whether a rule means this parameter and not all of a kind."""
+    """Whether a rule selects this parameter and not all of a kind."""
     return rule is not None and (rule.param == param or rule.name == (value.param or value.name))
 
 
@@ -1067,13 +1067,13 @@ _INNER = frozenset(("inner",))
 
 
 class Outputs:
-    """Decides the outputs of operators, in execution order, and notes the decisions in a ledger."""
+    """Decides the outputs of operators, in execution order, and records the decisions in a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.facts = ledger, ledger.facts
 
     def decide(self, op: Op) -> None:
-        """Decide what becomes of the outputs of ``op``; those of the operators before it are settled."""
+        """Decide the outputs of ``op``, after those of the operators before it."""
         row = op_row(op.type)
         if op.type in CELLS:
             self._recurrent(op, row)
@@ -1094,7 +1094,7 @@ class Outputs:
                 self._decide_output(op, row, index, value, default=row.integer or self.facts.looks_up(op, row))
 
     def _recurrent(self, op: Op, row: OpRow) -> None:
-        """Decide what is computed inside the steps of ``op``, and the outputs, which carry its states."""
+        """Decide the values inside the steps of ``op``, and its outputs, which carry the states."""
         for name, value in op.inner.items():
             self._inner(op, row, name, value)
         returns = op.attrs.get("returns", RETURNS)
@@ -1114,7 +1114,7 @@ class Outputs:
             self._join(value, group)
 
     def _join(self, value: str, group: str) -> None:
-        """Let the site of ``value`` share the encoding of ``group``, if both are asked for alike."""
+        """Let the site of ``value`` share the encoding of ``group``, if their specs are equal."""
         site = self.ledger.outputs[value]
         if site.spec == self.ledger.spec_of[group]:
             self.ledger.outputs[value] = replace(site, group=group)
@@ -1168,7 +1168,7 @@ class Outputs:
         )
 
     def _inside(self, op: Op, index: int, value: str) -> None:
-        """Leave ``value`` in float; the reason is told at the end, when the fate of its chain is known."""
+        """Leave ``value`` in float; the reason is noted at the end, once its whole chain is decided."""
         self.ledger.why[value] = ""
         match = self.facts.inner.get(value)
         end = f"inside the supergroup {match.pattern}; name {match.ops[-1].name}" if match else "part of a softmax mask"
@@ -1177,7 +1177,7 @@ class Outputs:
         )
 
     def _pick(self, op: Op, index: int, value: str) -> None:
-        """Leave picked matrices unquantized: they keep the scales of their stack, which no activation grid has."""
+        """Leave gathered matrices as they are: they keep the scales of their stack."""
         stack = str(op.inputs[0])
         self.ledger.picked[value] = self.ledger.why[value] = f"matrices of {stack}, each on its own grid there"
         self.ledger.note_unused(
@@ -1185,7 +1185,7 @@ class Outputs:
         )
 
     def _decide_output(self, op: Op, row: OpRow, index: int, value: str, *, default: bool, why: str = "") -> bool:
-        """Give ``value`` a site at its producer, or the reason why it has none."""
+        """Give ``value`` a site at its producer, or note the reason why it stays in float."""
         site = f"{op.name}.output[{index}]"
         setting = self.ledger.output_setting(op, index, value)
         spec = self.ledger.activation_spec(setting, op, row, value)
@@ -1212,7 +1212,7 @@ class Outputs:
         return False
 
     def _runs_in_float(self, op: Op, row: OpRow, value: str, setting: Setting, *, default: bool) -> str:
-        """Why ``op`` runs in float, although its kind may (``default``) have integer kernels; empty if it does not."""
+        """The reason why ``op`` runs in float although its kind may (``default``) have integer kernels; empty if it does not."""
         activations = self.facts.rules.activation is not None
         inside = self.facts.statistic_reason(op, value)
         if inside and activations and setting.quantized is not True:
@@ -1222,7 +1222,7 @@ class Outputs:
         return TAIL.format(op.type) if default and self.ledger.in_tail(op, setting) else ""
 
     def _carry(self, op: Op, row: OpRow, index: int, value: str) -> None:
-        """Decide an output that has its inputs' grid, if these have one grid."""
+        """Decide an output that takes the grid of its inputs, if they share one."""
         sources = self.facts.data(op, row)
         # a source that comes later in the order is read by a later run; its grid, not known yet, is another
         settled = all(self.ledger.is_settled(v) for v in sources)
@@ -1267,7 +1267,7 @@ def _why_joined_in_float(op: Op, sources: Sequence[str], last: bool) -> str:
 
 
 def _names_operators(setting: Setting) -> bool:
-    """Whether a rule that speaks of some types of operators asks for a quantizer."""
+    """Whether a rule that selects operator types asks for a quantizer."""
     rule = setting.decided_by
     return setting.quantized is True and rule is not None and rule.types != ("*",)
 
@@ -1320,7 +1320,7 @@ def place(graph: Graph, rules: Rules) -> Plan:
 
 
 def _share_model_inputs(ledger: Ledger) -> None:
-    """A model input that is first moved is on the grid of the sites that read it, and so is what carries it."""
+    """Put a model input that is only moved, and its moved copies, on the grid of the sites that read it."""
     graph = ledger.facts.graph
     covered = {site.value for site in ledger.sites.values()}
     for value, origin in [*((name, name) for name in graph.inputs), *ledger.origin.items()]:
@@ -1330,7 +1330,7 @@ def _share_model_inputs(ledger: Ledger) -> None:
 
 
 def _note_moved(ledger: Ledger, op: Op) -> None:
-    """A parameter that is moved before it is used is quantized where it is used."""
+    """Note that a parameter is quantized where it is used, after data movement."""
     for source in ledger.facts.data(op, op_row(op.type)):
         ledger.why.setdefault(source, MOVED)
         ledger.origin.update(dict.fromkeys(op.outputs, ledger.origin.get(source, source)))
@@ -1349,7 +1349,7 @@ def _floats(ledger: Ledger) -> dict[str, str]:
 
 
 def _computed_of_params(ledger: Ledger) -> dict[str, str]:
-    """Parameters used only in values that are equal in every run, such as table rows at constant positions."""
+    """Parameters used only in values that are the same in every run, such as table rows at constant positions."""
     graph = ledger.facts.graph
     made: dict[str, list[str]] = {}
     read = (value for value in graph.values.values() if value.kind == "constant" and graph.consumers(value.name))

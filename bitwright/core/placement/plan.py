@@ -1,4 +1,4 @@
-"""A plan: which tensors of a graph have quantizers, why the others have none, and the coverage report of both.
+"""A plan: the tensors of a graph that have quantizers, the reasons of the others, and the coverage report.
 
 Sites of one group share one encoding. A group is named after one of its sites.
 :func:`bitwright.core.placement.place.place` makes plans.
@@ -23,7 +23,7 @@ Status = Literal["quantized", "shared", "float", "integer"]
 
 @dataclass(frozen=True)
 class SitePlan:
-    """One place that holds a quantizer.
+    """One planned quantizer.
 
     Attributes:
         name: unique; see :func:`bitwright.core.placement.place.place`.
@@ -54,7 +54,7 @@ class SitePlan:
 
     @property
     def is_stored(self) -> bool:
-        """Whether its values are stored in the model: a weight or another constant; no activation, and no bias."""
+        """Whether its values are stored in the model: a weight or another constant, but no bias."""
         return self.role in ("weight", "constant")
 
 
@@ -86,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer for every float value and parameter of a graph.
+    """The decision for every float value and parameter of a graph.
 
     Attributes:
         sites: by name, in execution order (operands of an operator before its outputs).
@@ -191,7 +191,7 @@ def _site_of(value: Value, plan: SitePlan, weight: QuantSpec) -> SitePlan:
 
 
 def _edges(graph: Graph) -> Iterator[tuple[Role, str, int, Value]]:
-    """Role, operator, port and value of every float tensor that has elements; nothing of branches and loops as a whole."""
+    """Role, operator, port and value of every float tensor with elements, except those of branches and loops as a whole."""
     for op in (op for op in graph.ops if op.type not in ("If", "Loop", "Scan")):
         sides: tuple[tuple[Role, Sequence[str | None]], ...] = (("input", op.inputs), ("output", op.outputs))
         ends = ((role, port, name) for role, names in sides for port, name in enumerate(names) if name is not None)
@@ -223,7 +223,7 @@ class Coverage(Tabular, Sequence[Row]):
 
     @classmethod
     def of(cls, plan: Plan, graph: Graph, changed: Mapping[str, str], unseen: Mapping[str, str]) -> Coverage:
-        """The report of a plan as it stands now.
+        """The report of a plan in its present state.
 
         Args:
             plan, graph: the placement and the graph it was made for.

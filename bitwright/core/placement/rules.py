@@ -163,13 +163,13 @@ BOUNDARY_ONLY = Rule(op=tuple(CELLS), port="inner", quantized=False, origin="bou
 
 @dataclass(frozen=True)
 class Kernel:
-    """Bits and kind (``int`` or ``float``) of activations and weights that a target runs together; ``None`` is any."""
+    """Bits and kind (``int`` or ``float``) of activations and weights that one kernel of a target takes; ``None``: any."""
 
     activation: tuple[int, str] | None = None
     weight: tuple[int, str] | None = None
 
     def runs(self, activation: QuantSpec | None, weight: QuantSpec | None) -> bool:
-        """Whether it takes tensors of these specs; ``None`` is float of 32 bits."""
+        """Whether the kernel takes tensors of these specs; ``None`` is float32."""
         pairs = ((self.activation, activation), (self.weight, weight))
         return all(wanted is None or wanted == _width(spec) for wanted, spec in pairs)
 
@@ -186,7 +186,7 @@ def _width(spec: QuantSpec | None) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Rules:
-    """Everything that decides a placement, except the graph.
+    """All inputs of a placement except the graph.
 
     Attributes:
         weight: base spec of weights; ``None`` leaves them in float unless a rule gives a format.
@@ -246,7 +246,7 @@ class Rules:
 def default_rules(
     weight: QuantSpec | None = PRESETS["w8a8"].weight, activation: QuantSpec | None = PRESETS["w8a8"].activation
 ) -> Rules:
-    """Quantize what common integer runtimes compute on integers, and nothing else.
+    """Rules that quantize exactly the operators that common integer runtimes compute on integers.
 
     Args:
         weight: spec of weights; ``None`` leaves them in float.
@@ -257,7 +257,7 @@ def default_rules(
 
 @dataclass(frozen=True)
 class Setting:
-    """The facets that the rules give one tensor; ``None`` where no rule spoke.
+    """The facets that the rules set for one tensor; ``None`` where no rule matched.
 
     ``decided_by`` is the rule that set ``quantized``; ``matched`` are the positions of all rules that
     matched.
@@ -277,7 +277,7 @@ class Setting:
     range_of_target: bool = False
 
     def apply(self, base: QuantSpec | None, *, weight: bool) -> QuantSpec | None:
-        """``base`` with the facets set; where there is no base, a rule that gives a format makes one.
+        """``base`` with the facets set; without a base, a rule with a format makes a new spec.
 
         Args:
             base: spec of the preset.
@@ -344,7 +344,7 @@ _Candidate = tuple[int, Rule, re.Pattern[str] | None]
 
 
 class Resolver:
-    """Answers for each tensor of one model which facets the rules give it.
+    """Looks up the facets that the rules set for each tensor of one model.
 
     Rules are sorted once by operator type and port, and tensors that no rule names share their answer, so
     the cost is that of the names that have to be compared.
@@ -398,7 +398,7 @@ class Resolver:
 
 
 def name_pattern(name: str) -> re.Pattern[str]:
-    """The names that ``name`` selects: itself, everything below it, and what its wildcards allow.
+    """A pattern for the names that ``name`` selects: itself, everything below it, and matches of its wildcards.
 
     >>> [bool(name_pattern("layer1").fullmatch(n)) for n in ("layer1", "layer1.0.conv1", "layer10")]
     [True, True, False]

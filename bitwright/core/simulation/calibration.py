@@ -66,11 +66,11 @@ class CalibrationLog(Tabular):
     first: dict[int, str] = field(default_factory=dict)
 
     def copy(self) -> CalibrationLog:
-        """A log that goes on from here."""
+        """A copy of the log, to continue from."""
         return CalibrationLog(self.batches, [*self.skipped], [*self.clamped], {**self.first})
 
     def lines(self) -> list[str]:
-        """One sentence per kind of batch that was not taken as it was; empty if all were clean."""
+        """One sentence per kind of batch that was skipped or changed; empty if all were clean."""
         found = []
         for numbers, what in (
             (self.skipped, "left out, because they hold values that are not finite"),
@@ -132,7 +132,7 @@ class BatchGate:
         return self.log.batches + (self._before is not None)
 
     def open(self, batch: Any = None) -> None:
-        """A batch starts; one that is still open is closed first."""
+        """Start a batch; one that is still open is closed first."""
         if self._before is not None:
             self.close()
         self._batch = batch
@@ -141,7 +141,7 @@ class BatchGate:
         self._channels = [watch.seen for watch in self.watches]
 
     def close(self) -> bool:
-        """The batch is through; returns whether it counts. Does nothing when none is open.
+        """End the batch, and return whether it counts. Without an open batch, does nothing.
 
         Raises:
             CalibrationError: a site with the policy ``error`` saw NaN or Inf; its batch is not in the statistics.
@@ -169,13 +169,13 @@ class BatchGate:
         return policy != "skip"
 
     def abandon(self) -> None:
-        """Take the open batch back, if there is one: it was interrupted or failed."""
+        """Discard the open batch, if there is one: it was interrupted or failed."""
         if self._before is not None:
             self._restore(self._before)
         self._before = self._batch = None
 
     def finish(self) -> CalibrationLog:
-        """No more batches come: close the last one and report.
+        """End calibration: close the last batch and report.
 
         Raises:
             CalibrationError: see :meth:`close`; also when every batch was left out.
@@ -240,7 +240,7 @@ def refuse_one_batch(data: Any, function: str, write: str = "[batch]") -> None:
 
 
 def refuse_empty(number: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a batch without a sample, of which nothing could be learned.
+    """Refuse a batch without samples.
 
     Args:
         number: of the batch.
@@ -257,7 +257,7 @@ def refuse_empty(number: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def with_samples(batches: Iterable[Any]) -> Iterator[Any]:
-    """``batches``, none of which is empty.
+    """Yield ``batches``, and refuse empty ones.
 
     Raises:
         CalibrationError: as :func:`refuse_empty`, at the batch, as far as arrays in tuples, lists and mappings show it.
@@ -324,7 +324,7 @@ def fewer_samples(batch: Any, most: int, run: Callable[[Any], Any]) -> Any:
 
 
 def nested_calibration() -> CalibrationError:
-    """A calibration that was started inside of another one of the same simulation."""
+    """The error of a calibration started inside another one of the same simulation."""
     return CalibrationError(
         "calibrating",
         "the simulation is being calibrated already, by a block or call around this one",
@@ -437,7 +437,7 @@ def warn_of_unlike_joins(graph: Graph, sites: Mapping[str, Site], shared: Mappin
 
 
 def _read_later(graph: Graph, value: str, read: Mapping[tuple[str, int], Site]) -> Site | None:
-    """The quantizer that a value in float, or what only moves it, first meets."""
+    """The first quantizer that a float value reaches, across data movement."""
     stack, seen = [value], {value}
     while stack:
         for op, port in graph.consumers(stack.pop()):

@@ -1,4 +1,4 @@
-"""``FloatModel``: the one small protocol through which algorithms see a model, whatever it is written in."""
+"""``FloatModel``: the protocol through which algorithms read and edit a model of either front end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Undo = Callable[[], None]
 
 
 class Handle:
-    """Undoes a change when it is removed or when its ``with`` block ends."""
+    """A change that is undone by ``remove`` or at the end of a ``with`` block."""
 
     def __init__(self, cleanup_fn: Undo) -> None:
         self._cleanup: Undo | None = cleanup_fn
@@ -125,7 +125,7 @@ class FloatModel(Protocol):
     """Protocol of a float model that algorithms read and change."""
 
     def graph(self) -> Graph:
-        """The data-flow graph of the model as it stands after the edits so far."""
+        """The data-flow graph of the model after the edits so far."""
 
     def param(self, name: str) -> Array:
         """The value of a parameter, float32 or wider; a copy."""
@@ -152,7 +152,7 @@ class FloatModel(Protocol):
         """
 
     def local(self, op: str) -> Callable[..., Array]:
-        """One operator as a function of its activation inputs, with its parameters as they stand."""
+        """One operator as a function of its activation inputs, with its current parameters."""
 
     def can_edit(self, edit: Edit) -> str | None:
         """The reason why ``edit`` is impossible, or ``None`` where it can be done."""

@@ -1,4 +1,4 @@
-"""The parts of a model's outputs that are judged apart: every output, and inside one the slices of unlike scales.
+"""The parts of a model's outputs that are rated separately: every output, and slices of unlike scales within one.
 
 A detector joins boxes in pixels and probabilities in one tensor; a hidden state has a few channels a hundred times as large as
 the others. One sum of squares over such a tensor is that of its large part, so noise that erases the small part is not seen.
@@ -51,7 +51,7 @@ def is_judged(wanted: Array, found: Array) -> bool:
 
 
 def one_of_runs(arrays: Sequence[Array]) -> Array:
-    """The results of all runs of one place: side by side along the axes behind the channels, or as one row of numbers.
+    """Join the results of all runs of one operator: along the axes after the channels, or flattened.
 
     >>> one_of_runs([np.zeros((2, 3, 8, 8)), np.zeros((2, 3, 4, 4))]).shape
     (2, 3, 80)
@@ -125,7 +125,7 @@ def noise_and_signal(wanted: Array, found: Array) -> tuple[Array, Array]:
 
 
 def parts_of(batches: Sequence[Sequence[Array]], names: Sequence[str] = ()) -> list[OutputPart]:
-    """Divide the outputs of a model into parts that are rated apart.
+    """Divide the outputs of a model into parts that are rated separately.
 
     An output is divided along the axis, other than the first, whose slices differ most in scale: at a gap of a factor of 10
     between neighbours in the order of their root mean squares. Slices whose values all lie in [0, 1] are one part whatever

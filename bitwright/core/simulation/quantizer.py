@@ -26,7 +26,7 @@ logger = logging.getLogger("bitwright")
 
 
 class OnlyKnownAttributes:
-    """Base of what users set attributes of: one that the class does not know would be kept and have no effect."""
+    """Base class that refuses to set unknown attributes, which would have no effect."""
 
     _ATTRIBUTES: frozenset[str] = frozenset()
 
@@ -104,7 +104,7 @@ class Quantizer(OnlyKnownAttributes):
         return restore
 
     def become(self, other: Quantizer) -> None:
-        """Take the whole state of another quantizer, of the same place in an earlier graph; a trained range stays as it is."""
+        """Take the state of the quantizer at the same place of an earlier graph; a trained range is kept."""
         self._put(other._state(), other.encoding)
 
     def _state(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Quantizer(OnlyKnownAttributes):
 
     @property
     def trains_elsewhere(self) -> bool:
-        """Whether the scale follows from numbers that train on another device than the host."""
+        """Whether the scale follows from parameters that train on a device other than the host."""
         return False
 
     @property
@@ -127,7 +127,7 @@ class Quantizer(OnlyKnownAttributes):
 
     @property
     def enabled(self) -> bool:
-        """Whether it works. What is set here is a decision of the user's, which no calibration undoes."""
+        """Whether the quantizer is on. Set by the user, it survives calibration."""
         return self._enabled
 
     @enabled.setter
@@ -169,7 +169,7 @@ class Quantizer(OnlyKnownAttributes):
                 self.freeze()
 
     def refine(self, bits: int, why: str) -> None:
-        """Give a calibrated integer quantizer another grid of the range it has; ``why`` stands in the coverage."""
+        """Give a calibrated integer quantizer another grid for its range; the coverage shows ``why``."""
         encoding = self.required
         assert isinstance(self._spec.format, IntFormat)
         self.spec = replace(self._spec, format=replace(self._spec.format, bits=bits))
@@ -179,13 +179,13 @@ class Quantizer(OnlyKnownAttributes):
             self.encoding = affine.encode(lo, hi, self._spec, encoding.granularity, self.name)
 
     def ask_as(self, other: Quantizer) -> None:
-        """Ask for what another quantizer is asked for; what calibration decided there is left to the next one."""
+        """Take the requested spec of another quantizer, without what its calibration decided."""
         self.spec, self.keeps_histogram = other.spec, other.keeps_histogram
         self.enabled = other.enabled or bool(other.why_float)
         self.why_spec = other.why_spec
 
     def release(self, why: str) -> None:
-        """Leave its values in float, calibrated anew or not; ``why`` stands in the coverage."""
+        """Leave its values in float, also after another calibration; the coverage shows ``why``."""
         self.enabled = False
         self.why_spec = why
 
@@ -197,7 +197,7 @@ class Quantizer(OnlyKnownAttributes):
 
     @property
     def encoding(self) -> Encoding | None:
-        """The encoding that values are moved to; ``None`` until calibration."""
+        """The encoding in effect; ``None`` until calibration."""
         return self._current()
 
     @encoding.setter
@@ -217,7 +217,7 @@ class Quantizer(OnlyKnownAttributes):
         return self._encoding
 
     def take(self, encoding: Encoding) -> None:
-        """Use an encoding that came from elsewhere; the spec is made to describe it."""
+        """Use a given encoding; the spec follows it."""
         if not _fits(self._spec, encoding):
             self.spec = fulfilled_by(self._spec, encoding)
         self.encoding = encoding
@@ -257,7 +257,7 @@ class Quantizer(OnlyKnownAttributes):
 
     @property
     def needs(self) -> statistics.Kind:
-        """The statistics that are taken: what its range method reads, or the richer ones that it has already or shall keep."""
+        """The kind of statistics to take: what the range method reads, or richer ones that exist already or are to be kept."""
         if self.statistics is not None:
             return statistics.kind_of(self.statistics)
         if self.checks_range:
@@ -316,7 +316,7 @@ class Quantizer(OnlyKnownAttributes):
             self._take_range(ranges.explained_range(self.statistics, self._spec, self.name))
 
     def _freeze_fixed(self, shape: tuple[int, ...]) -> None:
-        """Both ends of the range are given, or the format has none (fp16, bf16: one scale of 1), or every run chooses its own."""
+        """Freeze a range without data: both ends are given, the format has none (fp16, bf16), or every run computes its own."""
         if self._spec.dynamic:
             spec, one = self._spec, np.ones((), np.float32)
             encoding = Encoding(
@@ -332,7 +332,7 @@ class Quantizer(OnlyKnownAttributes):
         self.encoding = affine.encode(np.full(params, lo), np.full(params, hi), self._spec, granularity, self.name)
 
     def _check_range(self, seen: statistics.Energy) -> None:
-        """Give up a fixed range that leaves the data next to nothing of the grid.
+        """Replace a fixed range by that of the data where these use too little of the grid.
 
         A range that the definition of the operator gives is replaced by the observed one. Where a kernel of the target
         computes on this grid only, the values stay in float. What a rule of the user's says stays, and is warned of.
@@ -447,11 +447,11 @@ class DerivedBias:
         self.reason: str | None = None
 
     def replace(self, operand: Array) -> None:
-        """The bias has other values; its grid is derived anew when it is next asked for."""
+        """Set new values; the grid is derived again at its next use."""
         self.operand, self._derived_from = operand, None
 
     def see(self, values: Array) -> None:
-        """Take the bias of this run, if the model computes it anew in every run."""
+        """Record the bias of this run, where the model computes it in every run."""
         if self.computed:
             # a copy: shards that were put together for the run are freed after it
             self.replace(to_numpy(values).copy())

@@ -44,7 +44,7 @@ logger = logging.getLogger("bitwright")
 
 
 class Occupancy:
-    """Counts the threads that run a simulation and knows the one that changes it.
+    """Counts the threads that run a simulation, and holds the one that changes it.
 
     A copy is unoccupied: it belongs to another simulation.
 
@@ -142,7 +142,7 @@ class Occupancy:
 
 
 class Lock:
-    """A reentrant lock that copies do not share."""
+    """A reentrant lock; a copy of its owner gets a new one."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -187,7 +187,7 @@ class Simulation(Tabular, ABC):
     _observed_object = ("model", "sim.model")  # what a calibration watches, and what a user calls for it
 
     def _set_up(self, rules: Rules) -> None:
-        """The attributes that every simulation begins with."""
+        """Set the attributes of a new simulation."""
         self.rules, self.origin, self.calibration_log, self._observer = rules, {}, None, None
 
     def _plan(self) -> Plan:
@@ -254,12 +254,12 @@ class Simulation(Tabular, ABC):
         """Let the grids of biases follow those of inputs and weights."""
 
     def _merging(self, ranks: Any) -> AbstractContextManager[None]:
-        """Put together what several processes observed, before a block that makes encodings of it."""
+        """Merge the statistics of several processes before a block that computes encodings."""
         return nullcontext()
 
     @abstractmethod
     def _begin(self, resume: bool, ranks: Any, runs: bool) -> Observer:
-        """Make ready to observe; encodings and statistics of before are dropped unless ``resume``.
+        """Prepare to observe; drops earlier encodings and statistics unless ``resume``.
 
         Without ``runs`` nothing will be run: weights get their encodings of their values.
         """
@@ -274,14 +274,14 @@ class Simulation(Tabular, ABC):
 
     @abstractmethod
     def _find_encodings(self, observer: Observer) -> None:
-        """Make encodings of what was observed."""
+        """Compute encodings from the statistics."""
 
     def _changing(self, what: str) -> AbstractContextManager[None]:
         """No other thread runs or changes the simulation inside the block; ``what`` is done there, for messages."""
         return self._occupancy.exclusive(what)
 
     def _unseen(self) -> Mapping[str, str]:
-        """Calls that were not recorded -> the reason why they are in float."""
+        """Unrecorded calls -> the reason why they are in float."""
         return {}
 
     # -- what methods ask of a simulation
@@ -292,7 +292,7 @@ class Simulation(Tabular, ABC):
 
     @abstractmethod
     def _outputs_and(self, names: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
-        """Function of a batch: the outputs, and an array for each named site or value, from one run.
+        """A function of a batch that returns the outputs, and an array for each named site or value, from one run.
 
         What is returned is for the simulation as it stands.
         """
@@ -351,13 +351,13 @@ class Simulation(Tabular, ABC):
 
     @abstractmethod
     def _again(self, model: Any) -> Any:
-        """A simulation of ``model`` under the same rules and with what the sites are asked for; not calibrated."""
+        """An uncalibrated simulation of ``model`` with the same rules and requested specs."""
 
     @abstractmethod
     def _in_integer_kernels(
         self, batches: Sequence[Any], **options: Any
     ) -> tuple[Callable[[], Any], Callable[[str], AbstractContextManager[Any]]]:
-        """What integer kernels make of the file under the current encodings; the model is recorded once.
+        """The operators that integer kernels would run in the exported file under the current encodings; records the model once.
 
         Returns:
             A function that counts saturated sums on ``batches``; and one from the name of a profile to a block in which there is
@@ -469,7 +469,7 @@ class Simulation(Tabular, ABC):
     # -- what it shows
 
     def coverage(self) -> Coverage:
-        """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
+        """A printable report of every value and parameter: how it is quantized, the grid it shares, or why it stays in float."""
         return Coverage.of(self.plan, self.graph, self.quantizers.changes(self.plan), self._unseen())
 
     def records(self) -> list[dict[str, Any]]:
@@ -509,7 +509,7 @@ def nothing_ran(data: Any, callback: str, uses: str) -> CalibrationError:
 
 @contextmanager
 def all_or_nothing(sim: Simulation, *, parameters: bool = False) -> Iterator[None]:
-    """Bring the state of ``sim`` back when the block ends in an exception of any kind, Ctrl-C among them.
+    """Restore the state of ``sim`` when the block ends in any exception, also Ctrl-C.
 
     Args:
         sim: a simulation.

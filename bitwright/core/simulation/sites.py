@@ -1,4 +1,4 @@
-"""Sites and their mapping: what a user touches to look at a quantizer or change it."""
+"""Sites and their mapping: the user's interface to quantizers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Site(OnlyKnownAttributes):
 
     @property
     def group(self) -> str:
-        """Name of the site whose encoding this one has; its own name if it shares none."""
+        """Name of the site whose encoding this one shares; its own name if it shares none."""
         return self._plan.group
 
     @property
@@ -128,7 +128,7 @@ class Site(OnlyKnownAttributes):
 
     @property
     def is_stored(self) -> bool:
-        """Whether its values are stored in the model: a weight or another constant; no activation, and no bias."""
+        """Whether its values are stored in the model: a weight or another constant, but no bias."""
         return self._plan.is_stored
 
     @property
@@ -161,7 +161,7 @@ class Site(OnlyKnownAttributes):
 
     @property
     def enabled(self) -> bool:
-        """Whether the quantizer works; a disabled site is in float."""
+        """Whether the quantizer is on; a disabled site is in float."""
         return self.quantizer.enabled
 
     @enabled.setter
@@ -255,7 +255,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
         self._find_channels()
 
     def _find_masks(self) -> None:
-        """Mark the quantizers whose values only go to a softmax or the like."""
+        """Mark the quantizers of masks, whose values reach only a softmax or the like."""
         graphs = {id(site._graph): site._graph for site in self._sites.values()}
         values = {key: mask_values(graph) for key, graph in graphs.items()}
         for quantizer in self.unique():
@@ -265,7 +265,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
             site.quantizer.masking = site.quantizer.masking and on_the_way
 
     def _find_channels(self) -> None:
-        """Tell every activation site where its channels are."""
+        """Set the channel axis of every activation site."""
         graphs = {id(site._graph): site._graph for site in self._sites.values()}
         places = {key: channel_axes(graph) for key, graph in graphs.items()}
         for site in self._sites.values():
@@ -305,14 +305,14 @@ class SiteMap(Tabular, Mapping[str, Any]):
         return restore
 
     def ask_as(self, other: SiteMap) -> None:
-        """Ask for what the sites of the same name and role in another simulation are asked for."""
+        """Take the requested specs of the sites of the same name and role in another simulation."""
         for quantizer in self.unique():
             site = other._sites.get(quantizer.name)
             if site is not None and site.role == quantizer.role:
                 quantizer.ask_as(site.quantizer)
 
     def reconsider(self) -> None:
-        """Switch on again what the last calibration left in float: more data may decide otherwise."""
+        """Switch on again the sites that the last calibration left in float, since more data may decide otherwise."""
         for quantizer in self.unique():
             quantizer.reconsider()
 
@@ -333,7 +333,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
                 site.channels.seen = None
 
     def freeze_activations(self) -> None:
-        """Turn the statistics of every enabled activation site into its encoding; say where values were not finite.
+        """Compute the encoding of every enabled activation site from its statistics; report non-finite values.
 
         A site that saw mask constants is left in float: on a grid that holds them nothing else could be told apart.
         """
@@ -362,7 +362,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
             )
 
     def changes(self, plan: Plan) -> dict[str, str]:
-        """Site -> what became of it since ``plan``: a new spec, or that it is disabled and why."""
+        """Site -> its change since ``plan``: a new spec, or the reason why it is disabled."""
         changed = {}
         for name, site in self._sites.items():
             if not site.enabled:
@@ -407,7 +407,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
         return [s for s in self._sites.values() if s.enabled and s.encoding is None and not s.quantizer.derived]
 
     def require_reached(self) -> None:
-        """Refuse sites that no batch reached.
+        """Raise an error for sites that no batch reached.
 
         Raises:
             CalibrationError: there are such sites; the first is the place, the message counts them.
@@ -441,7 +441,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
         self._says_unreached = not quiet
 
     def _share_log(self, said: set[str]) -> None:
-        """Log no line that is in ``said``, and add to it what is logged: simulations of one call repeat nothing."""
+        """Skip log lines that are in ``said``, and add new ones, so that simulations of one call repeat nothing."""
         self._said = said
 
     def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
@@ -463,7 +463,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
             self._tell_of_ranges()
 
     def _tell_of_ranges(self) -> None:
-        """Log the ranges that there is something to say of, poor ones as a warning; :meth:`changes` has all of them."""
+        """Log the ranges that have remarks, poor ones as a warning; :meth:`changes` has all of them."""
         for poor in (True, False):
             noted = [q for q in self.unique() if q.enabled and q.range_note and q.poor_range == poor]
             lines = {f"{q.name} ({q.spec.describe()}): {q.range_note}" for q in noted[:1]} - self._said
@@ -570,7 +570,7 @@ def _least_reach(planned: SitePlan, graph: Graph) -> float:
 
 
 def required_encodings(sites: Mapping[str, Site]) -> dict[str, Encoding]:
-    """Site -> encoding of every enabled site; a bias without a derived grid is in float.
+    """Site -> encoding of every enabled site; biases without a derived grid stay in float.
 
     Raises:
         CalibrationError: another one has none.
