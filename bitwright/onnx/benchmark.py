@@ -95,7 +95,7 @@ def benchmark_path(
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change of a file that was tried.
+    """A change of a file, with its measured effect.
 
     Attributes:
         change: what was changed, and how it is asked for.
@@ -111,7 +111,7 @@ class Suggestion:
     before: float
 
     def cells(self) -> tuple[str, ...]:
-        """One row of a table."""
+        """The cells of a table row."""
         gain = f"{self.accuracy:.1f} dB, was {self.before:.1f} dB"
         return self.change, str(self.speed), str(self.against), gain
 
@@ -119,7 +119,7 @@ class Suggestion:
 def suggestions(
     file: Path, plain: Path, feeds: Feeds, *, runtime: str = "onnxruntime", seconds: float = 2.0
 ) -> Iterator[Suggestion]:
-    """Changes of the quantized ``file`` that apply to it, each measured beside it and beside the float file ``plain``.
+    """Applicable changes of the quantized ``file``, each measured beside it and beside the float file ``plain``.
 
     Args:
         file, plain: ONNX files.
@@ -155,7 +155,7 @@ def suggestions(
 
 
 def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.Model]]]:
-    """Changes that apply to this model: how a user asks for each, and a function that writes the changed file."""
+    """Changes that apply to this model: the user's option for each, and a function that writes the changed file."""
     encodings = {s.name: s.encoding for s in sim.quantizers.values() if s.enabled and s.encoding is not None}
     layers = write_recurrent(sim.marked, "native")  # recurrent layers as the operators that the file has
 
@@ -184,7 +184,7 @@ def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.M
 def _other_grids(
     sim: QuantizationSimModel, encodings: Mapping[str, Encoding]
 ) -> tuple[dict[str, Encoding], dict[str, Encoding]]:
-    """Grids of the same ranges that integer kernels take, or take faster.
+    """Grids for the same ranges that integer kernels support, or run faster.
 
     Returns:
         Of weights whose zero point is not in the middle, symmetric ones; of activations of more than 8 bits, those of 8 bits.
@@ -212,7 +212,7 @@ def _is_end(sim: QuantizationSimModel, site: Site) -> bool:
 
 
 def _islands(sim: QuantizationSimModel) -> list[str]:
-    """Activation sites between operators without integer kernels: their quantizers only cost conversions."""
+    """Activation sites between operators without integer kernels, whose quantizers only cost conversions."""
     found = []
     for site in sim.quantizers.values():
         if site.role not in ("input", "output") or not site.enabled or site.encoding is None:

@@ -48,7 +48,7 @@ class OnnxBlocks(Blocks):
         return self._graph
 
     def gone(self, names: Sequence[str]) -> set[str]:
-        """Operators that the model without the blocks does not have."""
+        """Operators that are removed with the blocks."""
         left = {str(node.name) for node in self._cut(names).graph.all_nodes()}
         return {op.name for op in self._graph.ops if op.name not in left}
 
@@ -70,7 +70,7 @@ class OnnxBlocks(Blocks):
         return model
 
     def without(self, names: Sequence[str]) -> Undo:
-        """Of a copy."""
+        """The outputs of a copy without the blocks."""
         before, self._model = self._model, self._cut(names)
 
         def undo() -> None:
@@ -84,13 +84,13 @@ class OnnxBlocks(Blocks):
         return [np.asarray(a) for a in run_session(open_session(self._model, self._providers), feeds, "batch")]
 
     def remove(self, names: Sequence[str], batch: Any) -> dict[str, Any]:
-        """Write the model without them; the file says all, so that there is no plan."""
+        """Remove the blocks; an ONNX file needs no plan besides."""
         self._put(replace(self._loaded, model=self._cut(names)))
         return {}
 
 
 def residual_sums(graph: Graph) -> dict[str, int]:
-    """Sums of a value and of a branch that is computed from it -> the input that is handed on without the branch.
+    """Sums of a value and a branch computed from it -> the input that remains without the branch.
 
     The branch has a layer, reads nothing else that was made after its source, and the source has the shape of the sum. Every
     branch is walked back no further than where its source was made.

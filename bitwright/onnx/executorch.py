@@ -48,7 +48,7 @@ _REMEDY = "leave that part in float and outside of the file, or compare with ano
 
 @dataclass(frozen=True)
 class Grid:
-    """Scale and zero point of an activation, and the ends of its codes as the file has them."""
+    """Scale and zero point of an activation, and the ends of its codes in the file."""
 
     scale: Array
     zero_point: Array
@@ -58,21 +58,21 @@ class Grid:
 
     @property
     def shift(self) -> int:
-        """What is subtracted from codes, so that they are signed."""
+        """The offset that makes the codes signed."""
         return (self.high + 1) // 2 if self.low == 0 else 0
 
     @property
     def type(self) -> torch.dtype:
-        """Of the codes in torch."""
+        """The torch dtype of the codes."""
         return torch.int16 if self.high - self.low > 255 else torch.int8
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """Lowest and highest code, and type of the codes in torch."""
+        """Lowest and highest code, and the torch dtype of the codes."""
         return self.low - self.shift, self.high - self.shift, self.type
 
     def arguments(self) -> tuple[Any, ...]:
-        """Arguments of the operators of torch for one scale."""
+        """Arguments of torch's per-tensor operators."""
         return float(self.scale.reshape(())), int(self.zero_point.reshape(())) - self.shift, *self.ends
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class Grid:
         return scales, torch.from_numpy(self.zero_point.reshape(-1).astype(np.int64) - self.shift)
 
     def codes(self, values: Array) -> Array:
-        """Codes of values that lie on the grid, as the file has them."""
+        """The file's codes of values on the grid."""
         shape = [-1 if i == self.axis else 1 for i in range(values.ndim)] if self.scale.size > 1 else ()
         scale, zero = self.scale.reshape(shape), self.zero_point.reshape(shape).astype(np.int64)
         return np.clip(np.rint(values / scale) + zero, self.low, self.high)
@@ -163,7 +163,7 @@ class Program(nn.Module):
             self._grids.update((v, grids[0]) for v in node.outputs)
 
     def _fuse(self, node: ir.Node) -> None:
-        """Note the addition of a stored bias to a product with a stored matrix."""
+        """Record the addition of a stored bias to a product with a stored matrix."""
         uses = list(node.outputs[0].uses()) if node.op_type == "MatMul" else []
         add = uses[0].node if len(uses) == 1 and not node.outputs[0].is_graph_output() else None
         if add is None or add.op_type != "Add" or not self._is_matrix(node.inputs[1]):
@@ -193,7 +193,7 @@ class Program(nn.Module):
         self._store_scales(value, grid)
 
     def _store_scales(self, value: ir.Value, grid: Grid) -> None:
-        """As buffers: what lowers a program looks for scales of channels there."""
+        """Store scales of channels as buffers, where lowering looks for them."""
         if grid.scale.size > 1:
             self._scales[value] = names = f"scales_{len(self._scales)}", f"zeros_{len(self._scales)}"
             for name, tensor in zip(names, grid.tensors(), strict=True):
@@ -204,7 +204,7 @@ class Program(nn.Module):
         self.register_buffer(name, tensor)
 
     def _settle(self, feeds: Mapping[str, Array]) -> None:
-        """Compute once what depends on shapes and constants alone."""
+        """Compute once the values that depend only on shapes and constants."""
         with torch.no_grad():
             self._run([torch.from_numpy(np.array(feeds[name])) for name in self.inputs], settle=True)
         for value, array in self._fixed.items():
@@ -212,7 +212,7 @@ class Program(nn.Module):
                 self._store(value, torch.from_numpy(np.array(array)))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Outputs of the graph; codes as the floats that they stand for."""
+        """Outputs of the graph, with dequantized codes."""
         known = self._run(inputs)
         return tuple(self._tensor(value, known) for value in self._returned)
 
@@ -233,7 +233,7 @@ class Program(nn.Module):
         return known
 
     def _is_stored(self, node: ir.Node) -> bool:
-        """Whether its results are there already, or made by the product in front of it."""
+        """Whether a node's results are stored, or computed by the product before it."""
         return node in self._fused.values() or all(
             v in self._fixed or v in self._weights for v in node.outputs if v.name
         )
@@ -263,7 +263,7 @@ class Program(nn.Module):
         ]
 
     def _of_codes(self, codes: Tensor, node: ir.Node) -> Tensor:
-        """Numbers of codes that are given to the model."""
+        """Dequantize codes among the model's inputs."""
         grid = _grid_of(node, self._constant)
         shape = [-1 if i == grid.axis % codes.dim() else 1 for i in range(codes.dim())] if grid.scale.size > 1 else []
         scale, zero = (torch.from_numpy(np.array(a, np.float32)).reshape(shape) for a in (grid.scale, grid.zero_point))
@@ -314,7 +314,7 @@ class Program(nn.Module):
         return torch.from_numpy(np.array(self._fixed[value]))
 
     def _paired(self, x: Tensor, value: ir.Value) -> Tensor:
-        """An activation through its quantizer."""
+        """Quantize and dequantize an activation."""
         grid = self._grids[value]
         if grid.scale.size == 1:
             codes = _OPS.quantize_per_tensor(x, *grid.arguments())
@@ -323,7 +323,7 @@ class Program(nn.Module):
         return _OPS.dequantize_per_channel(_OPS.quantize_per_channel(x, *scales), *scales)
 
     def _dequantized(self, value: ir.Value, turned: bool = False) -> Tensor:
-        """A stored weight, its two axes in the other order where ``turned``."""
+        """A stored weight, dequantized; transposed where ``turned``."""
         codes, grid = getattr(self, self._tables[value]), self._weights[value]
         if grid.scale.size == 1:
             found = _OPS.dequantize_per_tensor(codes, *grid.arguments())
@@ -344,7 +344,7 @@ def _clipped(inputs: Sequence[Any]) -> list[Tensor]:
 
 
 def _plain(array: Array) -> Any:
-    """Lists that an operator reads, and numbers as numbers."""
+    """Operands that are lists or numbers as Python values."""
     return array if array.ndim else array.item()
 
 
@@ -354,7 +354,7 @@ def _reads_columns(node: ir.Node) -> bool:
 
 
 def open_model(path: Path, threads: int, reference: bool) -> Session:
-    """A session of an ONNX file, lowered for the shapes of each run; ``threads`` are those that ExecuTorch takes.
+    """Open an ONNX file as a session that is lowered for the shapes of each run; ``threads``: those of ExecuTorch.
 
     Args:
         path: of the file.
@@ -385,7 +385,7 @@ def open_model(path: Path, threads: int, reference: bool) -> Session:
 
 
 def _lowered(program: Program, feeds: Mapping[str, Array], reference: bool) -> tuple[Any, Any, Any]:
-    """The bytes of a lowered program, the program, and its method, which reads the memory of both and keeps neither."""
+    """The bytes of a lowered program, the program, and its method, which needs the other two kept alive."""
     import executorch.kernels.quantized  # noqa: F401, registers what computes quantizers outside of XNNPACK
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower

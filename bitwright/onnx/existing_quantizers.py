@@ -1,4 +1,4 @@
-"""Models that hold quantizers already: these come out of the graph and become encodings of sites.
+"""Models with quantizers: they are removed from the graph and become encodings of sites.
 
 The sites are those of the rules where they fit, and new ones elsewhere. What integer tools write is read, of the standard and
 of the domain ``com.microsoft``:
@@ -105,7 +105,7 @@ def stored_constant(node: ir.Node, facts: dict[str, Any], codes: Array) -> tuple
 
 
 def _folded_parameters(node: ir.Node, facts: dict[str, Any]) -> tuple[Array, Array | None, int]:
-    """Scale, zero point and axis of a constant that Cast, Sub and Mul make."""
+    """Scale, zero point and axis of a constant dequantized by Cast, Sub and Mul."""
     parts = folded_parts(node)
     assert parts is not None
     _, zeros, factor = parts
@@ -134,7 +134,7 @@ def _linear_parameters(node: ir.Node, kind: np.dtype[Any]) -> tuple[Array, Array
 def check_fits(
     node: ir.Node, scale: Array, zero: Array | None, axis: int, block: int, shape: Sequence[int | None] | None
 ) -> None:
-    """Refuse scales that do not belong to a tensor of ``shape``, of which nothing or single axes may not be known.
+    """Refuse scales that do not fit a tensor of ``shape``, whose axes may be unknown.
 
     Raises:
         ModelError: with what does not fit; ONNX Runtime does not load such a quantizer either.
@@ -185,7 +185,7 @@ def written_grid(node: ir.Node) -> Encoding:
 def encoding_of(
     fmt: Format, scale: Array, zero: Array | None, axis: int | None, block: int, rank: int | None
 ) -> Encoding:
-    """Numbers as a file holds them as an encoding of a tensor of this rank, which may be unknown."""
+    """The encoding of a tensor of this rank, which may be unknown, from the numbers in a file."""
     granularity: Granularity = PerTensor()
     scale = np.asarray(scale, np.float32)
     zero = np.zeros(scale.shape, np.int64) if zero is None else np.asarray(zero).astype(np.int64)
@@ -232,7 +232,7 @@ def _written_format(node: ir.Node, dtype: ir.DataType) -> Format:
 
 
 def unshifted(zero: Array, fmt: IntFormat) -> Array:
-    """The zero point of a signed grid that may have been written counted from zero."""
+    """The signed zero point of a grid that may have been written unsigned."""
     counted = zero.dtype.kind == "u" or zero.dtype.name in ("uint2", "uint4")
     shift = 1 << (fmt.bits - 1) if fmt.signed and counted else 0
     return np.asarray(zero.astype(np.int64) - shift)
@@ -284,7 +284,7 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Given:
-    """An encoding that the model brings with it.
+    """An encoding found in the model.
 
     Attributes:
         value: name of the tensor.
@@ -302,7 +302,7 @@ class Given:
 
 
 def take_quantizers(model: ir.Model) -> list[Given]:
-    """Take the quantizers out of ``model``, in place, and return what they were, in execution order.
+    """Remove the quantizers from ``model``, in place, and return them in execution order.
 
     Args:
         model: as :func:`bitwright.onnx.model.load.load_model` gives it.
@@ -332,7 +332,7 @@ def take_quantizers(model: ir.Model) -> list[Given]:
 
 
 def has_quantizers(model: ir.Model) -> bool:
-    """Whether :func:`take_quantizers` has something to take out of ``model``, or refuses it."""
+    """Whether ``model`` has quantizers that :func:`take_quantizers` removes or refuses."""
     return any(
         _is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) or _integer_form(node) is not None
         for node in all_nodes(model.graph)
@@ -369,12 +369,12 @@ def _is(node: ir.Node, *types: str) -> bool:
 
 
 def _asks_shape(node: ir.Node) -> bool:
-    """Whether ``node`` reads no elements."""
+    """Whether ``node`` reads only the shape."""
     return node.op_type in ("Shape", "Size") and not node.domain
 
 
 def _widens(node: ir.Node) -> bool:
-    """Whether ``node`` makes a float of a constant that this package stored in half precision."""
+    """Whether ``node`` casts a constant that this package stored in half precision to float."""
     facts = read_metadata(node) if node.op_type == "Cast" else None
     return facts is not None and facts["role"] == "constant" and facts["scale"] is None
 
@@ -401,7 +401,7 @@ def _own(node: ir.Node) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """Data of a :class:`Given`, until names are final."""
+    """The data of a :class:`Given` before names are final."""
 
     value: ir.Value
     encoding: Encoding
@@ -416,7 +416,7 @@ class _Taken:
 
 @dataclass(frozen=True, eq=False)
 class _Pair:
-    """A quantizer as it stands in the graph: from ``entry`` to the output of ``last``, through ``nodes``."""
+    """A quantizer in the graph: from ``entry`` to the output of ``last``, through ``nodes``."""
 
     entry: ir.Value
     last: ir.Node
@@ -441,7 +441,7 @@ class _Constant:
 
 
 def _take_constants(model: ir.Model) -> list[_Taken]:
-    """Put floats in the place of codes; where these are read, and on which grid."""
+    """Replace stored codes by floats; returns where they are read, and their grids."""
     names = Names(model)
     twins: dict[tuple[object, ...], _Constant] = {}
     for node in list(all_nodes(model.graph)):
@@ -463,7 +463,7 @@ def _take_constants(model: ir.Model) -> list[_Taken]:
 
 
 def _constant(model: ir.Model, names: Names, node: ir.Node, last: ir.Node, codes: Array) -> _Constant:
-    """The float constant that ``node`` and ``last`` compute, in its place."""
+    """Replace ``node`` and ``last`` by the float constant that they compute."""
     result, facts = last.outputs[0], read_metadata(last) or {}
     dtype, name = result.dtype or ir.DataType.FLOAT, str(result.name)
     wide, encoding = stored_constant(node, facts, codes)
@@ -521,7 +521,7 @@ def _static_values(model: ir.Model) -> set[ir.Value]:
 
 
 def _find_pairs(model: ir.Model, static: set[ir.Value]) -> tuple[list[_Pair], list[tuple[_Pair, ir.Value]]]:
-    """Every quantizer of an activation; and those that change no bit, with the value that is there already."""
+    """All quantizers of activations; and redundant ones, with the equal value in the graph."""
     own = _own_pairs(model)
     inside = {node for pair in own.values() for node in pair.nodes}
     first: dict[tuple[ir.Value, Encoding, ir.Graph | None], _Pair] = {}
@@ -547,7 +547,7 @@ def _find_pairs(model: ir.Model, static: set[ir.Value]) -> tuple[list[_Pair], li
 
 
 def _can_be_taken(pair: _Pair, static: set[ir.Value]) -> bool:
-    """A quantizer of a constant stays in the graph, as part of a constant, where no site could hold it."""
+    """Whether a quantizer can be removed; one of a constant without a possible site stays in the graph."""
     if pair.entry not in static:
         return True
     waiting = [pair.result] if pair.entry.is_initializer() else []
@@ -563,7 +563,7 @@ def _can_be_taken(pair: _Pair, static: set[ir.Value]) -> bool:
 
 
 def _own_pairs(model: ir.Model) -> dict[ir.Node, _Pair]:
-    """The quantizers that this package wrote, by the nodes that end them."""
+    """The quantizers that this package wrote, by their last nodes."""
     values = {str(v.name): v for node in all_nodes(model.graph) for v in node.outputs}
     values.update((str(v.name), v) for graph in model.graphs() for v in graph.inputs)
     values.update((name, v) for graph in model.graphs() for name, v in graph.initializers.items())
@@ -572,7 +572,7 @@ def _own_pairs(model: ir.Model) -> dict[ir.Node, _Pair]:
 
 
 def _own_pair(node: ir.Node, values: Mapping[str, ir.Value]) -> _Pair | None:
-    """A quantizer that this package wrote and noted on its last node."""
+    """A quantizer that this package wrote, found by the metadata of its last node."""
     facts = read_metadata(node) if _own(node) else None
     entry = None if facts is None else values.get(facts["entry"] or "")
     if facts is None or entry is None:
@@ -628,7 +628,7 @@ def _pair(node: ir.Node) -> _Pair | None:
 
 
 def _carried(node: ir.Node, grids: Mapping[ir.Value, Encoding]) -> dict[ir.Value, Encoding]:
-    """The grids of what ``node`` makes, if it only moves data."""
+    """The grids of the outputs of ``node``, if it only moves data."""
     if node.domain not in ("", "ai.onnx") or not node.inputs or node.inputs[0] is None:
         return {}
     sources = [node.inputs[0]]
@@ -743,7 +743,7 @@ def _is_in_a_graph(pair: _Pair) -> bool:
 def _bypass_repeated(
     same: Sequence[tuple[_Pair, ir.Value]], merged: dict[ir.Value, ir.Value], outputs: Outputs
 ) -> None:
-    """Take out quantizers whose value lies on their grid already; ``merged`` gets what their results become."""
+    """Remove quantizers whose input already lies on their grid; ``merged`` gets the replacements of their results."""
     for pair, value in same:
         if not _is_in_a_graph(pair):
             continue
@@ -760,7 +760,7 @@ def _kept(value: ir.Value, merged: Mapping[ir.Value, ir.Value]) -> ir.Value:
 
 
 def _serves_all(pair: _Pair, value: ir.Value) -> bool:
-    """Whether an operator makes ``value`` and the quantizer alone reads it."""
+    """Whether an operator computes ``value`` and the quantizer is its only reader."""
     alone = {node for node, _ in value.uses()} <= pair.nodes and not value.is_graph_output()
     return alone and value.producer() is not None
 
@@ -768,7 +768,7 @@ def _serves_all(pair: _Pair, value: ir.Value) -> bool:
 def _take_pair(
     pair: _Pair, value: ir.Value, whole: bool, inner: set[ir.Node], outputs: Outputs
 ) -> list[tuple[ir.Node, int]]:
-    """Take a quantizer of ``value`` out, or keep an Identity where a reader cannot hold it; the readers that can."""
+    """Remove a quantizer of ``value``, or keep an Identity where a reader has no site for it; returns the readers that have."""
     readers = [(node, port) for node, port in pair.result.uses() if not _asks_shape(node)]
     # no site at an operator with bodies or inside another quantizer can hold one of what it reads
     near = [use for use in readers if use[0].op_type not in TRAITS["bodies"] and use[0] not in inner]
@@ -788,7 +788,7 @@ def _take_pair(
 
 
 def _bypass(node: ir.Node, value: ir.Value, outputs: Outputs) -> None:
-    """Take ``node`` out, with ``value`` in the place of its result."""
+    """Remove ``node``, and replace its result by ``value``."""
     before = _read_alone(node, value)
     bypass(node, outputs)
     for source in before:
@@ -796,7 +796,7 @@ def _bypass(node: ir.Node, value: ir.Value, outputs: Outputs) -> None:
 
 
 def _read_alone(node: ir.Node, value: ir.Value) -> list[ir.Value]:
-    """Let ``node`` read ``value`` and nothing else; what it read before."""
+    """Make ``value`` the only input of ``node``; returns the previous ones."""
     before = list(_inputs(node))
     node.resize_inputs(1)
     node.replace_input_with(0, value)
@@ -820,7 +820,7 @@ def _check_rest(model: ir.Model, static: set[ir.Value]) -> None:
 
 
 def _moved(node: ir.Node, encoding: Encoding) -> Encoding | None:
-    """The grid of a constant after ``node``, if that only moves it and the grid can be said there."""
+    """The grid of a constant after ``node``, if that only moves it and the grid can be expressed there."""
     if node.domain not in ("", "ai.onnx"):
         return None
     if node.op_type in ("Identity", "Cast"):
@@ -835,7 +835,7 @@ def _moved(node: ir.Node, encoding: Encoding) -> Encoding | None:
 
 
 def _between(last: ir.Node, entry: ir.Value) -> set[ir.Node] | None:
-    """The nodes that lead from ``entry`` to ``last``; ``None`` if something else leads there."""
+    """The nodes from ``entry`` to ``last``; ``None`` if other values enter."""
     found: set[ir.Node] = set()
     waiting = [last]
     reached = False
@@ -863,7 +863,7 @@ def _inputs(node: ir.Node) -> Iterator[ir.Value]:
 
 @dataclass(frozen=True)
 class Adopted:
-    """A plan with the sites of a model that was quantized already.
+    """A plan with the sites of an already quantized model.
 
     Attributes:
         plan: as the rules made it, with these sites among the others.
@@ -876,7 +876,7 @@ class Adopted:
     unused: tuple[str, ...]
 
     def put_in_force(self, sites: SiteMap) -> tuple[str, bool]:
-        """Take over the encodings, which survive calibration; what there is to note, and whether that calibrates all sites."""
+        """Apply the encodings, which survive calibration; returns notes, and whether all sites are calibrated."""
         for name, encoding in self.encodings.items():
             quantizer = sites[name].quantizer
             quantizer.encoding, quantizer.frozen = encoding, True
@@ -925,7 +925,7 @@ class _Adopter:
         return Adopted(replace(self.plan, sites=self._ordered()), self.encodings, tuple(unused))
 
     def _take_at_readers(self, one: Given, biases: dict[str, Encoding]) -> None:
-        """Take an encoding where its tensor is read; those of ``biases`` follow from others."""
+        """Apply an encoding at the readers of its tensor; those of ``biases`` follow from others."""
         for op, port in one.readers:
             site = self.at.get((op, port))
             if site is not None and site.follows is not None:
@@ -936,14 +936,14 @@ class _Adopter:
                     self._take(site, one)
 
     def _is_asked_for_at_readers(self, one: Given) -> bool:
-        """Whether the rules put the quantizers of a tensor where it is read, and not where it is made."""
+        """Whether the rules put the quantizers of a tensor at its readers, and not at its producer."""
         if one.value in self.made or self.graph.is_output(one.value):
             return False
         sites = [self.at.get(place) for place in one.readers]
         return bool(sites) and all(s is not None and s.value == one.value and s.role == "input" for s in sites)
 
     def _fits(self, bias: SitePlan, biases: Mapping[str, Encoding]) -> bool:
-        """Whether the grid that follows for a bias is the one the model has."""
+        """Whether the derived grid of a bias equals the model's."""
         given = biases.get(bias.name)
         if given is None or bias.follows is None:
             return False
@@ -986,14 +986,14 @@ class _Adopter:
         return site
 
     def _regroup(self) -> None:
-        """Sites share a quantizer when the rules say so and the model gives them the same encoding."""
+        """Let sites share a quantizer where the rules say so and the model has equal encodings."""
         first: dict[tuple[str, Encoding | None], str] = {}
         for site in self.sites.values():
             group = first.setdefault((site.group, self.encodings.get(site.name)), site.name)
             self.sites[site.name] = replace(site, group=group, follows=self._follows(site))
 
     def _follows(self, site: SitePlan) -> tuple[str, str] | None:
-        """The input of a bias's operator may be quantized where it is read."""
+        """The sites that a bias follows; its operator's input may be quantized at the reader."""
         if site.follows is None:
             return None
         reads = self.at.get((site.op, 0))

@@ -77,7 +77,7 @@ _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class Inside(NamedTuple):
-    """The first tensor inside the steps of a recurrent node that is not finite.
+    """The first non-finite tensor inside the steps of a recurrent node.
 
     Attributes:
         step: number of the time step, in the order of the data.
@@ -98,7 +98,7 @@ class Inside(NamedTuple):
 
 @dataclass
 class _Context(Context):
-    """Computes a step in float32 and notes the first inner tensor that is not finite."""
+    """Computes a step in float32 and records the first non-finite inner tensor."""
 
     weights: Array
     bias: Array
@@ -123,7 +123,7 @@ class _Context(Context):
 
 
 def first_bad_step(op_type: str, attrs: Mapping[str, Any], operands: Sequence[Array | None]) -> Inside | None:
-    """Compute an RNN, GRU or LSTM step by step until something is not finite.
+    """Compute an RNN, GRU or LSTM step by step until a value is not finite.
 
     Args:
         op_type, attrs: of the ONNX node.
@@ -211,7 +211,7 @@ def _bodies(node: ir.Node) -> list[ir.Graph]:
 
 
 def _nodes(graph: ir.Graph, opset: int) -> list[ir.Node]:
-    """The nodes of a graph and of the bodies in it that can be run step by step."""
+    """The nodes of a graph, and of its bodies that can be run step by step."""
     found: list[ir.Node] = []
     waiting = [graph]
     while waiting:
@@ -232,7 +232,7 @@ def _is_float(value: ir.Value) -> bool:
 
 
 class Probe:
-    """A model and the sessions that look into it.
+    """A model, and sessions that return its inner values.
 
     Args:
         model: names unique over all its graphs, as :func:`bitwright.onnx.model.load.load_model` leaves them; not changed.
@@ -287,7 +287,7 @@ class Probe:
         return {name: _judge(*bounds) for name, *bounds in zip(names, found, found, found, strict=True)}
 
     def fetch(self, names: Iterable[str], feeds: Feeds) -> dict[str, Array]:
-        """Inputs, constants and what nodes of this graph make, by name; types that numpy has not come as float32."""
+        """Inputs, constants and node outputs of this graph by name; types that numpy lacks as float32."""
         wanted = list(dict.fromkeys(names))
         found = {name: feeds[name] for name in wanted if name in feeds}
         for name in wanted:
@@ -374,7 +374,7 @@ class _Copy:
             user.replace_input_with(port, kept)
 
     def wide(self, value: ir.Value) -> ir.Value:
-        """``value`` in a type that everything is implemented for; after the Identity of a half."""
+        """``value`` in a type that all operators support."""
         if value.dtype in _WIDE:
             return value
         kept = next((n.outputs[0] for n, _ in value.uses() if n.op_type == "Identity"), value)
@@ -412,7 +412,7 @@ def _bounds(copy: _Copy, name: str) -> tuple[ir.Value, ir.Value, ir.Value]:
 
 
 def _judge(total: Array, largest: Array, smallest: Array) -> Flags:
-    """A sum of magnitudes is NaN if an element is; without one, the maximum and the minimum are exact."""
+    """Judge a value by its sum of magnitudes, which is NaN if an element is, and by its maximum and minimum."""
     if np.isnan(total):
         return Flags(nan=True)
     return Flags(pos_inf=bool(largest == np.inf), neg_inf=bool(smallest == -np.inf))
@@ -510,7 +510,7 @@ def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _close(graph: ir.Graph) -> list[str]:
-    """Make inputs of what ``graph`` reads from outside; their names."""
+    """Turn values that ``graph`` reads from outside into inputs; returns their names."""
     inside = {*_all_values(graph), *graph.initializers.values()}
     for nested in graph.subgraphs():
         inside.update(nested.inputs, nested.initializers.values())
@@ -580,7 +580,7 @@ class Frame:
 
     @property
     def touched(self) -> bool:
-        """Whether anything that is not finite enters this run or is suspected in it."""
+        """Whether non-finite values enter this run or are suspected in it."""
         return bool(self.suspects) or any(self.flags(name).bad for name in self.feeds)
 
     def flags(self, name: str) -> Flags:
@@ -599,7 +599,7 @@ class Frame:
         return self._made.get(name, CLEAN)
 
     def _asked(self) -> list[str]:
-        """Values to judge; in a body, which runs repeatedly, always the same ones."""
+        """Values to check; in a body, which runs repeatedly, always the same ones."""
         own = [name for name in self.suspects if name in self.probe.maker]
         return own if self.parent is None or not own else self.probe.floats
 
@@ -713,7 +713,7 @@ class _Origin:
 
 @dataclass(eq=False)
 class Doctor:
-    """One model, and what was found in it so far.
+    """The health check of one model.
 
     Args:
         model: normalised by :func:`~bitwright.onnx.model.load.load_model`; not changed.
@@ -888,7 +888,7 @@ def _harmless(event: Event, origin: _Origin) -> str:
 
 
 def _sample(tensors: Sequence[TensorHealth], frame: Frame, root: Frame) -> int | None:
-    """Row of the batch that is bad first: where the operator wrote, if its rows are those of the batch."""
+    """The first bad row of the batch, if the operator's rows are those of the batch."""
     rows = {array.shape[0] for array in root.feeds.values() if array.ndim}
     if len(rows) != 1:
         return None
@@ -906,13 +906,13 @@ def _sample(tensors: Sequence[TensorHealth], frame: Frame, root: Frame) -> int |
 
 
 class _Replay:
-    """Tells a tracker what every node near a non-finite value read and wrote, in execution order."""
+    """Passes the operands and results of nodes near non-finite values to a tracker, in execution order."""
 
     def __init__(self, tracker: Tracker, origins: dict[int, _Origin]) -> None:
         self.tracker, self.origins = tracker, origins
 
     def run(self, root: Frame) -> None:
-        """Go through a run of the model; runs of bodies are put on a stack."""
+        """Replay a run of the model; runs of bodies are put on a stack."""
         stack = [self._frame(root)]
         while stack:
             inner = next(stack[-1], None)
@@ -922,7 +922,7 @@ class _Replay:
                 stack.append(inner)
 
     def _frame(self, frame: Frame) -> Iterator[Any]:
-        """The nodes of one run; yields what is to be gone through before it goes on."""
+        """Replay the nodes of one run; yields the runs of bodies that come first."""
         probe = frame.probe
         entered = {probe.owner[name] for name in frame.suspects if name in probe.owner}
         for node in probe.model.graph:
@@ -945,7 +945,7 @@ class _Replay:
             self.origins[event.index] = _Origin(frame, node, "")
 
     def _body(self, frame: Frame, node: ir.Node) -> Iterator[Any]:
-        """All runs of the body of ``node``; what enters and leaves it bears two names for one tensor."""
+        """Replay all runs of the body of ``node``; tensors that enter and leave it get second names."""
         before, results = list(map(_name, node.inputs)), list(map(_name, node.outputs))
         states, leaving = _states(node)
         sources = [before[port] for port in states]
@@ -1005,7 +1005,7 @@ def _flags(frame: Frame, value: ir.Value | None) -> Flags:
 
 
 def _bad_constants(model: ir.Model) -> tuple[tuple[TensorHealth, ...], dict[str, TensorKind]]:
-    """Parameters that are not finite; and constants that are not, by name: masks, bounds, fill values."""
+    """Non-finite parameters; and non-finite constants by name: masks, bounds, fill values."""
     bad: list[TensorHealth] = []
     meant: dict[str, TensorKind] = {}
     for value in model.graph.initializers.values():

@@ -38,7 +38,7 @@ from bitwright.runtimes.adapters import arrays_of, one_array
 
 
 class _FoldingView(OnnxView):
-    """A view in which ``MatMul`` of a 2-D input by a stored matrix, and an ``Add`` after it, is one ``Gemm``.
+    """A view in which ``MatMul`` of a 2-D input by a stored matrix and a following ``Add`` are one ``Gemm``.
 
     The nodes stay what they are. A product without an Add gets one when it is given a bias.
     """
@@ -76,7 +76,7 @@ class _FoldingView(OnnxView):
         return Graph(ops, graph.values, graph.inputs, graph.outputs)
 
     def local(self, op: str) -> Any:
-        """As of :class:`OnnxView`; a product is followed by its Add."""
+        """As :class:`OnnxView`, with the Add of a product."""
         product = super().local(op)
         if op not in self._adds:
             return product
@@ -90,7 +90,7 @@ class _FoldingView(OnnxView):
         return run
 
     def _run(self, node: ir.Node, feeds: dict[str, Array]) -> Array:
-        """As of :class:`OnnxView`; convolutions and batch norms in numpy: of a few places, in less time than a session opens."""
+        """As :class:`OnnxView`, with small convolutions and batch norms in numpy, faster than opening a session."""
         found = _in_numpy(node, list(feeds.values())) if list(feeds) == [f"i{i}" for i in range(len(feeds))] else None
         return super()._run(node, feeds) if found is None else found
 
@@ -100,7 +100,7 @@ class _FoldingView(OnnxView):
         return next(reader for reader, _ in node.outputs[0].uses())
 
     def can_edit(self, edit: Edit) -> str | None:
-        """As of :class:`OnnxView`; a product can have a bias too."""
+        """As :class:`OnnxView`; products can have a bias."""
         if isinstance(edit, AddBias) and edit.op in self._adds:
             taken = self._adds[edit.op] is not None or edit.op in self._inserted
             return "it has a bias" if taken else None
@@ -139,7 +139,7 @@ def _in_numpy(node: ir.Node, inputs: Sequence[Array]) -> Array | None:
 
 
 def _normalized(epsilon: np.float32, x: Array, scale: Array, bias: Array, mean: Array, var: Array) -> Array:
-    """A batch norm in inference."""
+    """A batch norm at inference."""
     shape = (-1, *(1,) * (x.ndim - 2))
     factor = scale / np.sqrt(var + epsilon)
     found: Array = (x - mean.reshape(shape)) * factor.reshape(shape) + bias.reshape(shape)
@@ -147,7 +147,7 @@ def _normalized(epsilon: np.float32, x: Array, scale: Array, bias: Array, mean: 
 
 
 def _convolved(attrs: Mapping[str, Any], x: Array, weight: Array, bias: Array | None = None) -> Array | None:
-    """A convolution, one place of the kernel after the other; ``None`` where that would take long."""
+    """A convolution, one kernel position at a time; ``None`` for large ones."""
     group, n = int(attrs.get("group", 1)), weight.ndim - 2
     pads = attrs.get("pads") or [0] * 2 * n
     x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:n], pads[n:], strict=True)])
@@ -259,7 +259,7 @@ class OnnxCorrectable(Correctable):
         return np.array(self.sim.marked.graph.initializers[name].const_value.numpy(), np.float32)  # type: ignore[union-attr]
 
     def set_param(self, name: str, value: Array) -> None:
-        """Replace the parameter in the simulation; sessions are created again."""
+        """Replace a parameter of the simulation; sessions are opened again."""
         self.sim.set_parameter(name, value)
 
 
@@ -274,7 +274,7 @@ def _with_means(model: ir.Model, layers: Sequence[Layer], *, shift: bool) -> ir.
     nodes = {node.name: node for node in all_nodes(model.graph)}
 
     def outside(value: ir.Value, graph: ir.Graph, name: str) -> ir.Value:
-        """``value``, which bears ``name`` in the main graph; empty where its branch is not taken."""
+        """``value`` under ``name`` in the main graph; empty where its branch is not taken."""
         lifted, _ = instrument.lift(value, graph, np.zeros(0, np.float32), None)
         lifted.name = name
         return lifted
@@ -311,7 +311,7 @@ Append = Callable[[str, list[ir.Value], ir.Value], ir.Value]
 
 
 def _appender(node: ir.Node, names: Names) -> Append:
-    """Puts operators after ``node``, one after the other, and returns their results."""
+    """A function that appends operators after ``node`` and returns their results."""
     last = [node]
 
     def append(op_type: str, inputs: list[ir.Value], like: ir.Value, **attributes: Any) -> ir.Value:
@@ -375,7 +375,7 @@ class OnnxOpened(Opened):
         self.view = self._view()
 
     def _view(self) -> OnnxView:
-        """The model as it stands; what a change leaves has the shapes that it had."""
+        """The view of the present model; unchanged values keep their shapes."""
         if any(n not in self._shapes and n not in self._untold for n in tensor_names(self.loaded.model)):
             self._shapes = measure_shapes(self.loaded.model, self.example, self._providers)
         view = OnnxView(self.loaded, self._providers, self._shapes)
@@ -399,7 +399,7 @@ class OnnxOpened(Opened):
         give_back(self.loaded, self._given)
 
     def runnable(self) -> Any:
-        """A session, made anew."""
+        """A new session of the model."""
         return open_session(self.loaded.model, self._providers)
 
     def outputs(self, batches: Iterable[Any]) -> Iterator[Sequence[Array]]:
@@ -436,7 +436,7 @@ class OnnxGiven(GivenModel):
 
     @cached_property
     def _float(self) -> tuple[Any, Any]:
-        """Session and inputs, opened with the first batch: steps change what was loaded."""
+        """Session and inputs, opened at the first batch, since later steps change the loaded model."""
         loaded = load_model(self._source)
         return open_session(loaded.model, self._providers), input_specs(loaded.model)
 
@@ -461,16 +461,16 @@ class OnnxGiven(GivenModel):
         return [one_array(y) for y in run_session(target, as_feeds(batch, specs), "the model")]
 
     def reference(self, work: Loaded) -> Any:
-        """The model itself: a simulation has its own, and methods of rounding leave this one."""
+        """The model itself: simulations copy it, and methods of rounding do not change it."""
         return work.model
 
     def simulation(self, work: Loaded, first: Any, rules: Mapping[str, Any]) -> QuantizationSimModel:
-        """Of a copy."""
+        """A simulation of a copy of the model."""
         return QuantizationSimModel(work.model, first, **rules, providers=self._providers, memory_budget=self._budget)
 
 
 class _SessionOfPart:
-    """An ``InferenceSession`` whose runs are recorded, and answered by another one, where a pipeline asks for it."""
+    """An ``InferenceSession`` whose runs a pipeline records, or answers by another session."""
 
     def __init__(self, session: Any) -> None:
         self._session = self._answers = session
@@ -646,7 +646,7 @@ def _computed_weights(graph: Graph) -> Iterator[str]:
 
 
 def _put_into(model: Any, loaded: Loaded) -> None:
-    """Write a model into another one, whose names of inputs it has."""
+    """Write a model into another one that has the same input names."""
     if isinstance(model, Loaded):
         model.model.graph = loaded.model.graph
     else:
@@ -672,7 +672,7 @@ def give_back(loaded: Loaded, model: Model) -> None:
 
 
 def float_outputs(view: OnnxView, feeds: dict[str, Array]) -> list[list[Array]]:
-    """The outputs of the model as it stands, each as the arrays in it."""
+    """The outputs of the model, each as its arrays."""
     return [arrays_of(output) for output in run_session(open_session(view.model, view.providers), feeds, "the model")]
 
 

@@ -45,7 +45,7 @@ _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 @dataclass(frozen=True)
 class Answer:
-    """Answers of a batch about branches and iterations.
+    """The branches and iterations that a batch takes.
 
     Attributes:
         value: number of the value that was asked.
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The steps of the batches that give the same answers.
+    """The steps of batches with the same branches and iterations.
 
     Attributes:
         program: the steps.
@@ -81,13 +81,13 @@ class Recorded:
         return {self.inputs[name]: to_tensor(array) for name, array in feeds.items() if name in self.inputs}
 
     def suits(self, state: State) -> bool:
-        """Whether a batch gives these answers."""
+        """Whether a batch takes these branches and iterations."""
         values = _Values(self.program.steps, self.made, self.program.constants, state)
         return all(values.answer(a.value, a.axis) == a.found for a in self.answers)
 
 
 class _Values:
-    """Float values of one batch, computed when they are asked for."""
+    """Float values of one batch, computed on demand."""
 
     def __init__(
         self, steps: Sequence[Step], made: Mapping[int, tuple[int, int]], constants: Mapping[int, Tensor], state: State
@@ -118,7 +118,7 @@ class _Values:
 
 
 class _Turns:
-    """The iterations of a loop.
+    """The iterations of a loop, and their results.
 
     Attributes:
         states: after the last one.
@@ -131,7 +131,7 @@ class _Turns:
         self.stacked: list[list[int]] = []
 
     def add(self, made: Sequence[int]) -> None:
-        """One iteration made this: states, then the further outputs."""
+        """Add the results of one iteration: states, then the further outputs."""
         rest = made[len(self.states) :]
         self.states = list(made[: len(self.states)])
         self.stacked = self.stacked or [[] for _ in rest]
@@ -141,7 +141,7 @@ class _Turns:
 
 
 class Steps:
-    """Makes the steps of a model for one batch; what constants alone make is computed here.
+    """Builds the steps of a model for one batch; values of constants are computed once.
 
     Args:
         sim: the simulation.
@@ -168,7 +168,7 @@ class Steps:
         self._values = _Values(self._steps, self._made, self._constants, given)
 
     def record(self) -> Recorded:
-        """Go through the model as the batch does."""
+        """Record the steps that the batch runs."""
         waiting: list[Iterator[ir.Node]] = [iter(self._graph)]
         while waiting:
             node = next(waiting[-1], None)
@@ -203,7 +203,7 @@ class Steps:
         self._ids.alias(marker.outputs[0], self._ids(source))
 
     def _add(self, step: Step, node: ir.Node) -> None:
-        """Write the step down; one that makes tensors of constants alone makes constants."""
+        """Add a step; one on constants alone becomes constants."""
         key = node, step.reads
         fixed = not step.operands and not node_has_graphs(node) and all(v in self._constants for v in step.reads)
         if fixed and key in self._computed:  # in another iteration
@@ -255,7 +255,7 @@ class Steps:
         )  # fmt: skip
 
     def _name(self, name: str) -> str:
-        """``name`` where the graph has an operator of it."""
+        """``name`` if the graph has an operator of that name."""
         return name if name in self._ops else ""
 
     def _numbers(self, values: Sequence[ir.Value]) -> tuple[int, ...]:
@@ -276,25 +276,25 @@ class Steps:
         return {"If": self._branch, "Loop": self._loop, "Scan": self._scan}[node.op_type](node)
 
     def _ask(self, number: int, axis: int | None = None) -> int:
-        """Ask the batch for the element of a value, or a length, and note the answer; constants need no note."""
+        """Read an element or a length of a value from the batch, and record it; constants are not recorded."""
         found = self._values.answer(number, axis)
         if number not in self._constants:
             self._answers.append(Answer(number, axis, found))
         return found
 
     def _pass(self, number: int, op: str = "", site: str | None = None) -> int:
-        """A step that passes on a value, as one of its own: its readers may see it through a quantizer that others do not."""
+        """Add an identity step, whose readers may see the value through a quantizer of their own."""
         made = self._ids.another()
         self._append(Step(op, (number,), (made,), _handed_on, {}, () if site is None else ((0, site),)))
         return made
 
     def _entering(self, value: ir.Value) -> int:
-        """The number of what enters a body."""
+        """The number of a value that enters a body."""
         site = self._pending.get(value)
         return self._ids(value) if site is None else self._pass(self._ids(value), site=site)
 
     def _hand_out(self, node: ir.Node, i: int, value: ir.Value) -> None:
-        """Let output ``i`` of ``node`` be what a body made."""
+        """Set output ``i`` of ``node`` to a body's result."""
         if node.outputs[i].name:
             op = self._name(str(node.name) if i == 0 else f"{node.name}.{i}")
             self._ids.alias(node.outputs[i], self._pass(self._ids(value), op, self._pending.get(value)))
@@ -375,7 +375,7 @@ class Steps:
         return len(self._steps), len(self._answers)
 
     def _whole(self, node: ir.Node, undo: tuple[int, int]) -> None:
-        """Let ``node`` be one step."""
+        """Add ``node`` as one step."""
         del self._steps[undo[0] :], self._answers[undo[1] :]
         for at in [at for at in self._results if at >= undo[0]]:
             del self._results[at]
@@ -449,17 +449,17 @@ class _Ids:
         return self._count
 
     def fresh(self, value: ir.Value) -> int:
-        """A number of its own for ``value``, which in another iteration of a loop had another one."""
+        """A new number for ``value``, which has another one in every iteration of a loop."""
         self._ids[value] = self.another()
         return self._ids[value]
 
     def alias(self, value: ir.Value, number: int) -> None:
-        """Let ``value`` be what bears ``number``."""
+        """Give ``value`` an existing ``number``."""
         self._ids[value] = number
 
 
 class _Ports:
-    """A row of the table as a function of the inputs that are there."""
+    """A row of the table as a function of the connected inputs."""
 
     def __init__(self, function: Callable[[Sequence[Any]], Sequence[Tensor]], ports: Sequence[int], size: int) -> None:
         self._function, self._ports, self._size = function, tuple(ports), size
@@ -505,7 +505,7 @@ class _Opaque:
         return [_from_runtime(found) for found in run_session(session, feeds, str(self._node.name))]
 
     def _part(self) -> ir.Graph:
-        """A graph of the node; in a body everything that it reads is an input of it."""
+        """A model of the node; in a body all values read become inputs."""
         graph, outputs = self._sim.marked.graph, [v for v in self._node.outputs if v.name]
         if self._inside:
             part = ir.GraphView(self.inputs, outputs, nodes=[self._node], name="part").clone()
@@ -515,7 +515,7 @@ class _Opaque:
         return part
 
     def _state(self) -> list[Any]:
-        """Weights and encodings that a session with quantizers is built with; others stand there after a choice."""
+        """The weights and encodings that a session with quantizers is built with, as a key."""
         sim = self._sim
         sites = [sim.quantizers[name] for name in self._sites]
         encodings = [site.encoding if site.enabled else None for site in sites]
@@ -523,7 +523,7 @@ class _Opaque:
 
 
 def _to_runtime(held: Any) -> Any:
-    """A value of a step as ONNX Runtime takes it; a sequence is a tuple of tensors, as only such nodes read it."""
+    """Convert a value of a step for ONNX Runtime; a sequence is a tuple of tensors."""
     if isinstance(held, tuple):
         return [tensor.detach().cpu().numpy() for tensor in held]
     return held.detach().cpu().numpy() if isinstance(held, Tensor) else held
@@ -545,7 +545,7 @@ def _biases(sim: QuantizationSimModel) -> set[str]:
 
 
 def _constants_of(model: ir.Model) -> set[ir.Value]:
-    """Initializers, and what markers and other nodes make of constants alone."""
+    """Initializers, and values that markers and other nodes compute from constants alone."""
     known = {v for v in model.graph.initializers.values() if v.const_value is not None and not v.is_graph_input()}
     for node in model.graph:
         if node.inputs and all(v is None or v in known for v in node.inputs) and not node_has_graphs(node):
@@ -577,7 +577,7 @@ def _captured(node: ir.Node) -> list[ir.Value]:
 
 
 def replace_results(step: Step, results: Sequence[tuple[int, str]]) -> Step:
-    """``step`` with quantizers after it."""
+    """``step`` followed by quantizers."""
     if not results:
         return step
     traced = step.traced and replace_results(step.traced, results)
@@ -636,7 +636,7 @@ class OnnxSimulation:
         return self.sim.graph
 
     def observed_graph(self) -> Graph:
-        """The graph with the lengths of the first batch, or before there was one of the example input, where they are open."""
+        """The graph with open lengths taken from the first batch, or before it from the example input."""
         if self._observed is None:
             graph = self.sim.graph
             open_ones = {
@@ -686,7 +686,7 @@ class OnnxSimulation:
                 constant.copy_(value.to(constant.dtype))
 
     def _set_computed(self, site: str, array: NDArray[Any]) -> None:
-        """Let the operator read an initializer of its own in the place of what nodes computed from others."""
+        """Replace a computed weight of the operator by an initializer."""
         marker = self._markers[site]
         source, before = marker.inputs[0], self.sim.constants[site]
         assert source is not None

@@ -1,4 +1,4 @@
-"""ONNX side of structured pruning: cut initializers, and update widths in operators."""
+"""Structured pruning of ONNX models: slice initializers, and update widths in operators."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OnnxStructure(Structured):
         self._narrowings: list[dict[str, tuple[Array | None, ...]]] = []  # of each cut: input -> what stays of its axes
 
     def view(self) -> OnnxView:
-        """How methods read and change the model as it stands."""
+        """The view through which methods read and change the model."""
         return OnnxView(replace(self.loaded, model=self.model), self.providers, self._shapes(), self.narrowed)
 
     def narrowed(self, batch: Any) -> Any:
@@ -68,7 +68,7 @@ class OnnxStructure(Structured):
         return ir.to_proto(self.model)
 
     def give_back(self) -> None:
-        """Write it into the model that was opened in place."""
+        """Write the result into the model that was opened in place."""
         infer_shapes(self.model)
         if self._put is not None:
             self._put(replace(self.loaded, model=self.model))
@@ -89,7 +89,7 @@ class OnnxStructure(Structured):
         return measure_shapes(self.model, self.narrowed(self._example), self.providers)
 
     def graph(self) -> Graph:
-        """The graph, with the shapes of a run and with what is computed of parameters as operators."""
+        """The graph with the shapes of a run, including operators on parameters alone."""
         if self._read is None:
             self._read = build_graph(self.model, self._shapes(), whole=True)
         return self._read.graph
@@ -123,7 +123,7 @@ class OnnxStructure(Structured):
         return [np.asarray(a) for a in run_session(open_session(self.model, self.providers), feeds, "batch")]
 
     def _constant(self, op: Op, port: int) -> Array | None:
-        """Array of a constant input; ``None`` where it is computed or left out."""
+        """The array of a constant input; ``None`` where it is computed or missing."""
         self.graph()
         assert self._read is not None
         name = op.inputs[port] if port < len(op.inputs) else None
@@ -149,7 +149,7 @@ class OnnxStructure(Structured):
         return None if found is None else [np.asarray(f, np.int64) for f in found]
 
     def kept_axes(self, op: Op) -> tuple[int | None, ...]:
-        """From the attribute or the constant input ``axes``."""
+        """The kept axes, from the attribute or the constant input ``axes``."""
         graph = self.graph()
         rank, result = len(graph.values[str(op.inputs[0])].shape), len(graph.values[op.outputs[0]].shape)
         given = self._constant(op, 1)
@@ -161,11 +161,11 @@ class OnnxStructure(Structured):
         return op.attrs.get(name)
 
     def equal_pieces(self, op: Op) -> bool:
-        """A Split can be told the length of every piece."""
+        """Never: a Split takes the length of every piece."""
         return False
 
     def tied(self) -> list[list[tuple[str, int, int]]]:
-        """Every operator has widths of its own."""
+        """None: every operator has its own widths."""
         return []
 
     # -- changing
@@ -207,7 +207,7 @@ class OnnxStructure(Structured):
             value.shape = ir.Shape(array.shape)
 
     def problem(self, kept: Kept, predicted: Graph) -> Problem | None:
-        """Run it and compare the shape of every value."""
+        """Run the model and compare the shape of every value."""
         try:
             shapes = self._shapes()
         except ModelError as error:
@@ -233,7 +233,7 @@ class OnnxStructure(Structured):
 
 
 def _renew_shapes(model: ir.Model, kept: Kept) -> None:
-    """Declare the shapes that a cut leaves: of inputs and outputs, which are states; other values declare none."""
+    """Declare the new shapes of inputs and outputs that are states; other values declare none."""
     given = {str(value.name): value for value in model.graph.inputs}
     for name, value in (*given.items(), *_made(model).items()):
         axes = kept.axes(name)
@@ -245,7 +245,7 @@ def _renew_shapes(model: ir.Model, kept: Kept) -> None:
 
 
 def _untie(model: ir.Model) -> None:
-    """Give every reader of a stored row of numbers its own: exporters merge biases that happen to be equal."""
+    """Give every reader of a stored vector its own copy, since exporters merge biases that happen to be equal."""
     names = Names(model)
     for name, value in list(model.graph.initializers.items()):
         tensor = value.const_value
@@ -285,7 +285,7 @@ def _transpose(s: OnnxStructure, op: Op, x: Array, shapes: Any) -> list[Array]:
 
 
 def _slices(s: OnnxStructure, op: Op, rank: int) -> dict[int, tuple[int, int, int]] | None:
-    """Axis -> start, end and step of a Slice, as they are given."""
+    """Axis -> start, end and step of a Slice."""
     if "starts" in op.attrs:
         starts, ends = list(op.attrs["starts"]), list(op.attrs["ends"])
         axes, steps = list(op.attrs.get("axes", range(len(starts)))), [1] * len(starts)
@@ -338,7 +338,7 @@ def _tile(s: OnnxStructure, op: Op, x: Array, shapes: Any) -> list[Array]:
 
 
 def _pads(s: OnnxStructure, op: Op, rank: int) -> list[int] | None:
-    """Numbers of positions in front of and behind every axis; the fronts first."""
+    """Numbers of padded positions before and after every axis, the former first."""
     pads = op.attrs.get("pads", op.attrs.get("paddings"))
     if pads is None:
         given = s._constant(op, 1)
@@ -409,7 +409,7 @@ def _new_sizes(s: OnnxStructure, op: Op, kept: Kept) -> tuple[tuple[int, ...], t
 
 
 def _repair_target(s: OnnxStructure, op: Op, node: Any, kept: Kept, names: Names) -> None:
-    """The shape that a Reshape or an Expand is given, of a constant or of pieces that are put together."""
+    """Repair the target shape of a Reshape or Expand, a constant or a concatenation of pieces."""
     before, after = _new_sizes(s, op, kept)
     place = 0 if op.type == "ConstantOfShape" else 1
     target = node.inputs[place] if len(node.inputs) > place else None
@@ -428,7 +428,7 @@ def _repair_target(s: OnnxStructure, op: Op, node: Any, kept: Kept, names: Names
 def _repair_pieces(
     s: OnnxStructure, concat: ir.Node, before: Sequence[int], after: Sequence[int], names: Names
 ) -> None:
-    """A shape that is put together: of pieces that are constants the lengths are renewed, the others follow by themselves."""
+    """Repair a concatenated shape: constant pieces get new lengths, computed ones follow by themselves."""
     at = 0
     for port, piece in enumerate(concat.inputs):
         assert piece is not None
@@ -461,7 +461,7 @@ def _repair_split(s: OnnxStructure, op: Op, node: Any, kept: Kept, names: Names)
 
 
 def _repair_slice(s: OnnxStructure, op: Op, node: Any, kept: Kept, names: Names) -> None:
-    """Starts and ends on axes that are cut: as many positions as are left before them."""
+    """Repair starts and ends of a Slice on axes that were cut, by the number of kept positions before them."""
     graph = s.graph()
     source = str(op.inputs[0])
     shape, axes = graph.values[source].shape, kept.axes(op.inputs[0])
@@ -487,7 +487,7 @@ def _repair_slice(s: OnnxStructure, op: Op, node: Any, kept: Kept, names: Names)
 
 
 def _repair_gather(s: OnnxStructure, op: Op, node: Any, kept: Kept, names: Names) -> None:
-    """Constant positions on an axis that is cut get their new numbers; those that are gone go."""
+    """Renumber constant indices on an axis that was cut, without those of removed positions."""
     axes, indices = kept.axes(op.inputs[0]), s._constant(op, 1)
     if not axes or indices is None:
         return

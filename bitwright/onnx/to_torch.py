@@ -1,4 +1,4 @@
-"""ONNX operators as torch functions: where gradients are needed, and where a call of ONNX Runtime per step would be slow.
+"""ONNX operators as torch functions, for gradients and where one ONNX Runtime call per step would be slow.
 
 A row takes the attributes of a node and gives a function of its inputs (``None`` where one is left out) to its outputs.
 Operators without a row are run by ONNX Runtime, which has no gradients.
@@ -79,7 +79,7 @@ class RecurrentLayer:
 
     @classmethod
     def of(cls, node: ir.Node) -> RecurrentLayer | None:
-        """The layer that ``node`` is; ``None`` where it is none of one direction with activation functions that are known."""
+        """The layer of ``node``; ``None`` for bidirectional layers and unknown activation functions."""
         if node.op_type not in CELLS or node.domain not in ("", DOMAIN):
             return None
         attrs = {a.name: a.value for a in node.attributes.values() if not a.is_ref()}
@@ -104,7 +104,7 @@ class RecurrentLayer:
         return self._run(tensors, {})
 
     def inside(self, tensors: Sequence[Tensor], quantize: Quantize) -> list[Tensor]:
-        """The same with every inner tensor that has a site given to ``quantize``."""
+        """Outputs of the node, with every inner tensor that has a site passed through ``quantize``."""
         return self._run(tensors, {name: partial(quantize, site) for name, site in self.sites.items()})
 
     def _run(self, tensors: Sequence[Tensor], inside: Mapping[str, Callable[[Tensor], Tensor]]) -> list[Tensor]:
@@ -139,7 +139,7 @@ class RecurrentLayer:
 
 
 class _Context(Context):
-    """The arithmetic of one run of a layer."""
+    """Computes the steps of one run of a layer."""
 
     def __init__(
         self, layer: RecurrentLayer, given: Sequence[Any], inside: Mapping[str, Callable[[Tensor], Tensor]]
@@ -188,7 +188,7 @@ class _Context(Context):
 
 
 def _halves(biases: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The bias of what enters a step, and of what comes from the one before."""
+    """The input bias and the recurrent bias of a step."""
     if biases is None:
         return None, None
     entering, recurrent = biases[0].chunk(2)
@@ -510,7 +510,7 @@ ROWS: dict[str, Row] = {
 
 
 def as_torch(op_type: str, attrs: Attributes, outputs: int) -> Function | None:
-    """``op_type`` in torch; ``None`` when there is no row for it, or none that does what these attributes say.
+    """``op_type`` as a torch function; ``None`` without a row for it and these attributes.
 
     Args:
         attrs: of the node, and its ``opset``.

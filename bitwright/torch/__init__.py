@@ -1,4 +1,4 @@
-"""The PyTorch front end: simulation, folding and export of eager modules, without tracing or rewriting them."""
+"""The PyTorch front end: simulation, folding and export of eager modules, without tracing or edits."""
 
 from bitwright.lazy import published
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters of PEFT beside the quantized layers of a simulation: added, switched, merged and written without calibration.
+"""Low-rank adapters of PEFT in a simulation: place, load, switch, merge and export them without calibrating again.
 
 The base stays on its grid. PEFT switches, disables and trains adapters on ``sim.model`` as on the float model; what is here is
 what PEFT cannot know: quantizers for adapters that came later, a merge that rounds the sum to the grid of the layer, and an
@@ -61,7 +61,7 @@ def _required_layers(sim: QuantizationSimModel, what: str) -> dict[str, Any]:
 
 
 class _Runs(Sequence[Any]):
-    """Examples, once with the adapters as they are and once with each that there is; iterating switches them.
+    """The examples, once with the active adapters and once with each adapter; iterating switches them.
 
     Args:
         layers: that have adapters.
@@ -128,7 +128,7 @@ def place_adapters(sim: QuantizationSimModel, data: Any = None) -> tuple[str, ..
 
 
 def _calibrate(sim: QuantizationSimModel, data: Any) -> None:
-    """Calibrate what has no encoding yet, and nothing else."""
+    """Calibrate only the sites without an encoding."""
     known = [site for site in sim.quantizers.values() if site.encoding is not None and not site.frozen]
     for site in known:
         site.frozen = True
@@ -196,7 +196,7 @@ def _stored(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
 
 
 def _check_base(sim: QuantizationSimModel, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse an adapter whose layers the model lacks or has in other sizes.
+    """Refuse an adapter whose layers are missing in the model or have other sizes.
 
     Raises:
         ConfigError: with the first such layer.
@@ -220,7 +220,7 @@ def _check_base(sim: QuantizationSimModel, folder: Path, shapes: Mapping[str, tu
 
 
 def _misfit(layer: Any, path: str, key: str, shape: tuple[int, ...]) -> str:
-    """Why a factor of this name and shape does not go with a layer; empty where it does."""
+    """The reason why a factor of this name and shape does not fit a layer; empty where it does."""
     weight = getattr(getattr(layer, "base_layer", layer), "weight", None)
     if weight is None:
         return f"it changes {path}, which the model does not have"
@@ -289,7 +289,7 @@ def _sites_of_weights(sim: QuantizationSimModel) -> dict[int, tuple[Site, tuple[
 
 
 def _fit(site: Site, weight: Tensor) -> None:
-    """Choose between the scales that a weight's site has and those that its new values ask for."""
+    """Choose between the present scales of a weight's site and those of its new values."""
     quantizer: Any = site.quantizer
     old = quantizer.required
     lost = float((quantizer(weight) - weight).square().sum())
@@ -300,7 +300,7 @@ def _fit(site: Site, weight: Tensor) -> None:
 
 
 def _take_range_of_sum(sim: QuantizationSimModel, layer: str, op: str) -> None:
-    """Let a merged layer's output have the encoding that the sum of layer and adapters had; in float where that had none.
+    """Give a merged layer's output the encoding of the sum of layer and adapters; float where the sum had none.
 
     A sum has none where an activation that follows has it.
     """
@@ -358,7 +358,7 @@ def export_adapters(
 
 
 def _only_active(layers: Mapping[str, Any]) -> dict[str, str]:
-    """Layer -> its active adapter; layers without one are left out.
+    """Layer -> its active adapter; without the layers that have none.
 
     Raises:
         ConfigError: several are active at once, or they are switched off.
@@ -377,7 +377,7 @@ def _only_active(layers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _by_numbers(graph: Any) -> dict[tuple[tuple[int, ...], bytes], list[Any]]:
-    """The matrices in float of a graph, by shape and numbers."""
+    """The float matrices of a graph by shape and values."""
     found: dict[tuple[tuple[int, ...], bytes], list[Any]] = {}
     for value in graph.initializers.values():
         tensor = value.const_value
@@ -392,7 +392,7 @@ def _factors(layer: Any, adapter: str) -> dict[str, Tensor]:
 
 
 def _stored_factor(stored: Mapping[Any, list[Any]], name: str, weight: Tensor) -> tuple[Any, bool]:
-    """The initializer with a factor's numbers, and whether it holds them transposed.
+    """The initializer that holds a factor, and whether it holds the transpose.
 
     Raises:
         ConfigError: there is not exactly one.

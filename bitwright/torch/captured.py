@@ -27,7 +27,7 @@ _CAPTURE = "torch.export.export(model.eval(), ...)"
 
 
 def as_module(model: Any) -> Any:
-    """A captured program, or a ``.pt2`` file, as a module in evaluation mode; anything else as it is.
+    """A captured program, or a ``.pt2`` file, as a module in evaluation mode; other objects unchanged.
 
     The module has the program's parameters (the same tensors), and its inputs' names and shapes: other shapes are refused.
 
@@ -83,7 +83,7 @@ def _refuse_pickles(path: Path) -> None:
 
 
 def _pickled(archive: zipfile.ZipFile) -> Iterator[str]:
-    """Entries that torch would unpickle without limits."""
+    """Entries of an archive that torch would unpickle without limits."""
     for name in archive.namelist():
         folder = next((part for part in (*_RECORDS, _SAMPLES) if f"/{part}" in name), None)
         last = PurePosixPath(name).name
@@ -122,7 +122,7 @@ def module_of(program: ExportedProgram) -> nn.Module:
 
 
 def input_shapes(program: ExportedProgram) -> list[tuple[str, str, tuple[int | None, ...]]]:
-    """Name, type and shape of the inputs in their order; ``None`` for a length that is free."""
+    """Name, type and shape of the inputs in order; ``None`` for a free length."""
     found: list[tuple[str, str, tuple[int | None, ...]]] = []
     for node in _inputs(program):
         value = node.meta["val"]
@@ -133,7 +133,7 @@ def input_shapes(program: ExportedProgram) -> list[tuple[str, str, tuple[int | N
 
 
 def as_inputs(program: ExportedProgram, arrays: Mapping[str, Any]) -> Inputs:
-    """Arrays by the names of :func:`input_shapes` as one call of the program; numbers that it was captured with stay."""
+    """Arrays by the names of :func:`input_shapes` as one call of the program; numbers keep their captured values."""
     nodes = _inputs(program)
     flat = [torch.as_tensor(arrays[n.name]) if n.name in arrays else n.meta["val"] for n in nodes]
     args, kwargs = pytree.tree_unflatten(flat, program.call_spec.in_spec)
@@ -155,7 +155,7 @@ class _Guards(nn.Module):
         self._shapes = tuple(shapes)
 
     def forward(self, *inputs: Any) -> None:
-        """Refuse inputs that the program was not captured for."""
+        """Refuse inputs outside the shapes that the program was captured for."""
         try:
             self._check(*inputs)
         except AssertionError as error:
@@ -193,7 +193,7 @@ def _for_training(where: str, problem: str) -> ModelError:
 
 
 def _refuse_training(part: fx.GraphModule) -> None:
-    """Refuse operators that draw random numbers or take the statistics of the batch, since the model was learning."""
+    """Refuse operators that draw random numbers or use batch statistics: the model was captured in training mode."""
     for node in part.graph.nodes:
         given = _arguments(node)
         if not any(given.get(name) is True for name in _MODES):

@@ -1,4 +1,4 @@
-"""Zeros that stay zero while a module trains: masks are buffers of the modules, so that a state dict holds them."""
+"""Keep zeros at zero while a module trains: masks are buffers of the modules, and so part of the state dict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUFFIX = "_mask"
 
 
 class _Zeros:
-    """Sets what a mask leaves out to zero before a module runs: after the step of an optimizer, and before an export."""
+    """Sets masked weights to zero before a module runs: after an optimizer step, and before an export."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class _Zeros:
 
 @checks_arguments
 def keep_masks(model: nn.Module, masks: Mapping[str, Array | torch.Tensor]) -> Handle:
-    """Keep weights at zero in training and export, by masks that are constant.
+    """Keep weights at zero in training and export by constant masks.
 
     Every mask becomes a buffer beside its parameter, ``conv.weight_mask``: it is in the state dict, moves with the module, and is
     copied with it. A hook before the module's forward sets the weights that it leaves out to zero, whatever an optimizer made

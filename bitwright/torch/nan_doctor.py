@@ -66,7 +66,7 @@ _CODE = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1
 
 @dataclass(eq=False)
 class _Seen:
-    """A tensor around a call: its health, and the recorded value whose name it will bear."""
+    """A tensor of a call: its health, and the recorded value that names it."""
 
     health: TensorHealth
     value: int | None = None
@@ -74,7 +74,7 @@ class _Seen:
 
 @dataclass(eq=False)
 class _Detail:
-    """One origin, measured when it happened."""
+    """One origin of NaN or Inf, measured when it happened."""
 
     key: Key
     token: str
@@ -94,7 +94,7 @@ class _Detail:
 
 
 class Doctor(Recorder):
-    """A handler that carries out every call unchanged and follows what is not finite.
+    """A handler that runs every call unchanged and follows non-finite values.
 
     Attributes:
         batches: runs of the model so far.
@@ -131,14 +131,14 @@ class Doctor(Recorder):
     # -- before and around a run
 
     def look_at_parameters(self, model: nn.Module) -> None:
-        """Note the parameters that hold NaN or Inf; a buffer of infinities is a mask."""
+        """Record the parameters that hold NaN or Inf; a buffer of infinities is a mask."""
         for name, tensor in named_state(model):
             flags = flags_of(tensor)
             if flags.nan or (flags.bad and isinstance(tensor, nn.Parameter)):
                 self.bad_params.append(measure_tensor(name, tensor, "param"))
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A batch starts: look at what the model is given."""
+        """Start a batch, and check the model's inputs."""
         super().begin(args, kwargs)
         self._start()
         with torch._C.DisableTorchFunction():  # what is called here is not the model's
@@ -165,7 +165,7 @@ class Doctor(Recorder):
         return detail
 
     def end(self, output: Any) -> None:
-        """A batch is through."""
+        """End a batch."""
         self.returns(output)
         super().end(output)
         self._close()
@@ -178,7 +178,7 @@ class Doctor(Recorder):
                     self.tracker.output(output_name(path), _storage(tensor), flags_of(tensor))
 
     def fail(self, error: Exception) -> bool:
-        """The model raised. Returns whether something that is not finite was seen before, which then explains it."""
+        """Handle an error of the model. Returns whether non-finite values were seen before, which then explain it."""
         if isinstance(error, BitwrightError):
             return False
         for event in self.tracker.events:
@@ -255,7 +255,7 @@ class Doctor(Recorder):
     def _tell(
         self, detail: _Detail, reads: Sequence[Any], known: Sequence[Any], made: Sequence[tuple[torch.Tensor, Flags]]
     ) -> Event | None:
-        """Tell the tracker about a call; the event, if the call is the origin of one."""
+        """Pass a call to the tracker; returns the event if the call is its origin."""
         told: list[tuple[int, Flags]] = []
         for tensor, value in zip(reads, known, strict=True):
             if not isinstance(tensor, torch.Tensor) or not _is_readable(tensor):
@@ -270,7 +270,7 @@ class Doctor(Recorder):
         return self.tracker.call(detail.token, detail.op_type, told, wrote)
 
     def _meant(self, tensor: torch.Tensor, storage: int, flags: Flags) -> None:
-        """A tensor that no call made holds infinities: a mask among the buffers and attributes of the model."""
+        """Record that a tensor of unknown origin holds infinities: a mask among the model's buffers and attributes."""
         name = self.interceptor.param_name(tensor) or self.interceptor.attribute_name(tensor)
         if name is not None:
             self.tracker.source(storage, name, "constant", flags)
@@ -405,7 +405,7 @@ def _fill_with_nan(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether the elements can be looked at: not those of a stand-in, of a transform, or of a sparse or integer tensor."""
+    """Whether the elements can be read: not in fake, transformed, sparse or integer tensors."""
     return (
         tensor.is_floating_point()
         and tensor.layout is torch.strided
@@ -424,7 +424,7 @@ _SUMMED = {
 
 
 def flags_of(tensor: torch.Tensor) -> Flags:
-    """Kinds of non-finite values in ``tensor``; costs one reduction where there are none."""
+    """Kinds of non-finite values in ``tensor``; one reduction where there are none."""
     tensor = tensor.detach()
     if not _is_readable(tensor) or bool(tensor.sum(dtype=_SUMMED[tensor.dtype]).isfinite()):
         return CLEAN
@@ -437,7 +437,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _operands(func: Callable[..., Any], op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Tensors and numbers in port order; of a recurrent layer its states and parameters as well."""
+    """Tensors and numbers in port order, with the states and parameters of a recurrent layer."""
     row = FUNCTIONS.get(func)
     if row is None or op_type in _RECURRENT or op_type == "RNN":
         return tensors_in((args, kwargs))
@@ -577,7 +577,7 @@ def _examine(doctor: Doctor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
 
 
 def _run_callback(model: nn.Module, callback: Callable[..., Any], doctor: Doctor) -> None:
-    """Everything the callback calls is one batch; what it returns, and what the model did, are the outputs.
+    """Run a callback as one batch, whose outputs are those of the model and of the callback.
 
     Its first call of the model tells the places, where layers share parameters or loop.
     """
@@ -608,7 +608,7 @@ def _run_callback(model: nn.Module, callback: Callable[..., Any], doctor: Doctor
 
 
 def _examined_apart(interceptor: Interceptor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Doctor:
-    """One forward of its own, in the middle of what else runs."""
+    """Run one separate forward, also during another."""
     doctor = _doctor(interceptor)
     with interceptor.suspended(doctor), torch.no_grad():
         interceptor.model(*args, **kwargs)
@@ -621,7 +621,7 @@ def diagnose_batch(
     kwargs: Mapping[str, Any],
     repaired: Callable[[Key, Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> HealthReport:
-    """The report of one batch on the float model of a simulation, also in the middle of its own forward.
+    """The report of one batch on the float model of a simulation, also during its own forward.
 
     ``repaired`` gives the function that takes the place of another at a call, where repairs are in effect.
     """

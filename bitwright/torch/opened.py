@@ -49,7 +49,7 @@ Watch = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Watching(Simulator):
-    """A simulator whose calls at some operators hand their raw result through a function."""
+    """A simulator that passes the raw results of some operators through functions."""
 
     def __init__(self, simulator: Simulator, watches: Mapping[str, Watch]) -> None:
         vars(self).update(vars(simulator))  # shared, as variants of a simulator share it
@@ -64,7 +64,7 @@ class Watching(Simulator):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """With the function of its operator, if there is one."""
+        """Run a call, and apply the function of its operator, if any."""
         plan = self.plans.get(key)
         watch = None if plan is None else self._watches.get(plan.op)
         if watch is None:
@@ -93,7 +93,7 @@ class TorchCorrectable(Correctable):
         super().__init__(sim, reference)
 
     def errors(self, layers: Sequence[Layer], batch: object) -> dict[str, tuple[Array, float]]:
-        """The model runs twice."""
+        """Run the model in float and quantized."""
         batch = to_device(batch, model_device(self.sim.model))
         means: dict[str, torch.Tensor] = {}
         shifts: dict[str, tuple[Array, float]] = {}
@@ -171,7 +171,7 @@ class TorchOpened(Opened):
         return float_outputs(self.model, self.example)
 
     def changed(self) -> str | None:
-        """The difference on the example input, in words; ``None`` within rounding."""
+        """A description of the difference on the example input; ``None`` within rounding."""
         return what_changed(self._outputs, self._before)
 
     def fold(self, progress: bool, unchecked: bool = False) -> FoldReport:

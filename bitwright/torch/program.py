@@ -1,4 +1,4 @@
-"""A torch simulation as a program of steps: its calls, written down and repeatable.
+"""A torch simulation as a program of steps: its recorded calls, which can be run again.
 
 The protocol is :class:`bitwright.methods.rounding.program.SimulatedModel`.
 """
@@ -48,7 +48,7 @@ _EXACT_ENOUGH = 80.0  # dB between a model and its steps; they make the same cal
 
 
 class _SizeWatch(TorchDispatchMode):
-    """Notes whether an operator runs whose result is as large as the values decide, or that hands a value to Python.
+    """Notes whether an operator runs whose result size depends on values, or that returns a value to Python.
 
     Attributes:
         decided: whether one did.
@@ -61,7 +61,7 @@ class _SizeWatch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No, as torch asks: keeping the compiler out of this function would import all of it, for two seconds."""
+        """Answer no to torch, which would otherwise import the whole compiler (two seconds) to exclude this function."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ _DRAWS = frozenset(
 
 
 class _Tracer(Handler):
-    """A handler that carries out every call unchanged and writes it down as a :class:`Step`.
+    """A handler that runs every call unchanged and records it as a :class:`Step`.
 
     Attributes:
         deciding: value -> tensor, of what is computed of the input and decides how large results are: masks by which rows
@@ -121,7 +121,7 @@ class _Tracer(Handler):
                     self._computed.add(value)
 
     def end(self, output: Any) -> None:
-        """Note what the model returned."""
+        """Record the model's outputs."""
         self.outputs = tensors_in(output)
         self.returned = tuple(self._value(tensor) for tensor in self.outputs)
 
@@ -177,7 +177,7 @@ class _Tracer(Handler):
     def _is_given(
         self, func: Callable[..., Any], plan: CallPlan, slots: Mapping[int, int], produced: Sequence[Tensor]
     ) -> bool:
-        """Keep what a call made, where it depends on no input: what is drawn is of this batch, other things are constants."""
+        """Keep results that depend on no input: random numbers belong to this batch, others are constants."""
         if getattr(func, "__name__", "") in _DRAWS:
             self.inputs.update({self._bind(tensor): tensor.detach().clone() for tensor in produced})
             return True
@@ -187,7 +187,7 @@ class _Tracer(Handler):
         return constant
 
     def _bind_computed(self, op: str, reads: Mapping[int, int], produced: Sequence[Tensor]) -> tuple[int, ...]:
-        """Values of what a call made, with a note of those that floating-point numbers of the input lead to."""
+        """Values of a call's results; records those that depend on floating-point inputs."""
         written = tuple(self._bind(t) for t in produced)
         if (op and any(t.is_floating_point() for t in produced)) or not self._computed.isdisjoint(reads):
             self._computed.update(written)
@@ -197,7 +197,7 @@ class _Tracer(Handler):
         self, row: Function | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         reads: Mapping[int, int],
     ) -> Any:  # fmt: skip
-        """The call; operands that decide how large its result is are kept as they are before it."""
+        """Run the call; operands that determine the size of its result are kept from before the call."""
         plain = row is not None and isinstance(row.type, str) and op_row(row.type).kind not in ("movement", "merge")
         if plain or self._computed.isdisjoint(reads):
             return func(*args, **kwargs)
@@ -215,7 +215,7 @@ class _Tracer(Handler):
         return output
 
     def _keep_constants(self, produced: Sequence[Tensor], reads: Mapping[int, int]) -> None:
-        """Keep what was computed of constants alone; what a call passes on as it is has its place."""
+        """Keep results computed from constants alone, except operands that a call returns unchanged."""
         if len(reads) == 1 and all(self._known(tensor) in reads for tensor in produced):
             return
         for tensor in produced:  # a transposed parameter follows its parameter, a part computed of it stays
@@ -272,7 +272,7 @@ class _Replay:
         return tensors_in(args[0] if self.func is SET_ITEM else output)
 
     def same(self, other: _Replay) -> bool:
-        """Whether both are the same call with the same arguments beside the tensors."""
+        """Whether both are the same call with the same arguments other than tensors."""
         return self.func is other.func and bool(self.template == other.template)
 
 
@@ -318,7 +318,7 @@ class TorchSimulation:
         return self.sim.graph
 
     def observed_graph(self) -> Graph:
-        """The same: it has the shapes of the run that it was recorded in."""
+        """The graph of the simulation, with the shapes of its recorded run."""
         return self.sim.graph
 
     def sites(self) -> Mapping[str, Site]:
@@ -336,7 +336,7 @@ class TorchSimulation:
         return found
 
     def _stored(self, value: Value) -> Tensor | None:
-        """The tensor of a weight, if writing into it writes into a parameter."""
+        """The tensor of a weight, if it shares memory with a parameter."""
         if value.param is not None:
             return self.sim._interceptor.named_tensor(value.param)
         if len(value.sources) != 1:
@@ -462,7 +462,7 @@ class _Layout:
 
 
 def _divided_call(model: nn.Module, batch: Any) -> tuple[Any, list[Tensor]]:
-    """Arguments with slots in the places of tensors; and these, each once, in the order in which a tracer counts them."""
+    """Arguments with slots in place of tensors; and the tensors, each once, in the order of a tracer."""
     call = as_call(to_device(batch, model_device(model)))
     tensors = list({id(tensor): tensor for tensor in tensors_in(call)}.values())
     places = {id(tensor): i for i, tensor in enumerate(tensors)}
@@ -481,7 +481,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _attributes(model: nn.Module) -> list[tuple[int, str, int, int]]:
-    """What the modules of a model hold beside parameters: which objects, and how long or how often written they are."""
+    """Objects that the modules of a model hold besides parameters, with their lengths or version counters."""
     found = []
     for _, module in walk_modules(model):
         held = {**vars(module), **module._buffers}
@@ -495,7 +495,7 @@ _GROWING = (list, dict, set)
 
 
 def _decided(program: Program, deciding: Mapping[int, Tensor]) -> Program:
-    """The program with what decides how large results are as it was when the steps were written down, in float.
+    """The program with the operands that determine the sizes of results fixed to their recorded float values.
 
     Sizes that the model read are numbers among the arguments of its calls, which hold for these rows only; and a row of the
     float model is compared with the same row of the quantized one. The calls that compute the decision write what nothing

@@ -1,4 +1,4 @@
-"""Calibration by several processes: what each saw is put together, so that all end with the same encodings, bit for bit.
+"""Calibration by several processes: their statistics are merged, so that all ranks get the same encodings bit for bit.
 
 Nothing here depends on which process saw what. Bounds are joined by minimum and maximum, and counts are integers. Bins of
 histograms have widths that are powers of two: the ranks agree on the largest first, join their bins to that width, which
@@ -55,7 +55,7 @@ _DATA = ("exchange batches", "every rank must call gather_batches as often as th
 
 
 class Ranks:
-    """The processes of the default group, which calibrate one model together.
+    """The ranks of the default process group, which calibrate one model together.
 
     Args:
         purpose: what :meth:`reduce` is called for and what every rank has to do, for the error of one that does not.
@@ -76,7 +76,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Tell the other ranks of an error that leaves the block, where they wait in :meth:`meet`."""
+        """Report an error that leaves the block to the other ranks, which wait in :meth:`meet`."""
         try:
             yield
         except BaseException as error:
@@ -85,7 +85,7 @@ class Ranks:
             raise
 
     def meet(self) -> None:
-        """Wait until every rank is here.
+        """Wait for all ranks.
 
         Raises:
             CalibrationError: a rank failed before, with its number and its error; or one did not come.
@@ -144,7 +144,7 @@ class Ranks:
         return [rank for rank, flag in enumerate(flags.tolist()) if flag]
 
     def _carry(self, operation: Callable[[], Any], purpose: str, rule: str) -> None:
-        """Carry out what all ranks take part in; ``purpose`` and ``rule`` are for the error of one that does not."""
+        """Run a collective operation; ``purpose`` and ``rule`` are for the error of a rank that does not join."""
         try:
             operation()
         except RuntimeError as error:  # what backends raise, each with a class and a text of its own
@@ -156,7 +156,7 @@ class Ranks:
             ) from error
 
     def gather(self, contents: Sequence[bytes]) -> list[bytes]:
-        """Values of all ranks, in the order of ranks.
+        """The values of all ranks, in rank order.
 
         Raises:
             CalibrationError: as :meth:`reduce`.
@@ -183,7 +183,7 @@ class Ranks:
     # -- agreeing
 
     def require_equal(self, rows: Mapping[str, bytes], problem: str, remedy: str) -> None:
-        """Refuse rows, by name, that have other bytes on another rank; the error names the first.
+        """Refuse rows whose bytes differ between ranks; the error names the first.
 
         Raises:
             CalibrationError: on every rank.
@@ -201,7 +201,7 @@ class Ranks:
     # -- merging
 
     def merge_statistics(self, quantizers: Sequence[Quantizer]) -> None:
-        """Give each quantizer the statistics of all ranks, and the count of the empty tensors that they met."""
+        """Give each quantizer the merged statistics of all ranks, and the count of their empty tensors."""
         if not quantizers:
             return
         empty = self.reduce(np.array([q.empty for q in quantizers]), "sum")
@@ -213,7 +213,7 @@ class Ranks:
                 quantizer.statistics = self._merged(start(quantizer.needs, shape) if seen is None else seen)
 
     def _shapes(self, own: list[tuple[int, ...] | None]) -> list[tuple[int, ...] | None]:
-        """The shapes of statistics, those that only other ranks have included; ``None`` where none has any."""
+        """The shapes of the statistics of all ranks; ``None`` where no rank has any."""
         table = np.full((len(own), _MOST_AXES + 1), -1)
         for row, shape in zip(table, own, strict=True):
             if shape is not None:
@@ -245,7 +245,7 @@ class Ranks:
         return from_arrays(kind_of(seen), arrays)
 
     def merge_channels(self, watches: Sequence[ChannelWatch]) -> None:
-        """Leave of the constant channels those that are constant, with one value, on every rank that saw any."""
+        """Keep the channels that are constant with one value on every rank that saw data."""
         if not watches:
             return
         counts = self.reduce(np.array([0 if w.seen is None else w.seen.count for w in watches]), "max")
@@ -266,13 +266,13 @@ class Ranks:
             watch.seen = channels_within(lo, hi)
 
     def merge_largest(self, names: Iterable[str], found: dict[str, int]) -> None:
-        """Give each of ``names``, which are all there can be, the largest number that a rank found for it."""
+        """For each of ``names``, the same on all ranks, take the largest number of any rank."""
         order = list(names)
         merged = self.reduce(np.array([found.get(name, -1) for name in order], np.int64), "max")
         found.update((name, n) for name, n in zip(order, merged.tolist(), strict=True) if n >= 0)
 
     def merge_spans(self, names: Iterable[str], found: dict[str, tuple[float, float]]) -> None:
-        """Give each of ``names`` the least and the largest number that a rank found for it."""
+        """For each of ``names``, take the least and the largest number of any rank."""
         order, none = list(names), (np.inf, -np.inf)
         ends = np.array([found.get(name, none) for name in order], np.float64).reshape(-1, 2)
         lo, hi = self.reduce(ends[:, 0], "min"), self.reduce(ends[:, 1], "max")
@@ -281,13 +281,13 @@ class Ranks:
         )
 
     def total(self, number: int) -> int:
-        """The sum of what the ranks give."""
+        """The sum over the ranks."""
         return int(self.reduce(np.array([number], np.int64), "sum")[0])
 
 
 @contextmanager
 def merged(sim: Simulation, simulator: Simulator, ranks: Ranks | None) -> Iterator[None]:
-    """Put together what the ranks saw before a block that makes encodings of it, and see that these are equal after it.
+    """Merge the statistics of all ranks before a block that computes encodings, and check after it that they are equal.
 
     Raises:
         CalibrationError: a rank failed, or has another model, other rules or other weights.
@@ -324,7 +324,7 @@ def _content(quantizer: Quantizer) -> bytes:
 
 
 def calibrating_ranks(wanted: bool, purpose: tuple[str, str] = _STATISTICS) -> Ranks | None:
-    """The processes to calibrate with: those of the default process group, where one is initialised and holds several."""
+    """The ranks to calibrate with: those of an initialised default process group with several processes."""
     if not wanted or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None
     return Ranks(purpose)
@@ -335,7 +335,7 @@ def calibrating_ranks(wanted: bool, purpose: tuple[str, str] = _STATISTICS) -> R
 
 @checks_arguments
 def gather_batches(batches: Iterable[Any]) -> list[Any]:
-    """The batches of all ranks, in one order that does not depend on who had which; on every rank, and on one alone too.
+    """The batches of all ranks, in an order that does not depend on their distribution; also for a single rank.
 
     For methods whose sums of products in floating point depend on the order of the data (GPTQ, AdaRound, bias correction,
     recipes): with all batches on every rank, all ranks find the same weights, bit for bit, however many there are.
@@ -351,7 +351,7 @@ def gather_batches(batches: Iterable[Any]) -> list[Any]:
 
 
 def batches_of_ranks(batches: Iterable[Any]) -> Iterable[Any]:
-    """:func:`gather_batches` where a process group is initialised; where every rank has the same already, those of one.
+    """:func:`gather_batches` where a process group is initialised; the batches of one rank where all have the same.
 
     Raises: as :func:`gather_batches`.
     """
@@ -384,7 +384,7 @@ def _packed(index: int, batch: Any) -> bytes:
 
 
 def _described(item: Any, tensors: dict[str, torch.Tensor], site: str) -> Any:
-    """``item`` as JSON, in which tensors are their names in ``tensors``, to which they are added."""
+    """``item`` as JSON with names in place of tensors, which are added to ``tensors``."""
     if isinstance(item, torch.Tensor):
         tensors[str(len(tensors))] = item.detach().cpu().contiguous().clone()
         return {"tensor": str(len(tensors) - 1)}
@@ -425,7 +425,7 @@ def _unpacked(content: bytes) -> Any:
 
 
 class SharedGradients:
-    """Gradients of parameters beside the model: of one step each, and averaged over the ranks at the end of every backward pass.
+    """Gradients of parameters outside the model, averaged over the ranks at the end of every backward pass.
 
     Loops that clear ``model.zero_grad()`` alone do not reach them. A gradient that an optimizer has used, which is one that its
     parameter changed after, is dropped when the next one arrives.

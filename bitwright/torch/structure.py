@@ -1,4 +1,4 @@
-"""A torch module as structured pruning sees and changes it: which calls move data, which attributes hold widths.
+"""Structured pruning of torch modules: calls that move data, attributes that hold widths, cuts.
 
 While the module is recorded, the integers among the attributes of its modules and of their configurations are replaced by
 :class:`Held`, integers that know where they are held. A call that is given one, ``x.view(b, t, self.num_heads, -1)``, shows
@@ -54,7 +54,7 @@ _SIZES = frozenset(("view", "reshape", "expand", "broadcast_to", "new_zeros", "n
 
 
 class Held(int):
-    """An integer that an attribute holds.
+    """An integer that records the attribute which holds it.
 
     Attributes:
         place: path of the module (``.config`` appended for its configuration), name of the attribute, position in a tuple.
@@ -63,7 +63,7 @@ class Held(int):
     place: tuple[str, str, int | None]
 
     def __new__(cls, value: int, place: tuple[str, str, int | None]) -> Held:
-        """``value`` with the place that holds it."""
+        """Create ``value`` with its holder."""
         made = super().__new__(cls, value)
         made.place = place
         return made
@@ -73,7 +73,7 @@ class Held(int):
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(path, attributes)`` of every module and of the configurations they hold, each once."""
+    """``(path, attributes)`` of every module and of the configurations that modules hold, each once."""
     seen: set[int] = set()
     for path, module in walk_modules(model):
         yield path, module.__dict__
@@ -85,7 +85,7 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _held(path: str, name: str, value: Any) -> Any:
-    """An integer or a tuple of integers that knows its place; anything else as it is."""
+    """An integer, or a tuple of integers, with its holder; other values unchanged."""
     if type(value) is int:
         return Held(value, (path, name, None))
     if type(value) is tuple and value and all(type(v) is int for v in value):
@@ -95,7 +95,7 @@ def _held(path: str, name: str, value: Any) -> Any:
 
 @contextmanager
 def _integers_held(model: nn.Module) -> Iterator[None]:
-    """The integers among attributes know where they are held, while the context is open."""
+    """Replace integer attributes by ones that know their holder, inside the block."""
     changed: list[tuple[dict[str, Any], str, Any]] = []
     for path, attributes in _holders(model):
         for name, value in list(attributes.items()):
@@ -112,7 +112,7 @@ def _integers_held(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Use:
-    """A held integer among the arguments of a call; ``at`` is its place among the numbers after the first argument."""
+    """A held integer among the arguments of a call; ``at``: its position among the numbers after the first argument."""
 
     number: Held
     at: int
@@ -121,7 +121,7 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Change:
-    """Shapes of what a call reads first and makes first, before and after a cut."""
+    """Shapes of a call's first operand and first result, before and after a cut."""
 
     read: tuple[int, ...]
     made: tuple[int, ...]
@@ -146,7 +146,7 @@ class TorchStructure(Structured):
         self.steps: list[dict[str, Any]] = []
 
     def view(self) -> TorchView:
-        """How methods read and change the module as it stands."""
+        """The view through which methods read and change the module."""
         return TorchView(self.model, self._examples, self.narrowed)
 
     def narrowed(self, batch: Any) -> Any:
@@ -158,7 +158,7 @@ class TorchStructure(Structured):
         return batch
 
     def finished(self) -> nn.Module:
-        """The module, with a configuration that says its widths where one can."""
+        """The module, with its configuration updated to the new widths where it can express them."""
         found = _new_config(self.model, self._sizes)
         if found:
             vars(self.model.config).update(found)
@@ -166,10 +166,10 @@ class TorchStructure(Structured):
         return self.model
 
     def give_back(self) -> None:
-        """Nothing: the module itself was changed."""
+        """Does nothing: the module was changed in place."""
 
     def one_configuration(self) -> bool:
-        """Whether it is a model of transformers or alike, which is saved as its configuration and its weights."""
+        """Whether the model is saved as a configuration and weights, as in transformers."""
         return _is_pretrained(self.model)
 
     def metric_target(self) -> nn.Module:
@@ -204,7 +204,7 @@ class TorchStructure(Structured):
     # -- reading
 
     def graph(self) -> Graph:
-        """The recorded graph, with what is computed of parameters as operators."""
+        """The recorded graph, including operators on parameters alone."""
         if self._graph is None:
             with _integers_held(self.model):
                 recorder = record(self.model, [self.narrowed(e) for e in self._examples], whole=True)
@@ -243,7 +243,7 @@ class TorchStructure(Structured):
             return outputs_of(self.model, to_device(self.narrowed(batch), model_device(self.model)))
 
     def moved(self, op: Op, elements: Sequence[Array | None]) -> list[Array] | None:
-        """The call on the numbers of the elements, as float64; other operands must be stored or only give a shape."""
+        """Run the call on element indices in float64; other operands must be stored or only give a shape."""
         call = self._calls[op.name]
         graph = self.graph()
         numbers = torch.from_numpy(np.asarray(elements[0]) + 1.0)  # 0 is what the call fills in
@@ -273,7 +273,7 @@ class TorchStructure(Structured):
         return [np.where((f >= 1) & (f <= count), f - 1, -1).astype(np.int64) for f in found]
 
     def kept_axes(self, op: Op) -> tuple[int | None, ...]:
-        """From the argument ``dim``; without one, from the shapes."""
+        """The kept axes, from the argument ``dim``, else from the shapes."""
         graph = self.graph()
         shape, result = graph.values[str(op.inputs[0])].shape, graph.values[op.outputs[0]].shape
         dim = self.argument(op, "dim")
@@ -294,14 +294,14 @@ class TorchStructure(Structured):
         return None if row is None else row.bind(call.args, call.kwargs).get(name, call.kwargs.get(name))
 
     def equal_pieces(self, op: Op) -> bool:
-        """Whether it is a ``chunk``, or a ``split`` into pieces of one length."""
+        """Whether the call is a ``chunk``, or a ``split`` into equal pieces."""
         call = self._calls[op.name]
         name = getattr(call.func, "__name__", "")
         size = call.args[1] if len(call.args) > 1 else next((v for k, v in call.kwargs.items() if k != "dim"), None)
         return name in ("chunk", "split", "tensor_split") and isinstance(size, int)
 
     def tied(self) -> list[list[tuple[str, int, int]]]:
-        """Recurrent modules have one hidden size for all layers and directions."""
+        """The layers of a recurrent module, which have one hidden size for all layers and directions."""
         names: dict[int, str] = {}
         for name, tensor in named_state(self.model):
             names.setdefault(id(tensor), name)
@@ -315,7 +315,7 @@ class TorchStructure(Structured):
     # -- changing
 
     def cut(self, kept: Kept) -> Undo:
-        """Cut parameters and buffers, and change the attributes that hold the widths.
+        """Slice parameters and buffers, and set the attributes that hold the widths.
 
         Raises:
             ConfigError: one attribute would have to hold two widths.
@@ -349,7 +349,7 @@ class TorchStructure(Structured):
         return undo
 
     def _cut_tensors(self, kept: Kept, undos: list[Any]) -> tuple[dict[str, dict[str, list[int]]], list[nn.Module]]:
-        """Cut parameters and buffers; returns what stays of each, and the modules that hold them."""
+        """Slice parameters and buffers; returns the kept positions of each, and the modules that hold them."""
         owners = {
             id(tensor): module
             for _, module in walk_modules(self.model)
@@ -371,7 +371,7 @@ class TorchStructure(Structured):
         return parameters, list(touched.values())
 
     def _widths(self, kept: Kept) -> dict[tuple[str, str], Any]:
-        """``(holder, attribute) -> new value`` for the held integers that calls are given."""
+        """``(holder, attribute) -> new value`` for the held integers among the arguments of calls."""
         found: dict[tuple[str, str, int | None], tuple[int, str]] = {}
         uses = [
             (op.name, use.number, self._width(op, use, kept))
@@ -397,7 +397,7 @@ class TorchStructure(Structured):
         return new
 
     def _made_widths(self, kept: Kept) -> Iterator[tuple[str, Held, int]]:
-        """``(constant, held integer, new value)`` for the widths that constants are made with, as states are."""
+        """``(constant, held integer, new value)`` for widths that constants such as states are created with."""
         for value, given in self._made_with.items():
             left = kept.axes(value)
             if left and left[-1] is not None:
@@ -406,7 +406,7 @@ class TorchStructure(Structured):
                 yield from ((value, number, len(left[-1])) for number in held)
 
     def _fixed_states(self, kept: Kept) -> str:
-        """Say which constants, made in the code, cannot become narrower, as no attribute of a module holds their width."""
+        """Report constants that cannot become narrower because their width is a literal in the code."""
         held = {name for name, _, _ in self._made_widths(kept)}
         fixed = sorted(name for name in self._made_with.keys() - held if kept.axes(name))
         if not fixed:
@@ -415,7 +415,7 @@ class TorchStructure(Structured):
         return f"; {fixed[0]} of the shape {shape} has a width that stands in the code, in the place of an attribute of a module"
 
     def _width(self, op: Op, use: _Use, kept: Kept) -> int | None:
-        """New value of a stored integer after the cut; ``None`` if the call does not use it as a width."""
+        """New value of a held integer after the cut; ``None`` if the call does not use it as a width."""
         if not op.outputs or op.inputs[:1] in ((), (None,)):
             return None
         graph, call = self.graph(), self._calls[op.name]
@@ -477,7 +477,7 @@ class TorchStructure(Structured):
         return widths.pop() if len(widths) == 1 else None
 
     def problem(self, kept: Kept, predicted: Graph) -> Problem | None:
-        """The fault after a cut: the call that fails, or whose shape is not the predicted one."""
+        """The fault after a cut: the call that fails, or whose shape differs from the predicted one."""
         try:
             graph = record(self.model, [self.narrowed(e) for e in self._examples], whole=True).graph()
         except ModelError as error:
@@ -536,7 +536,7 @@ def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
 
 
 def _number_of(call: Call, name: str) -> int:
-    """The place of an argument among the numbers after the first argument."""
+    """The position of an argument among the numbers after the first argument."""
     row = function_of(call.func)
     assert row is not None
     at = 0
@@ -548,7 +548,7 @@ def _number_of(call: Call, name: str) -> int:
 
 
 def _conventional(module: nn.Module) -> dict[str, Any]:
-    """Attributes of modules that say what shapes their parameters have, as these are now."""
+    """Module attributes that state the shapes of their parameters, with the present values."""
     if isinstance(module, nn.RNNBase):
         return _recurrent_widths(module)
     if isinstance(module, nn.RNNCellBase):
@@ -594,7 +594,7 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 
 def _new_config(model: nn.Module, sizes: Collection[tuple[int, int]]) -> dict[str, int]:
-    """Numbers of a configuration with which its class builds a module of exactly these shapes; empty where none does.
+    """Configuration values with which the class builds a module of exactly these shapes; empty where none does.
 
     Numbers that equal a length that was cut are tried one after the other, and kept where more shapes are right with them.
 
@@ -616,7 +616,7 @@ def _new_config(model: nn.Module, sizes: Collection[tuple[int, int]]) -> dict[st
 
 
 def _fitted(model: nn.Module, start: Mapping[str, int], tries: Sequence[tuple[str, int]]) -> dict[str, int] | None:
-    """``start`` and the tries that make more shapes right; ``None`` where some stay wrong."""
+    """``start`` with the trials that correct more shapes; ``None`` where some stay wrong."""
     found = dict(start)
     left = _wrong_shapes(model, found)
     for key, new in tries:
@@ -653,7 +653,7 @@ def _recurrent_widths(module: nn.RNNBase) -> dict[str, Any]:
 
 
 def _conv_widths(module: nn.modules.conv._ConvNd, weight: torch.Tensor) -> dict[str, Any]:
-    """The number of groups changes with the first axis where what one group has on the second one stays."""
+    """Attributes of a convolution after a cut; the number of groups changes where the channels per group stay."""
     made, read = (1, 0) if module.transposed else (0, 1)
     first, second = (module.in_channels, module.out_channels)[:: 1 if module.transposed else -1]
     groups = module.groups
@@ -701,7 +701,7 @@ def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
 
 
 def _is_cut(step: Mapping[str, Any]) -> bool:
-    """Whether a step lists the kept positions of parameters and the widths in module attributes."""
+    """Whether a step of a plan is a cut: kept positions of parameters, and widths in module attributes."""
     parameters, attributes = step.get("parameters"), step.get("attributes")
     if not (isinstance(parameters, Mapping) and isinstance(attributes, Mapping)):
         return False
@@ -763,7 +763,7 @@ def _set_attributes(
 
 
 def _narrower(axes: Mapping[int, Sequence[Any]], tensor: torch.Tensor) -> torch.Tensor:
-    """The positions of an input that stay; inputs are known by their ids."""
+    """The kept positions of an input, found by its id."""
     left = {axis: kept.tolist() for axis, kept in enumerate(axes.get(id(tensor), ())) if kept is not None}
     return _taken(tensor, left) if left else tensor
 

@@ -1,4 +1,4 @@
-"""``FloatModel`` of a torch module: how algorithms, which know no framework, read and change it.
+"""``FloatModel`` of a torch module, through which framework-independent algorithms read and change it.
 
 An edit may put a :class:`ChannelClamp` in the place of an activation: it clips every channel at bounds of its own.
 """
@@ -45,7 +45,7 @@ from bitwright.torch.simulation.simulate import CallPlan, Simulator
 
 
 class ChannelClamp(nn.Module):
-    """``min(max(x, low[c]), high[c])`` for each channel ``c``: what a ReLU6 becomes when its channels are rescaled.
+    """``min(max(x, low[c]), high[c])`` for each channel ``c``: a ReLU6 with rescaled channels.
 
     Args:
         low, high: bounds, shape [C], of the dtype and on the device of the activations.
@@ -63,7 +63,7 @@ class ChannelClamp(nn.Module):
         self.register_buffer("high", high.reshape(shape[axis:]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` cut; any shape that the bounds broadcast to."""
+        """Clamp ``x``, of any shape that the bounds broadcast to."""
         return torch.clamp(x, self.low, self.high)
 
     def extra_repr(self) -> str:
@@ -117,7 +117,7 @@ class TorchView:
         return self._graph
 
     def take_result(self) -> Any:
-        """Outputs of the recorded run on the last example; ``None`` where another run may differ.
+        """The outputs of the recorded run on the last example; ``None`` where another run may differ.
 
         That is so where it draws random numbers, or takes fused kernels that a recording does not; the result is let go of.
         """
@@ -268,7 +268,7 @@ class TorchView:
         return self._read_elsewhere(call)
 
     def _read_elsewhere(self, call: Call) -> str | None:
-        """A call that would miss the parameters and buffers of ``call``'s module if the module went."""
+        """Another call that reads the parameters or buffers of ``call``'s module."""
         graph = self.graph()
         for value in graph.op(call.name).inputs[1:]:
             tensor = self._tensors.get(graph.values[value].param or "") if value else None
@@ -334,7 +334,7 @@ class TorchView:
         return reason
 
     def _replaceable(self, op: str) -> tuple[nn.Module | None, str]:
-        """The module that makes a call, or whose layer a recurrent operator is, and its path."""
+        """The module that makes a call, or that a recurrent operator belongs to, and its path."""
         call, graph_op = self._calls[op], self.graph().op(op)
         if call.module is None and graph_op.type in ("LSTM", "GRU", "RNN") and graph_op.module:
             return self.model.get_submodule(graph_op.module), graph_op.module
@@ -405,7 +405,7 @@ class TorchView:
         return restore
 
     def _replace(self, op: str, module: nn.Module) -> Undo:
-        """Put ``module`` wherever the module of the call ``op`` hangs."""
+        """Put ``module`` in place of the module of the call ``op``, under all its parents."""
         target, _ = self._replaceable(op)
         module.training = bool(target is not None and target.training)
         places = self._parents().get(id(target), [])
@@ -432,12 +432,12 @@ class TorchView:
         return self._parent_table
 
     def refresh(self) -> None:
-        """Forget the recording: the next question is answered about the model as it is now."""
+        """Forget the recording, since the model was changed."""
         self._graph = None
 
 
 class _Handed(list[torch.Tensor]):
-    """A list that hands over what is added to it and holds nothing."""
+    """A list that passes on what is appended and stores nothing."""
 
     def __init__(self, to: Callable[[list[list[Array]]], None]) -> None:
         self._to = to

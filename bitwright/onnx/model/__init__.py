@@ -1,4 +1,4 @@
-"""An ONNX model in memory: loaded, brought to a known opset, viewed as a graph, fed with data, run in sessions.
+"""An ONNX model in memory: loading, opset conversion, graph view, feeds and sessions.
 
 Nothing here knows quantizers; simulation lives in :mod:`bitwright.onnx.simulation`.
 """

@@ -45,7 +45,7 @@ class InputSpec:
 
     @property
     def is_open(self) -> bool:
-        """Whether the length of an axis is not known, or not even how many there are."""
+        """Whether the length of an axis, or the rank, is unknown."""
         return self.shape is None or None in self.shape
 
     def __str__(self) -> str:
@@ -200,7 +200,7 @@ class Pictures:
 def load_data(
     source: str | Path, specs: Sequence[InputSpec], *, batch_size: int = 1, pictures: Pictures | None = None
 ) -> Iterator[Feeds]:
-    """Feeds from what a user has.
+    """Convert a user's data to feeds.
 
     =====================  ===========================================================================
     ``source``             feeds
@@ -289,7 +289,7 @@ def as_names(arrays: Mapping[str, Array], specs: Sequence[InputSpec], where: str
 
 
 def _cut(arrays: Mapping[str, Array], specs: Sequence[InputSpec], batch_size: int, where: str) -> Iterator[Feeds]:
-    """Slices along axis 0, as long as the model's batch axis or ``batch_size``; what does not fill one is left out."""
+    """Slices along axis 0 of the model's batch length or ``batch_size``; an incomplete last one is dropped."""
     fixed = next((s.shape[0] for s in specs if s.shape and s.shape[0] is not None), None)
     size = batch_size if fixed is None else fixed
     sliced = {name: array for name, array in arrays.items() if array.ndim}

@@ -29,7 +29,7 @@ _BETWEEN = frozenset(("Sigmoid", "Tanh", "Softmax"))  # -1 and 1
 
 @dataclass(frozen=True)
 class Magnitude:
-    """A bound on a tensor, and on all that was computed between ``sources`` and it.
+    """A bound on a tensor, and on all values computed between ``sources`` and it.
 
     Attributes:
         sources: tensors whose bounds are known when the model has run.
@@ -54,7 +54,7 @@ class Magnitude:
 
 
 def finite_proofs(graph: ir.Graph, watched: Collection[ir.Value]) -> dict[ir.Value, Magnitude]:
-    """Bounds on tensors by the bounds of others before them, for the ``watched`` tensors that have such.
+    """Bounds on ``watched`` tensors that follow from bounds of earlier tensors.
 
     Args:
         graph: in an order in which it can run.

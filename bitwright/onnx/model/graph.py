@@ -1,4 +1,4 @@
-"""An ONNX model as the data-flow graph that rules, placement and algorithms work on.
+"""Build the data-flow graph of an ONNX model for rules, placement and algorithms.
 
 Values keep their ONNX names and operators the names of their nodes; ports are ONNX ports. Nodes whose operands are all
 the same in every run become constants.
@@ -104,7 +104,7 @@ class _Node:
 
 
 def _gather_type(n: _Node) -> str:
-    """Rows of a constant table picked by computed numbers are an embedding."""
+    """Gather, or an embedding where computed indices select rows of a constant table."""
     first_axis = n.attrs.get("axis", 0) in (0, -2)
     table = n.is_static(n.input(0)) and not n.is_static(n.input(1)) and n.rank(0) == 2 and n.is_float(0)
     return "Embedding" if table and first_axis else "Gather"
@@ -115,13 +115,13 @@ def _resize_type(n: _Node) -> str:
 
 
 def _cast_type(n: _Node) -> str:
-    """Between floating-point types a cast moves values; from and to others it makes new ones."""
+    """Data movement for casts between floating-point types, else a new value."""
     floats = n.is_float(0) and ir.DataType(n.attrs.get("to", 1)).is_floating_point()
     return "Identity" if floats else "Cast"
 
 
 def _pad_type(n: _Node) -> str:
-    """Padding with a constant other than zero need not lie on the grid of the input."""
+    """Padding; with a constant other than zero, which may be off the grid of the input."""
     if n.attrs.get("mode", "constant") != "constant":
         return "Pad"
     filler = n.number(2) if n.input(2) is not None else float(n.attrs.get("value", 0.0))
@@ -129,7 +129,7 @@ def _pad_type(n: _Node) -> str:
 
 
 def _gemm_type(n: _Node) -> str:
-    """A product of two computed matrices has no weight."""
+    """Gemm, or MatMul for a product of two computed matrices."""
     return "Gemm" if n.is_static(n.input(1)) or n.is_static(n.input(0)) else "MatMul"
 
 
@@ -141,12 +141,12 @@ def _arithmetic_type(n: _Node) -> str:
 
 
 def _several(op_type: str) -> Callable[[_Node], str]:
-    """An operator of any number of inputs; one by itself is passed on."""
+    """A variadic operator; Identity for a single input."""
     return lambda n: op_type if len(n.node.inputs) > 1 else "Identity"
 
 
 def _cell_type(n: _Node) -> str:
-    """A layer with an activation function that nothing implements is an operator of its own, and stays in float."""
+    """A recurrent layer; one with an unsupported activation function is another type, and stays in float."""
     unknown = unknown_activation(n.node.op_type, n.attrs)
     return n.node.op_type if unknown is None else f"{n.node.op_type}({unknown})"
 
@@ -258,7 +258,7 @@ def _plain_attrs(node: ir.Node) -> dict[str, Any]:
 
 @dataclass
 class _State:
-    """A state of a Loop or Scan body: its first value, and what the body hands to its next run."""
+    """A state of a Loop or Scan body: its initial value, and the value that the body passes to its next run."""
 
     first: ir.Value
     next: ir.Value
@@ -298,7 +298,7 @@ class _Reader:
         return GraphView(Graph(self.ops, self.values, inputs, list(outputs)), self.onnx_values, self.nodes)
 
     def _walk(self) -> Iterator[tuple[ir.Node, bool]]:
-        """Every node when what it reads is done; one with bodies also before them (``False``)."""
+        """Yield every node after its producers; nodes with bodies also before these (``False``)."""
         waiting = [iter(self.model.graph)]
         held: list[tuple[ir.Node, int]] = []  # node with bodies, and how many of them are still waiting
         while waiting:
@@ -331,7 +331,7 @@ class _Reader:
         self.onnx_values[name] = value
 
     def _sources(self, value: ir.Value) -> list[str]:
-        """Names of the values that ``value`` can be: itself, or for a state of a body its first and its later ones."""
+        """Names of the possible sources of ``value``: itself, or the initial and later values of a body's state."""
         found: dict[str, None] = {}
         waiting, seen = [value], {value}
         while waiting:
@@ -430,7 +430,7 @@ class _Reader:
         )  # fmt: skip
 
     def _inner(self, name: str, op_type: str, node: ir.Node, attrs: dict[str, Any]) -> dict[str, str]:
-        """The values inside a step of a recurrent layer, by what they are."""
+        """The values inside a step of a recurrent layer, by inner name."""
         if op_type not in CELLS or node.domain not in _STANDARD:
             return {}
         x, hidden = node.inputs[0], node.outputs[0].name or None
@@ -444,11 +444,11 @@ class _Reader:
 
     @cached_property
     def _taken(self) -> set[str]:
-        """Names of values; only recurrent layers need to know."""
+        """Names of all values, which only recurrent layers need."""
         return {str(v.name) for graph in all_graphs(self.model.graph) for node in graph for v in node.outputs}
 
     def _guess(self, op_type: str, inputs: list[str | None]) -> tuple[tuple[int, ...] | None, str]:
-        """Shape and type of outputs that shape inference did not reach, after operators it does not know."""
+        """Guess the shape and type of outputs that shape inference did not reach."""
         known = [self.values[name] for name in inputs if name in self.values]
         dtype = next((v.dtype for v in known if v.is_float), "")
         if op_type not in OPS or not dtype:

@@ -84,19 +84,19 @@ class Tap:
     pixels: ir.Value | None = None
 
     def settle(self) -> None:
-        """Bring a reduced tensor out of its body, where a loop would keep it for all iterations."""
+        """Reduce a tensor after its body, since a loop would store it for all iterations."""
         if self.bring_out is not None:
             self.value, self.leading = self.bring_out()
             self.bring_out = None
 
     @property
     def followed(self) -> bool:
-        """Whether more data can change its channel statistics."""
+        """Whether further data can change the channel statistics."""
         return (bool(self.channels) or not self.scalars) and any(watch.wanted for watch in self.watches)
 
     @property
     def cheap(self) -> bool:
-        """Whether its channels are looked at for next to nothing, with maxima that are taken anyway."""
+        """Whether observing channels costs almost nothing, by maxima that are computed anyway."""
         shape = self.value.shape
         return bool(self.channels and self.scalars) and (
             self.sampled or shape is not None and (len(shape) <= 2 or _is_image(self.value))
@@ -104,11 +104,11 @@ class Tap:
 
     @property
     def unordered(self) -> bool:
-        """Whether the order of the tensor's elements is of no interest."""
+        """Whether the order of the tensor's elements is irrelevant."""
         return isinstance(self.quantizer.spec.granularity, PerTensor)
 
     def observe_channels_of(self, x: Array) -> None:
-        """Look at the channels of the tensor itself."""
+        """Observe the channels of the tensor itself."""
         for watch in self.watches:
             watch.observe(x)
 
@@ -148,7 +148,7 @@ class Tap:
         return all(constant == value for _, constant in self._constants())
 
     def note_empty(self) -> None:
-        """The tensor has no elements."""
+        """Record an empty tensor."""
         if not self.inside:
             self.quantizer.empty += self.times
 
@@ -169,7 +169,7 @@ class Tap:
 
     @property
     def lowest(self) -> float:
-        """No finite element that the quantizer has seen is below this."""
+        """A lower bound of the finite elements that the quantizer has seen."""
         seen = self.quantizer.statistics
         if not isinstance(seen, statistics.MinMax | statistics.Histogram):
             return -np.inf
@@ -199,7 +199,7 @@ class Tap:
 
 
 class Instrument:
-    """Adds to a model what makes its tensors visible from outside, and opens sessions on parts of that."""
+    """Adds outputs and reductions for tensors to a model, and opens sessions on some of them."""
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
@@ -226,7 +226,7 @@ class Instrument:
         axis: int | None = None,
         finite: Magnitude | None = None,
     ) -> Tap:
-        """The tap of ``value`` as it stands in ``graph``, with everything that brings it into the main graph.
+        """Create the tap of ``value`` in ``graph``, with the nodes that lift it into the main graph.
 
         Args:
             axis: of its channels, counted from the end, where they are to be looked at.
@@ -257,7 +257,7 @@ class Instrument:
         return tap
 
     def _tap_whole(self, quantizer: Quantizer, value: ir.Value, graph: ir.Graph, axis: int | None) -> Tap:
-        """The tap of a tensor that is fetched itself."""
+        """The tap of a tensor that is fetched as a whole."""
         outer, leading = self.lift(value, graph, np.zeros(0, _numpy_type(value)), None)
         tap = Tap(quantizer, outer, leading=leading, inside=graph is not self.model.graph)
         if axis == -3 and outer is value and tap.unordered and value.dtype == ir.DataType.FLOAT:
@@ -313,7 +313,7 @@ class Instrument:
             tap.channels += (end,)
 
     def look_whole(self, tap: Tap) -> None:
-        """Take the minimum, and those of channels, from all pixels from now on."""
+        """Compute minima from all pixels from now on."""
         if tap.scalars and tap.floor is not None:
             _producer(tap.scalars[0]).replace_input_with(0, tap.value)
             tap.floor = None
@@ -322,7 +322,7 @@ class Instrument:
             tap.sampled = False
 
     def drop(self, values: Sequence[ir.Value]) -> None:
-        """Take out the nodes of the main graph that make ``values``, as far as nothing reads them: the runtime would run them."""
+        """Remove main graph nodes that compute ``values`` without other readers, since the runtime would run them."""
         for value in values:
             node = value.producer()
             if node is not None and not value.uses():
@@ -334,7 +334,7 @@ class Instrument:
         return self._axes[axes]
 
     def join(self, columns: Iterable[Sequence[ir.Value]]) -> list[ir.Value]:
-        """Scalars as vectors, one for each column that has any: few outputs to hand over, whatever the number of tensors."""
+        """Concatenate scalars into one vector per column, so that the number of outputs stays small."""
         joined = []
         for column in filter(None, columns):
             place, name = self.model.graph.append, str(column[0].name)
@@ -349,7 +349,7 @@ class Instrument:
         return joined
 
     def right_after(self, value: ir.Value, graph: ir.Graph) -> Place:
-        """The place right after ``value``: there it is still warm, and gone before its last readers run."""
+        """The position right after ``value``, where it is still in the cache."""
         node = value.producer()
         if node is not None and node.graph is graph:
             return after(node)
@@ -357,7 +357,7 @@ class Instrument:
         return graph.append if first is None else before(first)
 
     def lift(self, value: ir.Value, graph: ir.Graph, neutral: Array, merge: str | None) -> tuple[ir.Value, int]:
-        """``value`` as a value of the main graph, and how many axes loops put in front of it.
+        """``value`` as a value of the main graph, and the number of axes that loops prepend.
 
         A branch that is not taken yields ``neutral``; iterations are joined by the operator ``merge``, or stacked. Entries of a
         stack have one shape: iterations that do not take the branch are NaN throughout, which :func:`taken` leaves out.
@@ -456,7 +456,7 @@ class Instrument:
                 graph.remove(node, safe=True)
 
     def symbols(self, feeds: Feeds) -> dict[str, int]:
-        """Lengths of the axes that the inputs name."""
+        """Lengths of the named axes of inputs."""
         found: dict[str, int] = {}
         for value in self.model.graph.inputs:
             array = feeds.get(str(value.name))
@@ -468,7 +468,7 @@ class Instrument:
 
 
 def _absent(value: ir.Value, neutral: Array, skipped: bool) -> Array:
-    """What stands for a tensor in the iterations of a loop that do not make it; ``neutral`` where none does.
+    """The placeholder for a tensor in loop iterations that do not compute it; ``neutral`` where none does.
 
     Raises:
         ModelError: its shape is not known.
@@ -488,7 +488,7 @@ def _absent(value: ir.Value, neutral: Array, skipped: bool) -> Array:
 
 
 def taken(array: Array, value: ir.Value, leading: int) -> Array:
-    """A stack of iterations, without those that did not take the branch in which the tensor is made; ``leading`` axes as one."""
+    """A stack of iterations without those that skipped the tensor's branch; ``leading`` axes merged."""
     if not leading or not value.meta.get(_SKIPPED):
         return array
     entries = array.reshape(-1, *array.shape[leading:])
@@ -497,13 +497,13 @@ def taken(array: Array, value: ir.Value, leading: int) -> Array:
 
 
 def is_reducible(quantizer: Quantizer, value: ir.Value) -> bool:
-    """Whether reductions inside the graph give all that a quantizer is to know of a tensor."""
+    """Whether reductions inside the graph give all statistics that a quantizer needs."""
     per_tensor = quantizer.needs in ("minmax", "energy") and isinstance(quantizer.spec.granularity, PerTensor)
     return per_tensor and value.dtype in (None, ir.DataType.FLOAT)
 
 
 def _floor(value: ir.Value) -> float | None:
-    """The least value that the operator which makes ``value`` can return."""
+    """A lower bound of the outputs of the operator that computes ``value``."""
     node = value.producer()
     if node is None or node.domain:
         return None
@@ -521,13 +521,13 @@ def _producer(value: ir.Value) -> ir.Node:
 
 
 def _is_image(value: ir.Value) -> bool:
-    """Whether a tensor is known to have pixels: a pool of none is an error."""
+    """Whether a tensor is known to have pixels, as pooling needs."""
     shape = value.shape
     return shape is not None and len(shape) == 4 and all(isinstance(n, int) and n > 0 for n in shape[1:])
 
 
 def _extend_scan(node: ir.Node) -> None:
-    """Tell a Scan about one more scan output; one that runs backwards puts it into the order of what it reads."""
+    """Add a scan output to a Scan; a reverse one stores it in the order of its input."""
     directions = node.attributes.get_ints("scan_input_directions", ())
     backwards = int(bool(directions) and all(directions))
     states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()

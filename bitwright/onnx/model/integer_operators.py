@@ -1,4 +1,4 @@
-"""Operators that compute on codes, written as float operators between QuantizeLinear and DequantizeLinear.
+"""Rewrite integer operators as float operators between QuantizeLinear and DequantizeLinear.
 
 Files of the QOperator format, files that were quantized dynamically, and weights in packed integers become QDQ files, whose
 quantizers :mod:`bitwright.onnx.existing_quantizers` takes over:
@@ -94,7 +94,7 @@ class _Writer:
         self.left: list[ir.Value] = []  # results that nothing reads any more
 
     def notes(self) -> Iterator[str]:
-        """What was rewritten, and what the rules decide about again."""
+        """Notes on rewritten operators and on decisions that the rules make again."""
         if self.written:
             kinds = some_of([f"{n} {kind}" for kind, n in sorted(self.written.items())], 5)
             yield f"operators on codes are float operators between QuantizeLinear and DequantizeLinear now: {kinds}"
@@ -122,7 +122,7 @@ class _Writer:
             self._move(node)
 
     def drop_unread(self) -> None:
-        """Remove what was computed only for operators that are no more."""
+        """Remove nodes that only rewritten operators read."""
         for value in (*self.left, *self.codes):
             remove_unread(value)
 
@@ -171,7 +171,7 @@ class _Writer:
     def operator(
         self, node: ir.Node, op: str, inputs: Sequence[ir.Value], attributes: Iterable[ir.Attr] = (), name: str = ""
     ) -> ir.Value:
-        """A float operator in front of ``node``, with a name made of its result's."""
+        """Insert a float operator before ``node``, named after its result."""
         base = str(node.name or node.outputs[0].name).removesuffix(_SUFFIX)
         made = ir.Node("", op, inputs, list(attributes), name=self.builder.names.node(f"{base}_bias" if name else base))
         made.outputs[0].name = self.builder.names.value(name or _float_name(node.outputs[0]))
@@ -211,7 +211,7 @@ class _Writer:
         return None if first is None else [value for value in first.grid if value is not None]
 
     def _move(self, node: ir.Node) -> None:
-        """An operator that passes codes on: the same on the float tensors."""
+        """Rewrite an operator that moves codes as the same operator on floats."""
         moved = [value for value in (node.inputs if node.op_type == "Concat" else node.inputs[:1]) if value is not None]
         grid = self._one_grid(moved)
         if grid is None or not _moves_codes(node):
@@ -259,7 +259,7 @@ def _at(node: ir.Node, port: int) -> ir.Value | None:
 
 
 def _equal(one: ir.Value | None, other: ir.Value | None) -> bool:
-    """Whether two scales or zero points are one value; a missing zero point is 0."""
+    """Whether two scales or zero points are equal; a missing zero point is 0."""
     if one is other:
         return True
     first, second = (np.zeros((), np.uint8) if value is None else array_of(value) for value in (one, other))

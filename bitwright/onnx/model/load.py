@@ -91,7 +91,7 @@ _WHOLE_BYTES = frozenset(
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model as the toolkit works on it.
+    """A loaded model.
 
     Attributes:
         model: private copy, normalised as the module says; external data is read when it is asked for.
@@ -195,7 +195,7 @@ def _deserialize(proto: onnx.ModelProto, site: str, folder: Path | None) -> ir.M
 
 
 def _detach(model: ir.Model) -> None:
-    """Let large weights hold their own elements, so that the message they were read from, which has all, can go.
+    """Copy large weights out of the message they were read from, so that it can be freed.
 
     A tensor of a message also copies its elements each time it is asked for them. Very large weights are mapped from a
     private copy, whose file has no name: the system takes their memory back while nothing reads them.
@@ -255,7 +255,7 @@ def _not_a_tensor(site: str, name: str, what: str) -> ModelError:
 
 
 def _private(model: object) -> ir.Model:
-    """A copy whose names can be changed: the tensor of an initializer is renamed with it."""
+    """A copy whose names can be changed; the tensors of initializers are renamed with them."""
     if isinstance(model, onnx.ModelProto):
         copy = _deserialize(model, model.graph.name or "model", None)
     elif isinstance(model, ir.Model):
@@ -323,7 +323,7 @@ def _check_opset(model: ir.Model, site: str) -> int:
 
 
 def stamp_opset(model: ir.Model, opset: int) -> None:
-    """Give ``model`` another number for the version of the standard operators; nothing is converted."""
+    """Set the opset of ``model`` without converting anything."""
     for imports in (model.opset_imports, *(graph.opset_imports for graph in all_graphs(model.graph))):
         for domain in _STANDARD:
             if domain in imports:
@@ -389,7 +389,7 @@ def _inline(model: ir.Model, notes: list[str]) -> ir.Model:
 
 
 def _name_uniquely(model: ir.Model, notes: list[str]) -> None:
-    """Every node has a name of its own, and every value one that is unique over all graphs.
+    """Give every node and value a name that is unique over all graphs.
 
     Names of the main graph win; a node without a name is called after its first output.
     """
@@ -441,7 +441,7 @@ def _values_of(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _free(base: str, taken: dict[str, int]) -> str:
-    """``base``, or ``base_1``, ``base_2``, ...: the first that is not taken; taken from now on."""
+    """The first free name of ``base``, ``base_1``, ``base_2``, ...; marks it as taken."""
     name = base
     while name in taken:
         taken[base] += 1
@@ -455,7 +455,7 @@ def _nodes(model: ir.Model) -> Iterable[ir.Node]:
 
 
 def _order(model: ir.Model, site: str, notes: list[str]) -> None:
-    """Put nodes after what they read; refuse what nothing makes, and circles."""
+    """Sort nodes topologically; refuse values without a producer, and cycles."""
     place = {node: i for graph in all_graphs(model.graph) for i, node in enumerate(graph)}
     unsorted: dict[ir.Graph, None] = {}
     for node in _nodes(model):
@@ -539,7 +539,7 @@ def _in_a_circle(graph: ir.Graph) -> str:
 
 
 def infer_shapes(model: ir.Model) -> set[str]:
-    """Note shapes and types on the values of ``model``, as far as ONNX shape inference knows them.
+    """Set shapes and types on the values of ``model``, as far as ONNX shape inference knows them.
 
     Values are found by name, which must be unique over all graphs. Large initializers stay where they are: inference
     sees them as inputs, so that models above 2 GB work. Returns the names of values whose shapes were stated wrongly.
@@ -569,7 +569,7 @@ def infer_shapes(model: ir.Model) -> set[str]:
 
 
 def _ask_types(model: ir.Model) -> None:
-    """Note types and shapes that ONNX shape inference does not know: ONNX Runtime infers those of its own operators.
+    """Set types and shapes that only ONNX Runtime infers: those of its own operators.
 
     A model that the runtime refuses, for one whose library of operators is missing, stays as it is: running it says why.
     """

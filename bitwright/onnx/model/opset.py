@@ -1,4 +1,4 @@
-"""Bringing old models to an opset that knows every quantizer, and checking that they still compute the same.
+"""Convert models to an opset with all quantizers, and check that they still compute the same.
 
 QuantizeLinear and DequantizeLinear know 4 and 16 bits and blocks from opset 21 on. Most operators of most models did
 not change since, apart from the types they take: a model of these only gets the new number. Of reductions, Squeeze,
@@ -105,7 +105,7 @@ def modernize(loaded: Loaded, dummy_input: Any = None) -> Loaded:
 
 
 def _is_unchanged(kind: str, opset: int) -> bool:
-    """Whether an operator means the same at :data:`OPSET`, at most with an attribute of it as an input."""
+    """Whether an operator is the same at :data:`OPSET`, except that an attribute may have become an input."""
     return (_OLDEST_FORM if kind in _BECAME_INPUT else _UNCHANGED_SINCE.get(kind, OPSET)) <= opset
 
 
@@ -127,7 +127,7 @@ def _write_attributes_as_inputs(model: ir.Model, opset: int) -> None:
 
 
 def _take_as_input(node: ir.Node, key: str, numbers: ir.Value) -> None:
-    """Let ``node`` read its attribute ``key`` as second input; no axes were all axes, and stay so without an input."""
+    """Turn the attribute ``key`` of ``node`` into its second input; missing axes mean all axes in both forms."""
     del node.attributes[key]
     if numbers.shape is not None and numbers.shape[0]:
         node.resize_inputs(2)
@@ -135,7 +135,7 @@ def _take_as_input(node: ir.Node, key: str, numbers: ir.Value) -> None:
 
 
 def _count_parts(node: ir.Node) -> None:
-    """Let a Split without sizes say how many equal parts it makes."""
+    """Set the number of equal parts of a Split without sizes."""
     if node.op_type == "Split" and (len(node.inputs) < 2 or node.inputs[1] is None):
         node.attributes.add(ir.AttrInt64("num_outputs", len(node.outputs)))
 
@@ -200,7 +200,7 @@ def _convert(loaded: Loaded) -> tuple[Loaded, list[str]]:
 
 
 def _refuse_unknown(model: ir.Model, opset: int, site: str) -> None:
-    """Refuse operators that the standard does not have, which the converter answers with its own source line."""
+    """Refuse operators outside the standard, on which the converter fails without a useful message."""
     for node in all_nodes(model.graph):
         known_here = onnx.defs.has(node.op_type, max(opset, TAKEN_IN.get(node.op_type, 0)))
         if node.domain in ("", "ai.onnx") and not known_here:
@@ -248,7 +248,7 @@ def _repeat(model: ir.Model, node: ir.Node, port: int, times: int, names: Names)
 
 
 def _park_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Take large tensors out of the converter's way, so that a model of any size converts in memory."""
+    """Move large tensors out of the model while it is converted, so that any size converts in memory."""
     kept: dict[str, ir.TensorProtocol] = {}
     for value in model.graph.initializers.values():
         tensor = value.const_value
@@ -266,7 +266,7 @@ def _park_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
 
 
 def _park_nodes(model: ir.Model, opset: int) -> dict[str, list[float] | None]:
-    """Hide Upsample, the Resize of opset 10 and what no converter knows in a domain of their own; node -> its scales."""
+    """Hide Upsample, the Resize of opset 10 and unknown operators in a separate domain; returns node -> scales."""
     found: dict[str, list[float] | None] = {}
     if opset > 10:
         return found
@@ -282,7 +282,7 @@ def _park_nodes(model: ir.Model, opset: int) -> dict[str, list[float] | None]:
 
 
 def _unpark_nodes(model: ir.Model, parked: dict[str, list[float] | None]) -> None:
-    """Write what was hidden as the Resize that does the same: pixel ``i`` lies at ``i / scale``."""
+    """Write hidden nodes as the equivalent Resize: pixel ``i`` lies at ``i / scale``."""
     for node in all_nodes(model.graph):
         if node.domain != _PARKED:
             continue
@@ -314,7 +314,7 @@ def _shrinks(scales: ir.Value | None) -> bool:
 
 
 def _compare(old: Loaded, new: Loaded, dummy_input: Any) -> str:
-    """Refuse a conversion that changed the function; a remark where that could not be checked."""
+    """Refuse a conversion that changed the function; returns a note where that could not be checked."""
     site = str(old.path or old.model.graph.name or "model")
     specs = input_specs(old.model)
     feeds = _feeds(specs, dummy_input)
@@ -355,7 +355,7 @@ def _converted_kinds(old: Loaded) -> list[str]:
 
 
 def _culprit(old: Loaded, new: Loaded, feeds: Feeds) -> str:
-    """The first operator whose result differs; where that cannot be told, those that were converted."""
+    """The first operator whose result differs; the converted ones where that is unknown."""
     there = {str(value.name) for node in new.model.graph for value in node.outputs if value.name}
     made = {
         str(value.name): node

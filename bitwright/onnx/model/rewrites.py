@@ -1,4 +1,4 @@
-"""Rewrites of a model before it is converted: of the optimizer's operators, of old ones, of recurrent layers and loop states.
+"""Rewrites before conversion: of the optimizer's operators, of old ones, of recurrent layers and loop states.
 
 Files that ONNX Runtime's optimizer saved become models like any other:
 
@@ -71,7 +71,7 @@ def plain_attributes(node: ir.Node) -> dict[str, Any]:
 
 
 def split_directions(model: ir.Model) -> list[str]:
-    """Write every bidirectional layer as a forward layer, a reverse one, and what puts their outputs together.
+    """Write every bidirectional layer as a forward layer, a reverse one, and a join of their outputs.
 
     Nodes are called ``<node>.forward`` and ``<node>.reverse``, and so are the halves of constant weights. A layer with
     an activation function that ONNX Runtime does not know stays as it is.
@@ -198,7 +198,7 @@ def activation_attributes(activations: Sequence[Activation]) -> dict[str, list[A
 
 
 def drop_unchanged_states(model: ir.Model) -> list[str]:
-    """Let the bodies of Loop and Scan read what no iteration changes from outside, instead of handing it on as a state.
+    """Turn states of Loop and Scan that no iteration changes into values from outside.
 
     Exporters of TensorFlow put the weights of a recurrent layer among the states of a Loop, whose body returns them as they
     are. Read from outside they are constants. Scan before opset 9 had other inputs, and stays as it is.
@@ -228,7 +228,7 @@ def drop_unchanged_states(model: ir.Model) -> list[str]:
 
 
 def _unchanged_states(node: ir.Node) -> list[int]:
-    """Places among the states of a loop whose value every iteration returns as it came."""
+    """Indices of the states of a loop that every iteration returns unchanged."""
     body = node.attributes["body"].as_graph()
     skipped, count = _states_of(node)
     found = []
@@ -265,7 +265,7 @@ def _through_copies(body: ir.Graph, value: ir.Value) -> ir.Value:
 
 
 def _without_states(node: ir.Node, states: Sequence[int], names: Names, outputs: Outputs) -> None:
-    """Take ``states`` out of a loop and its body; who reads them reads what they began with."""
+    """Remove ``states`` from a loop and its body; their readers get the initial values."""
     body = node.attributes["body"].as_graph()
     skipped, _ = _states_of(node)
     first = _conditions(node)
@@ -298,7 +298,7 @@ def _copy_of(source: ir.Value, like: ir.Value, place: Callable[[ir.Node], None],
 
 
 def _rebuild(node: ir.Node, inputs: set[int], results: set[int], outputs: Outputs) -> None:
-    """Put a node without some of its inputs and outputs in the place of ``node``; one without outputs is left out."""
+    """Replace ``node`` by one without some of its inputs and outputs; without outputs, remove it."""
     kept = [value for i, value in enumerate(node.outputs) if i not in results]
     assert node.graph is not None
     if kept:
@@ -324,7 +324,7 @@ _END = 1 << 31
 
 
 class Pen:
-    """Writes operators in front of one node, each reading the one before."""
+    """Writes a chain of operators before a node."""
 
     def __init__(self, model: ir.Model, names: Names, node: ir.Node) -> None:
         self.model, self.names, self.node = model, names, node
@@ -352,7 +352,7 @@ class Pen:
         strings: Mapping[str, str] | None = None,
         **attributes: Sequence[int],
     ) -> Pen:
-        """One more operator; ``others`` are its further inputs, constants all."""
+        """Append an operator with the constants ``others`` as further inputs."""
         attrs = [ir.AttrInt64s(key, tuple(numbers)) for key, numbers in attributes.items()]
         for key, number in (floats or {}).items():
             single = isinstance(number, (int, float))
@@ -361,7 +361,7 @@ class Pen:
         return self._step(op, [self.value, *map(self.constant, others)], attrs)
 
     def with_value(self, op: str, other: ir.Value) -> Pen:
-        """One more operator, which reads another value of the graph too."""
+        """Append an operator that also reads another value of the graph."""
         return self._step(op, [self.value, other], [])
 
     def _step(self, op: str, inputs: Sequence[ir.Value], attributes: Sequence[ir.Attr]) -> Pen:
@@ -414,7 +414,7 @@ TAKEN_IN = {"ThresholdedRelu": 10}
 
 
 def rewrite_dropped(model: ir.Model, opset: int) -> list[str]:
-    """Write operators that the standard dropped as others, in place; which they were.
+    """Rewrite operators that the standard dropped, in place; returns their types.
 
     Args:
         model: of an opset below 10, where Slice has attributes; at later ones none of them exists any more.
@@ -432,7 +432,7 @@ def rewrite_dropped(model: ir.Model, opset: int) -> list[str]:
 
 
 def take_place(model: ir.Model, node: ir.Node, made: ir.Value) -> None:
-    """Let ``made`` be what ``node`` made, under its name."""
+    """Replace the output of ``node`` by ``made``, under its name."""
     old = node.outputs[0]
     move_uses(old, made)
     for graph in all_graphs(model.graph):
@@ -446,7 +446,7 @@ def take_place(model: ir.Model, node: ir.Node, made: ir.Value) -> None:
 
 
 def part_training_norms(model: ir.Model, opset: int, site: str) -> list[str]:
-    """Take from batch norms in training mode the outputs that later opsets do not have, in place; names of the nodes.
+    """Remove outputs of training-mode batch norms that later opsets lack, in place; returns the nodes' names.
 
     Raises:
         ModelError: one of these outputs is read.
@@ -510,7 +510,7 @@ _AGAIN = (
 
 
 def undo_optimizations(model: ir.Model, opset: int, clone: Callable[[ir.Model], ir.Model]) -> list[str]:
-    """Write what ONNX Runtime's optimizer wrote in operators of the standard, in place; a note where there was something.
+    """Rewrite operators of ONNX Runtime's optimizer as standard ones, in place; returns a note if there were any.
 
     Args:
         model: its weights are initializers.
@@ -687,7 +687,7 @@ def _upsample(site: _Site, node: ir.Node) -> None:
 
 @dataclass
 class _Channels:
-    """How many channels the tensors in blocks have: the sets of those that have equally many, and the numbers.
+    """Numbers of channels of blocked tensors, by sets of tensors with equally many.
 
     A tensor in blocks has as many as fill whole blocks, zeros in those that it lacks. How many it has is said where it
     enters or leaves the blocks; otherwise all that are stored count.
@@ -724,7 +724,7 @@ class _Channels:
         return value
 
     def _visit(self, node: ir.Node) -> Iterator[tuple[ir.Value, int]]:
-        """Note what ``node`` tells; what it tells for certain."""
+        """Record what ``node`` implies, and return what is certain."""
         result, kind = node.outputs[0], node.op_type if node.domain == _BLOCKED else ""
         inner = [value for value in node.inputs if value is not None and value in self.parent]
         if kind == "ReorderOutput":
@@ -743,7 +743,7 @@ class _Channels:
             self._join(result, self._of_convolution(node, inner) if kind == "Conv" else inner)
 
     def _of_convolution(self, node: ir.Node, inner: list[ir.Value]) -> list[ir.Value]:
-        """Note how many channels a convolution makes; which of the tensors that it reads have as many."""
+        """Record the output channels of a convolution, and which operands have as many."""
         self.stored[node.outputs[0]] = int(_weight(node).shape[0])
         return inner if _is_depthwise(node) else [value for value in inner if value in node.inputs[3:]]
 
@@ -758,7 +758,7 @@ class _Channels:
 
 
 def _entering(node: ir.Node) -> int:
-    """Channels of what a ReorderInput puts into blocks."""
+    """Channels of the input of a ReorderInput."""
     source, axis = node.inputs[0], -1 if node.attributes.get_int("channels_last", 0) else 1
     count = _channels_of(source, axis)
     if not isinstance(count, int):
@@ -876,7 +876,7 @@ def block_length() -> int:
 
 
 def _compare(before: ir.Model, after: ir.Model) -> None:
-    """Refuse a result that computes something else than the file on random input.
+    """Refuse a rewrite whose outputs differ from the file's on random input.
 
     Raises:
         ModelError: it does.

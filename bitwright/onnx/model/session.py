@@ -1,4 +1,4 @@
-"""Opening ONNX Runtime sessions: what the simulation needs of them, and errors that say what to do."""
+"""Open ONNX Runtime sessions with the settings of the simulation, and explain their errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def open_session(
 
 
 def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
-    """A session of a message without large weights: those are read from a file, which the session maps one by one."""
+    """Open a model whose large weights lie in a file, which the session maps one by one."""
 
     @collector_paused()
     def opened(folder: str | None) -> Any:
@@ -113,7 +113,7 @@ def save_optimized(model: ir.Model, path: Path) -> None:
 
 
 def _check_room(folder: Path, size: int) -> None:
-    """Tell a full temporary folder, of which the runtime says only that it cannot write, from a model that it refuses.
+    """Distinguish a full temporary folder from a model that the runtime refuses.
 
     Raises:
         ExportError: ``folder`` has no room for a file of so many bytes.
@@ -130,7 +130,7 @@ def _check_room(folder: Path, size: int) -> None:
 
 
 def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:
-    """A session on the CPU that runs the nodes of an optimised file as they stand there; see :func:`open_session`."""
+    """A session on the CPU that runs an optimised file without further optimisation; see :func:`open_session`."""
     import onnxruntime as ort
 
     options = _options(threads, arena)
@@ -142,7 +142,7 @@ def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:
 
 
 def threads_of(asked: int) -> int:
-    """``asked``, and for 0 what ``OMP_NUM_THREADS`` says, which the runtime itself does not read; 0 leaves the number to it."""
+    """``asked``, or for 0 ``OMP_NUM_THREADS``, which the runtime itself ignores; 0: the runtime's default."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP has a number per level of nesting
     return asked or (int(first) if first.isdecimal() else 0)
 
@@ -217,7 +217,7 @@ def first_line(error: BaseException) -> str:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: what the machine has free, and less where a control group says so."""
+    """Bytes that this process may still allocate: free memory of the machine, limited by its control group."""
     free = [psutil.virtual_memory().available]
     limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
     if limit is not None and used is not None:
@@ -233,7 +233,7 @@ def _number(path: Path) -> int | None:
 
 
 def return_memory() -> None:
-    """Give what was freed back to the system, where the C library can be asked to (glibc).
+    """Return freed memory to the system, where the C library supports it (glibc).
 
     It keeps freed blocks below 32 MiB, among them the weights of a session, for allocations to come. Where those do not
     fit into the holes, each session that is opened in the place of another one takes more.
@@ -250,7 +250,7 @@ def _malloc_trim() -> Any:
 
 
 def _write_weights(model: ir.Model, folder: str) -> dict[ir.Value, ir.TensorProtocol]:
-    """Let large initializers lie in a file in ``folder``, and none in any other; the tensors that were there before."""
+    """Move all large initializers to one file in ``folder``; returns the previous tensors."""
     path, before = Path(folder, "weights.data"), dict[ir.Value, ir.TensorProtocol]()
     try:
         with path.open("wb") as file:
@@ -266,7 +266,7 @@ def _write_weights(model: ir.Model, folder: str) -> dict[ir.Value, ir.TensorProt
 
 
 def kept_in_file(name: str, tensor: ir.TensorProtocol, file: BinaryIO, path: Path) -> ir.TensorProtocol:
-    """A large tensor as it lies in ``file`` from now on, at its end; a small one in memory.
+    """Append a large tensor to ``file``, and return it mapped; a small one stays in memory.
 
     Args:
         name: of the tensor.
@@ -297,13 +297,13 @@ def weights_folder(model: ir.Model) -> str | None:
 
 
 def fits_a_message(model: ir.Model) -> bool:
-    """Whether the model can be handed over in memory: small enough, and no tensor in another file."""
+    """Whether the model fits into one message in memory: small enough, without external tensors."""
     external = any(isinstance(tensor, ir.ExternalTensor) for _, tensor in weights(model))
     return not external and not is_large(model)
 
 
 def is_large(model: ir.Model) -> bool:
-    """Whether a model is not to be held whole."""
+    """Whether a model is too large to hold as a whole."""
     return weight_bytes(model) > IN_MEMORY
 
 
@@ -313,7 +313,7 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def weights(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
-    """Every initializer that has elements, with them."""
+    """Every non-empty initializer with its elements."""
     for graph in all_graphs(model.graph):
         for value in graph.initializers.values():
             if value.const_value is not None:

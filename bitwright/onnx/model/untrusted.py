@@ -133,7 +133,7 @@ def _read(file: BinaryIO, start: int, end: int) -> bytes:
 
 
 def check_tensors(proto: onnx.ModelProto) -> None:
-    """Every tensor of ``proto`` holds as many elements as its shape says, or names a file of its own folder.
+    """Check that every tensor of ``proto`` has as many elements as its shape, or names a file in its folder.
 
     Raises:
         ModelError: one does not; names the tensor.
@@ -143,7 +143,7 @@ def check_tensors(proto: onnx.ModelProto) -> None:
 
 
 def check_names(proto: onnx.ModelProto, site: str) -> None:
-    """Every name and type of ``proto`` is text; what is not UTF-8, protobuf hands over as bytes.
+    """Check that every name and type of ``proto`` is valid UTF-8, which protobuf otherwise returns as bytes.
 
     Raises:
         ModelError: one is not.
@@ -188,7 +188,7 @@ def graph_protos(
 
 
 def infer_past_wrong_shapes(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, set[str]]:
-    """``proto`` with shapes, and the names of values whose shapes it states wrongly; these leave it."""
+    """``proto`` with inferred shapes, and the names of values with wrong stated shapes, which are dropped."""
     try:
         return onnx.shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True), set()
     except (onnx.shape_inference.InferenceError, RuntimeError):  # stated shapes may be all that is wrong
@@ -197,7 +197,7 @@ def infer_past_wrong_shapes(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, se
 
 
 def _drop_wrong_shapes(proto: onnx.ModelProto) -> set[str]:
-    """Take out of a model the shapes that it states of its own values and that its operators contradict.
+    """Remove stated shapes that the model's operators contradict.
 
     An exporter that moves Transposes after it has noted shapes writes such files. ONNX Runtime runs them with a warning; what
     is derived from a wrong shape it refuses.
@@ -307,7 +307,7 @@ def _check_entries(tensor: onnx.TensorProto, site: str, needed: int) -> None:
 
 
 def check_nodes(model: ir.Model, opset: int) -> None:
-    """Every standard node has the inputs and attributes that its operator needs; If, Loop and Scan have fitting bodies.
+    """Check that standard nodes have the inputs and attributes they need, and If, Loop and Scan fitting bodies.
 
     Raises:
         ModelError: one has not; names the node. ONNX Runtime loads none of these.
@@ -372,7 +372,7 @@ def _is_fed(node: ir.Node, body: ir.Graph) -> bool:
 
 
 def check_external_data(model: ir.Model, path: Path | None) -> None:
-    """Every tensor whose data lie in a file finds them there, inside the folder of the model.
+    """Check that the data of external tensors exist inside the folder of the model.
 
     A link is followed: the file may also lie where the model file really is, as in caches that link both. Such a
     tensor is given the real name, because ``onnx_ir`` reads no data through a link that leaves the folder.
@@ -430,7 +430,7 @@ class _DataFiles:
         )  # fmt: skip
 
     def _look(self, base: str, location: str, site: str) -> tuple[str, int]:
-        """Where the file really is, and its size."""
+        """The resolved path of a file, and its size."""
         path = Path(base, location)
         real = os.path.realpath(path)
         if not any(_inside(real, home) for home in (os.path.realpath(base), self._home) if home is not None):

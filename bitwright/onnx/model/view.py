@@ -1,4 +1,4 @@
-"""``FloatModel`` of an ONNX model: how algorithms, which know no framework, read and change it."""
+"""``FloatModel`` of an ONNX model, through which framework-independent algorithms read and change it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class OnnxView:
         return self._view
 
     def refresh(self) -> None:
-        """Forget the graph: the next question is answered about the model as it is now."""
+        """Forget the graph, since the model was changed."""
         self._view = None
 
     # -- parameters
@@ -152,7 +152,7 @@ class OnnxView:
             }
 
     def walk(self, values: Sequence[str], batches: Sequence[Any], seen: Seen) -> None:
-        """Run all batches for one value after the other, in the order of the graph; see ``FloatModel.walk``."""
+        """Run all batches for one value at a time, in the order of the graph; see ``FloatModel.walk``."""
         order = {name: i for i, op in enumerate(self.graph().ops) for name in op.outputs}
         for name in sorted(values, key=lambda name: order.get(name, -1)):
             seen(name, range(len(batches)), [found[name] for found in self.capture([name], batches)])
@@ -217,7 +217,7 @@ class OnnxView:
         return run_session(session, {}, site)
 
     def materialize(self, values: Iterable[str]) -> None:
-        """Turn constants that the model computes into initializers; what only served to compute them goes.
+        """Turn constants that the model computes into initializers, and remove the nodes that computed them.
 
         Args:
             values: names; those of initializers and of values inside bodies are left as they are, and codes that the model
@@ -333,7 +333,7 @@ class OnnxView:
         return restore
 
     def _insert_after(self, node: ir.Node, op_type: str, operand: ir.Value, name: str) -> ir.Node:
-        """Put an operator of ``node``'s result and ``operand`` between it and its readers."""
+        """Insert an operator on the result of ``node`` and ``operand`` before its readers."""
         assert node.graph is not None and self._names is not None
         result = node.outputs[0]
         second = ir.Node("", op_type, [result, operand], name=self._names.node(name))
@@ -470,7 +470,7 @@ class OnnxView:
         return restore
 
     def tidy(self) -> None:
-        """Take out ``Identity`` nodes and initializers that nothing reads; edits cannot be undone after it."""
+        """Remove ``Identity`` nodes and unused initializers; edits cannot be undone afterwards."""
         graphs, outputs = list(all_graphs(self.model.graph)), Outputs(self.model)
         for graph in graphs:
             for node in list(graph):
@@ -484,7 +484,7 @@ class OnnxView:
 
 
 def _remember(node: ir.Node) -> Undo:
-    """Makes ``node`` the operator that it is now, and its inputs after the first those of now."""
+    """Return a function that restores the present operator of ``node`` and its inputs after the first."""
     kind, inputs, attributes = (node.domain, node.op_type), node.inputs, dict(node.attributes)
     outputs = len(node.outputs)
 
@@ -534,7 +534,7 @@ def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
 
 
 def _iterations(array: Array, axes: int | None) -> list[Array]:
-    """The value in one run: loops put ``axes`` axes in front of it, and iterations that did not make it are NaN throughout."""
+    """The value in each iteration of one run: loops prepend ``axes`` axes, and fill skipped iterations with NaN."""
     if axes is None:
         return [array]
     if axes == 0:  # of a branch; one that was not taken gives nothing
@@ -594,7 +594,7 @@ def _last_shape(array: Array, axes: int | None) -> tuple[int, ...] | None:
 
 
 def tensor_names(model: ir.Model) -> Iterator[str]:
-    """Names of everything that :func:`measure_shapes` can tell a shape of."""
+    """Names of all values whose shape :func:`measure_shapes` can measure."""
     for name, value in values_by_name(model).items():
         if value.graph is not None and not value.is_initializer() and is_tensor(value):
             yield name
@@ -626,7 +626,7 @@ def _no_chain(node: ir.Node) -> str | None:
 
 
 def _conv_attributes(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """As ONNX has them: where the padding follows the input's size, none is written."""
+    """Attributes of a convolution in ONNX; without pads where these follow the input's size."""
     automatic = str(attrs.get("auto_pad", "NOTSET")) != "NOTSET"
     left_out = "pads" if automatic else "auto_pad"
     return {k: list(v) if isinstance(v, tuple) else v for k, v in attrs.items() if k != left_out}
@@ -657,7 +657,7 @@ def _alone(node: ir.Node) -> ir.Node:
 
 
 def _is_dequantized(value: ir.Value) -> bool:
-    """Whether a DequantizeLinear makes the value, or what is moved into it."""
+    """Whether a DequantizeLinear computes the value, across data movement."""
     node = value.producer()
     while node is not None and node.op_type != "DequantizeLinear":
         source = node.inputs[0] if node.inputs else None
@@ -680,6 +680,6 @@ def _signature(node: ir.Node) -> tuple[Any, ...]:
 
 
 def _wide(array: Array) -> Array:
-    """Floating-point numbers of less than 32 bits as float32."""
+    """Convert floating-point numbers of less than 32 bits to float32."""
     narrow = array.dtype.name in ("float16", "bfloat16") or array.dtype.name.startswith("float8")
     return array.astype(np.float32) if narrow else np.asarray(array)

@@ -1,4 +1,4 @@
-"""Watching activations while a model runs: bounds by reductions inside the graph, histograms from the tensors.
+"""Observe activations while a model runs: bounds by reductions inside the graph, histograms from the tensors.
 
 What a quantizer needs decides what is fetched. Bounds (range method ``minmax``, per tensor) are reductions and a size
 beside each tensor; only scalars leave the runtime. ReduceMin and ReduceMax pass over NaN, so a ReduceSum goes
@@ -82,7 +82,7 @@ _CHANNELWISE = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Watching:
-    """A session, and under which name it gives each output that goes by another one there.
+    """A session, and its names of outputs that are renamed there.
 
     ``optimized``, and the folder of its weights, are what :func:`narrow` opens another one from; ``None`` where nothing was
     kept.
@@ -109,7 +109,7 @@ def open_watching(
     arena: bool = True,
     keep: bool = False,
 ) -> Watching:
-    """A session that frees each tensor once its readers are through, reductions among them.
+    """Open a session that frees each tensor after its readers, including reductions.
 
     What the runtime has optimised is edited as the message that it wrote, which takes a tenth of the time of reading and
     writing it as an ``onnx_ir`` model.
@@ -157,7 +157,7 @@ def narrow(
     threads: int = 0,
     arena: bool = True,
 ) -> Watching:
-    """A session that gives some of the outputs of an earlier one, for a third of what that one took to open.
+    """A session for some of the outputs of an earlier one, opened in a third of the time.
 
     Args:
         watching: from :func:`open_watching` with ``keep``; it gives up what it kept.
@@ -210,7 +210,7 @@ def _is_copy(node: onnx.NodeProto) -> bool:
 
 
 def _redirect(reader: onnx.NodeProto, port: int, blocked: str, scalars: Collection[str]) -> bool:
-    """Let a reduction read the blocked tensor; whether the reader is one."""
+    """Let a reduction read the blocked tensor; returns whether the reader is a reduction."""
     reduces = port >= 0 and all(name in scalars for name in reader.output)
     if reduces:
         reader.input[port] = blocked
@@ -246,7 +246,7 @@ def _channels_made(node: onnx.NodeProto, given: Collection[int | None]) -> int |
 
 
 def reduce_early(graph: onnx.GraphProto, small: Collection[str]) -> None:
-    """Move what only ``small`` outputs need right after what it reads; the runtime has put it last.
+    """Move nodes that only ``small`` outputs need right after their operands; the runtime puts them last.
 
     Args:
         graph: in an order in which it can run; stays so.
@@ -265,7 +265,7 @@ def reduce_early(graph: onnx.GraphProto, small: Collection[str]) -> None:
 def _with_readers(
     places: Sequence[int], sources: Mapping[int, Sequence[str]], nodes: Sequence[onnx.NodeProto]
 ) -> Iterator[int]:
-    """``places``, and each place of ``sources`` right after the last of the nodes that make its sources."""
+    """Order ``places``, with those in ``sources`` right after the last producer of their sources."""
     waiting: dict[str, list[int]] = defaultdict(list)  # by what they wait for
     missing = {i: len(names) for i, names in sources.items()}
     for i, names in sources.items():
@@ -319,7 +319,7 @@ def _read_in_bodies(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def _replace(field: Any, items: list[Any]) -> None:
-    """Let a repeated field of a message hold ``items``, which may be of it."""
+    """Set a repeated field of a message to ``items``, which may come from it."""
     del field[:]
     field.extend(items)
 
@@ -383,7 +383,7 @@ class _Sessions:
         return part if self.weights <= part else 0
 
     def make_room(self, runs: int) -> None:
-        """Let sessions go until one more may come: those of other shapes first, then the one that ran last.
+        """Close sessions until one more fits: those of other shapes first, then the most recent.
 
         Groups come round in the same order with every batch, so what ran last is needed last.
         """
@@ -501,14 +501,14 @@ class Calibrator(Observer):
             self._instrument.drop(tap.channels if both is None else tap.channels[: 0 if both else 1])
 
     def _look_whole(self, tap: Tap) -> None:
-        """A few pixels did not tell enough."""
+        """Observe all pixels from now on, since a few did not suffice."""
         self._instrument.look_whole(tap)
         self._changes += 1
 
     # -- running
 
     def run(self, given: Any) -> list[Array]:
-        """Run one batch and watch it; the outputs of the model, activations in float.
+        """Run one batch and observe it; returns the outputs of the model with float activations.
 
         Raises:
             ModelError: the batch does not fit the inputs.
@@ -557,7 +557,7 @@ class Calibrator(Observer):
         return outputs
 
     def finish(self) -> None:
-        """Hand the bounds gathered so far to the quantizers."""
+        """Pass the collected bounds to the quantizers."""
         lo, hi, count = self._bounds.lo, self._bounds.hi, self._bounds.count
         for i, tap in enumerate(self._reduced):
             if count[i]:
@@ -614,12 +614,12 @@ class Calibrator(Observer):
         return finite
 
     def _missed(self, i: int, lo: float) -> bool:
-        """Whether the least of a few pixels need not be that of the tensor, and that matters."""
+        """Whether the minimum over a few pixels may differ from the tensor's, and matters."""
         floor = self._reduced[i].floor
         return floor is not None and lo > floor and self._bounds.lo[i] > floor
 
     def _read_channels(self, ends: Mapping[Tap, list[Array]], scalars: Sequence[Array], feeds: Feeds) -> None:
-        """Take the bounds per channel; where they are not enough, look at the tensor."""
+        """Read the bounds per channel; where they do not suffice, fetch the tensor."""
         lows = np.minimum(scalars[0], self._bounds.lo) if self._reduced else ()
         least = dict(zip(self._reduced, map(float, lows), strict=True))
         unclear = [t for t, found in ends.items() if not t.observe_channels(found, least.get(t, t.least))]
@@ -653,7 +653,7 @@ class Calibrator(Observer):
     def _open(
         self, arrays: Sequence[Tap], *, first: bool, arena: bool, whole: bool = False, before: Watching | None = None
     ) -> _Session:
-        """A session; ``before`` is what is left of one that showed the channels of more taps."""
+        """Open a session; ``before``: one with the channels of more taps, to be narrowed."""
         fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
         small = [*self._joined, *chain.from_iterable(self._channel_values().values())] if first else []
         names = [*(self._outputs if first else ()), *(str(v.name) for v in small)]
@@ -722,7 +722,7 @@ def _is_watched(quantizer: Quantizer) -> bool:
 
 
 def _count(group: Sequence[Tap], found: list[Array], feeds: Feeds, see: Callable[[Tap, Array], None]) -> None:
-    """Count the tensors of one run; ``found`` gives up each once it is counted, so that nothing waits for the next."""
+    """Count the tensors of one run; each is removed from ``found`` once counted, to free its memory."""
     found.reverse()
     for tap in group:
         name = str(tap.value.name)

@@ -1,4 +1,4 @@
-"""Build runnable models from placed sites: markers in the graph, and the simulation made of them.
+"""Build models with markers at the placed sites, and the simulation from them.
 
 There is one marked model per simulation. What runs (calibration, simulation) and what is exported are both derived
 from it, by the same writer of quantizers (:mod:`bitwright.export.qdq.forms`), so that they cannot drift apart.
@@ -59,7 +59,7 @@ _Made = tuple[
 
 
 class WeightFile:
-    """A file of weights that lasts as long as this, or one of the tensors that it gave.
+    """A file of weights that exists as long as this object or one of its tensors.
 
     Attributes:
         folder: it lies there, and goes with it.
@@ -189,7 +189,7 @@ def _mark_input(node: ir.Node, port: int, site: str, names: Names) -> None:
 
 
 def _mark_returned(value: ir.Value, site: str, names: Names, outputs: Outputs) -> None:
-    """Mark what the branch of an If hands out, for the reader of the If alone."""
+    """Mark the result of an If's branch, for the reader of the If alone."""
     assert value.graph is not None
     marker = _marker(value, site, names)
     value.graph.append(marker)
@@ -240,7 +240,7 @@ def marked_constants(marked: ir.Model) -> dict[str, NDArray[Any]]:
 def simulation_model(
     marked: ir.Model, encodings: Mapping[str, Encoding], biases: Container[str] = (), file: WeightFile | None = None
 ) -> MarkedSimulation:
-    """The model that computes what the quantized model will compute.
+    """The model that computes the quantized results in float.
 
     Constants become their fake-quantized float values, and their originals are dropped. Activations pass
     QuantizeLinear and DequantizeLinear. A site without encoding lets its tensor through.
@@ -284,7 +284,7 @@ def simulation_model(
 
 
 def _write_site(node: ir.Node, source: ir.Value, encoding: Encoding | None, site: str, builder: Builder) -> ir.Value:
-    """Put a quantizer in the place of a marker; what its readers see."""
+    """Replace a marker by a quantizer; returns the value for its readers."""
     if encoding is not None:
         return write_activation(builder, node, encoding, unsigned(encoding), site).value
     result = node.outputs[0]
@@ -293,7 +293,7 @@ def _write_site(node: ir.Node, source: ir.Value, encoding: Encoding | None, site
 
 
 def _kept_in_file(simulation: MarkedSimulation, file: WeightFile) -> MarkedSimulation:
-    """The large weights that no site quantizes go into the file of the others, for a session reads from one folder."""
+    """Move large unquantized weights into the file of the others, since a session reads from one folder."""
     for value, tensor in weights(simulation.model):
         there = isinstance(tensor, ir.ExternalTensor) and tensor.base_dir == file.folder.name
         if not there and tensor.dtype != ir.DataType.STRING:

@@ -1,4 +1,4 @@
-"""``QuantizationSimModel``: an ONNX model that computes what its quantized self will compute.
+"""``QuantizationSimModel``: the simulation of a quantized ONNX model.
 
 Repairs of values that are not finite are nodes after the operator that makes them:
 
@@ -135,7 +135,7 @@ REPAIRED = {_D.FLOAT16: "float16", _D.BFLOAT16: "bfloat16", _D.FLOAT: "float32",
 
 @dataclass(frozen=True, eq=False)
 class RepairedValue:
-    """A value after which a repair stands.
+    """A value with a repair after it.
 
     Attributes:
         raw: what the operator wrote; its name ends in ``_unrepaired``.
@@ -147,13 +147,13 @@ class RepairedValue:
 
 
 def _float_results(node: ir.Node | None) -> list[ir.Value]:
-    """The floating-point tensors that a node writes and something reads."""
+    """The floating-point outputs of a node that have readers."""
     read = [v for v in (() if node is None else node.outputs) if v.uses() or v.is_graph_output()]
     return [v for v in read if is_tensor(v) and _dtype(v) in REPAIRED]
 
 
 def _dtype(value: ir.Value) -> ir.DataType:
-    """The type of a tensor; float32 after an operator that type inference does not know, as for quantizers."""
+    """The dtype of a tensor; float32 where type inference does not know it, as for quantizers."""
     return value.dtype or _D.FLOAT
 
 
@@ -234,7 +234,7 @@ _WIDEST = 16
 
 
 class TrialSession:
-    """Runs a simulation as it stands at each run, like an ``InferenceSession``.
+    """Runs the present state of a simulation, like an ``InferenceSession``.
 
     Args:
         sim: a calibrated simulation; its quantizers may change between runs in every way.
@@ -274,14 +274,14 @@ def _structure(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> 
 
 
 def _is_input(encoding: Encoding) -> bool:
-    """Whether the grid can be fed: one scale for the tensor, at most 16 bits."""
+    """Whether the grid can be an input of the session: one scale per tensor, at most 16 bits."""
     fmt = encoding.format
     wide = isinstance(fmt, IntFormat) and fmt.bits <= _WIDEST
     return wide and isinstance(encoding.granularity, PerTensor) and not encoding.dynamic
 
 
 class _Inputs:
-    """One session, and what it is fed beside the model's inputs."""
+    """A session, and its feeds besides the model's inputs."""
 
     def __init__(self, sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> None:
         self._biases = set(sim._biases)
@@ -345,7 +345,7 @@ class _Inputs:
         return any(sim.constants.get(site) is not array for site, array in self._written.items())
 
     def feeds(self, sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> dict[str, Array]:
-        """Grids and weights for ``encodings``; what did not change since the last call is not computed again."""
+        """Grids and weights for ``encodings``; those unchanged since the last call are reused."""
         found: dict[str, Array] = {}
         for name, (site, tensor) in self._constants.items():
             encoding, bias = encodings.get(site), site in self._biases
@@ -385,7 +385,7 @@ def _grid(encoding: Encoding) -> list[Array]:
 
 
 def _places(simulation: MarkedSimulation, names: Sequence[str], bodies: bool) -> Iterator[tuple[str, ir.Value]]:
-    """Site -> a value of the main graph that shows it, for every place of every site."""
+    """Site -> main graph values that show it, one for every place."""
     instrument, graph = Instrument(simulation.model), simulation.model.graph
     for name, value in ((site, value) for site in names for value in simulation.results.get(site, ())):
         inside = value.graph
@@ -517,7 +517,7 @@ class QuantizationSimModel(SimulationFiles):
             logger.info("%s", note)
 
     def _place_left_out(self) -> None:
-        """Give what the rules leave in float quantizers too, switched off."""
+        """Add switched-off quantizers to the values that the rules leave in float."""
         with self._occupancy.exclusive("a quantizer for what the rules leave out"), self._lock:
             added = self._add_left_out(self.constants.get, Quantizer, inputs=False)
             add_sites(self.marked, added.values(), {op.name: op.name for op in self.graph.ops})
@@ -572,7 +572,7 @@ class QuantizationSimModel(SimulationFiles):
         allow_unreached: bool = False,
         non_finite: NonFinite = "error",
     ) -> None:
-        """Find the encodings: weights from their values, activations from the data that passes them.
+        """Compute the encodings: of weights from their values, of activations from data.
 
         Weights are quantized meanwhile, activations are in float. Statistics merge exactly, so the encodings do not
         depend on order or batch size. Where no range follows from data, as under a preset that quantizes weights alone,
@@ -626,7 +626,7 @@ class QuantizationSimModel(SimulationFiles):
     def calibrating(
         self, *, resume: bool = False, allow_unreached: bool = False, non_finite: NonFinite = "error"
     ) -> AbstractContextManager[CalibrationSession]:
-        """Observe every run of a session in a block; at its end the encodings are found and put into effect.
+        """Observe every run of a session in a block; at its end the encodings are computed and put into effect.
 
         What :meth:`compute_encodings` does around data of its own, for a loop of yours. An exception in the block leaves the
         earlier encodings in effect.
@@ -721,7 +721,7 @@ class QuantizationSimModel(SimulationFiles):
         self.calibrated = True
 
     def _diagnosed(self, model: ir.Model, feeds: Any) -> HealthReport:
-        """Find where ``model``, made from the marked one, computes non-finite values."""
+        """Find the operator of ``model``, built from the marked one, that computes non-finite values."""
         from bitwright.onnx.nan_doctor import Doctor
 
         doctor = Doctor(model, "model", self.providers, self.threads)
@@ -729,7 +729,7 @@ class QuantizationSimModel(SimulationFiles):
         return doctor.report()
 
     def _name_nan(self, feeds: Feeds) -> None:
-        """Tell which operator makes NaN in the simulation of a feed that float computes without."""
+        """Name the operator that produces NaN in the simulation but not in float."""
         plain, quantized = (
             self._diagnosed(simulation_model(self.marked, encodings).model, feeds)
             for encodings in ({}, self._encodings())
@@ -770,7 +770,7 @@ class QuantizationSimModel(SimulationFiles):
         return answer
 
     def _float_copy(self) -> ir.Model:
-        """The arrays of weights are shared until they change."""
+        """A copy of the float model that shares weights until they change."""
         return strip_sites(self.marked).model
 
     def _again(self, model: Source) -> QuantizationSimModel:
@@ -796,13 +796,13 @@ class QuantizationSimModel(SimulationFiles):
         return {str(node.name): node for node in all_nodes(self.marked.graph) if not is_site(node)}
 
     def _repairable(self) -> dict[str, str | None]:
-        """An operator cannot be repaired if nothing reads its results, or they are in another type."""
+        """Operators, with a reason where they cannot be repaired: without readers, or of another dtype."""
         reason = f"the operator has no result in {', '.join(REPAIRED.values())} that anything reads"
         nodes = self._nodes()
         return {op.name: None if _float_results(nodes.get(op.name)) else reason for op in self.graph.ops}
 
     def _put_in_force(self, repairs: Sequence[Repair]) -> None:
-        """As nodes after the operators."""
+        """Apply repairs as nodes after the operators."""
         outputs = Outputs(self.marked)
         for repaired in reversed(self._repaired):
             raw, result, name = repaired.raw, repaired.result, repaired.result.name
@@ -836,7 +836,7 @@ class QuantizationSimModel(SimulationFiles):
     # -- its state
 
     def remember(self, *, parameters: bool = False) -> Undo:
-        """Keep the state of the simulation: every quantizer, whether it is calibrated, the repairs, what calibration noted.
+        """Save the state of the simulation: quantizers, calibration, repairs, notes.
 
         Args:
             parameters: keep the values of all initializers too.
@@ -864,7 +864,7 @@ class QuantizationSimModel(SimulationFiles):
         return restore
 
     def _restore_computed(self, constants: Mapping[str, Array]) -> None:
-        """Give weights that nodes computed, and that a method has replaced since, the values they had."""
+        """Restore computed weights that a method has replaced."""
         changed = {
             site: array
             for site, array in constants.items()
@@ -882,7 +882,7 @@ class QuantizationSimModel(SimulationFiles):
 
     @property
     def session(self) -> Any:
-        """An ``onnxruntime.InferenceSession`` of the simulation as it stands; made anew after changes.
+        """An ``onnxruntime.InferenceSession`` of the simulation; opened again after changes.
 
         Threads may run one session, as ever with ONNX Runtime.
 
@@ -905,7 +905,7 @@ class QuantizationSimModel(SimulationFiles):
         return TrialSession(self)
 
     def forget_simulations(self) -> None:
-        """Let the session be made anew: the marked model was changed."""
+        """Forget the sessions, since the marked model was changed."""
         self._session = None
 
     def _encodings(self) -> dict[str, Encoding]:
@@ -926,7 +926,7 @@ class QuantizationSimModel(SimulationFiles):
         return required_encodings(self.quantizers)
 
     def simulation(self) -> MarkedSimulation:
-        """The simulation as a model of its own: standard ONNX, its quantizers and what enters them."""
+        """The simulation as a standard ONNX model, with its quantizers and the values that enter them."""
         with self._lock:  # weights of a large model are mapped, and let go of once they are read
             return simulation_model(self.marked, self._encodings(), self._biases, self._weight_file())
 
@@ -950,7 +950,7 @@ class QuantizationSimModel(SimulationFiles):
         return found
 
     def _tell_of_nan(self, outputs: Iterable[Any], feeds: Feeds) -> None:
-        """Say once where the first NaN among the outputs comes from."""
+        """Warn once about the origin of the first NaN among the outputs."""
         if not self._told_of_nan and any(
             isinstance(y, np.ndarray) and y.dtype.kind == "f" and bool(np.isnan(y).any()) for y in outputs
         ):
@@ -1129,7 +1129,7 @@ class QuantizationSimModel(SimulationFiles):
         return measured(exported, target) if measure_speed else exported
 
     def _close_large(self) -> None:
-        """Let go of the sessions of a large model; they are opened again when they are needed."""
+        """Close the sessions of a large model until they are needed again."""
         if is_large(self.marked):
             self.forget_simulations()
             return_memory()
@@ -1178,7 +1178,7 @@ class QuantizationSimModel(SimulationFiles):
         target: str = DEFAULT_TARGET,
         rest: str | None = None,
     ) -> DriftReport:
-        """Find where two of float model, simulation, exported file and runtime begin to differ, and why.
+        """Find the first operator where two of float model, simulation, exported file and runtime differ, and the cause.
 
         Args:
             a, b: ``"float"``, ``"simulation"``, ``"file"``, or a runtime.
@@ -1276,5 +1276,5 @@ class QuantizationSimModel(SimulationFiles):
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two states hold the same encodings; these never change, so identity is enough."""
+    """Whether two states hold the same encoding objects, which are immutable."""
     return len(one) == len(other) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True))

@@ -84,7 +84,7 @@ def _masked(scores: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tenso
 def _projected(
     operands: tuple[Tensor, Tensor, Tensor], weights: Tensor | tuple[Tensor | None, ...], bias: Tensor | None
 ) -> Iterable[Tensor]:
-    """Queries, keys and values; ``weights`` stand below each other in one tensor, or are three."""
+    """Queries, keys and values; ``weights`` are stacked in one tensor, or three tensors."""
     query, key, value = operands
     if isinstance(weights, Tensor) and query is key and key is value:
         return F.linear(query, weights, bias).chunk(3, -1)
@@ -159,7 +159,7 @@ def multi_head_attention_forward(
 
 
 def _shown(probabilities: Tensor, average: bool, batched: bool) -> Tensor:
-    """The weights that are returned."""
+    """The attention weights that the call returns."""
     shown = probabilities.mean(1) if average else probabilities
     return shown if batched else shown.squeeze(0)
 
@@ -205,7 +205,7 @@ class Decomposition:
 
 
 def _plain_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Torch refuses a causal attention without a mask."""
+    """Refuse causal attention without a mask, as torch does."""
     refused = kwargs.get("is_causal") and kwargs.get("attn_mask") is None
     return not refused and kwargs.get("static_k") is None and kwargs.get("static_v") is None
 
@@ -224,7 +224,7 @@ DECOMPOSITIONS: dict[Any, Decomposition] = {
 
 
 def adaptive_avg_pool(x: Tensor, output_size: int | tuple[int | None, ...]) -> Tensor:
-    """Adaptive average pooling as a plain one, where the input's size is a multiple of the output's; else as itself.
+    """Adaptive average pooling as plain pooling, where the input's size is a multiple of the output's; else unchanged.
 
     ``x``: ``[N, C, *spatial]`` or ``[C, *spatial]``; ``output_size`` per spatial axis, ``None`` keeps the size.
     """
@@ -248,7 +248,7 @@ _ADAPTIVE: dict[int, Callable[..., Tensor]] = {
 def grouped_mm(
     x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """``torch._grouped_mm`` of sorted rows as one product with every matrix, of which each row keeps its own.
+    """``torch._grouped_mm`` of sorted rows as products with all matrices, from which each row keeps its own.
 
     Args:
         x: ``[S, K]``, rows sorted by group.

@@ -54,7 +54,7 @@ class Function:
     named_by: str | None = None
 
     def called(self, kwargs: Mapping[str, Any]) -> str:
-        """Base of the call's name: ``label``, unless it has a name of its own."""
+        """Base of the call's name: ``label``, unless the row sets another."""
         return self.label if self.named_by is None else str(kwargs.get(self.named_by, self.label))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Function:
         return bound
 
     def op_type(self, bound: Arguments) -> str:
-        """The canonical type of this call; ``Identity`` where a number in the code changes nothing."""
+        """The canonical type of this call; ``Identity`` where a neutral number makes it one, as in ``x + 0``."""
         kind = self.type if isinstance(self.type, str) else self.type(bound)
         return "Identity" if is_neutral(kind, _second_number(self.ports, bound)) else kind
 
@@ -91,7 +91,7 @@ class Function:
     def replace(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], new: Mapping[int, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments with the operands at the ports of ``new`` exchanged."""
+        """The call's arguments with the operands at the ports in ``new`` replaced."""
         out, named = list(args), dict(kwargs)
         for port, name in enumerate(self.ports):
             if name.startswith("*"):  # the last one
@@ -413,7 +413,7 @@ def _described(name: str) -> tuple[str, bool]:
 
 
 def writes_first(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of any torch function writes into its first argument."""
+    """Whether a call of a torch function writes into its first argument."""
     row = FUNCTIONS.get(func)
     in_place = _described(getattr(func, "__name__", ""))[1] if row is None else row.in_place
     return in_place or bool(kwargs.get("inplace"))
@@ -435,7 +435,7 @@ SET_ITEM = torch.Tensor.__setitem__
 
 
 def function_of(func: Any) -> Function | None:
-    """The row of what was called; ``None`` for functions that are in no table."""
+    """The row of a function; ``None`` for functions without one."""
     row = FUNCTIONS.get(func)
     if row is None and isinstance(func, torch._ops.OpOverloadPacket):
         row = _BY_LABEL.get(_OPERATORS.get(func._qualified_op_name, ""))
@@ -443,7 +443,7 @@ def function_of(func: Any) -> Function | None:
 
 
 def applies_mask(row: Function, bound: Arguments, result: torch.Tensor) -> bool:
-    """Whether a call makes or applies a mask: what it adds or writes is zero, or nothing to a softmax.
+    """Whether a call makes or applies a mask: it adds or writes zeros, or numbers that a softmax turns into zero.
 
     Args:
         row, bound: of the call.
@@ -466,7 +466,7 @@ _SORTS = frozenset((torch.sort, torch.Tensor.sort, torch.argsort, torch.Tensor.a
 
 
 def settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with what it leaves open decided: a sort keeps the order of values that are equal.
+    """The arguments of a call made deterministic: a sort keeps the order of equal values.
 
     Torch sorts them in any order where it is not asked; exported files have one that is stable. Rows that are sorted by
     a few numbers of experts would stand in another order in each.
@@ -508,7 +508,7 @@ _FIRST_CALLS = frozenset(("hardswish", "hardsigmoid", "sigmoid", "tanh", "interp
 
 
 def hidden_call(label: str, depth: int = 8) -> tuple[str, str] | None:
-    """Name of the function that the call in hand is made by, if a compiler would hide it, and what to write instead.
+    """Name of the calling function, if a compiler would hide it, and its replacement.
 
     Args:
         label: of the call's row in the table of functions.
@@ -579,7 +579,7 @@ _OPERATOR_SPACES = (torch, torch._C._nn, torch.Tensor)
 
 
 def as_function(func: torch._ops.OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call of an aten operator as the torch function of the same meaning; as it is where there is none in the tables."""
+    """The call of an aten operator as a call of the equivalent torch function; unchanged where the tables have none."""
     name = func._schema.name.removeprefix("aten::")
     if name in _REORDERED:
         function, wanted, names = _REORDERED[name]
@@ -595,14 +595,14 @@ def as_function(func: torch._ops.OpOverload[..., Any], args: tuple[Any, ...], kw
 
 
 def _without_layout(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of ``Tensor.to``, which takes neither the layout nor the pinned memory that its operator has."""
+    """Arguments of ``Tensor.to``, which lacks the arguments ``layout`` and ``pin_memory`` of its operator."""
     if name != "to" or kwargs.get("layout") is not torch.strided:
         return kwargs
     return {key: value for key, value in kwargs.items() if key not in ("layout", "pin_memory")}
 
 
 def results(func: torch._ops.OpOverload[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Results of the operator, from the ``output`` of the function that was called in its place."""
+    """Results of the operator, from the ``output`` of the function called in its place."""
     if func._schema.name.removeprefix("aten::") not in _SEVERAL:
         return output
     return (output, *func(*args, **kwargs)[1:])

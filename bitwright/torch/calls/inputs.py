@@ -1,4 +1,4 @@
-"""Calls of a model on whatever a user hands over as an input; tensors in nested arguments, modules in a tree (no recursion)."""
+"""Calls of a model on users' inputs; iteration over tensors in nested arguments and modules in a tree, without recursion."""
 
 from __future__ import annotations
 
@@ -139,14 +139,14 @@ def tensors_in(obj: Any) -> list[torch.Tensor]:
 
 
 def _values_to_map(obj: Any, leaf: type) -> Collection[Any] | None:
-    """Values of a container or cache that may hold tensors to replace."""
+    """Values of a container or cache that may hold tensors."""
     if isinstance(obj, (leaf, torch.Tensor, nn.utils.rnn.PackedSequence)):
         return None
     return [value for _, value in _cached(obj)] if _is_cache(obj) else _values(obj)
 
 
 def _is_constant(obj: Any) -> bool:
-    """Whether an object is an atom or a tuple of atoms, as strides and shapes are: nothing in it can be replaced."""
+    """Whether an object is an atom or a tuple of atoms, such as strides and shapes, which hold no tensors."""
     kind = type(obj)
     return kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, obj)))
 
@@ -231,7 +231,7 @@ def model_alone(root: nn.Module) -> Iterator[None]:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module has no modules of the model below it."""
+    """Whether a module has no submodules that belong to the model."""
     return all(child is None or isinstance(child, NotOfModel) for child in module._modules.values())
 
 
@@ -264,20 +264,20 @@ def named_state(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Inputs(NamedTuple):
-    """One input of a forward that takes both: ``model(*args, **kwargs)``."""
+    """Positional and keyword arguments of one call: ``model(*args, **kwargs)``."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
 
 
 class Continuation(Inputs):
-    """An input whose caches a forward writes into: every run gets a copy of its tensors."""
+    """An input with caches that a forward writes into: every run gets a copy of its tensors."""
 
     __slots__ = ()
 
 
 def refuse_providers(providers: Any) -> None:
-    """Refuse what only ONNX models have.
+    """Refuse ``providers``, which only ONNX models take.
 
     Raises:
         ConfigError: it is given.
@@ -321,7 +321,7 @@ def holds_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def trainable_tensors() -> Iterator[None]:
-    """Make ordinary tensors inside ``torch.inference_mode`` as well; its own take part in no training ever after."""
+    """Create ordinary tensors also inside ``torch.inference_mode``, whose own tensors cannot be trained."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -342,7 +342,7 @@ def model_device(model: nn.Module) -> torch.device | None:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Random numbers of the default generators are the same in every such block; those of the caller are left alone.
+    """Seed the default generators alike in every such block; the caller's random state is restored.
 
     What a forward draws while a model is captured may be a constant in the file, which is compared with what a run drew.
     """
@@ -392,7 +392,7 @@ def _path(name: str) -> str:
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Every module in ``eval`` inside the block; each gets its own mode back."""
+    """Set every module to ``eval`` inside the block, and restore each one's mode."""
     training = [module for _, module in walk_modules(model) if module.training]  # others are not written to
     for module in training:
         module.training = False

@@ -1,4 +1,4 @@
-"""Recurrent layers as a scan: fused torch calls become one call per layer and direction, and that a loop over time.
+"""Recurrent layers as scans: fused torch calls become one call per layer and direction, each a loop over time.
 
 :func:`layer` is what interception sees: one operator with the ports of ONNX's ``LSTM``, ``GRU`` and ``RNN``. It makes the
 input's share of all gates for all steps in one matrix product and then runs :func:`bitwright.core.graph.recurrence.step` once
@@ -113,7 +113,7 @@ def layer(
 
 
 def _is_seen(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a mode or a tensor wants to see the call; a compiler's ``has_torch_function`` does not ask for modes.
+    """Whether a function mode or a tensor subclass intercepts the call; a compiler's ``has_torch_function`` ignores modes.
 
     Without that question a compiled :func:`layer` would run the fused call, which is decomposed to :func:`layer` again.
     """
@@ -121,7 +121,7 @@ def _is_seen(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def in_order(rows: Tensor, have: Sequence[str], want: Sequence[str]) -> Tensor:
-    """A weight or bias with its blocks of rows, one per gate, in another order."""
+    """A weight or bias with its rows reordered gate by gate."""
     if tuple(have) == tuple(want):
         return rows
     blocks = dict(zip(have, rows.chunk(len(have)), strict=True))
@@ -129,7 +129,7 @@ def in_order(rows: Tensor, have: Sequence[str], want: Sequence[str]) -> Tensor:
 
 
 def attributes(bound: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of the operator that a call of :func:`layer` is, in ONNX's words."""
+    """ONNX attributes of a call of :func:`layer`."""
     cell = bound["cell"]
     return {
         "hidden_size": int(bound["weight_ih"].shape[0]) // len(GATES[cell]),
@@ -164,7 +164,7 @@ class _Context(Context):
 
     @property
     def together(self) -> bool:
-        """Whether all gates, or all steps, may be quantized in one call, which reads numbers that a compiler does not know."""
+        """Whether all gates, or all steps, may be quantized in one call; it reads values, which a compiler lacks."""
         return self.weight_hr is None and not self.once and not torch.compiler.is_dynamo_compiling()
 
     def reading(self, weight_hh: Tensor, bias_hh: Tensor | None) -> _Context:
@@ -175,7 +175,7 @@ class _Context(Context):
         return new
 
     def columns(self) -> Tensor:
-        """The columns of ``weight_hh``, laid out once as the product of every step reads them.
+        """The columns of ``weight_hh``, laid out once for the products of all steps.
 
         No ``cached_property``: its lock breaks the graph of a compiler inside a step.
         """
@@ -211,7 +211,7 @@ class _Context(Context):
 def _scan(
     ctx: _Context, x: Tensor, initial: tuple[Tensor, ...], batch_sizes: Tensor | None, reverse: bool
 ) -> tuple[Tensor, ...]:
-    """Run the steps over ``x``, the input's share of the gates, ``[T, B, gates * H]`` or packed."""
+    """Run the steps over ``x``, the input's part of the gates, ``[T, B, gates * H]`` or packed."""
     whole = None if batch_sizes is not None else _whole(ctx, x, initial, reverse)
     if whole is not None:
         return whole(x, ctx.weight_hh, ctx.bias_hh, initial, reverse)
@@ -219,7 +219,7 @@ def _scan(
 
 
 def _whole(ctx: _Context, x: Tensor, initial: tuple[Tensor, ...], reverse: bool) -> Sequences | None:
-    """The function that computes all steps at once, if torch has one."""
+    """A function that computes all steps at once; ``None`` where there is none."""
     make = getattr(ctx.inside, "sequence", None) if ctx.together else None
 
     def steps(x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None, *initial: Tensor) -> tuple[Tensor, ...]:
@@ -256,7 +256,7 @@ def _in_steps(
 
 
 def _gates_at_once(ctx: _Context, like: Tensor) -> StackedStep | None:
-    """A step that quantizes its gates side by side, where there is one."""
+    """A step that quantizes its gates side by side; ``None`` where there is none."""
     make = getattr(ctx.inside, "stacked", None) if ctx.together else None
     return None if make is None else make(ctx.cell, like)
 
@@ -279,7 +279,7 @@ def _fused(
     function: Callable[..., Any], x: Tensor, weights: list[Tensor], initial: tuple[Tensor, ...],
     batch_sizes: Tensor | None, reverse: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The layer by torch's own operator."""
+    """Run the layer by torch's own operator."""
     given = [s.unsqueeze(0) for s in initial]
     hx: Any = given if len(given) > 1 else given[0]
     options = (weights, len(weights) == 4, 1, 0.0, False, False)
@@ -442,7 +442,7 @@ def _one(call: _Stack, cell: str, activation: str, x: Tensor, index: int, revers
 
 
 def _check_states(call: _Stack, cell: str) -> None:
-    """Refuse states that would broadcast: modules check theirs, functions do not."""
+    """Refuse states that would broadcast; modules check this, functions do not."""
     batch = int(call.batch_sizes[0]) if call.batch_sizes is not None else call.input.shape[0 if call.batch_first else 1]
     first = call.weights(0)
     sizes = [first["weight_hh"].shape[1], first["weight_hh"].shape[0] // len(GATES[cell])]
@@ -492,7 +492,7 @@ CELL_CALLS: _Calls = {
 
 
 def decompositions() -> Iterator[tuple[Any, Callable[..., Any], bool]]:
-    """``(fused call, what replaces it, whether it is a single step)``."""
+    """``(fused call, replacement, whether it is a single step)``."""
     for function, (cell, activation) in STACKS.items():
         yield function, _stacked(cell, activation, function), False
     for function, (cell, activation) in CELL_CALLS.items():

@@ -31,7 +31,7 @@ def generates(model: nn.Module) -> bool:
 
 
 def generated_calls(model: nn.Module, example: Any) -> list[Continuation]:
-    """The calls of the forward while ``model`` generates two tokens from ``example``; none, and a log entry, where it cannot.
+    """The forward calls while ``model`` generates two tokens from ``example``; none, with a log entry, where it cannot.
 
     Args:
         model: see :func:`generates`; whatever runs at its calls does so here, too.
@@ -65,7 +65,7 @@ def generated_calls(model: nn.Module, example: Any) -> list[Continuation]:
 
 
 class UnseenCalls(Handler):
-    """Computes in float; ``found`` tells whether a call with an integer kernel was at none of the places ``known``."""
+    """Computes in float; ``found``: whether a call with an integer kernel was at a place not in ``known``."""
 
     def __init__(self, known: Container[Key]) -> None:
         self._known, self.found = known, False

@@ -1,4 +1,4 @@
-"""Interception at the call: every torch function a model calls passes through here while its forward runs.
+"""Intercept every torch function that a model calls while its forward runs.
 
 A :class:`TorchFunctionMode` sees the calls, and what stands in the place of each module's forward tells which module is
 running. What runs belongs to its thread: threads share the plan of a simulation, never where they are in it. A call is
@@ -63,7 +63,7 @@ Key = Hashable
 
 @dataclass(slots=True)
 class Frame:
-    """One running forward: of a module, or of the decomposition of a fused call."""
+    """A running forward of a module, or of the decomposition of a fused call."""
 
     key: Key
     path: str
@@ -79,37 +79,37 @@ class Frame:
             self.where = self.key
 
     def next(self, label: Hashable) -> int:
-        """Count ``label``; returns how often it was seen since the anchor."""
+        """Count ``label``, and return its count since the anchor."""
         n = self.counts.get(label, 0)
         self.counts[label] = n + 1
         return n
 
     def movement_key(self, label: str) -> Key:
-        """The key of a call that only moves data; such calls are counted apart, as most handlers pass them by."""
+        """The key of a call that only moves data; such calls are counted separately, since most handlers skip them."""
         return (self.key, self.anchor, label, self.next(("moves", label)))
 
     def other_key(self, name: str) -> Key:
-        """The key of a call that is in no table; such calls are counted apart too."""
+        """The key of a call without a row in the table; such calls are counted separately."""
         return (self.key, self.anchor, name, self.next(("other", name)))
 
     def set_anchor(self, anchor: Hashable) -> None:
-        """Count from here on."""
+        """Start counting anew at a parameter's place."""
         self.anchor = anchor
         self.counts.clear()
 
     def next_turn(self, place: Hashable) -> int:
-        """Count a call at the place of a parameter; returns how often it was called in this forward."""
+        """Count a call at the place of a parameter, and return its count in this forward."""
         n = self.turns.get(place, 0)
         self.turns[place] = n + 1
         return n
 
     def copy(self) -> Frame:
-        """The frame as it stands."""
+        """A copy of the frame in its present state."""
         return replace(self, counts=dict(self.counts), turns=dict(self.turns))
 
 
 class Handler(ABC):
-    """Protocol of what is done with intercepted calls: recording, calibration, simulation, export."""
+    """Protocol of the handlers of intercepted calls: recording, calibration, simulation, export."""
 
     @abstractmethod
     def call(
@@ -129,10 +129,10 @@ class Handler(ABC):
 
     @abstractmethod
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The model's forward starts; without arguments, something of it that is called on its own."""
+        """The model's forward starts; without arguments, a part of it that is called directly."""
 
     def part(self, path: str, caller: str | None) -> bool:
-        """Whether a module below the model may be called on its own, by the method ``caller`` of ``"Class.method"``.
+        """Whether a submodule may be called directly, by the method ``caller``, ``"Class.method"``.
 
         By default only whole forwards may.
         """
@@ -144,7 +144,7 @@ class Handler(ABC):
 
 
 class Thread:
-    """State of one thread that runs the model.
+    """The state of one thread that runs the model.
 
     Attributes:
         handler: where its calls go; ``None`` means to the interceptor's own.
@@ -175,13 +175,13 @@ class Thread:
         self._error: BaseException | None = None
 
     def note(self, error: BaseException, path: str) -> None:
-        """``error`` passes the module at ``path``; the first one that it passes is where it happened."""
+        """Record that ``error`` left the module at ``path``; the first such module is its origin."""
         known, self._error = self._error, error
         if error is not known and (known is None or error.__context__ is not known):
             self.failed_in = path
 
     def forget_error(self) -> None:
-        """Let go of the error, and with it of the frames that its traceback holds."""
+        """Release the error, and the frames that its traceback holds."""
         self._error = None
 
 
@@ -209,7 +209,7 @@ class Replica:
 
 
 def running_task() -> asyncio.Task[Any] | None:
-    """The asyncio task that runs in this thread, if one does."""
+    """The asyncio task of this thread, if any."""
     try:
         return asyncio.current_task()
     except RuntimeError:  # no event loop runs
@@ -227,20 +227,20 @@ _FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def without_compiler(function: Call) -> Call:
-    """``function`` runs without a compiler, and with it all that it calls; as ``torch.compiler.disable``."""
+    """Run ``function`` and all that it calls without a compiler, as ``torch.compiler.disable`` does."""
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
 
 
 def constant_for_compilers(function: Call) -> Call:
-    """A compiler calls ``function`` while it reads, and keeps the result; as ``torch.compiler.assume_constant_result``."""
+    """Let a compiler call ``function`` while it traces and keep the result, as ``torch.compiler.assume_constant_result`` does."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def compiled_only_inside_others(function: Call) -> Call:
-    """Let the compiler read ``function`` where one that it compiles calls it, and begin no graph there.
+    """Let a compiler trace ``function`` inside its callers, but start no graph at it.
 
     Where a graph breaks further inside, the compiler would begin anew in ``function`` and run parts of the graph while calls are
     intercepted: what quantizers compute in a part would be taken for calls of the model.
@@ -251,12 +251,12 @@ def compiled_only_inside_others(function: Call) -> Call:
 
 
 def compiler_gave_up() -> bool:
-    """Whether a compiler is at work in this thread, in whose graph the function that runs now is not."""
+    """Whether a compiler traces in this thread but has left the present function out of its graph."""
     return eval_frame.get_eval_frame_callback() is not None
 
 
 def tell_broken(model: nn.Module) -> None:
-    """Warn that a compiler did not read the forward of ``model`` to its end."""
+    """Warn that a compiler broke the graph of the forward of ``model``."""
     logger.warning(
         "%s: torch.compile breaks its graph inside this model, so the simulation runs without being compiled; "
         "TORCH_LOGS=graph_breaks says where, and nn.RNN, nn.GRU and nn.LSTM are compiled with "
@@ -283,7 +283,7 @@ def refuse_fused_layers(model: nn.Module) -> None:
 
 
 def refuse_hidden_functions(model: nn.Module, hidden: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse a model that was recorded with a function which a compiler does not show.
+    """Refuse a model that calls a function which a compiler hides.
 
     Args:
         model: for the message.
@@ -301,7 +301,7 @@ def refuse_hidden_functions(model: nn.Module, hidden: Mapping[str, tuple[str, st
 
 
 def scripted_functions(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Path of a module -> the TorchScript functions that its methods name, also through Python functions they call; by name."""
+    """Path of a module -> TorchScript functions, by name, that its methods refer to, directly or through Python functions."""
     by_class: dict[type, dict[str, Any]] = {}
     found: dict[str, dict[str, Any]] = {}
     for path, module in walk_modules(model):
@@ -316,14 +316,14 @@ def scripted_functions(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def scripted_code(model: nn.Module) -> frozenset[CodeType]:
-    """The code that TorchScript functions were compiled from: ``torch.export`` runs it in their place."""
+    """The Python code of TorchScript functions, which ``torch.export`` runs in their place."""
     functions = (value for names in scripted_functions(model).values() for value in names.values())
     sources = (inspect.unwrap(getattr(value, "_torchdynamo_inline", value)) for value in functions)
     return frozenset(source.__code__ for source in sources if isinstance(source, FunctionType))
 
 
 def called_from(code: Collection[CodeType], ends: Collection[CodeType]) -> bool:
-    """Whether the call in hand is made in ``code``, or by what it calls, inside the innermost forward (code in ``ends``)."""
+    """Whether the present call is made in ``code`` or below it, inside the innermost forward (code in ``ends``)."""
     frame = sys._getframe(1).f_back
     while frame is not None and frame.f_code not in ends:
         if frame.f_code in code:
@@ -333,7 +333,7 @@ def called_from(code: Collection[CodeType], ends: Collection[CodeType]) -> bool:
 
 
 def _named_by(kind: type) -> dict[str, Any]:
-    """The TorchScript functions that the methods of a class lead to."""
+    """The TorchScript functions that the methods of a class refer to."""
     pending = list(_methods(kind))
     seen: set[FunctionType] = set(pending)
     names: dict[str, Any] = {}
@@ -357,7 +357,7 @@ def _methods(kind: type) -> Iterator[FunctionType]:
 
 
 def _referenced(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Name and value of every global and closure variable in the code of a function and of those defined in it."""
+    """Name and value of every global and closure variable in the code of a function and its inner functions."""
     codes: list[CodeType] = [function.__code__]
     while codes:
         code = codes.pop()
@@ -379,7 +379,7 @@ def _is_of_torch(function: FunctionType) -> bool:
 
 
 class CallMode(TorchFunctionMode):
-    """Leads the torch functions that one thread calls to the interceptor ``owner``."""
+    """Sends the torch functions that one thread calls to the interceptor ``owner``."""
 
     def __init__(self, owner: Interceptor, here: Thread) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ class CallMode(TorchFunctionMode):
 
 
 class Forward:
-    """Stands in the place of the forward of one module; signature and attributes are those of the forward itself.
+    """Replaces the forward of one module, with the same signature and attributes.
 
     Attributes:
         call: the module's forward as it was.
@@ -406,7 +406,7 @@ class Forward:
         self.link(vars(module).get("forward"))
 
     def link(self, before: Callable[..., Any] | None) -> None:
-        """Call ``before``: the instance's own forward or another interception's; ``None`` is the forward of the class."""
+        """Call ``before``: the instance's own forward or another interception; ``None``: the forward of the class."""
         self.before = before
         self.call: Callable[..., Any] = self._of_class(self.module) if before is None else before
 
@@ -419,7 +419,7 @@ class Forward:
                 vars(module)["forward"] = held
 
     def call_of(self, replica: Replica | None) -> Callable[..., Any]:
-        """The forward of the module, or of the one that stands in its place in ``replica``."""
+        """The forward of the module, or of its copy in ``replica``."""
         if replica is None:
             return self.call
         module = replica.modules[self.path]
@@ -478,7 +478,7 @@ class Forward:
 
 
 class ReplicaHook:
-    """A hook of the whole model that notes which copy of it is called: a forward cannot tell."""
+    """A hook of the whole model that records which copy is called, since a forward cannot tell."""
 
     def __init__(self, owner: Interceptor) -> None:
         self.owner = owner
@@ -489,7 +489,7 @@ class ReplicaHook:
 
 
 def interleaved() -> BusyError:
-    """The error of a call that comes while another task of its thread is inside a block of ``active``."""
+    """The error of a call made while another task of its thread is inside a block of ``active``."""
     return BusyError(
         "active",
         "another asyncio task of this thread awaits inside a `with sim.active():` block, and what it intercepts would mix "
@@ -500,7 +500,7 @@ def interleaved() -> BusyError:
 
 
 def interceptions(module: nn.Module) -> list[Forward]:
-    """The interceptions that stand in the place of a module's forward, outermost first."""
+    """The interceptions of a module's forward, outermost first."""
     found, forward = [], vars(module).get("forward")
     while isinstance(forward, Forward):
         found.append(forward)
@@ -509,7 +509,7 @@ def interceptions(module: nn.Module) -> list[Forward]:
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature | None:
-    """The signature of the model's own forward, whatever stands before it; ``None`` where Python cannot tell."""
+    """The signature of the model's own forward, under all interceptions; ``None`` where Python cannot tell."""
     forward: Any = model.forward
     while isinstance(forward, Forward):
         forward = forward.call
@@ -532,7 +532,7 @@ _PASSIVE = {
 
 
 class Interceptor:
-    """Leads every torch call that a model's forward makes to a handler.
+    """Sends every torch call that a model's forward makes to a handler.
 
     A :class:`Forward` in the place of the forward of each module, and one hook that tells replicas apart, are all that is
     added to a model: its classes, parameters, buffers and ``state_dict`` stay as they are. (Hooks would not do instead:
@@ -579,7 +579,7 @@ class Interceptor:
     # -- attaching
 
     def attach(self) -> None:
-        """Take the place of the forward of every module, where that is not done yet."""
+        """Replace the forward of every module that is not replaced yet."""
         modules = list(walk_modules(self.model))
         scripted = next((path for path, module in modules if _is_scripted(module)), None)
         if scripted is not None:
@@ -606,7 +606,7 @@ class Interceptor:
         self.attached = True
 
     def detach(self) -> None:
-        """Give every module its forward back."""
+        """Restore the forward of every module."""
         for _, module in walk_modules(self.model):
             outer: Forward | None = None
             for forward in interceptions(module):
@@ -635,7 +635,7 @@ class Interceptor:
 
     @property
     def here(self) -> Thread:
-        """State of the calling thread."""
+        """The state of the calling thread."""
         try:
             return self._threads.state
         except AttributeError:
@@ -644,12 +644,12 @@ class Interceptor:
 
     @property
     def running(self) -> bool:
-        """Whether calls of this thread are being intercepted right now."""
+        """Whether calls of this thread are intercepted now."""
         return bool(self.here.frames)
 
     @property
     def failed_in(self) -> str | None:
-        """Path of the innermost module that raised the last error to leave the model in this thread."""
+        """Path of the innermost module that raised this thread's last error."""
         return self.here.failed_in
 
     @contextmanager
@@ -670,7 +670,7 @@ class Interceptor:
 
     @contextmanager
     def handled_by(self, handler: Handler, unseen: Collection[CodeType] = ()) -> Iterator[None]:
-        """Lead what this thread calls to another handler inside the block, except for calls from the code ``unseen``."""
+        """Send the calls of this thread to another handler inside the block, except those from the code ``unseen``."""
         here = self.here
         before = here.handler, here.unseen
         here.handler, here.unseen = handler, unseen
@@ -681,7 +681,7 @@ class Interceptor:
 
     @contextmanager
     def suspended(self, handler: Handler) -> Iterator[None]:
-        """Let the model run anew under another handler inside the block, also in the middle of a forward of its own."""
+        """Let the model run under another handler inside the block, also during one of its own forwards."""
         here = self.here
         saved = (here.frames, here.mode, here.depth, here.failed_in, here.replica, here.trains)
         if here.mode is not None:
@@ -696,7 +696,7 @@ class Interceptor:
                 here.mode.__enter__()
 
     def note_region(self, here: Thread) -> None:
-        """Let the backward pass find the frames as they stand, if this call is the first of a checkpointed region."""
+        """Save the frames for the backward pass, if this call is the first of a checkpointed region."""
         if torch.compiler.is_compiling() or here.handler is None and self.handler is None:
             return
         region = region_of_call()
@@ -739,7 +739,7 @@ class Interceptor:
 
     @compiled_only_inside_others
     def run(self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The outermost forward of a thread: that of the model, or of a module that is called on its own."""
+        """Run the outermost forward of a thread: that of the model, or of a submodule called directly."""
         handler = here.handler or self.handler
         called, here.called = here.called, None
         replica = None if called is None or forward.path else Replica(called)
@@ -762,7 +762,7 @@ class Interceptor:
         kwargs: dict[str, Any],
         handler: Handler,
     ) -> Any:
-        """The same without a compiler: where it gave up on the whole it would take parts, whose calls are not seen."""
+        """Run without a compiler: after a graph break it would compile parts, whose calls are not seen."""
         call = forward.call_of(replica)
         if forward.path:
             self._check_part(forward, handler)
@@ -786,7 +786,7 @@ class Interceptor:
     def _traced(
         self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler
     ) -> Any:
-        """Run under ``torch.compile``: without the bookkeeping of threads and errors, so that one graph is traced."""
+        """Run under ``torch.compile`` without tracking threads and errors, so that one graph is traced."""
         self._before_tracing()
         self._refuse_hidden_functions()
         here.frames = [Frame("", "", self.model)]
@@ -802,7 +802,7 @@ class Interceptor:
 
     @constant_for_compilers
     def _before_tracing(self) -> bool:
-        """Look up what the compiler must find in place, and refuse what it would not show."""
+        """Prepare the lookups that a compiler needs, and refuse calls that it would hide."""
         self.forget_names()
         self._name_parameters()
         refuse_fused_layers(self.model)
@@ -814,7 +814,7 @@ class Interceptor:
         return True
 
     def _refuse_shared_statistics(self) -> None:
-        """Batch norms in training write what every thread reads."""
+        """Refuse batch norms in training mode in several threads: they write buffers that all threads read."""
         if not self.model.training or not self.occupancy.crowded:
             return
         for path, module in walk_modules(self.model):
@@ -828,7 +828,7 @@ class Interceptor:
                 )
 
     def _check_part(self, forward: Forward, handler: Handler) -> None:
-        """A module below the model is called on its own: its places are those it has within the model's forward."""
+        """Check a submodule that is called directly; its places are those within the model's forward."""
         if torch._C._current_graph_task_id() != -1:
             raise ModelError(
                 forward.path,
@@ -847,7 +847,7 @@ class Interceptor:
         )
 
     def enter(self, here: Thread, forward: Forward) -> None:
-        """The forward of a module starts within another one; a model that calls itself is part of its own forward."""
+        """Enter the forward of a module within another one; a model that calls itself is part of its own forward."""
         if not forward.path:
             here.frames.append(Frame("", "", self.model))
             return
@@ -898,11 +898,11 @@ class Interceptor:
         return found
 
     def forget_names(self) -> None:
-        """Look parameter names up anew: the model was edited."""
+        """Forget parameter names after an edit of the model."""
         self._names = self._attributes = None
 
     def dispatch(self, here: Thread, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A thread called one torch function."""
+        """Handle one call of a torch function."""
         handler = here.handler or self.handler
         if not here.frames or handler is None or (here.unseen and called_from(here.unseen, _FORWARDS)):
             return func(*args, **kwargs)
@@ -928,14 +928,14 @@ class Interceptor:
         return handler.call(frame, key, row, func, args, kwargs)
 
     def _note_hidden(self, frame: Frame, label: str) -> None:
-        """While a model is recorded: note a function that a compiler would not show."""
+        """While recording: note a function that a compiler would hide."""
         if self.seen is not None and type(frame.module) not in ONE_HIDDEN_CALL:
             hidden = hidden_call(label)
             if hidden is not None:
                 self.hidden.setdefault(frame.path, hidden)
 
     def _place_of(self, here: Thread, frame: Frame, label: str, values: Sequence[Any]) -> Key:
-        """The key of a call with the arguments ``values``: the place of its first parameter, or the next one here."""
+        """The key of a call with the arguments ``values``: the place of its first parameter, else the next one in the frame."""
         for value in values:
             kind = type(value)
             if kind is nn.Parameter or (kind is not torch.Tensor and isinstance(value, nn.Parameter)):
@@ -955,12 +955,12 @@ class Interceptor:
         return self._counted(frame, label)[0]
 
     def _param_name_anew(self, parameter: nn.Parameter) -> str | None:
-        """The name of a parameter that may have been exchanged since the names were read."""
+        """The name of a parameter that may have been replaced since the names were read."""
         self.forget_names()
         return self.param_name(parameter)
 
     def _line(self, frame: Frame, place: Where, modules: int = 0) -> Where | None:
-        """The line of code that calls the place of a parameter, or the turn, if such places are told apart by it."""
+        """The line of code, or the turn, of a call at a parameter's place, where it distinguishes places."""
         most = self.repeats.get(place)
         if most is not None:
             return (min(frame.next_turn(place), most - 1),)
@@ -975,7 +975,7 @@ class Interceptor:
         return line if place in self.turns else None
 
     def _counted(self, frame: Frame, label: str, modules: int = 0) -> tuple[Key, Hashable]:
-        """Key of the next ``label`` of a frame, or of this line of code in a loop; and where it stands."""
+        """Key of the next ``label`` of a frame, or of this line of code in a loop, and its location."""
         if not self.loops and self.seen is None:
             key = (frame.key, frame.anchor, label, frame.next(label))
             return key, key
@@ -989,7 +989,7 @@ class Interceptor:
         return key, where
 
     def _fused(self, frame: Frame, label: str, key: Key) -> Key:
-        """The key of a fused call: where a module makes one such call, it is that one, whatever layers ran before it.
+        """The key of a fused call; the only such call of a module keeps its key, whatever layers ran before it.
 
         (An attention to keys that a cache holds runs without the projections that made them.)
         """
@@ -1025,7 +1025,7 @@ class Interceptor:
 
 
 def _caller() -> str | None:
-    """``Class.method`` of the module whose method makes the outermost call; ``None`` where code outside of modules does."""
+    """``Class.method`` of the module method that makes the outermost call; ``None`` for code outside of modules."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         frame.f_code in (*_FORWARDS, *CALLS)
@@ -1050,7 +1050,7 @@ def _is_empty(module: nn.Module) -> bool:
 
 
 def _owners(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
-    """Paths of modules with parameters or buffers, and of those around them."""
+    """Paths of modules with parameters or buffers, and of their parents."""
     owners: set[str] = set()
     for path, module in modules:
         own = (*module._parameters.values(), *module._buffers.values())
@@ -1063,7 +1063,7 @@ def _owners(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
 
 
 def _attributes_of(model: nn.Module) -> dict[int, str]:
-    """Id of a tensor in a plain attribute -> where it is."""
+    """Id of a tensor in a plain attribute -> its location."""
     found: dict[int, str] = {}
     for path, module in walk_modules(model):
         prefix = f"{path}." if path else ""

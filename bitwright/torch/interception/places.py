@@ -1,4 +1,4 @@
-"""Decide which calls are one place: iterations of loops over layers or time, and calls repeated by activation checkpointing.
+"""Decide which calls are one place: iterations of loops over time, and calls repeated by activation checkpointing.
 
 A layer that a loop calls on one line is a chain in depth, whose calls have places of their own, or a loop over time.
 ``for _ in range(4): x = layer(x)`` is the same network as four layers that share their weights, each with a range of its
@@ -59,7 +59,7 @@ class Recomputed:
         self.owner, self.function, self.resumed, self.line = owner, function, resumed, line
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function, called from where it was called in the forward."""
+        """Call the function in the frames of the forward."""
         with self.resumed():
             return self.function(*args, **kwargs)
 
@@ -74,7 +74,7 @@ class Region:
         self.holder, self.name = holder, name
 
     def known_to(self, owner: object) -> bool:
-        """Whether the function has the frames of ``owner`` already."""
+        """Whether the frames of ``owner`` are saved already."""
         function = getattr(self.holder, self.name)
         while isinstance(function, Recomputed):
             if function.owner is owner:
@@ -89,7 +89,7 @@ class Region:
 
 
 def region_of_call() -> Region | None:
-    """The checkpointed region whose forward makes this call of a model in training; ``None`` outside of any.
+    """The checkpointed region that makes this call of a model in training; ``None`` outside of any.
 
     The variant ``use_reentrant=False`` computes with gradients under hooks of its own for saved tensors, the other one
     without gradients.
@@ -111,7 +111,7 @@ def region_of_call() -> Region | None:
 
 
 def frame_of_region() -> FrameType | None:
-    """The frame of ``torch.utils.checkpoint.checkpoint`` that is innermost on the stack."""
+    """The innermost frame of ``torch.utils.checkpoint.checkpoint`` on the stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _CHECKPOINT:
         frame = frame.f_back
@@ -131,7 +131,7 @@ _BETWEEN = (
 
 
 def line_of_code(stop: Container[CodeType], modules: int = 0, *, start: FrameType | None = None) -> Where:
-    """The instructions at which the functions stand that lead from the running forward to this call.
+    """The current instruction of each function between the running forward and this call.
 
     Args:
         stop: code of what stands in the place of a module's forward.
@@ -156,7 +156,7 @@ def line_of_code(stop: Container[CodeType], modules: int = 0, *, start: FrameTyp
 
 
 def find_loops(calls: Iterable[Any], seen: Mapping[Hashable, Where]) -> frozenset[Where]:
-    """The places that are one place however often they run, the frames around them included.
+    """Places in loops, which stay one place however often they run, and the frames around them.
 
     Args:
         calls: those of a recorder, in execution order: ``key``, ``inputs``, ``also`` and ``outputs`` are read.
@@ -177,7 +177,7 @@ def find_loops(calls: Iterable[Any], seen: Mapping[Hashable, Where]) -> frozense
 
 
 def _called_again(order: Sequence[Any], seen: Mapping[Hashable, Where]) -> dict[Where, tuple[int, int]]:
-    """The places of several calls, from the first to the last."""
+    """Places with several calls, with their first and last call."""
     spans: dict[Where, list[int]] = {}
     for i, call in enumerate(order):
         if call.key in seen:
@@ -190,7 +190,7 @@ def _overlaps(span: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
 
 
 def _extents(carried: Mapping[Where, tuple[int, int]]) -> dict[Where, tuple[int, int]]:
-    """Frame and anchor -> from the first to the last of what is carried there."""
+    """Frame and anchor -> first and last call in which its state is carried."""
     found: dict[Where, tuple[int, int]] = {}
     for where, (first, last) in carried.items():
         for context in _contexts(where):
@@ -200,7 +200,7 @@ def _extents(carried: Mapping[Where, tuple[int, int]]) -> dict[Where, tuple[int,
 
 
 def _feeding_themselves(calls: Sequence[tuple[Any, Hashable | None]], passes: int = 1) -> list[Any]:
-    """Marks of calls whose later runs read, through whatever operators, what their earlier runs made.
+    """Marks of calls whose later runs read results of their earlier runs, directly or through other operators.
 
     Args:
         calls: with the mark of each; ``None`` has none.
@@ -224,7 +224,7 @@ def _feeding_themselves(calls: Sequence[tuple[Any, Hashable | None]], passes: in
 
 
 def find_turns(calls: Iterable[Any], lines: Mapping[Where, Mapping[Where, int]], forwards: int) -> frozenset[Hashable]:
-    """The places of parameters at which several layers share them, each called by a line of its own.
+    """Places of parameters that several layers share, each called from its own line.
 
     Such a place is called by several lines, one of which reads what came of another. A line that is called more than once in
     a forward is a loop over time: it stays one place, and so does what stands before it.
@@ -256,7 +256,7 @@ def _stands_at(call: Any, place: Any) -> bool:
 
 
 def _around(where: Where) -> Iterator[Where]:
-    """``where``, and the frames without parameters that it lies in."""
+    """``where``, and the frames without parameters around it."""
     while isinstance(where, tuple):
         yield where
         where = where[0]  # type: ignore[assignment]
@@ -275,7 +275,7 @@ _MOST_LOOKS = 30
 
 @dataclass(slots=True, frozen=True)
 class Event:
-    """A call, in the order in which they ran, with numbers for values that no other call has.
+    """A call in execution order, with unique numbers for its values.
 
     Attributes:
         path: of the module that runs.
@@ -342,7 +342,7 @@ class Trace:
 
 
 def find_repeats(trace: Trace, lines: Mapping[Where, Mapping[Where, int]]) -> dict[Hashable, int]:
-    """The places that a loop calls on one line, as a chain, and how many turns it has.
+    """The places that a loop calls on one line, as a chain, and the number of turns.
 
     Args:
         trace: of the recorded forwards.
@@ -410,7 +410,7 @@ def _is_chain(events: Sequence[Event], starts: Sequence[int], path: str | None) 
 
 
 def _turn_of_values(events: Sequence[Event], bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Value -> the turn that makes it, and its place in the turn."""
+    """Value -> the turn that computes it, and its position in the turn."""
     found: dict[int, tuple[int, int]] = {}
     for turn, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         values = [value for event in events[first:last] for value in event.writes]
@@ -426,7 +426,7 @@ def _reads_from_outside(gap: Sequence[_Shape], own: Sequence[Sequence[_Shape]]) 
 
 
 def _alike(turns: Sequence[Sequence[_Shape]]) -> bool:
-    """Whether every turn does the same with the same; the first may have other values in the place of its forerunner's."""
+    """Whether all turns make the same calls on the same operands; the first may read others in place of a previous turn's."""
     if any(turn != turns[1] for turn in turns[2:]):
         return False
     return len(turns) < 2 or _begins(turns[0], turns[1])
@@ -466,7 +466,7 @@ def _reads(events: Sequence[Event], turn_of: Mapping[int, tuple[int, int]], turn
 
 
 def _begins(first: Sequence[_Shape], second: Sequence[_Shape]) -> bool:
-    """Whether the first turn is as the second, with values from outside in the place of those of a turn before."""
+    """Whether the first turn equals the second, with outside values instead of those of a previous turn."""
     if len(first) != len(second):
         return False
     for one, other in zip(first, second, strict=True):
@@ -479,7 +479,7 @@ def _begins(first: Sequence[_Shape], second: Sequence[_Shape]) -> bool:
 
 
 def _follows(events: Sequence[Event], turn_of: Mapping[int, tuple[int, int]], turn: int) -> bool:
-    """Whether a turn reads what the one before it made."""
+    """Whether a turn reads results of the previous one."""
     return any(turn_of.get(value, (turn, 0))[0] == turn - 1 for event in events for value in event.reads)
 
 

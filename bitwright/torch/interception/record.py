@@ -1,4 +1,4 @@
-"""Recording: one run of the model becomes a ``core.Graph`` (which tensor came from which call).
+"""Record a run of the model as a ``core.Graph``: which tensor came from which call.
 
 Several runs may be recorded into one graph; calls with the same key are the same op, so both sides of a data-dependent
 branch, or a longer sequence, extend the graph and never duplicate it.
@@ -41,7 +41,7 @@ from bitwright.torch.interception.places import Trace, Where, find_loops, find_r
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor in a recorded call: the value it was."""
+    """The place of a tensor in a recorded call, with its value."""
 
     value: int
 
@@ -81,7 +81,7 @@ class _Tensor:
 
 
 def _part(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The numbers in memory that a tensor shows, as a key; as long as somebody holds them no other tensor has the same."""
+    """A key for the memory that a tensor views; unique as long as the memory is held."""
     if _is_batched(tensor) or tensor.layout != torch.strided:
         return (id(tensor),)  # without a memory of its own
     with torch._C.DisableTorchFunction():
@@ -93,7 +93,7 @@ AnyRecorder = TypeVar("AnyRecorder", bound="Recorder")
 
 
 class Recorder(Handler):
-    """A handler that carries out every call unchanged and notes what it read and wrote."""
+    """A handler that runs every call unchanged and records its operands and results."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Recorder(Handler):
         return self._note(frame, key, row.called(kwargs), op_type, inputs, attrs, func, args, kwargs)
 
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run any other call; it becomes an op when it makes tensors out of tensors that depend on the input."""
+        """Run any other call; it becomes an op when it computes tensors from tensors that depend on the input."""
         row = FUNCTIONS.get(func)
         if row is not None:
             key = frame.movement_key(row.label)
@@ -241,7 +241,7 @@ class Recorder(Handler):
         self, key: Key, label: str, inputs: Sequence[int | None], read: Sequence[_Tensor], produced: Sequence[torch.Tensor],
         follows: bool,
     ) -> None:  # fmt: skip
-        """A call that reads parameters and constants only: what it returns is the same in every run.
+        """Record the results of a call on parameters and constants only, which are the same in every run.
 
         Args:
             follows: whether it has a size of the input.
@@ -265,7 +265,7 @@ class Recorder(Handler):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Keep the numbers that a constant was made with; what is computed of one constant was made with those of it."""
+        """Keep the sizes that a constant was created with; constants computed from it inherit them."""
         given = (
             (args, tuple(kwargs.values())) if not inputs else self.sizes.get(inputs[0] if inputs[0] is not None else -1)
         )
@@ -275,7 +275,7 @@ class Recorder(Handler):
                 self.sizes[value] = given
 
     def _follows_input(self, op_type: str, read: Sequence[_Tensor], produced: Sequence[torch.Tensor]) -> bool:
-        """Whether a call cuts or stretches what is stored to a size that an axis of the input has, or to one for distances.
+        """Whether a call slices or expands stored data to the length of an input axis, or to one of relative distances.
 
         Sizes are numbers in the code, of which nobody can tell where they come from; features are left out. So is how often
         something is repeated: as often as the batch has samples, also where that is once.
@@ -293,7 +293,7 @@ class Recorder(Handler):
     def _note_lengths(
         self, func: Callable[..., Any], read: Sequence[_Tensor], produced: Sequence[torch.Tensor]
     ) -> None:
-        """Keep the lengths that values decide on: predicted durations, rows that a condition selects, what is filled by parts."""
+        """Record lengths that depend on values: predicted durations, rows that a condition selects, buffers filled in parts."""
         fills = func is SET_ITEM
         if not fills and all(v.kind in ("param", "constant") or v.dtype.startswith(("float", "bfloat")) for v in read):
             return
@@ -349,7 +349,7 @@ class Recorder(Handler):
     # -- the graph
 
     def graph(self) -> Graph:
-        """Everything recorded so far, with readable, unique names."""
+        """The graph recorded so far, with readable, unique names."""
         name_calls(list(self.calls.values()))
         names = self._names_of_values()
         values = {
@@ -394,12 +394,12 @@ class Recorder(Handler):
 
     @property
     def decomposed(self) -> bool:
-        """Whether calls were carried out otherwise than the model makes them: equal up to rounding."""
+        """Whether calls were replaced by decompositions, which are equal up to rounding."""
         return self._interceptor_of().decomposed
 
     @property
     def hidden(self) -> bool:
-        """Whether a float tensor came from a place that was not seen: no call made it, and it is not an input."""
+        """Whether a float tensor has an unknown origin: no recorded call computed it, and it is not an input."""
         given = set(self.inputs.values())
         return any(
             v.kind == "input" and i not in given and v.dtype in ("float32", "float16", "bfloat16", "float64")
@@ -421,7 +421,7 @@ class Recorder(Handler):
 
 
 def refuse_nested(name: str, tensor: torch.Tensor) -> None:
-    """Rows of different lengths have no common shape."""
+    """Refuse nested tensors, whose rows have no common shape."""
     if tensor.is_nested:
         raise ModelError(
             name,
@@ -431,7 +431,7 @@ def refuse_nested(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_transforms() -> None:
-    """Quantizers compute on values, and keep what they computed of weights."""
+    """Refuse torch.func transforms: quantizers read values and cache results for weights."""
     if torch.compiler.is_compiling():  # the compiler's stand-in for the stack of transforms is never None
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -449,19 +449,19 @@ def refuse_transforms() -> None:
 
 
 def _is_batched(tensor: torch.Tensor | None) -> bool:
-    """Whether a float tensor stands for others inside a torch.func transform; masks are often made that way and may be."""
+    """Whether a float tensor is batched by a torch.func transform; masks are often made that way, and are allowed."""
     if tensor is None or not tensor.is_floating_point():
         return False
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _is_constant(op_type: str, read: Sequence[_Tensor]) -> bool:
-    """Whether a call computes something of parameters and constants alone."""
+    """Whether a call reads only parameters and constants."""
     return all(v.kind in ("param", "constant") for v in read) and not _first_step(op_type, read)
 
 
 def _first_step(op_type: str, read: Sequence[_Tensor]) -> bool:
-    """Whether a layer is applied to a tensor that every run makes: the zero state a loop over time starts from, positions."""
+    """Whether a layer is applied to a tensor created in every run: the zero state of a loop over time, positions."""
     return op_row(op_type).kind == "compute" and any(
         v.kind == "constant" and (v.made_anew or not v.sources) for v in read
     )
@@ -477,7 +477,7 @@ _RESIZING = frozenset(("Slice", "Expand", "Tile", "Resize", "ResizeNearest", "Pa
 
 
 def _lengths_of(tensor: torch.Tensor) -> set[int]:
-    """The axes of an input that are no features, and what tables of relative positions have for each."""
+    """The lengths of input axes other than features, and the lengths of relative position tables for each."""
     features = {2: 1, 3: 2, 4: 1, 5: 1}.get(tensor.dim()) if tensor.is_floating_point() else None
     axes = {int(n) for i, n in enumerate(tensor.shape) if i != features and n > 1}
     return axes | {m for n in axes for m in (n - 1, n + 1, 2 * n - 1, 2 * n, 2 * n + 1)}
@@ -520,7 +520,7 @@ def output_names(paths: Sequence[str], inputs: Collection[str]) -> dict[str, str
 
 
 def name_calls(calls: Sequence[Call]) -> None:
-    """Give every call a name a person recognises: its module's path, or the module's path and the function.
+    """Name every call after its module's path, or the module's path and the function.
 
     ``layer1.0.conv1`` for the convolution of that module, ``layer1.0.add`` for an addition in the forward of ``layer1.0``,
     ``attn.in_proj`` for a function that reads the parameter ``attn.in_proj_weight``, ``attn.q_proj``, ``attn.k_proj`` and
@@ -578,7 +578,7 @@ def _is_stock_leaf(module: nn.Module) -> bool:
 def record(
     model: nn.Module, examples: Sequence[Any], interceptor: Interceptor | None = None, whole: bool = False
 ) -> Recorder:
-    """Run ``model`` on each example (see ``batches.as_call``) in eval mode and note every call.
+    """Run ``model`` on each example (see ``batches.as_call``) in eval mode and record every call.
 
     With an ``interceptor`` that is attached already, its hooks serve, and the arguments of the calls are not kept.
     ``whole`` makes operators of what is computed of parameters alone, too.
@@ -608,7 +608,7 @@ def record(
 
 
 def find_places(running: Interceptor, run: Callable[[], AnyRecorder], forwards: int) -> AnyRecorder:
-    """Record ``run``, again as long as more places of ``running`` are found.
+    """Record ``run``, and again while more places of loops are found.
 
     Args:
         running: gets its ``turns`` and ``loops``.
@@ -652,7 +652,7 @@ def _run(
 def explained(
     model: nn.Module, where: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> ModelError:
-    """The failure of a model on its input, with the module it happened in and what it was given."""
+    """The error of a model on its input, with the module where it happened and the input's shapes."""
     if isinstance(error, ModelError):
         return error
     if any(frame.filename.endswith("flex_attention.py") for frame in traceback.extract_tb(error.__traceback__)):
@@ -685,7 +685,7 @@ def explained(
 
 
 def _pairs(model: nn.Module, args: tuple[Any, ...], error: Exception) -> str:
-    """A remedy for batches with more values than the forward has parameters, as (input, label) of a loader."""
+    """A remedy for batches with more values than the forward has parameters, such as (input, label) of a loader."""
     signature = forward_signature(model)
     if signature is None or len(args) < 2 or not isinstance(error, TypeError):
         return ""
@@ -697,7 +697,7 @@ def _pairs(model: nn.Module, args: tuple[Any, ...], error: Exception) -> str:
 
 
 def _note_again(call: Call, op_type: str, inputs: Sequence[int | None], attrs: Mapping[str, Any]) -> None:
-    """One more run of a call: what it reads and how it runs may differ from the first.
+    """Record another run of a call, whose operands and attributes may differ from the first.
 
     A factor that was 1 in some runs is a factor.
     """

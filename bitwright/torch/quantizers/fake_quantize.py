@@ -1,4 +1,4 @@
-"""Quantize-dequantize on torch tensors: bit for bit the reference of ``core/numerics/affine.py``, at the cost of memory traffic.
+"""Quantize-dequantize on torch tensors: bit for bit the reference of ``core/numerics/affine.py``, bound by memory bandwidth.
 
 Four passes over one buffer: divide, round, clamp, multiply. ``round(x / s)`` clamped to ``[qmin - z, qmax - z]`` is the
 reference's ``clamp(round(x / s) + z) - z`` without the two additions. The last pass is written as ``0 + s * q`` because
@@ -31,7 +31,7 @@ from bitwright.core.numerics.formats import FloatFormat, IntFormat
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether numbers of tensors on ``device`` are at hand; elsewhere reading one waits for all work that was queued there."""
+    """Whether tensors on ``device`` can be read without waiting for queued work."""
     return device.type == "cpu"
 
 
@@ -40,7 +40,7 @@ Scalar = Any  # float | torch.Tensor; torch's stubs of clamp take the two in sep
 
 @dataclass(frozen=True)
 class Grid:
-    """An encoding made ready for one tensor shape and device.
+    """An encoding prepared for one tensor shape and device.
 
     ``scale`` is a number (per tensor, CPU) or a float32 tensor that broadcasts against the tensor viewed as ``view``.
     ``lo`` and ``hi`` are the clamp bounds ``qmin - zero_point`` and ``qmax - zero_point``: numbers where all zero points
@@ -55,7 +55,7 @@ class Grid:
 
 
 def is_fast(encoding: Encoding) -> bool:
-    """Whether the four passes serve: integer grids whose codes float32 holds exactly, counted from whole zero points."""
+    """Whether four float32 passes are exact: integer grids with integer zero points whose codes float32 holds exactly."""
     whole = isinstance(encoding.format, IntFormat) and encoding.shift is None
     return whole and encoding.format.bits <= 16 and not encoding.dynamic
 
@@ -83,12 +83,12 @@ def make_grid(encoding: Encoding, shape: tuple[int, ...], device: torch.device) 
 
 
 def columns(values: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
-    """Each of ``values`` once for every column of ``like``, one after the other."""
+    """Repeat each of ``values`` once for every column of ``like``."""
     return torch.tensor([float(v) for v in values], device=like.device).repeat_interleave(like.shape[-1])
 
 
 def columns_grid(encodings: Sequence[Encoding], like: torch.Tensor) -> Grid:
-    """The grid of tensors that stand side by side, each ``like`` and with a per-tensor encoding of its own."""
+    """The grid of tensors side by side, each shaped ``like`` and with its own per-tensor encoding."""
     bounds = []
     for encoding in encodings:
         assert isinstance(encoding.format, IntFormat)
@@ -111,7 +111,7 @@ def _passes(buffer: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def on_grid(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """``x``, float32 or float64 as the grid is, moved to its nearest values; no gradient."""
+    """``x``, of the grid's dtype (float32 or float64), rounded to the grid; without gradient."""
     if torch.compiler.is_dynamo_compiling():
         return _functional(x, grid)
     done = one_pass(x, grid)
@@ -134,19 +134,19 @@ EVERYWHERE = (-math.inf, math.inf)
 
 
 def _lies_ready(x: torch.Tensor, grid: Grid) -> Loops | None:
-    """The compiled loops, if they serve ``x``; whether it lies in one piece of memory is left to :func:`flat`."""
+    """The compiled loops, if they apply to ``x``; :func:`flat` checks that it is contiguous."""
     if torch.compiler.is_dynamo_compiling() or x.numel() < LEAST or x.dtype != torch.float32:
         return None
     return loops() if is_plain(x) and on_host(x.device) and isinstance(grid.lo, float) else None
 
 
 def serves(x: torch.Tensor, grid: Grid) -> bool:
-    """Whether the compiled loops serve ``x`` and a grid with one scale."""
+    """Whether the compiled loops apply to ``x`` and a grid with one scale."""
     return isinstance(grid.scale, float) and _lies_ready(x, grid) is not None and flat(x) is not None
 
 
 def one_pass(x: torch.Tensor, grid: Grid, out: torch.Tensor | None = None) -> torch.Tensor | None:
-    """``x`` on its grid in one pass over memory, in ``out`` or a tensor of its own; ``None`` where no compiled loop serves."""
+    """Quantize ``x`` in one pass over memory, into ``out`` or a new tensor; ``None`` where no compiled loop applies."""
     compiled = _lies_ready(x, grid)
     source = None if compiled is None else flat(x)
     if compiled is None or source is None:
@@ -164,7 +164,7 @@ def one_pass(x: torch.Tensor, grid: Grid, out: torch.Tensor | None = None) -> to
 
 
 def clamp_on_grid(x: torch.Tensor, grid: Grid, ends: tuple[float, float], *, in_place: bool) -> torch.Tensor | None:
-    """``clamp(x, *ends)`` on its grid, with the gradient of ``hardtanh``; ``None`` where no compiled loop serves."""
+    """Quantize ``clamp(x, *ends)``, with the gradient of ``hardtanh``; ``None`` where no compiled loop applies."""
     compiled = _lies_ready(x, grid)
     source = None if compiled is None or not isinstance(grid.scale, float) else flat(x)
     if compiled is None or source is None:
@@ -178,7 +178,7 @@ def clamp_on_grid(x: torch.Tensor, grid: Grid, ends: tuple[float, float], *, in_
 
 
 def sum_on_grid(x: torch.Tensor, other: torch.Tensor, grid: Grid, *, in_place: bool) -> torch.Tensor | None:
-    """``x + other`` of the same shape and strides on its grid; ``None`` where no compiled loop serves."""
+    """Quantize ``x + other`` of the same shape and strides; ``None`` where no compiled loop applies."""
     compiled = _lies_ready(x, grid)
     if compiled is None or not isinstance(grid.scale, float) or not is_plain(other):
         return None
@@ -231,7 +231,7 @@ def learned_gradients(
 def _sums_in_parts(
     compiled: Loops, arrays: Sequence[NDArray[np.float32]], numbers: Sequence[Any]
 ) -> NDArray[np.float64]:
-    """The sums of ``learned_gradient``, ``[1, 2]``, the same whichever thread ends first."""
+    """The sums of ``learned_gradient``, ``[1, 2]``, deterministic over threads."""
     found: list[NDArray[np.float64]] = []
 
     def part(*given: Any) -> None:
@@ -244,7 +244,7 @@ def _sums_in_parts(
 
 
 def _row_scales(x: torch.Tensor, grid: Grid) -> NDArray[np.float32] | None:
-    """The scales of a grid with one for every row of ``x``; ``None`` where it is another."""
+    """The scales of a grid with one scale per row of ``x``; ``None`` for other grids."""
     if isinstance(grid.scale, float) or grid.view is not None or not x.is_contiguous():
         return None
     if not grid.scale.numel() == grid.scale.shape[0] == x.shape[0]:
@@ -254,7 +254,7 @@ def _row_scales(x: torch.Tensor, grid: Grid) -> NDArray[np.float32] | None:
 
 
 def _marked(x: torch.Tensor, grid: Grid, ends: tuple[float, float], in_place: bool) -> torch.Tensor | None:
-    """The same with a gradient; autograd has rules of its own for leaves and views that are written to."""
+    """The same with a gradient, without in-place writes, which autograd restricts for leaves and views."""
     if in_place and (x.is_leaf or x._is_view()):
         return None
     out: torch.Tensor = _Marked.apply(x, grid, ends, in_place)
@@ -274,7 +274,7 @@ def codes_from_to(grid: Grid) -> tuple[np.float32, np.float32]:
 def _room(
     x: torch.Tensor, source: NDArray[np.float32], out: torch.Tensor | None
 ) -> tuple[torch.Tensor, NDArray[np.float32]]:
-    """The tensor that takes the result, laid out as ``x``, and its memory; ``out`` is ``x`` or ``None``."""
+    """The tensor for the result, laid out as ``x``, and its memory; ``out`` is ``x`` or ``None``."""
     if out is not None:
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)  # as every operation of torch in place does
@@ -286,7 +286,7 @@ def _room(
 
 
 class _Marked(torch.autograd.Function):
-    """An activation and its grid; a byte per element says where the gradient passes, in the place of their inputs."""
+    """An activation and its grid; saves one byte per element, where the gradient passes, instead of the inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, grid: Grid, ends: tuple[float, float], in_place: bool) -> torch.Tensor:
@@ -308,7 +308,7 @@ class _Marked(torch.autograd.Function):
 
 
 class _MarkedSum(torch.autograd.Function):
-    """The same for a sum."""
+    """A sum and its grid, with saved bytes as :class:`_Marked`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, other: torch.Tensor, grid: Grid, in_place: bool) -> torch.Tensor:
@@ -331,7 +331,7 @@ class _MarkedSum(torch.autograd.Function):
 
 
 def _in_memory(marks: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor that lies in one piece, in the order of memory."""
+    """The bytes of a contiguous tensor in memory order."""
     dense = marks if marks.is_contiguous() else marks.permute(0, 2, 3, 1)
     found: NDArray[np.uint8] = dense.reshape(-1).numpy()
     return found
@@ -353,7 +353,7 @@ def _where_marked(grad: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
 
 
 def passed(grad: torch.Tensor, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The part of ``grad`` that straight-through passes on to ``x``: where ``x`` rounds to a code of the grid, unclipped."""
+    """The straight-through gradient: ``grad`` where ``x`` rounds to a code of the grid unclipped, else zero."""
     if isinstance(grid.lo, torch.Tensor):  # zero points that differ between channels
         code = x.reshape(grid.view or x.shape).div(grid.scale)
         inside = (code >= grid.lo - 0.5) & (code <= grid.hi + 0.5)
@@ -384,7 +384,7 @@ def _between(grad: torch.Tensor, x: torch.Tensor, lo: float, hi: float) -> torch
 
 
 def _functional(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The same without buffers, for ``torch.compile``, which finds memory for results itself."""
+    """Quantize-dequantize without buffers, for ``torch.compile``, which plans memory itself."""
     codes = (x if grid.view is None else x.reshape(grid.view)).div(grid.scale).round().clamp(grid.lo, grid.hi)
     if isinstance(grid.scale, float):
         out = torch.add(grid.zero, codes, alpha=grid.scale)
@@ -416,7 +416,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _Within(torch.autograd.Function):
-    """The same for values that cannot leave the range: nothing has to be kept."""
+    """Straight-through for values that never leave the range: nothing is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -428,13 +428,13 @@ class _Within(torch.autograd.Function):
 
 
 def round_within(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """``x``, float32 and within the grid's range, moved to its nearest values; the gradient passes unchanged."""
+    """``x``, float32 and within the grid's range, rounded to the grid; the gradient passes unchanged."""
     out: torch.Tensor = _Within.apply(x, grid)
     return out
 
 
 class _StraightThroughAny(torch.autograd.Function):
-    """The same for formats without a fast path; the gradient is zero beyond the largest value."""
+    """Straight-through for formats without a fast path; the gradient is zero beyond the largest value."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
@@ -454,7 +454,7 @@ class _StraightThroughAny(torch.autograd.Function):
 
 
 def _sparse(grad: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """``grad * inside`` for the gradient of an embedding, which has only the rows that were looked up."""
+    """``grad * inside`` for the sparse gradient of an embedding, which has only the gathered rows."""
     grad = grad.coalesce()
     rows = grad.indices()
     values = grad.values() * inside[tuple(rows)]
@@ -481,7 +481,7 @@ def _in_float64(x: torch.Tensor, grid: Grid, needs_grad: bool) -> torch.Tensor:
 
 
 def fake_quantize(x: torch.Tensor, encoding: Encoding, grid: Grid | None, *, overwrite: bool = False) -> torch.Tensor:
-    """``x`` moved to the nearest values of the grid.
+    """``x`` rounded to the grid.
 
     Args:
         x: floating-point tensor of any shape; half precision is computed in float32.
@@ -510,12 +510,12 @@ def fake_quantize(x: torch.Tensor, encoding: Encoding, grid: Grid | None, *, ove
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether ``x`` holds numbers, and is not the stand-in of an exporter or compiler."""
+    """Whether ``x`` holds values, unlike the fake tensor of an exporter or compiler."""
     return type(x) is torch.Tensor or type(x) is torch.nn.Parameter
 
 
 def _traced(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The passes without buffers of their own, for graphs that are written down rather than run."""
+    """The passes without buffers, for graphs that are traced rather than run."""
     wide = x if x.dtype == torch.float64 else x.float()
     codes = (wide if grid.view is None else wide.reshape(grid.view)).div(grid.scale).round().clamp(grid.lo, grid.hi)
     return (codes * grid.scale + 0.0).reshape(x.shape).to(x.dtype)

@@ -85,7 +85,7 @@ def blocked_shapes(
 
 
 def _wide(x: torch.Tensor, qmin: int, qmax: int) -> torch.dtype:
-    """The dtype of the arithmetic: float64 for float64 and for codes that float32 cannot tell apart."""
+    """The dtype of the arithmetic: float64 for float64 and for codes that float32 cannot distinguish."""
     return torch.float64 if x.dtype == torch.float64 or qmax - qmin > 0xFFFF else torch.float32
 
 
@@ -157,7 +157,7 @@ def quantize_dequantize(
     qmax: int,
     block_size: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """``x`` on the grid: :func:`dequantize` of :func:`quantize`, in the dtype of ``x``.
+    """:func:`dequantize` of :func:`quantize`, in the dtype of ``x``.
 
     >>> quantize_dequantize(torch.tensor([0.3, 70.0]), torch.tensor(0.5), torch.tensor(0.0), -128, 127)
     tensor([ 0.5000, 63.5000])
@@ -169,7 +169,7 @@ def quantize_dequantize(
 def grid_of_range(
     lo: torch.Tensor, hi: torch.Tensor, qmin: int, qmax: int, *, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of the grid whose ends lie at ``lo`` and ``hi``; differentiable in both.
+    """Scale and zero point of the grid with the ends ``lo`` and ``hi``; differentiable in both.
 
     Args:
         lo, hi: ends of the range, ``lo < hi``, of one shape.
@@ -218,7 +218,7 @@ def float_quantize_dequantize(
 
 
 def block_rows(x: torch.Tensor, params: Sequence[int], block_size: Sequence[int] | None) -> torch.Tensor:
-    """The elements that share a parameter as the rows of a matrix, in the order of the parameters: ``(groups, elements)``.
+    """A matrix ``(groups, elements)`` whose rows are the elements that share a parameter, in the order of the parameters.
 
     Args:
         x: tensor.

@@ -1,4 +1,4 @@
-"""Ranges that train: the scale and the zero point of a grid as parameters of an optimizer.
+"""Learned ranges: the scale and the zero point of a grid as parameters of an optimizer.
 
 A range is learned as its distance from the calibrated one, in two numbers per scale that start at zero:
 
@@ -81,7 +81,7 @@ def _call_with(parameter: weakref.ref[torch.Tensor], hook: Callable[[torch.Tenso
 
 
 def within_bounds(grad: torch.Tensor) -> torch.Tensor:
-    """``grad``, at most :data:`STEEPEST`; what is not finite stays so, for those who look for it."""
+    """``grad``, clipped to :data:`STEEPEST`; non-finite values stay, so that checks find them."""
     return torch.where(grad.isinf(), grad, grad.clamp(-STEEPEST, STEEPEST))
 
 
@@ -116,7 +116,7 @@ class LearnedRange:
     def call_with_gradients(
         self, before: Callable[[torch.Tensor], None], after: Callable[[torch.Tensor], None]
     ) -> None:
-        """Call these with a parameter in which a gradient accumulates; a range has one of each, and its copies have none."""
+        """Register hooks that get each parameter in which a gradient accumulates; copies of the range have none."""
         if not self._hooked:
             self._hooked = True
             for parameter in self.parameters().values():
@@ -127,7 +127,7 @@ class LearnedRange:
 
     @property
     def base(self) -> Encoding:
-        """The encoding that the parameters are distances from."""
+        """The encoding that the parameters are relative to."""
         return self._base
 
     @base.setter
@@ -152,7 +152,7 @@ class LearnedRange:
 
     @property
     def encoding(self) -> Encoding:
-        """The grid of the present parameters; one object as long as they do not change.
+        """The grid of the present parameters; the same object until they change.
 
         Raises:
             ModelError: a parameter is not finite, or the scale is far out of proportion.
@@ -172,7 +172,7 @@ class LearnedRange:
         return self._read()
 
     def _read(self) -> list[np.ndarray[Any, Any]]:
-        """The parameters as arrays, read past the function modes and tracers that may be active."""
+        """The parameters as arrays, read outside of active function modes and tracers."""
         with torch._C.DisableTorchFunction():
             found = list(self.parameters().values())
             if any(not on_host(p.device) for p in found):
@@ -204,7 +204,7 @@ class LearnedRange:
         return Encoding(fmt, scale, zero_point.astype(np.int64), base.granularity)
 
     def _check(self, log_scale: np.ndarray[Any, Any], offset: np.ndarray[Any, Any] | None = None) -> None:
-        """Refuse parameters that are not a range any more."""
+        """Refuse parameters that have left the valid ranges."""
         finite = np.isfinite(log_scale).all() and (offset is None or np.isfinite(offset).all())
         if not finite:
             raise ModelError(
@@ -229,7 +229,7 @@ class LearnedRange:
         return same and encoding.scale.shape == self.base.scale.shape and unlearnable(encoding) is None
 
     def rebase(self, encoding: Encoding) -> None:
-        """Go on from ``encoding``: the parameters stay the optimizer's, and are zero again."""
+        """Continue from ``encoding``: the parameters stay the same objects, reset to zero."""
         self.base = encoding
         with torch.no_grad():
             for parameter in self.parameters().values():
@@ -240,7 +240,7 @@ class LearnedRange:
 
     @property
     def is_remote(self) -> bool:
-        """Whether reading the parameters would wait for the device that they are on."""
+        """Whether reading the parameters would wait for their device."""
         return not on_host(self.device)
 
     @property
@@ -249,11 +249,11 @@ class LearnedRange:
         return next(iter(self.parameters().values())).device
 
     def _present(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero point, float32, where the parameters are."""
+        """Scale and zero point, float32, on the device of the parameters."""
         return _scale_and_zero(self._there(), self.log_scale, self.offset, self.base)
 
     def _there(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero point of :attr:`base`, float64, where the parameters are."""
+        """Scale and zero point of :attr:`base`, float64, on the device of the parameters."""
         device, known = self.device, self._given_there
         if known is not None and known[0] == device:
             return known[1]
@@ -281,7 +281,7 @@ class LearnedRange:
         return Grid(scale, low, high, nothing, None if not scale.ndim or view == shape else view)
 
     def is_lost(self) -> torch.Tensor:
-        """Whether :attr:`encoding` would be an error, as a tensor where the parameters are."""
+        """Whether :attr:`encoding` would be an error, as a tensor on the device of the parameters."""
         found = ~(self.log_scale.detach().abs() <= FARTHEST).all()
         return found if self.offset is None else found | ~self.offset.detach().isfinite().all()
 
@@ -307,7 +307,7 @@ class LearnedRange:
     # -- its work
 
     def __call__(self, x: torch.Tensor, grid: Grid | None, *, weight: bool) -> torch.Tensor:
-        """``x`` on the grid, with gradients for ``x`` and for the parameters.
+        """Quantize ``x``, with gradients for ``x`` and for the parameters.
 
         Args:
             x: floating-point tensor; half precision is computed in float32.
@@ -323,7 +323,7 @@ class LearnedRange:
         return out
 
     def clamped(self, x: torch.Tensor, grid: Grid, ends: tuple[float, float], *, in_place: bool) -> torch.Tensor | None:
-        """``clamp(x, *ends)`` on the grid, an activation of a batch with the gradient of ``hardtanh``.
+        """Quantize ``clamp(x, *ends)``, with the gradient of ``hardtanh``.
 
         ``None`` where no compiled loop serves, or the zero point is learned too: what the activation clips has no part in it.
         """
@@ -336,7 +336,7 @@ class LearnedRange:
         return out
 
     def traced(self, x: torch.Tensor, *, weight: bool) -> torch.Tensor:
-        """The same as plain operations on the parameters, for ``torch.compile``, which must not keep their values."""
+        """Quantize by plain operations on the parameters, for ``torch.compile``, which must not fix their values."""
         granularity, shape = self.base.granularity, tuple(x.shape)
         view = granularity.view_shape(shape)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -420,12 +420,12 @@ class RangeEnds(LearnedRange):
         return unlearnable(encoding) is None
 
     def rebase(self, encoding: Encoding) -> None:
-        """Go on from ``encoding``; the parameters stay the optimizer's."""
+        """Continue from ``encoding``; the parameters stay the same objects."""
         self.base = encoding
         self.show(encoding.min, encoding.max)
 
     def show(self, lo: Any, hi: Any) -> None:
-        """Set the parameters to the ends from which :attr:`base` was made, which may lie between its codes."""
+        """Set the parameters to the ends that gave :attr:`base`, which may lie between its codes."""
         shape = self._shape_of(self.base.granularity)
         for parameter, values in ((self.min, lo), (self.max, hi)):
             given = torch.from_numpy(np.asarray(values, np.float32).reshape(shape).copy())
@@ -457,7 +457,7 @@ class RangeEnds(LearnedRange):
 
     @property
     def offset(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The way of the lower end in widths of the range, a function of the ends."""
+        """The shift of the lower end in widths of the range, a function of the ends."""
         return self._distances(self.device)[1]
 
     @property
@@ -485,14 +485,14 @@ class RangeEnds(LearnedRange):
 
 
 def _zero_where(same: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``values``, zero where ``same``, with their gradient everywhere."""
+    """``values`` with zeros where ``same``; the gradient passes everywhere."""
     return values - values.detach() + values.detach().masked_fill(same, 0.0)
 
 
 def _scale_and_zero(
     given: tuple[torch.Tensor, torch.Tensor], log_scale: torch.Tensor, offset: torch.Tensor | None, base: Encoding
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The arithmetic of ``LearnedRange.encoding`` on tensors, float32: from those of ``base``, ``given`` in float64."""
+    """The float32 arithmetic of ``LearnedRange.encoding`` on tensors, from ``base``, ``given`` in float64."""
     fmt = base.format
     assert isinstance(fmt, IntFormat)
     scale, zero = ((given[0] * log_scale.detach().double().exp()).clamp(_TINY, _LARGEST / (fmt.steps + 1)), given[1])
@@ -516,7 +516,7 @@ class Scaling:
     by_ends: bool = False
 
     def to_parameters(self, found: torch.Tensor) -> torch.Tensor:
-        """Gradients of what broadcasts against the tensor as those of the parameters."""
+        """Reduce gradients that broadcast against the tensor to the shape of the parameters."""
         if self.blocks is not None and self.blocks.axis is not None:
             axis = self.blocks.axis % found.ndim
             every = tuple(i for i in range(found.ndim) if i != axis)
@@ -531,7 +531,7 @@ class Scaling:
 
 
 def _with_gradient(value: torch.Tensor, slope: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``value`` itself, with ``slope`` as its derivative by ``parameter``.
+    """``value``, with ``slope`` as its derivative by ``parameter``.
 
     In float64: of the scale of values near nothing the square is zero in float32.
     """
@@ -540,7 +540,7 @@ def _with_gradient(value: torch.Tensor, slope: torch.Tensor, parameter: torch.Te
 
 
 class _OnLearnedGrid(torch.autograd.Function):
-    """Moves to the grid; only the input is kept for the backward pass, as with a fixed range, and its codes are taken anew.
+    """Quantizes on a learned grid; saves only the input for the backward pass, which computes the codes again.
 
     The result is not kept: models write into it in place (``out += identity``).
     """
@@ -568,7 +568,7 @@ class _OnLearnedGrid(torch.autograd.Function):
 
 
 class _ClampedOnLearnedGrid(torch.autograd.Function):
-    """An activation and its grid: the activation's input is kept in the place of its result."""
+    """An activation and its learned grid; saves the activation's input instead of its result."""
 
     @staticmethod
     def forward(
@@ -600,7 +600,7 @@ class _ClampedOnLearnedGrid(torch.autograd.Function):
 
 
 def check_ranges(ranges: Sequence[LearnedRange]) -> None:
-    """Look at the parameters of all ``ranges``, in one reading of each device.
+    """Check the parameters of all ``ranges``, with one read per device.
 
     Raises:
         ModelError: one is not finite or far off its tensor; it is named.
@@ -621,7 +621,7 @@ def check_ranges(ranges: Sequence[LearnedRange]) -> None:
 def learned_side_by_side(
     ranges: Sequence[LearnedRange], encodings: Sequence[Encoding], like: torch.Tensor
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """One function of tensors that stand side by side, ``[B, len(encodings) * H]``, each with a learned range of its own.
+    """One function of tensors side by side, ``[B, len(encodings) * H]``, each with its own learned range.
 
     Args:
         ranges: of those that are learned, with one scale each.
@@ -659,7 +659,7 @@ def learned_side_by_side(
 def range_gradients(
     grad: torch.Tensor, x: torch.Tensor, grid: Grid, scaling: Scaling, *, offset: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of what was quantized, and of the scale and the lower end of its range.
+    """Gradients by the input, by the scale and by the lower end of the range.
 
     Inside the range the derivative of ``s * round(x / s)`` by ``s`` is ``round(x / s) - x / s``, outside it is the code
     at the end; the derivative by the lower end is 1 outside and 0 inside.

@@ -1,4 +1,4 @@
-"""The work of a quantizer on a tensor."""
+"""The quantizer of torch tensors."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Quantizer(core.Quantizer):
         self.correction: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def learn(self, *, offset: bool) -> LearnedRange:
-        """Make the range trainable from the present encoding on; parameters that are there already stay."""
+        """Make the range trainable from the present encoding on; existing parameters stay."""
         if self.learned is None or (self.ends is None and self.learned.with_offset != offset):
             self.learned = LearnedRange(self.name, self.required, offset=offset)
         return self.learned
 
     def take_over(self, other: Quantizer, encoding: Encoding | None = None) -> None:
-        """Go on in the place of ``other``, learned range included; with ``encoding`` instead of its own."""
+        """Replace ``other``, with its learned range, but with ``encoding``."""
         self._spec, self._enabled, self.frozen = other._spec, other._enabled, other.frozen
         self.why_float, self.why_spec, self.statistics = other.why_float, other.why_spec, other.statistics
         self.pivot, self.correction = other.pivot, other.correction
@@ -83,7 +83,7 @@ class Quantizer(core.Quantizer):
         return self._encoding if self.learned is None or self._encoding is None else self.learned.encoding
 
     def _set_encoding(self, encoding: Encoding | None) -> None:
-        """Without an encoding the parameters of a learned range wait for the next; one of another kind ends them."""
+        """Set the encoding. A learned range waits while it is ``None``, and ends when the new one has another kind."""
         super()._set_encoding(encoding)
         self._grids, self._scales, self._kept, self._columns = {}, {}, None, None
         if self.ends is not None:
@@ -104,7 +104,7 @@ class Quantizer(core.Quantizer):
             )
 
     def remember(self) -> Undo:
-        """Keep the whole state, learned range included; the function returned brings it back."""
+        """Save the whole state with the learned range; the function returned restores it."""
         learned, restore = self.learned, super().remember()
         state = None if learned is None else learned.state()
 
@@ -118,7 +118,7 @@ class Quantizer(core.Quantizer):
         return bring_back
 
     def __call__(self, x: torch.Tensor, overwrite: bool = False) -> torch.Tensor:
-        """``x`` on the grid; ``overwrite`` lets the result take the memory of ``x``. Without elements it needs no grid."""
+        """Quantize ``x``; ``overwrite`` lets the result use the memory of ``x``. Empty tensors need no grid."""
         if self._encoding is None and not x.numel():
             return x
         if self._spec.recent is not None:
@@ -126,7 +126,7 @@ class Quantizer(core.Quantizer):
         return self._on_grid(x, overwrite)
 
     def _without_recent(self, x: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-        """``x`` on the grid except for the last ``count`` indices of ``axis``."""
+        """Quantize ``x`` except for the last ``count`` indices of ``axis``."""
         older = x.shape[axis] - count
         if older <= 0:
             return x
@@ -148,7 +148,7 @@ class Quantizer(core.Quantizer):
         return fake_quantize(x, encoding, self._grid(x, encoding), overwrite=overwrite)
 
     def _trains_on(self, device: torch.device) -> bool:
-        """Whether a forward pass that trains must take the range from where it is: reading it would wait for ``device``."""
+        """Whether a training forward must use the range on ``device``, since reading it would wait."""
         if on_host(device) or self._encoding is None or not torch.is_grad_enabled():
             return False
         if torch.compiler.is_dynamo_compiling():
@@ -157,7 +157,7 @@ class Quantizer(core.Quantizer):
 
     @property
     def trains_elsewhere(self) -> bool:
-        """Whether the scale follows from a learned range that is there, where reading it waits."""
+        """Whether the scale follows from a learned range on a device where reading it waits."""
         return any(learned is not None and learned.is_remote for learned in self._sources())
 
     def _sources(self) -> list[LearnedRange | None]:
@@ -168,7 +168,7 @@ class Quantizer(core.Quantizer):
         return [part.learned for part in parts if isinstance(part, Quantizer)]
 
     def _trained_there(self, x: torch.Tensor) -> torch.Tensor:
-        """Calling, in training on another device than the host, with what is learned read there."""
+        """Quantize in training on a device other than the host, with the learned parameters on that device."""
         if self.learned is not None:
             return self.learned(x, self.learned.present_grid(tuple(x.shape)), weight=self.role == "weight")
         assert self.derivation is not None and isinstance(self._encoding, Encoding)
@@ -185,7 +185,7 @@ class Quantizer(core.Quantizer):
         return self._bias_scale(self.required, device)
 
     def _bias_scale(self, encoding: Encoding, device: torch.device) -> torch.Tensor:
-        """The scale of a fixed ``encoding`` on ``device``, moved there once."""
+        """The scale of a fixed ``encoding``, copied to ``device`` once."""
         known = self._scales.get(device)
         if known is None or known[0] is not encoding:
             scale = torch.from_numpy(np.array(encoding.scale)).to(device)
@@ -195,7 +195,7 @@ class Quantizer(core.Quantizer):
         return known[1]
 
     def plain_grid(self, x: torch.Tensor, *, learned: bool = False) -> Grid | None:
-        """The grid, where calling does nothing but move ``x`` to one with a single scale; ``None`` else.
+        """The grid, where a call only rounds ``x`` to a grid with one scale; else ``None``.
 
         With ``learned`` also of a range that trains, whose gradient is then the caller's to compute.
         """
@@ -208,7 +208,7 @@ class Quantizer(core.Quantizer):
         return grid if grid is not None and isinstance(grid.scale, float) else None
 
     def joined_with(self, x: torch.Tensor, ends: tuple[float, float], *, in_place: bool) -> torch.Tensor | None:
-        """``clamp(x, *ends)`` on the grid of a range that trains, in one go; ``None`` where they are two calls."""
+        """Quantize ``clamp(x, *ends)`` on a learned grid in one call; ``None`` where two calls are needed."""
         if self.learned is None or self._encoding is None or self.pivot is not None or not is_plain(x):
             return None
         if not on_host(x.device) or not torch.is_grad_enabled() or not x.requires_grad:
@@ -217,7 +217,7 @@ class Quantizer(core.Quantizer):
         return None if grid is None else self.learned.clamped(x, grid, ends, in_place=in_place)
 
     def _pivoted(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, with the gradient that :attr:`pivot` makes of its own."""
+        """``x``, with its gradient changed by :attr:`pivot`."""
         if self.pivot is None or not x.requires_grad or not torch.is_grad_enabled():
             return x
         there = torch.compiler.is_dynamo_compiling() or self._trains_on(x.device)  # compiled code reads no numbers
@@ -233,7 +233,7 @@ class Quantizer(core.Quantizer):
         return x + (out - x).detach() if torch.is_grad_enabled() and x.requires_grad else out
 
     def constant(self, x: torch.Tensor) -> torch.Tensor:
-        """Like calling, for a parameter, with its correction: the last result is kept while ``x`` stays what it was."""
+        """Quantize a parameter, with its correction; the last result is cached while ``x`` is unchanged."""
         found = self._constant(x)
         return found if self.correction is None else self.correction(found)
 
@@ -271,7 +271,7 @@ class Quantizer(core.Quantizer):
     def columns(
         self, encodings: tuple[Encoding, ...], like: torch.Tensor, within: Sequence[tuple[float, float]]
     ) -> tuple[Grid, bool]:
-        """The grid of tensors side by side, of which this quantizer's is the first, and whether values have to be clipped.
+        """The grid of tensors side by side, this quantizer's first, and whether values must be clipped.
 
         Kept as long as the encodings are the same objects: making it reads and writes numbers of the device.
         """
@@ -285,7 +285,7 @@ class Quantizer(core.Quantizer):
         return found
 
     def prepare(self, shape: tuple[int, ...], device: torch.device) -> None:
-        """Make the grid for tensors of ``shape``, which a compiler cannot: it needs the values of scales and offsets."""
+        """Prepare the grid for tensors of ``shape``; a compiler cannot, since this reads scales and offsets."""
         encoding = self._encoding
         if encoding is None or self.learned is not None or not is_fast(encoding):
             return
@@ -300,7 +300,7 @@ class Quantizer(core.Quantizer):
 def side_by_side(
     quantizers: Sequence[Quantizer], like: torch.Tensor, within: Sequence[tuple[float, float]] = ()
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """One function of tensors that stand side by side, for one quantizer of each: the same codes, in one go.
+    """One function that quantizes tensors side by side, each by its own quantizer, with the same codes.
 
     Args:
         quantizers: calibrated; the tensors of each are of the shape of ``like``.
@@ -334,7 +334,7 @@ def side_by_side(
 
 
 def _stays_on_grid(grid: Grid, like: torch.Tensor, within: Sequence[tuple[float, float]]) -> bool:
-    """Whether there are bounds of the values of each, and they round to codes of its grid."""
+    """Whether the values of each have known bounds that round to codes of its grid."""
     if not within:
         return False
     ends = (torch.round(columns(bounds, like) / grid.scale) for bounds in zip(*within, strict=True))
@@ -346,7 +346,7 @@ _memcmp.argtypes, _memcmp.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 
 
 def _same(kept: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether ``x`` holds the bits of ``kept``, a clone of what it was: writes through ``.data`` leave no other trace.
+    """Whether ``x`` equals ``kept``, an earlier clone, bit for bit: writes through ``.data`` leave no other trace.
 
     0.1 to 0.3 ns per element; ``torch.equal`` takes ten times as long.
     """

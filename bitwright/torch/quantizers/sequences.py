@@ -1,4 +1,4 @@
-"""Recurrent layers, faster with the same numbers: steps with their gates side by side, and whole LSTMs in compiled loops.
+"""Fast recurrent layers with the same results: steps with gates side by side, and whole LSTMs in compiled loops.
 
 The compiled loops serve an LSTM while its inner tensors are observed, and with a gradient. What the gradient needs is kept in
 one tensor per kind for all steps, where autograd keeps every operation of every step; the gradient of the weights is one
@@ -40,7 +40,7 @@ NAMES = (*_PRE, *_GATE, CELL, "cell.gate", HIDDEN)
 
 
 def ready(tensors: Sequence[Tensor | None]) -> Loops | None:
-    """The compiled loops, where they serve a layer that has these tensors."""
+    """The compiled loops, if they apply to a layer with these tensors."""
     given = [x for x in tensors if x is not None]
     if torch.compiler.is_dynamo_compiling() or any(not is_plain(x) or x.dtype != torch.float32 for x in given):
         return None
@@ -57,12 +57,12 @@ class Columns:
 
 
 def observed(kept: Mapping[str, list[Tensor]], compiled: Loops) -> Sequences:
-    """A layer that computes in float and hands over those of :data:`NAMES` that are kept, for all steps: ``[T * B, H]``."""
+    """Run a layer in float, and return the tensors of :data:`NAMES` that are kept, for all steps: ``[T * B, H]``."""
     return partial(_observe, kept, compiled)
 
 
 def bounded(columns: Mapping[str, list[Columns]], kept: Mapping[str, list[Tensor]], compiled: Loops) -> Sequences:
-    """The same, of which the bounds of columns are handed over, while a step is in the cache.
+    """Run a layer in float, and return bounds of columns, computed while a step is in the cache.
 
     Where a value is not finite, nothing is put into ``columns``, and the tensors themselves into ``kept``.
     """
@@ -152,17 +152,17 @@ class _Run:
         self.final = h, cells[after]
 
     def _keep(self, n: int, cell: Tensor) -> None:
-        """Put what a step has made with that of the others."""
+        """Store the tensors of a step with those of the others."""
         for x, places, wanted in zip(self._made(cell), self.kept, self.wanted[0], strict=True):
             if wanted:
                 places[:, n] = x.reshape(len(x), places.shape[0], -1).transpose(0, 1)
 
     def _made(self, cells: Tensor) -> tuple[Tensor, ...]:
-        """Where a step writes the tensors of each of the groups."""
+        """The buffers into which a step writes each group of tensors."""
         return self.sums, self.gates, cells, self.bent
 
     def _watched(self) -> list[tuple[Keys, Keys, Keys]]:
-        """Results of a step whose bounds are wanted, ``[places, B, columns]``, and their keys."""
+        """Results of a step whose bounds are needed, ``[places, B, columns]``, and their keys."""
         found, first, width = [], 0, self.bent.shape[1]
         for x, group, wanted in zip(self._made(self.cells), _GROUPS, self.wanted[1], strict=True):
             last = first + len(group) * width
@@ -177,11 +177,11 @@ class _Run:
         return self.final[0].clone(), self.final[1].clone()
 
     def values(self) -> dict[str, Tensor]:
-        """The tensors of all steps by name; those that are not kept are empty."""
+        """The tensors of all steps by name; empty for those that are not kept."""
         return dict(zip(NAMES, (*(x for group in self.kept for x in group), self.hidden), strict=True))
 
     def columns(self) -> dict[str, Columns]:
-        """Bounds by name, those that are not wanted without sense."""
+        """Bounds by name; undefined for those that were not requested."""
         width = self.hidden.shape[-1]
         hidden = _array(self.hidden).view(np.int32).reshape(1, -1, width)
         self.compiled.keys_by_column(hidden, 0, self.keys[0, -width:], self.keys[1, -width:])
@@ -190,7 +190,7 @@ class _Run:
 
 
 class _Product:
-    """``h R^T + Rb``, each time in the same memory."""
+    """``h R^T + Rb``, always in the same memory."""
 
     def __init__(self, columns: Tensor, bias: Tensor | None, batch: int) -> None:
         self.columns, self.bias = columns, None if bias is None else bias.detach()
@@ -220,7 +220,7 @@ Steps = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class _Learned:
-    """A range inside a layer that trains.
+    """A learned range inside a layer.
 
     Attributes:
         place: in :data:`NAMES`.
@@ -237,7 +237,7 @@ class _Learned:
 
 @dataclass(frozen=True)
 class _Grids:
-    """Grids of the quantizers inside a layer for compiled loops: before the gates, after them, and of the states."""
+    """Grids of the quantizers inside a layer for compiled loops: before and after the gates, and of the states."""
 
     pre: Floats
     post: Floats
@@ -246,7 +246,7 @@ class _Grids:
 
     @property
     def parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the ranges that train: ``log_scale`` of all, ``offset`` of those that have one."""
+        """Parameters of the learned ranges: ``log_scale`` of all, ``offset`` where there is one."""
         offsets: list[Tensor] = [one.range.offset for one in self.learned if one.range.offset is not None]
         scales: list[Tensor] = [one.range.log_scale for one in self.learned]
         return torch.stack(scales) if scales else None, torch.stack(offsets) if offsets else None
@@ -255,7 +255,7 @@ class _Grids:
 def trained(
     grids: Sequence[Grid], learned: Sequence[LearnedRange | None], like: Tensor, compiled: Loops
 ) -> Callable[[Steps], Sequences]:
-    """A layer with a gradient.
+    """Run a layer with a gradient.
 
     Args:
         grids: of :data:`NAMES`, each with one scale.
@@ -330,7 +330,7 @@ class _Trained(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor, grad_last: Tensor, grad_cell: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the input's share, the weight, its bias, the initial states and the range parameters."""
+    """Gradients of the input's part of the gates, the weight, its bias, the initial states and the range parameters."""
     _, weight_hh, bias_hh, _, _, gates, marks, cells, bent, hidden, sums = ctx.saved_tensors
     grids, compiled, _, reverse = ctx.made
     inner, carried = grad_last.clone(memory_format=torch.contiguous_format), _array(grad_cell).copy()
@@ -358,14 +358,14 @@ def _gradients(ctx: Any, grad: Tensor, grad_last: Tensor, grad_cell: Tensor) -> 
 
 
 class _Ranges:
-    """Gradients of the ranges that train, added up over the steps."""
+    """Gradients of the learned ranges, summed over the steps."""
 
     def __init__(self, learned: Sequence[_Learned], width: int, compiled: Loops) -> None:
         self.learned, self.compiled = learned, compiled
         self.slopes, self.outside = (np.zeros((len(learned), width), np.float32) for _ in range(2))
 
     def add(self, received: Floats, *given: Floats) -> None:
-        """Those of a step: gradients of what quantizers return, and all that :func:`_given_to` reads."""
+        """Add the gradients of a step: those by the quantizers' outputs, and the inputs that :func:`_given_to` reads."""
         for one, slope, outside in zip(self.learned, self.slopes, self.outside, strict=True):
             x = _given_to(one.place, *given)
             self.compiled.range_by_column(received[one.place], x, slope, outside, *one.numbers)
@@ -394,7 +394,7 @@ def _given_to(place: int, sums: Floats, gates: Floats, moved: Floats, tanh: Floa
 
 
 def _by_steps(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The same of a layer with fixed ranges, differentiable: by autograd, of the layer in single steps."""
+    """Gradients of a layer with fixed ranges by autograd over single steps, and so differentiable again."""
     given, (_, _, steps, _) = ctx.saved_tensors[:5], ctx.made
     wanted = [x for x, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
     results = steps(*given)
@@ -403,7 +403,7 @@ def _by_steps(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
 
 
 class _TrainedOnce(_Trained):
-    """The same where ranges train: their gradients are estimates, which cannot be differentiated again."""
+    """Gradients with learned ranges: estimates that cannot be differentiated again."""
 
     @staticmethod
     @once_differentiable
@@ -422,7 +422,7 @@ class OnGrid:
     quantizer: Quantizer
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` on its grid, in the memory of ``x`` where no gradient needs that."""
+        """Quantize ``x``, in its own memory where no gradient needs it."""
         return self.quantizer(x, overwrite=True)
 
 
@@ -439,7 +439,7 @@ class Keep:
     columns: list[Columns] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` itself, kept."""
+        """Keep ``x`` and return it."""
         self.steps.append(x)
         return x
 
@@ -455,7 +455,7 @@ class StepFunctions(dict[str, Function]):
     """Functions for the tensors inside a step: inner name -> :class:`OnGrid`, :class:`Keep` or another function."""
 
     def stacked(self, cell: str, like: Tensor) -> StackedStep | None:
-        """The step of a layer that is not projected, on gates in the order of :data:`bitwright.torch.calls.recurrent.ORDER`.
+        """A step of a layer without projection, with gates in the order of :data:`bitwright.torch.calls.recurrent.ORDER`.
 
         Args:
             cell: ``LSTM``, ``GRU`` or ``RNN``.
@@ -474,7 +474,7 @@ class StepFunctions(dict[str, Function]):
         return None if pre is None or post is None else make(self, pre, post, like)
 
     def sequence(self, cell: str, tensors: Sequence[Tensor | None], steps: Steps) -> Sequences | None:
-        """All steps of a layer that is neither projected nor packed in compiled loops.
+        """All steps, in compiled loops, of a layer that is neither projected nor packed.
 
         Args:
             cell: ``LSTM``, ``GRU`` or ``RNN``.
@@ -498,7 +498,7 @@ class StepFunctions(dict[str, Function]):
         return trained(ready_made, [q.learned for q in quantizers], like, compiled)(steps)
 
     def _observed(self, compiled: Loops) -> Sequences | None:
-        """All steps of a layer whose inner tensors are observed and none is moved to a grid."""
+        """All steps of a layer whose inner tensors are observed and not quantized."""
         kept = {name: f for name, f in self.items() if isinstance(f, Keep)}
         if not 0 < len(kept) == len(self):
             return None
@@ -559,7 +559,7 @@ def _lstm(inside: Mapping[str, Function], pre: Function, post: Function, like: T
 
 
 def _lstm_compiled(inside: Mapping[str, Function], like: Tensor) -> StackedStep | None:
-    """The same step where every inner tensor has a grid with one scale and no gradient is wanted: three compiled loops."""
+    """A step in three compiled loops, where every inner tensor has one scale and no gradient is needed."""
     functions = [inside.get(name) for name in NAMES]
     quantizers = [f.quantizer for f in functions if isinstance(f, OnGrid)]
     if torch.is_grad_enabled() or len(quantizers) < len(functions) or not on_host(like.device):

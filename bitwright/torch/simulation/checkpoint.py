@@ -79,7 +79,7 @@ def save_checkpoint(sim: SimulatedModule, folder: str | Path) -> Path:
 
 
 def _seen(sim: SimulatedModule) -> dict[str, NDArray[Any]]:
-    """Calibration statistics of every quantizer, under ``kind/field/site`` with the name of its first site."""
+    """Calibration statistics of every quantizer by ``kind/field/site``, with the name of its first site."""
     return {
         f"{statistics.kind_of(seen)}/{field}/{quantizer.name}": np.array(array)
         for quantizer in sim.quantizers.unique()
@@ -89,7 +89,7 @@ def _seen(sim: SimulatedModule) -> dict[str, NDArray[Any]]:
 
 
 def _state(sim: SimulatedModule) -> dict[str, Any]:
-    """State of a simulation beside the model's tensors, as plain JSON."""
+    """The state of a simulation without the model's tensors, as plain JSON."""
     if sim._simulator.stage not in ("simulate", "uncalibrated"):
         raise ModelError(
             "save_checkpoint", "the simulation is being calibrated", "call it when compute_encodings has returned"
@@ -115,7 +115,7 @@ def _state(sim: SimulatedModule) -> dict[str, Any]:
 
 
 def _learned(site: Site) -> dict[str, Any]:
-    """The parameters of a learned range and the encoding that they are distances from."""
+    """The parameters of a learned range, and the encoding that they are relative to."""
     learned = getattr(site.quantizer, "learned", None)
     if learned is None or site.encoding is None or isinstance(learned, RangeEnds):
         return {}  # ends follow from the encoding
@@ -128,7 +128,7 @@ def state_dict(sim: SimulatedModule) -> dict[str, Any]:
 
 
 def load_state_dict(sim: SimulatedModule, state: Mapping[str, Any]) -> None:
-    """Take what :func:`state_dict` returned for a simulation of the same model under the same rules, or nothing of it.
+    """Load what :func:`state_dict` returned for a simulation of the same model under the same rules; all or nothing.
 
     Raises:
         EncodingsError: it is no such state, or one of another model.
@@ -182,7 +182,7 @@ def load_checkpoint(sim: SimulatedModule, folder: str | Path) -> None:
 
 
 def _put(sim: SimulatedModule, loaded: _Checkpoint, settings: Mapping[str, _Setting]) -> None:
-    """Give the simulation all that a checkpoint keeps of it beside the tensors."""
+    """Restore the state that a checkpoint holds besides the tensors."""
     for name, setting in settings.items():
         setting.put(sim.quantizers[name])
     for name, seen in loaded.statistics.items():
@@ -199,7 +199,7 @@ def _put(sim: SimulatedModule, loaded: _Checkpoint, settings: Mapping[str, _Sett
 
 
 def _remedy(sim: SimulatedModule, saved: Iterable[str]) -> str:
-    """The remedy where the tensor names ``saved`` are not those of the model; often one of the two is folded."""
+    """The remedy where the tensor names ``saved`` differ from the model's; often only one of the two is folded."""
     here, there = (
         {name for name in names if name.endswith(".running_mean")}
         for names in ((name for name, _ in named_state(sim.model)), saved)
@@ -267,7 +267,7 @@ def _read(folder: Path) -> _Checkpoint:
 
 
 def _content(folder: Path, name: str, entries: Mapping[str, FileEntry]) -> bytes:
-    """The bytes of a file, if they are those that the manifest was written with."""
+    """The bytes of a file, checked against the manifest."""
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
@@ -287,7 +287,7 @@ def _content(folder: Path, name: str, entries: Mapping[str, FileEntry]) -> bytes
 def _parsed(
     tensors: dict[str, torch.Tensor], state: Any, seen: Mapping[str, NDArray[Any]] | None = None
 ) -> _Checkpoint:
-    """Raises ValueError, TypeError, KeyError or AttributeError where a part is not what :func:`_state` or :func:`_seen` gives."""
+    """Parse the parts. Raises ValueError, TypeError, KeyError or AttributeError where they are malformed."""
     if state["version"] != _VERSION:
         raise ValueError(f"its version is {state['version']!r}, this is version {_VERSION}")
     if state["stage"] not in ("simulate", "uncalibrated"):
@@ -300,7 +300,7 @@ def _parsed(
 
 
 def _statistics(arrays: Mapping[str, NDArray[Any]], sites: Container[str]) -> dict[str, statistics.Statistics]:
-    """Site -> what its quantizer saw. Raises ValueError or KeyError where the arrays are not those of :func:`_seen`."""
+    """Site -> its statistics. Raises ValueError or KeyError where the arrays are malformed."""
     fields: dict[tuple[str, str], dict[str, NDArray[Any]]] = {}
     for key, array in arrays.items():
         kind, field, site = key.split("/", 2)
@@ -342,7 +342,7 @@ class _Setting:
     learned: tuple[tuple[str, tuple[float, ...]], ...] = ()  # beside the encoding, which is then its base
 
     def put(self, site: Site) -> None:
-        """Give it to the quantizer of ``site``; what calibration saw before belongs to other encodings."""
+        """Apply to the quantizer of ``site``; drops its earlier statistics, which belong to other encodings."""
         quantizer = site.quantizer
         quantizer.spec, quantizer.encoding = self.spec, self.encoding
         quantizer.enabled, quantizer.frozen, quantizer.why_float = self.enabled, self.frozen, self.why_float

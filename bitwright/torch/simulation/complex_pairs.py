@@ -1,4 +1,4 @@
-"""Complex numbers of an exported program as pairs of real tensors: ONNX has no operators on complex ones.
+"""Rewrite complex tensors of an exported program as pairs of real ones, since ONNX has no complex operators.
 
 What moves, adds or scales elements does so to the real and to the imaginary part; products, quotients, absolute values and the
 like are written out. A Fourier transform takes and returns the complex tensor, for which torch's exporter has a real one with
@@ -52,7 +52,7 @@ class _Pair(NamedTuple):
 
 
 def complex_as_pairs(program: ExportedProgram, line_of: Callable[[fx.Node], str]) -> ExportedProgram:
-    """``program``, or where it has complex values one that computes the same with their parts.
+    """``program`` with real and imaginary parts in place of complex values; unchanged without any.
 
     Args:
         program: what ``torch.export`` captured.
@@ -79,7 +79,7 @@ def _is_complex(node: fx.Node) -> bool:
 
 
 class _Rewriting:
-    """One pass over the nodes of a graph."""
+    """Rewrites the nodes of a graph in one pass."""
 
     def __init__(self, graph: fx.Graph, line_of: Callable[[fx.Node], str]) -> None:
         self._graph, self._line_of = graph, line_of
@@ -87,7 +87,7 @@ class _Rewriting:
         self._pairs: dict[fx.Node, _Pair] = {}
 
     def run(self) -> None:
-        """Give every node that makes or reads complex values one that does so with their parts."""
+        """Replace every node that computes or reads complex values by nodes on their parts."""
         old = []
         for node in list(self._graph.nodes):
             if node.op not in ("call_function", "output") or not any(map(_is_complex, [node, *node.all_input_nodes])):
@@ -126,7 +126,7 @@ class _Rewriting:
         )
 
     def _operand(self, value: Any) -> Any:
-        """An argument of a node as rules take it."""
+        """An argument of a node, in the form that rules take."""
         if isinstance(value, complex):
             return _Pair(value.real, value.imag)
         if not isinstance(value, fx.Node):
@@ -140,7 +140,7 @@ class _Rewriting:
         return self._pairs[value]
 
     def _read_whole(self, node: fx.Node) -> None:
-        """Let ``node`` read complex tensors, made of their parts."""
+        """Let ``node`` read complex tensors, assembled from their parts."""
         for source in node.all_input_nodes:
             if source in self._pairs and source.op == "call_function" and not _name(source).startswith(_TRANSFORMS):
                 made = _aten.complex.default(*self._pairs[source]).node
@@ -154,7 +154,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _of_each(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Pair:
-    """The call on the real parts of its operands, and that on the imaginary ones."""
+    """Apply the call to the real parts, and to the imaginary parts."""
     names = [argument.name for argument in target._schema.arguments]
     given = [_parts(value) if name in _JOINED else value for name, value in zip(names, args, strict=False)]
     named = {name: _parts(value) if name in _JOINED else value for name, value in kwargs.items()}
@@ -162,7 +162,7 @@ def _of_each(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _
 
 
 def _parts(value: Any) -> Any:
-    """The parts of an operand; of a real one the imaginary part is zero."""
+    """The parts of an operand; the imaginary part of a real one is zero."""
     if isinstance(value, list | tuple) and not isinstance(value, _Pair):
         return [_parts(v) for v in value]
     if isinstance(value, fx.Proxy):
@@ -171,7 +171,7 @@ def _parts(value: Any) -> Any:
 
 
 def _side(value: Any, i: int) -> Any:
-    """Real parts (0) or imaginary ones (1) in the place of pairs."""
+    """Replace pairs by their real (0) or imaginary (1) parts."""
     if isinstance(value, _Pair):
         return value[i]
     if isinstance(value, list | tuple):
@@ -209,7 +209,7 @@ def _einsum(equation: str, operands: list[Any], path: Any = None) -> _Pair:
 
 
 def _affine(times: Callable[[Any, Any], Any], a: Any, b: Any, added: Any = None) -> _Pair:
-    """A product, and what is added to it."""
+    """A product with an addend."""
     made = _product(times, a, b)
     if added is None:
         return made
@@ -257,7 +257,7 @@ def _power(a: Any, exponent: Any) -> _Pair:
 
 
 def _converted(value: Any, *args: Any, **kwargs: Any) -> Any:
-    """``to``: of a complex value to a real type, its real part."""
+    """``to``; a complex value becomes its real part in a real type."""
     dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
     if dtype is None:
         return value

@@ -1,4 +1,4 @@
-"""A simulation as an ``ExportedProgram`` with the operators of ``quantized_decomposed``: what ExecuTorch and inductor lower.
+"""A simulation as an ``ExportedProgram`` with ``quantized_decomposed`` operators, which ExecuTorch and inductor lower.
 
 Weights are stored as codes, read through ``dequantize_per_channel`` or ``dequantize_per_tensor``; activations pass a pair of
 ``quantize_per_tensor`` and ``dequantize_per_tensor``. Unsigned grids of 8 bits are written as int8: the zero point moves by 128,
@@ -37,7 +37,7 @@ _MOVES = frozenset((
 def with_decomposed(
     program: ExportedProgram, sites: Any, tensors: tuple[torch.Tensor, ...], shapes: Any
 ) -> ExportedProgram:
-    """``program``, which has a mark at every site, with quantizers in their places.
+    """Replace the mark at every site of ``program`` by a quantizer.
 
     Args:
         program: of a simulation.
@@ -68,7 +68,7 @@ def with_decomposed(
 
 
 def _keep_on_grid(graph: fx.Graph) -> None:
-    """Quantize what only moves values on a grid, to the same grid: a delegate takes an operator with quantizers on both sides.
+    """Put data movement on the grid of its input: delegates take operators with quantizers on both sides.
 
     No value changes. Without it a linear layer after a flatten is computed in float.
     """
@@ -97,7 +97,7 @@ def _refuse_steps(sites: Any, marked: set[str]) -> None:
 
 
 def _stored(module: fx.GraphModule, node: fx.Node, site: Site, encoding: Encoding, number: int) -> fx.Node | None:
-    """A parameter as codes, or a bias as floats of its grid; ``None`` where it is computed from several."""
+    """A parameter as codes, or a bias as floats on its grid; ``None`` where it is computed from several parameters."""
     source = node.args[0]
     if not isinstance(source, fx.Node) or source.op != "get_attr":
         return None
@@ -140,7 +140,7 @@ def _dequantized(module: fx.GraphModule, codes: fx.Node, site: Site, encoding: E
 
 
 def _grid(site: Site, encoding: Encoding) -> tuple[torch.dtype, tuple[int, int], int]:
-    """Type of the codes, their ends, and what is subtracted from those of the encoding."""
+    """Dtype and ends of the codes, and the offset that is subtracted from those of the encoding."""
     fmt = encoding.format
     bits = fmt.bits if isinstance(fmt, IntFormat) else 0
     wide = next((n for n in _TYPES if 0 < bits <= n), 0)

@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 
 
 def forget_origins(model: ir.Model) -> None:
-    """Drop what the exporter notes about where a node came from: source lines, and paths on this machine."""
+    """Drop source lines and local paths that the exporter stores on nodes."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for node in all_nodes(model.graph):
@@ -101,7 +101,7 @@ def forget_origins(model: ir.Model) -> None:
 
 
 def rename_params(model: ir.Model) -> None:
-    """Parameters of the wrapped model get back the names they have in it."""
+    """Restore the names that parameters have in the wrapped model."""
     for value in list(model.graph.initializers.values()):
         if value.name and value.name.startswith("model."):
             value.name = value.name.removeprefix("model.")
@@ -134,7 +134,7 @@ def rename_io(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) ->
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    """``name`` with the first number that makes it new; then it is taken."""
+    """``name`` with the first number that makes it unique; adds it to the taken names."""
     free = next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
     taken.add(free)
     return free
@@ -324,7 +324,7 @@ def site_encodings(sim: SimulatedModule) -> dict[str, Encoding]:
 
 
 class _Flat(nn.Module):
-    """The simulated model with a flat tuple of tensors in and out, which every exporter understands.
+    """The simulated model with flat tuples of tensors as inputs and outputs, which every exporter takes.
 
     ``told`` is called with the paths of what a forward returns; attributes that are set while it is traced are lost.
     """
@@ -443,7 +443,7 @@ def decomposed_program(
 def exported_module(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any = None, *, dynamic_batch: bool = False
 ) -> ir.Model:
-    """A module that is no simulation as ONNX of opset 21, with the marks that its forward leaves.
+    """A module outside of any simulation as ONNX of opset 21, with the marks of its forward.
 
     Args:
         module: in evaluation.
@@ -475,7 +475,7 @@ def exported_module(
 def _refused(
     sim: SimulatedModule, args: tuple[Any, ...], kwargs: dict[str, Any], program: Any, error: Exception
 ) -> ExportError:
-    """Error of a failed export: the place in the model, torch's reason, and the remedy.
+    """The error of a failed export: the place in the model, torch's reason, and the remedy.
 
     Args:
         sim, args, kwargs: what was exported, on which example.
@@ -510,7 +510,7 @@ def _refused(
 
 
 def _check_runs(sim: SimulatedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse an example that the model itself cannot take, which the exporter fails on as well.
+    """Refuse an example on which the model itself fails.
 
     Raises:
         ExportError: with what the model raises.
@@ -527,7 +527,7 @@ def _check_runs(sim: SimulatedModule, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _free_batch(sim: SimulatedModule, dummy_input: Any) -> tuple[ir.Model, list[str]]:
-    """The model with a free batch axis where it allows one; otherwise with the example's, and why.
+    """Export with a free batch axis where the model allows it; else with the example's, and the reason.
 
     An example of one sample is doubled for it, because ``torch.export`` takes an axis of length 1 for a fixed one.
     """
@@ -573,13 +573,13 @@ _FREE_AXES: dict[str | tuple[str, int], dict[int, str]] = {
 
 
 def free_axes(name: str, tensor: torch.Tensor) -> dict[int, str]:
-    """The axes of an input of a language model that vary from call to call; of one that is not known, none."""
+    """The axes of a language model's input that vary from call to call; none for unknown inputs."""
     last = name.rpartition(".")[2]
     return _FREE_AXES.get(last) or _FREE_AXES.get((last, tensor.dim())) or {}
 
 
 def _free_lengths(sim: SimulatedModule, dummy_input: Any) -> tuple[ir.Model, list[str]]:
-    """The model, which continues a cache, with free axes for batch, new tokens and past; otherwise with the example's, and why.
+    """Export a model with a cache with free axes for batch, new tokens and past; else with the example's, and the reason.
 
     It is traced on an example of other lengths, because ``torch.export`` takes an axis of length 1 for a fixed one.
     """
@@ -611,7 +611,7 @@ def _free_lengths(sim: SimulatedModule, dummy_input: Any) -> tuple[ir.Model, lis
 
 
 def _of_lengths(tensor: torch.Tensor, axes: Mapping[int, str]) -> torch.Tensor:
-    """``tensor`` repeated, or cut, to :data:`_LENGTHS` along ``axes``; of one that is empty, zeros."""
+    """``tensor`` repeated or cut to :data:`_LENGTHS` along ``axes``; zeros for an empty one."""
     for axis, kind in axes.items():
         length, old = _LENGTHS[kind], tensor.shape[axis]
         if old:
@@ -622,7 +622,7 @@ def _of_lengths(tensor: torch.Tensor, axes: Mapping[int, str]) -> torch.Tensor:
 
 
 def _refuse_windows(batch: Any) -> None:
-    """Refuse a cache of which layers drop what leaves their window: how much is left is a number in Python, fixed in a file.
+    """Refuse a sliding-window cache, whose present length is a Python number and so would be fixed in the file.
 
     Raises:
         ExportError: with the cache to give instead.
@@ -648,7 +648,7 @@ def _name_batch(model: ir.Model) -> None:
 
 
 def _replace_dims(model: ir.Model, new: Callable[[str | None], int | str | None]) -> None:
-    """Give every axis of a symbolic length the length, or name, that ``new`` has for it."""
+    """Replace symbolic lengths of axes by the lengths or names in ``new``."""
     values = [*model.graph.inputs, *(v for node in all_nodes(model.graph) for v in node.outputs)]
     for value in values:
         if value.shape is None or not any(isinstance(dim, ir.SymbolicDim) for dim in value.shape):
@@ -658,12 +658,12 @@ def _replace_dims(model: ir.Model, new: Callable[[str | None], int | str | None]
 
 
 def own_copy(sim: SimulatedModule, batch: Any) -> Any:
-    """``batch`` on the model's device in memory of its own: a model may write into its input."""
+    """A copy of ``batch`` on the model's device, since a model may write into its input."""
     return map_tensors(to_device(batch, model_device(sim.model)), lambda t: t.detach().clone())
 
 
 def _root_cause(error: BaseException) -> str:
-    """The innermost error of the chain: exporters wrap what went wrong several times."""
+    """The innermost error of the chain, since exporters wrap errors several times."""
     while error.__cause__ is not None:
         error = error.__cause__
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
@@ -672,7 +672,7 @@ def _root_cause(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporters print progress and warn about themselves; none of it is for the user of a simulation."""
+    """Silence the progress output and warnings of exporters."""
     chatty = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch.fx", "onnxscript", "onnx_ir")]
     levels = [log.level for log in chatty]
     try:
@@ -708,13 +708,13 @@ def _shapes(inputs: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], 
 
 
 def _readable(sim: SimulatedModule, model: ir.Model) -> dict[str, str]:
-    """A tensor is called after the output site that marks it: ``layer1.0.conv1.output[0]``."""
+    """Name tensors after the output sites that mark them: ``layer1.0.conv1.output[0]``."""
     marked = set(site_names(model))
     return {site.name: site.name for site in sim.quantizers.values() if site.role == "output" and site.name in marked}
 
 
 def _gate_names(sim: SimulatedModule, model: ir.Model) -> dict[str, str]:
-    """The weights of recurrent layers, put into ONNX's order of gates, are called as in ONNX: ``lstm.l0.forward.W``."""
+    """Name the weights of recurrent layers, in ONNX's order of gates, as in ONNX: ``lstm.l0.forward.W``."""
     marked = set(site_names(model))
     return {
         site.name: f"{site.op}.{WEIGHT_PORTS[site.port]}"
@@ -743,7 +743,7 @@ def values_of(
     left: Mapping[str, list[int]] | None = None,
     more: Sequence[str] = (),
 ) -> tuple[dict[str, Sequence[np.ndarray[Any, Any]]], Arrays]:
-    """The simulation's values at every site that the file has a quantizer for, one per run of its place, and its outputs.
+    """The simulation's values at every site with a quantizer in the file, one per run of its place, and its outputs.
 
     ``left`` tells which runs the converted program has, see :func:`take_runs`. A constant is among them where the file computes
     it, as one that is repeated for every sample of a free batch. Those of sites wait in a temporary file, beyond a few MiB.
@@ -761,7 +761,7 @@ def values_of(
 
 
 def _in_file(kept: Sequence[Any], left: list[int] | None) -> Sequence[np.ndarray[Any, Any]]:
-    """The runs of a place that the file has: those ``left`` in it, where every one of them was kept."""
+    """The runs of a place that the file has: those in ``left``, where all were kept."""
     if left is None or left == list(range(len(kept))) or any(run >= len(kept) for run in left):
         return kept
     return [kept[run] for run in left]
@@ -774,7 +774,7 @@ def _graph_inputs(sim: SimulatedModule, batch: Any) -> Arrays:
 
 
 def _representable(sim: SimulatedModule, batch: Any, edges: Edges) -> Any:
-    """``batch`` with the inputs that a file with ``edges`` can take."""
+    """``batch`` rounded to the inputs that a file with ``edges`` takes."""
     named = dict(named_inputs(forward_signature(sim.model), *as_call(batch)))
     floats = {name: _array(tensor) for name, tensor in named.items() if tensor.dtype == torch.float32}
     new = {
@@ -785,7 +785,7 @@ def _representable(sim: SimulatedModule, batch: Any, edges: Edges) -> Any:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor as an array; of complex numbers as files have them, their parts on a last axis of two.
+    """A tensor as an array; complex numbers as two parts on a last axis, as in files.
 
     Numpy has no bfloat16, whose values float32 has as well.
     """
@@ -802,7 +802,7 @@ def _first(batch: Any, rows: int | None) -> Any:
 def _samples(
     sim: SimulatedModule, batch: Any, result: QdqResult, names: Mapping[str, str], left: Mapping[str, list[int]]
 ) -> Samples:
-    """See :class:`Samples`; ``names`` are those of inputs and outputs that were given other ones."""
+    """Build :class:`Samples`; ``names``: new names of renamed inputs and outputs."""
     indices, rows = sim._ordered_rows()
     taps, made = values_of(sim, batch, result, left, [indices] if rows else [])
     sites = {name: kept for name, kept in taps.items() if name != indices}
@@ -876,7 +876,7 @@ def run_as(sim: SimulatedModule, profile: Any, batch: Any, **options: Any) -> Ta
 def in_integer_kernels(
     sim: SimulatedModule, batches: Sequence[Any], **options: Any
 ) -> tuple[Callable[[], SaturationReport], Callable[[str], contextlib.AbstractContextManager[nn.Module]]]:
-    """What integer kernels make of the file under the current encodings; the model is traced once.
+    """The operators that integer kernels would run in the exported file under the current encodings; traces the model once.
 
     Args:
         sim: calibrated.
@@ -932,7 +932,7 @@ def _in_memory(sim: SimulatedModule, batch: Any, options: dict[str, Any]) -> tup
 def _as_qdq(
     sim: SimulatedModule, marked: ir.Model, options: Mapping[str, Any], feeds: Arrays | None = None
 ) -> tuple[QdqResult, ir.Model]:
-    """The file that an export would write of ``marked``, under the options that change its forms; and ``marked``."""
+    """The file that an export would write from ``marked`` under the given options; and ``marked``."""
     _check(sim, "1.0.0")
     forms = {"target": DEFAULT_TARGET, **options}
     bias = bias_form(sim, forms.pop("bias", "int32"))

@@ -1,4 +1,4 @@
-"""The program that an export is made from: of ``torch.export``, or of a run that is recorded where that does not do.
+"""The program of an export: from ``torch.export``, or from a recorded run where that fails.
 
 A forward can tell that it is captured (``torch.compiler.is_exporting()``, ``is_compiling()``), and take another path then:
 around a cache, with a mask that is left out where nothing is masked. Quantizers belong to calls by their place in the
@@ -111,7 +111,7 @@ _ANYWAY = "_special_op_to_decompose_cia"
 
 
 class _Tables(NamedTuple):
-    """Operator -> what it decomposes into: by kernels, for the time of the retracing, and by the tracer."""
+    """Decompositions of operators: by kernels, temporarily while retracing, and by the tracer."""
 
     kernels: dict[Any, Callable[..., Any]]
     traced: dict[Any, Callable[..., Any]]
@@ -128,12 +128,12 @@ def knows_steps() -> bool:
 
 
 def _names(function: Callable[..., Any]) -> set[str]:
-    """Names that ``function`` looks up: globals, attributes, modules."""
+    """Names of globals, attributes and modules that ``function`` looks up."""
     return set(inspect.unwrap(function).__code__.co_names)
 
 
 def decomposed(program: ExportedProgram, registry: Any) -> ExportedProgram:
-    """A new program, of what ``registry`` of torch's exporter translates."""
+    """A new program of operators that ``registry`` of torch's exporter translates."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.export.exported_program import _decompose_exported_program
     from torch.onnx._internal.exporter import _fx_passes
@@ -156,7 +156,7 @@ def decomposed(program: ExportedProgram, registry: Any) -> ExportedProgram:
 
 @functools.lru_cache(maxsize=1)
 def _tables(registry: Any, decompositions: int) -> _Tables:
-    """The decompositions of what ``registry`` does not translate, while torch has so many of them."""
+    """The decompositions of operators that ``registry`` does not translate."""
     from torch.export.exported_program import _split_decomp_table_to_cia_and_python_decomp
     from torch.onnx._internal.exporter import _decomp
 
@@ -176,7 +176,7 @@ _SORTED = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64, i
 
 
 def squeeze_dim(self: Any, dim: int) -> Any:
-    """``aten.squeeze.dim``: torch leaves an axis alone that is longer than 1, ``Squeeze`` refuses it.
+    """``aten.squeeze.dim``: torch keeps an axis longer than 1, ``Squeeze`` refuses it.
 
     An axis of free length is longer: ``torch.export`` writes those of length 1 as constants.
     """
@@ -291,7 +291,7 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, *, in
 
 
 def unfold_backward(grad_in: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:
-    """``aten.unfold_backward``: windows of a signal, the last axis, are added where they lie in it (``istft``).
+    """``aten.unfold_backward``: overlap-add of windows of a signal, the last axis (``istft``).
 
     Its decomposition writes indices of 32 bits, which ``ScatterND`` does not take.
     """
@@ -364,7 +364,7 @@ def to_onnx(program: ExportedProgram) -> ir.Model:
 
 
 def by_steps(program: ExportedProgram, registry: Any) -> ir.Model:
-    """The steps of torch's exporter one by one, with ``registry``; the first is :func:`decomposed`."""
+    """Run the steps of torch's exporter one by one with ``registry``, starting with :func:`decomposed`."""
     from torch.onnx._internal.exporter import _core
 
     made = _core._exported_program_to_onnx_program(decomposed(program, registry), registry=registry)
@@ -373,7 +373,7 @@ def by_steps(program: ExportedProgram, registry: Any) -> ir.Model:
 
 
 def by_registry(program: ExportedProgram, registry: Any) -> ir.Model:
-    """The same by the implementation of ``torch.onnx.export``, which takes the translations from ``registry``."""
+    """Export by the implementation of ``torch.onnx.export``, with the translations of ``registry``."""
     from torch.onnx._internal.exporter import _core
 
     made = _core.export(
@@ -393,7 +393,7 @@ def takes_registry() -> bool:
 
 
 def by_public_function(program: ExportedProgram) -> ir.Model:
-    """The same by ``torch.onnx.export``."""
+    """Export by ``torch.onnx.export``."""
     made = torch.onnx.export(
         program,
         (),
@@ -408,7 +408,7 @@ def by_public_function(program: ExportedProgram) -> ir.Model:
 
 
 def optimized(made: Any) -> ir.Model:
-    """The model of an exported program, optimized by torch's exporter with no constant lost.
+    """The model of an exported program, optimized by torch's exporter without losing constants.
 
     Its rules take an addition of up to 1e-8 for one of zero, and a product with up to 1.00001 for one with one: of
     ``x / (y + 1e-15)`` they leave ``x / y``. Such constants are inputs of the graph while the rules look at it. So are
@@ -430,7 +430,7 @@ def optimized(made: Any) -> ir.Model:
 
 
 def _hide(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Make inputs of the constants that a rule would take for zero or one or merge with equal ones; by name, what they are."""
+    """Turn constants that a rule would mistake for zero or one, or merge with equal ones, into inputs; returns them by name."""
     hidden: dict[str, ir.TensorProtocol] = {}
     for node in [node for node in model.graph.all_nodes() if node.op_type == "Constant" and not node.domain]:
         given = node.attributes.get("value")
@@ -452,7 +452,7 @@ def _hide(model: ir.Model) -> dict[str, ir.TensorProtocol]:
 
 
 def _merged_or_mistaken(model: ir.Model) -> list[tuple[str, ir.TensorProtocol]]:
-    """Initializers that the exporter would merge with an equal one before them, or take for zero or one."""
+    """Initializers that the exporter would merge with an equal one, or mistake for zero or one."""
     largest = common_passes.DeduplicateInitializersPass().size_limit
     seen: set[tuple[Any, ...]] = set()
     found = []
@@ -468,7 +468,7 @@ def _merged_or_mistaken(model: ir.Model) -> list[tuple[str, ir.TensorProtocol]]:
 
 
 def _is_mistaken(tensor: ir.TensorProtocol) -> bool:
-    """Whether a scalar is next to zero or one without being it."""
+    """Whether a scalar is close to zero or one but not equal to it."""
     if len(tensor.shape) or not tensor.dtype.is_floating_point():
         return False
     value = float(tensor.numpy())
@@ -477,7 +477,7 @@ def _is_mistaken(tensor: ir.TensorProtocol) -> bool:
 
 @lru_cache(maxsize=1)
 def _registry(operators: int) -> Any:
-    """The exporter's registry, cached by torch's number of operators: a package that adds operators adds translations."""
+    """The exporter's registry, cached by torch's number of operators, since packages that add operators add translations."""
     from torch.onnx._internal.exporter import _registration
 
     registry = _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
@@ -509,7 +509,7 @@ _CHECKS = {
 
 
 def group_of(key: Key) -> Key:
-    """The calls that are told apart by counting them: where one more is made, the others move."""
+    """The calls that are distinguished by counting, so that an additional one shifts the others."""
     if not isinstance(key, tuple):
         return key
     held = key[:3] if len(key) == 4 and isinstance(key[3], int) else key
@@ -517,7 +517,7 @@ def group_of(key: Key) -> Key:
 
 
 def other_path(plans: dict[Key, CallPlan], recorded: Passed, traced: Passed) -> str | None:
-    """Where a traced run makes other calls than the recorded one; ``None`` where nowhere.
+    """The first place where a traced run makes other calls than the recorded one; ``None`` if none.
 
     Calls with quantizers count, and layers, norms and activations with and without: a trace that has one more is of another
     network.
@@ -590,7 +590,7 @@ def captured(
 
 
 class _Noting(Handler):
-    """Another handler, whose calls are noted."""
+    """A handler that notes the calls of another handler."""
 
     def __init__(self, handler: Handler, passed: Passed) -> None:
         self._handler, self._passed = handler, passed
@@ -628,7 +628,7 @@ class _Noting(Handler):
         return output
 
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As the other handler; movements are noted where it counts them, since some have a quantizer."""
+        """As the other handler; notes counted data movement, since some of it has a quantizer."""
         row = FUNCTIONS.get(func)
         counted = ("moves", None if row is None else row.label)
         before = frame.counts.get(counted, 0)
@@ -644,7 +644,7 @@ def _shapes_of(output: Any) -> tuple[Any, ...]:
 
 
 def _recorded_run(sim: SimulatedModule, args: Any, kwargs: Any) -> Passed:
-    """The calls of a forward that is not traced."""
+    """The calls of an untraced forward."""
     passed: Passed = []
     given, named = map_tensors((args, kwargs), lambda t: t.clone())
     with sim._interceptor.handled_by(_Noting(sim._simulator.variant("float"), passed)), same_draws():
@@ -667,7 +667,7 @@ class _Recorded(nn.Module):
 def recorded_program(
     flat: nn.Module, model: nn.Module, tensors: Sequence[torch.Tensor]
 ) -> tuple[ExportedProgram, list[str]]:
-    """The calls that ``flat`` makes of ``tensors`` while it does not trace, and notes on what they hold of the values.
+    """A program of the calls that ``flat`` makes on ``tensors`` untraced, and notes on numbers that it fixes.
 
     Args:
         flat: a module around ``model``.
@@ -707,7 +707,7 @@ def recorded_program(
 
 
 class _Recording(TorchFunctionMode):
-    """Adds what a recording of calls does not show by itself.
+    """Adds to a recording what calls alone do not show.
 
     That is the line of code of each call, of which torch keeps those of functions called ``forward`` alone, and a read of a
     number where numpy gets a tensor's values.
@@ -723,7 +723,7 @@ class _Recording(TorchFunctionMode):
 
 
 def _innermost_line() -> list[str]:
-    """The line of the innermost function outside of torch and this package that leads to the caller, as tracebacks write it."""
+    """The line of the innermost calling function outside of torch and this package, as in a traceback."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((*_PACKAGES, "<")):
         frame = frame.f_back
@@ -743,7 +743,7 @@ def _refuse_transformed(traced: fx.GraphModule) -> None:
 
 
 def _fixed(traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Write shapes that follow from the values of inputs down as they are, and note that, and which numbers the run took of them.
+    """Fix shapes that depend on input values, and note them and the numbers that the run read.
 
     Args:
         traced: takes the parameters, then the inputs; what finds rows by a condition becomes a constant.
@@ -783,7 +783,7 @@ def _fixed(traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: 
 def _of_inputs(
     traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> Iterator[tuple[fx.Node, bool]]:
-    """Values that depend on inputs, and whether on float inputs or on parameters."""
+    """Values that depend on inputs -> whether on float inputs or parameters."""
     given = (*parameters, *tensors)
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     of_inputs = set(placeholders[len(parameters) :])
@@ -799,7 +799,7 @@ def _of_inputs(
 
 
 class _Values(fx.Interpreter):
-    """Runs a program and keeps what some of its nodes return."""
+    """Runs a program and keeps the results of some of its nodes."""
 
     def __init__(self, program: fx.GraphModule, wanted: Sequence[fx.Node]) -> None:
         super().__init__(program)
@@ -818,7 +818,7 @@ def _write_down(
     parameters: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    """Replace nodes by what they return in this run."""
+    """Replace nodes by their results in this run."""
     values = _Values(traced, nodes)
     with same_draws():
         values.run([t.clone() for t in parameters], *(t.clone() for t in tensors))
@@ -833,14 +833,14 @@ def _write_down(
 
 
 def drop_unread(program: ExportedProgram) -> None:
-    """Take out of a captured program what no output depends on, marks included."""
+    """Remove nodes that no output depends on from a captured program, including marks."""
     for part in _graphs(program.graph_module):
         part.graph.eliminate_dead_code()
         part.recompile()
 
 
 def take_runs(model: ir.Model) -> dict[str, list[int]]:
-    """By site, which runs of its place a converted program has, in the order of its marks.
+    """Site -> the runs of its place in a converted program, in the order of its marks.
 
     The exporter keeps marks apart whose numbers differ. Here the numbers are taken out, and of calls on the same value one is
     left, which stands for the first of their runs.
@@ -859,7 +859,7 @@ def take_runs(model: ir.Model) -> dict[str, list[int]]:
 
 
 def _marks_of(model: ir.Model) -> list[ir.Node]:
-    """Every mark, those of functions included."""
+    """All marks, including those in functions."""
     parts: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     return [node for part in parts for node in all_nodes(part) if is_site(node)]
 
@@ -877,7 +877,7 @@ _NO_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='(\w+)\.(
 
 
 def untranslated(program: ExportedProgram, message: str) -> str:
-    """The function that torch's exporter says it has no translation of, with the lines that call it; "" where it says else."""
+    """The function that torch's exporter cannot translate, with the lines that call it; "" for other errors."""
     named = _NO_OPERATOR.search(message)
     if named is None:
         return ""
@@ -889,7 +889,7 @@ def untranslated(program: ExportedProgram, message: str) -> str:
 
 
 def raised_at(error: BaseException | None) -> str | None:
-    """The innermost line outside of torch and this package at which the first error of a chain was raised, as of :func:`line_of`.
+    """The innermost line outside of torch and this package that raised the first error of a chain, as in :func:`line_of`.
 
     ``None`` where there is none: torch's converter failed on a graph, with no forward around it.
     """
@@ -906,7 +906,7 @@ def raised_at(error: BaseException | None) -> str | None:
 
 
 def _only_checks(node: fx.Node) -> bool:
-    """Whether what reads the number raises errors, and does nothing else.
+    """Whether the code that reads the number only raises errors.
 
     That are functions of torch, its own checks and those of distributions; and the model's assertions, and conditions under
     which it does nothing but raise.
@@ -924,7 +924,7 @@ def _only_checks(node: fx.Node) -> bool:
 
 @lru_cache(maxsize=64)
 def _lines_of_checks(path: str) -> frozenset[int]:
-    """The lines of a file at which statements stand that can only raise; none of a file that cannot be read."""
+    """The lines of a file with statements that can only raise; none if the file cannot be read."""
     try:
         tree = ast.parse("".join(linecache.getlines(path)))
     except SyntaxError:
@@ -952,7 +952,7 @@ def _stack(node: fx.Node) -> list[tuple[str, str, str]]:
 
 
 def without_checks(module: fx.GraphModule) -> None:
-    """Take out assertions, which a file has no operators for, and what was only computed for them."""
+    """Remove assertions, which ONNX has no operators for, and nodes computed only for them."""
     for part in _graphs(module):
         dropped = [
             node for node in part.graph.nodes if node.target in _CHECKS or (node.target in _READS and not node.users)
@@ -964,7 +964,7 @@ def without_checks(module: fx.GraphModule) -> None:
 
 
 def translatable(program: ExportedProgram, line_of: Callable[[fx.Node], str]) -> ExportedProgram:
-    """A program of ``torch.export`` without what torch's exporter to ONNX lacks or translates to other values.
+    """A program without operators that torch's ONNX exporter lacks or translates wrongly.
 
     Raises:
         ModelError: it holds what cannot be rewritten, see :func:`in_order_of_memory` and :func:`complex_as_pairs`.
@@ -977,7 +977,7 @@ def translatable(program: ExportedProgram, line_of: Callable[[fx.Node], str]) ->
 
 
 def in_order_of_memory(module: fx.GraphModule) -> None:
-    """Permute what ``as_strided`` reads into the order in which it lies in memory.
+    """Permute inputs of ``as_strided`` into their memory order.
 
     ``as_strided`` counts elements of the memory; its translation of torch's exporter counts those of the tensor in the order of
     its axes, which is another one after a transpose, and answers other values without a word.
@@ -994,7 +994,7 @@ def in_order_of_memory(module: fx.GraphModule) -> None:
 
 
 def _read_in_order(graph: fx.Graph, node: fx.Node) -> None:
-    """The same for one call of ``as_strided``."""
+    """Permute the input of one call of ``as_strided``."""
     tensor: Any = node.args[0]
     size: Any = node.args[1]
     stride: Any = node.args[2]
@@ -1016,7 +1016,7 @@ def _read_in_order(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _first_read(node: fx.Node) -> int:
-    """The first element that ``as_strided`` reads, counted from the first of its tensor; -1 where it follows a free axis."""
+    """The offset of the first element that ``as_strided`` reads; -1 where it depends on a free axis."""
     tensor: Any = node.args[0]
     offset: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
     if offset is None:
@@ -1046,7 +1046,7 @@ def subtract_from_numbers(module: fx.GraphModule) -> None:
 
 
 def scatter_what_is_placed(module: fx.GraphModule) -> None:
-    """Cut the values of ``scatter`` to the shape of its index.
+    """Slice the values of ``scatter`` to the shape of its index.
 
     Torch leaves the rest unread; ONNX's ScatterElements takes values and indices of one shape.
     """
@@ -1068,7 +1068,7 @@ def scatter_what_is_placed(module: fx.GraphModule) -> None:
 
 
 def _is_of_integers(node: fx.Node) -> bool:
-    """Whether the tensor that is subtracted holds integers, and the result does not."""
+    """Whether the subtracted tensor holds integers and the result floats."""
     value: Any = node.args[0]
     return not value.meta["val"].is_floating_point() and bool(node.meta["val"].is_floating_point())
 

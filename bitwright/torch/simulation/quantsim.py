@@ -1,4 +1,4 @@
-"""``QuantizationSimModel``: a PyTorch model that computes what its quantized self will compute.
+"""``QuantizationSimModel``: the simulation of a quantized PyTorch model.
 
 It works on a copy of the user's model, which is made here: compiled parts unwrapped, lazy layers materialized.
 """
@@ -70,7 +70,7 @@ _ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was give
 
 
 def adopt(model: nn.Module, example: Any, *, in_place: bool) -> nn.Module:
-    """A copy of ``model``, or ``model`` itself, ready to be simulated.
+    """Check ``model`` and prepare it, or a copy of it, for a simulation.
 
     - A module from ``torch.compile`` is replaced by the one it was made from: compiled code is not seen.
     - What old ``weight_norm``, ``spectral_norm`` and ``torch.nn.utils.prune`` compute before each forward is a tensor that
@@ -129,7 +129,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def _copied_state(state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    """The attributes of a module, nearly all of which are atoms or empty; of the tables the values are copied one by one."""
+    """Copy the attributes of a module; most are atoms or empty, and tables are copied entry by entry."""
     new = {}
     for name, value in state.items():
         kind = type(value)
@@ -158,7 +158,7 @@ def _copied_entry(entry: Any, memo: dict[int, Any]) -> Any:
 
 
 def _is_storage_alone(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is its place in a storage, with nothing attached."""
+    """Whether a tensor is a plain view of its storage, without further state."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type in ("cpu", "cuda")
@@ -169,7 +169,7 @@ def _is_storage_alone(tensor: torch.Tensor) -> bool:
 
 
 def _is_copied_by_state(kind: type) -> bool:
-    """Whether ``copy.deepcopy`` copies the attributes of an object of this class, and nothing else."""
+    """Whether ``copy.deepcopy`` of an object of this class copies exactly its attributes."""
     same = ("__reduce_ex__", "__reduce__", "__getstate__")
     hooks = ("__deepcopy__", "__getnewargs__", "__getnewargs_ex__")
     return (
@@ -180,7 +180,7 @@ def _is_copied_by_state(kind: type) -> bool:
 
 
 def uncopied(model: nn.Module) -> dict[int, Any]:
-    """For the memo of ``copy.deepcopy``, by id: what it refuses to copy, tensors that autograd made and TorchScript functions.
+    """Objects that ``copy.deepcopy`` refuses, by id for its memo: tensors with a history and TorchScript functions.
 
     Both stand in attributes of modules; of a tensor the value is copied.
     """
@@ -225,7 +225,7 @@ def _make_lazy(model: nn.Module, example: Any) -> None:
 
 
 def refuse_simulated(model: nn.Module) -> None:
-    """Refuse a model that is simulated already."""
+    """Refuse a model that already has a simulation."""
     for path, module in walk_modules(model):
         if any(isinstance(forward.owner.handler, Simulator) for forward in interceptions(module)):
             raise ModelError(
@@ -236,7 +236,7 @@ def refuse_simulated(model: nn.Module) -> None:
 
 
 def require_module(model: object) -> None:
-    """Refuse what is not a module.
+    """Refuse objects that are not modules.
 
     Raises:
         ModelError: with the way to quantize an ONNX file.
@@ -370,7 +370,7 @@ class QuantizationSimModel(SimulatedModule):
         self._tell_scripted(recorder)
 
     def _place_anew(self, runs: Sequence[Any], moved: Mapping[str, str]) -> None:
-        """Place quantizers for the modules that the model has now; those of places that were there keep their state.
+        """Place quantizers for the present modules; existing places keep their state.
 
         Args:
             runs: inputs to record, on the device of the model.
@@ -390,7 +390,7 @@ class QuantizationSimModel(SimulatedModule):
         self._refresh_biases()
 
     def _place_left_out(self) -> None:
-        """Give what the rules leave in float quantizers too, switched off."""
+        """Add switched-off quantizers to the values that the rules leave in float."""
         with self._occupancy.exclusive("a quantizer for what the rules leave out"):
             self._add_left_out(self._values_of, Quantizer, inputs=True)
             plans, simulator = call_plans(self.graph, self.quantizers), self._simulator
@@ -398,7 +398,7 @@ class QuantizationSimModel(SimulatedModule):
             simulator.moving = simulator.unlisted = True
 
     def _place_generated(self) -> None:
-        """Place quantizers at the calls that ``generate`` makes and the examples do not, as those on one token and a cache."""
+        """Place quantizers at calls that only ``generate`` makes, such as those on one token and a cache."""
         if not generates(self.model):
             return
         unseen = UnseenCalls(self._simulator.plans)
@@ -411,7 +411,7 @@ class QuantizationSimModel(SimulatedModule):
         self._place()
 
     def _tell_scripted(self, recorder: Recorder) -> None:
-        """Name what TorchScript functions compute: it is in float, and so are the parameters that only they read."""
+        """Report TorchScript functions, which run in float, as do the parameters that only they read."""
         if not recorder.hidden:
             return
         unread = recorder.unread(self.model)
@@ -438,7 +438,7 @@ class QuantizationSimModel(SimulatedModule):
         non_finite: NonFinite = "error",
         distributed: bool = True,
     ) -> None:
-        """Find the encodings: weights from their values, activations from the data that passes them.
+        """Compute the encodings: of weights from their values, of activations from data.
 
         Where no range follows from data, as under a preset that quantizes weights alone, nothing is run, whether data are
         given or not.
@@ -509,7 +509,7 @@ class QuantizationSimModel(SimulatedModule):
         non_finite: NonFinite = "error",
         distributed: bool = True,
     ) -> AbstractContextManager[nn.Module]:
-        """Observe every run of ``sim.model`` in a block; at its end the encodings are found and put into effect.
+        """Observe every run of ``sim.model`` in a block; at its end the encodings are computed and put into effect.
 
         What :meth:`compute_encodings` does around data of its own, for a loop of yours: the model is in eval mode and without
         gradients, its weights are quantized and its activations are in float. An exception in the block leaves the earlier
@@ -598,7 +598,7 @@ class QuantizationSimModel(SimulatedModule):
             return ranges.learn_ranges(self, sites, offsets=offsets, init=init, distributed=distributed)
 
     def range_parameters(self) -> list[nn.Parameter]:
-        """The parameters of every range that trains: give them to the optimizer, as a group of their own.
+        """The parameters of all learned ranges, for a separate group of the optimizer.
 
         They are not in ``sim.model.parameters()``.
 
@@ -608,7 +608,7 @@ class QuantizationSimModel(SimulatedModule):
         return ranges.range_parameters(self)
 
     def named_range_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with their names, ``conv1.weight.log_scale``; nothing where no range trains."""
+        """The parameters of learned ranges with their names, ``conv1.weight.log_scale``."""
         return ranges.named_range_parameters(self)
 
     @checks_arguments
@@ -662,7 +662,7 @@ class QuantizationSimModel(SimulatedModule):
 
     @checks_arguments
     def drift(self, a: str = "simulation", b: str = "onnxruntime", batch: Any = None, **options: Any) -> Any:
-        """Find where two of float model, simulation, exported file and runtime begin to differ, and why.
+        """Find the first operator where two of float model, simulation, exported file and runtime differ, and the cause.
 
         Args:
             a, b: ``"float"``, ``"simulation"``, ``"file"``, or a runtime.
@@ -790,7 +790,7 @@ class QuantizationSimModel(SimulatedModule):
 
     @checks_arguments
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` returned, all of it or nothing."""
+        """Load what :meth:`state_dict` returned; all or nothing."""
         from bitwright.torch.simulation.checkpoint import load_state_dict
 
         with self._changing("load_state_dict"):

@@ -1,4 +1,4 @@
-"""Trained ranges of a simulation: choice, parameters, state dict entries, and checks of training loops."""
+"""Learned ranges of a simulation: choice, parameters, state dict entries, and checks of training loops."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def learn_ranges(
     init: Init = "calibrated",
     distributed: bool = True,
 ) -> RangeReport:
-    """Make the ranges of ``sites`` trainable, from where they are; see :mod:`bitwright.torch.quantizers.learned_range`.
+    """Make the ranges of ``sites`` trainable from their present values; see :mod:`bitwright.torch.quantizers.learned_range`.
 
     Ranges that train already keep their parameters; those of other sites are left as they are.
 
@@ -115,7 +115,7 @@ def learn_ranges(
 
 
 def _tell_frozen(fixed: Mapping[str, str]) -> None:
-    """Say which ranges were left because they are frozen: whoever rounded weights before training may not expect it."""
+    """Report the ranges that stay fixed because they are frozen, as after rounding of weights."""
     frozen = [name for name, why in fixed.items() if why == _FROZEN]
     if not frozen:
         return
@@ -142,7 +142,7 @@ def site_tensor(sim: SimulatedModule, site: Site) -> torch.Tensor | None:
 
 
 def bias_values(sim: SimulatedModule, computed: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor | None]:
-    """Site of a bias -> its values: a parameter, or what the model ``computed`` of parameters when it was recorded."""
+    """Site of a bias -> its values: a parameter, or a value ``computed`` from parameters in the recorded run."""
 
     def find(name: str) -> torch.Tensor | None:
         site = sim.quantizers[name]
@@ -169,7 +169,7 @@ def _chosen(sim: SimulatedModule, names: list[str]) -> list[Site]:
 
 
 def _why_fixed(site: Site, rounded: bool) -> str | None:
-    """Why the range of a site is not learned; ``None`` where it is."""
+    """The reason why the range of a site is not learned; ``None`` where it is."""
     quantizer = site.quantizer
     if not quantizer.enabled:
         return "it is in float"
@@ -187,7 +187,7 @@ def _why_fixed(site: Site, rounded: bool) -> str | None:
 
 
 def _why_left(site: Site) -> str | None:
-    """Why the range of a site is learned only where it is named."""
+    """The reason why the range of a site is learned only if it is named."""
     wide = site.quantizer.required.format.bits > _MOST_LEARNED_BITS
     learns = getattr(site.quantizer, "learned", None) is not None
     return _WIDE if wide and not learns else None
@@ -208,14 +208,14 @@ def _start(sim: SimulatedModule, site: Site, offsets: bool, init: Init) -> None:
 
 
 def _inside(encoding: Encoding) -> bool:
-    """Whether zero lies inside of some range, and not at an end of all of them."""
+    """Whether zero lies strictly inside some range."""
     assert isinstance(encoding.format, IntFormat)
     z = encoding.zero_point
     return bool(((z > encoding.format.qmin) & (z < encoding.format.qmax)).any())
 
 
 def _initial(w: torch.Tensor, encoding: Encoding, init: Init) -> Encoding:
-    """The scales that LSQ (section 2.1) or LSQ+ (section 3.2) start weights with."""
+    """Initial scales of weights by LSQ (section 2.1) or LSQ+ (section 3.2)."""
     fmt = encoding.format
     assert isinstance(fmt, IntFormat)
     x = rows_of(w.detach().double(), encoding.granularity)
@@ -236,7 +236,7 @@ def _initial(w: torch.Tensor, encoding: Encoding, init: Init) -> Encoding:
 
 
 def learned_ranges(sim: SimulatedModule) -> Iterator[tuple[str, LearnedRange]]:
-    """Every range that trains, once, under the name of its quantizer."""
+    """All learned ranges, once each, by the name of the quantizer."""
     for quantizer in sim.quantizers.unique():
         learned = getattr(quantizer, "learned", None)
         if learned is not None:
@@ -244,14 +244,14 @@ def learned_ranges(sim: SimulatedModule) -> Iterator[tuple[str, LearnedRange]]:
 
 
 def named_range_parameters(sim: SimulatedModule) -> Iterator[tuple[str, nn.Parameter]]:
-    """``(conv1.weight.log_scale, parameter)`` of every range that trains."""
+    """``(conv1.weight.log_scale, parameter)`` of all learned ranges."""
     for name, learned in learned_ranges(sim):
         for kind, parameter in learned.parameters().items():
             yield f"{name}.{kind}", parameter
 
 
 def range_parameters(sim: SimulatedModule) -> list[nn.Parameter]:
-    """The parameters of every range that trains, for a group of the optimizer.
+    """The parameters of all learned ranges, for a group of the optimizer.
 
     Raises:
         ConfigError: no range trains.
@@ -272,13 +272,13 @@ def shared_gradients(sim: SimulatedModule) -> SharedGradients:
 
 
 def share_gradients(sim: SimulatedModule) -> None:
-    """Let the gradients of all ranges that train be of one step and averaged over ranks, those of new parameters too."""
+    """Average the gradients of all learned ranges over the ranks, also those of new parameters."""
     for _, learned in learned_ranges(sim):
         learned.call_with_gradients(sim._shared.arrive, sim._shared.note)
 
 
 def _contents(sim: SimulatedModule) -> dict[str, bytes]:
-    """All that a learned range is, by name."""
+    """The contents of a learned range by name."""
     return {
         name: b"".join(
             (learned.base.scale.tobytes(), learned.base.zero_point.tobytes(), *(v.tobytes() for v in learned.values()))
@@ -291,7 +291,7 @@ def _contents(sim: SimulatedModule) -> dict[str, bytes]:
 
 
 def refuse_corrections(sim: SimulatedModule, function: str) -> None:
-    """Refuse to write a simulation whose weights are corrected beside their grid: no file has a place for that.
+    """Refuse to write a simulation with low-rank corrections of weights, which no file can hold.
 
     Raises:
         ModelError: naming the first such weight.
@@ -344,7 +344,7 @@ LOOK_EVERY = 50
 
 
 class TrainingWatch:
-    """Called at the start of every simulated forward.
+    """Checks of training, called at the start of every simulated forward.
 
     Args:
         model: that is simulated.
@@ -363,7 +363,7 @@ class TrainingWatch:
         self._seen: tuple[list[bytes], int] | None = None
 
     def __call__(self) -> bool:
-        """Look at the modes of batch norms, and every so many training forwards at the ranges.
+        """Check the modes of batch norms, and periodically the ranges.
 
         Returns:
             Whether this forward may read numbers on devices where that waits for them: all without gradients, few with.
@@ -397,7 +397,7 @@ class TrainingWatch:
             )
 
     def _look_at_ranges(self, learned: list[LearnedRange]) -> None:
-        """Ranges with gradients that stand still while the model's parameters move are in no optimizer."""
+        """Warn about ranges with gradients that stay constant while the model's parameters change: no optimizer has them."""
         with torch._C.DisableTorchFunction():
             moved = sum(p._version for p in self._model.parameters() if p.requires_grad)
             now = [b"".join(values.tobytes() for values in r.values()) for r in learned]

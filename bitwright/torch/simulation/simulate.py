@@ -48,7 +48,7 @@ def writes(row: Function, kwargs: dict[str, Any]) -> bool:
 
 
 def joined(row: Function, bound: Mapping[str, Any], grid: Grid, in_place: bool) -> torch.Tensor | None:
-    """An activation or a sum with the grid of its result; ``None`` where they are two calls."""
+    """Compute an activation or a sum and quantize it in one call; ``None`` where two calls are needed."""
     x = bound["input"]
     if row.type == "Add":
         plain = bound.keys() == {"input", "other"} and isinstance(bound["other"], torch.Tensor)
@@ -74,7 +74,7 @@ def clamped_ends(row: Function, bound: Mapping[str, Any]) -> tuple[float, float]
 
 @dataclass(frozen=True)
 class Place:
-    """A quantizer at a port (or output index) of a call; ``site`` is its name there, ``channels`` what it shows of them."""
+    """A quantizer at a port (or output index) of a call, with its site name and its channel statistics."""
 
     site: str
     at: int
@@ -83,20 +83,20 @@ class Place:
     repeated: bool = False  # the place was called several times in a recorded forward
 
     def observe(self, x: torch.Tensor) -> None:
-        """Add a tensor that passes to what calibration knows."""
+        """Add a tensor to the statistics of calibration."""
         if not self.quantizer.frozen:
             self.quantizer.observe(x)
             self.channels.observe(x)
 
     @property
     def reads_bounds(self) -> bool:
-        """Whether the bounds of its columns say of a matrix all that is observed."""
+        """Whether column bounds are all that is observed of a matrix."""
         quantizer, channels = self.quantizer, self.channels.place
         alone = quantizer.needs == "minmax" and isinstance(quantizer.spec.granularity, PerTensor)
         return alone and (channels is None or channels.axis == -1)
 
     def observe_columns(self, seen: Columns) -> None:
-        """Add a matrix that passes, where :attr:`reads_bounds`."""
+        """Add a matrix by its column bounds, where :attr:`reads_bounds`."""
         none, count = np.zeros((), np.int64), np.array(seen.lo.size * seen.rows)
         lo, hi = (np.array(end, np.float64) for end in (seen.lo.min(), seen.hi.max()))
         self.quantizer.observe_statistics(MinMax(lo, hi, count, none, none, none))
@@ -115,7 +115,7 @@ class CallPlan:
     def observe_steps(
         self, kept: Mapping[str, Sequence[torch.Tensor]], bounds: Mapping[str, Sequence[Columns]]
     ) -> None:
-        """Add what was seen inside a recurrent layer, by name: tensors of its steps, or bounds of their columns."""
+        """Add data from inside a recurrent layer, by name: tensors of its steps, or bounds of their columns."""
         for name, steps in kept.items():
             if steps:
                 self.inside[name].observe(steps[0] if len(steps) == 1 else torch.cat(list(steps)))
@@ -221,14 +221,14 @@ class Simulator(Handler, Observer):
         self._lock = Lock()
 
     def variant(self, stage: Stage | None = None, taps: dict[str, list[torch.Tensor]] | None = None) -> Simulator:
-        """This simulator with another stage or other taps; everything else is shared, and stays so."""
+        """This simulator with another stage or other taps, sharing all other state."""
         new = copy.copy(self)
         new._lock, new._marks = self._lock, {}
         new.stage, new.taps = stage or self.stage, self.taps if taps is None else taps
         return new
 
     def remember(self) -> Undo:
-        """Keep the stage, the repairs and what calibration noted; the function returned brings it back."""
+        """Save the stage, the repairs and the notes of calibration; the function returned restores them."""
         stage, repairs, runs = self.stage, self.repairs, self.runs
         lengths, longer = dict(self.lengths), dict(self.longer)
 
@@ -258,7 +258,7 @@ class Simulator(Handler, Observer):
             self._begin_observation((args, kwargs) if args or kwargs else None)
 
     def _begin_simulation(self) -> bool:
-        """Whether this forward reads numbers on devices where that waits for them."""
+        """Decide whether this forward reads values on devices where reading waits."""
         if torch.compiler.is_dynamo_compiling():
             self.prepare_compilation()
             return True
@@ -277,7 +277,7 @@ class Simulator(Handler, Observer):
             self.gate.open(given)
 
     def part(self, path: str, caller: str | None) -> bool:
-        """Parts of the model run on their own; what a method computes around them is not seen, which is told once."""
+        """Allow parts of the model to run directly; calls around them are not simulated, which is reported once."""
         if caller is not None and self.stage == "simulate":
             with self._lock:
                 known = caller in self.unseen
@@ -295,19 +295,19 @@ class Simulator(Handler, Observer):
 
     @constant_for_compilers
     def prepare_compilation(self) -> None:
-        """Make grids of all weights, which needs values; those that are made while a compiler traces are made anew each time."""
+        """Prepare the grids of all weights, which needs values; those made while a compiler traces are not kept."""
         self.refresh_biases()
         self.prepare_grids()
 
     def refresh_biases(self, *, everywhere: bool = True) -> None:
-        """Bring derived bias grids up to date with the encodings they follow from, except for what trains on other devices."""
+        """Update derived bias grids from the encodings that they follow, except those that train on other devices."""
         with self._lock:  # another thread must not see one that is being derived
             for bias in self.biases:
                 if everywhere or not bias.quantizer.trains_elsewhere:
                     bias.refresh()
 
     def end(self, output: Any) -> None:
-        """Count the forwards of a calibration; look for NaN in what a simulation returns, until some was seen."""
+        """Count the forwards of a calibration; check the outputs of a simulation for NaN until one is found."""
         if self._looks_for_nan():
             args, kwargs, looks = self._given.pop(get_ident(), ((), {}, False))
             if (args or kwargs) and _holds_nan(output, anywhere=looks):
@@ -324,7 +324,7 @@ class Simulator(Handler, Observer):
         return wanted and not torch.compiler.is_compiling()  # a look at values would break the compiled graph
 
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls that hold no quantizer, except for movements of data that come from several grids."""
+        """Run calls without quantizers, except data movement that joins several grids."""
         watching = self.moving or self.taps is not None or self.repairs
         row = FUNCTIONS.get(func) if watching else None
         if row is None:
@@ -352,7 +352,7 @@ class Simulator(Handler, Observer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A call that may hold quantizers."""
+        """Run a call that may have quantizers."""
         plan = self.plans.get(key)
         if self.stage == "mark":
             func = EXPORTABLE.get(row.label, func)
@@ -374,11 +374,11 @@ class Simulator(Handler, Observer):
         return output
 
     def mended_at(self, key: Key, func: Callable[..., Any]) -> Callable[..., Any]:
-        """``func`` with the repair of the call ``key``, if there is one."""
+        """``func`` with the repair of the call ``key``, if any."""
         return self._mended(self.plans.get(key), func)
 
     def simulated_at(self, key: Key, func: Callable[..., Any]) -> Callable[..., Any]:
-        """``func`` as the call ``key`` carries it out in a simulation."""
+        """``func`` as the simulation runs it at the call ``key``."""
         plan, row = self.plans.get(key), FUNCTIONS.get(func)
         func = self._mended(plan, func)
         if plan is None or row is None or func is recurrent.layer or not (plan.operands or plan.outputs):
@@ -392,7 +392,7 @@ class Simulator(Handler, Observer):
     def _planned(
         self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # fmt: skip
-        """The call with its quantizers."""
+        """Run the call with its quantizers."""
         if isinstance(kwargs.get("out"), torch.Tensor):
             return self._into_target(plan, row, func, args, kwargs)
         written = args[0] if args and isinstance(args[0], torch.Tensor) else None
@@ -415,7 +415,7 @@ class Simulator(Handler, Observer):
         return output
 
     def _unlisted(self, plan: CallPlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a function that is in no table, whose ports are its tensors in order, with its quantizers."""
+        """Run a call of a function without a row, with its quantizers; its ports are its tensors in order."""
         original, func = func, self._mended(plan, func)
         tensors = tensors_in((args, kwargs))
         new = {
@@ -438,7 +438,7 @@ class Simulator(Handler, Observer):
     def _into_target(
         self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:  # fmt: skip
-        """``out`` filled with the quantized result, under whichever name it is read."""
+        """Fill ``out`` with the quantized result."""
         rest = dict(kwargs)
         target: torch.Tensor = rest.pop("out")
         result = self._planned(plan, row, func, args, rest)
@@ -474,7 +474,7 @@ class Simulator(Handler, Observer):
     def _at_once(
         self, place: Place, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
-        """The call and the quantizer of its result in one pass over memory; ``None`` where they are two."""
+        """Run the call and quantize its result in one pass over memory; ``None`` where two are needed."""
         joins = row.type in ("Relu", "Clip", "Add") and self.stage == "simulate" and self.taps is None
         if not joins or self.repairs or not place.quantizer.enabled or torch.compiler.is_dynamo_compiling():
             return None
@@ -493,7 +493,7 @@ class Simulator(Handler, Observer):
     # -- recurrent layers
 
     def _recurrent(self, plan: CallPlan, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A layer with quantizers inside its steps; what they observe is put together once per call."""
+        """Run a layer with quantizers inside its steps; their data are merged once per call."""
         if self.stage == "mark":
             return self._marked_layer(plan, row, args, kwargs)
         self._note_length(plan.op, args)
@@ -510,7 +510,7 @@ class Simulator(Handler, Observer):
         return output
 
     def _marked_layer(self, plan: CallPlan, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer as a node that names its sites; weights are marked in the node's own order of gates."""
+        """The layer as a node with the names of its sites; weights are marked in the node's order of gates."""
         operands = [p for p in plan.operands if p.at not in recurrent.WEIGHT_PORTS]
         weights = {p.at: p.site for p in plan.operands if p.at in recurrent.WEIGHT_PORTS and _is_live(p)}
         sites = {name: p.site for name, p in plan.inside.items() if _is_live(p)}
@@ -520,7 +520,7 @@ class Simulator(Handler, Observer):
     def _step_functions(
         self, plan: CallPlan, kept: dict[str, list[torch.Tensor]], bounds: dict[str, list[Columns]]
     ) -> StepFunctions:
-        """Functions for the inner tensors of every step; ``kept`` or ``bounds`` collect observed tensors."""
+        """Functions for the inner tensors of every step; ``kept`` or ``bounds`` collect the observed data."""
         found = StepFunctions()
         for name, place in plan.inside.items():
             quantizer = place.quantizer
@@ -536,7 +536,7 @@ class Simulator(Handler, Observer):
     def _tap_steps(
         self, op: str, cell: str, functions: StepFunctions, kept: dict[str, list[torch.Tensor]]
     ) -> dict[str, list[torch.Tensor]]:
-        """Inner tensors that were asked for, and where they go; ``functions`` keep them from now on."""
+        """Requested inner tensors, and their destinations; ``functions`` keep them from now on."""
         assert self.taps is not None
         tapped = {}
         for inner in CELLS[cell].inner:
@@ -548,7 +548,7 @@ class Simulator(Handler, Observer):
         return tapped
 
     def _note_length(self, op: str, args: tuple[Any, ...]) -> None:
-        """Keep the longest sequence of calibration; tell once of a longer one."""
+        """Record the longest sequence of calibration, and warn once about a longer one."""
         length = len(args[0] if args[4] is None else args[4])
         if self.stage == "observe":
             self.lengths[op] = max(length, self.lengths.get(op, 0))
@@ -595,7 +595,7 @@ class Simulator(Handler, Observer):
         return self._activation(place, x, overwrite=overwrite)
 
     def _passed(self, place: Place, x: torch.Tensor) -> torch.Tensor:
-        """Result of a disabled quantizer; in float, :meth:`_tap` takes the results of operators."""
+        """The result of a disabled quantizer; in float, :meth:`_tap` takes the results of operators."""
         if self.taps is not None and self.stage == "simulate" and place.site in self.taps:
             take(self.taps[place.site], x)
         return x
@@ -689,16 +689,16 @@ def _nothing() -> None:
 
 
 class WithGradient(list[torch.Tensor]):
-    """A list of tapped tensors that keep their place in autograd's graph."""
+    """A list of tapped tensors that stay in the autograd graph."""
 
 
 def take(taken: list[torch.Tensor], x: torch.Tensor) -> None:
-    """Add a copy of ``x``, which later calls may write over."""
+    """Add a copy of ``x``, since later calls may overwrite it."""
     taken.append(x.clone() if isinstance(taken, WithGradient) else x.detach().clone())
 
 
 def _with_copy_of(written: torch.Tensor, operands: Mapping[int, Any]) -> dict[int, Any]:
-    """For autograd, which keeps what a quantizer was given where the call is about to overwrite that."""
+    """Copy what autograd saved of a quantizer's input where the call overwrites it."""
     return {port: x.clone() if x is written else x for port, x in operands.items()}
 
 
@@ -725,7 +725,7 @@ def _keep_copy(
 
 
 def repaired(func: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
-    """``func`` with its results repaired; what it writes into is repaired in its place."""
+    """``func`` with its results repaired, in place where it writes in place."""
 
     def applied(x: torch.Tensor, written: tuple[Any, ...]) -> torch.Tensor:
         if not x.is_floating_point():

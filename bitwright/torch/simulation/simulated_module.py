@@ -44,7 +44,7 @@ logger = logging.getLogger("bitwright")
 
 
 class SavesDequantized:
-    """``save_pretrained`` of a simulated model of transformers: writes the weights on their grids, not the float ones."""
+    """``save_pretrained`` of a simulated transformers model: writes the weights on their grids."""
 
     def __init__(self, sim: SimulatedModule) -> None:
         self.sim = sim
@@ -68,7 +68,7 @@ class SavesDequantized:
 
 
 class SimulatedModule(SimulationFiles):
-    """A module that computes as its quantizers and its stage say.
+    """A module that computes with its quantizers in a given stage.
 
     Attributes:
         model: the module, of the user's own class.
@@ -105,7 +105,7 @@ class SimulatedModule(SimulationFiles):
         return dict.fromkeys(plan.op for plan in self._simulator.plans.values())
 
     def _put_in_force(self, repairs: Sequence[Repair]) -> None:
-        """At the calls of the operators; what is not a floating-point tensor passes a repair unchanged."""
+        """Apply repairs at the operators' calls; only floating-point tensors are changed."""
         self._simulator.repairs = {repair.op: repair for repair in repairs}
 
     def _outputs(self, batch: Any) -> list[Any]:
@@ -121,7 +121,7 @@ class SimulatedModule(SimulationFiles):
         return answer
 
     def _name_nan(self, args: Any, kwargs: Any) -> None:
-        """Tell which operator makes NaN in the simulation of a batch that float computes without."""
+        """Name the operator that produces NaN in the simulation but not in float."""
         from bitwright.torch.nan_doctor import diagnose_batch
 
         try:
@@ -134,14 +134,14 @@ class SimulatedModule(SimulationFiles):
         logger.warning("%s", self.quantizers.describe_nan(report, self.graph))
 
     def _prepare_grids(self) -> None:
-        """Make the grid of every quantizer for the shape that was recorded."""
+        """Prepare the grid of every quantizer for its recorded shape."""
         device = model_device(self.model) or torch.device("cpu")
         for site in self.quantizers.values():
             assert isinstance(site.quantizer, Quantizer)
             site.quantizer.prepare(self.graph.values[site.value].shape, device)
 
     def _values_of(self, site: str) -> torch.Tensor | None:
-        """The weight or constant at a site; what the model computes of its parameters takes a run of the model."""
+        """The weight or constant at a site; values computed from parameters need a run of the model."""
         value = self.graph.values[self.plan.sites[site].value]
         found = (
             self._recorded_constants().get(value.name)
@@ -161,7 +161,7 @@ class SimulatedModule(SimulationFiles):
 
     @checks_arguments
     def remember(self, *, parameters: bool = False) -> Undo:
-        """Keep the state of the simulation: every quantizer, the stage, the repairs, what calibration noted.
+        """Save the state of the simulation: quantizers, stage, repairs, notes of calibration.
 
         Args:
             parameters: keep a copy of all parameters and buffers too.
@@ -186,7 +186,7 @@ class SimulatedModule(SimulationFiles):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Simulate whatever is called inside the block: other methods of the model, or parts of it."""
+        """Simulate all calls inside the block: other methods of the model, or parts of it."""
         with self._interceptor.active():
             self._handler.begin((), {})
             yield
@@ -233,7 +233,7 @@ class SimulatedModule(SimulationFiles):
         return self._captured(names, batch)[0]
 
     def _captured(self, names: Sequence[str], batch: Any, make: Callable[[], Any] = list) -> tuple[dict[str, Any], Any]:
-        """The same, in what ``make`` makes for each of the names, and what ``sim.model`` returned."""
+        """Captured values in the lists that ``make`` creates for each name, and the result of ``sim.model``."""
         taps = {name: make() for name in names}
         args, kwargs = as_call(to_device(batch, model_device(self.model)))
         handled = self._interceptor.handled_by(self._handler.variant(taps=taps))
@@ -251,7 +251,7 @@ class SimulatedModule(SimulationFiles):
         return {n: s for n, s in sites.items() if s.encoding is not None or not getattr(s.quantizer, "derived", False)}
 
     def dequantized_state_dict(self) -> dict[str, torch.Tensor]:
-        """``sim.model.state_dict()`` with every quantized parameter as the simulation computes with it: on its grid.
+        """``sim.model.state_dict()`` with every quantized parameter on its grid.
 
         Raises:
             CalibrationError: a weight has no encoding yet.
@@ -287,7 +287,7 @@ class SimulatedModule(SimulationFiles):
         return state
 
     def _read_parameters(self, sites: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Site -> the parameter that it reads whole, and the order of its axes there: ``(1, 0)`` for ``x @ weight.T``.
+        """Site -> the parameter that it reads as a whole, and the order of its axes: ``(1, 0)`` for ``x @ weight.T``.
 
         Sites that read a part of a parameter, or what the model computes from parameters, are missing.
         """
@@ -306,7 +306,7 @@ class SimulatedModule(SimulationFiles):
         return found
 
     def remove(self) -> nn.Module:
-        """Take the simulation off again and return the model; useful with ``in_place``."""
+        """Remove the simulation and return the model; useful with ``in_place``."""
         self._interceptor.detach()
         if isinstance(vars(self.model).get("save_pretrained"), SavesDequantized):
             del vars(self.model)["save_pretrained"]
@@ -314,13 +314,13 @@ class SimulatedModule(SimulationFiles):
 
 
 def on_grid(quantizer: Quantizer, parameter: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    """A parameter as the simulation computes with it, where the quantizer sees its axes in the order ``axes``."""
+    """A parameter on its grid, where the quantizer sees its axes in the order ``axes``."""
     back = sorted(range(len(axes)), key=axes.__getitem__)
     return quantizer.constant(parameter.permute(axes)).permute(back)
 
 
 def _axes_of(view: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
-    """The order of the axes of ``whole`` in a view of all of it; ``None`` where it is a part, or not a view of it."""
+    """The order of the axes of ``whole`` in a view of all of it; ``None`` for other tensors."""
     if view.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or view.numel() != whole.numel():
         return None
     for axes in itertools.permutations(range(whole.dim())):

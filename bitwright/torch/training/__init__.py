@@ -1,4 +1,4 @@
-"""Training of a simulated model: what to do about steps, batch norms, oscillation, teachers, and what trains at all."""
+"""Training of a simulated model: safe steps, batch norms, oscillation, distillation, and choice of parameters."""
 
 from bitwright.torch.training.batch_norm import fold_all_batch_norms_to_scale, freeze_batch_norms, reestimate_bn_stats
 from bitwright.torch.training.distill import Distillation, distillation_loss

@@ -1,4 +1,4 @@
-"""Batch norms while a simulated model trains: their statistics taken anew, or frozen.
+"""Batch norms in training of a simulated model: statistics re-estimated or frozen.
 
 Batch norms of a trained simulation absorbed by the scales of the weights before them: integer weights stay.
 """
@@ -61,7 +61,7 @@ def _required_norms(model: nn.Module, function: str, remedy: str) -> dict[str, N
 
 
 def _remembered(norms: Mapping[str, Norm]) -> Callable[[], None]:
-    """Gives the statistics back as they are now."""
+    """Restores the present statistics."""
     held = [(norm, name, getattr(norm, name)) for norm in norms.values() for name in _BUFFERS]
     kept = [(norm, name, value.clone()) for norm, name, value in held if value is not None]
 
@@ -74,7 +74,7 @@ def _remembered(norms: Mapping[str, Norm]) -> Callable[[], None]:
 
 
 class _Pool:
-    """Count, sum and sum of squares of all values a batch norm was given; exact over batches, in any order.
+    """Count, sum and sum of squares of a batch norm's inputs; exact over batches, in any order.
 
     Sums within a batch are float64.
     """
@@ -84,7 +84,7 @@ class _Pool:
         self.sum, self.squares = ExactSum(channels), ExactSum(channels)
 
     def add(self, x: torch.Tensor) -> None:
-        """Take in the input of a batch norm, ``[N, C, ...]``."""
+        """Add an input of a batch norm, ``[N, C, ...]``."""
         with torch._C.DisableTorchFunction():  # a simulation looks at the calls of its model, and this is none of them
             values = (x.detach().transpose(0, 1).flatten(1) if x.ndim > 2 else x.detach().t()).double()
             sums = torch.stack([values.sum(1), values.square().sum(1)]).cpu().numpy()
@@ -96,7 +96,7 @@ class _Pool:
         self.squares.add(sums[1])
 
     def merge(self, ranks: Ranks) -> None:
-        """Become the pool of all ranks."""
+        """Merge with the pools of all ranks."""
         self.count, self.broken = ranks.total(self.count), ranks.total(self.broken)
         for part in (self.sum, self.squares):
             part.limbs = ranks.reduce(part.limbs, "sum")
@@ -123,7 +123,7 @@ def reestimate_bn_stats(
     *,
     distributed: bool = True,
 ) -> Handle:
-    """Take the running statistics of every batch norm anew, from what it is given in the quantized model.
+    """Re-estimate the running statistics of every batch norm from its inputs in the quantized model.
 
     Weights that oscillate between two codes change the statistics from step to step, so that running averages are of weights
     that are gone (Nagel et al. 2022, arXiv:2203.11086, section 2.3.1). Batch norms normalise by the statistics of each batch
@@ -174,7 +174,7 @@ def reestimate_bn_stats(
 
 
 def _merge(pools: dict[str, _Pool], norms: dict[str, Norm], ranks: Ranks | None) -> None:
-    """Put together what the ranks saw."""
+    """Merge the pools of all ranks."""
     if ranks is None:
         return
     ranks.meet()
@@ -247,7 +247,7 @@ def _in_training(norms: dict[str, Norm]) -> Iterator[None]:
 
 @checks_arguments
 def freeze_batch_norms(model: nn.Module, after: int = 0) -> Handle:
-    """Let batch norms use their running statistics from the step ``after`` on, although the model is in training mode.
+    """Use running statistics in batch norms from step ``after`` on, also in training mode.
 
     Args:
         model: ``sim.model``, or any other.
@@ -291,7 +291,7 @@ Doubles = NDArray[np.float64]
 
 @checks_arguments
 def fold_all_batch_norms_to_scale(sim: QuantizationSimModel, *, progress: bool = True) -> algorithm.FoldReport:
-    """Fold every batch norm into the layer before it, with the integer weights as they are: the scales take its factors.
+    """Fold every batch norm into the scales of the layer before it; integer weights stay.
 
     The codes that training ended with stay what they are, while folding before a simulation, or into weights that are rounded
     anew, moves them. Weights become the values of their codes, and the encodings of the layer's output are those that the batch
@@ -376,7 +376,7 @@ def _remember(sim: QuantizationSimModel) -> Callable[[], None]:
 
 
 def _on_grid(sim: QuantizationSimModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Every quantized weight with the value of its codes."""
+    """Every quantized weight, dequantized."""
     found = []
     with torch.no_grad():
         for site in sim.quantizers.values():
@@ -390,7 +390,7 @@ def _on_grid(sim: QuantizationSimModel) -> list[tuple[torch.Tensor, torch.Tensor
 def _eligible(
     sim: QuantizationSimModel, folds: Sequence[Fold], refusals: Sequence[Refusal]
 ) -> tuple[set[str], list[Refusal]]:
-    """Batch norms that scales can take, and why the others stay."""
+    """Batch norms that can be folded into scales, and the reasons of the others."""
     wanted: set[str] = set()
     refused = list(refusals)
     for fold in folds:
@@ -438,7 +438,7 @@ def _along_channels(encoding: Encoding, factors: Doubles) -> Doubles | None:
 
 
 def _scaled(encoding: Encoding, factors: Doubles) -> Encoding:
-    """The encoding of ``weight * factors`` with the same codes, or those of the other sign."""
+    """The encoding of ``weight * factors`` with the same codes, negated for negative factors."""
     along = _along_channels(encoding, factors)
     fmt = encoding.format
     assert along is not None and isinstance(fmt, IntFormat)
@@ -451,7 +451,7 @@ def _scaled(encoding: Encoding, factors: Doubles) -> Encoding:
 
 
 def _place_anew(sim: QuantizationSimModel, folds: Sequence[Fold]) -> None:
-    """Record the folded model and give its sites the quantizers of the sites they were."""
+    """Record the folded model, and give its sites their earlier quantizers."""
     old = dict(sim.quantizers)
     stage = sim._simulator.stage
     scaled: dict[str, Encoding] = {}

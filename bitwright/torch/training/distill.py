@@ -1,4 +1,4 @@
-"""Training towards the float model: its outputs and chosen layers are the target, and no labels are needed."""
+"""Distillation from the float model: its outputs and chosen layers are the targets; no labels are needed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def distillation_loss(
 
 
 def _tell_rounded(sim: QuantizationSimModel) -> None:
-    """Say that the weights a teacher would be made of are rounded ones."""
+    """Warn that a teacher would be built from rounded weights."""
     rounded = [site.name for site in sim.quantizers.values() if site.role == "weight" and site.frozen]
     if rounded:
         logger.warning(
@@ -73,7 +73,7 @@ def _tell_rounded(sim: QuantizationSimModel) -> None:
 
 
 class Distillation:
-    """Runs a batch through the simulation and through the float model, and says how far apart they are.
+    """Runs a batch through the simulation and the float model, and returns the loss between them.
 
     The float model is a copy of what ``sim`` computes in float when this object is made: make it before training, and after
     methods that round weights (GPTQ, AdaRound) give the original model as ``teacher``. It is in evaluation mode and takes no

@@ -1,4 +1,4 @@
-"""Training steps that a NaN cannot get through."""
+"""Training steps that skip NaN and Inf."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TrainingGuard:
-    """Takes optimizer steps with clipped gradients, and leaves out those whose loss or gradients are not finite.
+    """Takes optimizer steps with clipped gradients, and skips those whose loss or gradients are not finite.
 
     A step that is left out changes nothing: parameters, ranges that are learned and the state of the optimizer stay finite,
     as one NaN in any of them would spoil every later step. It is counted, so that it does not pass unseen.
@@ -116,7 +116,7 @@ class TrainingGuard:
         return f" on rank {found[0]} of {ranks.count}" if found else None
 
     def _take(self) -> None:
-        """The optimizer's step; ranges that it breaks are put back before the error."""
+        """Run the optimizer's step; restores ranges that it makes invalid, then raises the error."""
         ranges = self._ranges()
         states = [learned.state() for learned in ranges]
         self.optimizer.step()

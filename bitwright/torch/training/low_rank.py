@@ -1,4 +1,4 @@
-"""Low-rank corrections beside frozen integer weights: they alone train, and the grid takes them up at the end.
+"""Train low-rank corrections of frozen integer weights, and merge them into the grid at the end.
 
 A weight on its grid stays what it is, ``W_q``; the layer computes with ``W_q + B A``, of which ``A [R, K]`` and ``B [O, R]``
 train (Hu et al. 2021, arXiv:2106.09685, section 4.1). :meth:`LowRankCorrection.merge` rounds ``W_q + B A`` to the same grid, so
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Pair(nn.Module):
-    """The two factors for one weight; ``B`` is zero at first, so that nothing changes.
+    """The two factors for one weight; ``B`` starts at zero, so that nothing changes at first.
 
     Args:
         weight: of at least two axes; the first is that of outputs, as a matrix has it.
@@ -46,7 +46,7 @@ class _Pair(nn.Module):
 
 
 class LowRankCorrection(nn.Module):
-    """Corrections of the quantized weights of some layers; its parameters are what an optimizer takes.
+    """Low-rank corrections of the quantized weights of some layers; its parameters go to an optimizer.
 
     From now on the weights take no gradients. Files and checkpoints of the simulation are refused until :meth:`merge` or
     :meth:`remove` is called; ``state_dict()`` of this module keeps the factors meanwhile.
@@ -107,7 +107,7 @@ class LowRankCorrection(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> dict[str, float]:
-        """Round every corrected weight to its grid, and take the corrections off.
+        """Round every corrected weight to its grid, and remove the corrections.
 
         Returns:
             Site -> the part of the correction, by norm, that the grid could not take: what was rounded away or clipped. Where
@@ -126,7 +126,7 @@ class LowRankCorrection(nn.Module):
         return lost
 
     def remove(self) -> None:
-        """Take the corrections off; the weights are what they were, or what :meth:`merge` made them, and train again."""
+        """Remove the corrections; the weights are the original or merged ones, and train again."""
         for quantizer, weight in self._weights.values():
             quantizer.correction = None
             weight.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Weights that oscillate between two codes while a quantized model trains: dampened, or frozen where they are mostly.
+"""Weights that oscillate between two codes in quantization-aware training: dampening and freezing.
 
 The gradient of a rounded weight is the same on both sides of a threshold, so that a weight whose best value lies between two
 codes is driven across the threshold again and again, and batch norms never see the weights they are averaged over.
@@ -46,7 +46,7 @@ def quantized_weights(sim: QuantizationSimModel) -> Iterator[tuple[str, Quantize
 
 @checks_arguments
 def dampening_loss(sim: QuantizationSimModel) -> Tensor:
-    """Squared distance of every weight inside its range from the value it is rounded to, summed: add it times a factor.
+    """The summed squared distance of weights inside their range from their rounded values: a term for the loss.
 
     It pulls weights to the middle between two thresholds, away from where they oscillate. The factor grows in the course of
     training, for example from 0 to 1e-3 along a cosine (section 4.2 of the paper).
@@ -89,7 +89,7 @@ class _Track:
 
 
 class WeightFreezing:
-    """Freezes weights whose code turns back and forth too often, at the code they are at most of the time.
+    """Freezes weights whose code oscillates too often, at their most frequent code.
 
     Call :meth:`step` after every step of the optimizer. A frozen weight is put back to its code in every step, so the optimizer
     need not know; it follows a learned scale.
@@ -145,7 +145,7 @@ class WeightFreezing:
 
     @property
     def frozen(self) -> float:
-        """The part of the weights that is frozen."""
+        """The fraction of frozen weights."""
         count = sum(weight.numel() for _, _, weight in self._weights)
         return sum(int(known.frozen.sum()) for known in self._tracks.values()) / count
 
@@ -161,7 +161,7 @@ def _codes(quantizer: Quantizer, weight: Tensor) -> tuple[Tensor, tuple[Tensor |
 
 
 class _Spiked(torch.autograd.Function):
-    """The identity, whose gradient is multiplied where the mask is set.
+    """The identity, with its gradient multiplied where the mask is set.
 
     The multiplier is a tensor without axes: ``torch.compile`` takes a number that changed between calls for a symbol, which
     it cannot hand to the backward of a function.

@@ -41,7 +41,7 @@ def parameter_groups(
     lr: float | None = None,
     range_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: the parameters that are to train, and the ranges; all others stop taking gradients.
+    """Optimizer groups of the parameters to train and of the ranges; all others stop taking gradients.
 
     Args:
         sim: with :meth:`learn_ranges` called, where ranges are to train.
@@ -82,7 +82,7 @@ def parameter_groups(
 
 
 def module_paths(model: nn.Module, layers: str | Iterable[str], function: str) -> set[str]:
-    """The modules that a name or glob of ``layers`` names, and all below them; ``function`` is for the error."""
+    """The modules that match a name or glob in ``layers``, with their submodules; ``function`` is for the error."""
     patterns = [layers] if isinstance(layers, str) else list(layers)
     known = [path for path, _ in walk_modules(model)]
     found: set[str] = set()
@@ -100,7 +100,7 @@ def module_paths(model: nn.Module, layers: str | Iterable[str], function: str) -
 
 
 def owner_within(site: str, paths: set[str]) -> bool:
-    """Whether the module that a site is named after is one of ``paths``; sites of the model's own calls belong to its root."""
+    """Whether the module of a site is one of ``paths``; sites of the model's own calls belong to the root."""
     parts = site.split(".")
     prefixes = [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
     return any(prefix in paths for prefix in prefixes) or "" in paths
