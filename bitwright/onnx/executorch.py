@@ -4,6 +4,8 @@ ExecuTorch reads programs of ``torch.export``, not ONNX files. The model's opera
 quantizers as those of ``quantized_decomposed``; the program is captured for the shapes that a run has, lowered, and executed.
 Codes are int8 there: the zero point of unsigned grids moves by 128, the numbers on the grid stay. What only moves data gets the
 quantizer of its input after it, which changes no value: XNNPACK computes on codes only what has quantizers on both sides.
+Every reader of an activation dequantizes its codes for itself: the pass of ExecuTorch 1.5 that inserts copies in another layout
+(``ChannelsLastTaggedReshapePass``) gives the copy for one reader to all readers of a dequantizer, whatever layout these take.
 """
 
 from __future__ import annotations
@@ -151,16 +153,19 @@ class Program(nn.Module):
 
     def _prepare(self, node: ir.Node) -> None:
         """Read the grids, stored weights and biases of a node."""
+        source = node.inputs[0] if node.inputs else None
         if node.op_type == "QuantizeLinear":
             self._grids[node.outputs[0]] = grid = _grid_of(node, self._constant)
             self._store_scales(node.outputs[0], grid)
         elif node.op_type == "DequantizeLinear":
-            codes = self._constant(node.inputs[0])
+            codes = self._constant(source)
             if codes is not None:
                 self._hold(node, codes)
-        grids = [self._grids[v] for v in node.inputs if v in self._grids]
-        if node.op_type in _MOVES and grids and grids[0].scale.size == 1:
-            self._grids.update((v, grids[0]) for v in node.outputs)
+            elif source in self._grids:
+                self._grids[node.outputs[0]] = self._grids[source]
+                self._scales.update({node.outputs[0]: self._scales[source]} if source in self._scales else {})
+        elif node.op_type in _MOVES and source in self._grids and self._grids[source].scale.size == 1:
+            self._grids.update((v, self._grids[source]) for v in node.outputs if not _is_quantized(v))
 
     def _fuse(self, node: ir.Node) -> None:
         """Record the addition of a stored bias to a product with a stored matrix."""
@@ -249,16 +254,16 @@ class Program(nn.Module):
         if node.op_type in _QUANTIZERS:
             source = node.inputs[0]
             assert source is not None
-            x = self._tensor(source, known)
-            if node.op_type == "DequantizeLinear":
-                return [x if source in self._grids else self._of_codes(x, node)]
-            return [self._paired(x, node.outputs[0])]
+            if node.op_type == "QuantizeLinear":
+                return [self._quantized(self._tensor(source, known), node.outputs[0])]
+            codes = self._held(source, known)
+            return [codes if source in self._grids else self._of_codes(codes, node)]
         linear = self._linear(node, known)
         if linear is not None:
             return [linear]
         made = self._function(node, count)([self._argument(node, port, known) for port in range(len(node.inputs))])
         return [
-            self._paired(tensor, value) if value in self._grids else tensor
+            self._quantized(tensor, value) if value in self._grids else tensor
             for value, tensor in zip(node.outputs, made, strict=False)
         ]
 
@@ -305,22 +310,37 @@ class Program(nn.Module):
         return F.linear(self._tensor(left, known), weight, None if bias is None else self._tensor(bias, known))
 
     def _tensor(self, value: ir.Value, known: Mapping[ir.Value, Tensor]) -> Tensor:
-        if value in known:
-            return known[value]
+        """A value for one reader, dequantized where it is on a grid."""
         if value in self._weights:
             return self._dequantized(value, value in self._turned)
+        held = self._held(value, known)
+        return self._numbers(held, value) if value in self._grids else held
+
+    def _held(self, value: ir.Value, known: Mapping[ir.Value, Tensor]) -> Tensor:
+        """A computed or stored value; its codes where it is on a grid."""
+        if value in known:
+            return known[value]
         if value in self._tables:
             return getattr(self, self._tables[value])
         return torch.from_numpy(np.array(self._fixed[value]))
 
-    def _paired(self, x: Tensor, value: ir.Value) -> Tensor:
-        """Quantize and dequantize an activation."""
+    def _quantized(self, x: Tensor, value: ir.Value) -> Tensor:
+        """Quantize an activation."""
         grid = self._grids[value]
         if grid.scale.size == 1:
-            codes = _OPS.quantize_per_tensor(x, *grid.arguments())
+            return _OPS.quantize_per_tensor(x, *grid.arguments())
+        return _OPS.quantize_per_channel(x, *self._channels(value, grid))
+
+    def _numbers(self, codes: Tensor, value: ir.Value) -> Tensor:
+        """Dequantize an activation for one reader."""
+        grid = self._grids[value]
+        if grid.scale.size == 1:
             return _OPS.dequantize_per_tensor(codes, *grid.arguments())
-        scales = (*(getattr(self, name) for name in self._scales[value]), grid.axis, *grid.ends)
-        return _OPS.dequantize_per_channel(_OPS.quantize_per_channel(x, *scales), *scales)
+        return _OPS.dequantize_per_channel(codes, *self._channels(value, grid))
+
+    def _channels(self, value: ir.Value, grid: Grid) -> tuple[Any, ...]:
+        """Arguments of torch's per-channel operators."""
+        return *(getattr(self, name) for name in self._scales[value]), grid.axis, *grid.ends
 
     def _dequantized(self, value: ir.Value, turned: bool = False) -> Tensor:
         """A stored weight, dequantized; transposed where ``turned``."""
@@ -341,6 +361,11 @@ def _clipped(inputs: Sequence[Any]) -> list[Tensor]:
     """A Clip as XNNPACK takes one after a layer; clamp, of the same values, ends in partitions that depend on each other."""
     x, low, high = [*inputs, None, None][:3]
     return [F.hardtanh(x, -np.inf if low is None else low, np.inf if high is None else high)]
+
+
+def _is_quantized(value: ir.Value) -> bool:
+    """Whether only quantizers read a value."""
+    return bool(value.uses()) and all(use.node.op_type == "QuantizeLinear" for use in value.uses())
 
 
 def _plain(array: Array) -> Any:

@@ -11,11 +11,12 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from bitwright.compare.drift import drift
+from bitwright.compare.verify import verify_folder
 from bitwright.errors import ExportError
 from bitwright.export.files.onnx_file import load
 from bitwright.onnx.executorch import Program, open_model
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel as OnnxSim
-from bitwright.runtimes.adapters import open_file
 from bitwright.torch import QuantizationSimModel
 
 
@@ -50,6 +51,9 @@ def test_the_program_computes_what_the_simulation_does(exported: tuple[Path, Qua
     program = Program(load(folder / "net.onnx"), {"x": x.numpy()}).eval()
     with torch.no_grad():
         assert torch.equal(program(x)[0], sim.model(x))
+    captured = torch.export.export(program, (x,), strict=False)
+    reads = [node for node in captured.graph.nodes if "dequantize_per_tensor" in str(node.target)]
+    assert reads and all(len(node.users) == 1 for node in reads)  # its layout is that of its reader
     held = {name: t for name, t in program.state_dict().items() if t.dtype == torch.int8}
     weights = [p.numel() for name, p in sim.model.named_parameters() if "weight" in name]
     assert sorted(t.numel() for t in held.values()) == sorted(weights)
@@ -108,11 +112,29 @@ def test_what_has_no_form_is_refused_by_name(tmp_path: Path) -> None:
         open_model(path, 1, False).run({"x": np.zeros((2, 3), np.float32)})
 
 
+def test_an_activation_that_a_node_makes_of_constants_keeps_its_numbers(tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("QuantizeLinear", ["c", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        helper.make_node("Add", ["x", "d"], ["y"]),
+    ]
+    held = {"c": np.float32([0.9, -2.0, 70]), "s": np.float32(0.5), "z": np.uint8(3)}
+    tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in held.items()]
+    ends = [value("x", TensorProto.FLOAT, [3])], [value("y", TensorProto.FLOAT, [3])]
+    graph = helper.make_graph(nodes, "g", *ends, tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "n.onnx")
+    x = np.float32([0, 0, 0])
+    assert np.array_equal(Program(load(tmp_path / "n.onnx"), {"x": x})(torch.from_numpy(x))[0], [1, -1.5, 70])
+
+
 @pytest.mark.slow
 def test_executorch_computes_what_the_simulation_does(exported: tuple[Path, QuantizationSimModel, Tensor]) -> None:
+    """The whole file, its parts, of which several read one input, and the file with every value an output."""
     pytest.importorskip("executorch")
-    folder, sim, x = exported
-    session = open_file("executorch", folder / "net.onnx")
-    (found,) = session.run({"x": x.numpy()}).values()
-    with torch.no_grad():
-        assert np.array_equal(found, sim.model(x).numpy())
+    folder, *_ = exported
+    report = verify_folder(folder, runtime="executorch")
+    assert report.ok and all(row.as_integer.equal == 1 for row in report.rows)
+    assert [row.as_integer for row in report.outputs] == [float("inf")]
+    rows = drift(f"{folder}@file", f"{folder}@executorch").rows
+    assert len(rows) == 10 and all(row.own.equal == row.carried.equal == 1 for row in rows)

@@ -46,8 +46,10 @@ def test_codes_are_stored_and_numbers_are_those_of_the_simulation(sim: Quantizat
     assert sorted(t.numel() for t in stored) == sorted(
         p.numel() for n, p in sim.model.named_parameters() if "weight" in n
     )
-    kinds = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    kinds = {str(node.target) for node in calls}
     assert any("quantized_decomposed.dequantize_per_" in kind for kind in kinds)
+    assert all(len(node.users) == 1 for node in calls if "dequantize_per_tensor" in str(node.target))
     assert not any("bitwright" in kind for kind in kinds)
 
 
@@ -74,6 +76,34 @@ def test_steps_of_a_recurrent_layer_are_refused() -> None:
         ExportError, match="inside the steps of a recurrent layer.*export ONNX, or leave the layer in float"
     ):
         sim.exported_program(x)
+
+
+def test_executorch_takes_values_that_are_read_and_returned() -> None:
+    """A convolution's result that is an output, and read by another convolution and a flatten."""
+    pytest.importorskip("executorch")
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from executorch.runtime import Runtime
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = torch.relu(self.first(x))
+            return y, self.second(y) + x, y.flatten(1)
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 8, 8)
+    sim = QuantizationSimModel(Net().eval(), x)
+    sim.compute_encodings([x], progress=False)
+    lowered = to_edge_transform_and_lower(sim.exported_program(x), partitioner=[XnnpackPartitioner()])
+    content = lowered.to_executorch().buffer
+    loaded = Runtime.get().load_program(content)
+    with torch.no_grad():
+        for found, expected in zip(loaded.load_method("forward").execute([x]), sim.model(x), strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_executorch_computes_the_codes_of_the_simulation(sim: QuantizationSimModel, tmp_path: Path) -> None:

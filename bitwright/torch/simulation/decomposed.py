@@ -61,6 +61,7 @@ def with_decomposed(
         node.replace_all_uses_with(made)
         module.graph.erase_node(node)
     _keep_on_grid(module.graph)
+    _part_readers(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     axes = None if shapes is None else tuple(shapes["tensors"])
@@ -85,6 +86,19 @@ def _keep_on_grid(graph: fx.Graph) -> None:
             again = graph.call_function(_OPS.dequantize_per_tensor.default, (codes, *source.args[1:]))
         for reader in readers:
             reader.replace_input_with(node, again)
+
+
+def _part_readers(graph: fx.Graph) -> None:
+    """Let every reader of an activation dequantize its codes for itself.
+
+    The pass of ExecuTorch 1.5 that inserts copies in another layout gives the copy for one reader to all readers of a
+    dequantizer.
+    """
+    for node in graph.nodes:
+        if node.target is _OPS.dequantize_per_tensor.default:
+            for reader in list(node.users)[1:]:
+                with graph.inserting_after(node):
+                    reader.replace_input_with(node, graph.node_copy(node))
 
 
 def _refuse_steps(sites: Any, marked: set[str]) -> None:
