@@ -1,4 +1,4 @@
-"""Methods that choose ranges and places of activation quantizers: least squared error, and inputs of layers only.
+"""Choose ranges and places of activation quantizers: least squared error, and inputs of layers only.
 
 :func:`activation_ranges` chooses the range of least squared error where the rules keep everything that was seen.
 
@@ -39,7 +39,7 @@ class RangesReport(Tabular):
 
     @property
     def changed(self) -> bool:
-        """Whether there was one."""
+        """Whether a range was changed."""
         return bool(self.sites)
 
     @property
@@ -52,7 +52,7 @@ class RangesReport(Tabular):
 
 
 def activation_ranges(sim: Simulation, calibrate: Callable[[Any], None], *, method: str = "mse") -> RangesReport:
-    """Choose ranges by another method for the activations that have the bounds of everything seen.
+    """Choose ranges by another method for the activations with min-max ranges.
 
     It is done from the statistics of the last calibration where these tell (:func:`keep_histograms`), otherwise by another.
 
@@ -76,7 +76,7 @@ def activation_ranges(sim: Simulation, calibrate: Callable[[Any], None], *, meth
 
 
 def keep_histograms(sim: Simulation, but: Collection[str] = ()) -> None:
-    """Let the next calibration gather what :func:`activation_ranges` reads, so that it needs no other.
+    """Let the next calibration collect the statistics that :func:`activation_ranges` reads.
 
     Args:
         sim: the simulation; changed in place.
@@ -87,7 +87,7 @@ def keep_histograms(sim: Simulation, but: Collection[str] = ()) -> None:
 
 
 def _with_plain_bounds(sim: Simulation) -> list[Quantizer]:
-    """The quantizers of narrow activations whose range is everything seen."""
+    """The quantizers of narrow activations with min-max ranges."""
     found = {
         id(site.quantizer): site.quantizer
         for site in sim.quantizers.values()
@@ -155,7 +155,7 @@ def between_layers(sim: Simulation, *, only_with_attention: bool = False) -> tup
 
 
 def _divided(sim: Simulation, only_with_attention: bool) -> tuple[list[Site], list[Site]]:
-    """The sites of narrow activations that stay, and those that do not."""
+    """The sites of narrow activations that stay, and the others."""
     narrow = list(filter(_is_narrow_activation, sim.quantizers.values()))
     if only_with_attention and not has_attention(sim.graph):
         return narrow, []
@@ -165,7 +165,7 @@ def _divided(sim: Simulation, only_with_attention: bool) -> tuple[list[Site], li
 
 
 def _needed(sim: Simulation) -> Iterator[Site]:
-    """Sites of weights, inside operators, and of inputs of layers with weights."""
+    """Sites of weights, of values inside operators, and of inputs of layers with weights."""
     sites = sim.quantizers.values()
     layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site.port)}
     read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}
@@ -180,7 +180,7 @@ def _needed(sim: Simulation) -> Iterator[Site]:
 
 
 def _layer_of(sim: Simulation, site: Site) -> str:
-    """The operator that reads ``site``; of a bias, the one with the weight, after which an Add may bring it."""
+    """The operator that reads ``site``; for a bias, the layer before the Add."""
     return sim.quantizers[site.follows[1]].op if site.follows else site.op
 
 

@@ -1,4 +1,4 @@
-"""The projections around an attention, found from its two products: queries, keys, values, output.
+"""Find the projections of queries, keys, values and output from the two products of an attention.
 
 What lies between a projection and a product (heads, rotary positions, repeated keys) is only followed, not
 understood: a method that scales or rotates channels across it tries that on the model and keeps what leaves the
@@ -43,7 +43,7 @@ class Attention:
 
     @property
     def scored(self) -> tuple[Layer, ...]:
-        """The projections of queries and keys that there are."""
+        """The existing projections of queries and keys."""
         return tuple(layer for layer in (self.query, self.key) if layer is not None)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ def _read(layers: Layers, scores: Op, product: Op) -> Attention:
 
 
 def _heads(layer: Layer | None, dim: int) -> Layer | None:
-    """``layer`` if its channels are whole heads."""
+    """``layer`` if its channels are complete heads."""
     return layer if layer is not None and dim > 0 and layer.axes.outputs % dim == 0 else None
 
 
@@ -98,13 +98,13 @@ def _origin(layers: Layers, reader: Op, port: int, through: frozenset[str]) -> L
 
 
 def _read_only_by(ops: set[str], graph: Graph, values: Iterable[str]) -> bool:
-    """Whether nothing but these operators reads any of the values."""
+    """Whether only these operators read the values."""
     readers = {op.name for value in values for op, _ in data_readers(graph, value)}
     return readers <= ops and not any(graph.is_output(value) for value in values)
 
 
 def _behind(layers: Layers, product: Op, dim: int) -> Layer | None:
-    """The linear layer that reads the heads, side by side."""
+    """The linear layer that reads the concatenated heads."""
     for op in _chain(layers.graph, product):
         layer = layers.of.get(op.name)
         if layer is not None:
@@ -114,7 +114,7 @@ def _behind(layers: Layers, product: Op, dim: int) -> Layer | None:
 
 
 def _chain(graph: Graph, op: Op) -> Iterator[Op]:
-    """Readers after ``op``, one after the other, as long as there is only one and it moves data."""
+    """The chain of sole readers after ``op`` that only move data."""
     while len(op.outputs) == 1:
         reader = sole_reader(graph, op.outputs[0])
         if reader is None:

@@ -1,4 +1,4 @@
-"""Bias correction: take the mean error that quantization puts on every channel out of the layers' biases.
+"""Bias correction: subtract the mean quantization error of every channel from the layers' biases.
 
 *Empirical*: the mean of each output channel is measured in float and quantized, layer after layer with everything before
 already corrected, and the difference goes into the bias. One float and one quantized run per batch do it: the
@@ -123,7 +123,7 @@ def expected_error(layer: Layer, error: Array, expected: Array) -> Array:
 
 
 def expected_inputs(layers: Layers, moments: Moments) -> dict[str, Array]:
-    """The mean of every layer's input per channel, as far as it follows from the moments of layers' outputs.
+    """The mean of every layer's input per channel, where it follows from the moments of layers' outputs.
 
     Args:
         layers: of the graph with batch norms folded.
@@ -148,7 +148,7 @@ def expected_inputs(layers: Layers, moments: Moments) -> dict[str, Array]:
 
 
 def _computed_moments(op: Op, known: Moments) -> Moments:
-    """Moments of an operator's output, where they follow from its inputs and are not known yet."""
+    """Moments of an operator's output, where they follow from those of its inputs and are not known yet."""
     if len(op.outputs) != 1 or op.outputs[0] in known or op.also:
         return {}
     passed = moments_behind(op, known)
@@ -238,7 +238,7 @@ class BiasReport(Tabular):
 
 
 def correctable(layers: Layers, ignore: Iterable[str] = ()) -> tuple[list[Layer], list[Refused]]:
-    """Layers with a bias of their own, in execution order, and why the others keep what they have.
+    """Layers with a private bias, in execution order, and the reasons of the others.
 
     Raises:
         ConfigError: a name in ``ignore`` is not a layer.
@@ -319,7 +319,7 @@ def correct_empirically(
 
 
 def refuse_no_data() -> NoReturn:
-    """Say that there is nothing to measure on."""
+    """Raise the error for missing data."""
     raise CalibrationError(
         "bias correction", "the data held no batch", f"give about {ENOUGH_SAMPLES} samples, without labels"
     )
@@ -332,7 +332,7 @@ def correct(
     ignore: Iterable[str] = (),
     bar: Bar = no_bar,
 ) -> BiasReport:
-    """Correct analytically what ``moments`` allow, then the other layers on data; after an error nothing is changed.
+    """Correct layers with ``moments`` analytically, then the others on data; all or nothing.
 
     Args:
         sim, batches, ignore, bar: as for :func:`correct_empirically`.
@@ -356,7 +356,7 @@ def correct(
 
 
 def correct_analytically(sim: Correctable, expected: Mapping[str, Array], ignore: Iterable[str] = ()) -> BiasReport:
-    """Correct every bias by what the error of the weight adds in the mean.
+    """Correct every bias by the expected error from rounding the weight.
 
     Args:
         sim: with encodings for its weights; its biases are changed in place.
@@ -410,7 +410,7 @@ def apply_bias_correction(
     reference: Any = None,
     progress: bool = True,
 ) -> BiasReport:
-    """Take the mean error of every layer's output out of its bias, layer after layer; the last step of a recipe.
+    """Subtract the mean error of every layer's output from its bias, layer after layer; the last step of a recipe.
 
     Args:
         sim: of either front end, calibrated; its biases are changed in place.

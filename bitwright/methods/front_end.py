@@ -48,17 +48,17 @@ class Opened(ABC):
         """
 
     def finish(self, report: Reversible) -> None:
-        """Write a change into what the caller gave; where that cannot be undone, ``report`` says so by being kept."""
+        """Write a change into the caller's model; where it cannot be undone, ``report`` is kept."""
         report.keep()
         self.give_back()
 
     @abstractmethod
     def give_back(self) -> None:
-        """Write the model as it stands into what the caller gave."""
+        """Write the present model into the caller's."""
 
     @abstractmethod
     def runnable(self) -> Any:
-        """The model as a metric takes it: the module, or a session of the ONNX model."""
+        """The argument of a metric: the module, or a session of the ONNX model."""
 
     @abstractmethod
     def outputs(self, batches: Iterable[Any]) -> Iterable[Sequence[Array]]:
@@ -87,7 +87,7 @@ class Correctable(ABC):
         """
 
     def why_not_measured(self, layer: Layer) -> str | None:
-        """Why :meth:`errors` cannot tell the shift of a layer; ``None`` where it can."""
+        """The reason why :meth:`errors` cannot measure the shift of a layer; ``None`` where it can."""
         return None
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Correctable(ABC):
 
     @abstractmethod
     def set_param(self, name: str, value: Array) -> None:
-        """Replace it; the grid of a bias follows."""
+        """Replace a parameter; the grid of a bias follows."""
 
     def weight(self, layer: Layer) -> tuple[Array, Array]:
         """The weight of a layer, in float and as the simulation computes with it."""
@@ -113,7 +113,7 @@ class Correctable(ABC):
         return self.param(layer.bias)
 
     def set_bias(self, layer: Layer, value: Array) -> None:
-        """Replace it; its grid follows."""
+        """Replace the bias; its grid follows."""
         assert layer.bias is not None
         self.set_param(layer.bias, value)
 
@@ -127,7 +127,7 @@ class GivenModel(ABC):
 
     @abstractmethod
     def copied(self, work: Any) -> Any:
-        """A copy of what the steps change."""
+        """A copy of the model that steps change."""
 
     @abstractmethod
     def outputs(self, batch: Any) -> Sequence[Any]:
@@ -139,7 +139,7 @@ class GivenModel(ABC):
 
     @abstractmethod
     def metric_target(self) -> Any:
-        """The model as a metric takes it: the module, or a session; requested before the first :meth:`copy`."""
+        """The argument of a metric: the module, or a session; requested before the first :meth:`copy`."""
 
     @abstractmethod
     def answers(self, target: Any, batch: Any) -> Sequence[Any]:
@@ -147,11 +147,11 @@ class GivenModel(ABC):
 
     @abstractmethod
     def reference(self, work: Any) -> Any:
-        """The float model that a simulation is about to be made of, as bias correction takes it."""
+        """The float model of a simulation to be created, for bias correction."""
 
     @abstractmethod
     def simulation(self, work: Any, first: Any, rules: Mapping[str, Any]) -> Any:
-        """A simulation of it, which may keep it."""
+        """A simulation of the model, which it may own."""
 
 
 class Part(ABC):
@@ -169,7 +169,7 @@ class Part(ABC):
 
     @abstractmethod
     def recorded(self, keep: Callable[[Any], None]) -> AbstractContextManager[None]:
-        """Hand a copy of the input of every call to ``keep``, in the form that ``quantize`` takes."""
+        """Pass a copy of the input of every call to ``keep``, in the form that ``quantize`` takes."""
 
     @abstractmethod
     def replaced(self, sim: Any) -> AbstractContextManager[None]:
@@ -177,17 +177,17 @@ class Part(ABC):
 
     @abstractmethod
     def same_draws(self) -> AbstractContextManager[None]:
-        """Let random numbers of the framework be the same in every such block."""
+        """Seed the framework's random numbers alike in every such block."""
 
 
 class Kept(Protocol):
     """Positions of every value that are kept when channels are removed."""
 
     def axes(self, value: str | None) -> tuple[Array | None, ...]:
-        """Per axis of a value the positions that stay, ascending, or ``None`` for all; ``()`` where all of it stays."""
+        """The kept positions of each axis, ascending, or ``None`` for all; ``()`` where the whole value stays."""
 
     def shape(self, value: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape that is left of ``shape``."""
+        """``shape`` after the cut."""
 
 
 @dataclass(frozen=True)
@@ -220,11 +220,11 @@ class Blocks(ABC):
 
     @abstractmethod
     def gone(self, names: Sequence[str]) -> Collection[str]:
-        """Operators that blocks take along."""
+        """Operators that are removed with the blocks."""
 
     @abstractmethod
     def without(self, names: Sequence[str]) -> Callable[[], None]:
-        """Leave blocks out; the function returned brings them back."""
+        """Leave blocks out; the function returned restores them."""
 
     @abstractmethod
     def outputs(self, batch: Any) -> list[Array]:
@@ -232,7 +232,7 @@ class Blocks(ABC):
 
     @abstractmethod
     def remove(self, names: Sequence[str], batch: Any) -> Mapping[str, Any]:
-        """Take blocks out for good; returns the plan, empty where the file says it.
+        """Remove blocks for good; returns the plan, empty for ONNX files.
 
         Raises:
             ModelError: the model then does not compute what it did with the blocks left out; it is as it was.
@@ -250,11 +250,11 @@ class Structured(ABC):
 
     @abstractmethod
     def graph(self) -> Graph:
-        """The graph, with what is computed of parameters as operators, and all shapes known."""
+        """The graph with operators on parameters, and all shapes known."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Forget the graph: the model has changed."""
+        """Forget the graph after a change of the model."""
 
     @abstractmethod
     def param(self, name: str) -> Array:
@@ -407,7 +407,7 @@ class FrontEnd(ABC):
 
     @abstractmethod
     def save_compressed(self, model: Any, plan: dict[str, Any], folder: Path, name: str) -> list[Path]:
-        """Write a compressed model, and what rebuilds it.
+        """Write a compressed model, and the plan that rebuilds it.
 
         Raises:
             ExportError: the folder cannot be written.
@@ -421,11 +421,11 @@ class FrontEnd(ABC):
 
     @abstractmethod
     def correctable(self, sim: Any, reference: Any = None) -> Correctable:
-        """A simulation as bias correction sees it; ``reference`` is the float model that is its goal."""
+        """A simulation for bias correction; ``reference``: its float target."""
 
     @abstractmethod
     def steppable(self, sim: Any, forward_fn: Any) -> Any:
-        """A simulation as the methods that choose weights see it.
+        """A simulation for the methods of rounding.
 
         Raises:
             ConfigError: ``forward_fn`` for a front end whose models are called in one way.
@@ -433,7 +433,7 @@ class FrontEnd(ABC):
 
     @abstractmethod
     def batches_of_all(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """The batches of all processes that work together, in an order that does not depend on who had which.
+        """The batches of all cooperating processes, in an order that does not depend on their distribution.
 
         Raises:
             ConfigError: a batch holds what cannot be sent.

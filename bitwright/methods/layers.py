@@ -1,4 +1,4 @@
-"""Layers as the post-training methods see them: stored weight and bias, channels in and out, and groups that share channels.
+"""Layers for post-training methods: stored weight and bias, input and output channels, and groups that share channels.
 
 A *group* is a value between layers together with everything that hands its channels on unchanged except for a
 positive factor. Multiply channel ``c`` of all that produces it by ``a[c]``, divide the matching input channel of
@@ -141,7 +141,7 @@ def fold_forward(
 
 
 def forward_obstacle(op_type: str, attrs: Attrs, kernel: Sequence[int], shift: Array) -> str | None:
-    """The reason why a shift of the layer's input is not a constant shift of its output; ``None`` where it is.
+    """The reason why a shift of the layer's input does not shift its output by a constant; ``None`` where it does.
 
     Zeros of the padding are not shifted, and the border outputs of a transposed convolution see fewer inputs.
     """
@@ -213,7 +213,7 @@ def channel_axes(op_type: str, attrs: Attrs, shape: Sequence[int]) -> ChannelAxe
 
 
 def _times(split: Array, factors: Array) -> Array:
-    """Their product, float64: one of both dtypes, which numpy casts piece by piece, would take twice as long."""
+    """The float64 product; casting first is twice as fast as numpy's mixed product."""
     wide = split.astype(np.float64)
     wide *= factors
     return wide
@@ -319,7 +319,7 @@ class Layer:
 
 
 class Layers:
-    """Every layer of a graph whose parameters a method may change, and why not the others.
+    """The layers of a graph whose parameters a method may change, and the reasons of the others.
 
     Args:
         graph: where they are.
@@ -350,7 +350,7 @@ class Layers:
         self.by_output = {layer.output: layer for layer in self.of.values()}
 
     def why_not_private(self, layer: Layer) -> str | None:
-        """A parameter of ``layer`` that belongs to others as well."""
+        """The reason why a parameter of ``layer`` is shared."""
         for name in (
             None if layer.offset else layer.weight,
             layer.bias,
@@ -422,7 +422,7 @@ class Layers:
         return next((value for value in read if self._plus_one(value)), None), 1.0
 
     def _plus_one(self, value: Value) -> str | None:
-        """The parameter that a constant is plus one, where nothing else reads or uses it."""
+        """The parameter ``p`` of a constant ``1 + p``, where nothing else uses it."""
         if self.view is None or value.kind != "constant" or len(value.shape) != 1:
             return None
         held = (self.graph.values.get(source) for source in value.sources)
@@ -520,7 +520,7 @@ def _shared_sources(graph: Graph, value: Value) -> Iterator[tuple[str, str]]:
 
 
 def _read_elsewhere(readers: list[Op], parameter: str) -> str:
-    """Whose else a parameter is: of other layers, or of the same module at other places of the model."""
+    """The other owners of a parameter: other layers, or the same module at other places."""
     module, places = readers[0].module, dict.fromkeys(op.name for op in readers)
     if module in places and all(op.module == module for op in readers):
         return f"{module} is used at {len(places)} places of the model, which share {parameter}"
@@ -582,7 +582,7 @@ class Refused:
 
 
 def log_refused(refused: Sequence[Refused], done: str, *, changed: bool = True, without: str = "") -> None:
-    """Log what a method leaves alone, and warn where it changed nothing.
+    """Log the layers that a method leaves alone, and warn if it changed nothing.
 
     Args:
         refused: with the reasons.
@@ -599,7 +599,7 @@ def log_refused(refused: Sequence[Refused], done: str, *, changed: bool = True, 
 def find_groups(
     layers: Layers, starts: Iterable[Layer], ties: frozenset[str] = frozenset()
 ) -> tuple[list[Group], list[Refused]]:
-    """The groups that begin at the outputs of ``starts``, and why some begin none.
+    """The groups that begin at the outputs of ``starts``, and the reasons of those that begin none.
 
     Args:
         layers: of the graph.
@@ -628,7 +628,7 @@ def find_groups(
 
 
 class _Walk:
-    """The closure of one value over operators that hand channels on."""
+    """The closure of one value over operators that pass channels on."""
 
     def __init__(self, layers: Layers, ties: frozenset[str]) -> None:
         self.layers, self.graph, self.ties = layers, layers.graph, ties
@@ -664,7 +664,7 @@ class _Walk:
             self.open.append(value)
 
     def _tie(self, value: str, axis: int) -> str | None:
-        """Follow a value that shares channels with the group back to the layers that make it."""
+        """Follow a value that shares channels with the group back to the layers that compute it."""
         back = [value]
         while back:
             value = back.pop()
@@ -687,7 +687,7 @@ class _Walk:
         return None
 
     def _handed_on(self, value: str, op: Op | None) -> list[str]:
-        """The inputs whose channels are those of ``value``; none where ``op`` does not hand channels on."""
+        """The inputs that have the channels of ``value``; none where ``op`` does not pass channels on."""
         if op is None or op.also or op.type not in self.ties.union(TRAITS["homogeneous"]) - _BOTH_PORTS:
             return []
         values = self.graph.values
@@ -695,7 +695,7 @@ class _Walk:
         return sources if op.type in self.ties else sources[:1]
 
     def _behind(self, value: str) -> str | None:
-        """Look at what reads ``value``."""
+        """Visit the readers of ``value``."""
         if self.graph.is_output(value):
             return f"{value} is an output of the model"
         for op, port in data_readers(self.graph, value):
@@ -725,14 +725,14 @@ class _Walk:
         return self._pass(op, value)
 
     def _turned(self, op: Op, value: str) -> int:
-        """The axis of the channels after a transposition, as of batch and sequence: each axis gets another length."""
+        """The channel axis after a transposition, found by the lengths of axes."""
         assert self.layers.view is not None
         lengths = range(2, 2 + len(self.graph.values[value].shape))
         made = self.layers.view.local(op.name)(np.zeros(tuple(lengths), np.float32))
         return made.shape.index(lengths[self.axis[value]])
 
     def _tie_others(self, op: Op, value: str) -> str | None:
-        """Follow the values that share channels with ``value`` at ``op``; returns the objection, if any."""
+        """Follow values that share channels with ``value`` at ``op``; returns the objection, if any."""
         axis = self.axis[value]
         self._enter(op.outputs[0], axis)
         others = [source for source in op.inputs if source is not None and source != value]
@@ -750,7 +750,7 @@ class _Walk:
         return None
 
     def _pass(self, op: Op, value: str) -> str | None:
-        """Go on after an operator that hands channels on."""
+        """Continue after an operator that passes channels on."""
         values, axis = self.graph.values, self.axis[value]
         if op.type == "Mul" and len({source for source in op.inputs if source in self.axis}) > 1:
             return f"{op.name} multiplies it by itself"
@@ -772,7 +772,7 @@ class _Walk:
 
 
 def _keeps(op: Op, axis: int, rank: int) -> bool:
-    """Whether a selection leaves the axis of the channels as it is, as far as its attributes say."""
+    """Whether a selection keeps the channel axis whole, by its attributes."""
     if op.type == "Gather" and "axis" not in op.attrs:
         return False
     axes = op.attrs.get("axes", op.attrs.get("axis", ()))
@@ -868,7 +868,7 @@ Bar = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
 def no_bar(items: Iterable[Any], title: str) -> Iterable[Any]:
-    """The :data:`Bar` that shows nothing."""
+    """A :data:`Bar` that shows nothing."""
     return items
 
 
@@ -909,7 +909,7 @@ def sift(
 
 
 def _popped(items: list[list[T]]) -> Iterator[list[T]]:
-    """The last of ``items``, again and again, while others come in."""
+    """Pop items from the end until none is left; items may be added meanwhile."""
     while items:
         yield items.pop()
 
@@ -920,16 +920,16 @@ class Reversible:
     _undos: list[Undo]
 
     def undo(self) -> None:
-        """Give the model back as it was; a second call does nothing."""
+        """Restore the original model; a second call does nothing."""
         joined(self._undos)()
 
     def keep(self) -> None:
-        """Make the change final: what it takes to undo it is released."""
+        """Make the change final, and release the data for undo."""
         self._undos.clear()
 
 
 def joined(undos: list[Undo]) -> Undo:
-    """Undo everything in ``undos``, the last first; a second call does nothing."""
+    """One function for all of ``undos``, last first; a second call does nothing."""
 
     def undo() -> None:
         while undos:

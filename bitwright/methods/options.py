@@ -47,7 +47,7 @@ def keyword_options(
 
 
 def check_options(site: str, given: Mapping[str, Any], known: Options) -> None:
-    """Refuse options that there are not, and values that their annotations do not take.
+    """Refuse unknown options, and values that do not match their annotations.
 
     Args:
         site: the step or method.
@@ -70,7 +70,7 @@ def check_options(site: str, given: Mapping[str, Any], known: Options) -> None:
 
 
 def takes(annotation: Any, value: Any) -> bool:
-    """Whether ``value``, from Python or from a file, is what ``annotation`` says; of a class unknown here, an instance."""
+    """Whether ``value``, from Python or from a file, matches ``annotation``; for other classes, an instance."""
     origin = get_origin(annotation)
     if annotation is Any:
         return True

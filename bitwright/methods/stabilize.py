@@ -1,4 +1,4 @@
-"""``check_model`` and ``stabilize``: find the operator that produced NaN or Inf, and repair a simulation of its model."""
+"""``check_model`` and ``stabilize``: find the operator that produced NaN or Inf, and repair a simulation of the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_model(
     threads: int = 0,
     progress: bool = True,
 ) -> HealthReport:
-    """Look for the operator that made the first NaN or Inf.
+    """Find the operator that produced the first NaN or Inf.
 
     Parameters come first: where one holds NaN or Inf nothing is run. An operator is named when what it made of finite
     numbers reaches an output of the model, or falsifies one; a mask of -Inf before a softmax, or a NaN that ``where`` (in
@@ -73,7 +73,7 @@ def check_model(
 
 @checks_arguments
 def stabilize(sim: Any, report: HealthReport | None = None, repairs: Iterable[Repair] | None = None) -> Stabilized:
-    """Apply repairs to the simulation of a model that makes NaN or Inf, without touching the model.
+    """Repair the simulation of a model that produces NaN or Inf, without changing the model.
 
     An overflow is clamped, any other non-finite value is replaced (see :func:`bitwright.core.health.diagnosis.propose`); in
     an ONNX model by standard nodes after the operator, in bodies of If, Loop and Scan too. Repairs hold in every stage,
@@ -119,7 +119,7 @@ def progressive(
     keep_going: bool = False,
     progress: bool = True,
 ) -> Progression:
-    """Switch the sites of a calibrated simulation on, one operator after the other, until the outputs turn bad.
+    """Switch on the sites of a calibrated simulation one operator at a time, until the outputs turn bad.
 
     See :func:`bitwright.methods.switching.quantize_progressively`. The model runs once per group and batch, and
     an ONNX model opens a session for every group: use few batches.

@@ -1,4 +1,4 @@
-"""Cost of quantizers by switching them: each target alone, or one after the other while the outputs stay good.
+"""Costs of quantizers by switching them: each target alone, or one after another while the outputs stay good.
 
 A target is any set of sites: those of one quantizer, a layer, a group, all weights. A setting is a block in which the simulation
 works with a target switched; :class:`Costs` scores settings within a deadline, shows progress, and keeps what it knows on
@@ -37,7 +37,7 @@ Setting = Callable[[], AbstractContextManager[Any]]
 
 
 def by_operator(sites: Mapping[str, Site]) -> dict[str, tuple[str, ...]]:
-    """Operator -> its sites that work."""
+    """Operator -> its enabled sites."""
     found: dict[str, list[str]] = {}
     for name, site in sites.items():
         if site.enabled:
@@ -47,7 +47,7 @@ def by_operator(sites: Mapping[str, Site]) -> dict[str, tuple[str, ...]]:
 
 @contextmanager
 def switched_off(sites: Iterable[Site], why: str = "it is compared with float") -> Iterator[None]:
-    """A block in which the quantizers of these sites leave their tensors in float."""
+    """A block in which the quantizers of these sites are off."""
     quantizers = {id(site.quantizer): site.quantizer for site in sites if site.enabled}.values()
     undos = [quantizer.remember() for quantizer in quantizers]
     try:
@@ -66,18 +66,18 @@ def only(sites: SiteMap, active: Callable[[Site], bool]) -> AbstractContextManag
 
 
 def by_itself(sites: SiteMap, names: Collection[str]) -> AbstractContextManager[None]:
-    """A block in which only the sites of a target work."""
+    """A block in which only the sites of a target are on."""
     return only(sites, lambda site: site.name in names)
 
 
 def left_out(sites: SiteMap, names: Collection[str]) -> AbstractContextManager[None]:
-    """A block in which all sites but those of a target work."""
+    """A block in which only the sites of a target are off."""
     return only(sites, lambda site: site.name not in names)
 
 
 @contextmanager
 def changed(change: Callable[[], object], remember: Callable[[], Undo]) -> Iterator[None]:
-    """A block in which the simulation has a change."""
+    """A block in which a change is applied to the simulation."""
     undo = remember()
     try:
         change()
@@ -90,7 +90,7 @@ def changed(change: Callable[[], object], remember: Callable[[], Undo]) -> Itera
 
 
 class Clock:
-    """How much of a time is left.
+    """The time left of a time limit.
 
     Args:
         seconds: of the whole; ``None`` sets no limit.
@@ -111,7 +111,7 @@ class Clock:
         return self.limit is not None and time.monotonic() - self._start >= self.limit
 
     def left_out(self, what: str) -> str:
-        """A note on ``what`` was not begun in time."""
+        """A note on targets that were not begun in time."""
         return f"{what} was not tried: the deadline of {self.limit:g} s was over"
 
 
@@ -122,7 +122,7 @@ _REMEDY = "remove it, or name another folder"
 
 
 class Kept:
-    """A file of measurements: a long analysis goes on from there after Ctrl-C, a deadline or a crash.
+    """A file of measurements, from which a long analysis continues after Ctrl-C, a deadline or a crash.
 
     Args:
         folder: where; created if missing. ``None`` keeps nothing.
@@ -154,11 +154,11 @@ class Kept:
         return dict(content["measured"])
 
     def damaged(self, problem: str) -> ConfigError:
-        """The error about a file that holds something else."""
+        """The error for a file with other content."""
         return ConfigError(str(self._path), problem, _REMEDY)
 
     def save(self, measured: Callable[[], Mapping[str, Any]], *, now: bool = False) -> None:
-        """Write what was measured, every few seconds or ``now``; the file is the old one or the new one whole."""
+        """Write the measurements atomically, every few seconds or ``now``."""
         if self._path is None or not (now or time.monotonic() - self._written >= _EVERY):
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ class Kept:
 
 @dataclass
 class Costs:
-    """Scores settings one after the other, until all are done, the time is up, or Ctrl-C comes.
+    """Scores settings one at a time until all are done, time is up, or Ctrl-C.
 
     Attributes:
         clock, kept, show: when to stop, where to keep what is known, and whether to show progress.
@@ -187,7 +187,7 @@ class Costs:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """A block that Ctrl-C ends; what is known by then is kept."""
+        """A block that Ctrl-C ends, keeping the measurements so far."""
         try:
             yield
         except KeyboardInterrupt:
@@ -196,7 +196,7 @@ class Costs:
             self.kept.save(self.known, now=True)
 
     def over(self, keys: Iterable[K], title: str) -> Iterator[K]:
-        """``keys`` until the time is up."""
+        """Yield ``keys`` until the time is up."""
         for key in bar(list(keys), title, self.show):
             if self.clock.over:
                 self.stopped = self.stopped or f"the deadline of {self.clock.limit:g} s"
@@ -207,7 +207,7 @@ class Costs:
     def scores(
         self, settings: Mapping[K, Sequence[Setting]], score: Callable[[K], S], title: str = ""
     ) -> Iterator[tuple[K, list[S]]]:
-        """Each key with the score in each of its settings."""
+        """Each key with the score of each of its settings."""
         for key in self.over(settings, title):
             found = []
             for setting in settings[key]:
@@ -224,7 +224,7 @@ def in_turn(
     keep_going: bool = False,
     track: Callable[[Iterable[K]], Iterable[K]] = iter,
 ) -> None:
-    """Make one change after the other, each as long as it is good; the first that is not ends it.
+    """Apply changes one at a time until the first that is not good.
 
     Args:
         changes: what is made, by key.
@@ -250,7 +250,7 @@ def in_turn(
 
 @dataclass(frozen=True)
 class Step:
-    """One group of operators was quantized.
+    """The result of quantizing one more group of operators.
 
     Attributes:
         ops: their names.
@@ -335,7 +335,7 @@ def quantize_progressively(
 
 
 def _groups(sites: SiteMap, groups: Sequence[Sequence[str]] | None) -> dict[tuple[str, ...], list[Site]]:
-    """Operators that are switched on together, and their sites that work; groups without any are left out."""
+    """Operators that are switched on together, with their enabled sites; without empty groups."""
     working = by_operator(sites)
     chosen = map(tuple, [[op] for op in working] if groups is None else groups)
     found = {ops: [sites[name] for op in ops for name in working.get(op, ())] for ops in chosen}

@@ -1,1 +1,1 @@
-"""Absorb batch norms and the weights of other norms into the layers beside them."""
+"""Fold batch norms and the weights of other norms into adjacent layers."""

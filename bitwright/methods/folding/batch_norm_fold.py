@@ -125,7 +125,7 @@ def fold_batch_norms(
 
 
 def _refusals(fold: Fold, reason: str) -> Iterator[Refusal]:
-    """A fold that failed: each of its batch norms, beside the first layer that could have absorbed it."""
+    """Refusals of a failed fold: each of its batch norms, with the first layer that could have absorbed it."""
     layers = {bn: layer for layer, bn in reversed(fold.pairs)}
     return (Refusal(layers[bn], bn, reason) for bn in fold.batch_norms)
 
@@ -133,7 +133,7 @@ def _refusals(fold: Fold, reason: str) -> Iterator[Refusal]:
 def _sift(
     folder: _Folder, folds: Sequence[Fold], check: Callable[[], str | None] | None, bar: Bar
 ) -> Iterator[tuple[Fold, float | str]]:
-    """Carry out ``folds``; each with its measured error, or the reason why it was not done or was undone."""
+    """Carry out ``folds``; returns each with its measured error, or the reason of its failure."""
     groups, checks = [list(folds)], 0
     while groups:
         group, mark = groups.pop(), len(folder.undos)
@@ -154,7 +154,7 @@ def _sift(
 
 
 class _Folder:
-    """Carries folds out on a model; keeps how to undo them, and the biases it added."""
+    """Carries out folds on a model; keeps their undo functions and the added biases."""
 
     def __init__(self, graph: Graph, view: FloatModel) -> None:
         self.graph, self.view = graph, view
@@ -163,7 +163,7 @@ class _Folder:
         self._random = np.random.default_rng(0)
 
     def carry_out(self, fold: Fold) -> float | str:
-        """Fold and check: the largest relative difference, or why the model had to be left as it was."""
+        """Fold and check; returns the largest relative difference, or the reason why the fold was undone."""
         edits, reason = self._layer_edits(fold)
         if reason:
             return reason
@@ -182,7 +182,7 @@ class _Folder:
         return outcome
 
     def undo_to(self, mark: int) -> None:
-        """Undo every fold after the first ``mark`` that stand."""
+        """Undo all but the first ``mark`` folds."""
         while len(self.undos) > mark:
             self.undos.pop()()
 
@@ -218,7 +218,7 @@ class _Folder:
         return list(edits.values()), None
 
     def _zero_bias(self, fold: Fold, layer: str) -> Array | None:
-        """A bias for a layer that could do without: which parameters there are depends on the network, not on their values.
+        """A zero bias for a layer, so that the set of parameters depends only on the network and not on values.
 
         A freshly built network, whose batch norms shift nothing, then takes the state of a trained one after both are folded.
         """
@@ -252,7 +252,7 @@ class _Folder:
         return edits
 
     def _only_adds(self, bn: str, shift: Array) -> list[Edit]:
-        """The parameters with which a batch norm adds ``shift`` and does nothing else."""
+        """The parameters with which a batch norm only adds ``shift``."""
         op = self.graph.op(bn)
         mean, var = self._param(op, 3), self._param(op, 4)
         dtype = self.graph.values[op.inputs[4] or ""].dtype
@@ -297,7 +297,7 @@ class _Folder:
         return undo
 
     def _add_bias(self, edit: AddBias) -> Undo:
-        """Add a bias, in place of one that an earlier fold has added: the graph does not show that one."""
+        """Add a bias, or replace one that an earlier fold added and the graph does not show."""
         previous = self._added.pop(edit.op, None)
         if previous is not None:
             previous[1]()
@@ -313,7 +313,7 @@ class _Folder:
     # -- the check
 
     def _fold_input(self, fold: Fold, layer: str, chain: Chain) -> Array:
-        """Random input of what is compared: the layer and its batch norms, with what moves elements between them."""
+        """Random input of the compared part: a layer, its batch norms and the data movement between them."""
         if layer not in fold.between:
             return self._random_input(layer)
         first = self.graph.op(layer if fold.direction == "backward" else chain[0])
@@ -322,7 +322,7 @@ class _Folder:
         return self._random.standard_normal(shape, dtype=np.float32)
 
     def _random_input(self, layer: str) -> Array:
-        """Normal numbers of the recorded shape, cut to a few places of the kernel: the rest repeats them.
+        """Normal numbers of the recorded shape, cropped to a few positions of the kernel.
 
         Of an axis whose length is not known (negative) it takes what the layer needs.
         """

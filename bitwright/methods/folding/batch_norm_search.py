@@ -63,7 +63,7 @@ class Between:
 
 
 def moves_elements(graph: Graph, op: Op) -> bool:
-    """Whether the op, which runs once, passes on every element of its input once, in another order or shape."""
+    """Whether the op, which runs once, only reorders or reshapes the elements of its input."""
     if op.type not in (*TRAITS["reshape"], "Transpose") or len(op.outputs) != 1 or op.calls != 1 or op.also:
         return False
     source, result = graph.values[op.inputs[0] or ""], graph.values[op.outputs[0]]
@@ -78,14 +78,14 @@ def filled(shape: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def moved(view: FloatModel, path: Sequence[Move], x: Array) -> Array:
-    """``x``, of the shape that the first of ``path`` reads, as it leaves the last."""
+    """``x``, an input of the first operator of ``path``, after the last one."""
     for move in path:
         x = np.asarray(view.local(move.op)(x)) if move.shape is None else x.reshape(move.shape)
     return x
 
 
 def between_before(graph: Graph, view: FloatModel, layer: Op, path: Path) -> Between | str:
-    """The map for a layer in front of ``path`` and a batch norm after it; or why there is none."""
+    """The channel map of a layer before ``path`` and a batch norm after it; or the reason why there is none."""
     ops, axis = _unlinked(path), _channel_axis(layer)
     shape = graph.values[layer.outputs[0]].shape
     sent = _sent(graph, view, ops, shape, axis)
@@ -101,7 +101,7 @@ def between_before(graph: Graph, view: FloatModel, layer: Op, path: Path) -> Bet
 
 
 def between_after(graph: Graph, view: FloatModel, norm: Op, layer: Op, path: Path) -> Between | str:
-    """The map for a batch norm in front of ``path`` and a layer after it; or why there is none."""
+    """The channel map of a batch norm before ``path`` and a layer after it; or the reason why there is none."""
     ops, axis = _unlinked(path)[::-1], _channel_axis(layer)
     weight = graph.values[layer.inputs[1] or ""].shape
     width = weight[-1 if layer.attrs.get("transB") else 0] if weight and axis == -1 else None
@@ -130,7 +130,7 @@ def _channel_axis(layer: Op) -> int:
 def _sent(
     graph: Graph, view: FloatModel, ops: Sequence[Op], shape: Sequence[int], axis: int, width: int | None = None
 ) -> tuple[tuple[Move, ...], Array] | str:
-    """The number of its channel in place of every element of a value of ``shape``, as it leaves the last of ``ops``."""
+    """The channel number of every element of a value of ``shape`` after ``ops``."""
     first, full = f"{ops[0].name} ({ops[0].type})", filled(shape)
     if full is None:
         return f"the shape of what {first} reads is not known"
@@ -155,7 +155,7 @@ def _move(graph: Graph, op: Op, width: int | None) -> Move:
 
 
 def _fits(target: Sequence[int], size: int) -> bool:
-    """Whether ``size`` elements have the shape ``target`` in one way."""
+    """Whether ``size`` elements can have the shape ``target`` in exactly one way."""
     free, known = sum(n < 0 for n in target), math.prod(n for n in target if n >= 0)
     return size == known if not free else free == 1 and known > 0 and size % known == 0
 
@@ -292,7 +292,7 @@ def sources_of(op: Op) -> tuple[str, ...]:
 
 
 def only_reader(facts: Facts, value: str, *, moves: bool) -> Op | None:
-    """The one op that reads ``value`` at port 0, if any.
+    """The only op that reads ``value``, at port 0; else ``None``.
 
     Across operators that change nothing; with ``moves`` also across those that move elements.
     """
@@ -311,7 +311,7 @@ def only_reader(facts: Facts, value: str, *, moves: bool) -> Op | None:
 
 
 def maker_of(facts: Facts, value: str | None) -> Op | None:
-    """The op whose elements are those of ``value``, across operators that hand them on."""
+    """The op that computed the elements of ``value``, across operators that pass them on."""
     seen: set[str] = set()
     while value is not None and value not in seen:
         seen.add(value)
@@ -323,7 +323,7 @@ def maker_of(facts: Facts, value: str | None) -> Op | None:
 
 
 def layers_before(facts: Facts, chain: Chain) -> Beside:
-    """The layers whose outputs enter the chain and have no other reader, and the objections to each."""
+    """The layers whose outputs only the chain reads, and the objections to each."""
     graph = facts.graph
     head = graph.op(chain[0])
     layers: list[tuple[Op, Path]] = []
@@ -384,12 +384,12 @@ def _leads_on(facts: Facts, op: Op, port: int) -> bool:
 
 
 def _hands_on(facts: Facts, op: Op) -> bool:
-    """Whether every element of the op's input is on its output once, and nothing else."""
+    """Whether the op's output has exactly the elements of its input."""
     return _passes(facts, op) or moves_elements(facts.graph, op)
 
 
 def _passes(facts: Facts, op: Op) -> bool:
-    """Whether the op hands its input on unchanged."""
+    """Whether the op passes its input on unchanged."""
     if op.type not in TRAITS["identity"] or len(op.outputs) != 1 or op.inputs[0] is None:
         return False
     source, result = facts.graph.values[op.inputs[0]], facts.graph.values[op.outputs[0]]
@@ -409,7 +409,7 @@ def _why_shared(graph: Graph, value: str, reader: Op) -> str | None:
 
 
 def _first_foreign(ops: Sequence[Op], known: Collection[str]) -> str | None:
-    """An operator that in some of its runs reads another value than the ``known``; as a sentence."""
+    """A sentence on an operator that in some of its runs reads values other than ``known``."""
     reads = ((op, source) for op in ops for source in sources_of(op) if source not in known)
     return next((f"{op.name} also runs on {source}" for op, source in reads), None)
 
@@ -446,7 +446,7 @@ def _params(norm: Op) -> list[str]:
 
 
 def is_one(scale: Array) -> bool:
-    """Whether the scale is 1 in float32: there the neutral variance of an earlier fold is exact."""
+    """Whether the scale is exactly 1 in float32, as after an earlier fold."""
     return bool(np.all(np.abs(scale - 1) <= np.finfo(np.float32).epsneg))
 
 
@@ -517,7 +517,7 @@ def _why_no_bias(graph: Graph, op: Op, bias: str, channels: int) -> str | None:
 
 
 def why_no_new_bias(facts: Facts, op: Op) -> str | None:
-    """Why a layer that needs a bias cannot have one; ``None`` also where it has one already."""
+    """The reason why a layer cannot get a bias; ``None`` where it can or has one."""
     if operand(op, 2) is not None:
         return None
     W = facts.graph.values[operand(op, 1) or ""].shape
@@ -526,7 +526,7 @@ def why_no_new_bias(facts: Facts, op: Op) -> str | None:
 
 
 def why_not_tied(layer: Op, value: str, reader: Op, same_port: bool) -> str | None:
-    """Why an operator that also reads a parameter of ``layer`` cannot absorb what ``layer`` absorbs."""
+    """The reason why an operator that shares a parameter with ``layer`` cannot absorb the same batch norm."""
     if reader is layer:
         return f"{layer.name} reads {value} twice"
     if same_port and _folding_attrs(reader) == _folding_attrs(layer):
@@ -577,7 +577,7 @@ class _Norms:
 
 @dataclass
 class _Component:
-    """Chains of batch norms and the layers to absorb them, tied by a shared norm or a shared parameter.
+    """Chains of batch norms and their layers, tied by a shared norm or a shared parameter.
 
     Attributes:
         chains: each with the scale and shift that are ``absorbed``, or there is a reason against the fold.
@@ -599,7 +599,7 @@ class _Component:
         self.reason = self.reason or reason
 
     def maps_alike(self, layer: str, other: str) -> bool:
-        """Whether two layers stand to their batch norms in the same way."""
+        """Whether two layers have the same map to their batch norms."""
         one, two = self.between.get(layer), self.between.get(other)
         if one is None or two is None:
             return one is two
@@ -658,7 +658,7 @@ def _affine(facts: Facts, norm: Op) -> _Affine | str:
 
 
 def _chains(facts: Facts, norms: Collection[str]) -> list[Chain]:
-    """Runs of batch norms each of which is the only reader of the one before."""
+    """Chains of batch norms, each the only reader of the previous one."""
     following: dict[str, str] = {}
     for name in norms:
         reader = only_reader(facts, facts.graph.op(name).outputs[0], moves=False)
@@ -679,7 +679,7 @@ def _chains(facts: Facts, norms: Collection[str]) -> list[Chain]:
 
 
 def _folds(facts: Facts, norms: _Norms, chains: Iterable[Chain]) -> tuple[list[Fold], dict[Chain, _Component]]:
-    """The folds in one direction, and for each chain that is in none the component that failed."""
+    """The folds in one direction, and for each other chain the component that failed."""
     found: list[Fold] = []
     failed: dict[Chain, _Component] = {}
     done: set[Chain] = set()
@@ -700,7 +700,7 @@ def _folds(facts: Facts, norms: _Norms, chains: Iterable[Chain]) -> tuple[list[F
 
 
 def _component(facts: Facts, norms: _Norms, start: Chain) -> _Component:
-    """All that is tied to a chain, and what the layers in it have against the fold."""
+    """All layers and chains tied to a chain, and the objections to the fold."""
     component = _Component([start], norms.composed(start))
     known = {start}
     layers_beside = layers_before if norms.direction == "backward" else layers_after
@@ -750,7 +750,7 @@ def _between(facts: Facts, direction: Direction, layer: Op, chain: Chain, path: 
 
 
 def _tied(facts: Facts, layer: Op, params: set[str]) -> Iterator[Op | str]:
-    """Layers that read the weight or the bias of ``layer`` as it does; a sentence for every other use.
+    """Layers that share the weight or the bias of ``layer``; a sentence for every other use.
 
     Parameters among ``params`` are left out, and those that were looked at are added.
     """
@@ -776,7 +776,7 @@ def _chain_at(facts: Facts, norms: _Norms, layer: Op) -> Chain | None:
 
 
 def _why_unlike(graph: Graph, component: _Component) -> str | None:
-    """Layers that share a parameter absorb the same numbers only where their channels are mapped alike."""
+    """The reason why layers that share a parameter cannot absorb the same numbers: their channel maps differ."""
     first: dict[str, str] = {}
     for name in component.layers:
         op = graph.op(name)
@@ -788,14 +788,14 @@ def _why_unlike(graph: Graph, component: _Component) -> str | None:
 
 
 def _why_no_new_bias(facts: Facts, component: _Component) -> str | None:
-    """Why a layer that has to add the shift cannot."""
+    """The reason why a layer cannot add the shift."""
     layers = component.layers if np.any(component.absorbed[1]) else ()
     reasons = (why_no_new_bias(facts, facts.graph.op(name)) for name in layers)
     return next(filter(None, reasons), None)
 
 
 def _why_no_place(graph: Graph, norms: _Norms, component: _Component, blocked: str) -> str | None:
-    """Why the shift cannot stay in the batch norm either, where a layer is ``blocked`` for a bias."""
+    """The reason why the shift cannot stay in the batch norm either, where a layer is ``blocked`` for a bias."""
     if norms.direction == "forward":
         return blocked
     for chain in component.chains:

@@ -133,7 +133,7 @@ def _fold(view: FloatModel, check: Check | None, untie: bool, undos: list[Undo],
 
 
 def untie_heads(view: FloatModel, undos: list[Undo]) -> tuple[str, ...]:
-    """Give every linear layer whose weight is an embedding's table too a copy of its own, where the model lets us."""
+    """Give every linear layer that is tied to an embedding its own copy of the weight, where the model allows it."""
     graph = view.graph()
     layers = Layers(graph)
     tables = {layer.weight for layer in layers.of.values() if layer.kind == "embedding"}
@@ -161,7 +161,7 @@ def _why_not(view: FloatModel, layers: Layers, group: Group) -> str | None:
 
 
 def _readers(layers: Layers, value: str) -> set[str]:
-    """Names of the operators that read ``value``, or some of its rows, or all under another shape."""
+    """Names of the operators that read ``value``, a selection of its rows, or a reshaped form."""
     found: set[str] = set()
     open_values = [value]
     while open_values:

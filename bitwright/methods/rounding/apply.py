@@ -140,7 +140,7 @@ def require_torch(method: str) -> None:
 
 
 def _refuse_codes(sim: Any, method: str) -> None:
-    """Refuse a model whose layers hold codes: there is no float weight left to choose codes of."""
+    """Refuse a model whose layers hold codes instead of float weights."""
     modules = getattr(getattr(sim, "model", None), "named_modules", None)
     held = [name for name, module in modules() if hasattr(module, "codes")] if callable(modules) else []
     if held:
@@ -152,7 +152,7 @@ def _refuse_codes(sim: Any, method: str) -> None:
 
 
 def _one_of(data: Iterable[Any] | None, inputs: Iterable[Any] | None) -> Iterable[Any]:
-    """The batches, under the name they were given."""
+    """The batches, under either argument name."""
     given = [batches for batches in (data, inputs) if batches is not None]
     if len(given) != 1:
         raise CalibrationError(

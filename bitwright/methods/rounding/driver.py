@@ -47,7 +47,7 @@ _SMALL = 1 << 16  # bytes below which a tensor is not worth a file
 
 
 class Store:
-    """Keeps tensors: in memory up to ``budget`` bytes, beyond that in mapped files that go with it.
+    """Stores tensors: in memory up to ``budget`` bytes, beyond that in temporary mapped files.
 
     Args:
         budget: bytes in memory; ``None`` sets no limit.
@@ -65,7 +65,7 @@ class Store:
         self._sizes: dict[int, int] = {}
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """``tensor`` itself, or an equal one whose numbers lie in a file; of a sequence, each of its tensors."""
+        """``tensor``, or an equal one mapped from a file; for a sequence, each of its tensors."""
         if not isinstance(tensor, Tensor):
             return tuple(map(self.keep, tensor)) if isinstance(tensor, tuple) else tensor
         storage = tensor.untyped_storage()
@@ -87,7 +87,7 @@ class Store:
         self.used -= self._sizes.pop(pointer, 0)
 
     def empty(self, shape: Sequence[int]) -> Tensor:
-        """A float32 tensor to be filled in, in memory or in a file."""
+        """An uninitialised float32 tensor in memory or in a file."""
         size = 4 * int(np.prod(shape))
         if self.budget is None or self.used + size <= self.budget:
             tensor = torch.empty(tuple(shape))
@@ -136,7 +136,7 @@ class Store:
 
 @dataclass
 class Run:
-    """One batch on its way: its program, both states, its share of the data, and the index of the next step of each."""
+    """The progress of one batch: its program, both states, its share of the data, and the next step of each stream."""
 
     program: Program
     real: State
@@ -147,7 +147,7 @@ class Run:
 
 
 class Walk:
-    """Calibration batches on their way through a model.
+    """The progress of calibration batches through a model.
 
     Args:
         model: the simulation.
@@ -207,7 +207,7 @@ class Walk:
                 r.real_at = r.quantized_at = span[0]
 
     def replace(self, layer: Layer, weight: Tensor) -> None:
-        """Give the simulation a layer's new weight; the float stream keeps the old one until :meth:`leave`."""
+        """Set a layer's new weight in the simulation; the float stream keeps the old one until :meth:`leave`."""
         for program in self.programs:
             if layer.op in program.places:
                 step = program.steps[program.places[layer.op][0]]
@@ -217,7 +217,7 @@ class Walk:
         self.model.set_weight(layer.site, weight)
 
     def leave(self, ops: Sequence[str]) -> None:
-        """Take both streams over the steps of ``ops``, whose weights are chosen."""
+        """Run the steps of ``ops``, whose weights are final, in both streams."""
         for r in self.runs:
             span = r.program.span(ops)
             if span is not None:
@@ -228,7 +228,7 @@ class Walk:
         self._float.clear()
 
     def _constants(self, program: Program) -> Mapping[int, Tensor]:
-        """Those of the float stream: with the weights from before this unit."""
+        """The constants of the float stream, with the weights from before this unit."""
         held = self._float.get(id(program))
         return ChainMap(held, program.constants) if held else program.constants  # type: ignore[arg-type]
 
@@ -237,7 +237,7 @@ class Walk:
         return ((real, quantized) for real, quantized, _ in self.shares(layer))
 
     def shares(self, layer: Layer) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """:meth:`inputs`, each with the share of the data that its batch is.
+        """:meth:`inputs`, each with its batch's share of the data.
 
         For the recurrent weights of a layer these are the hidden states of the step before, and the quantized ones in
         both places: they change with the weights, so that weights which made up for their errors would make up for
@@ -260,7 +260,7 @@ class Walk:
                 yield from ((x, x_q, r.share) for x, x_q in zip(real, quantized, strict=True))
 
     def follows_selection(self, layer: Layer) -> bool:
-        """Whether a layer reads rows that an operator selected or sorted: rows of the two streams may not correspond."""
+        """Whether a layer reads rows that an operator selected or sorted, which may differ between the two streams."""
         if self._after_selection is None:
             graph = self.model.graph()
             static = graph.static()
@@ -289,7 +289,7 @@ def _reads(
     quantize: Callable[[str, Tensor], Tensor] | None,
     constants: Mapping[int, Tensor] | None = None,
 ) -> list[Tensor]:
-    """Yield the input of ``layer`` in each of its steps; the steps between are run on a copy of the state."""
+    """Yield the input of ``layer`` in each of its steps; runs the steps between on a copy of the state."""
     constants = program.constants if constants is None else constants
     found, scratch, wanted = [], dict(state), program.places[layer.op]
     with torch.no_grad():
@@ -336,7 +336,7 @@ def _read(
 
 
 def _before(hidden: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
-    """The hidden state before each step: ``[T, ...]`` of all steps moved by one, with the initial state where known."""
+    """The hidden state before each step: those after each step shifted by one, with the initial state where known."""
     kept = hidden[1:] if reverse else hidden[:-1]
     if start is None:
         return kept
@@ -374,7 +374,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Task:
-    """A unit that is to be treated, and what the method may look at.
+    """A unit to be treated, and the data for the method.
 
     Attributes:
         unit: operators and layers.
@@ -419,7 +419,7 @@ class Task:
 
 
 def _pairs_alone(x: Tensor, x_q: Tensor, layer: Layer) -> Tensor:
-    """``x`` where its rows are those of ``x_q`` with noise; ``x_q`` where they are others, or all where their number differs.
+    """``x`` where its rows match those of ``x_q``; else ``x_q``, for all rows if their numbers differ.
 
     Two rows are others where they differ by more than a quarter of the variance of rows; of rows drawn alike that is twice.
     """
@@ -432,7 +432,7 @@ def _pairs_alone(x: Tensor, x_q: Tensor, layer: Layer) -> Tensor:
 
 
 def are_pairs(x: Tensor, x_q: Tensor) -> bool:
-    """Whether two tensors hold the same rows in the same order, with noise in one of them; see :func:`_pairs_alone`."""
+    """Whether two tensors hold the same rows in the same order, up to noise; see :func:`_pairs_alone`."""
     if x is x_q or not x.is_floating_point():
         return x is x_q or torch.equal(x, x_q)
     if x.shape != x_q.shape:
@@ -462,7 +462,7 @@ def _enough(
 
 
 def _rows_of(graph: Graph, layer: Layer) -> float:
-    """Rows that a layer multiplies in one batch; next to none where their number is not known."""
+    """Rows that a layer multiplies in one batch; a small number where it is not known."""
     source = graph.op(layer.op).inputs[0]
     shape = () if source is None else tuple(graph.values[source].shape or ())
     if layer.is_routed or not shape or min(shape) < 1:
@@ -477,7 +477,7 @@ Units = Callable[[Walk, Sequence[str]], Sequence[Unit]]
 
 @dataclass(frozen=True)
 class Cache:
-    """Where finished layers are kept between runs; nowhere by default.
+    """Storage of finished layers between runs; none by default.
 
     Attributes:
         get: key -> what was kept under it; ``None`` where nothing was.
@@ -543,7 +543,7 @@ class RoundingReport(Tabular, Sequence[Choice]):
 def find_layers(
     model: SimulatedModel, include: Iterable[str] | None = None, exclude: Iterable[str] = ()
 ) -> tuple[dict[str, Layer], dict[str, str]]:
-    """The layers whose weights a method can choose, in execution order, and why not the others.
+    """The layers whose weights a method can choose, in execution order, and the reasons of the others.
 
     Args:
         model: the simulation.
@@ -573,7 +573,7 @@ def find_layers(
 
 
 def _layer(name: str, model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, set[str]]) -> Layer | str:
-    """The layer, or why a method cannot choose its weight."""
+    """The layer, or the reason why a method cannot choose its weight."""
     reason = _why_not(model, op, site, readers)
     if reason is not None:
         return reason
@@ -625,7 +625,7 @@ def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, se
 
 
 def _why_not_read(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[str]]) -> str | None:
-    """Why the weight of a layer cannot be replaced: its other readers, or the way its operator runs."""
+    """The reason why the weight of a layer cannot be replaced: other readers, or runs of its operator."""
     value = graph.values[site.value]
     sharing = {reader.name for reader, _ in graph.consumers(value.name)}
     if value.param is not None:
@@ -674,7 +674,7 @@ def apply(
     rows_per_input: int | None = None,
     progress: Callable[[Sequence[Unit]], Iterable[Unit]] = lambda items: items,
 ) -> RoundingReport:
-    """Choose the weights of every layer by ``method``, unit after unit.
+    """Choose the weights of every layer by ``method``, one unit at a time.
 
     The chosen weights replace the float ones and their encodings are frozen. What was finished when Ctrl-C comes stays
     active; after any other error the model is as it was. With a ``cache``, a later call with the same model, data and
@@ -740,7 +740,7 @@ def apply(
 def _walked(
     walk: Walk, stretches: Sequence[Sequence[Unit]], progress: Callable[[Sequence[Unit]], Iterable[Unit]]
 ) -> Iterator[Unit]:
-    """Units in order; the walk enters a stretch before its first one and leaves it after its last."""
+    """Yield units in order; the walk enters a stretch before its first unit and leaves it after its last."""
     ops = {id(group[0]): [op for unit in group for op in unit.ops] for group in stretches}
     last = {id(group[-1]): ops[id(group[0])] for group in stretches}
     for unit in progress([unit for group in stretches for unit in group]):
@@ -752,7 +752,7 @@ def _walked(
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether the host or a device had no room; torch says so on the CPU by a plain RuntimeError."""
+    """Whether an error means that memory ran out; torch raises a plain RuntimeError on the CPU."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
@@ -781,7 +781,7 @@ def _treat(
 
 
 def _undo_of(walk: Walk, layer: Layer, *, weight: bool) -> Undo:
-    """Brings back the weight of a layer and the state of its quantizer; the weight is kept where activations are."""
+    """A function that restores a layer's weight and quantizer; the weight is stored with the activations."""
     model = walk.model
     quantizer = model.sites()[layer.site].quantizer.remember()
     kept = walk.store.keep(model.weight(layer.site)) if weight else None
@@ -829,7 +829,7 @@ def _known(cache: Cache, key: str, layers: Sequence[Layer], model: SimulatedMode
 
 
 def _misfit(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: SimulatedModel) -> str | None:
-    """Why what a cache has is nothing that :func:`_packed` gives for this layer; ``None`` if it can be."""
+    """The reason why cached content does not fit this layer; ``None`` if it does."""
     known = model.sites()[layer.site].encoding
     assert known is not None
     params = ("scale", "zero_point", "shift")[: 2 + (known.shift is not None)]
@@ -866,7 +866,7 @@ def _unpacked(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model:
 def _reached(
     walk: Walk, units: Sequence[Unit], by_op: Mapping[str, Sequence[Layer]], skipped: dict[str, str]
 ) -> list[Unit]:
-    """The units that some batch runs; layers of the others are listed."""
+    """The units that some batch runs; layers of other units are noted."""
     found = []
     for unit in units:
         if any(r.program.span(unit.ops) is not None for r in walk.runs):
@@ -878,7 +878,7 @@ def _reached(
 
 
 def stretch(walk: Walk, units: Sequence[Unit]) -> list[list[Unit]]:
-    """Units in groups that follow one another in every batch.
+    """Groups of consecutive units in every batch.
 
     Where a layer runs several times, its steps lie around those of others: such units form a group of layers that stand
     alone, and the walk stays before all of them until their weights are chosen.
@@ -931,13 +931,13 @@ def _some(reasons: Mapping[str, str]) -> str:
 
 
 def check_rows(walk: Walk, layer: Layer, rows: int, inputs: int) -> None:
-    """Note where there are fewer samples than a layer has inputs, so that any rounding looks good on them."""
+    """Note layers with fewer samples than inputs, where rounding can overfit."""
     if rows < inputs:
         walk.short[layer.name] = f"{rows} samples for {inputs} inputs per output"
 
 
 def check_finite(layer: Layer, tensor: Tensor) -> None:
-    """Refuse inputs that are not finite.
+    """Refuse non-finite inputs.
 
     Raises:
         CalibrationError: naming the layer.

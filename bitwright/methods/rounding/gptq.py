@@ -1,4 +1,4 @@
-"""GPTQ: round a matrix column by column and let the columns still to come make up for each error.
+"""GPTQ: round a matrix column by column, and compensate each error in the remaining columns.
 
 Frantar et al. 2022, arXiv:2210.17323. Letters of the paper: ``W [O, K]``, ``H = 2 X X^T [K, K]``, and ``U``, the upper
 Cholesky factor of the inverse of ``H``. Matrices of groups (grouped and depthwise convolutions) are done side by side:
@@ -33,7 +33,7 @@ _REFITS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the method.
+    """Options of GPTQ.
 
     Attributes:
         damping: share of the mean diagonal that is added to the diagonal of ``H``, section 3.3, step 3.
@@ -67,7 +67,7 @@ class Settings:
 
 
 def check_refit(refit: int | None) -> None:
-    """Refuse a number of refits that is none.
+    """Refuse an invalid number of refits.
 
     Raises:
         ConfigError: it is below 0.
@@ -80,7 +80,7 @@ def check_refit(refit: int | None) -> None:
 
 @dataclass(frozen=True)
 class AsymmetricSettings:
-    """Of GPTAQ.
+    """Options of GPTAQ.
 
     Attributes:
         damping, act_order, block, rows_per_input, refit: as of :class:`Settings`.
@@ -155,7 +155,7 @@ def _round_block(
     grids: Sequence[Grid | None], upper: Tensor, diagonal: Tensor, settings: Settings, moved: Tensor | None, block: Tensor,
     here: slice, codes: Tensor, errors: Tensor,
 ) -> None:  # fmt: skip
-    """Round the columns ``here``, which become what their codes stand for; fills in ``codes`` and ``errors``."""
+    """Round the columns ``here`` in place to dequantized values; fills in ``codes`` and ``errors``."""
     every, stop = group_of_pattern(settings.pattern), here.stop
     gone = _gone(block, diagonal[here], settings, every)
     for j, k in enumerate(range(here.start, stop)):
@@ -174,7 +174,7 @@ def _numbers(grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _compiled(w: Tensor, grid: Grid | None, settings: Settings, moved: Tensor | None) -> Callable[..., None] | None:
-    """The compiled loop over the columns of a block, where all that is done is rounding to whole codes on the CPU."""
+    """The compiled loop over the columns of a block, where integer codes are rounded on the CPU without further options."""
     zeros = settings.sparsity > 0 or group_of_pattern(settings.pattern) is not None
     plain = grid is not None and grid.format is None and not grid.free
     if not plain or zeros or moved is not None or w.device.type != "cpu" or w.dtype != torch.float32:
@@ -192,31 +192,31 @@ def _grids(grid: Grid | None, columns: Tensor) -> list[Grid | None]:
 
 
 def _gone(block: Tensor, diagonal: Tensor, settings: Settings, every: tuple[int, int] | None) -> Tensor:
-    """Which weights of a block, ``[K, G, O]``, become zero as far as is known before it; of nothing where none do."""
+    """The weights of a block, ``[K, G, O]``, known to become zero before it is rounded; empty where there are none."""
     if every is None and settings.sparsity > 0:
         return _least(block / diagonal, settings.sparsity)
     return torch.zeros_like(block if every is not None else block[:0], dtype=torch.bool)
 
 
 def _drop_group(gone: Tensor, block: Tensor, diagonal: Tensor, every: tuple[int, int]) -> None:
-    """Mark the least of the first ``every[1]`` columns."""
+    """Mark the smallest of the first ``every[1]`` columns."""
     near = (block[: every[1]] / diagonal[: every[1]]).square()
     drop = max(len(near) - every[0], 0)
     gone[: every[1]].scatter_(0, near.argsort(0)[:drop], True)
 
 
 def _by_column(t: Tensor, columns: Tensor) -> Tensor:
-    """``[K, G, O]``: the columns of what broadcasts against ``[G, O, K]``, in another order."""
+    """``[K, G, O]``: the reordered columns of a tensor that broadcasts against ``[G, O, K]``."""
     return t.expand(columns.shape).gather(2, columns).permute(2, 0, 1).contiguous()
 
 
 def _correction(drift: Tensor | None, factor: Tensor) -> Tensor | None:
-    """``P`` of GPTAQ, what a unit of a column moves those after it by: strictly upper triangular, float32; eq. 15."""
+    """``P`` of GPTAQ, eq. 15, the effect of each column on those after it: strictly upper triangular, float32."""
     return None if drift is None else ((drift @ factor.transpose(1, 2)).triu(1) @ factor).float()
 
 
 def _correct(w: Tensor, columns: Tensor, moved: Tensor | None, of: slice, on: slice) -> None:
-    """Add to ``w``, columns ``on``, what ``P`` makes of the columns ``of``, both ``[columns, G, O]``; nothing without it."""
+    """Add ``P``'s correction from the columns ``of`` to the columns ``on`` of ``w``, ``[columns, G, O]``; nothing without ``P``."""
     if moved is not None:
         w += torch.einsum("jgo,gjk->kgo", columns, moved[:, of, on])
 
@@ -239,7 +239,7 @@ def group_of_pattern(pattern: str) -> tuple[int, int] | None:
 
 
 def _least(scores: Tensor, share: float) -> Tensor:
-    """Where the least ``share`` of squares are, per matrix, ``[K, G, O]``."""
+    """A mask of the smallest ``share`` of squares per matrix, ``[K, G, O]``."""
     flat = scores.square().transpose(0, 1).flatten(1)
     count = round(share * flat.shape[1])
     gone = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, flat.argsort(1)[:, :count], True)
@@ -247,14 +247,14 @@ def _least(scores: Tensor, share: float) -> Tensor:
 
 
 def _order(hessian: Tensor, *, by_diagonal: bool) -> Tensor:
-    """Columns in the order in which they are rounded, ``[G, K]``: their own, or that of falling diagonal."""
+    """The order in which columns are rounded, ``[G, K]``: natural, or by descending diagonal."""
     if by_diagonal:
         return torch.argsort(torch.diagonal(hessian, dim1=1, dim2=2), dim=1, descending=True, stable=True)
     return torch.arange(hessian.shape[2], device=hessian.device).expand(hessian.shape[0], -1)
 
 
 def _rounded(column: Tensor, gone: Tensor | None, grid: Grid | None) -> tuple[Tensor, Tensor]:
-    """Codes of a column and the weights that they stand for, ``[G, O]``; zero where ``gone``."""
+    """Codes of a column and their dequantized weights, ``[G, O]``; zero where ``gone``."""
     code = column if grid is None else grid.nearest(column)
     if gone is not None:
         code = code.masked_fill(gone, 0.0)
@@ -293,7 +293,7 @@ def quadratic_error(delta: Tensor, hessian: Tensor) -> Tensor:
 
 
 def solve(task: Task, settings: Settings) -> list[Choice]:
-    """Choose the weights of a layer; nearest rounding stays where the layer saw no input or gains nothing."""
+    """Choose the weights of a layer; nearest rounding stays where the layer had no input or gains nothing."""
     (layer,) = task.layers.values()
     w = task.weight(layer)
     grid = task.grid(layer, w)
@@ -325,7 +325,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
 
 @dataclass(frozen=True)
 class Problem:
-    """The weights that are wanted of a layer, and what measures how near others come to them.
+    """Target weights of a layer, and the error measure.
 
     Attributes:
         task, layer: whose they are.
@@ -341,7 +341,7 @@ class Problem:
     target: Tensor
 
     def errors(self, weight: Tensor) -> Tensor:
-        """Of every matrix, ``[G]``; of one whose layers are kept or rounded together, the sum for all."""
+        """The error of every matrix, ``[G]``; the sum over layers that are kept or rounded together."""
         found = quadratic_error(weight - self.target, self.hessian).sum(1) / self.rows
         return found if self.layer.stack else found.sum().expand_as(found) / len(found)
 
@@ -372,7 +372,7 @@ class Problem:
         return Choice(self.layer.name, self.layer.tensor(weight), encoding, float(before.sum()), after, note)
 
     def _tries(self, grid: Grid, refit: int, round_on: Callable[[Grid], Tensor]) -> Iterator[tuple[Grid, Tensor]]:
-        """Grids with weights on them; the first on the grid that is given."""
+        """Candidate grids with weights on them, starting with the given grid."""
         codes = round_on(grid)
         yield grid, grid.values(codes)
         encoding = self.task.encoding(self.layer)
@@ -389,7 +389,7 @@ class Problem:
 
 
 def better_of(one: tuple[Tensor, Grid], other: tuple[Tensor, Grid], where: Tensor) -> tuple[Tensor, Grid]:
-    """Weights and their grids, of ``one`` for the matrices ``where``, ``[G]``, and of ``other`` for the rest."""
+    """Weights and grids of ``one`` for the matrices ``where``, ``[G]``, and of ``other`` for the rest."""
     if bool(where.all()) or not bool(where.any()):
         return one if bool(where.all()) else other
     mask = where[:, None, None]
@@ -402,7 +402,7 @@ def better_of(one: tuple[Tensor, Grid], other: tuple[Tensor, Grid], where: Tenso
 
 
 def _note(hessian: Tensor, nearest: Tensor) -> str:
-    """Where nearest rounding was kept: in all matrices, or in how many of them."""
+    """A note on the number of matrices that keep nearest rounding."""
     unseen = int((hessian.diagonal(dim1=1, dim2=2).sum(1) == 0).sum())
     count, kept = len(nearest), int(nearest.sum())
     if unseen == count:
@@ -413,7 +413,7 @@ def _note(hessian: Tensor, nearest: Tensor) -> str:
 
 
 def _least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
-    """Weights whose outputs on the quantized predecessor's values come nearest to the float model's.
+    """Weights whose outputs on quantized inputs are closest to the float outputs.
 
     Damping is at least the number of inputs over that of rows: of fewer rows than inputs every noise could be made up for, and
     nothing of it would hold on others.
@@ -431,7 +431,7 @@ def _least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
 
 
 def solve_asymmetric(task: Task, settings: AsymmetricSettings) -> list[Choice]:
-    """Choose the weights of a layer by GPTAQ; nearest rounding stays where its output is as near to the float model's."""
+    """Choose the weights of a layer by GPTAQ; nearest rounding stays where its output error is not larger."""
     (layer,) = task.layers.values()
     w = task.weight(layer)
     ones = torch.eye(int(w.shape[2]), device=w.device).expand(len(w), -1, -1)

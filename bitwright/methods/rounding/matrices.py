@@ -1,4 +1,4 @@
-"""Layers as matrix products: the form in which rounding methods see convolutions and linear layers alike.
+"""Layers as matrix products, the form of convolutions and linear layers in rounding methods.
 
 A layer multiplies rows by a matrix: ``X [G, P, K]`` (groups, positions, inputs of one output) times ``W [G, O, K]``.
 For a convolution the rows are patches. A transposed convolution is taken as the product before its outputs are added up
@@ -53,12 +53,12 @@ class Layer:
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether it multiplies the hidden state of the step before, and not the operator's input."""
+        """Whether the layer multiplies the previous hidden state, and not the operator's input."""
         return self.type in RECURRENT and self.port == 2
 
     @property
     def is_routed(self) -> bool:
-        """Whether every matrix of a stack has rows of its own, which the quantized model may choose differently."""
+        """Whether every matrix of a stack has its own rows, which the quantized model may choose differently."""
         return self.type == "GroupedMatMul"
 
     @property
@@ -86,7 +86,7 @@ class Layer:
 
     @property
     def has_rows_as_outputs(self) -> bool:
-        """Whether row ``o`` of the matrix makes output channel ``o``, so that a bias and a function can follow."""
+        """Whether row ``o`` of the matrix computes output channel ``o``, so that a bias and a function can follow."""
         return self.type != "ConvTranspose"
 
     def matrix(self, weight: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Layer:
         return weight.t()[None]
 
     def tensor(self, matrix: Tensor) -> Tensor:
-        """The weight tensor that :meth:`matrix` makes ``matrix`` of."""
+        """The inverse of :meth:`matrix`: the weight tensor of ``matrix``."""
         if self.type == "Conv" or self.type in RECURRENT:
             return matrix.reshape(self.shape)
         if self.type == "ConvTranspose":
@@ -128,7 +128,7 @@ class Layer:
         return matrix[0].t().contiguous()
 
     def positions(self, x: Tensor) -> int:
-        """How many rows ``x`` gives."""
+        """The number of rows of ``x``."""
         if self.type == "Conv":
             return int(x.shape[0]) * math.prod(self._sizes(x))
         if self.type == "ConvTranspose":
@@ -201,7 +201,7 @@ class Layer:
         return found.reshape(len(places), len(steps), -1).transpose(1, 2)
 
     def pads(self, x: Tensor) -> tuple[int, ...]:
-        """Padding of a convolution of ``x``: what is given, or what ``auto_pad`` makes of the input's size."""
+        """Padding of a convolution of ``x``: as given, or by ``auto_pad`` from the input's size."""
         sizes = tuple(int(n) for n in x.shape[2:])
         return conv_pads(self.attrs, sizes, self.shape[2:])
 
@@ -231,7 +231,7 @@ class Layer:
 
 
 def rows_of_each(x: Tensor, ends: Tensor) -> Tensor:
-    """Rows sorted by matrix as rows of each matrix, filled up with zeros, which add nothing to any sum.
+    """Rows sorted by matrix as rows of each matrix, padded with zeros, which do not change sums.
 
     Args:
         x: ``[S, K]``.
@@ -293,11 +293,11 @@ class Grid:
         return torch.clamp(self.to_codes(ratio), self.lo, self.hi)
 
     def to_codes(self, ratio: Tensor) -> Tensor:
-        """The nearest code of an integer grid that has no ends."""
+        """The nearest code of an unbounded integer grid."""
         return (ratio - self.lo).round() + self.lo if self.free else ratio.round()
 
     def below(self, ratio: Tensor) -> tuple[Tensor, Tensor]:
-        """The code at or below each ratio, and how far the next is above it; integers may lie beyond the ends of the grid."""
+        """The code at or below each ratio, and the distance to the next; integer codes may lie outside the grid."""
         if self.format is None:
             down = (ratio - self.lo).floor() + self.lo if self.free else ratio.floor()
             return down, torch.ones_like(down)
@@ -306,7 +306,7 @@ class Grid:
         return numbers[index], numbers[index + 1] - numbers[index]
 
     def values(self, codes: Tensor) -> Tensor:
-        """The numbers that codes stand for: what the quantizer leaves unchanged."""
+        """The dequantized numbers of codes, which the quantizer leaves unchanged."""
         return codes * self.scale + 0.0
 
     def stored(self, scale: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ class Grid:
 
 
 def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
-    """``encoding`` with the scales and zero points of ``grid``, which was made from it."""
+    """``encoding`` with the scales and zero points of ``grid``, which was derived from it."""
     granularity = encoding.granularity
 
     def gathered(values: Tensor) -> NDArray[Any]:
@@ -376,7 +376,7 @@ def moments(
     generator: torch.Generator,
     weight: Tensor | None = None,
 ) -> Moments:
-    """The moments of ``(float, quantized, rows that are enough)``; which are taken is drawn from ``generator``.
+    """The moments of ``(float, quantized, sufficient rows)``; rows are drawn by ``generator``.
 
     Products are float32 within a part of at most 2^24 numbers and float64 between parts.
 
@@ -402,7 +402,7 @@ def moments(
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    """The sum, in the memory of ``total`` once there is one."""
+    """Add to ``total`` in place, if there is one."""
     return part if total is None else total.add_(part)
 
 
@@ -429,14 +429,14 @@ def _moved(weight: Tensor, difference: Tensor, x: Tensor) -> Tensor:
 def paired_rows(
     layer: Layer, real: Tensor, quantized: Tensor, most: float, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of both inputs in parts, at most ``most`` of them, which are drawn evenly; one tensor where the inputs are one."""
+    """At most ``most`` evenly drawn rows of both inputs, in parts; one tensor where both inputs are the same."""
     total = layer.positions(quantized)
     drawn = None if total <= most else _drawn(total, math.ceil(most), generator).to(quantized.device)
     return _pairs(layer, real, quantized, drawn)
 
 
 def _pairs(layer: Layer, real: Tensor, quantized: Tensor, drawn: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of both, in parts; one and the same where the inputs are."""
+    """Rows of both inputs in parts; the same tensor where both inputs are the same."""
 
     def rows(x: Tensor) -> Iterator[Tensor]:
         return layer.rows(x) if drawn is None else layer.rows_at(x, drawn)
@@ -447,7 +447,7 @@ def _pairs(layer: Layer, real: Tensor, quantized: Tensor, drawn: Tensor | None) 
 
 
 def _drawn(total: int, most: int, generator: torch.Generator) -> Tensor:
-    """``most`` places of ``total``, sorted: one of each of as many equal stretches, so that every sample has its share."""
+    """``most`` sorted positions below ``total``, one from each of as many equal intervals."""
     starts = torch.arange(most + 1, dtype=torch.int64) * total // most
     return starts[:-1] + (torch.rand(most, generator=generator) * (starts[1:] - starts[:-1])).long()
 

@@ -1,4 +1,4 @@
-"""A model as a list of steps on torch tensors, and the units of it that are reconstructed together: layers or blocks.
+"""A model as a list of steps on torch tensors, and its units of reconstruction: layers or blocks.
 
 Both front ends make a :class:`Program` of their model: one step per operator call, with the sites of its quantizers.
 Algorithms run steps over kept values instead of the model from its input, so that their cost is linear in depth.
@@ -76,7 +76,7 @@ class Program:
         return {v: i for v, i in found.items() if v not in self.constants}
 
     def settle(self, state: State, i: int, results: Sequence[Tensor], outputs: Collection[int] = ()) -> None:
-        """Put what step ``i`` wrote into ``state``; what nothing reads afterwards leaves it, unless it is one of ``outputs``."""
+        """Store the results of step ``i`` in ``state``, and drop values without later readers, except ``outputs``."""
         end, step = self.last_read, self.steps[i]
         for value in step.reads:
             if end.get(value) == i and value not in outputs:
@@ -106,28 +106,28 @@ class SimulatedModel(Protocol):
         """The data-flow graph."""
 
     def observed_graph(self) -> Graph:
-        """The same with the shapes of data: those of the first batch of :meth:`program` where the model leaves lengths open."""
+        """The graph with the shapes of the first batch of :meth:`program` for open lengths."""
 
     def sites(self) -> Mapping[str, Site]:
         """Every quantizer site by name; weights have their encodings."""
 
     def shared(self) -> Mapping[str, str]:
-        """Value that only carries the elements of another -> the group of sites on whose grid they lie."""
+        """Moved value -> the group of sites on whose grid its elements lie."""
 
     def weight(self, site: str) -> Tensor:
         """The value of a weight; a copy."""
 
     def why_fixed(self, site: str) -> str | None:
-        """Why the weight at ``site`` cannot be replaced; ``None`` when it can."""
+        """The reason why the weight at ``site`` cannot be replaced; ``None`` when it can."""
 
     def set_weight(self, site: str, value: Tensor) -> None:
         """Replace the weight by one of the same shape; its dtype is kept."""
 
     def program(self, batch: Any) -> tuple[Program, State]:
-        """The steps that the model takes on ``batch``, and the state they start from."""
+        """The steps of the model on ``batch``, and their initial state."""
 
     def quantize(self, site: str, x: Tensor) -> Tensor:
-        """``x`` as the quantizer of ``site`` leaves it; differentiable by straight-through; ``x`` where it is off."""
+        """``x`` quantized at ``site``, with straight-through gradients; ``x`` where the site is off."""
 
 
 def run_step(
@@ -175,7 +175,7 @@ def run(
     keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     constants: Mapping[int, Tensor] | None = None,
 ) -> None:
-    """Run the steps ``[first, last)``; ``state`` loses what nothing reads any more and gains what is still read.
+    """Run the steps ``[first, last)`` on ``state``, and drop values without later readers.
 
     Args:
         keep: called on every tensor that enters the state, for example to put it on disk.
@@ -214,7 +214,7 @@ class Unit:
 
 
 def layer_units(graph: Graph, layers: Sequence[str]) -> list[Unit]:
-    """Every layer alone, with the activation function after it when nothing stands between and nothing else reads."""
+    """Every layer alone, with a directly following activation function that is its only reader."""
     position = {op.name: i for i, op in enumerate(graph.ops)}
     wanted = frozenset(layers)
     found = []
@@ -227,7 +227,7 @@ def layer_units(graph: Graph, layers: Sequence[str]) -> list[Unit]:
 
 
 def block_units(graph: Graph, layers: Sequence[str], merge: int = 3, most: int = 16) -> list[Unit]:
-    """The network cut where a single value carries everything that is still needed.
+    """The network cut at values that alone are needed by all later operators.
 
     For each output of the graph in turn, the operators that lead to it and belong to no block yet are walked in
     execution order; where one live value is left, a block ends. Residual blocks and transformer layers come out of this
@@ -253,7 +253,7 @@ def block_units(graph: Graph, layers: Sequence[str], merge: int = 3, most: int =
 
 
 def _units_of(piece: Sequence[Op], graph: Graph, wanted: Collection[str], most: int) -> list[Unit]:
-    """A piece as one unit, or its layers alone where there are more than ``most``; nothing where there is none."""
+    """A piece as one unit, or as single layers where it has more than ``most``; nothing without layers."""
     inside = tuple(op.name for op in piece if op.name in wanted)
     if len(inside) > most:
         return layer_units(graph, inside)
@@ -261,7 +261,7 @@ def _units_of(piece: Sequence[Op], graph: Graph, wanted: Collection[str], most: 
 
 
 def _leading_to(graph: Graph, output: str, taken: Collection[str]) -> list[Op]:
-    """Operators on the way to ``output`` that are not taken, in execution order."""
+    """Operators on the path to ``output`` that belong to no unit yet, in execution order."""
     found, stack = set(), [output]
     while stack:
         op = graph.producer(stack.pop())
@@ -287,7 +287,7 @@ def _cut(graph: Graph, ops: Sequence[Op], output: str) -> list[list[Op]]:
 
 
 def _lives(graph: Graph, ops: Sequence[Op], output: str) -> dict[str, int]:
-    """Value -> where it is read last; without values that are alive for most of a long graph."""
+    """Value -> its last reader; without values that are alive for most of a long graph."""
     reads = [(v, i) for i, op in enumerate(ops) for _, v in op.sources() if not graph.values[v].is_static]
     last = {**dict(reads), output: len(ops)}
     if len(ops) <= _LONG_GRAPH:
@@ -297,7 +297,7 @@ def _lives(graph: Graph, ops: Sequence[Op], output: str) -> dict[str, int]:
 
 
 def _merged(pieces: Sequence[list[Op]], wanted: Collection[str], merge: int) -> list[list[Op]]:
-    """Pieces without a layer join the one before; neighbours of one layer each join up to ``merge`` layers."""
+    """Merge pieces without a layer into the previous one, and neighbours with one layer each up to ``merge`` layers."""
     done: list[tuple[list[Op], int, bool]] = []  # operators, layers, whether it is a chain of single layers
     for piece in pieces:
         count = sum(op.name in wanted for op in piece)
@@ -312,7 +312,7 @@ def _merged(pieces: Sequence[list[Op]], wanted: Collection[str], merge: int) -> 
 
 
 def _disjoint(graph: Graph, units: Sequence[Unit], position: Mapping[str, int]) -> list[Unit]:
-    """Units in an order in which each ends before the next begins; those that overlap are taken apart into layers."""
+    """Units in sequential order; overlapping ones are split into layers."""
     result: list[Unit] = []
     group: list[Unit] = []
     end = -1
@@ -327,7 +327,7 @@ def _disjoint(graph: Graph, units: Sequence[Unit], position: Mapping[str, int]) 
 
 
 def apart(graph: Graph, group: Sequence[Unit]) -> list[Unit]:
-    """A unit as it is; the layers of several, each alone."""
+    """A unit unchanged if it is one layer, else its layers as single units."""
     if len(group) <= 1:
         return list(group)
     return layer_units(graph, [name for unit in group for name in unit.layers])

@@ -1,4 +1,4 @@
-"""Reconstruction: learn weights on the grid so that a layer or block computes what it computed in float.
+"""Reconstruction: learn rounded weights so that a layer or block reproduces its float outputs.
 
 One loop serves every variant. A variant is a row of :data:`VARIANTS`: what is reconstructed together (layers or blocks),
 how a weight on the grid is parametrised (AdaRound, FlexRound), and whether quantizers of activations are dropped at
@@ -60,7 +60,7 @@ def regulariser(h: Tensor, beta: float) -> Tensor:
 
 
 def annealed_beta(done: float, beta_range: tuple[float, float], warm_start: float) -> float | None:
-    """The exponent when the fraction ``done`` of all iterations is over; ``None`` during the warm start.
+    """The exponent after the fraction ``done`` of all iterations; ``None`` during the warm start.
 
     Cosine from the first value of ``beta_range`` to the second.
     """
@@ -103,7 +103,7 @@ class _SoftRound(torch.autograd.Function):
 
 
 class AdaptiveRounding:
-    """One weight matrix whose rounding is learned.
+    """One weight matrix with learned rounding.
 
     Args:
         w: the float weights, ``[G, O, K]`` or any shape that ``grid`` broadcasts against.
@@ -136,13 +136,13 @@ class AdaptiveRounding:
 
     @torch.no_grad()
     def hard(self) -> tuple[Tensor, Grid]:
-        """The codes that were chosen, and the grid they lie on."""
+        """The chosen codes, and their grid."""
         up = (self.v >= 0).to(self.floor.dtype) * self.gap
         return torch.clamp(self.floor + up, self.grid.lo, self.grid.hi), self.grid
 
 
 class LearnedDivision:
-    """One weight matrix whose division is learned.
+    """One weight matrix with a learned division.
 
     Args:
         w: the float weights, ``[G, O, K]``.
@@ -186,7 +186,7 @@ class LearnedDivision:
 
 
 class SignedRounding:
-    """One weight matrix of which the sign of gradients moves roundings and the ends of ranges (AutoRound).
+    """One weight matrix whose rounding and range are moved by the signs of gradients (AutoRound).
 
     Args:
         w: the float weights, ``[G, O, K]``.
@@ -207,7 +207,7 @@ class SignedRounding:
 
     @torch.no_grad()
     def confine(self) -> None:
-        """Keep offsets within half a step, and ranges between half and all of what they were."""
+        """Clamp offsets to half a step, and ranges to between half and all of their original width."""
         self.offset.clamp_(-0.5, 0.5)
         self.low.clamp_(0.5, 1.0)
         self.high.clamp_(0.5, 1.5 if self.grid.format is not None else 1.0)
@@ -270,7 +270,7 @@ class SignedRounding:
 
 
 class LearnedClipping(SignedRounding):
-    """One weight matrix of which the ends of ranges are learned, and weights are rounded to nearest within them."""
+    """One weight matrix with learned ends of ranges and nearest rounding."""
 
     def parameters(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimiser, each with a factor of the learning rate."""
@@ -292,7 +292,7 @@ Rounding = AdaptiveRounding | LearnedDivision | SignedRounding
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the loop.
+    """Options of the optimisation loop.
 
     Attributes:
         iterations: steps of the optimiser per layer or block.
@@ -379,7 +379,7 @@ def optimise(
     generator: torch.Generator,
     signed: bool = False,
 ) -> int:
-    """Move ``roundings`` so that the loss of ``problem`` falls and every weight ends on its grid.
+    """Optimise ``roundings`` for the loss of ``problem``, until every weight lies on its grid.
 
     Args:
         scale: the loss is divided by it.
@@ -439,19 +439,19 @@ class _Signs:
 
 
 def _confine(roundings: Sequence[Rounding]) -> None:
-    """Bring back within their bounds the parameters that have some."""
+    """Clamp parameters to their bounds."""
     for rounding in roundings:
         if isinstance(rounding, SignedRounding):
             rounding.confine()
 
 
 def _all_decided(roundings: Sequence[Rounding]) -> bool:
-    """Whether more iterations would change no weight; a learned division is never decided."""
+    """Whether all roundings are decided; a learned division never is."""
     return all(isinstance(r, AdaptiveRounding) and not r.undecided() for r in roundings)
 
 
 def _regulariser(settings: Settings, done: float, count: int) -> tuple[float, float]:
-    """Weight and exponent of the rounding regulariser of ``count`` weights, where a share of the iterations is ``done``."""
+    """Weight and exponent of the rounding regulariser for ``count`` weights after the fraction ``done`` of iterations."""
     beta = annealed_beta(done, settings.beta_range, settings.warm_start)
     return (0.0, 2.0) if beta is None else (_REGULARISER * settings.reg_param / count, beta or 2.0)
 
@@ -467,7 +467,7 @@ def _lower_rates(optimiser: torch.optim.Optimizer, factor: float) -> None:
 
 
 def solve(task: Task, variant: Variant, settings: Settings) -> list[Choice]:
-    """Choose the weights of a unit by ``variant``; nearest rounding stays where learning does not beat it."""
+    """Choose the weights of a unit by ``variant``; nearest rounding stays where learning is not better."""
     layers = list(task.layers.values())
     weights = [task.weight(layer) for layer in layers]
     grids = [task.grid(layer, w) for layer, w in zip(layers, weights, strict=True)]
@@ -507,7 +507,7 @@ def _values(codes: Sequence[tuple[Tensor, Grid]]) -> list[Tensor]:
 
 @dataclass
 class LayerProblem:
-    """Rows drawn from a layer's inputs: ``f(X_q W^T + b_q)`` is to be ``f(X W^T + b)``.
+    """Rows drawn from a layer's inputs: ``f(X_q W^T + b_q)`` should equal ``f(X W^T + b)``.
 
     Attributes:
         x: inputs from the quantized predecessor, ``[G, P, K]``.
@@ -539,7 +539,7 @@ class LayerProblem:
 
     @torch.no_grad()
     def error(self, weights: Sequence[Tensor]) -> float:
-        """Over all rows that were drawn."""
+        """The error over all drawn rows."""
         parts = zip(self.x.split(_EVALUATE, 1), self.y.split(_EVALUATE, 1), strict=True)
         return sum(float(self._squared(x, y, weights[0])) * x.shape[1] for x, y in parts) / max(1, self.size)
 
@@ -570,7 +570,7 @@ def layer_problem(task: Task, layer: Layer, w: Tensor, settings: Settings) -> La
 
 
 def layer_biases(task: Task, layer: Layer, w: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The bias in float and as the simulation adds it, ``[G, 1, O]``."""
+    """The float and the quantized bias, ``[G, 1, O]``."""
     step, model = task.walk.step(layer.op), task.walk.model
     bias_free = layer.is_routed or layer.type in RECURRENT
     if bias_free or 2 not in step.ports or not layer.has_rows_as_outputs:
@@ -584,7 +584,7 @@ def layer_biases(task: Task, layer: Layer, w: Tensor) -> tuple[Tensor | None, Te
 
 
 def _function(task: Task) -> Callable[[Tensor], Tensor] | None:
-    """The function after the layer: the unit's other operator."""
+    """The activation function after the layer: the unit's other operator."""
     (layer,) = task.layers.values()
     others = [op for op in task.unit.ops if op != layer.op]
     if len(others) != 1 or not layer.has_rows_as_outputs:
@@ -615,7 +615,7 @@ def _is_block(task: Task) -> bool:
 
 
 def why_no_block(walk: Walk, unit: Unit) -> str | None:
-    """Why the operators of a unit cannot be reconstructed together."""
+    """The reason why the operators of a unit cannot be reconstructed together."""
     reasons = (_why_no_block_of(r, walk, unit) for r in walk.runs)
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -636,7 +636,7 @@ def _why_no_block_of(r: Run, walk: Walk, unit: Unit) -> str | None:
 
 
 class BlockProblem:
-    """The operators of a block, run as they are, with the weights of its layers exchanged.
+    """The operators of a block, with the weights of its layers replaced.
 
     When every batch takes the same steps on tensors whose first axis is the batch, rows of all batches are mixed;
     otherwise one batch is taken per iteration.
@@ -721,7 +721,7 @@ class BlockProblem:
 
     @torch.no_grad()
     def error(self, weights: Sequence[Tensor]) -> float:
-        """Over all batches."""
+        """The error over all batches."""
         parts = [float(self._batch_loss(i, weights, self._quantize)) for i in range(len(self.walk.runs))]
         return sum(parts) / len(parts)
 
@@ -742,7 +742,7 @@ def _steps(program: Program, span: tuple[int, int]) -> Sequence[Step]:
 
 
 def _border(program: Program, span: tuple[int, int]) -> tuple[list[int], list[int]]:
-    """Values that enter the steps of ``span``, and floating values that leave them."""
+    """Values that enter the steps of ``span``, and floating-point values that leave them."""
     made: dict[int, None] = {}
     read: dict[int, None] = {}
     for step in _steps(program, span):
@@ -754,14 +754,14 @@ def _border(program: Program, span: tuple[int, int]) -> tuple[list[int], list[in
 
 
 def variant_units(variant: Variant) -> Callable[[Walk, Sequence[str]], list[Unit]]:
-    """How a variant takes a network apart; blocks that cannot be run as one become layers."""
+    """The units of a variant; blocks that cannot be run as one become layers."""
     if variant.together == "layer":
         return lambda walk, layers: layer_units(walk.model.graph(), layers)
     return lambda walk, layers: feasible(walk, block_units(walk.model.graph(), layers))
 
 
 def feasible(walk: Walk, units: Sequence[Unit]) -> list[Unit]:
-    """``units``, those of several layers taken apart where their operators cannot be reconstructed together."""
+    """``units``, split into layers where their operators cannot be reconstructed together."""
     found: list[Unit] = []
     for unit in units:
         reason = why_no_block(walk, unit) if len(unit.ops) > 1 else None

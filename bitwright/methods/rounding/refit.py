@@ -1,4 +1,4 @@
-"""Refit scales and zero points to codes that are chosen: least squares under ``H``, one parameter after the other.
+"""Refit scales and zero points to fixed codes by coordinate descent on the least squares under ``H``.
 
 Of codes ``C`` a row of weights is ``s_g (C - z_g)`` in each of its groups ``g``, so that its error under ``H``,
 ``(Q - W) H (Q - W)^T``, is a quadratic function of each scale and of each zero point alone. Each in turn goes to the number
@@ -21,7 +21,7 @@ _FARTHEST = 2.0**20  # of a zero point that is a real number: codes near one far
 
 
 def groups_of_columns(grid: Grid, shape: torch.Size) -> Tensor | None:
-    """The group of each column, ``[K]`` from 0 on, where every row has scales of its own; ``None`` where rows share them."""
+    """The group of each column, ``[K]`` from 0, where every row has its own scales; ``None`` where rows share them."""
     if grid.index is None or not grid.own_rows:
         return None
     index = grid.index.expand(shape)
@@ -31,7 +31,7 @@ def groups_of_columns(grid: Grid, shape: torch.Size) -> Tensor | None:
 
 
 def refitted(grid: Grid, codes: Tensor, target: Tensor, hessian: Tensor) -> tuple[Grid, Tensor]:
-    """The grid whose values of ``codes`` come nearest to ``target``, and the codes as that grid counts them.
+    """The grid whose values of ``codes`` are closest to ``target``, and the codes in that grid.
 
     Args:
         grid: of every weight; with ``index``.
@@ -97,7 +97,7 @@ class _Rows:
         self.zero = torch.zeros_like(grid.scale, dtype=torch.float64)
 
     def solve(self, codes: Tensor, target: Tensor, hessian: Tensor, members: list[Tensor]) -> None:
-        """Descend along every scale and zero point in turn.
+        """Minimise over every scale and zero point in turn.
 
         Args:
             codes, target: of the rows of some matrices, ``[M, R / M, K]`` float64.

@@ -1,4 +1,4 @@
-"""SeqMSE: choose every weight range by the error of the layer's output, layer after layer.
+"""SeqMSE: choose every weight range by the error of the layer's output, one layer at a time.
 
 The candidates of a channel (or block) are fractions of its range. The squared error of a layer's output is a quadratic form of
 the weights' error, ``d H d^T`` with ``H`` the second moment of its inputs, so that the data is passed once and a candidate
@@ -67,7 +67,7 @@ Errors = Callable[[Encoding], np.ndarray]
 
 
 def solve(task: Task, settings: Settings) -> list[Choice]:
-    """Choose the range of a layer's weights; the weights stay as they are, and later methods may round them."""
+    """Choose the range of a layer's weights; the weights stay unrounded for later methods."""
     (layer,) = task.layers.values()
     start = task.encoding(layer)
     spec = task.walk.model.sites()[layer.site].spec
@@ -88,7 +88,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
 
 
 def _candidates(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encoding]:
-    """``start`` and what its ranges may become: fractions of them.
+    """``start``, and grids for fractions of its ranges.
 
     Of float formats also up to one and a half times as much, where the largest weight of a block lies at another of the
     coarse numbers at the end of the format (4 and not 6 of e2m1; Cook et al. 2025, arXiv:2512.02010). What scales are
@@ -115,7 +115,7 @@ def _candidates(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encodi
 
 
 def _moved(start: Encoding, count: int) -> Iterator[Encoding]:
-    """``start`` and grids somewhat wider and narrower than it at places nearby; their zero points are real numbers."""
+    """``start``, and slightly wider, narrower and shifted grids, with real zero points."""
     yield start
     assert isinstance(start.format, IntFormat)
     centre, half = (start.max + start.min) / 2, (start.max - start.min) / 2
@@ -127,7 +127,7 @@ def _moved(start: Encoding, count: int) -> Iterator[Encoding]:
 
 
 def _fractions(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encoding]:
-    """``start`` and grids of fractions of its range, with zero points of their own."""
+    """``start``, and grids for fractions of its range, each with its own zero point."""
     yield start
     for i in range(count - 1, 0, -1):
         part = i / count
@@ -137,7 +137,7 @@ def _fractions(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encodin
 
 
 def _squared(task: Task, layer: Layer, settings: Settings) -> Errors:
-    """Squared errors on what the quantized layers before made, from second moments."""
+    """Squared errors on quantized inputs, from second moments."""
     w = task.weight(layer)
     moments = task.moments(layer, settings.rows_per_input)
     check_finite(layer, moments.own)
@@ -151,7 +151,7 @@ def _squared(task: Task, layer: Layer, settings: Settings) -> Errors:
 
 
 def _of_outputs(task: Task, layer: Layer, settings: Settings) -> Errors:
-    """Any loss from outputs, of which those of the float weights are computed once.
+    """Any loss of outputs; those of the float weights are computed once.
 
     Scales of blocks of inputs are compared block by block, as if each block's products were outputs of their own.
     """
@@ -228,7 +228,7 @@ def _on_grid(w: Tensor, encoding: Encoding, layer: Layer) -> Tensor:
 
 
 def _per_scale(share: Tensor, encoding: Encoding, layer: Layer) -> np.ndarray:
-    """``share``, the loss of each weight ``[G, O, K]``, summed over those of each scale."""
+    """The loss of each weight, ``share`` ``[G, O, K]``, summed per scale."""
     rows = rows_of(layer.tensor(share).reshape(layer.shape), encoding.granularity)
     found: np.ndarray = rows.sum(1).cpu().numpy().reshape(encoding.scale.shape)
     return found
@@ -247,7 +247,7 @@ def _block_of_input(encoding: Encoding, layer: Layer, device: torch.device) -> T
 
 
 def _blocks(encoding: Encoding, layer: Layer) -> list[Tensor]:
-    """Inputs that are compared together; their places are the same in every group."""
+    """Inputs that are compared together, at the same positions in every group."""
     found = _block_of_input(encoding, layer, torch.device("cpu"))
     if found is None:
         return [torch.arange(layer.fan_in)]
@@ -256,7 +256,7 @@ def _blocks(encoding: Encoding, layer: Layer) -> list[Tensor]:
 
 
 def _within_blocks(hessian: Tensor, encoding: Encoding, layer: Layer) -> Callable[[Tensor], Tensor]:
-    """``delta -> delta H``, where scales cover blocks of inputs with ``H`` cut to what lies within one block."""
+    """``delta -> delta H``, with ``H`` restricted to blocks where scales cover blocks of inputs."""
     block = _block_of_input(encoding, layer, hessian.device)
     if block is None:
         return lambda delta: delta @ hessian

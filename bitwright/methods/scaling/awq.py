@@ -257,7 +257,7 @@ class AwqReport(Tabular, Reversible):
 
     @property
     def factors(self) -> tuple[Array, ...]:
-        """Per scaled group, what its channels were divided by."""
+        """The divisors of the channels of each scaled group."""
         return tuple(item.found.scales for item in self.scaled)
 
     @property
@@ -363,7 +363,7 @@ _JUDGED = 4  # batches that the judge runs
 def _judged(
     view: FloatModel, layers: Layers, specs: Mapping[str, QuantSpec], scale: Callable[[], Undo], batches: Sequence[Any]
 ) -> tuple[float, float]:
-    """Power of the error of the model's outputs over that of the outputs, without the scales and with them.
+    """Relative error power of the model's outputs, without and with the scales.
 
     Each layer's own error does not tell how those of several add up, least of all on grids whose scales are powers of two.
     """
@@ -405,20 +405,20 @@ def _rounded(view: FloatModel, layers: Layers, specs: Mapping[str, QuantSpec]) -
 
 
 def _on_grid(W: Array, spec: QuantSpec, name: str) -> Array:
-    """A weight as the simulation will see it."""
+    """A weight as the simulation will quantize it."""
     wide = np.ascontiguousarray(W, np.float32)
     encoding = encode(*choose_range_of(wide, spec, spec.granularity, name), spec, spec.granularity)
     return np.asarray(fake_quantize(wide, encoding))
 
 
 def _weight_specs(layers: Layers, rules: Rules) -> dict[str, QuantSpec]:
-    """Layer -> what its weight will be quantized to; layers whose weight stays in float are left out."""
+    """Layer -> spec of its weight; without layers whose weight stays in float."""
     sites = place(layers.graph, rules).sites.values()
     return {site.op: site.spec for site in sites if site.role == "weight" and site.port == 1 and not site.inner}
 
 
 def _value_groups(layers: Layers) -> list[Group]:
-    """The values of every attention and the layer that reads them, head by head."""
+    """The values of every attention with the layer that reads them, head by head."""
     found = []
     for heads in rotatable_heads(layers):
         value, output = heads.value, heads.output
@@ -430,7 +430,7 @@ def _value_groups(layers: Layers) -> list[Group]:
 
 
 def _searchable(groups: Sequence[Group], specs: Mapping[str, QuantSpec]) -> tuple[list[Group], list[Refused]]:
-    """Groups whose scales can be searched, and why the others are left."""
+    """Groups whose scales can be searched, and the reasons of the others."""
     good, refused = [], []
     for group in groups:
         reason = _why_not(group, specs)
@@ -457,7 +457,7 @@ def _why_not(group: Group, specs: Mapping[str, QuantSpec]) -> str | None:
 
 
 def _own_scales(layer: Layer, spec: QuantSpec) -> bool:
-    """Whether every output channel has scales of its own, which take a factor of the channel along."""
+    """Whether every output channel has its own scales, which absorb a factor of the channel."""
     held = spec.granularity
     axes = held.channel_axes if isinstance(held, PerBlock) else (getattr(held, "axis", None),)
     return weight_axes(layer.type, layer.attrs, 1, 2)[0] in axes and None not in axes

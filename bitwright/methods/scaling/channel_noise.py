@@ -63,7 +63,7 @@ _LINEAR_IN_PARTS = (*TRAITS["piecewise_linear"], *TRAITS["identity"])
 
 @dataclass(frozen=True)
 class Grid:
-    """A tensor with one scale under factors of its rows and columns, and what its rounding costs.
+    """A tensor with one scale under factors of its rows and columns, and the cost of its rounding.
 
     Entry ``(g, o, i)`` becomes ``W[g, o, i] * s[columns[g, i]] / s[rows[g, o]]``. Its rounding error counts, in units of
     the tensor before any factor, ``later[g, o] * before[g, i]`` times its square.
@@ -152,7 +152,7 @@ class RoundingNoise:
         return found / float(noise.sum())
 
     def _parts(self, log_factors: Array) -> tuple[tuple[Array, Array], Array, list[tuple[Any, Array, Array, int]]]:
-        """Cost weights of rows and columns per factor, noise of every grid, shares of factors in largest entries."""
+        """Cost weights of rows and columns by factor, noise of every grid, shares of factors in the largest entries."""
         rows, columns, of_group = self._rows, self._columns, self._of_group
         squared = np.exp(2 * log_factors)
         later, before = rows.costs * squared.take(rows.factors), columns.costs / squared.take(columns.factors)
@@ -190,7 +190,7 @@ class RoundingNoise:
 
 
 class _Slots:
-    """The rows, or the columns, of all grids one after the other.
+    """The rows, or the columns, of all grids concatenated.
 
     Attributes:
         factors: which factor.
@@ -208,7 +208,7 @@ class _Slots:
 
 
 def _narrowed(grid: Grid, sharpness: float) -> Grid:
-    """The same costs with all rows of a group as one where they have one factor, and all columns likewise."""
+    """The same costs with rows, and columns, merged where they share a factor."""
     magnitude, rows, columns, later, before = grid.magnitude, grid.rows, grid.columns, grid.later, grid.before
     if rows.shape[1] > 1 and (rows == rows[:, :1]).all():
         magnitude, rows, later = _joined(magnitude, 1, sharpness), rows[:, :1], later.sum(axis=1, keepdims=True)
@@ -262,7 +262,7 @@ class _SmoothLargest:
         self._out, self._into = out, into
 
     def _product(self, out: Array, into: Array) -> tuple[float, Array, Array] | None:
-        """``None`` where the powers in memory are too small to tell."""
+        """The product; ``None`` where the stored powers underflow."""
         assert self._powers is not None
         up, right = self._out - out, into - self._into
         most = float(up.max()), float(right.max())
@@ -322,7 +322,7 @@ def descend(
 
 
 def _direction(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Array | float) -> Array:
-    """Where to go: the gradient times the approximate inverse Hessian, negative; no entry beyond 2.
+    """The search direction: the negative gradient times the approximate inverse Hessian, clipped to 2.
 
     Args:
         gradient: at the point.
@@ -347,7 +347,7 @@ def _direction(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: Arr
 
 
 def _dot(a: Array, b: Array) -> float:
-    """Scalar product without BLAS, whose threads wait longer than they sum and whose number changes the sum."""
+    """Scalar product without BLAS, whose threads are slower here and change the sum."""
     return float(np.einsum("k,k->", a, b))
 
 
@@ -410,7 +410,7 @@ def channels_of(graph: Graph, group: Group, moments: Moments) -> Channels | None
 def measured_moments(
     view: FloatModel, groups: Sequence[Group], batches: Iterable[Any]
 ) -> dict[str, tuple[Array, Array]]:
-    """Mean and standard deviation of what the producers of groups put out, before the activation.
+    """Mean and standard deviation of the outputs of groups' producers, before the activation.
 
     Args:
         view: the model.
@@ -461,7 +461,7 @@ def quietest_factors(
     fixed: Sequence[Array],
     bar: Bar = no_bar,
 ) -> tuple[list[Array], int, tuple[float, float]]:
-    """Factors that make the rounding noise of weights and activations smallest.
+    """Factors that minimise the rounding noise of weights and activations.
 
     Args:
         groups: in execution order.
@@ -497,7 +497,7 @@ def quietest_factors(
 
 
 def _back(log_factors: Array, known: Channels | None) -> float:
-    """Factor that restores the largest value of an activation to its value before the factors."""
+    """The factor that restores the largest value of an activation."""
     if known is None or not known.largest.any():
         return 0.0
     alive = known.largest > 0
@@ -694,7 +694,7 @@ def measured_extremes(
 
 
 def within_bounds(group: Group, factors: Array, extremes: Extremes) -> Array:
-    """The factors nearest to ``factors`` under which no bound cuts what it did not cut.
+    """The factors closest to ``factors`` under which no bound clips additional values.
 
     Args:
         group: of layers that share channels.
@@ -712,7 +712,7 @@ def within_bounds(group: Group, factors: Array, extremes: Extremes) -> Array:
 
 
 def _reached(op: Op, low: Array, high: Array) -> Array:
-    """How far each channel came towards the nearer of the bounds, as a share; a bound at zero stays one under any factor."""
+    """The largest value of each channel as a fraction of the nearer bound; a bound at zero is unaffected by factors."""
     share = np.zeros_like(high)
     for bound, end in zip(bounds_of(op), (low, high), strict=True):
         if np.isfinite(bound) and bound:

@@ -80,7 +80,7 @@ def equalizing_factors(r1: Array, r2: Array) -> Array:
 def converged_factors(
     groups: Sequence[Group], weights: Mapping[str, Array], bar: Bar = no_bar
 ) -> tuple[list[Array], int]:
-    """Factors of every group such that all of them are equalized at once.
+    """Factors that equalize all groups simultaneously.
 
     A layer between two groups changes both, so the groups are equalized in turn until the factors stop to change.
 
@@ -111,7 +111,7 @@ def converged_factors(
 
 
 class _Ranges:
-    """Magnitudes of weights with the kernel taken out, under factors of their input and output channels.
+    """Magnitudes of weights reduced over the kernel, under factors of their input and output channels.
 
     Of a layer at one end of its groups only one number per channel is held: quotients and products are in the order of what they
     are made of, so the largest one is made of the largest.
@@ -154,7 +154,7 @@ class _Ranges:
 
 
 def absorbed_bias(mean: Array, std: Array) -> Array:
-    """The amount that moves from before a ReLU to after it, changing one value in 740 slightly.
+    """The bias that moves across a ReLU, with a small change of one value in 740.
 
     Args:
         mean, std: of the channel before the ReLU, shape [C]: beta and \\|gamma\\| of its batch norm.
@@ -238,7 +238,7 @@ def equalize(
     keep_bounds: bool = False,
     bar: Bar = no_bar,
 ) -> EqualizeReport:
-    """Equalize every group of layers that can be, leaving the function of the model as it is.
+    """Equalize every possible group of layers, keeping the model's function.
 
     Args:
         view: the model, batch norms folded; changed in place.
@@ -293,7 +293,7 @@ def equalize(
 def _what_is_known(
     view: FloatModel, graph: Graph, groups: Sequence[Group], known: Moments, data: Iterable[Any] | None, bar: Bar
 ) -> tuple[Moments, dict[str, Channels | None]]:
-    """``known`` and what ``data`` says of other groups of one producer; the values of every group by its first producer.
+    """The values of every group by its first producer: ``known``, and those measured on ``data``.
 
     The data is not run where nothing is unknown.
     """
@@ -328,7 +328,7 @@ def absorb_biases(
 
 
 def equalizable(view: FloatModel, layers: Layers, *, clamps: bool = True) -> tuple[list[Group], list[Refused]]:
-    """The groups that ``view`` lets us rescale, and why the other layers begin none.
+    """The groups that ``view`` can rescale, and the reasons of layers that begin none.
 
     Args:
         view: the model.
@@ -389,7 +389,7 @@ class _Planner:
         self._last: tuple[tuple[str, ...], _Plan] | None = None
 
     def plan(self, groups: Sequence[Group]) -> _Plan:
-        """How they are equalized; what was accepted together in a check is not searched again."""
+        """The plan of groups that are equalized together; factors accepted in an earlier check are reused."""
         key = tuple(group.producers[0].op for group in groups)
         if self._last is None or self._last[0] != key:
             self._last = key, self._search(groups)
@@ -415,7 +415,7 @@ def _factors(
     statistics: Mapping[str, tuple[Array, Array]],
     bar: Bar,
 ) -> tuple[list[Array], int, tuple[float, float] | None]:
-    """Factors of every group, the rounds, and the noise where something is known of it."""
+    """Factors of every group, the number of rounds, and the noise where values are known."""
     fixed, rounds = [np.ones(group.channels) for group in groups], 0
     if any(known is None for known in channels):
         fixed, rounds = converged_factors(groups, weights, bar)
@@ -462,7 +462,7 @@ def _absorb(view: FloatModel, layers: Layers, report: EqualizeReport) -> None:
 def _absorbing(
     view: FloatModel, layers: Layers, group: Group, statistics: Mapping[str, tuple[Array, Array]]
 ) -> tuple[list[Edit], Array]:
-    """The edits that absorb the bias of a group, none where it cannot be; and what they take from it."""
+    """The edits that absorb the bias of a group, if any, and the absorbed amount."""
     nothing: tuple[list[Edit], Array] = ([], np.zeros(group.channels))
     (first, *more) = group.producers
     if more or first.op not in statistics or first.bias is None or not _is_behind_relu(layers.graph, group):
@@ -486,7 +486,7 @@ def _absorbing(
 
 
 def _is_behind_relu(graph: Graph, group: Group) -> bool:
-    """Whether the consumers read nothing but a Relu of what the producer makes."""
+    """Whether the consumers read only a Relu of the producer's output."""
     relu = graph.sole_consumer(group.producers[0].output)
     if relu is None or relu.type != "Relu" or group.clips:
         return False
@@ -564,7 +564,7 @@ def equalize_model(
 
 
 class _DiffersError(Exception):
-    """The outputs of the folded and equalized model are not those of the original."""
+    """The outputs of the folded and equalized model differ from the original."""
 
 
 def equalize_opened(
@@ -575,7 +575,7 @@ def equalize_opened(
     strict: bool = False,
     **options: Any,
 ) -> EqualizeReport:
-    """:func:`equalize` of a model that is open, with its ``options``; ``strict`` raises where the outputs change."""
+    """:func:`equalize` of an opened model with ``options``; ``strict``: raise where the outputs change."""
     asked: list[str | None] = []
 
     def check() -> str | None:

@@ -1,4 +1,4 @@
-"""Rotations that spread outliers over all channels, merged into the weights.
+"""Rotations, merged into weights, that spread outliers over all channels.
 
 A transformer's residual stream is only added to, normalised by its root mean square and read by linear layers, so it
 may be multiplied by any orthogonal matrix ``R``: what writes into the stream is multiplied by ``R``, what reads from it
@@ -134,7 +134,7 @@ def random_rotation(n: int, seed: int = 0) -> Array:
 
 
 def is_hadamard(n: int) -> bool:
-    """Whether there is a Hadamard matrix of this size here; elsewhere :func:`random_rotation` is a random orthogonal one."""
+    """Whether a Hadamard matrix of this size is available; else :func:`random_rotation` returns a random orthogonal one."""
     try:
         hadamard(n)
     except ConfigError:
@@ -150,7 +150,7 @@ def turned_outputs(layer: Layer, W: Array, R: Array) -> Array:
 
 
 def turned_inputs(layer: Layer, W: Array, R: Array) -> Array:
-    """The weight of a layer that reads ``x @ R`` as it read ``x``; float64, shape of ``W``."""
+    """The weight of a layer that reads ``x @ R`` instead of ``x``; float64, shape of ``W``."""
     wide = np.asarray(W, np.float64)
     return wide @ R if layer.axes.outputs_first else R.T @ wide
 
@@ -188,7 +188,7 @@ _MOVES_TOO = frozenset({"Gather"})
 
 
 def find_streams(view: FloatModel, layers: Layers) -> tuple[list[Stream], list[Refused]]:
-    """Every residual stream that may be rotated, and why others may not."""
+    """The residual streams that can be rotated, and the reasons of the others."""
     streams: list[Stream] = []
     refused: list[Refused] = []
     seen: set[str] = set()
@@ -206,7 +206,7 @@ def find_streams(view: FloatModel, layers: Layers) -> tuple[list[Stream], list[R
 
 
 def _starts(layers: Layers) -> list[Layer]:
-    """Embeddings, and linear layers whose result is added to something."""
+    """Embeddings, and linear layers whose result is an addend."""
 
     def adds(layer: Layer) -> bool:
         return any(op.type == "Add" for op, _ in layers.graph.consumers(layer.output))
@@ -229,7 +229,7 @@ class _StreamWalk:
         self.open: list[str] = []
 
     def run(self, start: Layer) -> str | None:
-        """Why the stream of ``start``'s output cannot be rotated; ``None`` when it can."""
+        """The reason why the stream of ``start``'s output cannot be rotated; ``None`` when it can."""
         self._enter(start.output)
         reason: str | None = None
         while self.open and reason is None:
@@ -302,14 +302,14 @@ class _StreamWalk:
         return f"{op.name} ({op.type}) reads it{hint}"
 
     def _hands_on(self, op: Op, port: int, value: str) -> bool:
-        """Whether what ``op`` makes is the stream with its rows scaled or moved."""
+        """Whether the output of ``op`` is the stream with its rows scaled or moved."""
         if op.type in ("Mul", "Div"):
             return (port == 0 or op.type == "Mul") and self._per_row(op, value)
         moves = op.type in _MOVES | _MOVES_TOO and port == 0
         return moves and len(op.outputs) == 1 and self._is_wide(op.outputs[0])
 
     def _is_mean_square(self, op: Op, value: str) -> bool:
-        """Whether ``op`` squares the stream and only the mean over its channels is read of that."""
+        """Whether ``op`` squares the stream, and only the mean over channels reads the result."""
         others = {source for source in op.inputs if source is not None and source != value}
         if op.type == "Mul" and others or any(not self.graph.values[o].is_static for o in others):
             return False
@@ -403,7 +403,7 @@ class RotateReport(Tabular, Reversible):
         return bool(self.streams or self.heads or self.online)
 
     def undo(self) -> None:
-        """Give the model back as it was, norms included; a second call does nothing."""
+        """Restore the original model including norms; a second call does nothing."""
         super().undo()
         self.norms.undo()
 
@@ -441,7 +441,7 @@ def rotate(
     online: bool = False,
     bar: Bar = no_bar,
 ) -> RotateReport:
-    """Fold norms, then rotate every residual stream and the values of every attention that allow it.
+    """Fold norms, then rotate residual streams and values of attentions where possible.
 
     Args:
         view: the model; changed in place, its function stays.
@@ -486,7 +486,7 @@ def rotate(
 
 
 def rotatable_heads(layers: Layers) -> list[Attention]:
-    """Attentions whose values come from one layer and go to one, both with parameters of their own."""
+    """Attentions whose values come from one layer and go to one, both with private parameters."""
     found = find_attention(layers)
     return [
         heads
@@ -498,7 +498,7 @@ def rotatable_heads(layers: Layers) -> list[Attention]:
 
 
 def _online_candidates(view: FloatModel, layers: Layers) -> tuple[list[Online], list[Refused]]:
-    """The layers that write into streams and do not read the values of an attention, and why some cannot be treated."""
+    """Layers that write into streams, without those that read an attention's values, and the reasons of refused ones."""
     found, refused = [], []
     attended = {heads.output.op for heads in find_attention(layers) if heads.output is not None}
     streams, _ = find_streams(view, layers)

@@ -78,7 +78,7 @@ TIES: dict[str, Callable[[int], Array]] = {
 
 
 def head_factors(query: Array, key: Array, dim: int, tie: Array, alpha: float = 0.5) -> tuple[Array, Array]:
-    """Factors that divide the channels of keys and multiply those of queries, so that their products stay.
+    """Factors that divide the channels of keys and multiply those of queries, which keeps their products.
 
     Args:
         query, key: largest magnitude per channel, shapes [query heads * dim], [key heads * dim]; a key head serves
@@ -201,7 +201,7 @@ def _still_refused(refused: Iterable[Refused], balanced: Iterable[Attention]) ->
 
 
 def _what_is_read(layers: Layers, group: Group) -> tuple[str, int]:
-    """The value that the first consumer of a group reads, and the axis of its channels."""
+    """The value that the first consumer of a group reads, and its channel axis."""
     consumer, _ = group.consumers[0]
     spatial = consumer.type in ("Conv", "ConvTranspose")
     return str(layers.graph.op(consumer.op).inputs[0]), 1 if spatial else -1
@@ -218,7 +218,7 @@ def _balance(
     view: FloatModel, attentions: Sequence[Attention], ranges: Mapping[str, Array], alpha: float, check: Check | None,
     undos: list[Undo],
 ) -> list[Attention]:  # fmt: skip
-    """Divide keys and multiply queries, with the finest factors that leave the function as it is."""
+    """Divide keys and multiply queries by the finest factors that keep the function."""
     if check is None:
         return []
 
@@ -259,7 +259,7 @@ def _factors(view: FloatModel, group: Group, activation: Array, alpha: float) ->
 
 
 def linear_groups(layers: Layers) -> tuple[list[Group], list[Refused]]:
-    """The groups that begin at a norm or linear layer, and why some norms and linear layers begin none."""
+    """The groups that begin at a norm or linear layer, and the reasons of layers that begin none."""
     starts = [layer for layer in layers.of.values() if layer.kind == "norm" or layer.type in ("Gemm", "MatMul")]
     found, refused = find_groups(layers, starts)
     groups = []
@@ -274,14 +274,14 @@ def linear_groups(layers: Layers) -> tuple[list[Group], list[Refused]]:
 
 
 def refuse_no_data(method: str = "smooth") -> NoReturn:
-    """Say that there is nothing to measure on."""
+    """Raise the error for missing data."""
     raise CalibrationError(method, "the data held no batch", f"give about {ENOUGH_SAMPLES} samples")
 
 
 def activation_ranges(
     view: FloatModel, values: Mapping[str, int], batches: Iterable[Any]
 ) -> tuple[dict[str, Array], int]:
-    """Largest magnitude per channel of some values, and the number of samples it was taken over.
+    """Largest magnitude per channel of some values, and the number of samples.
 
     Args:
         view: the model.
@@ -304,7 +304,7 @@ def observe(
     view: FloatModel, values: Mapping[str, int], batches: Iterable[Any], note: Callable[[str, Array], None],
     method: str = "smooth",
 ) -> int:  # fmt: skip
-    """Run the batches and hand ``note`` what values were, as rows with a column per channel.
+    """Run the batches and pass values to ``note`` as rows with one column per channel.
 
     Args:
         view: the model.
@@ -331,7 +331,7 @@ def observe(
 def observe_arrays(
     view: FloatModel, values: Iterable[str], batches: Iterable[Any], note: Callable[[str, Array], None], method: str
 ) -> int:
-    """:func:`observe`, but values are handed on as the model has them, and not looked at.
+    """:func:`observe` with values in the model's shape, unchecked.
 
     Raises:
         CalibrationError: no batch.
@@ -356,7 +356,7 @@ def observe_arrays(
 
 
 def check_finite(value: str, good: Array) -> None:
-    """Refuse a value of which a channel is not ``good``, [channels] of bool: NaN or infinite somewhere.
+    """Refuse a value with NaN or Inf in a channel; ``good``: [channels] of bool.
 
     Raises:
         CalibrationError: there is one.

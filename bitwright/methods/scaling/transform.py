@@ -1,4 +1,4 @@
-"""Linear transforms of what layers read, fitted to data, for activations of few bits.
+"""Linear transforms of layers' inputs, fitted to data, for activations of few bits.
 
 A layer that reads ``x`` may read ``x @ P`` for any invertible ``P``, with weight ``W @ inv(P).T``. A quantizer with one scale for
 all channels of a token adds noise whose power is about the same in every channel and grows with the power of the token.
@@ -85,7 +85,7 @@ def _power(M: Array, exponent: float) -> Array:
 
 @dataclass(frozen=True)
 class Product:
-    """Layers that read one value, which a product transforms in front of each at run time.
+    """Layers that read one value, and the product that transforms it at run time.
 
     Attributes:
         layers: that read it.
@@ -106,7 +106,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Values:
-    """Values of an attention, transformed head by head in the weights around them.
+    """The values of an attention, transformed head by head in the weights around them.
 
     Attributes:
         heads: the attention.
@@ -160,7 +160,7 @@ class TransformReport(Tabular, Reversible):
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A change that can be carried out."""
+    """A fitted transform."""
 
     row: Product | Values
     edits: tuple[Edit, ...]
@@ -204,7 +204,7 @@ def transform(
 
 
 def _kept(view: FloatModel, report: TransformReport, fitted: Sequence[_Fitted], check: Check | None, bar: Bar) -> Any:
-    """Carry out what leaves the model's function; the rest is noted as refused."""
+    """Carry out the transforms that keep the model's function; the others are noted as refused."""
     good, rejected = sift(fitted, lambda some: _carry_out(view, some), check, bar)
     report.refused += tuple(Refused(_name(item.row), reason) for item, reason in rejected)
     report._undos.append(_carry_out(view, good))
@@ -212,7 +212,7 @@ def _kept(view: FloatModel, report: TransformReport, fitted: Sequence[_Fitted], 
 
 
 def _whole_heads(heads: Attention) -> bool:
-    """Whether a layer makes values alone, each head for a whole number of the heads of the output projection."""
+    """Whether a layer computes only values, each head for a whole number of heads of the output projection."""
     return heads.value is not None and _output(heads).axes.inputs % heads.value.axes.outputs == 0
 
 
@@ -224,7 +224,7 @@ def _output(heads: Attention) -> Layer:
 def _moments(
     view: FloatModel, layers: Layers, readers: Sequence[Layer], batches: Iterable[Any]
 ) -> tuple[dict[str, Array], int]:
-    """The second moment of what each of the layers reads, by value, and the number of samples."""
+    """The second moments of layers' inputs by value, and the number of samples."""
     widths = {_input(layers, layer): layer.axes.inputs for layer in readers}
     moments = {value: np.zeros((width, width)) for value, width in widths.items()}
 
@@ -250,7 +250,7 @@ def _carry_out(view: FloatModel, items: Sequence[_Fitted]) -> Undo:
 def _groups(
     view: FloatModel, layers: Layers, merged: set[str], shared: bool
 ) -> tuple[list[tuple[Layer, ...]], list[Refused]]:
-    """Linear layers by the value that they read, and why others are left."""
+    """Linear layers by the value that they read, and the reasons of the others."""
     linear = _linear(layers)
     reasons = {layer.op: _why_not(view, layers, layer) for layer in linear}
     refused = [Refused(op, reason) for op, reason in reasons.items() if reason is not None]
@@ -270,7 +270,7 @@ def _linear(layers: Layers) -> list[Layer]:
 
 
 def _why_not(view: FloatModel, layers: Layers, layer: Layer) -> str | None:
-    """Why the input of a layer is not transformed at run time; ``None`` where it can be."""
+    """The reason why the input of a layer is not transformed at run time; ``None`` where it can be."""
     graph = layers.graph
     source = _input(layers, layer)
     if graph.values[source].is_static:
@@ -302,7 +302,7 @@ def _fit_group(view: FloatModel, group: tuple[Layer, ...], C: Array, seed: int) 
 
 
 def _fit_values(view: FloatModel, heads: Attention, C: Array, seed: int) -> _Fitted:
-    """Transforms of each head of values; a head that serves several of the queries has the moments of all of them."""
+    """Transforms of each head of values; a head shared by several queries has the moments of all of them."""
     value, output = heads.value, heads.output
     assert value is not None and output is not None
     size = heads.value_dim
