@@ -1,4 +1,4 @@
-"""Everything that an export writes: QDQ model, float model, encodings, sites, samples and manifest, together."""
+"""Write all files of an export together: QDQ model, float model, encodings, sites, samples and manifest."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from bitwright.runtimes.timing import Ratio
 
 
 def rename_ports(model: ir.Model, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> dict[str, str]:
-    """Name the first inputs and outputs of ``model``, in place; the others keep theirs.
+    """Rename the first inputs and outputs of ``model``, in place.
 
     A tensor inside the model that has one of these names gets another.
 
@@ -129,7 +129,7 @@ class Exported:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file, with the files that large models keep their weights in."""
+        """All files, including external data of large models."""
         models = [file for path in (self.qdq, self.float_model) for file in (path, Path(f"{path}.data"))]
         found = [self.tflite, *models, self.encodings, self.sites, self.samples, self.manifest]
         return tuple(path for path in found if path is not None and (path.suffix != ".data" or path.is_file()))
@@ -160,7 +160,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class WrongKernels:
-    """Kernels of a runtime that bring a file away from its simulation.
+    """Kernels of a runtime that make a file differ from its simulation.
 
     Attributes:
         text: what was found, and what a user can do.
@@ -184,7 +184,7 @@ DEFAULT_ENCODINGS = "1.0.0"
 
 
 def check_encoding_version(version: str) -> None:
-    """Refuse a version of encodings files that does not exist.
+    """Refuse an unknown version of encodings files.
 
     Raises:
         ConfigError: with close matches.
@@ -275,7 +275,7 @@ def _told(sim: Simulation, result: QdqResult, encodings: Iterable[str], tensors:
 
 
 def _why_in_float(sim: Simulation, site: str) -> str:
-    """Why a site is in float: calibration, a recipe step or its source; empty where the user asked for it."""
+    """The reason why a site is in float: calibration, a recipe step or its source; empty where the user asked for it."""
     if site not in sim.quantizers:
         return ""
     quantizer = sim.quantizers[site].quantizer
@@ -549,7 +549,7 @@ def _libraries(model: ir.Model) -> list[str] | None:
 
 
 def _given(**settings: Any) -> dict[str, Any]:
-    """Those that are not ``None``."""
+    """The arguments that are not ``None``."""
     return {key: value for key, value in settings.items() if value is not None}
 
 
@@ -569,7 +569,7 @@ def _self_check(
 def _save_small(
     result: QdqResult, float_model: ir.Model, folder: Path, name: str, float_name: str
 ) -> tuple[QdqResult, list[str]]:
-    """Write the QDQ model, in fewer bytes where it would be larger than the float model; what it became, and notes on that."""
+    """Write the QDQ model, compacted where it would be larger than the float model; returns it, and notes."""
 
     def size(file: str) -> int:
         return sum(path.stat().st_size for path in folder.iterdir() if path.name in (file, f"{file}.data"))
@@ -631,7 +631,7 @@ def _health(sim: Simulation) -> dict[str, Any]:
 
 
 def _tensors_of(sim: Simulation, tensors: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Site -> what the encodings file calls it: tensors of the float model, and inside a recurrent layer the site."""
+    """Site -> its names in the encodings file: tensors of the float model, or the site inside a recurrent layer."""
     found = dict(tensors)
     for site in sim.quantizers.values():
         if site.inner is not None and (site.inner != HIDDEN or site.name not in tensors):
@@ -640,7 +640,7 @@ def _tensors_of(sim: Simulation, tensors: Mapping[str, tuple[str, ...]]) -> dict
 
 
 def _write_encodings(sim: Simulation, records: Sequence[NamedEncoding], path: Path, version: str) -> list[str]:
-    """Write the encodings file; notes on what its version cannot express."""
+    """Write the encodings file; returns notes on encodings that its version cannot express."""
     written = write_encodings(
         path,
         records,
@@ -654,7 +654,7 @@ def _write_encodings(sim: Simulation, records: Sequence[NamedEncoding], path: Pa
 def _records(
     sim: Simulation, encodings: Mapping[str, Encoding], tensors: Mapping[str, tuple[str, ...]], *, with_bias: bool
 ) -> list[NamedEncoding]:
-    """Encodings under the names of the float model's tensors; a tensor two sites mark is listed once."""
+    """Encodings by the names of the float model's tensors; a tensor with two sites is listed once."""
     found: dict[str, NamedEncoding] = {}
     for name, encoding in encodings.items():
         site = sim.quantizers[name]
@@ -692,7 +692,7 @@ def _sites(
 def _few_enough(
     take: Callable[[QdqResult, int | None], Samples], result: QdqResult, data: Sequence[Array]
 ) -> tuple[Samples, list[str]]:
-    """Samples that stay below the limit where the model runs on fewer of them, and a note on what was kept."""
+    """Fewer samples, to stay below the limit where the model can run on fewer, and a note."""
     kept = take(result, None)
     if kept.nbytes <= SAMPLE_LIMIT:
         return kept, []
@@ -709,7 +709,7 @@ def _few_enough(
 
 
 def _forget_weights(model: ir.Model) -> None:
-    """Nothing asks for them once they are in the file, and sessions of the simulation are about to take memory."""
+    """Release weights that are in the file, before sessions of the simulation take memory."""
     for graph in all_graphs(model.graph):
         for value in graph.initializers.values():
             value.const_value = None

@@ -59,7 +59,7 @@ class Table:
 
 
 def contents(path: Path, prefix: str | None = None) -> list[Table]:
-    """Tables of what lies at ``path``.
+    """Tables of the contents of ``path``.
 
     Args:
         path: a folder of an export, a checkpoint, or a file of either.
@@ -211,7 +211,7 @@ def _bodies(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
 def _dequantized(
     node: onnx.NodeProto, held: Mapping[str, onnx.TensorProto], types: Mapping[str, int], folder: Path
 ) -> Cells:
-    """A tensor that a DequantizeLinear makes of codes: a constant, or what a QuantizeLinear rounded."""
+    """The output of a DequantizeLinear: a constant, or an activation rounded by QuantizeLinear."""
     from onnx import TensorProto, numpy_helper
 
     inputs = [*node.input, "", ""][:3]
@@ -306,7 +306,7 @@ def _origin(facts: Mapping[str, str]) -> Iterator[Table]:
 
 
 def _cells(encoding: Encoding | None, form: str = "") -> Cells:
-    """An encoding under the columns of ``_ENCODING``; without one the format that is asked for."""
+    """The cells of an encoding for the columns of ``_ENCODING``; without an encoding, the requested format."""
     if encoding is None:
         return form, "", "", "", ""
     return (

@@ -1,4 +1,4 @@
-"""Types of the inputs and outputs of a file: floats of half precision, or the codes of their quantizers.
+"""Types of the inputs and outputs of a file: half precision, or the codes of their quantizers.
 
 A file whose input is of integers takes what its first quantizer would make: ``code = round(value / scale) + zero_point``. With a
 normalisation it takes pixels instead, 0 to 255, and does itself what programs do in front of a model:
@@ -108,7 +108,7 @@ class Edges:
 
     @property
     def integers(self) -> bool:
-        """Whether an input or output is to be of integers."""
+        """Whether integers were requested for an input or output."""
         return bool({self.inputs, self.outputs, *self.named.values()} & set(INTEGERS)) or self.normalize is not None
 
 
@@ -143,7 +143,7 @@ def edges_of(io: str | Mapping[str, str] | None, normalize: Mapping[str, Any] | 
 
 
 def representable(edges: Edges, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Inputs of the model as a file with ``edges`` can take them, as float32: rounded to half precision, or to whole pixels."""
+    """Inputs that a file with ``edges`` can take, as float32: rounded to half precision, or to integer pixels."""
     found = dict(arrays)
     norm = edges.normalize
     for name, array in arrays.items():
@@ -162,7 +162,7 @@ def representable(edges: Edges, arrays: Mapping[str, Array]) -> dict[str, Array]
 
 
 def write_edges(model: ir.Model, edges: Edges) -> list[str]:
-    """Give inputs and outputs of ``model``, which are of float32, integer types, in place; returns notes.
+    """Give float32 inputs and outputs of ``model`` integer types, in place; returns notes.
 
     Raises:
         ExportError: a name is not that of an input or output, no quantizer stands there, its codes have another type, or the
@@ -196,7 +196,7 @@ def _check_names(edges: Edges, known: Sequence[str]) -> None:
 
 
 def _of_integers(values: Mapping[str, ir.Value], kind: str, edges: Edges) -> list[tuple[str, ir.Value]]:
-    """The values of float32 that are to be of integers."""
+    """The float32 values that become integers."""
     asked = ((name, value, edges.named.get(name, kind)) for name, value in values.items())
     return [(name, value) for name, value, one in asked if one in INTEGERS and value.dtype == D.FLOAT]
 
@@ -210,7 +210,7 @@ def _told(fact: Mapping[str, Any]) -> str:
 
 
 def _picture(norm: Normalization, inputs: Mapping[str, ir.Value]) -> str:
-    """Name of the input that takes pictures.
+    """The name of the picture input.
 
     Raises:
         ExportError: it cannot be told, or takes none.
@@ -234,7 +234,7 @@ def _picture(norm: Normalization, inputs: Mapping[str, ir.Value]) -> str:
 
 
 def _sole_quantizer(value: ir.Value, kind: str, what: str) -> ir.Node:
-    """The QuantizeLinear through which alone ``value``, an input, is read.
+    """The QuantizeLinear that is the only reader of the input ``value``.
 
     Raises:
         ExportError: it is read otherwise, or its codes are of another type.
@@ -277,7 +277,7 @@ def _fact(node: ir.Node, kind: str) -> dict[str, Any]:
 
 
 def _take_codes(builder: Builder, value: ir.Value, kind: str) -> dict[str, Any]:
-    """Let an input take the codes that its quantizers make."""
+    """Let an input take the codes of its quantizer."""
     fact = _fact(_sole_quantizer(value, kind, "input"), kind)
     for node in list(dict.fromkeys(use.node for use in value.uses())):
         rest = node.inputs[1:]
@@ -290,7 +290,7 @@ def _take_codes(builder: Builder, value: ir.Value, kind: str) -> dict[str, Any]:
 
 
 def _give_codes(builder: Builder, model: ir.Model, value: ir.Value, kind: str) -> dict[str, Any]:
-    """Let the file return the codes that an output is dequantized from."""
+    """Let the file return the codes of a dequantized output."""
     node = value.producer()
     codes = node.inputs[0] if node is not None and node.op_type == "DequantizeLinear" else None
     if node is None or codes is None or codes.is_graph_output() or codes.producer() is None:
@@ -312,7 +312,7 @@ def _give_codes(builder: Builder, model: ir.Model, value: ir.Value, kind: str) -
 
 
 def _take_pixels(builder: Builder, model: ir.Model, value: ir.Value, norm: Normalization) -> dict[str, Any]:
-    """Let an input take bytes, and normalise them; where its quantizer has the grid of bytes they are codes."""
+    """Let an input take bytes and normalise them; where its quantizer's grid matches, bytes are the codes."""
     graph = model.graph
     shape = value.shape
     assert shape is not None
@@ -369,7 +369,7 @@ def _rename_entries(model: ir.Model, old: str, new: str) -> None:
 
 
 def _lies_on_bytes(readers: Sequence[ir.Node], step: Array, whole: Array) -> bool:
-    """Whether quantizers of a normalised picture make the bytes that it came from."""
+    """Whether the quantizer of a normalised picture returns its original bytes."""
     if not readers or any(node.op_type != "QuantizeLinear" for node in readers) or np.ptp(step) or np.ptp(whole):
         return False
     scale, zero = _grid(readers[0])
@@ -379,7 +379,7 @@ def _lies_on_bytes(readers: Sequence[ir.Node], step: Array, whole: Array) -> boo
 
 
 def with_float_edges(model: ir.Model) -> ir.Model:
-    """A copy of a file that takes and returns float32, as its simulation does: what was left out at its edges is put back.
+    """A copy of a file with float32 inputs and outputs, as its simulation has; restores omitted quantizers.
 
     A model without other edges is returned as it is.
     """
@@ -404,7 +404,7 @@ def with_float_edges(model: ir.Model) -> ir.Model:
 
 
 def _float_output(builder: Builder, graph: ir.Graph, i: int, value: ir.Value, fact: Mapping[str, Any] | None) -> None:
-    """Make float32 of an output of another type."""
+    """Convert an output of another type to float32."""
     name, maker = str(value.name), value.producer()
     if maker is None or (fact is None and value.dtype not in HALVES.values()):
         return
@@ -453,7 +453,7 @@ def _float_input(
 
 
 def _pixels(builder: Builder, place: Any, outer: ir.Value, name: str, fact: Mapping[str, Any]) -> ir.Value:
-    """The bytes that a normalised picture came from."""
+    """The original bytes of a normalised picture."""
     if fact["layout"] == "NHWC" and outer.shape is not None:
         outer.shape = ir.Shape([outer.shape[k] for k in (0, 3, 1, 2)])
     mean, std = (np.asarray(fact[key], np.float32).reshape(1, -1, 1, 1) for key in ("mean", "std"))

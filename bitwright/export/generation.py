@@ -14,7 +14,7 @@ from bitwright.errors import ExportError
 
 @dataclass(frozen=True)
 class Generated:
-    """A prompt, and what the simulation continues it with.
+    """A prompt, and the simulation's continuation.
 
     Attributes:
         prompt, tokens: token ids.
@@ -50,12 +50,12 @@ class Generation:
 
 
 def write_generation(path: Path, generation: Generation) -> None:
-    """Write it as JSON."""
+    """Write a generation as JSON."""
     path.write_text(json.dumps(asdict(generation)) + "\n", encoding="utf-8")
 
 
 def read_generation(path: str | os.PathLike[str]) -> Generation:
-    """Read what :func:`write_generation` wrote.
+    """Read the file of :func:`write_generation`.
 
     Raises:
         ExportError: the file is missing or damaged.

@@ -1,4 +1,4 @@
-"""Attention that continues a cache as ``GroupQueryAttention`` of ONNX Runtime (domain ``com.microsoft``).
+"""Write attention with a cache as ``GroupQueryAttention`` of ONNX Runtime (domain ``com.microsoft``).
 
 In plain operators a step of generation copies the whole cache: ``present = Concat(past, new)``. The operator writes the new
 keys and values into the buffer of the past instead, when a runtime hands it the same buffer for both (onnxruntime-genai with
@@ -66,7 +66,7 @@ def write_grouped_attention(
     model: ir.Model, caches: Sequence[CacheNames], mask: str, windows: Sequence[int | None],
     stored: Mapping[str, Encoding] | None = None, *, in_float: bool = False,
 ) -> list[str]:  # fmt: skip
-    """Replace the attention of every layer, in place, where it has the form of the operator.
+    """Replace the attention of every layer, in place, where it matches the operator.
 
     Args:
         model: inputs ``past``, outputs ``present``, as in ``caches``, which are joined along axis 2; markers may stand anywhere.
@@ -168,7 +168,7 @@ def _site(node: ir.Node) -> str:
 
 
 def _product_of(keys: ir.Value, stored: Mapping[str, Encoding]) -> tuple[float, ir.Node, Encoding | None]:
-    """The product of queries with ``keys``, the factor that keys get on the way, and the encoding they are on."""
+    """The product of queries with ``keys``, the factor of the keys, and their encoding."""
     factor, value, found = 1.0, keys, None
     while True:
         node = _only_reader(value, stored)
@@ -244,7 +244,7 @@ def _lengths(pen: _Pen, mask: ir.Value) -> list[ir.Value]:
 
 @dataclass(frozen=True)
 class _Pen:
-    """Puts nodes at one place."""
+    """Writes nodes at one place."""
 
     builder: Builder
     place: Place
@@ -266,7 +266,7 @@ class _Pen:
 def _stored_scales(
     encodings: Sequence[Encoding], groups: int, size: int
 ) -> tuple[list[NDArray[np.float32]], Literal["PER_TENSOR", "PER_CHANNEL"]]:
-    """Scales of keys and of values, and their form, which the operator wants to be one."""
+    """Scales of keys and of values, and their common form, as the operator requires."""
     found = [with_heads(encoding, groups).scale for encoding in encodings]
     wide = any(scale.ndim for scale in found)
     found = [scale.reshape(scale.shape[1], -1) if scale.ndim else scale for scale in found]

@@ -1,4 +1,4 @@
-"""Types that ONNX Runtime has no kernels for on CPUs: bfloat16 nearly everywhere, float64 in some operators.
+"""Types without CPU kernels in ONNX Runtime: bfloat16 in most operators, float64 in some.
 
 Such an operator gets its inputs as float32, and its results are rounded back to the type: as PyTorch's kernels of bfloat16 do on
 CPUs, which accumulate in float32 too, and closer than float32 resolves where it is float64. Weights keep their type in the file.
@@ -94,7 +94,7 @@ def _is_biased(node: ir.Node) -> bool:
 
 
 def _widen(builder: Builder, node: ir.Node, kind: ir.DataType, *, rounded: bool) -> None:
-    """Give ``node`` its inputs of type ``kind`` as float32; its results have the type again if they are ``rounded``."""
+    """Cast inputs of ``node`` of type ``kind`` to float32, and its results back if they are ``rounded``."""
     for i, value in enumerate(node.inputs):
         if value is not None and value.dtype == kind:
             wide = builder.emit(before(node), "Cast", [value], f"{value.name}_float", _FLOAT, to=int(_FLOAT))

@@ -1,4 +1,4 @@
-"""Files of another opset and IR version than the models are written at, for compilers that read older ones.
+"""Convert files to another opset and IR version, for compilers that read older ones.
 
 A model is brought down operator by operator. An operator keeps its form where the older opset knows its attributes, types and
 number of inputs, and means the same by them; attributes that the older opset lacks go where they say what it does anyway.
@@ -50,7 +50,7 @@ _NUMBERS = frozenset(("min", "max", "value", "ratio"))  # attributes that are si
 
 
 def check_versions(opset: int | None, ir_version: int | None) -> None:
-    """Refuse versions that no file can have.
+    """Refuse unsupported versions.
 
     Raises:
         ConfigError: with what can be asked for.
@@ -64,7 +64,7 @@ def check_versions(opset: int | None, ir_version: int | None) -> None:
 
 
 def has_sixteen_bits(opset: int | None) -> bool:
-    """Whether QuantizeLinear has grids of 16 bits at an opset; those of the default, ``None``, are there."""
+    """Whether QuantizeLinear has 16-bit grids at an opset; ``None``, the default, has."""
     return opset is None or opset >= 21
 
 
@@ -74,7 +74,7 @@ def may_be_newer(opset: int | None, ir_version: int | None) -> bool:
 
 
 def bring_to(model: ir.Model, opset: int | None, ir_version: int | None) -> None:
-    """Give ``model`` the versions asked for, in place; ``None`` leaves one as it is, or as the other one needs it.
+    """Convert ``model`` to the requested versions, in place; ``None`` keeps a version, or raises it as the other needs.
 
     With neither nothing changes.
 
@@ -92,7 +92,7 @@ def bring_to(model: ir.Model, opset: int | None, ir_version: int | None) -> None
 
 
 def _write_at(model: ir.Model, opset: int) -> None:
-    """Write every operator as ``opset`` has it, and note that version and its IR version."""
+    """Convert every operator to ``opset``, and set that version and its IR version."""
     now = model.opset_imports.get("", 0)
     for node in [node for node in all_nodes(model.graph) if node.domain in _STANDARD]:
         _bring(model, node, now, opset)
@@ -108,7 +108,7 @@ _IR_OF_TYPES = {
 
 
 def _needed_ir(model: ir.Model) -> tuple[int, str]:
-    """The lowest IR version that has a place for ``model``, and for what."""
+    """The lowest IR version that can express ``model``, and the feature that needs it."""
     needed, why = _ir_of(model.opset_imports.get("", 0))
     for value in model.graph.initializers.values():
         least = 0 if value.dtype is None else _IR_OF_TYPES.get(value.dtype, 0)
@@ -123,7 +123,7 @@ def _ir_of(opset: int) -> tuple[int, str]:
 
 
 def _bring(model: ir.Model, node: ir.Node, now: int, opset: int) -> None:
-    """Write one operator as ``opset`` has it.
+    """Convert one operator to ``opset``.
 
     Raises:
         ExportError: that has no such operator, or no such form of it.
@@ -227,7 +227,7 @@ def _as_attribute(name: str, numbers: Array) -> ir.Attr:
 
 
 def _drop_attributes(node: ir.Node, old: Any, new: Any, refused: Callable[[str], ExportError]) -> None:
-    """Take out attributes that ``new`` lacks and that say what it does anyway."""
+    """Remove attributes that ``new`` lacks and that state its behaviour."""
     for name in [name for name in node.attributes if name not in new.attributes]:
         attribute = node.attributes[name]
         default = old.attributes[name].default_value if name in old.attributes else None
@@ -263,7 +263,7 @@ def _splits_evenly(node: ir.Node) -> bool:
 
 
 def _unknown_type(node: ir.Node, schema: Any) -> str:
-    """A type that an operator reads or makes and ``schema`` lacks; empty if there is none, or types are not known."""
+    """A type of an operator's values that ``schema`` lacks; empty if there is none, or types are unknown."""
     for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
         for i, value in enumerate(values):
             if value is None or value.dtype is None or not formal:

@@ -45,7 +45,7 @@ _Recipe = tuple[tuple[str, str | None, tuple[str, ...]], ...]
 
 @dataclass(frozen=True)
 class _Function:
-    """How an activation function is written: ``recipe`` rows are (operator, constant operand, attributes)."""
+    """The operators of an activation function: ``recipe`` rows are (operator, constant operand, attributes)."""
 
     name: str
     recipe: _Recipe
@@ -74,7 +74,7 @@ FUNCTIONS: dict[str, _Function] = {
 
 
 def unknown_activation(op_type: str, attrs: Mapping[str, Any]) -> str | None:
-    """The first activation function of a layer that ONNX Runtime does not know either, or ``None``."""
+    """The first activation function of a layer that ONNX Runtime does not support, or ``None``."""
     names = attrs.get("activations") or CELLS[op_type].activations
     return next((str(name) for name in names if str(name).lower() not in FUNCTIONS), None)
 
@@ -143,7 +143,7 @@ def site_node(value: ir.Value, site: str, builder: Builder) -> ir.Node:
 
 
 def layer_input(node: ir.Node, port: int) -> ir.Value | None:
-    """Input ``port`` of ``node``; ``None`` where it is left out."""
+    """Input ``port`` of ``node``; ``None`` where it is missing."""
     return node.inputs[port] if port < len(node.inputs) else None
 
 
@@ -205,7 +205,7 @@ class Layer:
 
     @property
     def blocks(self) -> tuple[tuple[str, ...], ...]:
-        """Gates whose pre-activations are added together in one go: those that read the same hidden state."""
+        """Gates whose pre-activations are added in one operator: those that read the same hidden state."""
         return (self.gates[:2], self.gates[2:]) if self.node.op_type == "GRU" else (self.gates,)
 
     @property
@@ -215,7 +215,7 @@ class Layer:
 
 
 def is_read(node: ir.Node, output: int) -> bool:
-    """Whether anything reads that output of ``node``, or the graph returns it."""
+    """Whether an output of ``node`` is read or returned by the graph."""
     value = node.outputs[output] if output < len(node.outputs) else None
     return value is not None and (bool(value.uses()) or value.is_graph_output())
 
@@ -591,7 +591,7 @@ def _body_input(pen: NodeWriter, name: str, shape: Sequence[Any] | None, dtype: 
 
 
 def _take_over(pen: NodeWriter, results: Sequence[ir.Value | None]) -> None:
-    """Let the readers of the layer's outputs read ``results``, which take their names; remove the layer."""
+    """Replace the layer by ``results``, under its outputs' names."""
     layer, node, outputs = pen.layer, pen.layer.node, pen.builder.outputs
     for i, (old, new) in enumerate(zip(node.outputs, results, strict=False)):
         if new is None or not is_read(node, i):
@@ -609,7 +609,7 @@ def _take_over(pen: NodeWriter, results: Sequence[ir.Value | None]) -> None:
 
 
 def write_recurrent(model: ir.Model, form: RecurrentForm) -> ir.Model:
-    """Recurrent layers as asked for: ``"scan"`` is :func:`expand_recurrent`, ``"native"`` :func:`restore_native`.
+    """Write recurrent layers in the requested form: ``"scan"``: :func:`expand_recurrent`, ``"native"``: :func:`restore_native`.
 
     Raises:
         ConfigError: unknown ``form``.

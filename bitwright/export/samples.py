@@ -1,4 +1,4 @@
-"""Samples of a simulation, kept beside the exported model so that it can be verified without the original."""
+"""Samples of a simulation, stored beside the exported model for verification without the original."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def write_samples(
 
 
 def _parts(i: int, name: str, array: Array, encoding: Encoding | None) -> Iterator[tuple[str, Array]]:
-    """The members of one site's values, as codes where its grid is small and gives the same bits."""
+    """The archive members of one site's values, as codes where its grid is small and reproduces the bits."""
     if (
         encoding is not None and isinstance(fmt := encoding.format, IntFormat) and fmt.bits <= 8 and not encoding.dynamic
         and encoding.scale.ndim == 0 and array.dtype == np.float32 and array.size > 256
@@ -108,7 +108,7 @@ def _places(array: Array, encoding: Encoding, qmin: int, values: Array) -> Array
 
 
 def plain(array: Array) -> Array:
-    """``array`` with strings as numpy stores them; ONNX Runtime hands them out as objects."""
+    """``array`` with strings in numpy's own dtype; ONNX Runtime returns them as objects."""
     found = np.asanyarray(array)
     return found.astype(np.str_) if found.dtype == object else found
 
@@ -145,7 +145,7 @@ def read_samples(path: str | os.PathLike[str]) -> tuple[dict[str, list[Array]], 
 
 
 def read_orders(path: str | os.PathLike[str]) -> dict[str, RowOrder]:
-    """Graph output whose rows an operator chose -> its choice in the simulation, of :func:`write_samples`.
+    """Graph output with rows chosen by an operator -> the choice in the simulation, from :func:`write_samples`.
 
     Args:
         path: a file that :func:`read_samples` has read.

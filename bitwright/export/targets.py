@@ -1,4 +1,4 @@
-"""The runtimes that a file can be written for, one row each: which forms of equal value suit them.
+"""The runtimes that files can be written for, one row each, with the forms that suit them.
 
 Every row gives the same numbers, the simulation's; rows differ in how these are stored and in which operators compute them.
 """
@@ -20,7 +20,7 @@ FileFormat = Literal["onnx", "tflite"]
 
 @dataclass(frozen=True)
 class SlowStem:
-    """First convolutions of a network that a runtime computes faster in float.
+    """First convolutions of a network that a runtime computes faster in float than on codes.
 
     Attributes:
         channels: most channels of the image.
@@ -104,7 +104,7 @@ class Target:
     kernel_times: KernelTimes | None = None
 
     def stored_bits(self, bits: int, *, beside_codes: bool) -> int:
-        """Bits in which codes of ``bits`` bits are stored; ``beside_codes`` where an integer kernel may read them."""
+        """The stored width of codes of ``bits`` bits; ``beside_codes``: an integer kernel may read them."""
         return dict(self.widens).get(bits, bits) if beside_codes else bits
 
 
@@ -168,7 +168,7 @@ _ORT_TIMES = KernelTimes(
 
 
 def _checked_target(name: str, row: Any) -> Target:
-    """A target of a plug-in."""
+    """Check a target of a plug-in."""
     found = row() if callable(row) else row
     if not isinstance(found, Target) or found.name != name:
         problem = f"{found!r:.100} is no Target of that name"

@@ -1,4 +1,4 @@
-"""Encodings files of a simulation: written under site names, read under site names or the names of an exported model.
+"""Encodings files of a simulation: written by site name, read by site name or by names of an exported model.
 
 ``<prefix>_sites.json`` of an export keeps everything about the sites, and says which tensors of the exported model are theirs.
 """
@@ -54,7 +54,7 @@ class SavedSite:
 
 @dataclass(frozen=True)
 class SavedSites:
-    """Every site by name, what stayed in float with the reason, and tensors that carry elements of a site's."""
+    """All sites by name, values in float with the reason, and tensors that carry elements of a site."""
 
     sites: dict[str, SavedSite]
     floats: dict[str, str]
@@ -131,7 +131,7 @@ def quantizer_args(sim: Simulation) -> dict[str, Any]:
 
 
 def site_records(sim: Simulation) -> list[NamedEncoding]:
-    """One record per calibrated, enabled site; derived biases are left to whoever needs them."""
+    """One record per calibrated, enabled site, without derived biases."""
     return [
         NamedEncoding(
             site.name, "param" if site.role in ("weight", "bias", "constant") else "activation", site.encoding
@@ -166,7 +166,7 @@ class SimulationFiles(Simulation):
     def load_encodings(
         self, path: str | Path | dict[str, Any], strict: bool = True, *, partial: bool = False
     ) -> tuple[str, ...]:
-        """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``.
+        """Load the encodings of a file; sites without one are disabled, unmatched names are errors if ``strict``.
 
         With ``partial``, sites without one stay as they are.
 
@@ -195,7 +195,7 @@ class SimulationFiles(Simulation):
         return tuple(name for name in self.quantizers if name in found)
 
     def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
-        """Take the parameter encodings of a file and keep them through calibration.
+        """Load the parameter encodings of a file and keep them through calibration.
 
         Raises (and leaves the simulation as it was):
             EncodingsError: the file is malformed or names parameters the model does not have.
@@ -232,7 +232,7 @@ def _matched(
 
 
 def _served(sim: Simulation, sites: Iterable[Site], found: Iterable[str]) -> list[str]:
-    """Names of the sites that are found, or any of whose sharing group is."""
+    """Names of the sites with a record, their own or of their sharing group."""
     served = {id(sim.quantizers[name].quantizer) for name in found}
     return [site.name for site in sites if id(site.quantizer) in served]
 
@@ -264,7 +264,7 @@ def _tell_names(problem: EncodingsError | None, strict: bool, params_only: bool,
 def _by_name(
     records: Iterable[NamedEncoding], sim: Simulation, sites: Iterable[Site], by_tensor: Container[str]
 ) -> tuple[dict[str, NamedEncoding], list[str]]:
-    """Site -> the record of its name or of its tensor's, where it has none ``by_tensor``; and the names that no site has."""
+    """Site -> the record by its name or its tensor's, where it has none ``by_tensor``; and names without a site."""
     by_value = _sites_by_value(sim, sites)
     found: dict[str, NamedEncoding] = {}
     unused = []
@@ -279,7 +279,7 @@ def _by_name(
 
 
 def _sites_by_value(sim: Simulation, sites: Iterable[Site]) -> dict[str, list[str]]:
-    """Tensor -> the sites where it is put on a grid, or one that has put it there."""
+    """Tensor -> the sites that quantize it, or an earlier one on whose grid it lies."""
     found: dict[str, list[str]] = {}
     for site in sites:
         found.setdefault(site.value, []).append(site.name)
@@ -315,7 +315,7 @@ def exported_names(source: str | Path | dict[str, Any]) -> tuple[dict[str, list[
 def _by_tensor(
     sites: Sequence[Site], exported: Mapping[str, Sequence[str]], records: Mapping[str, NamedEncoding]
 ) -> dict[str, NamedEncoding]:
-    """Site -> the record of its first tensor that has one, as it stands in the simulated model."""
+    """Site -> the record of its first tensor with one, in the form of the simulated model."""
     found = {}
     for site in sites:
         for tensor in exported.get(site.name, ()):

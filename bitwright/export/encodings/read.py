@@ -1,4 +1,4 @@
-"""Reading encodings files: one function per version turns an entry into a record; no entry is trusted."""
+"""Read encodings files: one function per version checks an entry and turns it into a record."""
 
 from __future__ import annotations
 
@@ -179,11 +179,11 @@ class _Entry:
         return EncodingsError(f"{self.site}, key {key!r}", problem, remedy)
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` is there and not null."""
+        """Whether ``key`` exists and is not null."""
         return self.raw.get(key) is not None
 
     def need(self, key: str) -> Any:
-        """The value of ``key``, which must be there."""
+        """The value of the required ``key``."""
         if key not in self.raw:
             raise self.fail(key, f"it is missing{close_matches(key, [k[:40] for k in islice(self.raw, 50)])}")
         return self.raw[key]
@@ -232,14 +232,14 @@ class _Entry:
             raise self.fail(key, "its rows differ in length, or a number is too large") from error
 
     def scales(self, key: str) -> NDArray[np.float32]:
-        """Positive finite numbers, also as float32."""
+        """Numbers that are positive and finite, also as float32."""
         array = self.numbers(key)
         with np.errstate(over="ignore", under="ignore"):
             scales = array.astype(np.float32)
         return self.check_scales(key, scales, array)
 
     def check_scales(self, key: str, scales: NDArray[np.float32], shown: NDArray[Any]) -> NDArray[np.float32]:
-        """``scales``, if all are positive and finite; the error shows the number of ``shown``."""
+        """Check that ``scales`` are positive and finite; the error shows the number in ``shown``."""
         bad = ~(np.isfinite(scales) & (scales > 0))
         if bad.any():
             where = int(np.flatnonzero(bad)[0])
@@ -458,5 +458,5 @@ def _what(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """A number or a text as it stands, shortened; only the kind of anything else."""
+    """A number or a shortened text; for other values only the kind."""
     return f"{value!r:.40}" if isinstance(value, (str, int, float)) else _what(value)

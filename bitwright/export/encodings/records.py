@@ -70,7 +70,7 @@ class GroupedScale:
         return cls(stored.astype(np.int64), encoding.common, fmt.bits + multiples.bits)
 
     def applied_to(self, encoding: Encoding) -> Encoding:
-        """``encoding`` with the scale format that these factors are of, where there is one and its axes are known."""
+        """``encoding`` with the scale format of these factors, where there is one and its axes are known."""
         name = f"uint{self.decompressed_bits - encoding.format.bits}"
         if name not in SCALE_FORMATS or self.channel.ndim != encoding.scale.ndim or encoding.scale.ndim < 2:
             return encoding
@@ -128,7 +128,7 @@ class NamedEncoding:
         return not isinstance(granularity, PerTensor) and granularity.axis is None
 
     def resolve(self, shape: Shape, channel_axis: Channels = None, block_axis: int | None = None) -> NamedEncoding:
-        """The record with concrete axes, counted from 0, and parameters of shape P for a tensor of ``shape``.
+        """The record with concrete, non-negative axes and parameters of shape P for a tensor of ``shape``.
 
         Args:
             shape: of the tensor that the entry describes.
@@ -170,7 +170,7 @@ class NamedEncoding:
 
 
 def _concrete(rank: int, axis: int | None) -> int | None:
-    """``axis`` counted from the start, where a tensor of this rank has it."""
+    """``axis`` as a non-negative number, if a tensor of this rank has it."""
     return axis % rank if axis is not None and -rank <= axis < rank else None
 
 
@@ -231,7 +231,7 @@ class EncodingsFile:
 
 @dataclass(frozen=True)
 class NotExpressed:
-    """Something that a version of the format cannot say exactly.
+    """Something that a version of the format cannot express exactly.
 
     Attributes:
         name: the record, or ``"quantizer_args"`` / ``"excluded_layers"``.
@@ -246,7 +246,7 @@ class NotExpressed:
 
 @dataclass(frozen=True)
 class WrittenEncodings(os.PathLike[str]):
-    """The file that was written (usable as a path), and what its version could not express."""
+    """The written file (usable as a path), and encodings that its version cannot express."""
 
     path: Path
     not_expressed: tuple[NotExpressed, ...] = ()
@@ -282,7 +282,7 @@ def gate_order(have: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...]:
 
 
 def to_onnx_order(encoding: Encoding, order: Sequence[int], shape: tuple[int, ...]) -> Encoding:
-    """The encoding of a weight ``[rows, columns]`` as it stands in ONNX; one scale per gate becomes one per row.
+    """The encoding of a weight ``[rows, columns]`` in ONNX's order; one scale per gate becomes one per row.
 
     Args:
         encoding: of the weight in torch's layout.
@@ -314,7 +314,7 @@ def to_onnx_order(encoding: Encoding, order: Sequence[int], shape: tuple[int, ..
 
 
 def from_onnx_order(encoding: Encoding, order: Sequence[int]) -> Encoding:
-    """The encoding of a weight ``[1, rows, columns]`` of ONNX as it stands in torch; inverse of :func:`to_onnx_order`.
+    """The encoding of an ONNX weight ``[1, rows, columns]`` in torch's order; inverse of :func:`to_onnx_order`.
 
     Args:
         encoding: of the weight in ONNX, with concrete axes, none of them the axis of directions.

@@ -1,4 +1,4 @@
-"""Encodings files, versions 0.6.1, 1.0.0 and 2.0.0, in the form AIMET 2.42 uses: writing, and comparing their names.
+"""Write encodings files of versions 0.6.1, 1.0.0 and 2.0.0 in the form of AIMET 2.42, and compare their names.
 
 The files differ from `Encoding` in these ways, all of which are translated here and in
 :mod:`bitwright.export.encodings.read`:
@@ -127,7 +127,7 @@ def _check_record(record: NamedEncoding, version: str, seen: set[str]) -> None:
 
 
 def _entry(record: NamedEncoding, version: str) -> tuple[Any, str | None]:
-    """The entry of a record, or ``None`` and why there is none; and what of it the version does not say."""
+    """The entry of a record, or ``None`` and the reason; and what the version cannot express of it."""
     if record.encoding.shift is not None:
         return None, f"version {version} has whole zero points, and these are real numbers; left out"
     return _WRITERS[version](record)
@@ -237,7 +237,7 @@ _WRITERS: dict[str, Callable[[NamedEncoding], tuple[Any, str | None]]] = {
 
 
 def record_2_0_0(encoding: Encoding, grouped: GroupedScale | None = None) -> dict[str, Any]:
-    """One encoding as files of version 2.0.0 have it, without a name; empty for formats that it does not count as quantized.
+    """One encoding in version 2.0.0 without a name; empty for formats that this version treats as float.
 
     Raises:
         EncodingsError: its axes are open.
@@ -247,7 +247,7 @@ def record_2_0_0(encoding: Encoding, grouped: GroupedScale | None = None) -> dic
 
 
 def _unsigned(encoding: Encoding, fmt: IntFormat) -> tuple[NDArray[np.int64], bool, str | None]:
-    """``offset`` and ``is_sym`` of 0.6.1 and 1.0.0, how that departs from the encoding, if it does."""
+    """``offset`` and ``is_sym`` of 0.6.1 and 1.0.0, and the difference from the encoding, if any."""
     offset = fmt.qmin - encoding.zero_point.astype(np.int64)
     symmetric = fmt.signed and not encoding.zero_point.any()
     if symmetric or not fmt.signed:
@@ -259,7 +259,7 @@ def _unsigned(encoding: Encoding, fmt: IntFormat) -> tuple[NDArray[np.int64], bo
 
 
 def _factors(record: NamedEncoding, fmt: Format, version: str) -> tuple[GroupedScale | None, str | None]:
-    """The two factors to write, or why the effective block scales are written although there are factors."""
+    """The two factors to write, or the reason why the effective block scales are written instead."""
     grouped = record.grouped
     if grouped is None:
         return None, None
@@ -296,7 +296,7 @@ def _flat(values: NDArray[Any], turned: bool) -> list[Any]:
 def _document(
     version: str, entries: dict[Kind, dict[str, Any]], args: dict[str, Any], excluded: list[str]
 ) -> tuple[dict[str, Any], list[NotExpressed]]:
-    """The file's content in its order of keys, and which global settings it has no room for."""
+    """The file's content in its order of keys, and global settings that it cannot express."""
     producer = {"package": "bitwright", "version": __version__}
     settings = {"excluded_layers": excluded, "quantizer_args": args}
     try:
@@ -369,7 +369,7 @@ def compare_names(expected: Iterable[str], found: Iterable[str]) -> tuple[list[s
 
 
 def names_error(site: str, expected: Iterable[str], found: Iterable[str]) -> EncodingsError | None:
-    """The error for a file whose names are not those of the model, or ``None`` when they are.
+    """The error for a file whose names differ from the model's; ``None`` where they match.
 
     Args:
         site: the file, or whatever the names come from.
@@ -393,7 +393,7 @@ def names_error(site: str, expected: Iterable[str], found: Iterable[str]) -> Enc
 
 
 def _some(names: list[str], others: Iterable[str], shown: int = 3) -> str:
-    """The first few ``names``, with close matches; finding these among all ``others`` could take minutes."""
+    """The first few ``names``, with close matches among a limited number of ``others``."""
     near = list(islice(others, 500))
     text = ", ".join(f"{name!r}{close_matches(name, near)}" for name in names[:shown])
     return f"{text} and {len(names) - shown} more" if len(names) > shown else text
@@ -424,7 +424,7 @@ def carried_records(
 
 
 def _source(node: ir.Node, grids: dict[str, NamedEncoding]) -> NamedEncoding | None:
-    """The record of what ``node`` carries to its outputs; ``None`` where it computes, or carries what has none."""
+    """The record of the input whose elements ``node`` passes on; ``None`` where it computes or there is none."""
     row = op_row(node.op_type)
     if node.domain or row.kind not in ("movement", "merge") or (node.op_type == "Pad" and not _pads_zeros(node)):
         return None
@@ -439,7 +439,7 @@ def _source(node: ir.Node, grids: dict[str, NamedEncoding]) -> NamedEncoding | N
 
 
 def _pads_zeros(node: ir.Node) -> bool:
-    """Whether a Pad adds nothing but zeros, which lie on every grid, or elements of its input."""
+    """Whether a Pad adds only zeros, which lie on every grid, or elements of its input."""
     mode = node.attributes.get("mode")
     if mode is not None and mode.as_string() != "constant":
         return True

@@ -1,1 +1,1 @@
-"""Files that appear whole or not at all: atomic writes, manifests, finished layers of a long method."""
+"""Atomic writes, manifests, and finished layers of long methods."""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, alone or as a set; temporary folders, and arrays kept on disk.
+"""Atomic writes of single files and sets; temporary folders, and arrays on disk.
 
 Everything is written under a temporary name on the same file system, flushed to the disk, and then renamed:
 a reader sees the old file or the new one, never half of either, and a crash leaves at most a hidden temporary
@@ -44,7 +44,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @contextmanager
 def temporary_room(folder: str | None = None) -> Iterator[None]:
-    """Tell a full temporary folder from any other failure of the body, which writes there only.
+    """Raise the error for a full temporary folder where the body, which writes only there, fails by it.
 
     Args:
         folder: where it writes; the system's temporary folder with ``None``.
@@ -61,7 +61,7 @@ def temporary_room(folder: str | None = None) -> Iterator[None]:
 
 
 def no_room(folder: str | None, problem: str, size: int | None = None) -> ExportError:
-    """The error to raise where a temporary folder is full; ``size`` is of what was to be written, in bytes."""
+    """The error for a full temporary folder; ``size``: bytes to be written."""
     what = "what is to be written" if size is None else f"{size} bytes"
     return ExportError(
         folder or tempfile.gettempdir(),
@@ -108,14 +108,14 @@ _REASONS: dict[int, tuple[str, str]] = {
 
 
 def file_error(path: AnyPath, error: OSError) -> ExportError:
-    """The error to raise (``from error``) when the operating system refuses ``path``."""
+    """The error, raised ``from error``, where the operating system refuses to write ``path``."""
     unknown = (error.strerror or str(error), "check the path and its file system")
     problem, remedy = _REASONS.get(error.errno or 0, unknown)
     return ExportError(site=os.fspath(path), problem=problem, remedy=remedy)
 
 
 def read_error(path: AnyPath, error: OSError) -> ExportError:
-    """The error to raise (``from error``) when the operating system refuses to read ``path``."""
+    """The error, raised ``from error``, where the operating system refuses to read ``path``."""
     refused = file_error(path, error)
     if error.errno != errno.ENOENT:
         return refused
@@ -162,7 +162,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
 
 
 def write_json(path: AnyPath, content: Any, *, indent: int | None = 1, allow_nan: bool = False) -> None:
-    """Write a JSON document, whole or not at all.
+    """Write a JSON document atomically.
 
     Raises:
         ExportError: see :func:`atomic_write`.
@@ -239,7 +239,7 @@ def settle(folder: AnyPath) -> None:
 
 
 def check_stem(stem: object, argument: str = "filename_prefix") -> str:
-    """``stem``, if it can begin the names of files in a folder, on every operating system.
+    """Check that ``stem`` can begin file names on every operating system.
 
     Args:
         stem: part of file names.
@@ -270,7 +270,7 @@ def check_stem(stem: object, argument: str = "filename_prefix") -> str:
 
 
 def check_destination(path: AnyPath, stem: str) -> None:
-    """Refuse a folder and a stem that no files can be written to, before work is done for it.
+    """Refuse a folder and stem that cannot be written, before any work.
 
     Raises:
         ConfigError: see :func:`check_stem`.
@@ -414,13 +414,13 @@ def _refuse_folder(target: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until the content is on the disk: a rename that overtakes it may leave an empty file."""
+    """Flush the content to disk, since an earlier rename could leave an empty file."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:
-    """Wait until renames in a folder are on the disk, where the system can be asked for it."""
+    """Flush renames in a folder to disk, where the system supports it."""
     if fcntl is None:
         return
     handle = os.open(path, os.O_RDONLY)
@@ -440,14 +440,14 @@ HELD = 4 << 20
 
 
 class Spool:
-    """A place for arrays, gone with the last :class:`Spooled` of it."""
+    """A temporary file of arrays, removed with its last :class:`Spooled`."""
 
     def __init__(self) -> None:
         self._file: Any = tempfile.SpooledTemporaryFile(max_size=HELD)
         self._end = 0
 
     def put(self, x: Floats) -> int:
-        """Add an array; the place where it begins.
+        """Add an array; returns its offset.
 
         Raises:
             ExportError: the temporary folder is full.
@@ -460,7 +460,7 @@ class Spool:
         return start
 
     def get(self, start: int, shape: Shape) -> Floats:
-        """The array of this shape that begins there."""
+        """The array of this shape at an offset."""
         found = np.empty(shape, np.float32)
         self._file.seek(start)
         self._file.readinto(found.reshape(-1).view(np.uint8).data)
@@ -535,7 +535,7 @@ class FinishedLayers:
         return arrays
 
     def put(self, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Keep ``arrays``; the file appears whole or not at all.
+        """Store ``arrays`` atomically.
 
         Raises:
             ExportError: the folder cannot be made or written, for example because the disk is full.
@@ -557,7 +557,7 @@ class FinishedLayers:
 
 
 def _checked(content: bytes, key: str) -> tuple[dict[str, NDArray[Any]] | None, str | None]:
-    """The arrays of a file, or why they are not those that were kept under ``key``."""
+    """The arrays of a file, or the reason why they do not belong to ``key``."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

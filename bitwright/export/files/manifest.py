@@ -75,7 +75,7 @@ class Manifest:
     version: int = VERSION
 
     def problems(self, folder: AnyPath) -> list[str]:
-        """The files in ``folder`` that are missing or were changed since they were written."""
+        """The files in ``folder`` that are missing or have changed since they were written."""
         found = []
         for entry in self.files:
             path = Path(folder, entry.name)
@@ -99,7 +99,7 @@ def write_manifest(
     notes: Sequence[str] = (),
     created: str | None = None,
 ) -> Manifest:
-    """Write the manifest of the files in a folder; it appears whole or not at all.
+    """Write the manifest of the files in a folder, atomically.
 
     Args:
         path: of the manifest, usually inside ``folder``.
@@ -184,7 +184,7 @@ def earlier_files(path: AnyPath) -> list[str]:
 
 
 class Fingerprint:
-    """sha256 of data as it passes by: dtype, shape and bytes of every array, and how they are nested."""
+    """sha256 of a stream of data: dtype, shape and bytes of every array, and their nesting."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -278,7 +278,7 @@ def _hash_file(path: Path) -> str:
 
 
 def _plain(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that JSON gives back equal."""
+    """A copy that survives a round trip through JSON."""
     try:
         return dict(json.loads(json.dumps(given, allow_nan=False)))
     except (TypeError, ValueError) as error:
@@ -287,7 +287,7 @@ def _plain(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of Bitwright, Python and the packages that take part in an export, by name."""
+    """Versions of Bitwright, Python and the packages that an export uses, by name."""
     found = {"bitwright": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -313,7 +313,7 @@ def _from_json(document: Any) -> Manifest:
 
 
 def _file_entry(entry: Any) -> FileEntry:
-    """An entry of a file inside the folder of the manifest; no path leads out of it."""
+    """The entry of a file; refuses paths outside of the manifest's folder."""
     name, digest, size = (entry[key] for key in ("name", "sha256", "size"))
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         raise ValueError(f"{name!r:.200} is not a name of a file")
@@ -341,7 +341,7 @@ def origin_of(preset: str | Preset, steps: Iterable[str], first: Any, log: Calib
 
 
 def scores_of(metrics: Mapping[str, float], worst: Any) -> dict[str, str]:
-    """Metric and SQNR of the worst output, as the files of one call of ``quantize`` keep them.
+    """Metric and SQNR of the worst output, in the form stored in the files of ``quantize``.
 
     Args:
         metrics: ``float`` and ``quantized``, or nothing.
@@ -352,7 +352,7 @@ def scores_of(metrics: Mapping[str, float], worst: Any) -> dict[str, str]:
 
 
 def write_origin(model: ir.Model, facts: Mapping[str, str]) -> None:
-    """Put ``facts`` into the metadata of ``model``, in place."""
+    """Store ``facts`` in the metadata of ``model``, in place."""
     model.metadata_props.update({f"{_PREFIX}{key}": text for key, text in facts.items()})
 
 
@@ -366,7 +366,7 @@ def read_origin(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def read_message(path: str | os.PathLike[str]) -> onnx.ModelProto:
-    """The ONNX model at ``path``, elements of external tensors left where they are.
+    """The ONNX model at ``path``, without loading external tensors.
 
     Raises:
         ExportError: there is no such file, or it is not an ONNX model.

@@ -1,4 +1,4 @@
-"""ONNX files in one piece or two, written tensor by tensor: the serialized message is never held in memory whole.
+"""Write ONNX files, in one or two pieces, tensor by tensor, without holding the serialized message in memory.
 
 Weights of large models are read from memory-mapped files and released as soon as they are written: they count as memory of
 the process only until the system needs the pages.
@@ -93,7 +93,7 @@ def from_proto(proto: onnx.ModelProto) -> ir.Model:
 
 @collector_paused()
 def load(path: Path) -> ir.Model:
-    """The model in a file, as ``onnx_ir.load`` reads it: the elements of external tensors stay where they are.
+    """Load a model by ``onnx_ir.load``, without the elements of external tensors.
 
     Types that the file does not state are those that quantizers imply.
     """
@@ -105,7 +105,7 @@ def load(path: Path) -> ir.Model:
 
 
 def _imply_types(model: ir.Model) -> None:
-    """Codes have the type of their zero point; dequantized values are float32."""
+    """Set the types that quantizers imply: codes have the type of their zero point, dequantized values are float32."""
     for node in all_nodes(model.graph):
         if (
             node.domain
@@ -121,7 +121,7 @@ def _imply_types(model: ir.Model) -> None:
 
 
 def restore_types(proto: onnx.ModelProto) -> bool:
-    """Give the values of a message their types again; whether there were such."""
+    """Restore implied types of values in a message; returns whether there were any."""
     found = False
     for value in _values(proto):
         for at in reversed(range(len(value.metadata_props))):
@@ -133,7 +133,7 @@ def restore_types(proto: onnx.ModelProto) -> bool:
 
 
 def restore_types_of_file(path: Path) -> None:
-    """Give the values of the model in a file their types again; external tensors are not touched."""
+    """Restore implied types of values in a file, without touching external tensors."""
     proto = onnx.load(str(path), load_external_data=False)
     if restore_types(proto):
         onnx.save(proto, str(path))
@@ -155,7 +155,7 @@ def is_tensor(value: ir.Value) -> bool:
 
 
 def note_type(value: ir.Value, kind: onnx.TypeProto) -> None:
-    """Give ``value`` the type that shape inference found, where it has none."""
+    """Set the inferred type of ``value``, where it has none."""
     if holds_map(kind):
         value.metadata_props.setdefault(_KEY, kind.SerializeToString().hex())
     elif value.type is None:
@@ -163,7 +163,7 @@ def note_type(value: ir.Value, kind: onnx.TypeProto) -> None:
 
 
 def holds_map(kind: onnx.TypeProto) -> bool:
-    """Whether values of this type are, or are sequences of, maps: types that ``onnx_ir`` does not have."""
+    """Whether values of this type are maps or sequences of maps, which ``onnx_ir`` lacks."""
     while kind.WhichOneof("value") in ("sequence_type", "optional_type"):
         kind = (kind.sequence_type if kind.HasField("sequence_type") else kind.optional_type).elem_type
     return kind.HasField("map_type")
@@ -199,7 +199,7 @@ _ONE_FILE_LIMIT = 3 << 29
 
 @contextmanager
 def checked_on_failure(source: object, site: str, kind: type[BitwrightError] = ModelError) -> Iterator[None]:
-    """An error inside becomes a ``kind`` where the checker of onnx says that the model is not valid.
+    """Turn an error inside into a ``kind`` where the ONNX checker finds the model invalid.
 
     Models with flaws that do no harm pass; an error about a valid model is ours and goes on as it is.
 
@@ -232,7 +232,7 @@ def _flaw(source: object) -> str | None:
 
 
 def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool | None = None) -> list[Path]:
-    """Write ``model``; the files appear whole or not at all.
+    """Write ``model``, atomically.
 
     Args:
         model: any model.
@@ -259,7 +259,7 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool 
 
 @collector_paused()
 def save_in_one_file(model: ir.Model, path: Path) -> None:
-    """Write ``model`` with all its tensors inside, of which one large one at a time is in memory twice.
+    """Write ``model`` with all its tensors inside; one large tensor at a time is in memory twice.
 
     Messages hold a copy of the tensors and serialising them another. The file is what ``ir.save`` writes, except for the
     order of fields, which has no meaning in protobuf.
@@ -302,7 +302,7 @@ def save_in_one_file(model: ir.Model, path: Path) -> None:
 
 
 def _drop_inferred(proto: onnx.ModelProto) -> None:
-    """Do not state what follows of what quantizers make: it doubles what a file states.
+    """Drop types and shapes that follow from quantizers, which would double the stated ones.
 
     Shapes are those of what they read, types of codes those of the zero points; dequantized values are float32 unless
     they are stated.
@@ -328,7 +328,7 @@ def _drop_inferred(proto: onnx.ModelProto) -> None:
 
 
 def save_in_two_files(model: ir.Model, path: Path) -> None:
-    """Write ``model``, and its large tensors one after the other to ``<path>.data`` beside it.
+    """Write ``model``, and its large tensors to ``<path>.data`` beside it.
 
     Raises:
         OSError: a file cannot be written.
@@ -350,7 +350,7 @@ def save_in_two_files(model: ir.Model, path: Path) -> None:
 
 
 def _is_apart(tensor: ir.TensorProtocol | None) -> bool:
-    """Whether the elements are written without a message: of large tensors, and of those that lie in another file."""
+    """Whether elements are written outside of a message: those of large and of external tensors."""
     if tensor is None or tensor.dtype == ir.DataType.STRING:
         return False
     return isinstance(tensor, ir.ExternalTensor) or tensor.nbytes >= _LARGE
@@ -413,7 +413,7 @@ def write_elements(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
 
 
 def let_go(tensor: ir.TensorProtocol | NDArray[Any] | None) -> None:
-    """Free the memory of a tensor that lies in a file; it is read again when it is needed."""
+    """Release the memory of a tensor that is stored in a file, to be read again on demand."""
     raw: object = tensor.raw if isinstance(tensor, (ir.ExternalTensor, ir.Tensor)) else tensor
     while isinstance(raw, (np.ndarray, memoryview)):
         raw = raw.base if isinstance(raw, np.ndarray) else raw.obj

@@ -1,4 +1,4 @@
-"""Operators of elements: sums, products, activation functions, softmax; and means over axes."""
+"""Elementwise operators: sums, products, activation functions, softmax; and reductions over axes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EXACT_MEAN = 64  # elements from which on the first rounding of MEAN, to a whol
 
 
 def on_one_grid(out: Grid, inputs: Sequence[Grid]) -> str | None:
-    """For kernels that do not rescale."""
+    """Put operands and result on one grid, for kernels that do not rescale."""
     same = all(grid == out for grid in inputs)
     return None if same else "its kernel needs one grid for inputs and output"
 
@@ -42,7 +42,7 @@ def _binary(kernel: str, low: Lowering, node: ir.Node) -> None:
 
 
 def pairwise(low: Lowering, domain: Domain, kernel: str, values: Sequence[ir.Value | str | None]) -> None:
-    """An operator of two operands that broadcast against each other, in the order of axes that they lie in."""
+    """Write a binary operator with broadcasting, in the axis order of its operands."""
     rank = len(low.trace.shapes[domain.result])
     perm = low.order([v for v in values if isinstance(v, ir.Value)], rank)
     inputs = [broadcast(low, domain, value, rank, perm) for value in values]
@@ -69,7 +69,7 @@ def broadcast(low: Lowering, domain: Domain, value: ir.Value | str | None, rank:
 
 
 def _widened(low: Lowering, held: Held, rank: int) -> Held:
-    """``held`` with axes of length 1 in front, as a value of its own."""
+    """A copy of ``held`` with leading axes of length 1."""
     name, more = f"{held.name}_rank{rank}", rank - held.rank
     if name in low.held:
         return low.held[name]
@@ -125,7 +125,7 @@ def fits(kernel: str) -> Callable[[Grid, Sequence[Grid]], str | None]:
 
 
 def unary(kernel: str, low: Lowering, node: ir.Node, options: dict[str, Any] | None = None) -> None:
-    """An operator of one operand that looks at every element by itself."""
+    """Write an elementwise operator of one operand."""
     domain = low.domain(node, node.inputs[:1], fuses=False, accepts=fits(kernel))
     perm = low.order(node.inputs[:1], low.get(node.inputs[0]).rank)
     if options is None and kernel in _UNARY_OPTIONS:
@@ -144,7 +144,7 @@ def _gelu(low: Lowering, node: ir.Node) -> None:
 
 
 def _relu(low: Lowering, node: ir.Node) -> None:
-    """Relu and Clip that no kernel before them took in."""
+    """Write a Relu or Clip that was not fused into a kernel before it."""
     activation = low.activation_of(node)
     kernel = {1: "RELU", 2: "RELU_N1_TO_1", 3: "RELU6"}.get(activation or 0)
     source = low.get(node.inputs[0])
@@ -187,7 +187,7 @@ def _clip(low: Lowering, node: ir.Node) -> None:
 
 
 def on_grid(number: float, grid: Grid) -> Array:
-    """The code of ``number``, as QuantizeLinear rounds it."""
+    """The code of ``number``, rounded as by QuantizeLinear."""
     info = np.iinfo(grid.dtype)
     code = np.rint(np.float32(number) / np.float32(grid.scale[0])) + grid.zero_point[0]
     return np.asarray(np.clip(code, info.min, info.max), grid.dtype)

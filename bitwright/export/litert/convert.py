@@ -116,7 +116,7 @@ def _lower(low: Lowering, node: ir.Node) -> None:
 
 
 def _dequantize(low: Lowering, node: ir.Node) -> bool:
-    """Let the output of ``node`` lie on its grid: a constant, or codes of what is quantized before it."""
+    """Put the output of a DequantizeLinear on its grid: a constant, or codes quantized before."""
     grid, codes, result = low.grid_of(node), node.inputs[0], str(node.outputs[0].name)
     if grid is None or codes is None:
         return False
@@ -154,7 +154,7 @@ def _dequantize(low: Lowering, node: ir.Node) -> bool:
 
 
 def _quantize(low: Lowering, node: ir.Node, result: str) -> None:
-    """Put what ``node`` reads on its grid, as the value ``result``; without an operator where it lies there already."""
+    """Quantize the input of ``node`` as ``result``; without an operator where it already lies on the grid."""
     source, grid, held = low.get(node.inputs[0]), low.grid_of(node), low.held[result]
     assert grid is not None
     if source.grid == grid and source.codes:
@@ -169,7 +169,7 @@ def _quantize(low: Lowering, node: ir.Node, result: str) -> None:
 
 
 def _output(low: Lowering, value: ir.Value) -> int:
-    """The tensor of a graph output, which bears its name and belongs to it alone."""
+    """The tensor of a graph output, with its name and no other use."""
     held = low.get(value)
     tensor = low.plain(held.name)
     if tensor in low.ends or held.constant:

@@ -61,7 +61,7 @@ class Grid:
 
     @property
     def symmetric(self) -> bool:
-        """Whether code 0 stands for 0 everywhere."""
+        """Whether all zero points are 0."""
         return not any(self.zero_point)
 
 
@@ -83,7 +83,7 @@ def schema() -> Any:
 
 @dataclass
 class FlatModel:
-    """A LiteRT model that is being written.
+    """A LiteRT model under construction.
 
     Attributes:
         schema: the generated module.
@@ -100,7 +100,7 @@ class FlatModel:
         self._kept: dict[tuple[Any, ...], int] = {}
 
     def unique(self, base: str) -> str:
-        """``base``, or nearly, where another tensor has that name."""
+        """``base``, or a similar name where another tensor has it."""
         name = base
         while count := self._names.get(name, 0):
             self._names[name] = count + 1
@@ -159,7 +159,7 @@ class FlatModel:
         self.tensors[tensor].name = name.encode()
 
     def constant(self, name: str, array: Array) -> int:
-        """A constant that kernels read as an argument: shapes, axes, paddings; equal ones are kept once."""
+        """A constant argument of kernels: shapes, axes, paddings; equal ones are stored once."""
         array = np.asarray(array)
         key = (array.dtype.name, array.shape, array.tobytes())
         if key not in self._kept:
@@ -263,7 +263,7 @@ def pack(model: Any) -> bytes:
 
 
 def _aligned(known: Any, array: Array | None) -> Any:
-    """A buffer whose bytes lie at a multiple of 16, which the generated ``Pack`` does not see to."""
+    """A buffer aligned to 16 bytes, which the generated ``Pack`` does not ensure."""
 
     class Aligned(known.BufferT):
         def Pack(self, builder: Any) -> int:  # the generated module's name

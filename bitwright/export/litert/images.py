@@ -1,4 +1,4 @@
-"""Operators of images and sequences: convolutions, pooling, resizing. Their kernels read channels last."""
+"""Operators of images and sequences, with channels-last kernels: convolutions, pooling, resizing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Window:
 
     @property
     def padded(self) -> bool:
-        """Whether it looks beyond the image."""
+        """Whether the window reaches beyond the image."""
         return any((*self.before, *self.after))
 
     def as_same(self, image: Sequence[int]) -> bool:
@@ -93,7 +93,7 @@ def window_of(low: Lowering, node: ir.Node, size: Sequence[int], image: Sequence
 
 @dataclass(frozen=True)
 class Image:
-    """A value as kernels of images read it: ``[batch, height, width, channels]``, of a sequence with height 1."""
+    """A value in the layout of image kernels: ``[batch, height, width, channels]``; sequences have height 1."""
 
     held: Held
 
@@ -127,7 +127,7 @@ def read_image(low: Lowering, domain: Domain, held: Held) -> int:
 
 
 def write_image(low: Lowering, domain: Domain, emit: Callable[[int], None]) -> None:
-    """Let ``emit`` write the result of an operator on images; of a sequence through a tensor with one more axis."""
+    """Let ``emit`` write the result of an operator on images; for a sequence, through a tensor with one more axis."""
     held = low.held.setdefault(domain.result, low.fresh(domain.result))
     perm = channels_last(held.rank)
     if held.rank != 3:
@@ -140,7 +140,7 @@ def write_image(low: Lowering, domain: Domain, emit: Callable[[int], None]) -> N
 
 
 def asked(shape: Sequence[int], free: Sequence[bool]) -> list[int]:
-    """The shape as RESHAPE takes it, -1 on a free axis."""
+    """The shape for RESHAPE, with -1 on a free axis."""
     return [-1 if f else n for n, f in zip(shape, free, strict=True)]
 
 
@@ -202,7 +202,7 @@ def product_scale(data: Grid, weight: Grid) -> Array:
 def weight_tensor(
     low: Lowering, domain: Domain, held: Held, perm: Sequence[int], shape: Sequence[int], axis: int
 ) -> int:
-    """A constant weight, its axes in another order and then of another shape; its scales lie along ``axis`` of that."""
+    """A constant weight, permuted and reshaped; its scales lie along ``axis`` of the result."""
     perm = tuple(perm)
     if not domain.integer and held.grid is not None and held.array is not None and held.array.size > 256:
         codes = low.flat.tensor(
@@ -219,7 +219,7 @@ def weight_tensor(
 
 
 def bias_tensor(low: Lowering, domain: Domain, bias: Held | None, sums: Array, count: int) -> list[int]:
-    """The bias as the last input; zeros where the operator has none: kernels demand one, of floats and of codes.
+    """The bias as the last input; zeros where the operator has none, since kernels require one.
 
     Args:
         low, domain: of the operator.
@@ -350,7 +350,7 @@ def _conv3d(low: Lowering, node: ir.Node) -> None:
 
 
 def _conv_transpose(low: Lowering, node: ir.Node) -> None:
-    """TRANSPOSE_CONV makes the whole image; its borders are cut off as ``pads`` says."""
+    """Write TRANSPOSE_CONV of the whole image, and slice off its borders by ``pads``."""
     held, weight = low.get(node.inputs[0]), low.get(node.inputs[1])
     dilation = node.attributes.get_ints("dilations", (1,))
     if held.rank not in (3, 4) or node.attributes.get_int("group", 1) != 1 or any(d != 1 for d in dilation):
@@ -494,7 +494,7 @@ def _depth_to_space(kernel: str, low: Lowering, node: ir.Node) -> None:
 
 
 def _pixel_shuffle(low: Lowering, node: ir.Node) -> None:
-    """DepthToSpace of mode CRD: channels are put in the order DCR first."""
+    """DepthToSpace of mode CRD, after reordering the channels to DCR."""
     held, block = low.get(node.inputs[0]), node.attributes.get_int("blocksize", 1)
     domain, perm, channels = low.carried(node, node.inputs[0]), channels_last(4), held.shape[1]
     order = np.arange(channels).reshape(-1, block, block).transpose(1, 2, 0).reshape(-1)

@@ -59,7 +59,7 @@ class Trace:
 
 
 def trace_model(model: ir.Model, feeds: Mapping[str, Array], *, fixed: bool = False) -> Trace:
-    """Run ``model`` on ``feeds`` and note shapes.
+    """Run ``model`` on ``feeds`` and record shapes.
 
     Args:
         model: ONNX; left as it is.
@@ -107,7 +107,7 @@ def _same(one: Array, other: Array | None) -> bool:
 def _compared(
     one: Mapping[str, Array], other: Mapping[str, Array]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[bool, ...]], str | None]:
-    """Shapes at a batch of one from those at two and three, and why that cannot be."""
+    """Shapes at a batch of one from those at two and three, or the reason why that fails."""
     shapes, free = {}, {}
     for name, array in one.items():
         first, second = array.shape, other[name].shape
@@ -170,7 +170,7 @@ def _run(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _independent(model: ir.Model) -> set[str]:
-    """Names of values that do not depend on numbers fed to the model: constants, and what follows from shapes."""
+    """Names of values that do not depend on fed values: constants, and results of shapes."""
     steady = {str(v.name) for v in model.graph.initializers.values() if not v.is_graph_input()}
     for node in model.graph:
         read = [str(v.name) for v in node.inputs if v is not None]
@@ -198,7 +198,7 @@ def channels_last(rank: int) -> Perm:
 
 
 class FreeBatchError(ExportError):
-    """Something has no form while the batch is free."""
+    """Raised where an operator has no form with a free batch."""
 
 
 @dataclass
@@ -236,7 +236,7 @@ class Held:
 
     @property
     def constant(self) -> bool:
-        """Whether it is the same in every run."""
+        """Whether the value is the same in every run."""
         return self.array is not None
 
     def floats(self) -> Array:
@@ -261,7 +261,7 @@ def dequantized(codes: Array, grid: Grid) -> Array:
 
 @dataclass(frozen=True)
 class Domain:
-    """How one operator is computed: its operands and its result.
+    """The numbers in which an operator computes: grids of its operands and its result.
 
     Attributes:
         integer: on codes.
@@ -318,7 +318,7 @@ class Lowering:
         return Held(name, known.shapes[name], known.free[name], known.dtypes[name])
 
     def known(self, value: ir.Value | None) -> Array | None:
-        """The array of a constant, in float where it is quantized; ``None`` of a value that is computed."""
+        """The array of a constant, dequantized; ``None`` for computed values."""
         if value is None:
             return None
         held = self.get(value)
@@ -355,7 +355,7 @@ class Lowering:
     # ----------------------------------------------------------------------------------------- forms of a value
 
     def plain(self, value: ir.Value | str | None, perm: Perm | None = None) -> int:
-        """The tensor of the numbers themselves, in the order ``perm`` (by default ONNX's)."""
+        """The tensor of the float values, in the order ``perm`` (by default ONNX's)."""
         held = self.get(value)
         perm = held.identity if perm is None else perm
         if perm in held.plain:
@@ -374,7 +374,7 @@ class Lowering:
         return held.plain[perm]
 
     def _from_batch(self, held: Held) -> int:
-        """Integers that follow from the length of the batch: ``base + n * per row``, of the length at run time."""
+        """Integers that depend on the batch length ``n`` at run time: ``base + n * per row``."""
         base, per_row = (np.asarray(a, np.int32) for a in self.trace.linear[held.name])
         wide = base.reshape(-1).shape
         parts = [self.scratch(f"{held.name}_{part}", wide, (False,), "int32") for part in ("rows", "sum")]
@@ -427,7 +427,7 @@ class Lowering:
         self.flat.op("MUL", [tensor, self._one], [out], {"table": "MulOptions"})
 
     def codes(self, value: ir.Value | str | None, perm: Perm | None = None) -> int:
-        """The tensor of its codes, in the order ``perm`` (by default ONNX's)."""
+        """The tensor of the codes, in the order ``perm`` (by default ONNX's)."""
         held = self.get(value)
         perm = held.identity if perm is None else perm
         if perm not in held.codes:
@@ -484,7 +484,7 @@ class Lowering:
         accepts: Callable[[Grid, Sequence[Grid]], str | None] = lambda out, ins: None,
         unless: str | None = None,
     ) -> Domain:
-        """Whether ``node`` is computed on codes, and what it makes.
+        """The domain in which ``node`` is computed.
 
         Args:
             node: the operator, with one output that counts.
@@ -507,7 +507,7 @@ class Lowering:
         return Domain(False, name, activation, None, why)
 
     def carried(self, node: ir.Node, value: ir.Value | None) -> Domain:
-        """For operators that only move elements of ``value``: on its codes where it has some."""
+        """The domain of operators that only move elements of ``value``: its codes, if any."""
         grid = self.get(value).grid
         integer = grid is not None and grid.per_tensor
         return Domain(integer, str(node.outputs[0].name), NO_ACTIVATION, grid if integer else None)
@@ -521,7 +521,7 @@ class Lowering:
         return self.made(domain.result, perm, domain.grid)
 
     def as_float(self, node: ir.Node, domain: Domain, why: str) -> Domain:
-        """``domain``, on floats after all."""
+        """``domain``, changed to floats."""
         self.note(node, why)
         return replace(domain, integer=False, grid=None, why=why)
 
@@ -538,7 +538,7 @@ class Lowering:
         return reader.outputs[0], activation, reader
 
     def activation_of(self, node: ir.Node) -> int | None:
-        """The function of Relu and Clip as kernels fuse it, or ``None``."""
+        """The fusible activation function of a Relu or Clip, or ``None``."""
         if node.domain or node.op_type not in ("Relu", "Clip"):
             return None
         if node.op_type == "Relu":
@@ -590,11 +590,11 @@ class Lowering:
         return str(node.name or node.outputs[0].name)
 
     def note(self, node: ir.Node, why: str) -> None:
-        """Remember why ``node`` runs in float between codes."""
+        """Record the reason why ``node`` runs in float between codes."""
         self.notes[f"{self.site(node)}: {node.op_type} is computed in float in the LiteRT file: {why}"] = None
 
     def refuse_batch(self, node: ir.Node, problem: str) -> NoReturn:
-        """An error that a fixed batch avoids.
+        """Raise an error that a fixed batch avoids.
 
         Raises:
             FreeBatchError: always.
@@ -602,7 +602,7 @@ class Lowering:
         raise FreeBatchError(f"{self.site(node)} ({node.op_type})", problem, "export with a fixed batch")
 
     def refuse(self, node: ir.Node, problem: str, remedy: str) -> NoReturn:
-        """An error with the name of the place.
+        """Raise an error with the name of the place.
 
         Raises:
             ExportError: always.
@@ -668,7 +668,7 @@ def _on_codes(
 
 
 def _last(value: ir.Value) -> ir.Value:
-    """Follow ``value`` along single readers that keep its grid."""
+    """The last value after ``value`` along single readers that keep its grid."""
     while (passed := _passed_on(value)) is not None:
         value = passed
     return value

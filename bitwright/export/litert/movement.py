@@ -1,4 +1,4 @@
-"""Operators that move elements: they stay codes, and in the order of axes that they lie in where that is possible."""
+"""Data movement on codes, in the present axis order where possible."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CASTS = {
 
 
 def place_of(low: Lowering, node: ir.Node) -> Perm:
-    """The order of axes in which the first input lies."""
+    """The axis order of the first input."""
     held = low.get(node.inputs[0])
     return next(iter(held.orders()), held.identity)
 
 
 def _identity(low: Lowering, node: ir.Node) -> None:
-    """The same value under another name."""
+    """Give a value another name."""
     source, name = low.get(node.inputs[0]), str(node.outputs[0].name)
     held = low.held[name] = low.fresh(name)
     if source.constant:
@@ -50,7 +50,7 @@ def _reshape(low: Lowering, node: ir.Node) -> None:
 
 
 def _through(low: Lowering, node: ir.Node, shape: Sequence[int]) -> Perm | None:
-    """The order in which the output lies if the input is reshaped as it lies; ``None`` where axes are joined or cut.
+    """The axis order of the output if the input is reshaped in its present order; ``None`` where axes are merged or split.
 
     That goes where both have the same longer axes: what is added or dropped has length 1.
     """
@@ -69,7 +69,7 @@ def _through(low: Lowering, node: ir.Node, shape: Sequence[int]) -> Perm | None:
 
 
 def _transpose(low: Lowering, node: ir.Node) -> None:
-    """No operator: the elements lie as they did, in an order that is another one of the output."""
+    """Write a transposition without an operator, by changing the recorded axis order."""
     source, name = low.get(node.inputs[0]), str(node.outputs[0].name)
     perm = tuple(node.attributes.get_ints("perm", tuple(reversed(range(source.rank)))))
     held = low.held[name] = low.fresh(name)
@@ -86,7 +86,7 @@ def _transpose(low: Lowering, node: ir.Node) -> None:
 
 
 def _concat(low: Lowering, node: ir.Node) -> None:
-    """On codes where all inputs lie on one grid, or where the output has one that they can be brought to."""
+    """Write a Concat on codes where all inputs share a grid, or can be brought to the output's."""
     values = [v for v in node.inputs if v is not None]
     rank = low.get(values[0]).rank
     axis, perm = node.attributes.get_int("axis", 0) % rank, low.order(values, rank)
@@ -143,7 +143,7 @@ def _slice(low: Lowering, node: ir.Node) -> None:
 
 
 def cut_slice(low: Lowering, node: ir.Node, bounds: dict[int, tuple[int, int, int]]) -> None:
-    """STRIDED_SLICE with ``axis -> (begin, end, step)`` as numpy takes them."""
+    """Write STRIDED_SLICE with ``axis -> (begin, end, step)`` as in numpy."""
     held, perm = low.get(node.inputs[0]), place_of(low, node)
     begin, end, step = [0] * held.rank, [0] * held.rank, [1] * held.rank
     whole = 0
@@ -223,7 +223,7 @@ def _gather(low: Lowering, node: ir.Node) -> None:
 
 
 def _pick(low: Lowering, node: ir.Node, axis: int, index: int) -> None:
-    """One index of an axis, which goes away: a slice, in the order of axes as it is."""
+    """Select one index of an axis, which is dropped, by a slice in the present axis order."""
     held, perm, name = low.get(node.inputs[0]), place_of(low, node), str(node.outputs[0].name)
     if held.free[axis]:
         low.refuse_batch(node, "it takes one sample of the batch")
@@ -240,7 +240,7 @@ def _pick(low: Lowering, node: ir.Node, axis: int, index: int) -> None:
 
 
 def _expand(low: Lowering, node: ir.Node) -> None:
-    """BROADCAST_TO; nothing where the shape stays."""
+    """Write BROADCAST_TO; nothing where the shape stays."""
     held, name = low.get(node.inputs[0]), str(node.outputs[0].name)
     shape, free = low.trace.shapes[name], low.trace.free[name]
     if (shape, free) == (held.shape, held.free):

@@ -1,4 +1,4 @@
-"""Normalisations, in float, of the operators that LiteRT has; and functions that are written out likewise."""
+"""Write normalisations and other functions as float operators of LiteRT."""
 
 from __future__ import annotations
 

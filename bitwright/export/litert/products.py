@@ -1,4 +1,4 @@
-"""Layers with a weight of their own: FULLY_CONNECTED, BATCH_MATMUL of two computed matrices, and LSTM layers.
+"""Matrix products and LSTM layers: FULLY_CONNECTED, BATCH_MATMUL of two computed matrices, LSTM.
 
 LSTM layers are UNIDIRECTIONAL_SEQUENCE_LSTM, in float with integer weights that the runtime dequantizes once.
 """
@@ -108,7 +108,7 @@ def _is_constant(low: Lowering, node: ir.Node, port: int) -> bool:
 
 
 def _computed_gemm(low: Lowering, node: ir.Node) -> None:
-    """Both matrices are computed: BATCH_MATMUL, and the sum with what is added."""
+    """Write a Gemm of two computed matrices: BATCH_MATMUL, and the sum with its addend."""
     values = [v for v in node.inputs[:2]]
     options = {
         "table": "BatchMatMulOptions",
@@ -156,7 +156,7 @@ def _lstm(low: Lowering, node: ir.Node) -> None:
 
 
 def _check(low: Lowering, node: ir.Node) -> None:
-    """Refuse what the operator of LiteRT has not."""
+    """Refuse features that LiteRT's operator lacks."""
     inputs, attributes = node.inputs, node.attributes
     lengths = low.known(inputs[4]) if len(inputs) > 4 and inputs[4] is not None else None
     steps = low.get(inputs[0]).shape[0]
@@ -197,7 +197,7 @@ def _reversed(low: Lowering, source: int, shape: Sequence[int], axis: int) -> in
 def _layer(
     low: Lowering, node: ir.Node, index: int, source: int, out: int, batch: int, hidden: int, *, time_major: bool
 ) -> None:
-    """One direction."""
+    """Write one direction of a layer."""
     inputs = [-1] * _INPUTS
     inputs[0] = source
     for place, port in ((1, 1), (5, 2)):
@@ -216,7 +216,7 @@ def _layer(
 
 
 def _gate(low: Lowering, held: Held, index: int, rows: slice) -> int:
-    """The weight of one gate, as floats: of codes through a DEQUANTIZE that the runtime computes once."""
+    """The float weight of one gate, from codes by a DEQUANTIZE that the runtime computes once."""
     assert held.array is not None
     grid = held.grid
     if grid is None or grid.axis not in (None, 1):

@@ -25,7 +25,7 @@ _PREFIX = "q"  # of the names that are given here
 
 
 def compact(result: QdqResult, float_model: ir.Model) -> QdqResult:
-    """``result`` with short names for what the export added, equal constants of it stored once, and short notes.
+    """``result`` with short names, shared equal constants, and short metadata for what the export added.
 
     Args:
         result: its model is changed in place. Time and memory are linear in nodes.
@@ -57,7 +57,7 @@ def described(model: ir.Model) -> int:
 
 
 def forget_exporters_notes(model: ir.Model) -> int:
-    """Remove what torch.onnx noted on graphs, operators and values for debugging.
+    """Remove torch.onnx's debugging metadata from graphs, operators and values.
 
     Returns:
         The number of characters removed.
@@ -91,7 +91,7 @@ def _inner_values(model: ir.Model) -> Iterator[ir.Value]:
 
 
 def _noted_names(model: ir.Model) -> set[str]:
-    """Values that a loop of a recurrent layer names."""
+    """Values that the metadata of a recurrent layer's loop name."""
     states = (
         json.loads(node.metadata_props[STATES]) for node in all_nodes(model.graph) if STATES in node.metadata_props
     )
@@ -126,7 +126,7 @@ def _stands_alone(value: ir.Value) -> bool:
 
 
 def _rename(model: ir.Model, known: set[str], known_nodes: set[str]) -> dict[str, str]:
-    """Short names for nodes and values that are not known; old name -> new name of a value."""
+    """Shorten names of nodes and values that are not known; returns old name -> new name of values."""
     outputs = {value for graph in all_graphs(model.graph) for value in (*graph.inputs, *graph.outputs)}
     values, nodes = list(_values(model)), list(all_nodes(model.graph))
     free = _free_names(known | known_nodes | {str(value.name) for value in values} | {str(node.name) for node in nodes})

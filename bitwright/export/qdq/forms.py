@@ -1,4 +1,4 @@
-"""Writing quantizers into a graph: unique names, initializers, and the forms a quantizer can take.
+"""Write quantizers into a graph: unique names, initializers, and the forms of a quantizer.
 
 =====================  ==========================================  ==================================
 format                 activation                                  constant
@@ -57,7 +57,7 @@ Place = Callable[[ir.Node], None]  # puts a new node into the graph
 
 
 def before(anchor: ir.Node) -> Place:
-    """The place in front of ``anchor``."""
+    """The place before ``anchor``."""
     assert anchor.graph is not None
     return partial(anchor.graph.insert_before, anchor)
 
@@ -99,7 +99,7 @@ class Builder:
         return self.initializer_of(base, ir.Tensor(array))
 
     def initializer_of(self, base: str, tensor: ir.Tensor | ir.ExternalTensor) -> ir.Value:
-        """The same of a tensor, which takes on the name."""
+        """A new constant from a tensor, which is renamed."""
         tensor.name = name = self.names.value(_short(base))
         value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         self.graph.register_initializer(value)
@@ -133,7 +133,7 @@ class Builder:
         self.own.add(node)
 
     def take_over(self, node: ir.Node, last: ir.Value) -> None:
-        """Let ``node`` do what the producer of ``last`` does, under its names, and remove that producer."""
+        """Let ``node`` replace the producer of ``last``, under its names."""
         producer, result = last.producer(), node.outputs[0]
         assert producer is not None and producer.graph is not None
         attributes = {key: attr.as_int() for key, attr in producer.attributes.items()}
@@ -146,7 +146,7 @@ class Builder:
             result.name = last.name
 
     def need(self, dtype: ir.DataType, what: str, blocks: bool = False) -> None:
-        """Remember that ``what`` is written with ``dtype``, perhaps in blocks."""
+        """Record that ``what`` is written with ``dtype``, perhaps in blocks, which may need a newer opset."""
         version = 21 if blocks else _SINCE.get(dtype, 13)
         if version > self.opset[0]:
             self.opset = (version, f"{what} ({dtype.name.lower()}{' in blocks' if blocks else ''})")
@@ -159,7 +159,7 @@ def set_attributes(node: ir.Node, attributes: dict[str, int]) -> None:
 
 
 def _short(name: str) -> str:
-    """A name of a new tensor: of a long path its end, as each is written a dozen times and would outweigh small weights."""
+    """A name of a new tensor, only the end of a long path, since long names would outweigh small weights."""
     return name if len(name) <= _LONGEST or "/" not in name else name[-_LONGEST:].partition("/")[2] or name[-_LONGEST:]
 
 
@@ -228,7 +228,7 @@ def damaged_metadata(node: ir.Node | onnx.NodeProto) -> ExportError:
 
 
 def folded_parts(node: ir.Node) -> tuple[ir.Value, ir.Value | None, ir.Value] | None:
-    """Codes, zero point and scale of a constant of ours that Cast, Sub and Mul make and ``node`` ends; or ``None``."""
+    """Codes, zero point and scale of a constant that we wrote as Cast, Sub and Mul, the last being ``node``; or ``None``."""
     facts = read_metadata(node) if node.op_type == "Mul" else None
     if facts is None or facts["role"] == "activation":
         return None
@@ -245,7 +245,7 @@ def folded_parts(node: ir.Node) -> tuple[ir.Value, ir.Value | None, ir.Value] | 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Nodes written for an activation: facts for verification, and the pair if it can be repeated."""
+    """The nodes written for an activation: facts for verification, and the pair if it can be repeated."""
 
     value: ir.Value
     scale: ir.Value | None = None
@@ -339,7 +339,7 @@ def _refuse_float_zero_point(pen: _Pen, value: ir.Value, encoding: Encoding, sho
 
 
 def _narrow_is_safe(marker: ir.Node) -> bool:
-    """Whether no operator beside the marker leads ONNX Runtime astray with 4-bit and float8 types."""
+    """Whether no operator beside the marker breaks ONNX Runtime with 4-bit and float8 types."""
     source = marker.inputs[0]
     assert source is not None
     maker = source.producer()
@@ -513,7 +513,7 @@ def _small_float(pen: _Pen, value: ir.Value, encoding: Encoding, scale: ir.Value
 
 
 def _write_at_run_time(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
-    """Scales of the tensor that passes, as :func:`bitwright.core.numerics.affine.quantize_at_run_time` chooses them.
+    """Write scales computed at run time, as :func:`bitwright.core.numerics.affine.quantize_at_run_time` does.
 
     Float operators, none of which rounds where the reference does not; a kernel in integers takes their place where it is asked
     for (:mod:`bitwright.export.qdq.run_time`).
@@ -541,7 +541,7 @@ def _write_at_run_time(pen: _Pen, value: ir.Value, encoding: Encoding, shown: En
 def _around_zero_point(
     pen: _Pen, view: ir.Value, encoding: Encoding, fmt: IntFormat, ends: tuple[ir.Value, ir.Value], least: ir.Value
 ) -> ir.Value:
-    """``view`` on an unsigned grid between its two ends, which reaches to zero."""
+    """Quantize ``view`` on an unsigned grid from its minimum to its maximum, extended to zero."""
     low, high = ends
     nothing, top = pen.constant("zero", np.float32(0)), pen.constant("qmax", np.float32(fmt.qmax))
     low, high = pen.emit("Min", [low, nothing], "low"), pen.emit("Max", [high, nothing], "high")
@@ -555,7 +555,7 @@ def _around_zero_point(
 
 
 def _around_zero(pen: _Pen, view: ir.Value, encoding: Encoding, reach: ir.Value) -> ir.Value:
-    """``view`` on a grid around zero whose largest code is ``reach``."""
+    """Quantize ``view`` on a symmetric grid whose largest code is ``reach``."""
     fmt = encoding.format
     most = pen.constant("most", np.float32(largest_code(fmt)))
     if isinstance(fmt, IntFormat):
@@ -597,7 +597,7 @@ def _stored(pen: _Pen, scale: ir.Value, encoding: Encoding) -> ir.Value:
 
 
 def _power_of_two(pen: _Pen, reach: ir.Value, fmt: FloatFormat) -> ir.Value:
-    """The largest power of two not above ``reach``, over that of the format: Rump's unit in the first place, all exact.
+    """The largest power of two not above ``reach``, over that of the format, exactly (Rump's unit in the first place).
 
     Reference: Rump, Ogita, Oishi 2008, "Accurate floating-point summation part I", algorithm 3.5 (float32: u = 2 ** -24).
     """

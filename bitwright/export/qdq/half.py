@@ -1,4 +1,4 @@
-"""The float part of a file in half precision: which operators compute in it, and which stay in float32.
+"""Convert the float part of a file to half precision; choose the operators that stay in float32.
 
 An operator computes in half precision where its definition has the type and its values fit it. What does not fit stays in
 float32, with a reason:
@@ -193,7 +193,7 @@ def write_half(builder: Builder, model: ir.Model, half: Half, kept: Iterable[ir.
 
 
 def _collapse(builder: Builder, model: ir.Model) -> dict[ir.Value, ir.Value]:
-    """Take out the quantizers of half precision, which operators that compute in it need not have; result -> what it reads."""
+    """Remove half-precision quantizers, which half-precision operators do not need; returns result -> operand."""
     moved = {}
     for node in tuple(model.graph):
         facts = read_metadata(node)
@@ -213,7 +213,7 @@ def _collapse(builder: Builder, model: ir.Model) -> dict[ir.Value, ir.Value]:
 
 
 def _chain(node: ir.Node) -> list[ir.Node]:
-    """Clip, Cast and Cast back of a quantizer, from the last to the first."""
+    """Clip, Cast and Cast back of a quantizer, in reverse order."""
     chain = [node]
     while len(chain) < 3 and (value := chain[-1].inputs[0]) is not None and (maker := value.producer()) is not None:
         if maker.op_type not in ("Cast", "Clip"):
@@ -313,7 +313,7 @@ def _measured(model: ir.Model, feeds: Mapping[str, Array]) -> tuple[dict[str, fl
 
 
 def _divisors(node: ir.Node) -> Iterator[ir.Value]:
-    """Operands of ``node`` that are divisors, or arguments of a root or logarithm."""
+    """Operands of ``node`` that are divisors or arguments of a root or logarithm."""
     port = _DIVIDES.get(node.op_type, -1)
     value = node.inputs[port] if 0 <= port < len(node.inputs) and not node.domain else None
     if value is not None:
@@ -412,7 +412,7 @@ class _Choice:
             yield any(use.node in found for use in value.uses())
 
     def _wide(self) -> dict[ir.Value, str]:
-        """Values that half precision cannot hold -> why; those who make and read them compute in float32."""
+        """Values that half precision cannot hold -> the reason; their producers and readers compute in float32."""
         found: dict[ir.Value, str] = {}
         values = [*self.model.graph.inputs, *(v for node in self.model.graph for v in node.outputs)]
         for value in values:
@@ -446,7 +446,7 @@ class _Choice:
             yield first, f"{first.name} reaches {reach:.3g}, where {kind} has too few digits"
 
     def _exact_to(self, node: ir.Node) -> float:
-        """The magnitude up to which an operator may read half precision, where its results turn on single digits."""
+        """The magnitude up to which an operator may read half precision, where its results depend on single digits."""
         if node.op_type in _PERIODIC and not node.domain:
             return _PERIODIC_REACH
         if node.op_type == "Cast" and not node.domain:
@@ -536,7 +536,7 @@ class _Choice:
         return found
 
     def _reads_codes(self, node: ir.Node, found: set[ir.Node]) -> bool:
-        """Whether all floats that an operator reads were codes, or come from operators in ``found``, or are single numbers."""
+        """Whether all floats that an operator reads are dequantized codes, scalars, or outputs of operators in ``found``."""
         floats = [value for value in node.inputs if value is not None and _is_float(value)]
         held = [_held(value) for value in floats]
         makers = [value.producer() for value, array in zip(floats, held, strict=True) if array is None]
@@ -577,7 +577,7 @@ def _of_constants(node: ir.Node) -> bool:
 
 
 def _ratio(source: ir.Value, made: ir.Value) -> float:
-    """How many elements of ``source`` one of ``made`` is of; lengths that are not known count 1."""
+    """The number of elements of ``source`` per element of ``made``; unknown lengths count 1."""
 
     def size(value: ir.Value) -> int:
         return 1 if value.shape is None else math.prod(n for n in value.shape if isinstance(n, int))
@@ -613,14 +613,14 @@ class _Writer:
         self._write_outputs(half.outputs)
 
     def _read_float(self, nodes: set[ir.Node]) -> None:
-        """Let all other operators, also in bodies, read what ``nodes`` make as float32."""
+        """Let all other operators, also in bodies, read outputs of ``nodes`` as float32."""
         read = [(value, use) for value in self.halves for use in value.uses() if use.node not in nodes]
         for value, use in read:
             if use.node not in self._own:
                 use.node.replace_input_with(use.idx, self._in_float(value))
 
     def _read_half(self, places: Sequence[tuple[ir.Node, int]]) -> None:
-        """Let inputs of operators be of half precision, and drop constants that nothing reads any more."""
+        """Convert inputs of operators to half precision, and drop unused constants."""
         read: dict[ir.Value, None] = {}
         for node, port in places:
             source = node.inputs[port]
@@ -631,7 +631,7 @@ class _Writer:
             self._drop(source)
 
     def _drop(self, value: ir.Value) -> None:
-        """Remove a float32 constant that nothing reads any more."""
+        """Remove a float32 constant without readers."""
         maker = value.producer()
         remove_unread(value)
         unread = not value.uses() and not value.is_graph_output()
@@ -659,7 +659,7 @@ class _Writer:
         return made
 
     def _in_half(self, value: ir.Value) -> ir.Value:
-        """``value``, which is float32, in half precision."""
+        """``value``, float32, cast to half precision."""
         if value not in self._half:
             maker, array = value.producer(), _held(value)
             source = maker.inputs[0] if maker is not None and maker.op_type == "Cast" else None
@@ -676,13 +676,13 @@ class _Writer:
         return self._half[value]
 
     def _in_float(self, value: ir.Value) -> ir.Value:
-        """``value``, which is of half precision, as float32."""
+        """``value``, half precision, cast to float32."""
         if value not in self._float:
             self._float[value] = self._cast(value, D.FLOAT, "float")
         return self._float[value]
 
     def _write_outputs(self, in_half: bool) -> None:
-        """Give the outputs of the file the type asked for; they keep their names."""
+        """Convert the outputs of the file to the requested type; names stay."""
         graph, builder = self.model.graph, self.builder
         for i, value in enumerate(graph.outputs):
             if value in self.halves and not in_half:

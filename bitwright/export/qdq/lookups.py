@@ -1,4 +1,4 @@
-"""Rows looked up in a quantized table: gathered as codes, then dequantized.
+"""Gather rows of a quantized table as codes, then dequantize them.
 
 A DequantizeLinear in front of a Gather is computed whole in every run of ONNX Runtime (1.31): for a vocabulary of 50,000 words
 some milliseconds, whatever the length of the sentence. After the Gather it computes the rows that were asked for, and the same
@@ -71,7 +71,7 @@ class _Table:
 
     @property
     def by_row(self) -> bool:
-        """Whether every index has scales of its own, and nothing else has."""
+        """Whether scales are exactly per index."""
         return not self.block and self.axis == self.along
 
     @property
@@ -82,7 +82,7 @@ class _Table:
 
 
 def write_lookups(builder: Builder) -> None:
-    """Let every Gather of a stored table read codes, where the result is the same.
+    """Let every Gather of a stored table read codes where the result is equal.
 
     Tables with blocks along the axis that is indexed stay as they are, as do those that are computed in half precision.
     """
@@ -103,7 +103,7 @@ def _is_gather(node: ir.Node) -> bool:
 
 
 def _can_move(node: ir.Node) -> bool:
-    """Whether a DequantizeLinear may stand after ``node``: not where others read an output of the model that it would make.
+    """Whether a DequantizeLinear may follow ``node``; not where operators read a graph output that it would compute.
 
     See :func:`bitwright.export.qdq.products.guard_outputs`.
     """
@@ -139,7 +139,7 @@ def _table(node: ir.Node, along: int) -> _Table | None:
 
 
 def _key(node: ir.Node) -> object:
-    """The same for tables that may be one: of a shape, whatever its order, with as many scales."""
+    """A key that equal tables share: sorted shape and number of scales."""
     codes, scale = node.inputs[:2]
     assert codes is not None and scale is not None and codes.shape is not None and scale.shape is not None
     return tuple(sorted(map(int, codes.shape.numpy()))), tuple(sorted(map(int, scale.shape.numpy())))
@@ -155,7 +155,7 @@ def _stored_for_others(tables: Iterable[ir.Node]) -> dict[object, list[ir.Node]]
 
 
 def _shared(table: _Table, node: ir.Node, others: Iterable[ir.Node], gather: ir.Node) -> _Table:
-    """The numbers of ``table``, which ``node`` dequantizes, as they are stored for another reader; or ``table``."""
+    """``table`` in the form stored for another reader, if there is one."""
     found = (other for one in others if one is not node for other in _readings(table, one, gather))
     return next((other for other in found if _same_numbers(table, other)), table)
 
@@ -185,7 +185,7 @@ def _same_numbers(table: _Table, other: _Table) -> bool:
 
 
 def _equal(one: Array | None, two: Array | None, perm: tuple[int, ...]) -> bool:
-    """Whether ``two`` holds the numbers of ``one``, turned by ``perm`` where they have the axes of the table."""
+    """Whether ``two`` equals ``one``, permuted by ``perm`` where it has the axes of the table."""
     if one is None or two is None:
         return one is two
     turned = one.transpose(perm) if one.ndim == len(perm) else one
@@ -202,7 +202,7 @@ def _wide_type(value: ir.Value) -> ir.DataType | None:
 
 @dataclass(frozen=True)
 class _Pen:
-    """Writes what stands in the place of a Gather, under names that begin with its output's."""
+    """Writes the operators that replace a Gather, named after its output."""
 
     builder: Builder
     gather: ir.Node
@@ -216,13 +216,13 @@ class _Pen:
         return made
 
     def rows(self, table: ir.Value, suffix: str) -> ir.Value:
-        """The rows of ``table`` that are asked for."""
+        """The requested rows of ``table``."""
         indices, dtype = self.gather.inputs[1], table.dtype or D.FLOAT
         assert indices is not None
         return self.emit("Gather", [table, indices], suffix, dtype, axis=self.along)
 
     def constant(self, like: ir.Value, suffix: str, array: Array, dtype: ir.DataType) -> ir.Value:
-        """Another initializer beside ``like``, one for all that ask for it."""
+        """An initializer beside ``like``, shared by all that request it."""
         key = (like, suffix)
         if key not in self.made:
             tensor = ir.Tensor(array, dtype=dtype)
@@ -254,7 +254,7 @@ def _write(
 
 
 def _codes(pen: _Pen, value: ir.Value) -> ir.Value:
-    """``value``, in a type that Gather knows."""
+    """``value`` in a type that Gather supports."""
     wide, array = _WIDE.get(value.dtype or D.FLOAT), array_of(value)
     if wide is None:
         return value
@@ -288,7 +288,7 @@ def _write_rows(pen: _Pen, table: _Table) -> ir.Value:
 
 
 def _turn_back(pen: _Pen, value: ir.Value, table: _Table) -> ir.Value:
-    """The axes of ``value`` in the order that rows of a table have that was not turned."""
+    """``value`` with the axes of rows of an untransposed table."""
     if not table.perm:
         return value
     indices = pen.gather.inputs[1]
@@ -309,7 +309,7 @@ def _turn_back(pen: _Pen, value: ir.Value, table: _Table) -> ir.Value:
 
 
 def _replace(builder: Builder, gather: ir.Node, last: ir.Value, kept: dict[str, Any]) -> None:
-    """Let ``last`` be what ``gather`` was."""
+    """Replace ``gather`` by ``last``."""
     node, old = last.producer(), gather.outputs[0]
     assert node is not None and gather.graph is not None
     name = old.name
@@ -327,7 +327,7 @@ def _replace(builder: Builder, gather: ir.Node, last: ir.Value, kept: dict[str, 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A matrix of 4 bits as ``GatherBlockQuantized`` has it: all arrays uint8 or float32, two codes in a byte."""
+    """A 4-bit matrix in the form of ``GatherBlockQuantized``: arrays of uint8 or float32, two codes in a byte."""
 
     like: ir.Value
     codes: Array
@@ -360,7 +360,7 @@ def _packed(table: _Table) -> _Packed | None:
 
 
 def _in_pairs(array: Array) -> Array:
-    """Numbers of 4 bits, two in a byte, along the last axis."""
+    """Pack 4-bit numbers, two in a byte, along the last axis."""
     even = np.pad(array, ((0, 0), (0, array.shape[1] % 2))).astype(np.uint8)
     return np.asarray(even[:, ::2] | even[:, 1::2] << 4)
 
@@ -384,7 +384,7 @@ def _write_packed(pen: _Pen, packed: _Packed) -> ir.Value:
 
 
 def restore_lookups(model: ir.Model) -> None:
-    """Write what :func:`write_lookups` wrote as DequantizeLinear and Gather again, when the model is read."""
+    """Undo :func:`write_lookups` when a model is read: write DequantizeLinear and Gather."""
     found = [node for node in all_nodes(model.graph) if _KEPT in node.metadata_props]
     if not found:
         return
@@ -429,7 +429,7 @@ def _kept(node: ir.Node) -> dict[str, Any]:
 
 
 def _chain(node: ir.Node) -> Iterator[ir.Node]:
-    """``node`` and what makes its first input, up to the operator that looks the codes up."""
+    """``node`` and the producers of its first input, up to the operator that gathers codes."""
     at: ir.Node | None = node
     while at is not None:
         yield at
@@ -448,7 +448,7 @@ def _indices(node: ir.Node) -> ir.Value:
 
 
 def _dequantized(builder: Builder, node: ir.Node, kept: dict[str, Any]) -> ir.Value:
-    """The whole table in float, in front of everything, as it was before :func:`write_lookups`."""
+    """The whole table in float at the start of the graph, as before :func:`write_lookups`."""
     stored, name = _stored(node, ir.DataType[kept["type"]], kept["perm"]), str(kept["name"])
     kind = ir.DataType.from_numpy(stored.codes.dtype)
     values = [
@@ -469,7 +469,7 @@ def _dequantized(builder: Builder, node: ir.Node, kept: dict[str, Any]) -> ir.Va
 
 @dataclass(frozen=True)
 class _Stored:
-    """The constants of a DequantizeLinear, as they were before they were turned or packed."""
+    """The original constants of a DequantizeLinear, before they were transposed or packed."""
 
     codes: Array
     scale: Array

@@ -1,4 +1,4 @@
-"""Marked ONNX models: every quantized place is a node of domain ``bitwright``, operator ``Site``.
+"""Marked ONNX models: every site is a node ``Site`` of the domain ``bitwright``.
 
 A marker has one input, one output and the string attribute ``site``, and means identity. Front ends leave
 markers where the simulation quantizes; this module finds them, names tensors after them, and takes them out
@@ -38,7 +38,7 @@ class Stripped:
 
 
 class Names:
-    """Names of values and nodes that are not taken yet, over the graph and all graphs nested in it."""
+    """Unique names of values and nodes over a graph and all nested graphs."""
 
     def __init__(self, model: ir.Model) -> None:
         self._values: set[str] = set()
@@ -51,7 +51,7 @@ class Names:
             self._values.update(v.name for v in node.outputs if v.name)
 
     def value(self, base: str) -> str:
-        """``base``, or ``base_1``, ``base_2``, ...: the first that is free; taken from now on."""
+        """The first free name of ``base``, ``base_1``, ``base_2``, ...; marks it as taken."""
         return self._free(base, self._values)
 
     def node(self, base: str) -> str:
@@ -70,7 +70,7 @@ class Names:
 
 
 class Outputs:
-    """Index of the graph outputs that hold each value, so that replacing one needs no search."""
+    """Index of the graph outputs of each value, for replacement without a search."""
 
     def __init__(self, model: ir.Model) -> None:
         self._slots: dict[ir.Value, list[tuple[ir.Graph, int]]] = {}
@@ -79,7 +79,7 @@ class Outputs:
                 self._slots.setdefault(value, []).append((graph, i))
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Return ``new`` wherever ``old`` was returned; ``new`` takes over the name."""
+        """Replace the graph output ``old`` by ``new``, under its name."""
         slots = self._slots.pop(old, [])
         for graph, i in slots:
             graph.outputs[i] = new
@@ -94,7 +94,7 @@ def is_site(node: ir.Node) -> bool:
 
 
 def site_of(node: ir.Node) -> str:
-    """The site a marker names.
+    """The name of a marker's site.
 
     Raises:
         ExportError: the marker is malformed.
@@ -116,7 +116,7 @@ def site_nodes(model: ir.Model) -> list[ir.Node]:
 
 
 def site_names(model: ir.Model) -> list[str]:
-    """Every site that a model is marked with, once, in execution order."""
+    """The names of all marked sites, once each, in execution order."""
     return list(dict.fromkeys(site_of(node) for node in site_nodes(model)))
 
 
@@ -137,7 +137,7 @@ def copy_model(model: ir.Model) -> ir.Model:
 
 @collector_paused()
 def strip_sites(model: ir.Model) -> Stripped:
-    """The float model: markers taken out, tensors keep their names.
+    """The float model without markers; tensors keep their names.
 
     Where a marker's output is a graph output, the marked tensor takes over that name; if the marked tensor
     is a graph input, an initializer or an output itself, an Identity stays between the two. ``model`` is
@@ -206,14 +206,14 @@ def bypass(node: ir.Node, outputs: Outputs) -> None:
 
 
 def move_uses(old: ir.Value, new: ir.Value, *, keep: frozenset[ir.Node] | set[ir.Node] = frozenset()) -> None:
-    """Let every reader of ``old`` read ``new``, except the nodes in ``keep``; graph outputs stay."""
+    """Replace ``old`` by ``new`` in all readers except the nodes in ``keep``; graph outputs stay."""
     for node, index in tuple(old.uses()):
         if node not in keep:
             node.replace_input_with(index, new)
 
 
 def remove_unread(value: ir.Value) -> bool:
-    """Remove ``value`` and what was computed only for it, if nothing reads it; whether it was removed."""
+    """Remove ``value``, if unused, and the nodes computed only for it; returns whether it was removed."""
     removed = False
     stack = [value]
     while stack:

@@ -1,4 +1,4 @@
-"""4-bit weights of products with float activations as ``MatMulNBits``, ONNX Runtime's own operator, computed in float.
+"""Write products of float activations and 4-bit weights as ONNX Runtime's ``MatMulNBits``.
 
 ONNX Runtime makes this operator of a DequantizeLinear and a MatMul by itself, and then quantizes the activations to 8 bits
 (``accuracy_level`` 4). Written into the file with ``accuracy_level`` 1 it unpacks the same weights block by block and multiplies
@@ -29,7 +29,7 @@ _KEPT = "bitwright.weight"  # in the metadata of the operator: the DequantizeLin
 
 @dataclass(frozen=True)
 class _Packed:
-    """A weight ``[N, K]`` of 4 bits.
+    """A 4-bit weight ``[N, K]``.
 
     Attributes:
         codes: uint8, counted from zero.
@@ -66,7 +66,7 @@ def write_nbits(builder: Builder, products: list[ir.Node]) -> list[ir.Node]:
 
 
 def packed_weight(node: ir.Node) -> _Packed | None:
-    """The weight of ``node`` as the operator has it, or ``None``."""
+    """The weight of ``node`` in the form of the operator, or ``None``."""
     value = node.inputs[1]
     maker = None if value is None else value.producer()
     if maker is None or len(maker.outputs[0].uses()) != 1 or not is_plain(node):
@@ -182,7 +182,7 @@ def from_pairs(array: Array, count: int) -> Array:
 
 
 def restore_nbits(model: ir.Model) -> None:
-    """Write every MatMulNBits of an export as DequantizeLinear and MatMul again, when the model is read."""
+    """Undo :func:`write_nbits` when a model is read: write DequantizeLinear and MatMul."""
     found = [n for n in all_nodes(model.graph) if n.op_type == OP_TYPE and _KEPT in n.metadata_props]
     builder = Builder(model) if found else None
     outputs = Outputs(model) if found else None

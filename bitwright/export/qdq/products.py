@@ -78,7 +78,7 @@ def _is_cast_before_bias(node: ir.Node) -> bool:
 
 
 def products_without_kernel(model: ir.Model) -> list[ir.Node]:
-    """Every product of integer activations with a constant that DequantizeLinear makes of other numbers, as of float8.
+    """Products of integer activations with a dequantized constant that is not stored as integers, such as float8.
 
     ONNX Runtime takes the quantizers around them for those of an integer kernel, and then refuses the file (1.31).
     """
@@ -92,7 +92,7 @@ def products_without_kernel(model: ir.Model) -> list[ir.Node]:
 
 
 def keep_both_pairs(builder: Builder, nodes: Iterable[ir.Node]) -> None:
-    """Put a Sum of one value between two pairs of quantizers in a row, unless both are the same grid.
+    """Insert a Sum of one value between two consecutive pairs of quantizers with different grids.
 
     Args:
         builder: of the model.
@@ -103,7 +103,7 @@ def keep_both_pairs(builder: Builder, nodes: Iterable[ir.Node]) -> None:
 
 
 def _follows_other_grid(node: ir.Node) -> bool:
-    """Whether a QuantizeLinear reads what the DequantizeLinear of another QuantizeLinear makes, and nothing else reads that."""
+    """Whether a QuantizeLinear is the only reader of another pair's DequantizeLinear, with another grid."""
     value = node.inputs[0]
     while value is not None and (maker := value.producer()) is not None and maker.op_type == "Identity":
         value = maker.inputs[0]
@@ -123,7 +123,7 @@ def _grid(node: ir.Node) -> list[object]:
 
 
 def keep_in_float(builder: Builder, model: ir.Model, floats: Container[ir.Value] = ()) -> list[ir.Node]:
-    """Put a Sum of one value between quantizers and every layer whose constant weight is not a product of DequantizeLinear.
+    """Insert a Sum of one value between quantizers and every layer with a constant weight without DequantizeLinear.
 
     Args:
         builder, model: a model and what changes it.
@@ -161,7 +161,7 @@ def _has_float_bias(node: ir.Node) -> bool:
 
 
 def _is_float_constant(node: ir.Node, value: ir.Value | None) -> bool:
-    """Whether operators other than DequantizeLinear make ``value`` of constants alone, all in the graph of ``node``."""
+    """Whether ``value`` is computed from constants in the graph of ``node`` without DequantizeLinear."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -178,7 +178,7 @@ def _is_float_constant(node: ir.Node, value: ir.Value | None) -> bool:
 
 
 def keep_apart(builder: Builder, products: list[ir.Node]) -> None:
-    """Put a Reshape between every one of ``products`` and its weight."""
+    """Insert a Reshape between each of ``products`` and its weight."""
     shapes: dict[tuple[int, ...], ir.Value] = {}
     for node in products:
         weight = node.inputs[1]
@@ -192,7 +192,7 @@ def keep_apart(builder: Builder, products: list[ir.Node]) -> None:
 
 
 def guard_outputs(builder: Builder, nodes: Iterable[ir.Node]) -> None:
-    """Put a Reshape between outputs of the model and every Transpose of them that a quantizer reads.
+    """Insert a Reshape between graph outputs and every Transpose of them that a quantizer reads.
 
     Outputs that a DequantizeLinear makes, for other readers too, become copies where the model has a Transpose.
 
@@ -212,7 +212,7 @@ def guard_outputs(builder: Builder, nodes: Iterable[ir.Node]) -> None:
 
 
 def fill_softmax(builder: Builder, nodes: Iterable[ir.Node]) -> None:
-    """Write every Softmax over one entry of float32 as what it is, a tensor of ones."""
+    """Replace every float32 Softmax over a single element by ones."""
     for node in nodes:
         value = node.outputs[0] if node.op_type == "Softmax" and not node.domain else None
         if value is None or not value.shape or value.dtype != ir.DataType.FLOAT:
@@ -315,7 +315,7 @@ def _reaches_quantizer(node: ir.Node) -> bool:
 
 
 def join_again(model: ir.Model) -> None:
-    """Take out what keeps operators apart, when a model is read again: all that has ``_APART`` in its metadata."""
+    """Remove the barriers, nodes with ``_APART`` in their metadata, when a model is read."""
     apart = [node for node in all_nodes(model.graph) if _APART in node.metadata_props]
     outputs = Outputs(model) if apart else None
     for node in apart:
@@ -327,7 +327,7 @@ def join_again(model: ir.Model) -> None:
 
 
 def _dequantizer(value: ir.Value | None) -> ir.Node | None:
-    """The DequantizeLinear that makes ``value``, perhaps with Casts after it."""
+    """The DequantizeLinear that computes ``value``, across Casts."""
     maker = None if value is None else value.producer()
     while maker is not None and maker.op_type == "Cast" and not maker.domain:
         maker = None if maker.inputs[0] is None else maker.inputs[0].producer()

@@ -1,4 +1,4 @@
-"""Rewrites of a QDQ model that runtimes need and that compute the same numbers.
+"""Equivalent rewrites of a QDQ model that runtimes need.
 
 - :func:`close_scans`: ONNX lets the body of a Scan read values of the enclosing graphs. OpenVINO 2026.4 counts these among the
   inputs of the Scan and refuses it ("num_scan_outputs can't be negative"), so bodies hold their constants themselves.
@@ -68,7 +68,7 @@ def round_after_pools(w: Writing) -> None:
 
 
 def keep_after_pool(w: Writing, marker: ir.Node) -> None:
-    """Put a copy between ``marker`` and the pool before it, for a quantizer that stays where the marker is."""
+    """Insert a copy between ``marker`` and the pool before it, so that the quantizer stays."""
     source = marker.inputs[0]
     assert source is not None
     dtype = source.dtype or ir.DataType.FLOAT
@@ -94,7 +94,7 @@ def _sole_reader(value: ir.Value) -> ir.Node | None:
 
 
 def _is_alone(pool: ir.Node) -> bool:
-    """Whether ``pool`` makes nothing but numbers on the grid of what it reads."""
+    """Whether ``pool`` returns only values on the grid of its input."""
     made, *indices = pool.outputs
     readers = [use.node for use in made.uses()]
     plain = readers and not made.is_graph_output() and not any(map(is_site, readers))
@@ -120,7 +120,7 @@ def _is_made_in_float(w: Writing, made: ir.Value, encoding: Encoding) -> bool:
 
 
 def _read(w: Writing, node: ir.Node) -> tuple[int, list[ir.Value]]:
-    """How many tensors ``node`` reads that are not constant, and those of them that no integer kernel reads."""
+    """The number of computed inputs of ``node``, and those among them that no integer kernel reads."""
     read = [v for v in node.inputs if v is not None and v not in w.constants and v not in w.weights]
     return len(read), [v for v in read if not is_narrow(w.grids.get(v))]
 
@@ -185,7 +185,7 @@ def _captured(body: ir.Graph, inside: set[ir.Node]) -> list[ir.Value]:
 
 
 def _named_as(old: ir.Value, new: ir.Value) -> ir.Value:
-    """``new``, under the name of ``old`` where that is gone."""
+    """``new``, under the name of ``old`` if that was removed."""
     producer = old.producer()
     if old.graph is None if producer is None else producer.graph is None:
         new.name = old.name
@@ -224,7 +224,7 @@ def _depends_on_more(value: ir.Value) -> bool:
 
 
 def _copied(node: ir.Node, body: ir.Graph, builder: Builder, copies: dict[ir.Value, ir.Value]) -> ir.Node:
-    """``node`` for a body, on copies of what it reads."""
+    """A copy of ``node`` in a body, on copies of its inputs."""
     inputs = [
         None if value is None else copies.get(value) or _stored(value, body, builder, copies) for value in node.inputs
     ]

@@ -1,4 +1,4 @@
-"""Products of activations whose range is chosen at run time, as operators of ONNX Runtime that compute in integers.
+"""Write products of dynamically quantized activations as integer operators of ONNX Runtime.
 
 =================================================  ======================================================================
 activation, weight                                 operators
@@ -33,7 +33,7 @@ _MIDDLE = 128  # of codes that are counted from zero
 def write_run_time_products(
     builder: Builder, model: ir.Model, chosen: dict[ir.Value, tuple[ir.Value, Encoding]]
 ) -> tuple[int, list[ir.Node]]:
-    """Let MatMul and Gemm of such activations with quantized weights compute in integers, where an operator does.
+    """Write MatMul and Gemm of dynamically quantized activations and quantized weights as integer operators where possible.
 
     Args:
         builder: of the model.
@@ -113,7 +113,7 @@ def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: 
 
 
 def _take_place(builder: Builder, node: ir.Node, result: ir.Value) -> None:
-    """Let ``result`` take the place of what ``node`` makes, and its name; ``node`` is removed."""
+    """Replace ``node`` by ``result``, under the name of its output."""
     old, graph = node.outputs[0], node.graph
     assert graph is not None
     result.shape, wanted = old.shape, old.name

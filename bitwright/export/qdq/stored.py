@@ -28,7 +28,7 @@ HALVES = {"float16": D.FLOAT16, "bfloat16": D.BFLOAT16}
 
 @dataclass(frozen=True)
 class Stored:
-    """A constant in its small form; ``array`` is in the type it is stored as.
+    """A constant in stored form; ``array`` has the stored dtype.
 
     What DequantizeLinear cannot say is written out: ``scale`` then broadcasts against the codes, which are indices into a
     ``table`` (the numbers of a codebook), or have a float ``zero_point``; ``shape`` is that of the constant where codes are
@@ -45,7 +45,7 @@ class Stored:
 
     @property
     def op(self) -> str | None:
-        """The operator that makes its float value; none where it is stored in float."""
+        """The operator that computes its float value; none where it is stored in float."""
         if self.table is not None:
             return "Gather"
         if self.zero_point is not None and self.zero_point.dtype == np.float32:
@@ -109,7 +109,7 @@ def store_constant(
     width: int | None = None,
     written_out: bool = False,
 ) -> Stored:
-    """The small form of a constant, see the table of this module.
+    """The stored form of a constant, see the table of this module.
 
     Args:
         array: any float type; computed in float32 (float64 above 16 bits).
@@ -226,7 +226,7 @@ def _scaled(codes: NDArray[Any], encoding: Encoding, shape: tuple[int, ...]) -> 
 
 
 def _blocked_axis(param: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """The one axis along which values share scales, and how many do; then nothing has to be expanded."""
+    """The single blocked axis, and its block size; nothing has to be expanded then."""
     shared = [axis for axis, (n, length) in enumerate(zip(param, shape, strict=True)) if n != length]
     return (shared[0], shape[shared[0]] // param[shared[0]]) if len(shared) == 1 else None
 

@@ -1,4 +1,4 @@
-"""The grid of every value of a marked model, followed through operators that move data, and its constants.
+"""Follow the grid of every value of a marked model through data movement, and find constants.
 
 A Pad between quantizers is computed in float by ONNX Runtime, with a DequantizeLinear before and a QuantizeLinear after it,
 which together cost more than the convolution; a Pad of zeros before a convolution becomes the convolution's own padding, with
@@ -91,7 +91,7 @@ def _evaluate(
 
 
 def _part(model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.TensorProtocol]) -> ir.Graph:
-    """A graph without inputs that computes ``wanted`` from copies of what leads to them, out of several graphs."""
+    """A graph without inputs that computes ``wanted`` from copies of their producers in several graphs."""
     made: dict[ir.Value, ir.Value] = {}
     initializers: list[ir.Value] = []
     nodes: list[ir.Node] = []
@@ -119,12 +119,12 @@ def _part(model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.T
 
 
 def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """``tensor``; one that lies in a file beside the model as a copy, which a session that is made of bytes asks for."""
+    """``tensor``; an external one as a copy in memory, as a session opened from bytes needs."""
     return ir.Tensor(tensor.numpy(), dtype=tensor.dtype) if isinstance(tensor, ir.ExternalTensor) else tensor
 
 
 def _copied(node: ir.Node, made: dict[ir.Value, ir.Value]) -> ir.Node:
-    """``node`` on the values that stand for its own; its outputs are added to ``made``."""
+    """A copy of ``node`` on mapped values; its outputs are added to ``made``."""
     inputs = [None if source is None else made[source] for source in node.inputs]
     copy = ir.Node("", node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs))
     for old, new in zip(node.outputs, copy.outputs, strict=True):
@@ -142,7 +142,7 @@ def pads_of_convolutions(model: ir.Model) -> list[ir.Node]:
 
 
 def absorb_padding(pads: list[ir.Node], known: Known) -> None:
-    """Let convolutions do what the Pad nodes in front of them do, and remove those.
+    """Absorb Pad nodes into the convolutions after them.
 
     Args:
         pads: as :func:`pads_of_convolutions` found them. Those that pad with another number than zero, in other axes than the
@@ -248,7 +248,7 @@ def trace(w: Writing) -> None:
 
 
 def _count_runs(w: Writing) -> None:
-    """Number the markers of each site: one that stands in a loop that was unrolled runs several times."""
+    """Number the markers of each site; one in an unrolled loop has several."""
     counted: Counter[str] = Counter()
     for node in site_nodes(w.model):
         site = site_of(node)
@@ -257,7 +257,7 @@ def _count_runs(w: Writing) -> None:
 
 
 def _drop_float_sites(w: Writing) -> None:
-    """Take out markers without an encoding; say which encodings have no marker."""
+    """Remove markers without an encoding; report encodings without a marker."""
     known = set()
     for node in site_nodes(w.model):
         site = site_of(node)
@@ -279,7 +279,7 @@ def _drop_float_sites(w: Writing) -> None:
 
 
 def _settle_constants(w: Writing) -> None:
-    """Find the constants, and let convolutions pad for themselves where a constant says how much."""
+    """Find the constants, and absorb padding of constant widths into convolutions."""
     pads = pads_of_convolutions(w.model)
     also = [value for node in pads for value in node.inputs[1:]]
     if w.bias == "int32":  # no marker is needed
@@ -289,7 +289,7 @@ def _settle_constants(w: Writing) -> None:
 
 
 def bias_place(node: ir.Node) -> tuple[ir.Node, int] | None:
-    """``(operator, port)``: ``node`` reads there the bias of ``operator``, itself or the MatMul before it."""
+    """``(operator, port)``: the bias that ``node`` reads, of ``operator``, itself or the MatMul before it."""
     if node.domain:
         return None
     if node.op_type in TRAITS["bias_port"]:
@@ -356,7 +356,7 @@ def _note_float_weight(w: Writing, node: ir.Node) -> None:
 
 
 def carried(w: Writing, node: ir.Node, known: Mapping[ir.Value, Any]) -> Any:
-    """Look up in ``known`` the data that ``node`` passes through unchanged; ``None`` if it computes."""
+    """The entry in ``known`` of the data that ``node`` passes on unchanged; ``None`` if it computes."""
     if node.domain or not node.inputs:
         return None
     if node.op_type in _JOINS:
@@ -380,12 +380,12 @@ def data_outputs(node: ir.Node) -> tuple[ir.Value, ...]:
 
 
 def permutation(node: ir.Node, rank: int) -> tuple[int, ...]:
-    """The order of axes that a Transpose makes."""
+    """The permutation of a Transpose."""
     return tuple(node.attributes.get_ints("perm", tuple(reversed(range(rank)))))
 
 
 def _layers_in_float(w: Writing) -> Iterator[ir.Node]:
-    """Layers that arrange their weight when they load, and that the target computes in float.
+    """Layers that the target computes in float, with weights packed at load time.
 
     Not so a convolution between two grids, of whatever width: ONNX Runtime quantizes a float weight there by itself (1.31).
     """
@@ -406,12 +406,12 @@ def is_narrow(encoding: Encoding | None) -> bool:
 
 
 def is_fused(w: Writing, node: ir.Node) -> bool:
-    """Whether runtimes fuse ``node``, which reads one value, with the layer before it, or move quantizers across it."""
+    """Whether runtimes fuse ``node``, of one operand, with the layer before it, or move quantizers across it."""
     return not node.domain and (node.op_type in _FUSED or moves_data(node, w.array))
 
 
 def _rounded(w: Writing, nodes: Sequence[ir.Node]) -> set[ir.Value]:
-    """Values that go on a grid, perhaps after operators that the runtime fuses with the layer before them, or moves across it."""
+    """Values that are quantized, directly or after operators that the runtime fuses or moves quantizers across."""
     found: set[ir.Value] = set()
     for node in reversed(nodes):
         if not node.inputs or not (is_site(node) or any(v in found for v in node.outputs)):

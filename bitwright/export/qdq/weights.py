@@ -1,4 +1,4 @@
-"""Constants of a marked model in their small form: weights as integers, and biases as int32 on the grid that follows."""
+"""Write constants of a marked model in stored form: weights as integers, biases as int32 on the derived grid."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _MANTISSA = 24  # bits of a float32
 
 @dataclass(frozen=True)
 class _Bias:
-    """A bias that an int32 grid can be derived for: ``node`` reads it at ``port``."""
+    """A bias with a derivable int32 grid; ``node`` reads it at ``port``."""
 
     node: ir.Node
     port: int
@@ -81,7 +81,7 @@ class _Bias:
 
 
 def write_biases(w: Writing) -> None:
-    """Raise weight scales where a bias asks for it, then write each bias on the grid that follows."""
+    """Raise weight scales where a bias needs it, then write each bias on its derived grid."""
     found = [bias for node in all_nodes(w.model.graph) for bias in _biases_of(w, node)]
     for bias in found:
         site, seen = bias.weight.site, _weight_encoding(w, bias)
@@ -102,7 +102,7 @@ def write_biases(w: Writing) -> None:
 
 
 def _weight_encoding(w: Writing, bias: _Bias) -> Encoding:
-    """The weight's encoding as it now stands, in the orientation its operator sees."""
+    """The weight's present encoding, in the orientation that its operator reads."""
     seen = bias.weight.encoding
     scale = w.encodings[bias.weight.site].scale.reshape(seen.scale.shape)
     if np.array_equal(scale, seen.scale):
@@ -111,7 +111,7 @@ def _weight_encoding(w: Writing, bias: _Bias) -> Encoding:
 
 
 def _biases_of(w: Writing, node: ir.Node) -> Iterator[_Bias]:
-    """The bias of ``node`` if it can be int32; where one might expect that, a note."""
+    """The biases of ``node`` that can be int32; adds a note where one cannot."""
     place = bias_place(node)
     if place is None:
         return
@@ -195,7 +195,7 @@ def _exact_codes(array: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray
 
 
 def _dequantize(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], source: ir.Value) -> ir.Value:
-    """The float value of a small constant in the type of its ``source``, made in front of ``at``."""
+    """The float value of a stored constant in the type of its ``source``, computed before ``at``."""
     dtype, name = source.dtype or ir.DataType.FLOAT, f"{source.name}_dq"
     value, is_float32 = values[0], dtype == ir.DataType.FLOAT
     if small.op == "DequantizeLinear":
@@ -215,7 +215,7 @@ def _dequantize(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], 
 
 
 def _written_out(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], name: str) -> ir.Value:
-    """The numbers of a codebook for the stored indices, or codes less their zero points, times the scales; in front of ``at``."""
+    """Codebook entries of the stored indices, or codes minus zero points, times the scales; written before ``at``."""
     codes, scale, other, *shape = values
 
     def emit(op: str, inputs: list[ir.Value], suffix: str, dtype: ir.DataType, **attributes: int) -> ir.Value:
@@ -233,7 +233,7 @@ def _written_out(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value],
 
 
 def write_constant(w: Writing, node: ir.Node, site: str) -> None:
-    """A weight, or another constant: a small initializer and what makes a float of it, for the marker."""
+    """Replace a marker of a weight or another constant by a stored initializer and its dequantization."""
     source, result = node.inputs[0], node.outputs[0]
     assert source is not None
     encoding = w.encodings[site]
@@ -261,7 +261,7 @@ def write_constant(w: Writing, node: ir.Node, site: str) -> None:
 
 
 def _in_place_of_marker(w: Writing, node: ir.Node, value: ir.Value) -> ir.Value:
-    """Give the readers of a marker ``value`` instead; the value that has its result from now on."""
+    """Replace a marker by ``value``; returns the value that now holds its result."""
     result = node.outputs[0]
     if value.producer() is not None:
         w.builder.take_over(node, value)
@@ -289,7 +289,7 @@ def _saturates(w: Writing, result: ir.Value, encoding: Encoding) -> bool:
 def _write_transposed(
     w: Writing, node: ir.Node, source: ir.Value, encoding: Encoding, place: tuple[str, int], *, shift: bool
 ) -> None:
-    """Store a transposed weight transposed: integer kernels want DequantizeLinear right before them."""
+    """Store a transposed weight in transposed form: integer kernels need DequantizeLinear directly before them."""
     array = w.array(source)
     assert array is not None
     perm = permutation(node, array.ndim)
@@ -334,7 +334,7 @@ def _width(w: Writing, value: ir.Value, encoding: Encoding) -> int | None:
 
 
 def _has_odd_rows(w: Writing, value: ir.Value, encoding: Encoding) -> bool:
-    """Whether an odd number of codes of the constant ``value`` belongs to an output channel."""
+    """Whether an output channel of the constant ``value`` has an odd number of codes."""
     shape, granularity = w.weights[value].shape, encoding.granularity
     if isinstance(granularity, PerTensor) or granularity.axis is None:
         return any(n % 2 for n in shape)
@@ -344,13 +344,13 @@ def _has_odd_rows(w: Writing, value: ir.Value, encoding: Encoding) -> bool:
 
 
 def _folds(w: Writing, value: ir.Value) -> bool:
-    """Whether all readers of ``value`` are layers computed in float, whose weights the target wants computed when it loads."""
+    """Whether all readers of ``value`` are float layers, whose weights the target computes at load time."""
     readers = [use.node for use in value.uses()]
     return w.target.folds and bool(readers) and all(node in w.in_float for node in readers)
 
 
 def _folded(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], source: ir.Value) -> ir.Value:
-    """The float value of a small constant by operators that every runtime computes when it loads."""
+    """The float value of a stored constant, by operators that every runtime folds at load time."""
     dtype, float32 = source.dtype or ir.DataType.FLOAT, ir.DataType.FLOAT
     base, place = str(source.name), before(at)
     # OpenVINO keeps a Cast of 8-bit codes to float for its own integer operators, and has none that is recurrent
@@ -374,7 +374,7 @@ def _store(
     site: str,
     result: ir.Value,
 ) -> tuple[Stored, list[ir.Value]]:
-    """The constant in its small form and its initializers, once per tensor, orientation, grid and width of the codes.
+    """The stored form of a constant and its initializers, shared by tensor, orientation, grid and code width.
 
     Readers of ``result`` decide on the width.
     """
@@ -414,7 +414,7 @@ def _axis_attributes(small: Stored) -> dict[str, int]:
 
 
 def _is_weight(value: ir.Value) -> bool:
-    """Whether all readers take ``value`` as a weight, of which integer kernels accept either sign."""
+    """Whether all readers take ``value`` as a weight, which integer kernels accept signed or unsigned."""
     return all(use.idx in _WEIGHT_PORTS.get(use.node.op_type, ()) for use in value.uses())
 
 

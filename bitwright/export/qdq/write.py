@@ -1,4 +1,4 @@
-"""A marked model becomes a standard ONNX model with QuantizeLinear and DequantizeLinear.
+"""Write a marked model as a standard ONNX model with QuantizeLinear and DequantizeLinear.
 
 What integer runtimes need in order to recognise a quantized operator, and what is done about it:
 
@@ -87,7 +87,7 @@ def to_qdq(
     half: Half | None = None,
     unsigned_weights: bool = False,
 ) -> QdqResult:
-    """Write every marked place as a quantizer of standard ONNX.
+    """Write every marker as a quantizer of standard ONNX.
 
     Args:
         model: with a ``bitwright::Site`` marker at each quantized place (see
@@ -172,7 +172,7 @@ def _of_half_bias(w: Writing, note: Note) -> bool:
 
 
 def _write_half(w: Writing, half: Half) -> None:
-    """Write floats in half precision, and say what stays in float32."""
+    """Write floats in half precision; notes operators that stay in float32."""
     done = write_half(w.builder, w.model, half, w.float_values if half.operators == "all" else ())
     for several in w.tensors.values():
         several[:] = [done.moved.get(value, value) for value in several]
@@ -186,7 +186,7 @@ def _write_half(w: Writing, half: Half) -> None:
 
 
 def _write_activation(w: Writing, node: ir.Node, site: str) -> None:
-    """A quantizer in place of the marker; one that its tensor went through already is not repeated."""
+    """Replace a marker by a quantizer, unless its tensor already went through the same one."""
     source, result, graph = node.inputs[0], node.outputs[0], node.graph
     assert source is not None and graph is not None
     encoding = w.encodings[site]
@@ -224,7 +224,7 @@ def _write_followers(w: Writing) -> None:
 
 
 def _write_products(w: Writing) -> None:
-    """Keep float activations of products with quantized weights in float, or say that the runtime will not."""
+    """Keep float activations of products with quantized weights in float, or note that the runtime will not."""
     if w.at_run_time and w.weight_only == "fused":
         _write_integer_products(w)
     if mixed := products_without_kernel(w.model):
@@ -254,7 +254,7 @@ def _products(count: int) -> str:
 
 
 def _write_integer_products(w: Writing) -> None:
-    """Let products of activations whose range is chosen at run time compute in integers, and say how many do."""
+    """Write products of dynamically quantized activations as integer products, and note their number."""
     done, left = write_run_time_products(w.builder, w.model, w.at_run_time)
     text = f"{_products(done)} of activations quantized at run time computed in integers"
     text += f"; {len(left)} in float, because no operator computes them" if left else ""
@@ -262,7 +262,7 @@ def _write_integer_products(w: Writing) -> None:
 
 
 def _write_as_simulated(w: Writing, found: list[ir.Node]) -> str:
-    """Keep the activations of products in float; how these are written, in words."""
+    """Keep the activations of products in float; returns a description of their form."""
     chosen = w.weight_only == "nbits" or w.target.multiplies_nbits
     w.narrow_products = [node for node in found if chosen and can_say(node)]
     left = [node for node in found if node not in w.narrow_products]
@@ -279,7 +279,7 @@ def _reach(encoding: Encoding) -> float:
 
 
 def _tidy(w: Writing) -> None:
-    """Drop float originals, give their names to what replaced them, write metadata and versions."""
+    """Drop float originals, pass their names to the replacements, write metadata and versions."""
     for source, heir in w.heirs.items():
         name = source.name
         remove_unread(source)

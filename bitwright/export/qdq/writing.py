@@ -1,4 +1,4 @@
-"""State of writing QDQ: facts about the marked model, and the nodes written so far; shared by all steps."""
+"""The state of QDQ writing, shared by all steps: facts about the marked model, and the nodes written so far."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NoteKind = Literal[
 
 @dataclass(frozen=True)
 class Note:
-    """Something a reader of the file should know about one site."""
+    """A note on one site for the reader of the file."""
 
     site: str
     kind: NoteKind
@@ -48,7 +48,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Weight:
-    """A quantized constant as its reader sees it: perhaps transposed, otherwise as the site has it."""
+    """A quantized constant in its reader's orientation."""
 
     site: str
     encoding: Encoding
@@ -127,11 +127,11 @@ class Writing:
             )
 
     def note(self, site: str, kind: NoteKind, text: str) -> None:
-        """Tell the reader of the file something about ``site``, once."""
+        """Add a note about ``site``, once."""
         self.notes[Note(site, kind, text)] = None
 
     def record(self, result: ir.Value, written: Written) -> None:
-        """Keep what a quantizer became; ``result`` is its dequantized tensor."""
+        """Record the nodes of a quantizer; ``result``: its dequantized tensor."""
         self.written[result] = written
         for site, _ in written.places:
             self.tensors.setdefault(site, []).append(result)

@@ -216,7 +216,7 @@ def _correction(drift: Tensor | None, factor: Tensor) -> Tensor | None:
 
 
 def _correct(w: Tensor, columns: Tensor, moved: Tensor | None, of: slice, on: slice) -> None:
-    """Add ``P``'s correction from the columns ``of`` to the columns ``on`` of ``w``, ``[columns, G, O]``; nothing without ``P``."""
+    """Add the correction by ``moved`` (``P``), if given, from the columns ``of`` to the columns ``on``, ``[columns, G, O]``."""
     if moved is not None:
         w += torch.einsum("jgo,gjk->kgo", columns, moved[:, of, on])
 
