@@ -1,1 +1,1 @@
-"""Compression: fewer operations in a model of either front end, beside fewer bits."""
+"""Compression: fewer operations in a model of either front end."""

@@ -1,4 +1,4 @@
-"""Check cuts numerically: try every group once, and refuse by name the groups that the model needs whole."""
+"""Check cuts numerically: try every group once, and refuse groups that cannot be cut, by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOISE = 2e-3
 def checked_dependencies(
     structure: Structured, batch: Any, *, inner: bool = False, averaged: bool = False, narrow_inputs: bool = True
 ) -> Dependencies:
-    """The dependency graph of a model, of groups whose removal was tried.
+    """The dependency graph of a model, with groups whose removal was checked.
 
     One unit is removed from every group at once. The model then has to run, every value has to have the shape that was
     predicted, and the outputs have to be those of the whole model with the same channels set to zero. A group that fails is
@@ -117,7 +117,7 @@ def difference(found: Dependencies, cut: Cut, masked: Sequence[Array], after: Se
 def masked_outputs(
     structure: Structured, groups: Sequence[Group], removed: dict[str, Array], batch: Any
 ) -> list[Array]:
-    """The outputs of the whole model with units set to zero in every parameter; the model is as before afterwards."""
+    """The outputs of the whole model with units set to zero in every parameter; the model is restored."""
     before: dict[str, Array] = {}
     changed: dict[str, Array] = {}
     for group in groups:
@@ -139,7 +139,7 @@ def masked_outputs(
 
 
 def _blamed(structure: Structured, found: Dependencies, problem: Problem, batch: Any) -> dict[str, str]:
-    """Groups, by their kin, near a problem that fail alone too; all groups are tried where none is near."""
+    """Groups near a problem, by kin, that also fail alone; all groups are tried where none is near."""
     near = _guilty(found, problem)
     if len(near) == 1:
         return near
@@ -166,7 +166,7 @@ def _guilty(found: Dependencies, problem: Problem) -> dict[str, str]:
 
 
 def _guilty_alone(structure: Structured, found: Dependencies, batch: Any, among: Collection[str]) -> dict[str, str]:
-    """Those of some groups, by their kin, that fail when only they are removed."""
+    """Groups, by kin, that fail when only they are removed."""
     guilty = {}
     for kin in dict.fromkeys(group.kin for group in found.groups if group.kin in among):
         problem = tried(structure, found, [g for g in found.groups if g.kin == kin], batch)
@@ -176,5 +176,5 @@ def _guilty_alone(structure: Structured, found: Dependencies, batch: Any, among:
 
 
 def kept_of(cut: Cut, param: str, value: Array) -> Array:
-    """Cut a parameter, or an array of its shape."""
+    """Slice a parameter, or an array of its shape."""
     return taken(cut.axes(param), value)

@@ -1,4 +1,4 @@
-"""``compress``: fewer operations in a model of either front end, checked, measured, and an ordinary model afterwards."""
+"""``compress``: reduce the operations of a model of either front end to a target, checked and measured."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def compress(
     path: str | Path | None = None,
     progress: bool = True,
 ) -> Compressed:
-    """Remove channels, heads and hidden units from a model until a target is met, and fit what is left to the original.
+    """Remove channels, heads and hidden units from a model until a target is met, and fit the rest to the original.
 
     Args:
         model: a ``torch.nn.Module``, or an ONNX model as a path, a message or an ``onnx_ir`` model; left as it is.
@@ -210,7 +210,7 @@ _TIMED = 3  # cuts whose milliseconds are measured
 
 @dataclass(frozen=True)
 class _Job:
-    """What a model is pruned with: the one way of :func:`compress` and of :func:`prune_model`, which works in place.
+    """The options and data of pruning, shared by :func:`compress` and :func:`prune_model`, which works in place.
 
     Raises:
         CalibrationError: there is no batch.
@@ -244,7 +244,7 @@ class _Job:
         return front_end_of(self.model).structured(self.model, self.batches[0], self.providers, in_place)
 
     def within_ms(self, target: Mapping[str, float | str]) -> Compressed:
-        """Cut, measure, and cut anew by what was missed."""
+        """Cut, measure, and cut again by the remaining difference to the target."""
         model = os.fspath(self.model) if isinstance(self.model, os.PathLike) else self.model
         example, asked = self.batches[0], dict(target)
         wanted = part = float(target["ms"])
@@ -260,7 +260,7 @@ class _Job:
         return replace(result, before={**result.before, "ms": ms["before"]}, after={**result.after, "ms": ms["after"]})
 
     def pruned(self, target: Mapping[str, float | str], times: Mapping[str, float] | None = None) -> Compressed:
-        """Prune the model, and fit what is left to the original."""
+        """Prune the model, and fit the rest to the original."""
         original, batches = self.original, self.batches
         structure = self._opened(self.in_place)
         samples = max(samples_in(batches[0]), 1)

@@ -83,7 +83,7 @@ class ModelCosts(Tabular):
         return float(sum(getattr(row, cost) for row in self.rows))
 
     def totals(self) -> dict[str, float]:
-        """Every cost that is known."""
+        """All known costs."""
         return {name: self[name] for name in COSTS if name != "ms" or self.ms is not None}
 
     def table(self) -> Table:
@@ -215,7 +215,7 @@ class Prices:
         return {n: min(b / self.whole[n], 1.0) if b > 1 or isinstance(target[n], str) else b for n, b in bounds.items()}
 
     def left(self, graph: Graph) -> dict[str, float]:
-        """In parts of the whole."""
+        """The remaining costs, as parts of the whole."""
         return {name: cost / self.whole[name] if self.whole[name] else 1.0 for name, cost in self(graph).items()}
 
 
@@ -240,7 +240,7 @@ def operator_macs(graph: Graph, op: Op) -> float:
 
 
 def _width(dtype: str) -> float:
-    """Bytes of a number."""
+    """Bytes of one element."""
     digits = "".join(c if c.isdigit() else " " for c in dtype.replace("bool", "8")).split()
     return int(digits[0]) / 8 if digits else 4.0
 
@@ -331,7 +331,7 @@ def measure_ms(model: Any, example: Any, ops: Iterable[str], rounds: int = 15) -
 
 
 def compare_ms(models: Mapping[str, Any], example: Any, rounds: int = 15) -> dict[str, float]:
-    """Name -> milliseconds of each model in ONNX Runtime on one thread; runs of all models are taken in turns."""
+    """Name -> milliseconds of each model in ONNX Runtime on one thread, from interleaved runs."""
     return {name: float(found.whole) for name, found in _timed(models, example, (), rounds).items()}
 
 
@@ -357,7 +357,7 @@ def _timed(models: Mapping[str, Any], example: Any, ops: Sequence[str], rounds: 
 
 
 def operator_times(model: Any, graph: Graph, example: Any, rounds: int = 15) -> dict[str, float]:
-    """Operator -> milliseconds; those of a module, which are not measured one by one, by what they multiply and make."""
+    """Operator -> milliseconds; for a module, estimated from multiplications and output sizes."""
     times, whole = measure_ms(model, example, [op.name for op in graph.ops], rounds)
     if times:
         return dict(_of_layers(graph, times))

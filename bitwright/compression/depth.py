@@ -1,4 +1,4 @@
-"""Depth: whole residual blocks and layers of transformers taken out, those first whose absence changes the outputs least.
+"""Depth pruning: remove whole residual blocks and transformer layers, those of least effect on the outputs first.
 
 A block is taken out by handing on what it reads. Which one goes is measured, not estimated: every block that is there is left
 out alone, given those that are gone, and the one with the least noise in the outputs goes. (Men et al. 2024, arXiv:2403.03853,
@@ -26,7 +26,7 @@ from bitwright.tables import Table, Tabular
 
 @dataclass(frozen=True)
 class Dropped:
-    """A block that was taken out.
+    """A removed block.
 
     Attributes:
         name: of the block.
@@ -65,7 +65,7 @@ class DepthReport(Tabular):
         return f"{len(self.rows)} of {len(self.rows) + len(self.kept)} blocks taken out: {parts}"
 
     def table(self) -> Table:
-        """Blocks that went."""
+        """The removed blocks."""
         rows = [[row.name, f"{row.noise:.3g}"] for row in self.rows]
         return Table(["block", "noise of the outputs"], rows, self.summary, right=(1,))
 
@@ -85,7 +85,7 @@ def drop_blocks(
     providers: Any = None,
     progress: bool = True,
 ) -> DepthReport:
-    """Take whole blocks out of a model, in place, until ``count`` are gone or the target is met.
+    """Remove whole blocks from a model, in place, until ``count`` are removed or the target is met.
 
     Of a module the blocks are the members of its ``ModuleList`` and ``Sequential`` containers that make a tensor of the shape
     that they read: layers of transformers, residual blocks. Of an ONNX model they are the branches that a residual sum adds.
@@ -135,7 +135,7 @@ def drop_blocks(
 def _least_noise(
     blocks: Blocks, left: Sequence[str], batches: Sequence[Any], count: int | None, bounds: Mapping[str, float], progress: bool
 ) -> list[Dropped]:  # fmt: skip
-    """Blocks, each of least noise given those before it, until there are ``count``, or costs are within ``bounds``."""
+    """Blocks chosen greedily by noise, until there are ``count``, or costs are within ``bounds``."""
     wanted = [blocks.outputs(batch) for batch in batches]
     gone: list[Dropped] = []
     while True:
@@ -149,7 +149,7 @@ def _least_noise(
 
 
 def _costs(blocks: Blocks, names: Sequence[str]) -> dict[str, float]:
-    """Costs of the graph without the operators of the blocks and without the parameters that only these read."""
+    """Costs of the graph without the operators of blocks and their private parameters."""
     graph, gone = blocks.graph(), set(blocks.gone(names))
     ops = [op for op in graph.ops if op.name not in gone]
     read = {value for op in ops for _, value in op.sources()}

@@ -133,7 +133,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Cut:
-    """Positions kept of every value: ascending per axis, ``None`` if all are kept.
+    """The kept positions of every value: ascending per axis, ``None`` if all are kept.
 
     Attributes:
         kept: value or parameter name -> axes; values of which everything stays are left out.
@@ -142,7 +142,7 @@ class Cut:
     kept: Mapping[str, tuple[Index | None, ...]]
 
     def axes(self, value: str | None) -> tuple[Index | None, ...]:
-        """Per axis what stays; ``()`` where everything does."""
+        """The kept positions per axis; ``()`` where all are kept."""
         return () if value is None else self.kept.get(value, ())
 
     def shape(self, value: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -323,7 +323,7 @@ class Dependencies:
                 self._stays.append((atoms, reason, "" if op is None else op.name))
 
     def _join(self, one: Index | None, other: Index | None, op: Op) -> Index | None:
-        """Both are the same channels."""
+        """Join the channels of two axes."""
         if one is None or other is None:
             self._stay((one, other), f"{op.name} joins it with {FREE_CONSTANT} or an axis of the input", op)
             return None
@@ -344,7 +344,7 @@ class Dependencies:
                 self._join(a, b, op)
 
     def _tie(self, places: Sequence[tuple[str, int, int]]) -> None:
-        """Widths that one number of the model holds: the same positions go everywhere."""
+        """Join axes whose widths one number of the model holds: the same positions are removed everywhere."""
         known = [(self._param_axes.get((param, axis)), blocks) for param, axis, blocks in places]
         first: Index | None = None
         for atoms, blocks in known:
@@ -357,7 +357,7 @@ class Dependencies:
                 self._joined.append((first, row))
 
     def _together(self, rows: Index) -> Index:
-        """Each row of ``[n, m]`` is one unit; returns one atom of each."""
+        """Join each row of ``[n, m]`` into one unit; returns one atom of each."""
         rows = np.atleast_2d(rows)
         first = rows[:, 0]
         for column in rows.T[1:]:
@@ -454,7 +454,7 @@ class Dependencies:
     def _grouped(
         self, op: Op, x: Index | None, first: Index | None, second: Index | None, group: int, transposed: bool
     ) -> Index | None:
-        """Whole groups, with all channels that enter and leave them; or the same positions in every group."""
+        """Join the units of a grouped layer: whole groups with their channels, or the same positions in every group."""
         self._role(op.inputs[1], 0, "out", op)
         if first is None or x is None or second is None:
             self._stay((first, second, x), f"{op.name} reads groups of an axis that stays", op)
@@ -579,7 +579,7 @@ class Dependencies:
         return [x]
 
     def _over_all(self, op: Op) -> list[Axes]:
-        """Something that looks at all positions of some axes, of which it is not asked which."""
+        """An operator over all positions of some axes."""
         x = self.axes(op.inputs[0])
         self._stay(x, f"{op.name} compares it with the others", op)
         return [self._all_stay(v) for v in op.outputs]
@@ -675,19 +675,19 @@ class Dependencies:
         return [[*self._all_stay(value)[:-1], units] for value, units in zip(op.outputs, states, strict=True)]
 
     def _gates(self, rows: Sequence[Index | None], hidden: Index, op: Op) -> None:
-        """Every hidden unit has a row in each gate."""
+        """Join the rows of each hidden unit over the gates."""
         for atoms in rows:
             for part in () if atoms is None else atoms.reshape(-1, len(hidden)):
                 self._join(hidden, part, op)
 
     def _states(self, op: Op, out: Index, hidden: Index) -> None:
-        """The units of initial states."""
+        """Join the units of initial states."""
         for at, units in zip(STATE_PORTS, (out, hidden), strict=True):
             self._state_units[op.name, at] = units
             self._state(op.inputs[at] if at < len(op.inputs) else None, units, op)
 
     def _state(self, value: str | None, units: Index | None, op: Op) -> None:
-        """A state that a recurrent layer reads; one that is a constant is made anew with the width that is left."""
+        """Join a state of a recurrent layer; a constant one is created again with the new width."""
         axes = self.axes(value)
         if value is None or units is None or not axes:
             return
@@ -700,7 +700,7 @@ class Dependencies:
             self._stay((units,), self._why_it_stays(value, op), op)
 
     def _why_it_stays(self, value: str, op: Op) -> str:
-        """Why a state has to keep its width."""
+        """The reason why a state keeps its width."""
         source = from_input(self.graph, value)
         if source is None:
             return f"{op.name} begins with the state {value}, whose width the dependency graph cannot follow"
@@ -762,7 +762,7 @@ class Dependencies:
         return moved if fits else None
 
     def _join_pieces(self, made: Sequence[Axes], rank: int) -> None:
-        """The pieces of a split lose the same positions, as they have to stay of one length."""
+        """Join the pieces of an equal split, which lose the same positions."""
         for axis in range(rank):
             parts = [m[axis] for m in made if len(m) == rank]
             pieces = [p for p in parts if p is not None and parts[0] is not None and len(p) == len(parts[0])]
@@ -787,15 +787,15 @@ class Dependencies:
         return atoms
 
     def _filled(self, op: Op) -> list[Axes]:
-        """A tensor of one number, as long as is asked for."""
+        """The axes of a constant tensor, of any length."""
         return [[self._fresh(n) for n in self.graph.values[v].shape] for v in op.outputs]
 
     def _numbers(self, op: Op) -> list[Axes]:
-        """Lengths, which follow by themselves."""
+        """No axes for lengths, which follow by themselves."""
         return [self._all_stay(v) for v in op.outputs]
 
     def _moved(self, op: Op, output: int, moved: Index, x: Axes, shape: Sequence[int]) -> Axes:
-        """The axes of one output of a movement, which holds the numbers ``moved``."""
+        """The axes of one output of a data movement with the element numbers ``moved``."""
         made: Axes = [None] * moved.ndim
         held: set[int] = set()  # axes of the result that have units
         soft = [a is not None and len(a) > 0 and int(a[0]) in self._soft for a in x]
@@ -990,7 +990,7 @@ class _Cuts:
         self._seen: dict[int, Index | None] = {}
 
     def of(self, atoms: Index | None) -> Index | None:
-        """``None`` where all do."""
+        """The kept positions; ``None`` where all are kept."""
         if atoms is None:
             return None
         if id(atoms) not in self._seen:
@@ -1032,11 +1032,11 @@ class _Units:
         return sorted(found.values(), key=lambda units: int(self._where[self._starts[units[0]]]))
 
     def root(self, unit: int) -> int:
-        """Of a unit."""
+        """The root of a unit."""
         return int(self._owner[self._starts[unit]])
 
     def places(self, unit: int) -> list[tuple[str, int]]:
-        """Parameter and axis of each of its atoms."""
+        """Parameter and axis of each atom of a unit."""
         return [self._places[w] for w in self._where[self._starts[unit] : self._ends[unit]].tolist()]
 
     def positions(self, alike: Sequence[int], place: tuple[str, int]) -> Index:
@@ -1046,7 +1046,7 @@ class _Units:
         return np.asarray(self._position[self._starts[list(alike)][:, None] + first])
 
     def atoms(self, alike: Sequence[int]) -> Index:
-        """``[units, n]``, those that are filled in included."""
+        """The atoms of units, ``[units, n]``, including those of filled-in values."""
         return np.stack([self._members[self._bounds[r] : self._bounds[r + 1]] for r in map(self.root, alike)])
 
 

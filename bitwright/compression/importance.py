@@ -65,7 +65,7 @@ class Evidence:
 
 
 def comparable(scores: Array) -> Array:
-    """Scores in parts of the mean of their group; all 1 where every one is 0.
+    """Scores relative to their group's mean; all 1 where all are 0.
 
     >>> comparable(np.array([1.0, 3.0])).tolist()
     [0.5, 1.5]
@@ -84,7 +84,7 @@ def _norms(group: Group, evidence: Evidence, power: int) -> Array:
 
 
 def _folded(evidence: Evidence, member: Member) -> Array:
-    """The parameter of a member, with what the batch norm behind its layer multiplies each channel of the result by.
+    """The parameter of a member, times the factors of the batch norm after its layer.
 
     A batch norm undoes the scale of the rows in front of it, so that norms of a layer's weights say nothing by themselves.
     """
@@ -103,7 +103,7 @@ def _folded(evidence: Evidence, member: Member) -> Array:
 
 
 def _normed(graph: Graph) -> dict[str, tuple[Op, Op]]:
-    """Layer -> itself and the batch norm of its result."""
+    """Layer -> the layer and the batch norm after it."""
     made = {op.outputs[0]: op for op in graph.ops if op.type in TRAITS["layer"]}
     norms = [op for op in graph.ops if op.type == "BatchNormalization" and len(op.inputs) == 5]
     pairs = ((made.get(str(op.inputs[0])), op) for op in norms)
@@ -220,7 +220,7 @@ def mean_squares(view: Any, graph: Graph, groups: Iterable[Group], batches: Iter
 
 
 def channel_axis(op: Op) -> int:
-    """The axis of what a layer reads and makes that holds the channels."""
+    """The channel axis of a layer's input and output."""
     return 1 if op.type in ("Conv", "ConvTranspose") else -1
 
 

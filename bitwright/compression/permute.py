@@ -1,4 +1,4 @@
-"""Channels put into another order, so that ``n:m`` zeros, which lie among neighbours, cost less.
+"""Reorder channels so that ``n:m`` zeros among neighbours cost less.
 
 The channels of a group stand in the same places of all its parameters, so that they may change places together and the model
 computes what it did. Which four inputs of a layer are neighbours decides which weights ``2:4`` keeps.
@@ -50,7 +50,7 @@ def kept_weight(scores: Array, keep: int, every: int) -> Array:
 
 
 def better_order(scores: Array, keep: int, every: int, seed: int = 0) -> Index:
-    """An order of columns in which ``keep`` of every ``every`` neighbours hold more, by swaps between pairs of neighbourhoods.
+    """An order of columns with more weight in ``keep`` of every ``every`` neighbours, by swaps between neighbourhoods.
 
     Args:
         scores: ``[rows, columns]``, at least 0.
@@ -86,7 +86,7 @@ def better_order(scores: Array, keep: int, every: int, seed: int = 0) -> Index:
 def permute_channels(
     structure: Structured, batch: Any, keep: int, every: int, seed: int = 0
 ) -> tuple[tuple[Reordered, ...], dict[str, str]]:
-    """Reorder the channels that linear layers and 1 x 1 convolutions read, and everything that makes or holds them.
+    """Reorder the channels that linear layers and 1 x 1 convolutions read, consistently over the model.
 
     Args:
         structure: a model, changed in place.
@@ -122,7 +122,7 @@ def _row(group: Group, scores: Array, order: Index, keep: int, every: int) -> Re
 
 
 def _kept_orders(structure: Structured, found: Dependencies, orders: Mapping[str, Index], batch: Any) -> list[str]:
-    """Reorder all groups at once, or else one by one those with which the outputs stay what they are."""
+    """Reorder all groups at once, else one by one those that keep the outputs."""
     wanted = structure.outputs(batch)
     if orders and _applied(structure, found, orders, wanted, batch):
         return list(orders)
@@ -132,7 +132,7 @@ def _kept_orders(structure: Structured, found: Dependencies, orders: Mapping[str
 def _applied(
     structure: Structured, found: Dependencies, orders: Mapping[str, Index], wanted: Sequence[Array], batch: Any
 ) -> bool:
-    """Reorder, where the outputs stay what they are."""
+    """Reorder groups if the outputs stay the same."""
     undo = structure.cut(reordered(found, orders))
     same = all(_alike(a, b) for a, b in zip(wanted, structure.outputs(batch), strict=True))
     if not same:
@@ -147,7 +147,7 @@ def _alike(a: Array, b: Array) -> bool:
 
 
 def reordered(found: Dependencies, orders: Mapping[str, Index]) -> Cut:
-    """A cut that leaves every position, in another order: the units of groups change places.
+    """A cut that keeps every position in another order.
 
     Args:
         found: the dependency graph.

@@ -1,4 +1,4 @@
-"""Structured pruning: which units go, for a target, and the cut itself."""
+"""Structured pruning: choose the units to remove for a target, and cut."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Ranking = Literal["exact", "uniform", "global"]
 
 @dataclass(frozen=True)
 class Widths:
-    """What the kernels of a target want of widths.
+    """The widths that a target's kernels prefer.
 
     Attributes:
         multiple: how many channels they compute at once; narrow layers, of less than four times as many, keep a half or a
@@ -84,7 +84,7 @@ class Choice:
 
 
 def step_of(group: Group, widths: Widths) -> int:
-    """Number of units to remove at once, so that widths of their producers stay what the kernels like."""
+    """Number of units to remove at once, so that widths of their producers suit the kernels."""
     count = max((m.positions.shape[1] for m in group.makers), default=1)
     width, multiple = group.units * count, widths.multiple
     while multiple > math.gcd(width, widths.always) and multiple * 4 > width:
@@ -123,7 +123,7 @@ class Selector:
         self._owners = owners[np.lexsort((np.concatenate(ranks), np.concatenate(shared)))]
 
     def at(self, part: float) -> dict[str, Array]:
-        """Group -> the units that go, when about this part of all units does."""
+        """Group -> the removed units, when about this part of all units is removed."""
         removed = {}
         counts = self._counts(part)
         for group in self.groups:
@@ -153,7 +153,7 @@ class Selector:
         return counts_of(groups[0].units, self.step(groups[0]), min(map(self.most, groups)))
 
     def sets(self) -> list[list[Group]]:
-        """Groups that lose as many units each."""
+        """Sets of groups that lose equally many units."""
         if not self.alike:
             return [[group] for group in self.groups]
         kin: dict[str, list[Group]] = {}
@@ -211,7 +211,7 @@ class Selector:
         return Choice(best, self.left(best))
 
     def refilled(self, removed: Mapping[str, Array], target: Mapping[str, float]) -> dict[str, Array]:
-        """Give units back, the most important ones first, while the target is still met: whole steps are coarse."""
+        """Restore the most important units while the target is still met."""
         best = dict(removed)
         groups = {g.name: g for g in self.groups}
         waiting = [] if self.alike else list(best)
@@ -254,7 +254,7 @@ class PruneOptions:
 
     @property
     def kernels(self) -> Widths:
-        """What widths are multiples of.
+        """The preferred multiples of widths.
 
         Raises:
             ConfigError: there is no such row, or a number that is none.
@@ -387,7 +387,7 @@ def _exact(
     structure: Structured, selector: Selector, batches: Sequence[Any], target: Mapping[str, float], uniform: Choice,
     search: Search, options: PruneOptions,
 ) -> tuple[Chosen, dict[str, Array]]:  # fmt: skip
-    """The numbers of units within the target that disturb the outputs least; the same part of every group is tried too."""
+    """The numbers of units within the target of least output noise; equal parts of all groups are also tried."""
     few = few_batches(batches)
     original = None if search.original is None else Original(search.original, few)
     space = WidthSpace(structure, selector, few, original, search.batch_norms, search.wanted)
@@ -412,7 +412,7 @@ def _evidence(
     structure: Structured, found: Dependencies, groups: Sequence[Group], batches: Sequence[Any], options: PruneOptions,
     gradients: Callable[[Sequence[str]], Mapping[str, Array]] | None,
 ) -> Evidence:  # fmt: skip
-    """Collect the statistics that the criterion needs beside the parameters."""
+    """Collect the statistics that the criterion needs."""
     evidence = Evidence(found.graph, structure.param, seed=options.seed)
     if options.importance == "activation":
         evidence.squares = mean_squares(structure.view(), found.graph, groups, batches)

@@ -91,15 +91,15 @@ class Space(ABC):
 
     @abstractmethod
     def apply(self, choice: Sequence[int]) -> Undo:
-        """Carry out an option for every part; the function returned takes it back."""
+        """Apply an option for every part; the function returned undoes it."""
 
     @abstractmethod
     def noise(self) -> float:
-        """Noise over signal of the outputs of the model as it stands, against those of the original."""
+        """Noise over signal of the present model's outputs against the original's."""
 
     @abstractmethod
     def runnable(self) -> Any:
-        """The model as the metric takes it."""
+        """The argument of the metric."""
 
     def costs_of(self, choice: Sequence[int]) -> dict[str, float]:
         """Costs of the whole model; the sum over parts, where costs of parts do not depend on each other."""
@@ -235,7 +235,7 @@ def quietest(space: Space, noise: Cost, bounds: Mapping[str, float], start: Sequ
 
 
 def _filled(space: Space, noise: Cost, bounds: Mapping[str, float], choice: Choice) -> Choice:
-    """Use what is left of the bounds: parts become larger by one option, where most noise goes with it, until none fits.
+    """Use the rest of the bounds: enlarge parts by one option, largest noise reduction first, until none fits.
 
     Where costs multiply, the programs leave room. A step that does not fit never will, since the others only grow.
     """
@@ -301,7 +301,7 @@ def sensitivities(space: Space, progress: bool = True, record: Record | None = N
 
 
 class Record:
-    """Numbers that a search has measured, kept on disk: after a kill it goes on from there.
+    """Measurements of a search on disk, from which it continues after a kill.
 
     Args:
         folder: where; ``None`` keeps nothing.
@@ -318,7 +318,7 @@ class Record:
         self._known = self._kept.load()
 
     def get(self, name: str, measure: Callable[[], float]) -> float:
-        """The number of that name: as it was, or measured and written."""
+        """The stored number, or measured and stored."""
         if name not in self._known:
             self._known[name] = measure()
             self._kept.save(lambda: self._known, now=True)
@@ -379,7 +379,7 @@ def choose(
     record: Record | None = None,
     progress: bool = True,
 ) -> Chosen:
-    """Choose within the target the options of least output noise; the model is restored.
+    """Choose the options of least output noise within the target; the model is restored.
 
     Args:
         space: what is chosen from.
@@ -462,7 +462,7 @@ def front(
     record: Record | None = None,
     progress: bool = True,
 ) -> list[Tried]:
-    """Choices from the cheapest to the model as it is, none of which another one beats; each is measured once.
+    """The Pareto front of choices from the cheapest to the present model, each measured once.
 
     Args:
         space: what is chosen from.

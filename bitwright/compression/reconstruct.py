@@ -1,4 +1,4 @@
-"""Accuracy back before any training: following layers fitted by least squares, statistics of batch norms estimated anew.
+"""Recover accuracy without training: fit following layers by least squares, re-estimate batch-norm statistics.
 
 A layer that has lost inputs is given the weights with which it comes nearest to what it computed in the whole model:
 ``min_W ||Y - X W||``, ``Y`` being the results of the original layer on the data and ``X`` what the pruned model hands to it.
@@ -128,7 +128,7 @@ def reconstruct(
 def _fit_together(
     view: Any, batches: Sequence[Any], readers: Sequence[_Reader], fits: dict[str, Fit], undos: list[Undo]
 ) -> None:
-    """Run the batches; each layer is fitted once what it is given in the last of them is known."""
+    """Run the batches; each layer is fitted once its last input is known."""
     of: dict[str, list[_Reader]] = {}
     for reader in readers:
         of.setdefault(reader.source, []).append(reader)
@@ -171,7 +171,7 @@ def _rows(y: Array, channel: int, places: Array) -> Array:
 
 
 class _Reader:
-    """A layer that has lost inputs, and rows of what it is given.
+    """A layer that has lost inputs, and rows of its input.
 
     Args:
         view, graph: the pruned model.
@@ -192,7 +192,7 @@ class _Reader:
         self._rows: dict[int, Array] = {}  # batch -> what it is given at the positions
 
     def add(self, batches: range, runs: Sequence[Sequence[Array]]) -> None:
-        """Take in what it is given in the first run of each batch."""
+        """Add rows of its input in the first run of each batch."""
         for batch, arrays in zip(batches, runs, strict=True):
             if arrays and batch not in self._rows:
                 x, places = np.asarray(arrays[0]), self._wanted[batch][0]
@@ -203,7 +203,7 @@ class _Reader:
                 self._rows[batch] = rows.astype(np.float64)
 
     def fit(self, undos: list[Undo]) -> dict[str, Fit]:
-        """Fit the layer by what was taken in: its name and how it went; nothing where it cannot be fitted."""
+        """Fit the layer to the collected rows; returns its name and outcome, nothing where it cannot be fitted."""
         W = self._W
         b = None if self._bias is None else np.asarray(self._view.param(self._bias), np.float64)
         columns = self._op.type == "Conv" or bool(self._op.attrs.get("transB"))
@@ -239,7 +239,7 @@ def _patches(x: Array, shape: Sequence[int], attrs: Mapping[str, Any], places: A
 def estimate_batch_norms(
     original: Original, pruned: Any, norms: Mapping[str, Array | None], undos: list[Undo] | None = None
 ) -> int:
-    """Move the statistics of batch norms as what they read has moved.
+    """Shift the statistics of batch norms with their inputs.
 
     The mean changes by the difference of the means that both models have on the data, the variance by the ratio of the
     variances: statistics from training keep what they know beyond the data. The batches are run once, and every norm is moved
@@ -266,7 +266,7 @@ def estimate_batch_norms(
 
 
 def _move_in_walks(view: Any, batches: Sequence[Any], norms: Sequence[_Norm]) -> None:
-    """Run the batches, each norm taking in what it reads; again, where they were not all known at once."""
+    """Run the batches and collect each norm's inputs; repeated where several runs are needed."""
     readers: dict[str, list[_Norm]] = {}
     for norm in norms:
         readers.setdefault(norm.source, []).append(norm)
@@ -309,17 +309,17 @@ class Moments:
 
     @property
     def mean(self) -> Array:
-        """Of each channel."""
+        """The mean of each channel."""
         return np.asarray(self.total / max(self.rows, 1))
 
     @property
     def variance(self) -> Array:
-        """Of each channel."""
+        """The variance of each channel."""
         return np.maximum(self.squares / max(self.rows, 1) - np.square(self.mean), 0.0)
 
 
 class _Norm:
-    """A batch norm whose statistics move, and what is known of its input.
+    """A batch norm with shifting statistics, and the moments of its input.
 
     Args:
         view, graph: the pruned model.

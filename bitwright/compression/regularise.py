@@ -1,4 +1,4 @@
-"""Sparse training: a loss that draws whole units of groups to zero, so that pruning takes them at little cost."""
+"""Sparse training: a loss that draws whole units of groups to zero, so that pruning them costs little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a training loop compresses, and by how much: at once, in equal steps, or gradually."""
+"""Schedules of compression in a training loop: one shot, equal steps, or gradual."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ class CompressionSchedule:
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where a checkpoint was written."""
+        """Restore the state of a checkpoint."""
         self.done = int(state["done"])

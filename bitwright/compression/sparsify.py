@@ -74,7 +74,7 @@ class Pattern:
 
 
 def mask_of(scores: Array, sparsity: float, pattern: Pattern, *, by_row: bool = False) -> Array:
-    """Which weights stay: a boolean array like ``scores [O, K]``.
+    """A mask of the kept weights, like ``scores [O, K]``.
 
     Args:
         scores: what a weight is worth.
@@ -125,7 +125,7 @@ def sparse_gpt(W: Array, moments: Array, sparsity: float, pattern: Pattern) -> A
 
 
 class SparseLayer:
-    """A weight that zeros are put into.
+    """A weight to be made sparse.
 
     Args:
         op: the layer.
@@ -166,7 +166,7 @@ class SparseLayer:
         return np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis]).astype(np.float64)
 
     def see(self, moments: Array, mean: Array) -> None:
-        """Take what it multiplies into account."""
+        """Add an input to the statistics."""
         self.moments = moments
 
 
@@ -217,7 +217,7 @@ METHODS: dict[str, Method] = {
 
 
 def find_sparse_layers(view: FloatModel, reads: bool) -> tuple[list[SparseLayer], dict[str, str]]:
-    """Weights that zeros can be put into, and why not the others."""
+    """Weights that can be made sparse, and the reasons of the others."""
     graph = view.graph()
     ports = {**dict.fromkeys(TRAITS["layer"], (1,)), **dict.fromkeys(_RECURRENT, (1, 2))}
     places = [
@@ -241,7 +241,7 @@ def find_sparse_layers(view: FloatModel, reads: bool) -> tuple[list[SparseLayer]
 
 
 def _obstacle(op: Op, port: int, weight: Value, seen: Container[str], reads: bool) -> str | None:
-    """Why no zeros are put into a weight; ``None`` where they can be. ``seen`` are the parameters of earlier layers."""
+    """The reason why a weight is not made sparse; ``None`` where it can be. ``seen``: parameters of earlier layers."""
     if weight.param is None or weight.kind != "param":
         return "its weight is computed by the model"
     if weight.param in seen:
@@ -393,7 +393,7 @@ def sparsify_model(
 def _check_options(
     method: str, sparsity: float, wanted: Pattern, pattern: str, permute: bool, scores: Mapping[str, Any] | None
 ) -> None:
-    """Refuse options that do not exist or do not go together."""
+    """Refuse unknown or incompatible options."""
     if method not in METHODS:
         raise ConfigError(
             "method", f"there is no method {method!r}{close_matches(method, METHODS)}", f"use {', '.join(METHODS)}"
@@ -447,7 +447,7 @@ def _scored(layers: Sequence[SparseLayer], scores: Mapping[str, Any], refused: d
 def _chosen(
     layers: Sequence[SparseLayer], refused: Mapping[str, str], include: Iterable[str] | None, exclude: Iterable[str]
 ) -> list[SparseLayer]:
-    """The layers of some names.
+    """The named layers.
 
     Raises:
         ConfigError: a name is none of a layer that can be pruned; says why not.

@@ -1,4 +1,4 @@
-"""Which inputs and outputs of a model are states of recurrent layers: the next call reads what this one has returned."""
+"""Find inputs and outputs of a model that are states of recurrent layers, passed from call to call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PASSES_ON = _KEEPS | {"Slice", "Split", "Gather"}
 
 
 def final_states(graph: Graph) -> set[str]:
-    """Values that are final states of recurrent layers, whole, alone or put together.
+    """Values that are whole final states of recurrent layers, alone or joined.
 
     Only the next call of the model reads them, so that they may become narrower. A state of which positions are picked is a
     feature that the model returns, and so is one where the model returns nothing else.
@@ -56,7 +56,7 @@ def _is_state(op: Op, port: int, value: str, returned: bool, read_otherwise: set
 
 
 def _leading_to(graph: Graph, values: set[str]) -> set[str]:
-    """``values``, and those that they are put together from."""
+    """``values``, and the values that they are joined from."""
     found = set(values)
     for op in reversed(graph.ops):
         if op.type in _KEEPS and not found.isdisjoint(op.outputs):

@@ -1,4 +1,4 @@
-"""Layers as two or three smaller ones in a row: low-rank factors of their weights, from singular values and real inputs.
+"""Factorise layers into two or three smaller ones by low rank, from singular values and real inputs.
 
 Every form is one factorization: a weight seen as ``W [O, P, Q]`` becomes ``B [O, r, Q]`` after ``A [r, P]``, where ``A`` works on
 the axis ``P`` of what the layer reads and ``Q`` is left to the second layer.
@@ -229,7 +229,7 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 
 @dataclass(frozen=True)
 class Factored:
-    """A layer in factors, as it would be put into the model.
+    """A factorised layer.
 
     Attributes:
         layer: op.
@@ -274,7 +274,7 @@ class ReadsInputs(Protocol):
         """The rows that the weight multiplies, ``[rows, K]``."""
 
     def see(self, moments: Array, mean: Array) -> None:
-        """Take their second moments and mean into account."""
+        """Add second moments and mean of rows to the statistics."""
 
 
 class LowRankLayer:
@@ -342,7 +342,7 @@ class LowRankLayer:
         return patches(x, self.kernel, self.op.attrs)
 
     def see(self, moments: Array, mean: Array) -> None:
-        """Take second moments ``[K, K]`` and the mean ``[K]`` of :meth:`rows` into account."""
+        """Add second moments ``[K, K]`` and the mean ``[K]`` of :meth:`rows` to the statistics."""
         self._known.clear()
         self._mean = mean if self.takes_bias else None
         self._moments = moments - np.outer(mean, mean) if self.takes_bias else moments
@@ -367,7 +367,7 @@ class LowRankLayer:
         return self._pair(form, max(low // multiple * multiple, 1) if low >= multiple else low)
 
     def at(self, form: str, rank: tuple[int, ...]) -> Factored:
-        """The layer in factors."""
+        """The factorised layer."""
         key = (form, rank)
         if key not in self._known:
             self._known[key] = self._factored(form, rank)
@@ -532,7 +532,7 @@ def patches(x: Array, kernel: Sequence[int], attrs: Mapping[str, Any]) -> Array:
 
 @dataclass
 class LowRankLayers:
-    """The layers of a model that can be written as factors, and why not the others.
+    """The layers of a model that can be factorised, and the reasons of the others.
 
     Attributes:
         of: op -> layer.
@@ -545,7 +545,7 @@ class LowRankLayers:
     bias: dict[str, str | None] = field(default_factory=dict)
 
     def chosen(self, include: Iterable[str] | None = None, exclude: Iterable[str] = ()) -> list[LowRankLayer]:
-        """The layers of some names.
+        """The named layers.
 
         Raises:
             ConfigError: a name is none of a layer that can be factored; says why not.
@@ -593,7 +593,7 @@ def _bias(view: FloatModel, graph: Graph, op: Op) -> tuple[bool, str | None]:
 
 
 def _obstacle(graph: Graph, op: Op) -> str | None:
-    """Why a layer is not written as factors; ``None`` where it can be."""
+    """The reason why a layer is not factorised; ``None`` where it can be."""
     weight = graph.values[str(op.inputs[1])]
     if weight.kind != "param" or weight.param is None:
         return "its weight is computed by the model"
@@ -615,7 +615,7 @@ def _obstacle(graph: Graph, op: Op) -> str | None:
 
 
 def _no_matrix(op: Op, shape: Sequence[int]) -> str | None:
-    """Why a weight is not one matrix of several inputs and outputs; ``None`` where it is."""
+    """The reason why a weight is not a matrix of several inputs and outputs; ``None`` where it is."""
     if int(op.attrs.get("group", 1)) > 1:
         depthwise = op.type == "Conv" and shape[1] == 1
         return "it is depthwise: each channel has one filter" if depthwise else "it is grouped"
@@ -635,7 +635,7 @@ def _directions(graph: Graph, op: Op) -> list[Op]:
 def measure_inputs(
     view: FloatModel, layers: Sequence[ReadsInputs], batches: Iterable[Any], *, most_rows: int = 16384, seed: int = 0
 ) -> int:
-    """Second moments of what the layers read, in one run of the batches.
+    """Second moments of the layers' inputs, in one run of the batches.
 
     Args:
         view: the model.
@@ -679,7 +679,7 @@ def measure_inputs(
 
 
 def _few_rows(layer: ReadsInputs, x: Array, most: int, random: np.random.Generator) -> Array:
-    """At most ``most`` rows of what a layer multiplies; of a convolution, from samples that have about four times as many."""
+    """At most ``most`` rows of a layer's input; for a convolution, drawn from about four times as many."""
     if layer.op.type in ("Conv", "ConvTranspose"):
         per_sample = max(1, math.prod(x.shape[2:]))
         samples = max(1, math.ceil(4 * most / per_sample))
@@ -695,7 +695,7 @@ RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 class SvdSpace(Space):
-    """Layers of a model, each as it is or in factors of some rank: what :func:`bitwright.compression.ratios.choose` chooses from.
+    """The search space of factorised layers for :func:`bitwright.compression.ratios.choose`.
 
     Args:
         opened: the model.
@@ -762,7 +762,7 @@ class SvdSpace(Space):
     def _kept(
         self, layers: Sequence[LowRankLayer], keeps: Callable[[LowRankLayer], bool], reason: str
     ) -> list[LowRankLayer]:
-        """Those that ``keeps`` holds of; the others are refused for ``reason``."""
+        """The layers for which ``keeps`` holds; the others are refused for ``reason``."""
         self.found.refused.update((layer.name, reason) for layer in layers if not keeps(layer))
         return [layer for layer in layers if keeps(layer)]
 
@@ -792,7 +792,7 @@ class SvdSpace(Space):
         return step
 
     def apply(self, choice: Sequence[int]) -> Undo:
-        """Put the factors of all layers that are not as they are into the model."""
+        """Put the factors of all changed layers into the model."""
         return self.put([p.options[k].what for p, k in zip(self.parts, choice, strict=True) if k])
 
     def put(self, factored: Iterable[Factored]) -> Undo:
@@ -818,7 +818,7 @@ class SvdSpace(Space):
         return float(np.mean(found)) if found else 0.0
 
     def runnable(self) -> Any:
-        """The model as the metric takes it."""
+        """The argument of the metric."""
         return self.opened.runnable()
 
 
@@ -847,7 +847,7 @@ class SvdRow:
 
 @dataclass(frozen=True)
 class SvdReport(Reversible, Tabular):
-    """Layers in factors; a table when printed.
+    """The factorised layers; a table when printed.
 
     Attributes:
         rows: one per layer that could be factored.
@@ -904,7 +904,7 @@ class SvdReport(Reversible, Tabular):
 
 
 def svd_report(space: SvdSpace, factored: Sequence[Factored], undo: Undo, chosen: Chosen | None = None) -> SvdReport:
-    """The report of factors that were put into the model of ``space``."""
+    """The report of the factors in the model of ``space``."""
     by_layer = {one.layer: one for one in factored}
     rows = []
     before = {name: space.whole[name] for name in ("macs", "params", "bytes")}
@@ -937,7 +937,7 @@ def svd(
     deadline: float | None = None,
     progress: bool = True,
 ) -> SvdReport:
-    """Write layers of an opened model as factors; ``report.undo()`` takes it back.
+    """Factorise layers of an opened model; ``report.undo()`` restores it.
 
     Args:
         opened: the model, changed in place.
@@ -1009,7 +1009,7 @@ def svd_model(
     providers: Any = None,
     progress: bool = True,
 ) -> SvdReport:
-    """Write layers of a PyTorch or ONNX model as two or three smaller ones in a row, in place.
+    """Factorise layers of a PyTorch or ONNX model into two or three smaller ones, in place.
 
     Convolutions become k x 1 and 1 x k (spatial SVD), 1 x 1 and k x k, k x k and 1 x 1, or 1 x 1, k x k and 1 x 1 (Tucker-2);
     linear layers, products with a stored matrix and the input matrices of recurrent layers become two products. Without

@@ -1,4 +1,4 @@
-"""Pruning between the steps of a training loop: the model, and what an optimizer holds of its parameters, become narrower."""
+"""Prune between the steps of a training loop: the model and the optimizer's state become narrower."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TrainingPruner:
         return result
 
     def _renew(self, cut: Mapping[int, torch.Tensor]) -> None:
-        """Put a new parameter in the place of each that was cut, in modules and optimizers."""
+        """Replace each cut parameter in modules and optimizers."""
         new = {key: nn.Parameter(p.data, p.requires_grad) for key, p in cut.items() if isinstance(p, nn.Parameter)}
         for module in self.model.modules():
             for name, parameter in list(module._parameters.items()):
@@ -110,7 +110,7 @@ class MovementScores:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count the gradients as they stand: call it after ``backward()`` and before the step of the optimizer.
+        """Add the present gradients: call it after ``backward()`` and before the optimizer's step.
 
         Raises:
             CalibrationError: no parameter has a gradient, or one is NaN or infinite.
@@ -133,7 +133,7 @@ class MovementScores:
 def _renew_in(
     optimizer: torch.optim.Optimizer, old: Mapping[int, torch.Tensor], new: Mapping[int, nn.Parameter]
 ) -> None:
-    """Put new parameters in the place of old ones, which are known by their ids; what is held of them stays."""
+    """Replace parameters, found by id, in an optimizer; their state stays."""
     for group in optimizer.param_groups:
         group["params"] = [new.get(id(p), p) for p in group["params"]]
     for key, parameter in new.items():
@@ -142,7 +142,7 @@ def _renew_in(
 
 
 def _narrow(state: dict[str, Any], shape: tuple[int, ...], axes: Mapping[str, list[int]]) -> None:
-    """Take from every tensor that an optimizer holds of a parameter, in its shape, what a cut took from the parameter."""
+    """Cut optimizer state of a parameter's shape like the parameter."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
             for axis, positions in axes.items():

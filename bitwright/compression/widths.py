@@ -26,7 +26,7 @@ _JUDGED = 64  # samples that choices are measured on
 def lost(
     found: Dependencies, cut: Cut, groups: Iterable[Group]
 ) -> tuple[dict[str, Array | None], dict[str, Array | None]]:
-    """Layers that read ``groups``, and batch norms -> which of their outputs a cut leaves, ``None`` for all."""
+    """Layers that read ``groups``, and batch norms -> the kept outputs after a cut, ``None`` for all."""
     known = {op.name: op for op in found.graph.ops}
 
     def left(name: str, channel: int) -> Array | None:
@@ -41,7 +41,7 @@ def lost(
 
 
 def cut_graph(graph: Graph, kept: Kept) -> Graph:
-    """The graph with the shapes that a cut leaves."""
+    """The graph with the shapes after a cut."""
     values = dict(graph.values)
     for name, value in graph.values.items():
         if kept.axes(name):
@@ -57,7 +57,7 @@ def counts_of(units: int, step: int, most: int) -> list[int]:
 
 
 def few_batches(batches: Iterable[Any]) -> list[Any]:
-    """Read the first batches, up to the number of samples that choices are measured on, and no further batch."""
+    """Read the first batches, up to the number of samples on which choices are measured."""
     return [batch for batch, _ in first_samples(batches, _JUDGED)]
 
 
@@ -86,7 +86,7 @@ class Units(Protocol):
     order: dict[str, Array]
 
     def sets(self) -> list[list[Group]]:
-        """Groups that lose as many units each."""
+        """Sets of groups that lose equally many units."""
 
     def counts(self, groups: Sequence[Group]) -> list[int]:
         """Numbers of units that may be removed from each of ``groups``, ascending from 0."""
@@ -148,7 +148,7 @@ class WidthSpace(Space):
         return Part(", ".join(g.name for g in groups), tuple(options))
 
     def removed(self, choice: Sequence[int]) -> dict[str, Array]:
-        """Group -> units that go."""
+        """Group -> removed units."""
         return {
             group.name: np.sort(self.selector.order[group.name][: counts[k]])
             for groups, counts, k in zip(self.sets, self.counts, choice, strict=True)
@@ -157,7 +157,7 @@ class WidthSpace(Space):
         }
 
     def nearest(self, removed: Mapping[str, Array]) -> list[int]:
-        """The choice that takes at least as many units of every group."""
+        """The nearest choice that removes at least as many units of every group."""
         choice = []
         for groups, counts in zip(self.sets, self.counts, strict=True):
             wanted = max(len(removed.get(g.name, ())) for g in groups)
@@ -176,7 +176,7 @@ class WidthSpace(Space):
         return self.selector.prices(cut_graph(self.found.graph, self.found.cut(removed)))
 
     def around(self, choice: Sequence[int]) -> Mapping[str, tuple[Sequence[Sequence[float]], float]]:
-        """Every option is tried with the others at ``choice``; costs are of degree two in the units of a group."""
+        """Costs of every option of a part with the others at ``choice``, by a quadratic in the units."""
         here = self.costs_of(choice)
         rows: dict[str, list[list[float]]] = {name: [] for name in here}
         rest = {name: -(self._n - 1) * here[name] for name in here}
@@ -191,7 +191,7 @@ class WidthSpace(Space):
         return {name: (rows[name], rest[name]) for name in here}
 
     def apply(self, choice: Sequence[int]) -> Undo:
-        """Cut the model, and fit what is left to the original."""
+        """Cut the model, and fit the rest to the original."""
         removed = self.removed(choice)
         if not removed:
             return lambda: None
@@ -216,5 +216,5 @@ class WidthSpace(Space):
         return output_noise(self.structure, self._batches, self._wanted) or 0.0
 
     def runnable(self) -> Any:
-        """The model as the metric takes it."""
+        """The argument of the metric."""
         return self.structure.metric_target()

@@ -172,7 +172,7 @@ def _sigmoid(x: Array) -> Array:
 
 
 def table_of(function: Callable[[Array], Array], source: Tensor, grid: Grid) -> Array:
-    """The code that each of 256 codes becomes, by the code's bits as uint8."""
+    """The output code of each of 256 input codes, indexed by the code's bits as uint8."""
     codes = np.arange(256, dtype=np.uint8).view(source.values.dtype)
     return grid.quantize(function(Tensor(codes, source.scale, source.zero_point).dequantized))
 

@@ -37,7 +37,7 @@ _DOUBLES = (
 
 
 def stored(call: Call, whole: Array) -> Array:
-    """Whole numbers counted from the zero point, as codes; an activation that the kernel took in cuts them."""
+    """Integers relative to the zero point, as codes, clamped by a fused activation."""
     grid = call.grid
     low, high = map(float, grid.ends)
     activation = call.attributes.get("fusedActivationFunction", 0)
@@ -92,7 +92,7 @@ def _factor(call: Call) -> Array:
 
 
 def _factor_of_matrix(call: Call) -> Array:
-    """The same of a matrix product by ruy: of one factor, the scales of weight and input are multiplied in float32."""
+    """The factors of a matrix product by ruy; with one factor, the scales of weight and input are multiplied in float32."""
     data, weight = call.read(0), call.read(1)
     if weight.scale.size > 1:
         return _factor(call)

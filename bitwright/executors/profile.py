@@ -59,7 +59,7 @@ class Profile:
 
 
 def exact_kernels(profile: Profile) -> Profile:
-    """The same profile with kernels that compute what the simulation does, where there are such.
+    """The profile with kernels that compute exactly as the simulation, where they exist.
 
     Example:
         >>> exact_kernels(find_profile("ort_arm")).kernels["Conv"]

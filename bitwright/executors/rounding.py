@@ -1,4 +1,4 @@
-"""Requantization: how a target brings an integer sum onto the grid of its output.
+"""Requantization: the conversion of integer sums to the grid of the output, by target.
 
 ==========================  =========================================================================================
 name                        arithmetic
@@ -98,14 +98,14 @@ def rescaled_upwards(sums: Any, mantissa: Any, shift: Any) -> Integers:
 
 
 def rescaled_once(sums: Any, mantissa: Any, shift: Any) -> Integers:
-    """The same with one rounding of the whole product, a half upwards."""
+    """:func:`rescaled` with one rounding of the whole product, a half upwards."""
     bits = _MANTISSA - np.asarray(shift, np.int64)
     product = np.asarray(sums, np.int64) * np.asarray(mantissa, np.int64)
     return np.asarray((product + (np.int64(1) << (bits - 1))) >> bits, np.int64)
 
 
 def rescaled_wide(sums: Any, mantissa: Any, shift: Any) -> Integers:
-    """The same for sums of 64 bits, beside activations of 16: a mantissa of 15 bits, and one rounding, a half upwards."""
+    """:func:`rescaled` for 64-bit sums of 16-bit activations: a 15-bit mantissa, and one rounding, a half upwards."""
     kept = _narrowed(np.asarray(mantissa, np.int64))
     bits = _MANTISSA - _NARROW - np.asarray(shift, np.int64)
     return np.asarray((np.asarray(sums, np.int64) * kept + (np.int64(1) << (bits - 1))) >> bits, np.int64)
@@ -117,7 +117,7 @@ def _narrowed(mantissa: Integers) -> Integers:
 
 
 def rescaling_error(factor: ArrayLike) -> float:
-    """The most by which :func:`rescaled` lies off the rounded product with one of ``factor``, before its last rounding.
+    """A bound on the error of :func:`rescaled` before its last rounding.
 
     The first rounding is to multiples of ``2 ** shift``: half of that, where it shifts to the right.
 
@@ -130,7 +130,7 @@ def rescaling_error(factor: ArrayLike) -> float:
 
 
 def wide_rescaling_error(factor: ArrayLike, largest: float) -> float:
-    """The most by which the shorter mantissa of :func:`rescaled_wide` moves results of size ``largest``."""
+    """A bound on the error of :func:`rescaled_wide`'s shorter mantissa for results up to ``largest``."""
     mantissa, shift = quantize_multiplier(factor)
     kept = _narrowed(mantissa)
     exact = np.asarray(factor, np.float64)

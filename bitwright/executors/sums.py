@@ -31,7 +31,7 @@ def kind_for(bound: float) -> type[np.floating[Any]] | type[np.int64]:
 
 
 def wrapped(sums: Array, bits: int, bound: float) -> Array:
-    """Sums as an accumulator of ``bits`` bits holds them; as they are where none can pass its ends.
+    """Sums wrapped to an accumulator of ``bits`` bits; unchanged where none can overflow.
 
     >>> wrapped(np.array([40000.0, -40000.0]), 16, 40000.0).tolist()
     [-25536.0, 25536.0]

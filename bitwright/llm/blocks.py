@@ -36,7 +36,7 @@ Read = Callable[[str], Tensor]
 
 
 class _Entered(Exception):  # noqa: N818 - no error: it ends the forward when the blocks have been reached
-    """All that blocks read is known."""
+    """The arguments that blocks read, recorded on entry."""
 
 
 class Block(nn.Module):
@@ -84,7 +84,7 @@ class States:
         self.path, self.shape = path, shape
 
     def write(self, index: int, state: Tensor) -> None:
-        """Keep the state of a sample."""
+        """Store the state of a sample."""
         values = np.ascontiguousarray(state.detach().float().reshape(self.shape).numpy())
         with open(self.path, "r+b" if self.path.exists() else "w+b") as file:
             file.seek(index * values.nbytes)
@@ -242,7 +242,7 @@ class Runner:
 
     @torch.no_grad()
     def run(self, index: int, source: States, target: States, samples: Sequence[int]) -> None:
-        """Run a block, whose weights are there, on the states of samples."""
+        """Run a block, whose weights are loaded, on the states of samples."""
         block = self.block(index)
         for sample in samples:
             target.write(sample, block(source.read(sample)))
@@ -267,7 +267,7 @@ class Runner:
 
 
 def _rows_of(table: nn.Module | None, fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of a table whose rows are not there."""
+    """The forward of a table whose weights are not loaded."""
     assert table is not None
     width = int(table.get_parameter("weight").shape[1])
     return lambda tokens, *args, **kwargs: fill(*tokens.shape, width)
@@ -382,7 +382,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> Runner:
 
 
 class Spill:
-    """Finished blocks on disk, so that a run that was ended goes on where it was.
+    """Finished blocks on disk, from which an interrupted run continues.
 
     Args:
         folder: made where it is missing; files of an earlier run with another ``key`` are removed.
@@ -414,7 +414,7 @@ class Spill:
 
     @property
     def done(self) -> int:
-        """Blocks that are finished."""
+        """The finished blocks."""
         return int(self._journal().get("done", 0))
 
     @property
@@ -427,7 +427,7 @@ class Spill:
         return States(self.folder / f"states-{name}-{index:04d}", shape)
 
     def put(self, index: int, tensors: Mapping[str, PackedWeight | Tensor], note: Any = None) -> None:
-        """Keep the weights of a block, and note that it is finished; states before it are removed."""
+        """Store the weights of a finished block, and remove the states before it."""
         from safetensors.torch import save_file
 
         arrays: dict[str, Tensor] = {}
@@ -466,7 +466,7 @@ class Spill:
                     yield stem, PackedWeight(stem, codes, _encoding(encodings[stem], *parts))
 
     def clear(self) -> None:
-        """Remove all of it."""
+        """Remove the folder."""
         for path in (*self.folder.glob("block*"), *self.folder.glob("states-*"), *self.folder.glob("journal.*")):
             path.unlink()
         if not any(self.folder.iterdir()):

@@ -105,7 +105,7 @@ class Checkpoint:
         return empty_model(self.folder, self.config)
 
     def read(self, name: str, dtype: torch.dtype | None = None, rows: slice | None = None) -> Tensor:
-        """The tensor of a parameter or of the files, read now; no other part of the file comes into memory.
+        """Read the tensor of a parameter or of the files, without loading the rest of the file.
 
         Args:
             name: of a parameter of the model, or of a tensor of the files.

@@ -1,4 +1,4 @@
-"""Layers that hold codes in the place of float weights."""
+"""Layers that hold codes instead of float weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CodedLinear(nn.Module):
 
 
 def with_codes(model: nn.Module, weights: Iterable[Weight], *, in_place: bool) -> nn.Module:
-    """A model that computes with quantized weights: linear layers hold codes, other parameters the values that these stand for.
+    """A model with quantized weights: linear layers hold codes, other parameters dequantized values.
 
     Args:
         model: with its float weights, or on the ``meta`` device.
@@ -81,7 +81,7 @@ def with_codes(model: nn.Module, weights: Iterable[Weight], *, in_place: bool) -
 
 
 def _take(model: nn.Module, weight: Weight) -> None:
-    """Put one weight in its places, as codes where a linear layer has it alone."""
+    """Store one weight in all its places, as codes where a linear layer owns it alone."""
     path, _, last = weight.name.rpartition(".")
     owner = model.get_submodule(path)
     old = owner.get_parameter(last)

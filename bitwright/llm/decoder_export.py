@@ -1,4 +1,4 @@
-"""Language models as files that generate: one ONNX model for prefill and decode, with what onnxruntime-genai wants beside it.
+"""Export language models as one ONNX model for prefill and decode, with the files of onnxruntime-genai.
 
 A decoder of transformers is called with a cache object, makes its mask from lengths, and returns another cache. In a file the
 cache is inputs and outputs by name, every length varies, and a runtime passes ``present`` back as ``past``.
@@ -212,7 +212,7 @@ def _stored(sim: QuantizationSimModel, attention: str) -> dict[str, Encoding]:
 
 
 def _notes_of_cache(notes: Sequence[str], stored: Mapping[str, Encoding], layers: int) -> tuple[str, ...]:
-    """Notes without those on places that the operator holds."""
+    """Notes without those on places inside the operator."""
     held = f"cache: keys and values of {layers} layers are stored in int8, by GroupQueryAttention"
     others = [note for note in notes if note.split(": ")[0] not in stored]
     return (*others, f"{held}; tokens are compared, and samples of single places are not written")
@@ -393,7 +393,7 @@ def _check_lengths(decoder: _Decoder, model: ir.Model) -> None:
 def _group(
     decoder: _Decoder, model: ir.Model, caches: Sequence[CacheNames], stored: Mapping[str, Encoding]
 ) -> list[str]:
-    """Write attention as GroupQueryAttention, in place, and why it was not."""
+    """Write attention as GroupQueryAttention, in place; returns the reason where it fails."""
     if decoder.dtype == torch.bfloat16:
         return [
             "attention: in plain operators, because GroupQueryAttention of ONNX Runtime has no bfloat16 kernel on CPUs"
@@ -425,7 +425,7 @@ def _windows(config: Any, layers: int) -> list[list[int | None]]:
 
 
 def _difference(decoder: _Decoder, one: ir.Model, other: ir.Model, window: int) -> str | None:
-    """First difference of two models beyond summation order, on a prefill and on a step past the window."""
+    """The first difference of two models beyond rounding, on a prefill and on a step past the window."""
     models = [strip_sites(model).model for model in (one, other)]
     for new, past in ((min(window, 64) + 9, 0), (2, window + 5)):
         feeds = _random_feeds(decoder, models[0], new, past)

@@ -1,4 +1,4 @@
-"""Written files, run by the engine that they are for: logits and greedy tokens.
+"""Run written files in their engine: logits and greedy tokens.
 
 =====================  ============================  ==========================================
 folder holds           engine                        package
@@ -126,7 +126,7 @@ class LlamaCpp:
         return found
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """See :class:`Engine`; the engine tells the probabilities after the last token, so that it is asked for each.
+        """See :class:`Engine`; one call per token, since the engine returns only the last token's probabilities.
 
         Raises:
             ModelError: the vocabulary is too large to be listed for every token.

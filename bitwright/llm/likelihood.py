@@ -1,4 +1,4 @@
-"""Perplexity of a language model with its interval, and how far one model's next-token distributions lie from another's."""
+"""Perplexity of a language model with its interval, and the divergence of two models' next-token distributions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Sums:
         self._divergence, self._count = 0.0, 0
 
     def add(self, logits: Tensor, tokens: Tensor, first: int = 1, reference: Tensor | None = None) -> None:
-        """Take a window in.
+        """Add a window.
 
         Args:
             logits: ``[T, V]``.

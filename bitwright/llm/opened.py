@@ -1,4 +1,4 @@
-"""Folders that are quantized already, by this package or another tool: simulated, and written as files of other engines.
+"""Simulate folders quantized by this package or another tool, and convert them to files of other engines.
 
 The codes stay what they are: a simulation computes with the numbers that they stand for, and files of another kind hold the
 same codes and scales. Where a kind of files has smaller groups, a group becomes several with one scale.
@@ -69,7 +69,7 @@ def coded_model(folder: Path) -> nn.Module:
 
 @checks_arguments
 def convert(folder: Any, to: str, out: Any) -> None:
-    """Write a folder that is quantized already as files of another kind, with the same codes and scales.
+    """Convert a quantized folder to files of another kind, with the same codes and scales.
 
     Weights are read and written one at a time; ``genai``, ``onnx`` and ``openvino`` hold the model in memory.
 
@@ -162,7 +162,7 @@ def _refuse_unknown(folder: Path, weight: Weight, model: nn.Module) -> None:
 
 
 def _oriented(weight: Weight, model: nn.Module, name: str) -> Weight:
-    """A weight whose rows are outputs, as the layer has it: layers of GPT-2 have outputs in columns."""
+    """A weight with outputs in rows, in the layer's orientation: layers of GPT-2 have outputs in columns."""
     from transformers.pytorch_utils import Conv1D
 
     if not isinstance(weight, PackedWeight) or not isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
@@ -175,7 +175,7 @@ def _oriented(weight: Weight, model: nn.Module, name: str) -> Weight:
 
 
 def _regrouped(weight: PackedWeight, row: FileFormat) -> PackedWeight:
-    """A weight in the largest groups, none larger than its own, that a kind of files holds; as it is where none does."""
+    """A weight in the largest groups, at most its own, that a kind of files supports; unchanged where it supports none."""
     held, encoding = weight.granularity, weight.encoding
     if len(weight.shape) != 2 or encoding.common is not None or not row.refuses(weight.plan):
         return weight
@@ -196,7 +196,7 @@ def _regrouped(weight: PackedWeight, row: FileFormat) -> PackedWeight:
 
 
 def _split(encoding: Encoding, whole: PerBlock, count: int) -> Encoding:
-    """The same encoding with ``count`` groups in the place of each."""
+    """An equal encoding with each group split into ``count``."""
     axis = whole.axis
     assert axis is not None
 

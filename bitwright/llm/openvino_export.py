@@ -1,4 +1,4 @@
-"""Language models as OpenVINO's stateful IR: the cache stays inside the compiled model, as OpenVINO GenAI wants it."""
+"""Export language models as OpenVINO's stateful IR with an internal cache, as OpenVINO GenAI needs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def export_openvino(sim: QuantizationSimModel | nn.Module, folder: str | Path, *
 
 
 def make_stateful(model: Any, generation: Generation) -> None:
-    """Make states of the cache, in place, by OpenVINO's own pass; a state starts empty, and ``beam_idx`` chooses its rows.
+    """Turn the cache into states, in place, by OpenVINO's own pass; they start empty, and ``beam_idx`` selects rows.
 
     Args:
         model: of ``openvino.convert_model``.

@@ -1,4 +1,4 @@
-"""Weights as a checkpoint file holds them: codes with their scales, or floats.
+"""Weights of a checkpoint: codes with their scales, or floats.
 
 :class:`PackedWeight` is what writers of files take and readers return. Its values are those that a simulation computes with,
 bit for bit: the codes come from the same arithmetic and the same encoding.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the numbers of one weight are stored, as far as engines tell formats apart.
+    """The storage of one weight, in the terms by which engines distinguish formats.
 
     Attributes:
         format: of the elements.
@@ -187,7 +187,7 @@ class PackedWeight:
         return WeightPlan(self.name, self.shape, self.layout, _axis(self.granularity, len(self.shape)))
 
     def check(self) -> None:
-        """Refuse codes that the encoding does not stand for, as damaged files hold them.
+        """Refuse codes outside of the encoding, as in damaged files.
 
         Raises:
             GranularityError, ValueError: scales and zero points do not fit the shape of the codes, or a code is beyond the bits
@@ -205,7 +205,7 @@ class PackedWeight:
             )
 
     def dequantize(self, dtype: str = "float32") -> NDArray[Any]:
-        """The values that the codes stand for: what a simulation multiplies with, bit for bit."""
+        """The dequantized values, equal bit for bit to those of a simulation."""
         codes = self.codes
         if isinstance(self.format, FloatFormat):
             codes = float_values(codes, self.format)
@@ -229,7 +229,7 @@ class LayerInput:
 
 
 def signed(weight: PackedWeight) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Codes and zero points on the signed grid of the same width: those of an unsigned grid move by half of it.
+    """Codes and zero points on the signed grid of the same width; unsigned ones are shifted.
 
     Float formats keep theirs.
     """
@@ -242,7 +242,7 @@ def signed(weight: PackedWeight) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def group_of(granularity: Granularity) -> int | str:
-    """Elements that share a scale along the summed axis; ``"channel"`` for all of a channel, ``"tensor"`` for all there are."""
+    """Elements that share a scale along the summed axis; ``"channel"``: a whole channel, ``"tensor"``: all."""
     if isinstance(granularity, PerBlock):
         return granularity.size
     return "channel" if isinstance(granularity, PerChannel) else "tensor"
@@ -375,7 +375,7 @@ def planned(name: str, shape: Iterable[int], spec: QuantSpec | None) -> WeightPl
 
 
 def check_groups(plan: WeightPlan) -> None:
-    """Refuse groups that do not divide the axis they run along: files have no places for the rest of a group.
+    """Refuse groups that do not divide their axis: files cannot store partial groups.
 
     Raises:
         GranularityError: names the sizes that do.

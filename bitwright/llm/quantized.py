@@ -157,7 +157,7 @@ Rulings = Mapping[str, "str | Preset | QuantSpec | None"]
 def specs_of(
     view: Transformer, spec: QuantSpec, rules: Rulings | None, embedding: Any = None, lm_head: Any = None
 ) -> dict[str, QuantSpec]:
-    """Parameter -> what it is quantized to; those that stay in float are left out.
+    """Parameter -> its spec; without those that stay in float.
 
     Args:
         view: of the model.
@@ -366,7 +366,7 @@ def _reconstructed(
     block: Block, inputs: Sequence[Tensor], rules: Rules, methods: Mapping[str, Mapping[str, Any]],
     *, seed: int, spill_dir: Path | None,
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:  # fmt: skip
-    """Parameters and encodings that methods of rounding choose, each with its options, and what the methods say."""
+    """Parameters and encodings chosen by methods of rounding, each with its options, and the methods' notes."""
     from bitwright.methods.rounding.apply import apply_reconstruction
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
@@ -557,7 +557,7 @@ def _tokenizer_files(source: _Source) -> list[Path]:
 
 
 def _check(source: _Source, plans: Sequence[WeightPlan], to: str, out: Any) -> None:
-    """Refuse files that cannot be made, before any work."""
+    """Refuse files that cannot be written, before any work."""
     if to in GRAPHS:
         check_graph(to, out, sum(plan.elements for plan in plans))
         return
@@ -630,7 +630,7 @@ def _walk(
     runner: Runner, spill: Spill, rows: tuple[list[Tensor], list[Tensor]], specs: Mapping[str, QuantSpec], methods: Sequence[str],
     *, options: Any, seed: int, clock: _Clock, progress: bool,
 ) -> tuple[Perplexity, Perplexity, list[str]]:  # fmt: skip
-    """Go through the blocks with two streams, the float model's and the quantized one's.
+    """Run the blocks on two streams, of the float and of the quantized model.
 
     Rows of calibration run in the quantized stream alone, held out rows in both.
     """
@@ -697,7 +697,7 @@ def _at_once(block: Block, states: States, samples: Sequence[int]) -> int:
 
 
 def _assign_codes(module: nn.Module, weights: Mapping[str, PackedWeight | Tensor]) -> None:
-    """Let a block compute with what its codes mean."""
+    """Set a block's parameters to its dequantized codes."""
     for name, weight in weights.items():
         if isinstance(weight, PackedWeight):
             assign(module, name, torch.from_numpy(weight.dequantize()))
@@ -716,7 +716,7 @@ def _perplexities(runner: Runner, held: list[Tensor], last: tuple[States, States
 def _weights(
     source: _Source, view: Transformer, specs: Mapping[str, QuantSpec], spill: Spill | None
 ) -> Iterator[Weight]:
-    """Every parameter once, in the order of the model; one at a time is in memory."""
+    """Yield every parameter once, in the order of the model, one in memory at a time."""
     parts = view.parts
     at = 0
     while at < len(parts):
@@ -738,7 +738,7 @@ def _weights(
 
 
 def _nearest(part: Part, raw: Callable[..., Tensor], spec: QuantSpec | None) -> Weight:
-    """A parameter as it is stored; a large matrix is rounded some rows at a time, where rows have scales of their own."""
+    """A parameter in stored form; a large matrix with row scales is rounded some rows at a time."""
     if spec is None:
         return FloatWeight(part.name, raw(part.name))
     own = (
@@ -780,7 +780,7 @@ class _Counted:
 
 
 class _Bytes:
-    """Bytes of weights that pass: codes at their width, scales at two bytes, floats as they are."""
+    """Counts bytes of weights: codes at their width, scales at two bytes, floats at their dtype."""
 
     def __init__(self) -> None:
         self.bytes = 0

@@ -1,4 +1,4 @@
-"""The view of a language model: what every parameter is for, and what its caches hold.
+"""The view of a language model: the role of every parameter, and the contents of its caches.
 
 Roles are found from the graph, see :mod:`bitwright.core.graph.roles`.
 """
@@ -102,7 +102,7 @@ class Transformer(Tabular):
         return tuple(part for part in self.parts if part.role in roles)
 
     def matching(self, pattern: str) -> tuple[Part, ...]:
-        """Parameters that a pattern of a rule means: ``role:down``, or a glob of names of parameters or modules.
+        """Parameters that match a rule's pattern: ``role:down``, or a glob of names of parameters or modules.
 
         Raises:
             ConfigError: a role that does not exist.
@@ -142,7 +142,7 @@ class _Logits(nn.Module):
 
 
 def transformer(model: nn.Module, example: Any = None) -> Transformer:
-    """Find what every parameter of a language model is for.
+    """Find the role of every parameter of a language model.
 
     Args:
         model: of ``transformers``, or any module that maps tokens ``[N, T]`` to logits.
@@ -198,7 +198,7 @@ def _unrepeated(graph: Graph, value: str | None) -> str:
 
 
 def refuse_unused(patterns: Mapping[str, Any], view: Transformer) -> None:
-    """Refuse rules that mean no parameter.
+    """Refuse rules that match no parameter.
 
     Raises:
         ConfigError: with close names.

@@ -1,4 +1,4 @@
-"""Simulations of models whose codes are chosen already, and the files of whole graphs that are made of them."""
+"""Simulations of models with given codes, and files of whole graphs from them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_graph(to: str, out: Any, elements: int) -> None:
 
 
 def simulation_of(model: nn.Module, found: Mapping[str, PackedWeight]) -> Any:
-    """A calibrated simulation with these codes, and everything else in float.
+    """A calibrated simulation with these codes, and all else in float.
 
     Args:
         model: has the numbers that the codes stand for, and becomes the simulated one.

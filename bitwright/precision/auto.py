@@ -465,7 +465,7 @@ class _Auto:
         return bool(report["share"] == 1 and report["drop"] <= self._float["allowed"])
 
     def _best(self, names: Sequence[str]) -> str | None:
-        """The cheapest good trial whose drop on the samples held back is allowed with the confidence asked for."""
+        """The cheapest good trial whose drop on the held-back samples is allowed with the requested confidence."""
         cost = self._job.options["cost"]
         other = next(c for c in COSTS[:2] if c != cost)
         reports = self.reports

@@ -103,7 +103,7 @@ def _format(bits: int, kind: Any) -> str:
 
 
 def spec_at(planned: QuantSpec, wanted: QuantSpec) -> QuantSpec:
-    """``planned`` at the precision of ``wanted``: what the rules said of grid and range stays.
+    """``planned`` at the precision of ``wanted``, with the rules' settings of grid and range.
 
     Of an integer format only the bits are taken; of others the format. A granularity that is not the default of its kind
     (blocks), and a format of the scales, are part of the precision.
@@ -271,7 +271,7 @@ def find_groups(
 def _rest(
     layers: Sequence[str], sites: Mapping[int, Site], parts: Sequence[tuple[list[str], dict[int, Site]]]
 ) -> list[tuple[list[str], dict[int, Site]]]:
-    """The layers and quantizers of a set that are in none of its parts, as one; none if no quantizer is left."""
+    """One group of the layers and quantizers of a set that are in none of its parts; none without quantizers."""
     taken = {name for names, _ in parts for name in names}
     held = {key for _, own in parts for key in own}
     rest = {key: site for key, site in sites.items() if key not in held}
@@ -348,7 +348,7 @@ def without(
 def distinct(
     groups: Sequence[Group], same: Callable[[int, int, int], bool], candidates: Sequence[Candidate]
 ) -> tuple[Group, ...]:
-    """Groups with one of the candidates that make the same of them: 4-bit and 8-bit weights of a sum, which has none.
+    """Groups without candidates of equal effect, such as 4-bit and 8-bit weights of a sum, which has none.
 
     Groups of a tie keep one per precision of activations, which they share with groups that it makes a difference to.
 
@@ -387,7 +387,7 @@ def _refused(graph: Graph, layers: Sequence[str], candidates: Sequence[Candidate
 
 
 def planned_bits(sim: Any) -> dict[str, int]:
-    """Site -> bits that its operator needs at least: of what the placement gave more than the preset, as a cell state."""
+    """Site -> minimum bits, where the placement gave more than the preset, as for a cell state."""
     base = bits_of(sim.rules.activation)
     return {
         name: site.spec.format.bits

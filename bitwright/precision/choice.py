@@ -1,4 +1,4 @@
-"""The choice of a candidate per group, solved exactly, and the additive model of the noise that it is solved with.
+"""The exact choice of a candidate per group, and the additive noise model that it uses.
 
 :class:`Knapsack`: noise and costs of the groups add up, and pairs of groups may add something together. This is a
 multiple-choice knapsack, solved as an integer program (HiGHS): a variable for each two candidates of a pair, whose sums are the
@@ -42,7 +42,7 @@ _SECONDS = 20.0  # for one program: the best answer by then is taken
 
 @dataclass(frozen=True)
 class Pair:
-    """Cost or noise that two groups add together.
+    """Additional cost or noise of a pair of groups.
 
     Attributes:
         first, second: places of the groups.
@@ -83,7 +83,7 @@ class Cost:
 
     @staticmethod
     def noise(table: Floats, pairs: tuple[Pair, ...] = ()) -> Cost:
-        """Noise over signal of the outputs, ``[groups, candidates]``, as a sum that is bounded or made small like a cost."""
+        """Noise over signal of the outputs, ``[groups, candidates]``, as a cost to be bounded or minimised."""
         return Cost("noise", "", table[None], np.zeros(1), pairs)
 
 
@@ -281,7 +281,7 @@ class _Program:
         self.top = np.ones(n)
 
     def add(self, picked: Floats, room: Floats) -> None:
-        """Each row adds up to its room at most; what is more than that alone is left out."""
+        """Add rows with upper bounds; entries that exceed the bound alone are excluded."""
         self.top[: picked.shape[1]][(picked > room[:, None]).any(0)] = 0.0
         size = np.maximum(room, 1e-300)[:, None]
         scaled = np.where(self.top > 0, picked / size, 0.0)
@@ -409,7 +409,7 @@ _MOST = 2  # times per search
 
 @dataclass
 class Interactions:
-    """The search for what groups do together.
+    """The search for interactions between groups.
 
     Attributes:
         correction: the estimates; what is found is added to them.
@@ -457,7 +457,7 @@ class Interactions:
     def _first(
         self, choice: Choice, units: Sequence[Sequence[int]], kept: Sequence[Sequence[int]], enough: float
     ) -> int:
-        """Place of the first unit with which, after those before it and ``kept``, the noise in excess is there."""
+        """Index of the first unit that, with those before it and ``kept``, causes the excess noise."""
         low, high = -1, len(units) - 1  # with all of them it is
         while high - low > 1:
             middle = (low + high) // 2
@@ -488,7 +488,7 @@ class Interactions:
         return first, second
 
     def _of(self, choice: Choice, unit: Sequence[int]) -> int:
-        """The group of a unit that stands for it."""
+        """The group that represents a unit."""
         return next(g for g in unit if choice[g] != self.base[g])
 
     def _coarser(self, candidate: int, base: int) -> list[int]:

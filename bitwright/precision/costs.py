@@ -60,7 +60,7 @@ TIMES_FORMAT = "bitwright-times"
 
 
 class Bits:
-    """Bits of every site under a candidate, and of the sites that no search changes."""
+    """Bits of every site under a candidate, and of sites outside of the search."""
 
     def __init__(
         self, sim: Any, groups: Sequence[Group], candidates: Sequence[Candidate], least: Mapping[str, int]
@@ -160,7 +160,7 @@ def _computes(site: Site) -> bool:
 
 
 def _present(layer: str, sites: Mapping[int, Site], asked: Mapping[int, Site], candidates: Sequence[Candidate]) -> int:
-    """The place of the candidate that a layer is at; ``asked`` has those of its ``sites`` that work and those left in float."""
+    """Index of a layer's present candidate; ``asked``: its enabled ``sites`` and those left in float."""
     weight = next((bits_of(s.spec) for s in sites.values() if s.is_stored), None)
     read = sorted((s for s in sites.values() if not s.is_stored), key=lambda s: s.inner is not None)
     value = bits_of(read[0].spec) if read else None
@@ -178,7 +178,7 @@ def _present(layer: str, sites: Mapping[int, Site], asked: Mapping[int, Site], c
 
 
 def activation_bytes(bits: Bits) -> Cost:
-    """The largest sum of activations that an operator and later ones need at one time, of the recorded run."""
+    """The largest sum of activations kept at one time in the recorded run."""
     return Cost("activation_bytes", "bytes", *_needed(*_live_bytes(bits, lifetimes(bits.sim.graph))))
 
 
@@ -232,7 +232,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryPlan(Tabular):
-    """Weights, and activations operator by operator in the order of the graph, at the bits of a simulation.
+    """Memory of weights, and of activations at each operator in execution order, at the bits of a simulation.
 
     Attributes:
         rows: the schedule.
@@ -248,7 +248,7 @@ class MemoryPlan(Tabular):
 
     @property
     def peak(self) -> MemoryRow | None:
-        """The operator at which most is kept; ``None`` of a graph without operators."""
+        """The operator with the most memory; ``None`` for a graph without operators."""
         return max(self.rows, key=lambda row: row.bytes, default=None)
 
     @property
@@ -382,7 +382,7 @@ def timed(sim: Any, times: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_rows(times: Mapping[str, Any], graph: Graph, chosen: set[str] | None = None) -> None:
-    """Refuse rows for what does not exist: most likely a slip of the pen, whose times would count nowhere.
+    """Refuse rows for operators that do not exist, whose times would be ignored.
 
     A table may know operator types that the model does not have.
 
@@ -435,7 +435,7 @@ def _conversions(bits: Bits, times: Mapping[str, Any]) -> Iterator[Pair]:
 
 
 def _on_grid(graph: Graph, layer: str, owner: Mapping[str, int]) -> str | None:
-    """The quantized value that the result of ``layer`` becomes, after operators that its kernel takes up."""
+    """The quantized value after ``layer`` and the operators fused into its kernel."""
     value = graph.op(layer).outputs[0]
     while value not in owner:
         reader = graph.sole_consumer(value)
@@ -461,7 +461,7 @@ def _extra(candidates: Sequence[Candidate], kernel: Mapping[str, float], reads: 
 
 
 def table_of_times(times: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """A table of times as it was given, or read from a file.
+    """A table of times, given or read from a file.
 
     Raises:
         ConfigError: the file is damaged.
@@ -490,7 +490,7 @@ COSTS = ("weight_bytes", "bit_ops", "activation_bytes", "memory", "ms")
 
 
 def check_cost(name: str, times: Any) -> None:
-    """Refuse a cost that is not known.
+    """Refuse an unknown cost.
 
     Raises:
         ConfigError: there is no such cost, or it is milliseconds and there is no table of them.
@@ -529,7 +529,7 @@ def measure_times(
     config_file: Any = None,
     rounds: int = 15,
 ) -> dict[str, Any]:
-    """Measure what every layer takes at every candidate, for ``mixed_precision(..., cost="ms", times=...)``.
+    """Measure the time of every layer at every candidate, for ``mixed_precision(..., cost="ms", times=...)``.
 
     Each candidate is exported for all layers and run in ONNX Runtime with one thread, in turns, on the first batch; the least of
     the rounds counts.
@@ -609,7 +609,7 @@ def _measured(
 
 
 def _kept(path: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
-    """Times that were measured before."""
+    """Times of an earlier measurement."""
     remedy = "remove it to measure again, or name another file"
     found = read_document(path, ConfigError, remedy=remedy)
     if not isinstance(found, dict) or found.get("format") != TIMES_FORMAT:

@@ -1,4 +1,4 @@
-"""Precisions that a user asks for, reconciled with each other and with the kernels of the target; every change with its reason.
+"""Requested precisions, reconciled with each other and with the target's kernels; every change has a reason.
 
 A request names layers and what their activations and weights shall be. It reaches the quantizers of what a layer reads, also
 where values are only moved on the way. Where two requests meet in one quantizer, or a kernel does not exist, ``strict`` makes an
@@ -53,7 +53,7 @@ class PrecisionRequest:
 
 @dataclass(frozen=True)
 class Change:
-    """One quantizer that has another precision now.
+    """A change of a quantizer's precision.
 
     Attributes:
         site: its first site.
@@ -89,7 +89,7 @@ class PrecisionReport(Tabular):
 
 @dataclass
 class _Wish:
-    """The precision that a quantizer is to have."""
+    """The requested precision of a quantizer."""
 
     format: Format
     reason: str
@@ -97,7 +97,7 @@ class _Wish:
 
 @dataclass
 class _Requests:
-    """Requests on their way into a simulation."""
+    """Requests to be applied to a simulation."""
 
     sim: Any
     strict: bool
@@ -117,7 +117,7 @@ class _Requests:
             self.own.setdefault(site.op, []).append(site)
 
     def reads(self, op: Op, *, weights: bool) -> list[int]:
-        """Quantizers of what an operator reads: its weights, or its activations."""
+        """Quantizers of an operator's weights, or of its activations."""
         own = [s for s in self.own.get(op.name, []) if not s.quantizer.derived and s.role != "bias"]
         found = [
             id(s.quantizer)
@@ -146,7 +146,7 @@ class _Requests:
 
 @checks_arguments
 def set_precisions(sim: Any, requests: Iterable[PrecisionRequest], *, strict: bool = True) -> PrecisionReport:
-    """Give layers the precisions asked for, all of them or none; before or after calibration.
+    """Set requested precisions of layers, all or none; before or after calibration.
 
     What was calibrated stays so, where its statistics can serve the new precision.
 
@@ -172,7 +172,7 @@ def set_precisions(sim: Any, requests: Iterable[PrecisionRequest], *, strict: bo
 
 
 def _ask(state: _Requests, op: Op, request: PrecisionRequest) -> None:
-    """Ask for the precision of what an operator reads."""
+    """Request the precision of an operator's operands."""
     reason = f"the request for {' and '.join(request.names)}"
     for text, weights in ((request.activation, False), (request.weight, True)):
         for key in state.reads(op, weights=weights) if text is not None else ():
@@ -180,7 +180,7 @@ def _ask(state: _Requests, op: Op, request: PrecisionRequest) -> None:
 
 
 def _ask_at_an_end(sim: Any, state: _Requests, place: str, request: PrecisionRequest) -> None:
-    """Ask for the precision of the model's inputs or outputs, or of one of them."""
+    """Request the precision of the model's inputs or outputs, or of one of them."""
     found = _END.fullmatch(place)
     assert found is not None
     values = list(sim.graph.inputs if found[1] == MODEL_INPUT else sim.graph.outputs)
@@ -196,7 +196,7 @@ def _ask_at_an_end(sim: Any, state: _Requests, place: str, request: PrecisionReq
 
 
 def _ask_at_an_input(state: _Requests, place: str, request: PrecisionRequest) -> bool:
-    """Ask for the precision of one activation that an operator reads; whether ``place`` names one."""
+    """Request the precision of one activation of an operator; returns whether ``place`` names one."""
     found = _INPUT.fullmatch(place)
     op = None if found is None else next((op for op in state.sim.graph.ops if op.name == found[1]), None)
     if found is None or op is None:
@@ -217,7 +217,7 @@ def _ask_at_an_input(state: _Requests, place: str, request: PrecisionRequest) ->
 
 
 def _matching(sim: Any, state: _Requests, place: str, request: PrecisionRequest) -> Sequence[Op]:
-    """Operators that a place names; requests for the model's ends are noted at once."""
+    """Operators that a place names; applies requests for the model's inputs and outputs."""
     if _END.fullmatch(place):
         _ask_at_an_end(sim, state, place, request)
         return ()
@@ -244,7 +244,7 @@ def _format(text: str | None) -> Format:
 
 
 def _reconcile(state: _Requests, asked: Sequence[Op]) -> None:
-    """Raise what the target has no kernel for, until nothing changes: bits only grow."""
+    """Raise precisions without a kernel on the target, until nothing changes: bits only grow."""
     rules, ops = state.sim.rules, {op.name: op for op in asked}
     touched = {op.name: op for op in state.sim.graph.ops if set(state.reads(op, weights=False)) & state.wishes.keys()}
     changed = bool(rules.kernels)
@@ -282,7 +282,7 @@ def _meet(state: _Requests, op: Op, kernels: Sequence[Kernel]) -> bool:
 
 
 def _raise_to(state: _Requests, keys: Iterable[int], width: tuple[int, str] | None, reason: str) -> None:
-    """Wish for the width of a kernel where fewer bits are wished for."""
+    """Raise requests below the width of a kernel to it."""
     if width is None:
         return
     found = parse_format(f"int{width[0]}" if width[1] == "int" else "float16")

@@ -1,4 +1,4 @@
-"""Measure a configuration: output noise and the user's metric, on as much data as the answer needs.
+"""Measure a configuration by output noise and the user's metric, on as much data as the answer needs.
 
 :func:`analyze_groups` and :func:`lower_in_order` measure one group at a time, for searches of a user's own.
 """
@@ -160,7 +160,7 @@ class Metric:
         return Score(checked_values("quantized", self._named.per_sample(found)))
 
     def _beyond_doubt(self, values: Array) -> bool:
-        """Whether what was seen so far rules out that the drop is allowed."""
+        """Whether the measurements so far exclude that the drop is allowed."""
         if self.allowed is None or values.size < 8:
             return False
         found = compare(self.reference.values[: values.size], values, confidence=1 - 2 * _DOUBT, better=self.better)
@@ -215,12 +215,12 @@ class Metric:
         return max(self._drop(end) for end in ends)
 
     def suspicious(self, score: Score, noise: float) -> bool:
-        """Whether a score looks as if the metric did not read the model, or had the other direction."""
+        """Whether a score suggests that the metric ignores the model or has the other direction."""
         same = np.array_equal(score.values, self.reference.values) and noise > _LEAST_NOISE
         return score.share == 1 and (bool(same) or -self.drop(score) > 0.02 * max(abs(self.reference.mean), 1e-12))
 
     def put_to_test(self, noise: Noise) -> None:
-        """Measure it once on outputs that are noise: grids are made so coarse that it has to notice.
+        """Check the metric once on very coarse grids, whose noise it must detect.
 
         Raises:
             ConfigError: see :meth:`check_direction`.

@@ -204,7 +204,7 @@ class PreparedPrecisions:
             self._now[i] = c
 
     def apply_states(self, choice: Sequence[int]) -> None:
-        """Bring the quantizers of weights back to their states: a new weight may have changed them."""
+        """Restore the quantizers of weights, which a new weight may have changed."""
         for i, c in enumerate(choice):
             for name in self.groups[i].weights:
                 self._states[name, self._spec(name, self.candidates[c])]()

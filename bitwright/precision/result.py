@@ -163,7 +163,7 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def confirmed(points: Iterable[P], order: Callable[[P], Any], passes: Callable[[P], bool]) -> list[P]:
-    """The points that the samples held back confirm: tested from the quietest outputs on, and the first that fails ends it.
+    """The points that held-back samples confirm, tested in order of noise until the first that fails.
 
     In an order that does not look at these samples every test may take the whole doubt: an error needs the first bad point of
     the order to pass (fixed sequence; Maurer, Hothorn and Lehmacher 1995).
@@ -188,7 +188,7 @@ _LEAST = 0.02  # excess of a point that lost nothing
 
 @dataclass
 class Seen:
-    """A measured point.
+    """A measured point of the search.
 
     Attributes:
         choice: a candidate per group.
@@ -250,7 +250,7 @@ class Goal:
         return seen.score is not None and seen.score.share == 1 and drop <= self.metric.allowed
 
     def safe(self, seen: Seen) -> bool:
-        """Whether a point is so good that samples held back will say so too, 19 times of 20.
+        """Whether a point is likely (95 %) to be confirmed by held-back samples.
 
         They have an error of their own, so that the difference of the two halves has sqrt(2) times the error of one.
         """

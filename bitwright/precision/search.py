@@ -159,12 +159,12 @@ class Proposals:
             yield choice
 
     def _at_the_end(self, noise: Cost, bad: Seen | None, floor: float) -> bool:
-        """Whether only the quietest point is left to be tried, or so many were bad that it should be."""
+        """Whether to try the quietest point: no other is left, or many were bad."""
         last = bad is not None and noise.of(bad.choice) <= floor * (1 + 1e-6)
         return last or len(self.book.seen) >= _LOST
 
     def _others(self, noise: Cost, good: Seen | None, bad: Seen | None, floor: float) -> Iterable[Choice]:
-        """Choices between two points, and then some that should have more noise than a bad one: estimates are estimates.
+        """Choices between two points, then some that are estimated noisier than a bad one.
 
         For those the good point as it was measured counts: its noise may grow until its loss is what is allowed.
         """
@@ -205,7 +205,7 @@ class Proposals:
         return low * (high / low) ** min(max(way, _INSIDE[0]), _INSIDE[1])
 
     def _worth(self, choice: Choice) -> bool:
-        """Whether a point was not measured and could become the best one: it costs less, or there is none yet."""
+        """Whether a point is unmeasured and could become the best: it costs less, or there is none yet."""
         best, goal = self.book.best, self.book.goal
         if choice in self.book.seen:
             return False
@@ -214,7 +214,7 @@ class Proposals:
         return self.knapsack.costs[goal.cost].of(choice) < best.cost * (1 - _GAIN)
 
     def _safer(self) -> Iterable[Choice]:
-        """Quieter points, until there is one that samples held back should bear out; those are not looked at here."""
+        """Quieter points, until one is likely to be confirmed by held-back samples, which are not used here."""
         goal = self.book.goal
         while goal.metric is not None and goal.metric.held_back and not any(map(goal.safe, self.book.good())):
             noise = self.correction.noise()
@@ -226,7 +226,7 @@ class Proposals:
             yield quietest if choice is None or choice in self.book.seen else choice
 
     def _single(self) -> Iterable[Choice]:
-        """The best point with one group lowered: what the estimates of all groups together passed over."""
+        """The best point with one group lowered, which the joint estimates may have missed."""
         failed = steps = 0
         while failed < _SINGLE and steps < _STEPS:
             best = self.book.best
@@ -240,7 +240,7 @@ class Proposals:
             failed = 0 if self.book.best is not best else failed + 1
 
     def _lowered(self, best: Seen) -> tuple[list[Choice], list[Choice]]:
-        """Points with one group lowered: those that should be good, the cheapest first, and the others, the quietest first."""
+        """Points with one group lowered: those estimated good by cost, then the others by noise."""
         goal, noise, costs = self.book.goal, self.correction.noise(), self.knapsack.costs
         coarser = self.correction.coarser
         found = [
@@ -260,7 +260,7 @@ class Proposals:
         )
 
     def _hopeless(self, choice: Choice) -> bool:
-        """Whether a point was measured, or one was bad that is nowhere coarser."""
+        """Whether a point, or a bad one that is nowhere coarser, was measured."""
         coarser = self.correction.coarser
         bad = [p.choice for p in self.book.seen.values() if not self.book.goal.good(p)]
         return choice in self.book.seen or any(
@@ -299,7 +299,7 @@ def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
 
 
 class Measured:
-    """Measurements that a folder keeps, so that the same search goes on where a process ended.
+    """Measurements stored in a folder, from which the same search continues.
 
     Args:
         path: of the JSON file; ``None`` keeps nothing.
@@ -332,7 +332,7 @@ class Measured:
         self.found = max(len(self.noise), len(self.scores))
 
     def save(self) -> None:
-        """Write what there is, whole or not at all."""
+        """Write the measurements, atomically."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -429,7 +429,7 @@ class Explorer:
         self.prepared.restore()
 
     def keep(self, path: Path, goal: Goal) -> None:
-        """Keep measurements in a file, and take those that the same search wrote there.
+        """Store measurements in a file, and reuse those of the same search.
 
         The same search has the same groups, candidates, estimates, data and metric: estimates follow from the model.
         """
@@ -669,10 +669,9 @@ class Explorer:
         )
 
     def _told(self, choice: Choice) -> Choice:
-        """``choice`` with the candidates that most groups can be said to have: a sum has 8-bit weights as well as 4-bit ones.
+        """``choice`` with each group at the most common of the candidates that are equivalent for it.
 
-        Two candidates are alike where they make the same of a group at the same costs: tied weights cost what their inputs are
-        too.
+        Two candidates are equivalent where they give a group the same precision at the same costs.
         """
 
         def alike(group: int, one: int, other: int) -> bool:
@@ -833,7 +832,7 @@ def mixed_precision(
 def judged_data(
     metric: Any, data: Iterable[Any], evaluation_data: Iterable[Any] | None, labels: Any, transform: Any
 ) -> tuple[Iterable[Any], Iterable[Any] | None, Any]:
-    """Data as the model takes them, and labels of what the metric is measured on.
+    """Data for the model, and labels for the metric.
 
     Raises:
         ConfigError: there is no such metric, or it needs labels and there are none.

@@ -247,7 +247,7 @@ def _interrupted(error: BaseException | None) -> bool:
 
 
 def simulate(job: Job, trial: Trial) -> Any:
-    """The calibrated simulation of a trial; the same one every time."""
+    """The calibrated simulation of a trial, deterministic."""
     return _simulated(job, trial)[0]
 
 
@@ -363,7 +363,7 @@ def _text(value: Any) -> str:
 
 
 def _hash_of_file(option: Any) -> str:
-    """Rules, or times, by what a file says, not by its name."""
+    """The hash of rules or times by content, not by file name."""
     if isinstance(option, (str, os.PathLike)) and Path(option).is_file():
         return hashlib.sha256(Path(option).read_bytes()).hexdigest()
     return _text(option)

@@ -135,7 +135,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Made:
-    """A calibrated simulation of the float model in one state, with the facts that :class:`Attempt` records with it.
+    """A calibrated simulation of one state of the float model, with the records of :class:`Attempt`.
 
     Attributes:
         some_only: whether it is calibrated on :attr:`Job.for_trials` alone so far.
@@ -207,7 +207,7 @@ class Attempt(Runner):
     # -- from the float model to a simulation
 
     def simulate(self) -> None:
-        """Make the calibrated simulation of the float model as it stands, or take the one that a judge was asked about."""
+        """Create the calibrated simulation of the current float model, or take the one that a judge rated."""
         made, self._made = self._made_already(), []
         if made is None:
             self.sim = self._simulated(self.model)
@@ -266,7 +266,7 @@ class Attempt(Runner):
             self.calibrate(self.sim, others, resume=True)
 
     def plain(self) -> Any:
-        """The simulation without any step but folding, with min-max ranges."""
+        """The simulation after folding only, with min-max ranges."""
         work = self.job.given.copy(self.job.first)
         self.fold(work)
         sim = self._placed(work)
@@ -433,9 +433,9 @@ class Attempt(Runner):
         only_without_attention: bool = False,
         samples: int | None = None,
     ) -> EqualizeReport:
-        """Equalize with what batch norms said that this step or one before folded; with an attention not, if so asked.
+        """Equalize with the moments of folded batch norms; ``only_without_attention`` skips models with attention.
 
-        What batch norms do not say is measured on ``samples`` of the data, or on all of them.
+        Other moments are measured on ``samples`` of the data, or on all of them.
         """
         job, before = self.job, self.folds
         own = FoldReport()
@@ -449,7 +449,7 @@ class Attempt(Runner):
         return equalize_opened(opened, moments, job.progress, data=data, **options)
 
     def widen(self, sim: Any, **options: Any) -> Any:
-        """16 bits, or float, as the target computes, where 8 bits cost the outputs most."""
+        """Widen activations whose 8 bits cost the outputs most to 16 bits or float, as the target supports."""
         from bitwright.recipes.widen import widen
 
         row = None if self._target is None else find_target(self._target)

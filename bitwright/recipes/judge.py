@@ -144,7 +144,7 @@ class Judge:
         return parts_of(self.wanted, [*names, *self.instead])
 
     def look_at_layers(self, sim: Any) -> None:
-        """Find what else is compared where a model chooses rows (TopK, suppression) by scores.
+        """Find layers to compare where a model chooses rows (TopK, suppression) by scores.
 
         Which rows it chooses, and in which order, depends on the last digits of scores. Where outputs consist of rows that were
         chosen after the last layer, the last layers before the choice are compared. Where layers follow, rows of the outputs
@@ -173,7 +173,7 @@ class Judge:
 
     @property
     def looks_at_more(self) -> bool:
-        """Whether more than the outputs is compared, so that :meth:`answers` has to be asked."""
+        """Whether more than the outputs is compared, so that :meth:`answers` is needed."""
         return bool(self.instead or self.rows)
 
     def answers(self, sim: Any) -> Outputs:
@@ -243,7 +243,7 @@ class Judge:
     def _by_index(
         self, order: Array, wanted: Sequence[Array], found: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """Outputs of both runs whose rows stand beside each other if the same index chose them; see :func:`matched_rows`."""
+        """Outputs of both runs with rows matched by the index that chose them; see :func:`matched_rows`."""
         own, other = [*wanted], [*found[:-1]]
         both, at = places_of(order, found[-1])
         for i, axis in self.rows.items():
@@ -278,7 +278,7 @@ class Rating:
         return mean_decibel([10 ** (-part.sqnr / 10) for part in self.parts])
 
     def loses_to(self, other: Rating) -> PartQuality | None:
-        """The part because of which ``other`` is better; ``None`` where this rating is at least as good.
+        """The part in which ``other`` is better; ``None`` where this rating is at least as good.
 
         It is, where the worst part is lower, where parts lose on the whole, or where one part loses more than any gains. What
         is beyond 50 dB counts as 50.
@@ -333,12 +333,12 @@ class _First:
 
     @property
     def held(self) -> Sequence[Any] | None:
-        """Its batches, where the data lie in memory."""
+        """The batches, where the data are in memory."""
         return self._data[: self._length] if isinstance(self._data, (list, tuple)) else None
 
 
 def some_and_others(data: Iterable[Any], most: int) -> tuple[Sequence[Any], Sequence[Any] | None]:
-    """``most`` batches spread over ``data``, and the others where the data lie in memory; two empty parts of fewer batches."""
+    """``most`` batches spread over ``data``, and the others; both empty for fewer batches or data not in memory."""
     count = _count(data)
     if count <= most:
         return (), ()
@@ -351,7 +351,7 @@ def some_and_others(data: Iterable[Any], most: int) -> tuple[Sequence[Any], Sequ
 
 
 def _count(data: Iterable[Any]) -> int:
-    """How many batches there are."""
+    """The number of batches."""
     try:
         return len(data)  # type: ignore[arg-type]
     except TypeError:
@@ -359,7 +359,7 @@ def _count(data: Iterable[Any]) -> int:
 
 
 def _held_out(count: int, data: Iterable[Any] = ()) -> int:
-    """How many of ``count`` batches, or samples if ``data`` has none, are held out."""
+    """The number of held-out batches of ``count``, or of samples if there are no batches."""
     held = count // _EVERY
     if not 0 < held < _FEW:
         return held
@@ -368,7 +368,7 @@ def _held_out(count: int, data: Iterable[Any] = ()) -> int:
 
 
 def _last_samples(batches: Sequence[Any], outputs: Outputs) -> tuple[list[Any], Any] | None:
-    """Batches without the last fifth of their samples, and these, of the last batch; ``None`` where it cannot be divided."""
+    """Batches with the last one cut by a fifth of its samples, and that part; ``None`` where it cannot be divided."""
     if not batches:
         return None
     count, total = samples_in(batches[-1]), sum(map(samples_in, batches))
@@ -384,7 +384,7 @@ def _last_samples(batches: Sequence[Any], outputs: Outputs) -> tuple[list[Any], 
 
 
 def _computed_apart(outputs: Outputs, batch: Any, *parts: Any) -> bool:
-    """Whether the outputs of ``parts`` of a batch, one after the other, are those of the whole batch, except for rounding."""
+    """Whether the outputs of consecutive ``parts`` of a batch equal those of the whole batch up to rounding."""
     try:
         whole, *pieces = ([np.array(y) for y in outputs(some)] for some in (batch, *parts))
     except Exception:  # of the model's own code; if it is not about the size, calibration raises it again

@@ -1,4 +1,4 @@
-"""Several networks quantized together, from runs of the program that calls them."""
+"""Quantize several networks together, from runs of the program that calls them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class PipelineResult(Tabular):
 
     @property
     def headline(self) -> str:
-        """One line: the worst output of the whole program, or what cannot be said of it."""
+        """One line: the worst output of the whole program, or the reason why it has no rating."""
         lost = sum(row.other_shape > 0 for row in self.whole)
         shapes = f"; {lost} of {len(self.whole)} outputs change their shape for some inputs" if lost else ""
         if self.sqnr is None:
@@ -139,7 +139,7 @@ def quantize_pipeline(
     poor_below: float = POOR,
     progress: bool = True,
 ) -> PipelineResult:
-    """Quantize several networks together: calibrate each with what the whole program passes to it, rate the whole.
+    """Quantize several networks together: calibrate each on its inputs in the whole program, and rate the whole.
 
     The float program runs once per input. What it passes to each network, over all of its steps, calibrates that network;
     every network is quantized by :func:`bitwright.quantize`, against its own float outputs. Then the program runs with all
@@ -275,7 +275,7 @@ class _Program:
 
 
 class _Calls:
-    """At most ``size`` inputs of a network, each call with the same chance, in their order."""
+    """At most ``size`` inputs of a network, sampled uniformly, in order."""
 
     def __init__(self, size: int) -> None:
         self.count, self._size = 0, size

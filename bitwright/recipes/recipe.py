@@ -437,7 +437,7 @@ def _check_order(steps: Sequence[Step], source: str) -> None:
 
 
 def _too_late(step: Step, before: Step) -> str:
-    """Why ``step`` cannot come after ``before``; empty if it can."""
+    """The reason why ``step`` cannot follow ``before``; empty if it can."""
     if step.kind.phase == "float" and before.kind.phase == "simulation":
         return f"it changes the float model, and {before.name} has worked on its simulation"
     return f"{before.name} relies on it" if step.name in before.kind.after else ""
@@ -469,7 +469,7 @@ class Runner(ABC):
 
     @abstractmethod
     def apply(self, step: Step) -> str:
-        """Carry the step out; returns one line on what it did."""
+        """Run the step; returns one line on its effect."""
 
     @abstractmethod
     def simulate(self) -> None:
@@ -599,7 +599,7 @@ class _Run:
         self.outcomes.append(Outcome(str(step), None, None, f"{_LEFT_OUT}{why}", kept=False))
 
     def _give_up(self) -> None:
-        """Undo the step that waits for a later one, if there is one: the later step could not be done."""
+        """Undo a step that depends on a later one that could not be done."""
         if self._pending is not None:
             self._pending()
             self._pending = None
@@ -610,7 +610,7 @@ class _Run:
         self.outcomes[-count:] = [replace(outcome, kept=False) for outcome in self.outcomes[-count:]]
 
     def carry_out(self, step: Step, rounded_later: bool) -> bool:
-        """Do one step, and keep or undo it. Whether it is to be done again, without the one before it."""
+        """Do one step, and keep or undo it; returns whether to repeat it without the previous one."""
         runner, undo, both = self.runner, self.runner.keep(), self._pending
         try:
             note = runner.apply(step)

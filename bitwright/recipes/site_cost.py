@@ -121,7 +121,7 @@ def _outputs(model: SimulatedModel, batch: Any) -> _Outputs | None:
 
 
 def _same_samples(one: Sequence[Any], several: Sequence[Any], count: int) -> bool:
-    """Whether the outputs of the first sample alone are those that it has among ``count`` samples, except for rounding."""
+    """Whether the outputs of the first sample alone equal those among ``count`` samples up to rounding."""
     return len(one) == len(several) and all(
         isinstance(a, Tensor)
         and isinstance(b, Tensor)
@@ -305,7 +305,7 @@ class _Watch:
         return [None if error is None else partial(torch.Tensor.detach, error) for error in errors]
 
     def _error(self, site: str, x: Tensor) -> Error | None:
-        """Error that the quantizer of ``site`` makes of ``x``."""
+        """The rounding error of ``x`` at ``site``."""
         if not self._works(site, x):
             return None
         value = x.detach()
@@ -315,7 +315,7 @@ class _Watch:
         return isinstance(x, Tensor) and x.is_floating_point() and self._sites[site].enabled
 
     def _watched(self, site: str, x: Tensor, error: Error | None, axis: int = 0) -> Tensor:
-        """``x``, which notes the share of ``error`` in the outputs once its derivative is known.
+        """``x`` with a hook that adds the contribution of ``error`` to the outputs once the gradient is known.
 
         The error is computed then, of a value that the run back mostly keeps anyway: errors kept from the run forward take
         twice the memory of all values, one per activation and one per weight.
@@ -349,7 +349,7 @@ def _of(part: OutputPart, y: Tensor) -> Tensor:
 
 
 def _separated(results: list[Any]) -> list[Any]:
-    """Give each result a derivative of its own: one may be a view of another, as the last state of all states."""
+    """Give each result a separate gradient, since one may be a view of another, as the last of all states."""
     return results if len(results) == 1 else [y.view_as(y) if isinstance(y, Tensor) else y for y in results]
 
 

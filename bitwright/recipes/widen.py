@@ -53,11 +53,11 @@ class Neighbours:
         return {op.name for op in (*self.readers[key], *makers) if self.work[op.name]}
 
     def is_read(self, key: int) -> bool:
-        """Whether a layer reads its values."""
+        """Whether a layer reads a quantizer's values."""
         return any(self.work[op.name] for op in self.readers[key])
 
     def _maker(self, value: str) -> Op | None:
-        """The operator whose kernel rounds ``value``: what makes it, or computes what the operators between the two read."""
+        """The operator whose kernel rounds ``value``: its producer, or the operator that this is fused into."""
         op = self.graph.producer(value)
         for _ in range(_FUSED):
             if op is None or self.work[op.name]:
@@ -323,7 +323,7 @@ def _check(bits: int | None, **shares: float) -> None:
 
 @dataclass(frozen=True)
 class _Allowed:
-    """Limits: shares of the work and of the elements; the share of work falls where the noise is below ``enough``."""
+    """Limits on the shares of work and of elements; the former falls where the noise is below ``enough``."""
 
     allowance: float
     memory: float
@@ -359,7 +359,7 @@ class _Candidates:
         self._elements = {key: sizes[key] / all_sizes if self._around.layers(key) else 0.0 for key in self.quantizers}
 
     def cost(self, keys: Sequence[int]) -> tuple[float, float]:
-        """Shares of the model's work, in layers that read or make their values, and of the elements."""
+        """Shares of the model's work, in layers that read or compute their values, and of the elements."""
         return self._work.share(keys), sum(self._elements[k] for k in keys)
 
     def noises(self, errors: OutputErrors) -> dict[int, float]:

@@ -108,7 +108,7 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
 
 
 def check_room(folder: AnyPath, plans: Iterable[WeightPlan], row: FileFormat) -> None:
-    """Refuse a disk that has not room for the files.
+    """Refuse a disk without room for the files.
 
     Raises:
         ExportError: with the bytes that are needed and those that are free.
@@ -192,7 +192,7 @@ def copy_tokenizer(paths: Iterable[Path], folder: Path) -> None:
 
 
 def tokenizer_files(folder: AnyPath) -> list[Path]:
-    """The tokenizer files of a model's folder, those that there are."""
+    """The tokenizer files that exist in a model's folder."""
     return [path for name in TOKENIZER_FILES if (path := Path(folder, name)).is_file()]
 
 
@@ -231,7 +231,7 @@ class Shards:
         self._held, self._bytes = {}, 0
 
     def finish(self) -> None:
-        """Write what is held, and the index where there is more than one shard."""
+        """Write the last shard, and the index where there are several."""
         from safetensors.torch import load_file, save_file
 
         self._flush()
@@ -317,13 +317,13 @@ def is_table(name: str) -> bool:
 
 
 def is_table_of_tokens(name: str) -> bool:
-    """Whether it is the table that tokens look up, which an output layer may be tied to; positions have one of their own."""
+    """Whether a parameter is the table of tokens, which an output layer may be tied to, and not that of positions."""
     layer = name.removesuffix(".weight").rpartition(".")[2]
     return is_table(name) and layer != "wpe" and "position" not in layer
 
 
 def stored_table(weight: PackedWeight, config: Mapping[str, Any]) -> torch.Tensor:
-    """The numbers of a quantized table, in the floats of the model: engines load no packed tables."""
+    """A quantized table, dequantized to the model's dtype, since engines load no packed tables."""
     import torch
 
     logger.warning(
@@ -363,12 +363,12 @@ def as_stored(
 
 
 def asked_dtype(config: Mapping[str, Any]) -> str:
-    """Name of the dtype that the configuration of a model asks for."""
+    """Name of the dtype in a model's configuration."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def stored_dtype(config: Mapping[str, Any], dtypes: set[torch.dtype], only: str = "") -> str:
-    """Name of the dtype that an engine shall compute in, so that no weight or scale is rounded when it is loaded.
+    """Name of the compute dtype in which an engine loads weights and scales without rounding.
 
     Args:
         config: of the model.
@@ -386,7 +386,7 @@ def stored_dtype(config: Mapping[str, Any], dtypes: set[torch.dtype], only: str 
 
 
 def refuse_inputs(extras: Extras, name: str) -> None:
-    """Refuse quantized inputs and caches for files that hold weights alone.
+    """Refuse quantized inputs and caches for files that hold only weights.
 
     Raises:
         ExportError: there are some.

@@ -81,7 +81,7 @@ def _stored_as(fmt: Format, group: int | str, scale_format: str, *, inputs: bool
 
 
 def refuses(plan: WeightPlan) -> str:
-    """Why the format has no place for a weight; empty where it has."""
+    """The reason why the format cannot store a weight; empty where it can."""
     layout = plan.layout
     if layout is None:
         return ""
@@ -134,7 +134,7 @@ def unpack_int32(words: NDArray[np.int32], bits: int, count: int) -> NDArray[np.
 
 @dataclass
 class _Groups:
-    """Layers by what is done with them, for the configuration."""
+    """Layers by scheme, for the configuration."""
 
     layers: dict[str, list[str]] = field(default_factory=dict)
     floats: list[str] = field(default_factory=list)
@@ -158,7 +158,7 @@ class _Groups:
 
 
 def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
-    """Fill ``folder`` with ``config.json``, shards, their index and the tokenizer's files."""
+    """Write ``config.json``, shards, their index and the tokenizer's files into ``folder``."""
     import torch
 
     shards, groups, dtypes = Shards(folder), _Groups(), set()
@@ -228,7 +228,7 @@ def _add_input(tensors: dict[str, torch.Tensor], encoding: Encoding, kind: torch
 
 
 def _add_cache(shards: Shards, cache: Mapping[str, tuple[Encoding, Encoding]], kind: torch.dtype) -> dict[str, Any]:
-    """Store the scales of keys and values; returns what the configuration says of them."""
+    """Store the scales of keys and values; returns their configuration entry."""
     import torch
 
     args: dict[str, Any] = {}

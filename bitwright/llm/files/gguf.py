@@ -56,7 +56,7 @@ _MOSTLY = {
 
 
 def refuses(plan: WeightPlan) -> str:
-    """Why GGUF has no type for a weight; empty where it has."""
+    """The reason why GGUF has no type for a weight; empty where it has."""
     layout = plan.layout
     if layout is None or layout.format in HALF_FORMATS:
         return ""
@@ -172,7 +172,7 @@ def _file(folder: Path) -> Path:
 
 
 def check(plans: Sequence[WeightPlan], extras: Extras) -> None:
-    """Refuse architectures, parameters and tokenizers that GGUF has no place for, before any work."""
+    """Refuse architectures, parameters and tokenizers that GGUF cannot store, before any work."""
     config = dict(extras.config)
     architecture = architecture_of(config)
     for plan in plans:
@@ -212,7 +212,7 @@ def _size(plan: WeightPlan) -> float:
 
 
 def fitted(spec: QuantSpec) -> QuantSpec:
-    """``spec`` with the scales of the file where it is of integers and says float32, which every scale is by default.
+    """``spec`` with the file's scale format, where it is an integer spec with default float32 scales.
 
     >>> fitted(QuantSpec("uint4", symmetry="asymmetric")).scale_format.name
     'float12'

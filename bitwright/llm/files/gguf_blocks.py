@@ -197,14 +197,14 @@ def _multiples(scale: NDArray[np.float32], common: NDArray[np.float32]) -> NDArr
 
 
 def _fields(data: Bytes, rows: int, bits: int) -> Bytes:
-    """Numbers of ``bits`` bits that lie side by side in bytes: ``rows`` bytes hold the first of each, then the second, ..."""
+    """Unpack numbers of ``bits`` bits from bytes: ``rows`` bytes hold the first of each, then the second, ..."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     parts = data.reshape(len(data), -1, 1, rows) >> shifts[:, None]
     return np.asarray((parts & ((1 << bits) - 1)).reshape(len(data), -1), np.uint8)
 
 
 def _from_fields(numbers: NDArray[Any], rows: int, bits: int) -> Bytes:
-    """The bytes that :func:`_fields` takes apart."""
+    """Pack the bytes that :func:`_fields` unpacks."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     parts = numbers.reshape(len(numbers), -1, 8 // bits, rows) << shifts[:, None]
     return np.bitwise_or.reduce(parts, axis=2).reshape(len(numbers), -1)
@@ -377,7 +377,7 @@ def _value(value: Any, kind: int, of: int = 0) -> bytes:
 
 
 class Writer:
-    """A GGUF file whose tensors are taken one at a time: their data are spooled beside it until the header is known."""
+    """Writes a GGUF file tensor by tensor; data are spooled beside it until the header is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -408,7 +408,7 @@ class Writer:
 
 
 class Reader:
-    """Keys and tensors of a GGUF file; tensors are read from the disk when they are asked for.
+    """Keys and tensors of a GGUF file; tensors are read from disk on demand.
 
     Raises:
         ExportError: it is no GGUF file of version 3, or ends too early.

@@ -65,7 +65,7 @@ _GPT2 = {
 
 
 def _rope(config: Config) -> Config:
-    """Rotary positions: where transformers 5 keeps them, or where older configurations do."""
+    """Rotary position settings, from a configuration of transformers 5 or older."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "full_attention" in found:  # per type of layer
         found = found["full_attention"]
@@ -135,7 +135,7 @@ def _windowed(arch: str, config: Config) -> dict[str, Any]:
 
 
 def _full_attention(arch: str, config: Config) -> dict[str, Any]:
-    """For architectures whose sliding window llama.cpp does not compute: the context ends with the window."""
+    """Keys for architectures whose sliding window llama.cpp lacks: the context is limited to the window."""
     keys, window = _decoder(arch, config), config.get("sliding_window")
     if window and config.get("use_sliding_window", True) and window < keys[f"{arch}.context_length"]:
         logger.warning(
@@ -162,7 +162,7 @@ def _gemma3(arch: str, config: Config) -> dict[str, Any]:
 
 
 def _period(config: Config) -> int:
-    """Every how many layers attention is not in a window."""
+    """The period of layers with full attention."""
     kinds = config.get("layer_types") or []
     full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
     period = full[0] + 1 if full else len(kinds) + 1
@@ -278,7 +278,7 @@ def _mapped(module: str, names: Mapping[str, str]) -> str | None:
 
 
 def to_file(weight: Weight, architecture: Architecture, config: Config) -> Weight:
-    """A weight in the form and under the name that the file has it."""
+    """A weight in the form and under the name of the file."""
     name = name_in_file(weight.name, architecture)
     weight = replace(weight, name=name)
     heads = _paired_heads(name, architecture, config)
@@ -293,7 +293,7 @@ def to_file(weight: Weight, architecture: Architecture, config: Config) -> Weigh
 
 
 def from_file(weight: Weight, architecture: Architecture, config: Config) -> Weight:
-    """A weight of the file in the form and under the name that transformers has it: :func:`to_file` undone."""
+    """A weight of the file in the form and under the name of transformers; inverse of :func:`to_file`."""
     module, _, kind = weight.name.rpartition(".")
     original = _mapped(module, architecture.back)
     name = weight.name

@@ -94,7 +94,7 @@ def unpack_columns(words: Words, bits: int, order: Sequence[int] | None = None) 
 
 
 def refuses(plan: WeightPlan, *, kind: str) -> str:
-    """Why the layout has no place for a weight; empty where it has."""
+    """The reason why the layout cannot store a weight; empty where it can."""
     layout = plan.layout
     if layout is None:
         return ""
@@ -115,7 +115,7 @@ def refuses(plan: WeightPlan, *, kind: str) -> str:
 
 
 def write(folder: Path, weights: Iterable[Weight], extras: Extras, *, kind: str) -> None:
-    """Fill ``folder`` with ``config.json``, shards, their index and the tokenizer's files.
+    """Write ``config.json``, shards, their index and the tokenizer's files into ``folder``.
 
     Raises:
         ExportError: layers differ in bits or in the size of their groups, which the configuration says once.
@@ -148,7 +148,7 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras, *, kind: str)
 
 
 def _configuration(kind: str, layout: Layout, in_float: Sequence[tuple[str, int]]) -> dict[str, Any]:
-    """``quantization_config``, which says once how all layers are stored but those of the matrices in float."""
+    """``quantization_config``: one scheme for all layers except float matrices."""
     floats = [name.rpartition(".")[0] for name, axes in in_float if axes == 2]
     group = layout.group if isinstance(layout.group, int) else -1
     own: dict[str, Any] = {"quant_method": kind, "bits": layout.bits, "group_size": group}
@@ -212,7 +212,7 @@ def read(folder: Path, *, kind: str) -> Iterator[Weight]:
 
 
 def _own(folder: Path, kind: str) -> dict[str, Any]:
-    """How the folder says that it is quantized, under the names of ``config.json``."""
+    """The folder's quantization settings, under the names of ``config.json``."""
     found = read_json(folder / "config.json").get("quantization_config")
     if isinstance(found, dict):
         return found
@@ -221,7 +221,7 @@ def _own(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def _check_arrangement(folder: Path, own: Mapping[str, Any], kind: str) -> None:
-    """Refuse words for particular kernels.
+    """Refuse packings for particular kernels.
 
     Raises:
         ExportError: the configuration names one.
@@ -263,7 +263,7 @@ class _Layer:
         return found
 
     def unfit(self, problem: str) -> ExportError:
-        """The error of tensors that do not go together."""
+        """The error for inconsistent tensors."""
         return ExportError(self.name, problem, "copy the whole folder again, or write the model again")
 
 

@@ -42,7 +42,7 @@ def find_format(name: str) -> FileFormat:
 
 
 def check_checkpoint(folder: AnyPath, plans: Sequence[WeightPlan], *, to: str, extras: Extras) -> FileFormat:
-    """Refuse, before any work, what cannot be written.
+    """Refuse weights and settings that cannot be written, before any work.
 
     Args:
         folder: where the files are to go.

@@ -47,7 +47,7 @@ _HALF = ("float32", "float16", "bfloat16")
 
 
 def refuses(plan: WeightPlan) -> str:
-    """Why torchao has no class for a weight; empty where it has."""
+    """The reason why torchao has no class for a weight; empty where it has."""
     layout = plan.layout
     if layout is None:
         return ""
@@ -69,7 +69,7 @@ def _block(weight: PackedWeight) -> list[int]:
 
 
 def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
-    """Fill ``folder`` with ``config.json``, shards, their index and the tokenizer's files."""
+    """Write ``config.json``, shards, their index and the tokenizer's files into ``folder``."""
     import torch
 
     shards, dtypes, names = Shards(folder), set(), []
@@ -108,7 +108,7 @@ def write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
 
 
 def _parts(weight: PackedWeight) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of one weight, and what the metadata say of them."""
+    """The tensors of one weight, and their metadata."""
     import torch
 
     kind = getattr(torch, weight.layout.scale_format)
