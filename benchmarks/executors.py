@@ -78,7 +78,10 @@ def compared(session: TargetSession, folder: Path, x: np.ndarray) -> tuple[str, 
         model = read_model(folder / "model.onnx")
         kernels = CodeExecutor(model, session.profile).kernels
         values = [kernel.quantizer.outputs[0] for kernel in kernels if kernel.quantizer is not None]
-        model.graph.outputs.extend(values)
+        if not values and codes:  # kernels in the bodies of Scan alone, whose codes lead to the outputs
+            values = list(model.graph.outputs)
+            codes = dict(zip((str(v.name) for v in values), session.run(None, {source: x}), strict=True))
+        model.graph.outputs.extend(v for v in values if not v.is_graph_output())
         entries = EXACT_SUMS if profile == "ort_x64" else {}
         opened = new_session(ir.to_proto(model).SerializeToString(), session_options(entries=entries))
         if not values:
@@ -110,20 +113,21 @@ def parted(folder: Path, profile: str, feeds: dict[str, np.ndarray]) -> tuple[st
     return f"{equal:.2%}", f"{differs.name}{kernel}{why}{where}"
 
 
-def rows(name: str, count: int) -> Iterator[str]:
+def rows(name: str, count: int, recurrent: str | None) -> Iterator[str]:
     task, begun = TASKS[name](), time.process_time()
     x, score = few(name, count)
+    label = name if recurrent is None else f"{name} ({recurrent})"
+    profiles = [p for p in PROFILES if recurrent != "inside" or find_profile(p).reads == "onnx"]
+    rules = {} if recurrent is None else {"config_file": {"recurrent": recurrent}}
     with tempfile.TemporaryDirectory() as room:
-        for target in dict.fromkeys(find_profile(profile).target for profile in PROFILES):
-            folder = Path(room, target)
-            quantized(
-                name, FRONT_END.get(name, "torch"), task, folder, target=target, measure_speed=False, samples=False
-            )
+        for target in dict.fromkeys(find_profile(profile).target for profile in profiles):
+            folder, front_end = Path(room, target), FRONT_END.get(name, "torch")
+            quantized(name, front_end, task, folder, target=target, measure_speed=False, samples=False, **rules)
             if target == "ort_cpu":
                 for how, file in (("float", "model_float.onnx"), ("file", "model.onnx")):
                     run = first_output(new_session(folder / file, session_options(entries=FLOAT_KERNELS)))
-                    yield f"| {name} | {how} | {score(run):.2f} | | | | |"
-            for profile in (p for p in PROFILES if find_profile(p).target == target):
+                    yield f"| {label} | {how} | {score(run):.2f} | | | | |"
+            for profile in (p for p in profiles if find_profile(p).target == target):
                 session, start = open_target(folder, profile), time.process_time()
                 found = score(first_output(session))
                 seconds = time.process_time() - start
@@ -131,18 +135,19 @@ def rows(name: str, count: int) -> Iterator[str]:
                 there, first = compared(session, folder, part)
                 equal, why = parted(folder, profile, {session.get_inputs()[0].name: part})
                 there = f"{there}, first {first}" if first not in ("", "none") else there
-                yield f"| {name} | {profile} | {found:.2f} | {equal} | {there} | {why} | {seconds:.1f} |"
-    yield f"| {name} | all | | | | | {time.process_time() - begun:.0f} |"
+                yield f"| {label} | {profile} | {found:.2f} | {equal} | {there} | {why} | {seconds:.1f} |"
+    yield f"| {label} | all | | | | | {time.process_time() - begun:.0f} |"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="+", choices=list(TASKS))
     parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--recurrent", choices=["inside", "boundary_only"], help="by default what the target has")
     given = parser.parse_args()
     print(
         "| model | computed as | metric | equal to the file | equal to the runtime | first layer that differs | CPU s |"
     )
     for name in given.names:
-        for row in rows(name, given.samples):
+        for row in rows(name, given.samples, given.recurrent):
             print(row, flush=True)

@@ -2,7 +2,8 @@
 
 A QDQ model is divided as the target would divide it. An operator whose operands are dequantized codes, and whose result goes to
 one quantizer, is one integer kernel; Relu and Clip between them join it where the profile says so. What is left runs in ONNX
-Runtime, with its quantizers as they stand, in as few sessions as the order of the kernels allows.
+Runtime, with its quantizers as they stand, in as few sessions as the order of the kernels allows. The body of a Scan, which holds
+the steps of a recurrent layer, is divided in the same way and run step by step.
 """
 
 from __future__ import annotations
@@ -59,10 +60,47 @@ class Kernel:
                 yield source.inputs[0], source
 
     @property
+    def inputs(self) -> list[str]:
+        """Names of the codes that it reads."""
+        return [str(codes.name) for codes, _ in self.reads]
+
+    @property
+    def last(self) -> ir.Node:
+        """The node in whose place it is computed."""
+        return self.node if self.quantizer is None else self.quantizer
+
+    @property
     def made(self) -> str:
         """Name of the tensor that it writes."""
-        last = self.node if self.quantizer is None else self.quantizer
-        return str(last.outputs[0].name)
+        return str(self.last.outputs[0].name)
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the tensors that it writes."""
+        return [self.made]
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """A Scan of the main graph with integer kernels in its body.
+
+    Attributes:
+        last: the node.
+        body: executes one step.
+    """
+
+    last: ir.Node
+    body: CodeExecutor
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of what it and its body read."""
+        return list(dict.fromkeys([*_names(self.last), *self.body.outside]))
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the tensors that it writes."""
+        return [str(value.name) for value in self.last.outputs if value.name]
 
 
 @dataclass
@@ -101,13 +139,35 @@ class CodeExecutor:
     Args:
         model: as ``to_qdq`` wrote it, or another QDQ model, with 8-bit activations where kernels are to be integer.
         profile: of the target; it reads ONNX files.
+        body: of a Scan in its main graph, which is executed in the place of that.
+
+    Attributes:
+        model, profile: as given.
+        kernels: of the graph itself, without those in the bodies of Scan.
+        outside: names of what a body reads from the main graph, initializers left out; they are fed like its inputs.
     """
 
-    def __init__(self, model: ir.Model, profile: Profile) -> None:
+    def __init__(self, model: ir.Model, profile: Profile, body: ir.Graph | None = None) -> None:
         self.model, self.profile = model, profile
-        self.kernels = list(find_kernels(model, profile))
-        self._constants = {str(v.name): v for v in model.graph.initializers.values()}
+        self._graph = model.graph if body is None else body
+        self.kernels = list(find_kernels(self._graph, profile))
+        self._constants = {str(v.name): v for graph in (model.graph, self._graph) for v in graph.initializers.values()}
+        self.outside = [] if body is None else self._read_outside(body)
+        self._scans = [] if body is not None else [*self._find_scans()]
         self._steps = list(self._scheduled())
+        self._counts = self._uses()
+
+    def _read_outside(self, body: ir.Graph) -> list[str]:
+        own = {str(v.name) for v in body.inputs} | {str(v.name) for node in body for v in node.outputs}
+        reads = [name for node in body for name in _names(node)] + [str(v.name) for v in body.outputs]
+        return [name for name in dict.fromkeys(reads) if name not in own and name not in self._constants]
+
+    def _find_scans(self) -> Iterator[_Scan]:
+        for node in self._graph:
+            if node.op_type == "Scan" and node.domain in ("", "ai.onnx"):
+                body = CodeExecutor(self.model, self.profile, node.attributes["body"].as_graph())
+                if body.kernels:
+                    yield _Scan(node, body)
 
     def run(
         self, feeds: Feeds, outputs: Sequence[str] | None = None, seen: Callable[[str, Array], None] | None = None
@@ -117,28 +177,55 @@ class CodeExecutor:
         Args:
             feeds: by name of graph input.
             outputs: names of the wanted ones, all by default.
-            seen: called with the tensor that each integer kernel writes, and what it wrote.
+            seen: called with the tensor that each integer kernel writes, and what it wrote; in the body of a Scan once per step.
         """
-        held = Held({str(k): np.asarray(v) for k, v in feeds.items()}, self._uses())
+        held = Held({str(k): np.asarray(v) for k, v in feeds.items()}, dict(self._counts))
         for step in self._steps:
             if isinstance(step, Kernel):
                 made = {step.made: self._compute(step, held.values)}
                 if seen is not None:
                     seen(step.made, made[step.made])
+            elif isinstance(step, _Scan):
+                made = self._scanned(step, held.values, seen)
             else:
                 made = self._run_segment(step, held.values)
             held.values.update(made)
-            held.let_go(self._reads(step))
-        names = [str(v.name) for v in self.model.graph.outputs]
+            held.let_go(step.inputs)
+        names = [str(v.name) for v in self._graph.outputs]
         return {name: self._value(name, held.values) for name in names if outputs is None or name in outputs}
 
-    def _reads(self, step: Kernel | _Segment) -> list[str]:
-        return [str(codes.name) for codes, _ in step.reads] if isinstance(step, Kernel) else step.inputs
+    def _scanned(
+        self, scan: _Scan, values: Mapping[str, Array], seen: Callable[[str, Array], None] | None
+    ) -> dict[str, Array]:
+        """Outputs of a Scan by name: last states, then what every step returns."""
+        inputs, body = [self._value(str(v.name), values) for v in scan.last.inputs if v is not None], scan.body
+        count = scan.last.attributes.get_int("num_scan_inputs", 1)
+        fixed = {name: self._value(name, values) for name in body.outside}
+        states, sequences = inputs[:-count], _sequences(scan.last, inputs[-count:])
+        results = [str(v.name) for v in body.results]
+        returned: list[list[Array]] = [[] for _ in results[len(states) :]]
+        for rows in zip(*sequences, strict=True):
+            found = body.run(fixed | dict(zip(body.inputs, [*states, *rows], strict=True)), seen=seen)
+            states = [found[name] for name in results[: len(states)]]
+            for kept, name in zip(returned, results[len(states) :], strict=True):
+                kept.append(found[name])
+        made = zip(scan.last.outputs, [*states, *_stacked(scan.last, returned)], strict=True)
+        return {str(value.name): array for value, array in made if value.name}
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the inputs of the graph."""
+        return [str(v.name) for v in self._graph.inputs]
+
+    @property
+    def results(self) -> list[ir.Value]:
+        """Outputs of the graph."""
+        return list(self._graph.outputs)
 
     def _uses(self) -> dict[Any, int]:
         """How many steps read each value; graph outputs are never let go."""
-        counts: dict[Any, int] = Counter(name for step in self._steps for name in self._reads(step))
-        return counts | dict.fromkeys((str(value.name) for value in self.model.graph.outputs), -1)
+        counts: dict[Any, int] = Counter(name for step in self._steps for name in step.inputs)
+        return counts | dict.fromkeys((str(value.name) for value in self._graph.outputs), -1)
 
     def _value(self, name: str, values: Mapping[str, Array]) -> Array:
         if name in values:
@@ -178,18 +265,19 @@ class CodeExecutor:
 
     # -------------------------------------------------------------------------------------------- the order
 
-    def _scheduled(self) -> Iterator[Kernel | _Segment]:
+    def _scheduled(self) -> Iterator[Kernel | _Scan | _Segment]:
         """Segments and kernels in an order in which all that they read is there; kernels wait as long as they can."""
-        starts = {kernel.node if kernel.quantizer is None else kernel.quantizer: kernel for kernel in self.kernels}
+        steps: list[Kernel | _Scan] = [*self.kernels, *self._scans]
+        starts = {step.last: step for step in steps}
         needed = self._needed(starts)
         reads = {
-            node: list(dict.fromkeys(_names(node) if node not in starts else self._reads(starts[node])))
-            for node in self.model.graph
+            node: list(dict.fromkeys(_names(node) if node not in starts else starts[node].inputs))
+            for node in self._graph
             if node in needed
         }
         order = _Order(reads, starts)
-        order.made(str(v.name) for v in (*self.model.graph.inputs, *self.model.graph.initializers.values()))
-        results = {str(v.name) for v in self.model.graph.outputs}
+        order.made([*self.inputs, *self.outside, *self._constants])
+        results = {str(v.name) for v in self._graph.outputs}
         while order.left:
             ready = order.drained()
             if ready:
@@ -198,21 +286,20 @@ class CodeExecutor:
             yield from begun
             assert ready or begun, "every node reads what an earlier one makes"
 
-    def _needed(self, starts: Mapping[ir.Node, Kernel]) -> set[ir.Node]:
+    def _needed(self, starts: Mapping[ir.Node, Kernel | _Scan]) -> set[ir.Node]:
         """Nodes that a graph output depends on, other than those that kernels stand for."""
         found: set[ir.Node] = set()
-        stack = [v.producer() for v in self.model.graph.outputs]
+        stack = [v.producer() for v in self._graph.outputs]
         while stack:
             node = stack.pop()
-            if node is None or node in found:
+            if node is None or node in found or (node.graph is self.model.graph is not self._graph):
                 continue
-            if node.graph is self.model.graph:
-                found.add(node)
-            kernel = starts.get(node)
+            found.add(node)
+            step = starts.get(node)
             stack.extend(
-                value.producer() for value in (reads_of(node) if kernel is None else map(_first, kernel.reads))
+                value.producer() for value in (map(_first, step.reads) if isinstance(step, Kernel) else reads_of(node))
             )
-        return found
+        return {node for node in found if node.graph is self._graph}
 
     def _segment(self, nodes: list[ir.Node], readers: Mapping[str, list[ir.Node]], results: set[str]) -> _Segment:
         members, own = set(nodes), [str(v.name) for node in nodes for v in node.outputs]
@@ -252,7 +339,7 @@ class _Order:
         starts: the nodes among them that stand for kernels.
     """
 
-    def __init__(self, reads: Mapping[ir.Node, list[str]], starts: Mapping[ir.Node, Kernel]) -> None:
+    def __init__(self, reads: Mapping[ir.Node, list[str]], starts: Mapping[ir.Node, Kernel | _Scan]) -> None:
         self._starts, self._missing = starts, {node: len(names) for node, names in reads.items()}
         self.readers: dict[str, list[ir.Node]] = {}
         for node, names in reads.items():
@@ -284,12 +371,29 @@ class _Order:
         self.left -= len(found)
         return found
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[Kernel | _Scan]:
         """All kernels that can run now."""
         found, self._kernels = [self._starts[node] for node in self._kernels], []
         self.left -= len(found)
-        self.made(kernel.made for kernel in found)
+        self.made(name for step in found for name in step.outputs)
         return found
+
+
+def _sequences(scan: ir.Node, inputs: Sequence[Array]) -> Iterator[Array]:
+    """Sequences with time as their first axis, in the order in which a Scan reads them."""
+    options, none = attributes_of(scan), [0] * len(inputs)
+    axes, turned = options.get("scan_input_axes", none), options.get("scan_input_directions", none)
+    for array, axis, back in zip(inputs, axes, turned, strict=True):
+        moved = np.moveaxis(array, axis, 0)
+        yield moved[::-1] if back else moved
+
+
+def _stacked(scan: ir.Node, returned: Sequence[list[Array]]) -> Iterator[Array]:
+    """What the steps of a Scan return, along an axis of time."""
+    options, none = attributes_of(scan), [0] * len(returned)
+    axes, turned = options.get("scan_output_axes", none), options.get("scan_output_directions", none)
+    for steps, axis, back in zip(returned, axes, turned, strict=True):
+        yield np.stack(steps[::-1] if back else steps, axis)
 
 
 def _unsigned(call: Call, activations: int) -> Call:
@@ -349,10 +453,10 @@ def bounds_of(node: ir.Node) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------- which operators are kernels
 
 
-def find_kernels(model: ir.Model, profile: Profile) -> Iterator[Kernel]:
-    """The operators of the main graph that a target computes on integers, in execution order."""
-    results = {id(value) for value in model.graph.outputs}
-    for node in model.graph:
+def find_kernels(graph: ir.Graph, profile: Profile) -> Iterator[Kernel]:
+    """The operators of a graph that a target computes on integers, in execution order."""
+    results = {id(value) for value in graph.outputs}
+    for node in graph:
         if node.domain in ("", "ai.onnx") and node.op_type in profile.kernels:
             found = _kernel_of(node, results, profile)
             if found is not None:

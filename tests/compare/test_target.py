@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 import bitwright.torch
 from bitwright.cli.app import app
+from bitwright.compare.executed import CodeExecutor
 from bitwright.compare.executed_flat import FlatExecutor
 from bitwright.compare.runtime import EXACT_SUMS
 from bitwright.compare.target import open_target
@@ -116,6 +120,61 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.lstm(x)[0])
+
+
+def test_steps_of_an_lstm_are_those_of_onnx_runtime(tmp_path: Path) -> None:
+    """The bodies of Scan are divided like the model: the product of gate and state is an integer kernel, once per step."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.LSTM(6, 8, batch_first=True, bidirectional=True)).eval(), 2 * torch.randn(4, 12, 6)
+    sim = bitwright.torch.QuantizationSimModel(net, x)
+    sim.compute_encodings([x], progress=False)
+    path = sim.export(tmp_path, "net", x).qdq
+    session, seen, feeds = open_target(path, "ort_x64"), list[str](), {"input": x.numpy()}
+    found = session.run(None, feeds, lambda name, codes: seen.append(name))
+    wanted = new_session(path, session_options(entries=EXACT_SUMS)).run(None, feeds)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert [seen.count(name) for name in set(seen)] == [12, 12]
+
+
+def step(inputs: list[str]) -> onnx.GraphProto:
+    """A step whose only operator is a product of two values on one grid; it returns the product twice."""
+    grid, value = ("s", "z"), helper.make_tensor_value_info
+    nodes = []
+    for name in inputs:
+        nodes += [helper.make_node("QuantizeLinear", [name, *grid], [f"{name}_q"])]
+        nodes += [helper.make_node("DequantizeLinear", [f"{name}_q", *grid], [f"{name}_d"])]
+    nodes += [helper.make_node("Mul", [f"{inputs[0]}_d", f"{inputs[1]}_d"], ["p"])]
+    nodes += [helper.make_node("QuantizeLinear", ["p", *grid], ["p_q"])]
+    nodes += [helper.make_node("DequantizeLinear", ["p_q", *grid], [name]) for name in ("state", "row")]
+    ends = [value(name, onnx.TensorProto.FLOAT, None) for name in (*inputs, "state", "row")]
+    return helper.make_graph(nodes, "step", ends[: len(inputs)], ends[len(inputs) :])
+
+
+@pytest.mark.parametrize("backwards", [0, 1], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("axes", [(0, 0), (1, 2)], ids=["first axis", "other axes"])
+def test_every_form_of_scan_is_that_of_onnx_runtime(backwards: int, axes: tuple[int, int]) -> None:
+    value, body = helper.make_tensor_value_info, step(["h", "x_t"])
+    scan = helper.make_node(
+        "Scan", ["h0", "x"], ["last", "rows"], body=body, num_scan_inputs=1, scan_input_axes=[axes[0]],
+        scan_input_directions=[backwards], scan_output_axes=[axes[1]], scan_output_directions=[backwards],
+    )  # fmt: skip
+    held = {"s": np.float32(0.0625), "z": np.uint8(128)}
+    tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in held.items()]
+    given = [value(name, onnx.TensorProto.FLOAT, [5, 5, 4][i:]) for i, name in ((1, "h0"), (0, "x"))]
+    made = [value(name, onnx.TensorProto.FLOAT, None) for name in ("last", "rows")]
+    graph = helper.make_graph([scan], "g", given, made, tensors)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    rng = np.random.default_rng(0)
+    feeds = {n: rng.uniform(-4, 4, s).astype(np.float32) for n, s in (("h0", (5, 4)), ("x", (5, 5, 4)))}
+    seen = list[str]()
+    found = CodeExecutor(ir.from_proto(proto), find_profile("ort_x64")).run(
+        feeds, seen=lambda name, _: seen.append(name)
+    )
+    wanted = new_session(proto.SerializeToString(), session_options(entries=EXACT_SUMS)).run(["last", "rows"], feeds)
+    assert seen == ["p_q"] * 5
+    for name, array in zip(("last", "rows"), wanted, strict=True):
+        np.testing.assert_array_equal(found[name], array)
 
 
 def test_data_of_any_batch_runs_in_a_file_with_a_fixed_one(tmp_path: Path) -> None:
