@@ -416,7 +416,9 @@ def _asked_channels(
         if name is None:
             raise ConfigError("ModuleCompRatioPair", "its module is not in the model", "pass a module of this model")
         if name not in read:
-            reasons = "; ".join(str(r) for r in found.refused) or "it is no convolution whose inputs a layer makes"
+            reasons = (
+                "; ".join(str(r) for r in found.refused) or "it is not a convolution whose inputs a layer computes"
+            )
             raise ConfigError(name, f"its input channels cannot be removed: {reasons}", "leave it out of the list")
         ratio = _checked_ratio(name, pair.comp_ratio)
         other = next((n for n, r in ratios.items() if read[n].name == read[name].name and r != ratio), None)
@@ -473,7 +475,7 @@ def _asked(space: SvdSpace, names: Mapping[int, str], pairs: Iterable[ModuleComp
         if name is None:
             raise ConfigError("ModuleCompRatioPair", "its module is not in the model", "pass a module of this model")
         if name not in known:
-            reason = space.found.refused.get(name, "it is no layer that the model runs")
+            reason = space.found.refused.get(name, "it is not a layer that the model runs")
             raise ConfigError(name, f"it cannot be compressed: {reason}", "leave it out of the list")
         ratios[name] = _checked_ratio(name, pair.comp_ratio)
     return ratios

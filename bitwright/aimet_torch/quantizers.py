@@ -96,7 +96,7 @@ class EncodingBase(abc.ABC):
         """
         made = copy.copy(self)
         if not self.scale.to(*args, **kwargs).is_floating_point():
-            raise EncodingsError(type(self).__name__, "scales are no integers", "move it to a floating-point dtype")
+            raise EncodingsError(type(self).__name__, "scales are not integers", "move it to a floating-point dtype")
         vars(made).update({k: v.to(*args, **kwargs) for k, v in vars(self).items() if isinstance(v, torch.Tensor)})
         return made
 
@@ -820,7 +820,7 @@ class AffineEncoding(EncodingBase):
         record = read_encodings({"version": version, **sections}).by_name["x"]
         found = record.encoding
         if not isinstance(found.format, IntFormat):
-            raise EncodingsError("encoding", f"{found.format.name} is no affine grid", "read it with FloatEncoding")
+            raise EncodingsError("encoding", f"{found.format.name} is not an affine grid", "read it with FloatEncoding")
         shape, block_size, grouping = _blocks_of(found, ndim)
         scale, zero_point = (
             torch.tensor(v.reshape(shape), dtype=torch.float32) for v in (found.scale, found.zero_point)

@@ -500,7 +500,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         check_plain(model)
         rounding = options.pop("rounding_mode", None)
         if rounding not in (None, "nearest"):
-            raise ConfigError("rounding_mode", f"there is no {rounding!r}", "leave it out, or use 'nearest'")
+            raise ConfigError("rounding_mode", f"{rounding!r} is not supported", "leave it out, or use 'nearest'")
         if isinstance(dummy_input, list):
             dummy_input = tuple(dummy_input)
         super().__init__(

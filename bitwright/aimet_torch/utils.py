@@ -188,7 +188,7 @@ def get_all_named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramet
 def replace_modules(
     model: nn.Module, condition: Callable[[nn.Module], bool], factory: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """Put ``factory(module)`` in the place of every sub-module for which ``condition`` holds."""
+    """Put ``factory(module)`` in place of every sub-module for which ``condition`` holds."""
     for _, parent in list(walk_modules(model)):
         for name, child in list(parent._modules.items()):
             if child is not None and condition(child):
@@ -196,7 +196,7 @@ def replace_modules(
 
 
 def replace_modules_of_type1_with_type2(model: nn.Module, type1: type[nn.Module], type2: type[nn.Module]) -> None:
-    """Put ``type2()`` in the place of every sub-module of ``type1``."""
+    """Put ``type2()`` in place of every sub-module of ``type1``."""
     replace_modules(model, lambda module: isinstance(module, type1), lambda _: type2())
 
 

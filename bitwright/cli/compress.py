@@ -41,7 +41,7 @@ def compress_model(
         float | None, methods_option(help="Part of the milliseconds in ONNX Runtime that may be left; with prune.")
     ] = None,
     count: Annotated[
-        int | None, methods_option(help="With drop_blocks: how many blocks go, in the place of --macs or --params.")
+        int | None, methods_option(help="With drop_blocks: how many blocks go, in place of --macs or --params.")
     ] = None,
     resume: Annotated[
         Path | None, output_option(help="Folder that keeps what prune measures, to resume from after a kill.")

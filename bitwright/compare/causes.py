@@ -132,7 +132,7 @@ def file_causes(doubt: Doubt) -> Iterator[Suspect]:
 def unexplained(doubt: Doubt) -> tuple[str, str]:
     """Finding for a difference that no run removes."""
     if doubt.a.how == "float" and (inside := _rounded_inside(doubt)):
-        remedy = "compare with the simulation, which rounds there too: @simulation in the place of @float"
+        remedy = "compare with the simulation, which rounds there too: @simulation instead of @float"
         return f"quantizers in the body of {inside} round what {doubt.a.label} has in float", remedy
     makers = _makers_in_a(doubt).values()
     nodes = (one for maker in makers for one in (maker, *(n for body in graphs_in(maker) for n in body.all_nodes())))
@@ -621,7 +621,7 @@ def in_context(both: Lockstep, most: int) -> list[Finding]:
     compared = {pair: both.agreement(pair, *two) for pair, two in both.in_the_whole().items()}
     apart = [(pair, before) for pair, before in compared.items() if not alike(before)][:most]
     fixed: Mapping[Pair, tuple[Array, Array]] = {}
-    if apart and free_inputs(both.b.model):  # a run with the lengths of the input in the place of free axes
+    if apart and free_inputs(both.b.model):  # a run with the lengths of the input in place of free axes
         fixed = both.in_the_whole(lambda model: fix_lengths(model, both.feeds_b))
     text = (
         "the runtime computes something else there in the whole file than in these operators alone, although both are fed the "

@@ -468,7 +468,7 @@ def run_converted(
         types: filled with the codes of every site -> kernel, such as ``CONV_2D int8``; ``float`` where none makes them.
         errors: filled with the codes of every site -> how far the arithmetic of these kernels may bring a value, in steps.
         opened: what runs the file that the model is converted to.
-        variants: kind of operator -> how a target computes it; ``types`` has that in the place of the type of codes.
+        variants: kind of operator -> how a target computes it; ``types`` has that in place of the type of codes.
 
     Raises:
         ConfigError: LiteRT is not installed.

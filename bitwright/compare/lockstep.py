@@ -140,7 +140,7 @@ def give(model: ir.Model, values: Mapping[Key, Array]) -> None:
 def clear(model: ir.Model, zeros: Mapping[Key, Array]) -> None:
     """Let operators of ``model`` read zeros, in floats of the shape that is given, or as codes where they read codes.
 
-    A runtime picks its kernels by what stands in the graph. With a float bias in the place of codes it may compute in float
+    A runtime picks its kernels by what stands in the graph. With a float bias in place of codes it may compute in float
     what it computes on integers, and a difference is gone that the bias had no part in.
     """
     builder, stored = Builder(model), set[Key]()

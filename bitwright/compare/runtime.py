@@ -41,7 +41,7 @@ class Otherwise:
         runtime: which.
         output: its name.
         whole: signal-to-noise ratio of the file to the simulation, in dB.
-        other: the same with the lengths of the input in the place of free axes; or with every quantized value an output.
+        other: the same with the lengths of the input in place of free axes; or with every quantized value an output.
         shapes: of the inputs, as they were fixed; ``None`` where values were observed instead.
     """
 

@@ -157,7 +157,7 @@ def compress(
         widths: a row of :data:`bitwright.compression.prune.WIDTHS`, or a number: what widths are multiples of.
         alike: take as many units from groups at the same place of repeated blocks, so that one configuration describes all;
             by default for models of transformers, whose configuration is rewritten where it can say the new widths.
-        inner: positions within heads, and within groups of convolutions, in the place of whole ones.
+        inner: positions within heads, and within groups of convolutions, in place of whole ones.
         averaged: also widths that a layer norm averages over, such as that of the embedding, whose removal changes what the norm
             computes.
         include, exclude: patterns for names of groups and layers.

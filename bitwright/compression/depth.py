@@ -94,7 +94,7 @@ def drop_blocks(
         model: a module, or a loaded ONNX model; changed in place.
         data: batches; outputs are compared on the first 64 samples.
         count: how many blocks go.
-        macs, params: the part that may be left, in the place of ``count``.
+        macs, params: the part that may be left, in place of ``count``.
         exclude: names of blocks that stay.
         providers: where ONNX Runtime computes.
         progress: show a progress bar.

@@ -201,7 +201,7 @@ class Dependencies:
 
     Args:
         structure: of either front end.
-        inner: keep units on the inner one of the axes that a reshape cuts apart: head widths in the place of heads, positions
+        inner: keep units on the inner one of the axes that a reshape cuts apart: head widths in place of heads, positions
             within the groups of grouped convolutions.
         forbidden: names of groups that were found not to be removable -> why.
         narrow_inputs: inputs of the model that are states of recurrent layers may become narrower.

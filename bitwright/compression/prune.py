@@ -106,7 +106,7 @@ class Selector:
         ranking: ``uniform`` takes the same part from every group; ``global`` the lowest scores, each in parts of the mean of
             its group; ``exact`` begins with ``uniform``.
         alike: take as many units from groups that are kin.
-        ratios: parts of a group that may be left, in the place of ten even steps.
+        ratios: parts of a group that may be left, in place of ten even steps.
     """
 
     def __init__(

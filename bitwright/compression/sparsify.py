@@ -69,7 +69,7 @@ class Pattern:
         if (found := re.fullmatch(r"(\d+)x(\d+)", text)) and int(found[1]) and int(found[2]):
             return Pattern(block=(int(found[1]), int(found[2])))
         raise ConfigError(
-            "pattern", f"{text!r} is no pattern of zeros", "use unstructured, n:m as in 2:4, or RxC as in 4x1"
+            "pattern", f"{text!r} is not a pattern of zeros", "use unstructured, n:m as in 2:4, or RxC as in 4x1"
         )
 
 

@@ -253,7 +253,7 @@ class Factored:
 
 @dataclass(frozen=True)
 class _Factors:
-    """Layers in the place of one, see :class:`Chain`; what they compute together, ``[O, I, *kernel]``, and its error."""
+    """Layers in place of one, see :class:`Chain`; what they compute together, ``[O, I, *kernel]``, and its error."""
 
     before: tuple[Before, ...]
     last: Array
@@ -1021,7 +1021,7 @@ def svd_model(
         dummy_input: the example input; the first batch by default.
         macs, params: what the model may keep of its multiplications and of its parameters, 0.5 for half. Which layer keeps how
             much is chosen exactly from estimates, see :func:`bitwright.compression.ratios.choose`.
-        ratios: layer -> ratio of its cost, in the place of ``macs`` and ``params``.
+        ratios: layer -> ratio of its cost, in place of ``macs`` and ``params``.
         forms: ``spatial``, ``weight``, ``output``, ``tucker``; all of them by default, the best at each ratio.
         multiple: ranks are multiples of it, as kernels of a target like them.
         exclude: names of layers that are left as they are.

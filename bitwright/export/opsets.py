@@ -33,7 +33,7 @@ _REDUCTIONS = (
     "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp",
     "ReduceSumSquare",
 )  # fmt: skip
-#: operator -> (first opset with inputs in the place of attributes, attribute -> port)
+#: operator -> (first opset with inputs in place of attributes, attribute -> port)
 _ATTRIBUTES: dict[str, tuple[int, dict[str, int]]] = {
     **dict.fromkeys(_REDUCTIONS, (18, {"axes": 1})),
     "ReduceSum": (13, {"axes": 1}),

@@ -171,7 +171,7 @@ def _checked_target(name: str, row: Any) -> Target:
     """Check a target of a plug-in."""
     found = row() if callable(row) else row
     if not isinstance(found, Target) or found.name != name:
-        problem = f"{found!r:.100} is no Target of that name"
+        problem = f"{found!r:.100} is not a Target of that name"
         raise ConfigError(
             f"target {name!r}", problem, "register dataclasses.replace(TARGETS['packed'], name=..., about=...)"
         )

@@ -184,7 +184,7 @@ class Runner:
 
         Args:
             samples: rows of tokens.
-            random: put random numbers in the place of the table's rows, which is not read then.
+            random: put random numbers in place of the table's rows, which is not read then.
 
         Raises:
             ModelError: a block is handed other things that depend on the tokens, or runs twice.

@@ -244,7 +244,7 @@ def header(file: Path) -> Iterator[Entry]:
         first = stream.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
         if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-            raise ModelError(str(file), f"its {size} bytes are no safetensors file, or it is truncated", copy)
+            raise ModelError(str(file), f"its {size} bytes are not a safetensors file, or it is truncated", copy)
         try:
             table = json.loads(stream.read(length))
         except ValueError as error:
@@ -318,7 +318,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING or kind not in known:
         code = ", and the code in the folder is not run" if "auto_map" in config else ""
         raise ModelError(
-            str(path), f"model_type {kind!r} is no language model that transformers knows"
+            str(path), f"model_type {kind!r} is not a language model that transformers knows"
             f"{close_matches(str(kind), known)}{code}",
             "update transformers, or quantize the module itself: bitwright.llm.quantize(model, ...)",
         )  # fmt: skip
@@ -508,7 +508,7 @@ def _check_vocabulary(opened: Checkpoint) -> None:
 
 
 def assign(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put ``tensor`` in the place of the parameter or buffer ``name`` (dotted) of ``module``."""
+    """Put ``tensor`` in place of the parameter or buffer ``name`` (dotted) of ``module``."""
     *parents, last = name.split(".")
     owner = module.get_submodule(".".join(parents))
     if last in owner._parameters:

@@ -300,10 +300,12 @@ def _perplexity(ignore: int = -100, shift: bool = False) -> OutputMetric:
             scores, right = scores[:, :-1], right[:, 1:]
         valid = right != ignore
         known = np.where(valid, right, 0)
-        if known.size and (known.min() < 0 or known.max() >= scores.shape[-1]):
+        size = scores.shape[-1]
+        if known.size and (known.min() < 0 or known.max() >= size):
+            wrong = int(known.max() if known.max() >= size else known.min())
             raise ConfigError(
                 "labels",
-                f"{int(known.max() if known.max() >= scores.shape[-1] else known.min())} is no token of {scores.shape[-1]}",
+                f"token {wrong} is outside of 0 to {size - 1}",
                 f"give numbers of tokens, and {ignore} where there is none",
             )
         each = -np.take_along_axis(_log_probabilities(scores), known[..., None], -1)[..., 0]
@@ -429,7 +431,9 @@ def _checked_metric(name: str, row: Any) -> Callable[..., OutputMetric]:
         return lambda **options: _by_states(made(**options))
     if not callable(row):
         raise ConfigError(
-            f"metric {name!r}", f"{row!r:.100} is no metric", "register an OutputMetric, or a function that returns one"
+            f"metric {name!r}",
+            f"{row!r:.100} is not a metric",
+            "register an OutputMetric, or a function that returns one",
         )
     make: Callable[..., OutputMetric] = row
     return make
@@ -518,7 +522,7 @@ def _named_options(metric: Any) -> tuple[str, dict[str, Any]]:
     for part in given:
         key, sign, value = part.partition("=")
         if not sign:
-            raise ConfigError("metric", f"{part!r} is no option", f"write {name},option=value")
+            raise ConfigError("metric", f"{part!r} is not an option", f"write {name},option=value")
         try:
             options[key.strip()] = json.loads(value)
         except ValueError:

@@ -129,7 +129,7 @@ class Judge:
         """The outputs of the float model for each batch, and what its layers of :attr:`instead` compute."""
         if not self.instead:
             return self._float_outputs
-        nothing = np.zeros(0, np.int64)  # in the place of an output that is not judged
+        nothing = np.zeros(0, np.int64)  # in place of an output that is not judged
         return [
             [*(nothing if i in self._chosen else y for i, y in enumerate(outputs)), *layers]
             for outputs, layers in zip(self._float_outputs, self._layers, strict=True)

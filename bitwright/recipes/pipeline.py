@@ -339,7 +339,7 @@ def _check_calls(seen: Mapping[str, _Calls]) -> None:
                 f"networks[{name!r}]",
                 "the program did not call it",
                 "name the module whose forward the program calls (vae.decoder where it calls vae.decode), or, of an ONNX "
-                "model, let run(networks, item) use networks[name] in the place of its own session",
+                "model, let run(networks, item) use networks[name] instead of its own session",
             )
 
 

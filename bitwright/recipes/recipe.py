@@ -211,7 +211,7 @@ def _checked_kind(name: str, row: Any) -> Kind:
             raise ConfigError(f"step {name!r}", "nothing carries it out", "give Kind(..., run=function)")
         return row
     if not callable(row):
-        problem = f"{row!r:.100} is no step"
+        problem = f"{row!r:.100} is not a step"
         raise ConfigError(f"step {name!r}", problem, "register a function whose first parameter is sim, model or view")
     _check_function(Step(name, run=row))
     phase: Phase = "simulation" if _works_on(row) == "sim" else "float"

@@ -348,7 +348,7 @@ def _checked_runtime(name: str, row: Any) -> Runtime:
     """A runtime of a plug-in."""
     found = row() if callable(row) else row
     if not isinstance(found, Runtime) or found.name != name or found.suffix not in (".onnx", ".tflite"):
-        problem = f"{found!r:.100} is no Runtime of that name for .onnx or .tflite files"
+        problem = f"{found!r:.100} is not a Runtime of that name for .onnx or .tflite files"
         raise ConfigError(f"runtime {name!r}", problem, "register Runtime(name, module, extra, suffix, remedy, open)")
     return found
 

@@ -21,7 +21,7 @@ _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 class _HandOn:
-    """A hook that passes on what a module reads in the place of what it makes; it notes both."""
+    """A hook that passes on what a module reads in place of what it makes; it notes both."""
 
     def __init__(self, active: bool) -> None:
         self.active, self.runs, self.fits = active, 0, True

@@ -1,4 +1,4 @@
-"""Modules in the place of one whose weight was written as factors: layers in a row, of the classes that they had.
+"""Modules in place of one whose weight was written as factors: layers in a row, of the classes that they had.
 
 A chain is an ``nn.Sequential``; a recurrent module reads what a linear layer in front of it makes. Both are built from
 :func:`chain_plan`, plain data, so that a state dict and the plan rebuild a compressed model from its original class.
@@ -150,7 +150,7 @@ def _conv_row(kind: str, shape: Sequence[int], attrs: Mapping[str, Any], bias: b
 def chain_from_plan(
     module: nn.Module, rows: Sequence[Mapping[str, Any]], device: str | torch.device | None = None
 ) -> nn.Module:
-    """The layers of :func:`chain_plan` in the place of ``module``, of its dtype and on its device; values are not set."""
+    """The layers of :func:`chain_plan` in place of ``module``, of its dtype and on its device; values are not set."""
     like = next(p for p in module.parameters() if p.is_floating_point())
     options: dict[str, Any] = {"device": device or like.device, "dtype": like.dtype}
     if isinstance(module, nn.RNNBase):
@@ -243,7 +243,7 @@ def _no_layers(module: nn.Module, rows: Sequence[Mapping[str, Any]]) -> str | No
 
 
 def chain_of_modules(module: nn.Module, chain: Chain) -> nn.Module:
-    """The layers of a chain with their values, in the place of ``module``; parameters train where those of it do."""
+    """The layers of a chain with their values, in place of ``module``; parameters train where those of it do."""
     made = chain_from_plan(module, chain_plan(module, chain))
     layers: list[Any] = [made.reduce, made.layer] if isinstance(made, ReducedInput) else list(made.children())
     *before, last = layers

@@ -412,7 +412,7 @@ class TorchStructure(Structured):
         if not fixed:
             return ""
         shape = self.graph().values[fixed[0]].shape
-        return f"; {fixed[0]} of the shape {shape} has a width that stands in the code, in the place of an attribute of a module"
+        return f"; {fixed[0]} of the shape {shape} has a width that stands in the code, in place of an attribute of a module"
 
     def _width(self, op: Op, use: _Use, kept: Kept) -> int | None:
         """New value of a held integer after the cut; ``None`` if the call does not use it as a width."""

@@ -1,6 +1,6 @@
 """``FloatModel`` of a torch module, through which framework-independent algorithms read and change it.
 
-An edit may put a :class:`ChannelClamp` in the place of an activation: it clips every channel at bounds of its own.
+An edit may put a :class:`ChannelClamp` in place of an activation: it clips every channel at bounds of its own.
 """
 
 from __future__ import annotations

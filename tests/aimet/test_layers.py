@@ -1001,7 +1001,7 @@ def test_tensors_keep_their_encoding_through_casts(kind):
     assert type(half) is kind and half.dtype is torch.float16 and half.half() is half
     assert half.encoding is not tensor.encoding and torch.equal(half.encoding.scale, tensor.encoding.scale)
     assert type(tensor.int()) is torch.Tensor
-    with pytest.raises(RuntimeError, match="scales are no integers"):
+    with pytest.raises(RuntimeError, match="scales are not integers"):
         tensor.encoding.to(torch.int32)
 
 

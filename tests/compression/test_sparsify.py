@@ -148,7 +148,7 @@ def test_rounding_and_zeros_are_chosen_in_one_pass(net, pattern):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"pattern": "4:2"}, "'4:2' is no pattern of zeros"),
+        ({"pattern": "4:2"}, "'4:2' is not a pattern of zeros"),
         ({"pattern": "2x2", "method": "sparsegpt"}, "sparsegpt has no blocks 2x2"),
         ({"sparsity": 1.0}, "1.0 is not a share of zeros"),
         ({"method": "wnada"}, r"no method 'wnada' \(did you mean 'wanda'"),

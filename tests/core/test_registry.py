@@ -135,9 +135,9 @@ def test_unknown_names_are_refused_with_the_list(call):
             "its codebook needs 8 different",
         ),
         ("steps", "x", lambda other: None, "its first parameter is 'other'"),
-        ("targets", "x", TARGETS["packed"], "is no Target of that name"),
-        ("runtimes", "x", 1, "1 is no Runtime of that name"),
-        ("metrics", "x", 1, "1 is no metric"),
+        ("targets", "x", TARGETS["packed"], "is not a Target of that name"),
+        ("runtimes", "x", 1, "1 is not a Runtime of that name"),
+        ("metrics", "x", 1, "1 is not a metric"),
     ],
 )
 def test_what_is_no_row_is_refused(tables, kind, name, row, message):

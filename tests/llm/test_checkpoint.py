@@ -116,7 +116,7 @@ def _of_first(**changes: object) -> Callable[[dict[str, Any]], object]:
         pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json: it is not JSON", id="config-damaged"),
         pytest.param(
             lambda f: _edit_config(f, model_type="lama", auto_map={}),
-            r"'lama' is no language model .* \(did you mean 'llama'.*the code in the folder is not run",
+            r"'lama' is not a language model .* \(did you mean 'llama'.*the code in the folder is not run",
             id="unknown-model",
         ),
         pytest.param(
@@ -131,7 +131,7 @@ def _of_first(**changes: object) -> Callable[[dict[str, Any]], object]:
         pytest.param(
             _truncate, r"it is truncated: \d+ bytes, of the \d+ that its header announces", id="shard-truncated"
         ),
-        pytest.param(_cut_header, "its 12 bytes are no safetensors file, or it is truncated", id="header-truncated"),
+        pytest.param(_cut_header, "its 12 bytes are not a safetensors file, or it is truncated", id="header-truncated"),
         pytest.param(_other_dtype, "matrices are of dtype F16, those of the other shards of F32", id="shard-dtype"),
         pytest.param(_integers, "is of dtype I8, as of a model that is quantized already", id="integers"),
         pytest.param(_other_tensor, r"model-00001.* lacks .*, which the index places there", id="index"),
@@ -165,7 +165,7 @@ def _of_first(**changes: object) -> Callable[[dict[str, Any]], object]:
             id="index-long-name",
         ),
         pytest.param(
-            lambda f: _edit_config(f, model_type=[]), r"model_type \[\] is no language model", id="model-type"
+            lambda f: _edit_config(f, model_type=[]), r"model_type \[\] is not a language model", id="model-type"
         ),
         pytest.param(lambda f: _edit_config(f, hidden_size="wide"), "no model can be made from it", id="config-values"),
     ],

@@ -529,7 +529,7 @@ def quantize_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array]:
         enc: dynamic; its granularity says which elements are looked at together.
 
     Returns:
-        Codes of the shape of ``x`` as :func:`quantize` gives them; scale and zero point with 1 in the place of the elements
+        Codes of the shape of ``x`` as :func:`quantize` gives them; scale and zero point with 1 in place of the elements
         that share them, blocks on an axis of their own after the token's.
     """
     codes, scale, zero_point, restore = _chosen_at_run_time(as_array(x), enc)

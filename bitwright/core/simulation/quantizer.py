@@ -64,7 +64,7 @@ class Quantizer(OnlyKnownAttributes):
         why_spec: why a step of a recipe changed the spec or switched it off, if one did.
         range_from: what fixes the range (see :class:`~bitwright.core.placement.plan.SitePlan`), so that calibration looks
             whether the data agree with it; empty where it is not fixed, or not looked at.
-        least_reach: that an observed range has at least, in the place of a fixed one.
+        least_reach: that an observed range has at least, in place of a fixed one.
         range_note: what is to be said of the range that calibration chose, see :class:`ranges.ChosenRange`.
         poor_range: whether that range has far more noise than another one.
         empty: how many tensors without elements calibration met; they are in no statistics.

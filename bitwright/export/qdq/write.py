@@ -229,7 +229,7 @@ def _write_products(w: Writing) -> None:
         _write_integer_products(w)
     if mixed := products_without_kernel(w.model):
         keep_apart(w.builder, mixed)
-        text = f"{_products(len(mixed))} of integer activations with weights that are no integers computed in float"
+        text = f"{_products(len(mixed))} of integer activations with weights that are not integers, computed in float"
         w.note("model", "float product", f"{text}: no kernel has both")
     if w.target.runtime == "onnxruntime":
         floats = {value for value, made in w.written.items() if not isinstance(made.encoding.format, IntFormat)}

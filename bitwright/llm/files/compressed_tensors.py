@@ -88,7 +88,7 @@ def refuses(plan: WeightPlan) -> str:
     if len(plan.shape) != 2:
         return f"only matrices of linear layers and tables are quantized, and it has {len(plan.shape)} axes"
     if plan.axis != -1:
-        return "its layer multiplies with the transposed matrix (Conv1D of transformers), which is no linear layer"
+        return "its layer multiplies with the transposed matrix (Conv1D of transformers), which is not a linear layer"
     if not _stored_as(layout.format, layout.group, layout.scale_format, inputs=False):
         return "the library has no such format"
     if layout.group == "tensor" and not layout.symmetric:

@@ -266,7 +266,7 @@ def _unpack_with_offsets(data: Bytes, *, bits: int) -> tuple[NDArray[Any], NDArr
     offsets = np.concatenate((second & 63, rest >> 4 | second >> 6 << 4), axis=1)
     if not np.array_equal(offsets * offset, multiples * common * middle):
         raise ExportError(
-            f"Q{bits}_K", "its offsets are no zero points of a symmetric grid",
+            f"Q{bits}_K", "its offsets are not zero points of a symmetric grid",
             "files of this type are read where Bitwright wrote them; read Q6_K, Q8_0 or the float model",
         )  # fmt: skip
     numbers: NDArray[Any] = _fields(data[:, -128:], 32, 4)

@@ -89,7 +89,7 @@ def apply_reconstruction(
 
     Raises:
         ConfigError: torch is missing; an unknown method, option or layer; an option that the front end does not have; layers
-            that hold codes in the place of float weights.
+            that hold codes in place of float weights.
         CalibrationError: no batch, activations that are not finite, or no memory and disk for them.
         ModelError: the model fails on a batch, or a batch does not fit it.
     """
@@ -146,7 +146,7 @@ def _refuse_codes(sim: Any, method: str) -> None:
     if held:
         raise ConfigError(
             method,
-            f"{counted(len(held), 'layer')} with codes in the place of float weights, {held[0]} first",
+            f"{counted(len(held), 'layer')} with codes instead of float weights, {held[0]} first",
             f"give it the float model; of a language model bitwright.llm.quantize(model, recipe={method!r}) makes such layers",
         )
 

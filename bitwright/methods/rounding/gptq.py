@@ -234,7 +234,7 @@ def group_of_pattern(pattern: str) -> tuple[int, int] | None:
         return None
     n, _, m = pattern.partition(":")
     if not (n.isdigit() and m.isdigit() and 0 < int(n) < int(m)):
-        raise ConfigError("pattern", f"{pattern!r} is no pattern of zeros", "use unstructured, or n:m as in 2:4")
+        raise ConfigError("pattern", f"{pattern!r} is not a pattern of zeros", "use unstructured, or n:m as in 2:4")
     return int(n), int(m)
 
 

@@ -236,7 +236,7 @@ def return_memory() -> None:
     """Return freed memory to the system, where the C library supports it (glibc).
 
     It keeps freed blocks below 32 MiB, among them the weights of a session, for allocations to come. Where those do not
-    fit into the holes, each session that is opened in the place of another one takes more.
+    fit into the holes, each session that is opened in place of another one takes more.
     """
     trim = _malloc_trim()
     if trim is not None:

@@ -370,7 +370,7 @@ def _on_grid(array: Array, encoding: Encoding | None, bias: bool) -> Array:
 
 
 def _same_form(array: Array | None, tensor: ir.TensorProtocol) -> bool:
-    """Whether a constant of the simulation can be fed in the place of the one that a model was made with."""
+    """Whether a constant of the simulation can be fed in place of the one that a model was made with."""
     return array is not None and array.shape == tuple(tensor.shape.numpy()) and array.dtype == tensor.dtype.numpy()
 
 

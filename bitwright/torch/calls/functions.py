@@ -41,7 +41,7 @@ class Function:
         attrs: arguments -> attributes for the graph.
         in_place: the call writes into its first argument.
         fresh: the output never shares memory with an argument, so it may be overwritten.
-        named_by: keyword argument that names the call in the place of ``label``.
+        named_by: keyword argument that names the call in place of ``label``.
     """
 
     label: str

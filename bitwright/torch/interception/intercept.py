@@ -1,6 +1,6 @@
 """Intercept every torch function that a model calls while its forward runs.
 
-A :class:`TorchFunctionMode` sees the calls, and what stands in the place of each module's forward tells which module is
+A :class:`TorchFunctionMode` sees the calls, and what stands in place of each module's forward tells which module is
 running. What runs belongs to its thread: threads share the plan of a simulation, never where they are in it. A call is
 identified by its *key*: where in the module tree it happens and where in that module's forward, counted from the last use
 of parameters:
@@ -15,7 +15,7 @@ of parameters:
   addition per layer, ``h = tanh(self.ih(x) + self.hh(h))`` the same addition at every time step. Only in a loop that uses
   no parameters is it the line of code that counts (:mod:`bitwright.torch.interception.places`).
 
-A model gets a mode, one hook, and an object in the place of each forward. Every thread has its own :class:`Frame` stack, handler
+A model gets a mode, one hook, and an object in place of each forward. Every thread has its own :class:`Frame` stack, handler
 and replica. Functions of ``torch.jit.script`` run outside Python, so what they compute is not seen; what ``torch.compile`` would
 not show is refused.
 """
@@ -534,7 +534,7 @@ _PASSIVE = {
 class Interceptor:
     """Sends every torch call that a model's forward makes to a handler.
 
-    A :class:`Forward` in the place of the forward of each module, and one hook that tells replicas apart, are all that is
+    A :class:`Forward` in place of the forward of each module, and one hook that tells replicas apart, are all that is
     added to a model: its classes, parameters, buffers and ``state_dict`` stay as they are. (Hooks would not do instead:
     they are not told of a KeyboardInterrupt, and an interception left open would catch whatever is called next.)
 

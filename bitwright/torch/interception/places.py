@@ -134,7 +134,7 @@ def line_of_code(stop: Container[CodeType], modules: int = 0, *, start: FrameTyp
     """The current instruction of each function between the running forward and this call.
 
     Args:
-        stop: code of what stands in the place of a module's forward.
+        stop: code of what stands in place of a module's forward.
         modules: forwards to pass by: 1 where the place of a module that is called is looked for.
         start: the innermost function to look at; the caller where none is given.
     """

@@ -371,7 +371,7 @@ def marked_onnx(
     returned: list[list[str]] = []
     program = None
     try:
-        # torch.export puts stand-ins in the place of the parameters meanwhile
+        # torch.export puts stand-ins in place of the parameters meanwhile
         alone = sim._interceptor.occupancy.exclusive("export")
         with alone, evaluation(sim.model), torch.no_grad(), _quiet(), model_alone(sim.model):
             flat = _Flat(sim.model, args, kwargs, returned.append).eval()

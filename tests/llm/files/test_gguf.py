@@ -283,5 +283,5 @@ def test_blocks_of_256_need_rows_of_their_size_and_offsets_of_a_grid(tmp_path):
     with pytest.raises(ExportError, match="blocks of Q6_K have 256 elements, and it sums over 64"):
         write_simulation(tmp_path, sim, to="gguf")
     foreign = np.full((1, 144), 1, np.uint8)  # a scale and an offset that have nothing to do with each other
-    with pytest.raises(ExportError, match="Q4_K: its offsets are no zero points of a symmetric grid"):
+    with pytest.raises(ExportError, match="Q4_K: its offsets are not zero points of a symmetric grid"):
         from_blocks("weight", foreign, (1, 256), BLOCKS["Q4_K"])

@@ -519,7 +519,7 @@ def test_layers_that_hold_codes_are_refused(method):
     model = nn.Sequential(CodedLinear(packed, None, torch.float32), nn.Linear(8, 4)).eval()
     x = torch.randn(4, 16)
     sim = QuantizationSimModel(model, x, preset="w4")
-    with pytest.raises(ConfigError, match=f"{method}: 1 layer with codes in the place of float weights, 0 first"):
+    with pytest.raises(ConfigError, match=f"{method}: 1 layer with codes instead of float weights, 0 first"):
         apply_reconstruction(sim, [x], method)
 
 
