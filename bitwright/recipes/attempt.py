@@ -252,9 +252,8 @@ class Attempt(Runner):
         some, _ = job.for_trials
         if not some:
             return False
-        sim.quantizers.say_nothing_of_unreached()
-        sim.compute_encodings(some, progress=job.progress, non_finite=job.non_finite)
-        sim.quantizers.say_nothing_of_unreached(False)
+        with sim.quantizers._calibrated_on_part():
+            sim.compute_encodings(some, progress=job.progress, non_finite=job.non_finite)
         return not sim.quantizers.unreached()
 
     def _calibrate_further(self) -> None:
@@ -295,12 +294,11 @@ class Attempt(Runner):
         options: dict[str, Any] = {"progress": job.progress, "non_finite": job.non_finite}
         if resume:
             options["resume"] = True
-        if part:
-            sim.quantizers.say_nothing_of_unreached()  # what the other batches reach is not known yet
         given = job.chosen if batches is None else batches
-        sim.compute_encodings(given, allow_unreached=job.allow_unreached and not part, **options)
+        # what the batches outside of a part reach is not known yet
+        with sim.quantizers._calibrated_on_part() if part else nullcontext():
+            sim.compute_encodings(given, allow_unreached=job.allow_unreached and not part, **options)
         if part:
-            sim.quantizers.say_nothing_of_unreached(False)
             if sim.quantizers.unreached():
                 logger.info("calibration reads what judges too: some sites are reached by no other batch")
                 job.judge.whence += ", which calibration reads as well, as no other batch reaches some sites"

@@ -6,6 +6,7 @@ import copy
 import fnmatch
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -247,7 +248,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
 
     def __init__(self, sites: dict[str, Site], values: Callable[[str], Array | None] | None = None) -> None:
         self._sites = sites
-        self._said: set[str] = set()  # warnings of sites without data
+        self._said: set[str] = set()  # warnings that were logged
         self._says_unreached = True
         for site in sites.values():
             site._values = values
@@ -436,9 +437,20 @@ class SiteMap(Tabular, Mapping[str, Any]):
             f"Remedy: {remedy or 'leave what leads to it in float'}, or more bits there"
         )
 
-    def say_nothing_of_unreached(self, quiet: bool = True) -> None:
-        """Log no site that data do not reach: of a simulation that is calibrated on part of the data; or do so again."""
-        self._says_unreached = not quiet
+    @contextmanager
+    def _calibrated_on_part(self) -> Iterator[None]:
+        """Log no unreached site inside the block, where calibration reads a part of the data."""
+        before, self._says_unreached = self._says_unreached, False
+        try:
+            yield
+        finally:
+            self._says_unreached = before
+
+    def _say_once(self, text: str) -> None:
+        """Log a warning that the simulations of one call have not logged yet."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
 
     def _share_log(self, said: set[str]) -> None:
         """Skip log lines that are in ``said``, and add new ones, so that simulations of one call repeat nothing."""
@@ -455,10 +467,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
             what = "left in float" if allow else "without an encoding; using them is an error"
             shown = ", ".join(site.name for site in unreached[:8])
             more = f" and {len(unreached) - 8} more" if len(unreached) > 8 else ""
-            said = f"calibration never reached {len(unreached)} site(s), {what}: {shown}{more}"
-            if said not in self._said:
-                self._said.add(said)
-                logger.warning("%s", said)
+            self._say_once(f"calibration never reached {len(unreached)} site(s), {what}: {shown}{more}")
         if not quiet and self._says_unreached:
             self._tell_of_ranges()
 

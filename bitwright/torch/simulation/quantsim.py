@@ -354,6 +354,7 @@ class QuantizationSimModel(SimulatedModule):
         self.graph = recorder.graph()
         self.plan = self._plan()
         self.quantizers = place_quantizers(self.plan, self.graph, self._values_of, Quantizer)
+        self._simulator.say = self.quantizers._say_once
         plans = call_plans(self.graph, self.quantizers)
         calls = {key: plans.get(call.name, CallPlan(call.name)) for key, call in recorder.calls.items()}
         # computed from parameters alone: known, and nothing to quantize
@@ -581,6 +582,7 @@ class QuantizationSimModel(SimulatedModule):
                 if found is not None:
                     site.quantizer.observe_once(found.detach())
         self._simulator.warn_of_ranges()
+        self._simulator.warn_of_gaps()
 
     # -- training
 

@@ -215,6 +215,8 @@ class Simulator(Handler, Observer):
         self.blame: Callable[[Any, Any], None] | None = None  # names the operator that makes NaN of finite values
         self.told = False  # whether it did
         self.prepare_grids: Callable[[], None] = _nothing
+        self.say: Callable[[str], None] = logger.warning  # logs a warning of the simulation
+        self._gaps: dict[str, bool] = {}  # calls that :attr:`unseen` has and integers could compute -> whether logged
         self.watch: Callable[[], bool] | None = None  # is told of every simulated forward
         self._marks: dict[str, int] = {}  # site -> number of its last mark
         self._given: dict[int, tuple[Any, Any, bool]] = {}  # thread -> what the model was called with
@@ -318,6 +320,8 @@ class Simulator(Handler, Observer):
             self.runs += 1
             if self.gate is not None:
                 self.gate.close()
+        else:
+            self.warn_of_gaps()
 
     def _looks_for_nan(self) -> bool:
         wanted = self.stage == "simulate" and not self.told and self.taps is None and self.blame is not None
@@ -673,15 +677,27 @@ class Simulator(Handler, Observer):
             self.unseen.setdefault(name, _UNSEEN_MASK)
             return
         with self._lock:
-            if self.unseen.get(name) == _UNSEEN:
-                return
             self.unseen[name] = _UNSEEN
-        if op_row(kind).integer:
-            logger.warning(
-                "%s: this call did not happen on the example input, so it has no quantizer and runs in float; "
-                "give an example that reaches it (examples=[...]) or calibrate with one",
-                name,
-            )
+            if op_row(kind).integer:
+                self._gaps.setdefault(name, False)
+
+    def warn_of_gaps(self) -> None:
+        """Warn, once for a simulation, of calls that the example did not make and that integers could compute."""
+        if torch.compiler.is_compiling() or all(self._gaps.values()):
+            return
+        with self._lock:
+            new = [name for name, told in self._gaps.items() if not told]
+            first = len(new) == len(self._gaps)
+            self._gaps.update(dict.fromkeys(new, True))
+        names = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+        one = len(new) == 1
+        what = "this call did" if one else f"these {len(new)} calls did"
+        tell = self.say if first else logger.info
+        tell(
+            f"{names}: {what} not happen on the example input, so {'it has' if one else 'they have'} no quantizer and "
+            f"run{'s' if one else ''} in float; sim.coverage() lists every such call. Give the simulation an example that "
+            f"reaches {'it' if one else 'them'}: examples=[batch], a batch of this shape or on this path"
+        )
 
 
 def _nothing() -> None:

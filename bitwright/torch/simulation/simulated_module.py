@@ -190,6 +190,7 @@ class SimulatedModule(SimulationFiles):
         with self._interceptor.active():
             self._handler.begin((), {})
             yield
+            self._handler.warn_of_gaps()
 
     @contextmanager
     def in_float(self) -> Iterator[None]:

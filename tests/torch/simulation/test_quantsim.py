@@ -365,9 +365,47 @@ def test_a_call_first_seen_after_calibration_runs_in_float_and_is_listed_once(ca
         sim.model(-x)
     assert sum("did not happen on the example input" in r.message for r in caplog.records) == 1
     assert "b.linear" in str(sim.coverage())
+    with sim.quantizers._calibrated_on_part(), pytest.raises(KeyError):
+        sim.quantizers["of another model"]
+    assert sim.quantizers._says_unreached  # an error inside the block does not leave the warnings switched off
     both = QuantizationSimModel(model, x, examples=[-x])
     both.compute_encodings([x, -x])
     assert not torch.equal(both.model(-x), model(-x))
+
+
+class RowByRow(nn.Module):
+    """Applies its layer to one row after the other: each row is a call of its own, and from three rows on there are more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = [self.linear(row) for row in x]
+        if len(rows) < 3:
+            return torch.stack(rows)
+        shifted = rows[0] + rows[1]
+        scaled = shifted * rows[2]
+        return torch.stack(rows) + torch.tanh(scaled - shifted)
+
+
+@pytest.mark.parametrize("when", ["calibration", "simulation", "active"])
+def test_calls_that_the_example_did_not_make_are_one_warning(when: str, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(5, 2)
+    sim = QuantizationSimModel(RowByRow(), x[:2])
+    sim.compute_encodings([x] if when == "calibration" else [x[:2]], progress=False)
+    if when == "active":
+        with sim.active():
+            sim.model(x)
+    sim.model(x)
+    told = [r.message for r in caplog.records if "did not happen on the example input" in r.message]
+    assert len(told) == 1 and "add, mul, sub and 1 more: these 4 calls" in told[0], told
+    assert len(sim.coverage().unseen) == 4
+    caplog.clear()
+    whole = QuantizationSimModel(RowByRow(), x[:2], examples=[x])  # the remedy of the warning
+    whole.compute_encodings([x], progress=False)
+    whole.model(x)
+    assert not whole.coverage().unseen and "did not happen" not in caplog.text
 
 
 def test_other_methods_get_an_error_with_the_remedy_and_work_inside_active(sim, batches):
