@@ -18,7 +18,7 @@ from typing import Any
 
 import measure  # first: it puts the repository on the path
 import numpy as np
-from pruning import SUBJECTS, _few
+from pruning import SUBJECTS, few
 
 from bitwright.compression.checks import checked_dependencies
 from bitwright.compression.costs import Prices
@@ -39,17 +39,19 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
-    model, few = SUBJECTS["resnet20_aux"].model(), [data.cifar("train").x[:64]]
-    search, test = data.cifar("train")[1000:1200], _few(data.cifar(), 1000)
+    model, batches = SUBJECTS["resnet20_aux"].model(), [data.cifar("train").x[:64]]
+    search, test = data.cifar("train")[1000:1200], few(data.cifar(), 1000)
     front = front_end_of(model)
-    structure = front.structured(model, few[0], None)
-    found = checked_dependencies(structure, few[0])
+    structure = front.structured(model, batches[0], None)
+    found = checked_dependencies(structure, batches[0])
     evidence = Evidence(found.graph, structure.param)
-    evidence.squares = mean_squares(structure.view(), found.graph, found.groups, few)
+    evidence.squares = mean_squares(structure.view(), found.graph, found.groups, batches)
     scores = {g.name: criterion("activation")(g, evidence) for g in found.groups}
     ratios = [k / 10 for k in range(1, 10)]
     selector = Selector(found, Prices(found.graph), found.groups, scores, ranking="exact", ratios=ratios)
-    space = WidthSpace(structure, selector, few, Original(front.structured(model, few[0], None).view(), few), True)
+    space = WidthSpace(
+        structure, selector, batches, Original(front.structured(model, batches[0], None).view(), batches), True
+    )
     asked = 0
 
     def metric(work: Any) -> float:

@@ -1,14 +1,22 @@
-"""What structured pruning costs networks without training, beside random choice and Torch-Pruning.
+"""What structured pruning costs networks: without training, reconstructed, fine-tuned, in 8 bits, and in milliseconds.
 
-    python benchmarks/pruning.py                                # a row at a time; what is done is kept in build/pruning
-    python benchmarks/pruning.py --models resnet20_aux --fresh --markdown
+    python benchmarks/pruning.py --markdown          # what is not in build/pruning yet, a row in a process of its own
+    python benchmarks/pruning.py --models resnet20_aux --parts 0.5 --seeds 0 --fresh
 
-Top-1 accuracy in per cent, or perplexity per token, on parts of the test data: 1,000 images of CIFAR-10, 200 of ImageNet, 1,000
-of MNIST, 16,384 characters, 64 stories; of the face detector, the SQNR of its worst output in dB. Calibration: 128 training
-images, 64 of ImageNet, 8,192 characters, 16 stories. Torch-Pruning (``pip install torch-pruning``) prunes with L2 norms and the
-same part of every layer, to the nearest part of the MACs that it reaches; it has no reconstruction. Nothing is trained but the
-rows that say so: see ``fine_tuned``. W8A8: folded, nearest rounding, bias correction. Milliseconds: ONNX Runtime,
-one thread, the first calibration batch, before and after in turns. Needs the developer data set.
+Top-1 accuracy in per cent, or perplexity per token, on test data: 2,000 images of CIFAR-10, 400 of ImageNet, 1,000 of MNIST,
+16,384 characters, 64 stories; of the face detector, the SQNR of its worst output in dB. Calibration: 128 training images, 64 of
+ImageNet, 8,192 characters, 16 stories; for the ONNX files 64 test images (MNIST) and 8 smooth pictures.
+
+*cut* is the network without units and as it was otherwise. *fitted*: layers that lost inputs are fitted to the original's
+results by least squares, and batch norms are estimated anew. *tuned*: trained as ``fine_tuned`` and ``fine_tuned_text`` say,
+the mean of the seeds and the lowest and highest. *W8A8*: the tuned network (the fitted one where nothing is trained) in 8 bits;
+folded, nearest rounding, bias correction. *ms*: ONNX Runtime, one thread, the first calibration batch, whole and pruned in
+turns; what was predicted is computed from milliseconds of the whole network's operators.
+
+``random`` draws units anew with every seed. Torch-Pruning prunes by L2 norms and the same part of every layer, to the nearest
+part of the MACs that it reaches; it fits nothing and reads no ONNX files. Where it cannot prune a whole network (the padded
+shortcuts of this ResNet-20), it prunes the layers inside blocks only. Needs the developer data set, and
+``pip install torch-pruning``.
 """
 
 from __future__ import annotations
@@ -17,9 +25,12 @@ import argparse
 import copy
 import json
 import logging
+import multiprocessing
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import measure  # first: it puts the repository on the path
@@ -28,26 +39,30 @@ import torch
 from torch import nn
 
 import bitwright
-from bitwright.compression.costs import compare_ms
+from bitwright.compression.costs import Prices, compare_ms, operator_times
 from bitwright.core.simulation.float_model import sqnr
-from bitwright.errors import BitwrightError
+from bitwright.methods.front_end import front_end_of
+from bitwright.onnx import load_model
+from bitwright.torch import svd_model
 from tests.support import data
 
 RESULTS, STATE = measure.ROOT / "benchmarks" / "results" / "pruning.md", measure.ROOT / "build" / "pruning"
+LIMIT = 1200.0  # seconds of a row
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A network: its form, calibration data and score."""
+    """A network: its form, calibration data and score, what trains it, and the layers inside its blocks."""
 
     model: Callable[[], Any]
     calibration: Callable[[], list[Any]]
     score: Callable[[Any], float]
     unit: str = "%"
     tune: Callable[[nn.Module, nn.Module, int], nn.Module] | None = None
+    inside: tuple[str, ...] = ()
 
 
-def _few(images: data.Images, count: int) -> data.Images:
+def few(images: data.Images, count: int) -> data.Images:
     return data.Images(images.x[:count], images.y[:count])
 
 
@@ -145,16 +160,16 @@ def fine_tuned_text(model: nn.Module, teacher: nn.Module, seed: int) -> nn.Modul
 
 SUBJECTS = {
     "resnet20_aux": Subject(
-        _resnet, lambda: list(data.cifar("train").x[:128].split(64)), lambda m: data.accuracy(m, _few(data.cifar(), 1000)),
-        tune=fine_tuned,
+        _resnet, lambda: list(data.cifar("train").x[:128].split(64)), lambda m: data.accuracy(m, data.cifar()),
+        tune=fine_tuned, inside=tuple(f"layer{i}.{k}.conv1" for i in (1, 2, 3) for k in range(3)),
     ),
     "mobilenet_v2_cifar": Subject(
         lambda: data.trained("mobilenet_v2_cifar"), lambda: list(data.cifar("train").x[:128].split(64)),
-        lambda m: data.accuracy(m, _few(data.cifar(), 1000)), tune=fine_tuned,
+        lambda m: data.accuracy(m, data.cifar()), tune=fine_tuned,
     ),
     "mobilenet_v1_025": Subject(
         lambda: data.trained("mobilenet_v1_025"), lambda: list(data.imagenet("calibration").x[:64].split(32)),
-        lambda m: data.accuracy(m, _few(data.imagenet(), 200)),
+        lambda m: data.accuracy(m, data.imagenet()),
     ),
     "lstm_char": Subject(
         lambda: data.trained("lstm_char"), lambda: list(data.shakespeare("train")[:8192].reshape(32, 256).split(16)),
@@ -173,125 +188,170 @@ SUBJECTS = {
         lambda: str(data.onnx_file("face_slim_320")), lambda: [_face_input(i) for i in range(8)], _face, "dB",
     ),
 }  # fmt: skip
+
+#: method -> options of ``compress``
 METHODS: dict[str, dict[str, Any] | None] = {
-    "random": {"importance": "random", "ranking": "uniform", "reconstruction": False, "batch_norms": False},
-    "l2": {"ranking": "uniform", "reconstruction": False, "batch_norms": False},
-    "random, reconstructed": {"importance": "random", "ranking": "uniform"},
-    "l2, reconstructed": {"ranking": "uniform"},
-    "activation, reconstructed": {"importance": "activation", "ranking": "uniform"},
     "activation, exact widths": {"importance": "activation"},
-    "Torch-Pruning, l2": None,
+    "activation, same part": {"importance": "activation", "ranking": "uniform"},
+    "l2, same part": {"ranking": "uniform"},
+    "random, same part": {"importance": "random", "ranking": "uniform"},
+    "spatial SVD": None,
+    "Torch-Pruning": None,
 }
+Row = tuple[str, str, float, int]
+"""Network, method, part of the MACs, seed."""
+Cut = tuple[Any, float]
+"""A pruned model, and the part of the MACs that is left."""
 
 
-#: rows that are trained afterwards -> how they were pruned, and the seed
-TUNED = {
-    f"{method}, fine-tuned, seed {seed}": (method, seed)
-    for seed in (0, 1, 2) for method in ("activation, exact widths", "l2, reconstructed", "random", "Torch-Pruning, l2")
-}  # fmt: skip
-
-
-def w8a8(model: nn.Module, batches: list[Any], score: Callable[[Any], float]) -> float:
+def w8a8(model: Any, batches: list[Any], score: Callable[[Any], float]) -> float:
     """The score of the model in 8 bits, by the default recipe's fold and nearest rounding."""
-    return score(bitwright.quantize(model, batches, recipe=["fold", "bias_correction"], progress=False).sim.model)
+    sim = bitwright.quantize(model, batches, recipe=["fold", "bias_correction"], progress=False).sim
+    return score(sim.model if isinstance(model, nn.Module) else sim.session)
 
 
-def torch_pruned(model: nn.Module, x: torch.Tensor, part: float) -> tuple[nn.Module, float]:
-    """A module pruned by Torch-Pruning to at most ``part`` of its MACs, and what is left of them."""
+def torch_pruned(model: nn.Module, x: torch.Tensor, part: float, inside: tuple[str, ...]) -> Cut:
+    """A module pruned by Torch-Pruning to at most ``part`` of its MACs, and what is left of them.
+
+    Where it cannot prune the whole module, only the layers ``inside`` are pruned.
+    """
     import torch_pruning
 
     count = torch_pruning.utils.count_ops_and_params
     whole = count(model, x)[0]
-    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
-    low, high, best = 0.0, 0.9, None
-    for _ in range(6):
-        middle = (low + high) / 2
+    layers = [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+
+    def at(ratio: float, only: tuple[str, ...]) -> Cut:
         pruned = copy.deepcopy(model)
-        last = [m for m in pruned.modules() if isinstance(m, (nn.Linear, nn.Conv2d))][len(layers) - 1]
+        named = dict(pruned.named_modules())
+        kept = [named[name] for name in layers if (only and name not in only) or name == layers[-1]]
         torch_pruning.pruner.MagnitudePruner(
-            pruned, x, torch_pruning.importance.MagnitudeImportance(p=2), pruning_ratio=middle, ignored_layers=[last]
+            pruned, x, torch_pruning.importance.MagnitudeImportance(p=2), pruning_ratio=ratio, ignored_layers=kept
         ).step()
-        left = count(pruned, x)[0] / whole
-        if left <= part:
-            high, best = middle, (pruned, left)
+        return pruned, count(pruned, x)[0] / whole
+
+    only: tuple[str, ...] = ()
+    try:
+        at(0.5, only)
+    except IndexError:
+        only = inside
+        if not only:
+            raise
+    low, high, best = 0.0, 0.95, None
+    for _ in range(7):
+        middle = (low + high) / 2
+        found = at(middle, only)
+        if found[1] <= part:
+            high, best = middle, found
         else:
             low = middle
     if best is None:
-        raise RuntimeError(f"no ratio up to 0.9 leaves {part:g} of the MACs")
+        raise RuntimeError(f"no ratio up to 0.95 leaves {part:g} of the MACs")
     return best
 
 
-_PRUNED: dict[tuple[str, float, str, int], tuple[nn.Module, float]] = {}
+def predicted_ms(model: Any, pruned: Any, batch: Any) -> float:
+    """Milliseconds of the pruned model, from those of the whole one's operators."""
+    graphs = [front_end_of(m).structured(m, batch, None).graph() for m in (model, pruned)]
+    return Prices(graphs[0], {"ms"}, operator_times(model, graphs[0], batch))(graphs[1])["ms"]
 
 
-def _pruned(
-    model: nn.Module, batches: list[Any], part: float, options: dict[str, Any] | None, seed: int
-) -> tuple[nn.Module, float]:
-    """The module at a part of its MACs, and what is left of them; by Torch-Pruning without options."""
-    if options is None:
-        return torch_pruned(model, batches[0], part)
-    result = bitwright.compress(model, batches, {"macs": part}, seed=seed, progress=False, **options)
+def cut_by(name: str, method: str, part: float, seed: int, fitted: bool = True) -> Cut:
+    """The network pruned by a method; without reconstruction where ``fitted`` is false."""
+    subject = SUBJECTS[name]
+    model, batches, options = subject.model(), subject.calibration(), METHODS[method]
+    if method == "Torch-Pruning":
+        return torch_pruned(model, batches[0], part, subject.inside)
+    if method == "spatial SVD":
+        if isinstance(model, str):
+            model = load_model(model)
+        report = svd_model(model, batches, macs=part, forms=("spatial",), data_aware=fitted, progress=False)
+        return model, report.after["macs"] / report.before["macs"]
+    assert options is not None
+    result = bitwright.compress(
+        model, batches, {"macs": part}, seed=seed, reconstruction=fitted, batch_norms=fitted, progress=False, **options
+    )
     return result.model, result.after["macs"] / result.before["macs"]
 
 
-def row(name: str, method: str, part: float) -> dict[str, Any]:
+def score_of(subject: Subject, model: Any) -> float:
+    """The score of a module, or of an ONNX model in a session."""
+    if isinstance(model, nn.Module):
+        return subject.score(model.eval())
+    import onnxruntime as ort
+
+    proto = getattr(model, "model", model)
+    given = proto if isinstance(proto, str) else proto.SerializeToString()
+    return subject.score(ort.InferenceSession(given, providers=["CPUExecutionProvider"]))
+
+
+def row(name: str, method: str, part: float, seed: int) -> dict[str, Any]:
     """One measurement."""
-    subject, start = SUBJECTS[name], time.perf_counter()
+    subject, start = SUBJECTS[name], time.process_time()
     model, batches = subject.model(), subject.calibration()
-    if method in TUNED:
-        before, seed = TUNED[method]
-        key = (name, part, before, seed if before == "random" else 0)  # the others prune alike with every seed
-        if key not in _PRUNED:
-            _PRUNED[key] = _pruned(model, batches, part, METHODS[before], seed)
-        pruned, left = copy.deepcopy(_PRUNED[key])
-        assert subject.tune is not None
-        found = {"macs": left, "pruned": subject.score(pruned), "float": subject.score(model)}
-        tuned = subject.tune(pruned, model, seed)
-        return {**found, "score": subject.score(tuned), "w8a8": w8a8(tuned, batches, subject.score),
-                "seconds": time.perf_counter() - start}  # fmt: skip
-    options = METHODS[method]
-    if options is None:
-        if isinstance(model, str):
-            raise RuntimeError("it reads no ONNX files")
-        pruned, left = torch_pruned(model, batches[0], part)
-        return {"macs": left, "score": subject.score(pruned), "seconds": time.perf_counter() - start}
-    result = bitwright.compress(
-        model, batches, {"macs": part}, metric=subject.score, lower_is_better=subject.unit == "perplexity",
-        progress=False, **options,
-    )  # fmt: skip
-    found = {"macs": result.after["macs"] / result.before["macs"], "score": result.metrics["compressed"],
-             "float": result.metrics["float"], "seconds": time.perf_counter() - start}  # fmt: skip
-    if method == "activation, exact widths":
-        ms = compare_ms({"before": model, "after": result.model}, batches[0])
+    pruned, left = cut_by(name, method, part, seed)
+    found: dict[str, Any] = {"macs": left, "float": score_of(subject, model)}
+    if seed == 0 or "random" in method:
+        found["fitted" if method != "Torch-Pruning" else "cut"] = score_of(subject, pruned)
+        if method != "Torch-Pruning":
+            found["cut"] = score_of(subject, cut_by(name, method, part, seed, fitted=False)[0])
+    if seed == 0:
+        ms = compare_ms({"before": model, "after": pruned}, batches[0])
         found["ms"] = [ms["before"], ms["after"]]
-        if isinstance(result.model, nn.Module):
-            found["w8a8"] = w8a8(result.model, batches, subject.score)
-    return found
+        if method not in ("Torch-Pruning", "spatial SVD"):
+            found["predicted"] = predicted_ms(model, pruned, batches[0])
+    if subject.tune is not None:
+        pruned = subject.tune(pruned, model, seed)
+        found["tuned"] = subject.score(pruned)
+    if subject.tune is not None or seed == 0:
+        found["w8a8"] = w8a8(pruned, batches, subject.score)
+    return {**found, "seconds": time.process_time() - start}
 
 
-def run(models: list[str], parts: list[float], methods: list[str], fresh: bool) -> None:
-    """Every row that is not there yet."""
+def _file(name: str, method: str, part: float, seed: int) -> Path:
+    return STATE / f"{name}-{part:g}-{method.replace(', ', '_').replace(' ', '_')}-{seed}.json"
+
+
+def _work(name: str, method: str, part: float, seed: int) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        found = row(name, method, part, seed)
+    except Exception as error:  # the row says so
+        found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
+    _file(name, method, part, seed).write_text(json.dumps(found))
+
+
+def rows_of(models: list[str], parts: list[float], methods: list[str], seeds: list[int]) -> list[Row]:
+    """The measurements: three seeds where something is drawn."""
+    found = [(n, m, p, s) for s in seeds for p in parts for n in models for m in methods]
+    return [r for r in found if not (r[0].endswith(".onnx") and r[1] == "Torch-Pruning") and (
+        r[3] == 0 or SUBJECTS[r[0]].tune is not None or "random" in r[1])]  # fmt: skip
+
+
+def run(rows: list[Row], fresh: bool) -> None:
+    """Every row that is not there yet, in a process of its own."""
     STATE.mkdir(parents=True, exist_ok=True)
-    for part in parts:
-        for name in models:
-            for method in [m for m in methods if m not in TUNED or SUBJECTS[name].tune is not None]:
-                file = STATE / f"{name}-{part:g}-{method.replace(', ', '_')}.json"
-                if file.exists() and not fresh:
-                    continue
-                try:
-                    found = row(name, method, part)
-                except (
-                    BitwrightError,
-                    RuntimeError,
-                    ValueError,
-                    AssertionError,
-                    IndexError,
-                    KeyError,
-                    TypeError,
-                ) as error:
-                    found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:120]}
-                file.write_text(json.dumps(found))
-                print(part, name, method, found, flush=True)
+    for given in rows:
+        file = _file(*given)
+        if file.exists() and not fresh:
+            continue
+        process = multiprocessing.get_context("fork").Process(target=_work, args=given)
+        process.start()
+        process.join(LIMIT)
+        if process.is_alive():
+            process.kill()
+            file.write_text(json.dumps({"failed": f"more than {LIMIT:g} s"}))
+        print(*given, file.read_text() if file.exists() else f"exit code {process.exitcode}", flush=True)
+
+
+def _mean(found: list[dict[str, Any]], key: str) -> str:
+    """The mean over seeds, and the lowest and highest."""
+    values = [f[key] for f in found if key in f]
+    if not values:
+        return ""
+    spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
+    return f"{np.mean(values):.2f}{spread}"
 
 
 def table() -> None:
@@ -299,35 +359,39 @@ def table() -> None:
     rows = []
     for name, subject in SUBJECTS.items():
         for part in (0.75, 0.5):
-            for method in (*METHODS, *TUNED):
-                file = STATE / f"{name}-{part:g}-{method.replace(', ', '_')}.json"
-                if not file.exists():
+            for method in METHODS:
+                files = [f for seed in range(3) if (f := _file(name, method, part, seed)).exists()]
+                found = [json.loads(f.read_text()) for f in files]
+                if not found:
                     continue
-                found = json.loads(file.read_text())
-                whole = json.loads((STATE / f"{name}-{part:g}-l2.json").read_text()).get("float")
-                before = "" if whole is None or subject.unit == "dB" else f"{whole:.2f}"
-                if "failed" in found:
-                    rows.append([name, f"{part:.0%}", method, "", before, found["failed"][:70], "", "", ""])
-                else:
-                    score = f"{found['score']:.2f} {subject.unit}"
-                    eight = f"{found['w8a8']:.2f}" if "w8a8" in found else ""
-                    ms = "{:.2f} -> {:.2f}".format(*found["ms"]) if "ms" in found else ""
-                    rows.append([name, f"{part:.0%}", method, f"{found['macs']:.1%}", before, score, eight, ms,
-                                 f"{found['seconds']:.0f}"])  # fmt: skip
-    head = ["network", "target", "method", "MACs left", "float", "pruned", "W8A8 on top", "ms", "seconds"]
+                failed = next((f["failed"] for f in found if "failed" in f), None)
+                if failed is not None:
+                    rows.append([name, f"{part:.0%}", method, "", "", failed[:80], "", "", "", "", "", ""])
+                    continue
+                whole = "" if subject.unit == "dB" else f"{found[0]['float']:.2f}"
+                ms = found[0].get("ms", [])
+                rows.append([
+                    name, f"{part:.0%}", method, f"{found[0]['macs']:.1%}", whole,
+                    *(_mean(found, key) for key in ("cut", "fitted", "tuned", "w8a8")),
+                    " -> ".join(f"{t:.2f}" for t in ms), _mean(found[:1], "predicted"), f"{found[0]['seconds']:.0f}",
+                ])  # fmt: skip
+    head = ["network", "target", "method", "MACs left", "float", "cut", "fitted", "tuned", "W8A8", "ms", "predicted",
+            "CPU seconds"]  # fmt: skip
     text = measure.markdown("Structured pruning", head, rows)
-    measure.write(RESULTS, text + f"\n{__doc__.partition('Top-1')[1]}{__doc__.partition('Top-1')[2]}")
+    command, _, told = str(__doc__).partition("Top-1")
+    measure.write(RESULTS, f"{text}\n`{command.strip().splitlines()[2].partition(' #')[0].strip()}`\n\nTop-1{told}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(SUBJECTS))
+    parser.add_argument("--models", nargs="*", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--parts", nargs="*", type=float, default=[0.5, 0.75])
-    parser.add_argument("--methods", nargs="*", choices=[*METHODS, *TUNED], default=[*METHODS, *TUNED])
+    parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
-    run(given.models, given.parts, given.methods, given.fresh)
+    run(rows_of(given.models, given.parts, given.methods, given.seeds), given.fresh)
     if given.markdown:
         table()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,6 +56,9 @@ class Structure(Protocol):
 
     def equal_pieces(self, op: Op) -> bool:
         """Whether a split is given a number of pieces or one common length, so that unequal lengths cannot be set."""
+
+    def filled(self) -> Collection[str]:
+        """Constants that hold one number everywhere and are made in the width that is asked for, as zeros to start from."""
 
     def tied(self) -> Sequence[Sequence[tuple[str, int, int]]]:
         """Parameters whose widths the model holds in one number: ``(parameter, axis, blocks)``, position by position."""
@@ -181,7 +184,7 @@ _SAME = frozenset((
     "isneginf", "isposinf", "isinf", "isnan", "isfinite", "gt", "ge", "lt", "le", "eq", "ne",
     "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "IsNaN", "IsInf",
     *(f"{kind}{op}" for kind in ("", "logical_", "bitwise_") for op in ("not", "and", "or", "xor")),
-    "invert", "Not", "And", "Or", "Xor", "zeros_like", "ones_like", "full_like",
+    "invert", "copy", "Not", "And", "Or", "Xor", "zeros_like", "ones_like", "full_like",
 ))  # fmt: skip
 _POOLS = frozenset(("AveragePool", "GlobalAveragePool", "MaxPool", "GlobalMaxPool", "Resize", "ResizeNearest", "LRN"))
 _MEANS = frozenset(("ReduceMean", "Variance", "ReduceMax", "ReduceMin", "ReduceLogSumExp", "ReduceProd", "all", "any"))
@@ -223,6 +226,7 @@ class Dependencies:
     ) -> None:
         self.structure, self.inner, self._narrow_inputs = structure, inner, narrow_inputs
         self.graph = structure.graph()
+        self._fills = structure.filled()
         self._choices: dict[str, int] = {}  # reshape -> how many of its axes were tried in vain
         for _ in range(_TRIES):
             self._walk()
@@ -309,6 +313,8 @@ class Dependencies:
                     if (name, axis) not in self._param_axes:
                         self._param_axes[name, axis] = self._fresh(n)
                 self._axes[value] = [self._param_axes[name, axis] for axis in range(len(known.shape))]
+            elif value in self._fills:
+                self._axes[value] = [self._fresh(n) for n in known.shape]
             else:
                 self._axes[value] = [None] * len(known.shape)
         return self._axes[value]
@@ -445,7 +451,10 @@ class Dependencies:
             self._role(op.inputs[1], 1 if transposed else 0, "out", op)
             self._role(op.inputs[1], 0 if transposed else 1, "in", op)
         else:
-            out = self._grouped(op, x[channel], w[0], w[1], group, transposed)
+            within = w[1]
+            if within is None and self.graph.values[str(op.inputs[1])].shape[1] == 1:
+                within = self._fresh(1)  # a depthwise kernel that the code has given this axis
+            out = self._grouped(op, x[channel], w[0], within, group, transposed)
         self._layer_bias(op, 2, out)
         axes: Axes = [None] * rank
         axes[channel] = out
@@ -518,6 +527,7 @@ class Dependencies:
                 letters.setdefault(letter, []).append(atoms)
                 self._role(value, axis, "out" if letter in right else "in", op)
         joined = {letter: self._all_joined(found, op) for letter, found in letters.items()}
+        self._contracted += [atoms for letter, atoms in joined.items() if letter not in right and atoms is not None]
         return [[joined[letter] for letter in right]]
 
     def _embedding(self, op: Op) -> list[Axes]:
@@ -824,7 +834,8 @@ class Dependencies:
 
     def _along(self, op: Op, key: str, units: Index, at: Index, held: set[int]) -> int | None:
         """The axis of a result along which the unit changes, or else the position; one of them where an axis is cut apart."""
-        along = [b for b in range(at.ndim) if _varies(units, b)] or [b for b in range(at.ndim) if _varies(at, b)]
+        along = next(filter(None, ([b for b in range(at.ndim) if _varies(of, b)] for of in (units, at))), [])
+        along = along or [b for b in range(at.ndim) if at.shape[b] > 1 and (at != at.take([0], b)).any()]  # filled in
         along = [b for b in along if b not in held] or along
         if len(along) < 2:
             return along[0] if along else None
@@ -834,22 +845,18 @@ class Dependencies:
 
     def _labels(self, op: Op, rows: Index, atoms: Index) -> Index:
         """One atom for each row of positions, which are joined; new ones where everything is filled in."""
-        first = rows[:, 0].copy()
-        if (rows < 0).any():
-            best = rows.max(1)
-            labels = np.where(best >= 0, atoms[best], 0)
-            empty = best < 0
-            if empty.any():
-                new = self._fresh(int(empty.sum()))
-                labels[empty] = new
-                before = int(np.argmin(empty))
-                behind = int(np.argmin(empty[::-1]))
-                if before and before == behind:  # one number says how much is put on both sides
-                    self._joined.append((labels[:before], labels[len(labels) - behind :]))
-            return labels
-        labels = atoms[first]
-        if rows.shape[1] > 1 and (rows != first[:, None]).any():
-            unique = np.unique(np.stack([np.repeat(first, rows.shape[1]), rows.reshape(-1)]), axis=1)
+        first = np.where(rows[:, 0] < 0, rows.max(1), rows[:, 0])
+        labels, empty = atoms[first], first < 0
+        if empty.any():
+            labels[empty] = self._fresh(int(empty.sum()))
+            before = int(np.argmin(empty))
+            behind = int(np.argmin(empty[::-1]))
+            if before and before == behind:  # one number says how much is put on both sides
+                self._joined.append((labels[:before], labels[len(labels) - behind :]))
+        others = (rows >= 0) & (rows != first[:, None])
+        if others.any():
+            pairs = np.stack([np.broadcast_to(first[:, None], rows.shape)[others], rows[others]])
+            unique = np.unique(pairs, axis=1)
             self._joined.append((atoms[unique[0]], atoms[unique[1]]))
             self._kinds.append((labels, "heads"))
         return labels
@@ -1060,10 +1067,11 @@ _TRIES = 4  # axes of one reshape
 
 
 def _varies(at: Index, axis: int) -> bool:
+    """Whether numbers change along an axis; those below 0, where a value is filled in, are left out."""
     if at.shape[axis] < 2:
         return False
-    first = at.take([0], axis)
-    return bool((at != first).any())
+    most = at.max(axis, keepdims=True)
+    return bool(((at != most) & (at >= 0)).any())
 
 
 def _unsplit(x: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | None:

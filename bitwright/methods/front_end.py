@@ -292,6 +292,10 @@ class Structured(ABC):
         """Whether a split makes pieces of one length and cannot be told others."""
 
     @abstractmethod
+    def filled(self) -> frozenset[str]:
+        """Constants that hold one number everywhere, and follow the width that the code gives them."""
+
+    @abstractmethod
     def tied(self) -> list[list[tuple[str, int, int]]]:
         """Parameters whose widths the model holds in one number: ``(parameter, axis, blocks)``."""
 

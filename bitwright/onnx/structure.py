@@ -164,6 +164,10 @@ class OnnxStructure(Structured):
         """Never: a Split takes the length of every piece."""
         return False
 
+    def filled(self) -> frozenset[str]:
+        """None: a file holds such constants as arrays, or computes them by ConstantOfShape."""
+        return frozenset()
+
     def tied(self) -> list[list[tuple[str, int, int]]]:
         """None: every operator has its own widths."""
         return []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -211,6 +212,7 @@ class TorchStructure(Structured):
             self._graph = recorder.graph()
             self._signature = recorder.signature
             self._made_with = {recorder.value_names[value]: given for value, given in recorder.sizes.items()}
+            self._filled = frozenset(recorder.value_names[value] for value in recorder.filled)
             self._calls: dict[str, Call] = {call.name: call for call in recorder.calls.values()}
             self._names = recorder.value_names
             self._constants = recorder.constants()
@@ -299,6 +301,11 @@ class TorchStructure(Structured):
         name = getattr(call.func, "__name__", "")
         size = call.args[1] if len(call.args) > 1 else next((v for k, v in call.kwargs.items() if k != "dim"), None)
         return name in ("chunk", "split", "tensor_split") and isinstance(size, int)
+
+    def filled(self) -> frozenset[str]:
+        """Constants that a call fills with one number, whose sizes it is given."""
+        self.graph()
+        return self._filled
 
     def tied(self) -> list[list[tuple[str, int, int]]]:
         """The layers of a recurrent module, which have one hidden size for all layers and directions."""
@@ -399,11 +406,16 @@ class TorchStructure(Structured):
     def _made_widths(self, kept: Kept) -> Iterator[tuple[str, Held, int]]:
         """``(constant, held integer, new value)`` for widths that constants such as states are created with."""
         for value, given in self._made_with.items():
-            left = kept.axes(value)
-            if left and left[-1] is not None:
-                length = self.graph().values[value].shape[-1]
-                held = [item for item in _flat(given) if isinstance(item, Held) and int(item) == length]
-                yield from ((value, number, len(left[-1])) for number in held)
+            left, shape = kept.axes(value), self.graph().values[value].shape
+            if not left:
+                continue
+            sizes = [item for item in _flat(given) if isinstance(item, int) and not isinstance(item, bool)]
+            placed = len(sizes) == len(shape) and all(map(operator.eq, sizes, shape))
+            for axis, positions in enumerate(left):
+                given_here = sizes[axis : axis + 1] if placed else sizes
+                if positions is not None:
+                    held = [n for n in given_here if isinstance(n, Held) and int(n) == shape[axis]]
+                    yield from ((value, number, len(positions)) for number in held)
 
     def _fixed_states(self, kept: Kept) -> str:
         """Report constants that cannot become narrower because their width is a literal in the code."""

@@ -121,6 +121,51 @@ class Flat(nn.Module):
         return self.out(self.fc(self.conv(x).flatten(1)).relu())
 
 
+class Selective(nn.Module):
+    """A selective scan as Mamba's: a depthwise convolution, a gate, and a state that a loop over the sequence carries on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.conv, self.out = nn.Linear(8, 12), nn.Conv1d(6, 6, 3, groups=6, padding=2), nn.Linear(6, 3)
+        self.parameters_of, self.step = nn.Linear(6, 2 + 5 + 5, bias=False), nn.Linear(2, 6)
+        self.log, self.skip = nn.Parameter(torch.rand(6, 5)), nn.Parameter(torch.rand(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, gate = self.enter(x).transpose(1, 2).chunk(2, 1)
+        weight = self.conv.weight.squeeze(1)
+        x = F.conv1d(x, weight.unsqueeze(1), self.conv.bias, padding=2, groups=x.shape[1])[..., : x.shape[-1]]
+        x = F.silu(x).transpose(1, 2)
+        low, b, c = self.parameters_of(x).split([self.step.in_features, self.log.shape[1], self.log.shape[1]], -1)
+        step = F.softplus(self.step(low))
+        decay = torch.exp(-step[..., None] * self.log.exp())
+        update = (step * x)[..., None] * b[:, :, None]
+        state = torch.zeros(x.shape[0], x.shape[2], self.log.shape[1])
+        kept, rows = torch.zeros_like(state), []
+        for t in range(x.shape[1]):
+            state = decay[:, t] * state + update[:, t]
+            rows.append((state @ c[:, t, :, None])[..., 0])
+        kept = kept.copy_(state)
+        return self.out((torch.stack(rows, 1) + x * self.skip + kept.sum(-1)[:, None]) * F.silu(gate).transpose(1, 2))
+
+
+class Summed(nn.Module):
+    """A scan by cumulative sums over a padded sequence: heads, and a state axis that einsum reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.out, self.heads = nn.Linear(8, 3 * 2 + 3 + 4 + 4), nn.Linear(6, 3), 3
+        self.values, self.states = 6, 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        v, step, b, c = self.enter(x).split([self.values, self.heads, self.states, self.states], -1)
+        v = F.pad(v.reshape(*x.shape[:2], self.heads, -1), (0, 0, 0, 0, 0, 3))
+        passed = F.pad(F.softplus(step), (0, 0, 0, 3)).cumsum(1)
+        decay = torch.exp(-(passed[:, :, None] - passed[:, None]).abs())
+        scores = torch.einsum("bln,bsn->bls", F.pad(c, (0, 0, 0, 3)), F.pad(b, (0, 0, 0, 3)))
+        y = torch.einsum("blsh,bshp->blhp", scores[..., None] * decay, v)[:, : x.shape[1]]
+        return self.out(y.reshape(*x.shape[:2], -1))
+
+
 #: model, input, units of every group
 CASES: dict[str, tuple[type[nn.Module], torch.Tensor, list[int]]] = {
     "residual": (Residual, X, [8, 8, 4]),
@@ -130,6 +175,8 @@ CASES: dict[str, tuple[type[nn.Module], torch.Tensor, list[int]]] = {
     "streaming": (Streaming, T, [6, 9]),
     "padded": (Padded, X, [4, 4]),
     "flat": (Flat, X, [6, 10]),
+    "selective": (Selective, T, [6, 2, 5]),
+    "summed": (Summed, T, [3, 4]),
 }
 
 
@@ -148,8 +195,10 @@ def opened(name: str, form: str, tmp_path: Path) -> tuple[Structured, Any, list[
     return front_end_of("m.onnx").structured(str(tmp_path / "m.onnx"), x.numpy(), None), x.numpy(), units
 
 
-@pytest.mark.parametrize("form", ["torch", "onnx"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "form"), [
+    pytest.param(name, form, marks=[pytest.mark.slow] * (form == "onnx" and name in ("selective", "summed")))
+    for name in CASES for form in ("torch", "onnx")
+])  # fmt: skip
 def test_removing_zeros_changes_nothing(name: str, form: str, tmp_path: Path) -> None:
     """A third of the units of every group, first set to zero, then removed; the shapes are those that were predicted."""
     structure, x, units = opened(name, form, tmp_path)

@@ -110,6 +110,9 @@ class Recorder(Handler):
         self.sizes: dict[
             int, tuple[Any, ...]
         ] = {}  # constant -> arguments of the call that made it; of whole recordings
+        self.filled: set[int] = (
+            set()
+        )  # constants that hold one number everywhere, made by a call that is given their sizes
         self.outputs: dict[int, None] = {}
         self.returned: dict[str, int] = {}
         self.result: Any = None  # of the last forward, while whoever recorded it has not taken it
@@ -217,7 +220,7 @@ class Recorder(Handler):
         if _is_constant(op_type, read) and not self._keeps(read):
             follows = self._follows_input(op_type, read, produced)
             self._note_constants(key, label, inputs, read, produced, follows)
-            self._note_sizes(inputs, produced, args, kwargs)
+            self._note_sizes(op_type, inputs, produced, args, kwargs)
             return output
         self._note_lengths(func, read, produced)
         if known is None:
@@ -260,6 +263,7 @@ class Recorder(Handler):
 
     def _note_sizes(
         self,
+        op_type: str,
         inputs: Sequence[int | None],
         produced: Sequence[torch.Tensor],
         args: tuple[Any, ...],
@@ -273,6 +277,8 @@ class Recorder(Handler):
             value = self._known(tensor)
             if value is not None and given:
                 self.sizes[value] = given
+                if op_type in _FILLS if not inputs else op_type in _FILLS_ALIKE and inputs[0] in self.filled:
+                    self.filled.add(value)
 
     def _follows_input(self, op_type: str, read: Sequence[_Tensor], produced: Sequence[torch.Tensor]) -> bool:
         """Whether a call slices or expands stored data to the length of an input axis, or to one of relative distances.
@@ -472,6 +478,9 @@ READS = frozenset(
     ("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "item", "tolist", "is_nonzero", "equal",
      "allclose")
 )  # fmt: skip
+#: calls that make a tensor of one number
+_FILLS = frozenset(("zeros", "ones", "full"))
+_FILLS_ALIKE = frozenset(("zeros_like", "ones_like", "full_like"))
 #: movements that change the length of an axis
 _RESIZING = frozenset(("Slice", "Expand", "Tile", "Resize", "ResizeNearest", "Pad", "PadConstant"))
 
