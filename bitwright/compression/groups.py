@@ -306,18 +306,21 @@ class Dependencies:
         if value is None:
             return []
         if value not in self._axes:
-            known = self.graph.values[value]
-            if known.kind == "param":
-                name = str(known.param)
-                for axis, n in enumerate(known.shape):
-                    if (name, axis) not in self._param_axes:
-                        self._param_axes[name, axis] = self._fresh(n)
-                self._axes[value] = [self._param_axes[name, axis] for axis in range(len(known.shape))]
-            elif value in self._fills:
-                self._axes[value] = [self._fresh(n) for n in known.shape]
-            else:
-                self._axes[value] = [None] * len(known.shape)
+            self._axes[value] = self._new_axes(value)
         return self._axes[value]
+
+    def _new_axes(self, value: str) -> Axes:
+        """The axes of a value that no operator of the graph makes."""
+        known = self.graph.values[value]
+        if value in self._fills:
+            return [self._fresh(n) for n in known.shape]
+        if known.kind != "param":
+            return [None] * len(known.shape)
+        places = [(str(known.param), axis) for axis in range(len(known.shape))]
+        for place, n in zip(places, known.shape, strict=True):
+            if place not in self._param_axes:
+                self._param_axes[place] = self._fresh(n)
+        return [self._param_axes[place] for place in places]
 
     def walked(self, value: str | None) -> Axes:
         """:meth:`axes` of a value that a rule has looked at; no axes of any other."""

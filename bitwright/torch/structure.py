@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -406,15 +405,10 @@ class TorchStructure(Structured):
     def _made_widths(self, kept: Kept) -> Iterator[tuple[str, Held, int]]:
         """``(constant, held integer, new value)`` for widths that constants such as states are created with."""
         for value, given in self._made_with.items():
-            left, shape = kept.axes(value), self.graph().values[value].shape
-            if not left:
-                continue
-            sizes = [item for item in _flat(given) if isinstance(item, int) and not isinstance(item, bool)]
-            placed = len(sizes) == len(shape) and all(map(operator.eq, sizes, shape))
-            for axis, positions in enumerate(left):
-                given_here = sizes[axis : axis + 1] if placed else sizes
+            shape = self.graph().values[value].shape
+            for axis, positions in enumerate(kept.axes(value)):
                 if positions is not None:
-                    held = [n for n in given_here if isinstance(n, Held) and int(n) == shape[axis]]
+                    held = [n for n in _sizes_of(given, shape, axis) if isinstance(n, Held) and int(n) == shape[axis]]
                     yield from ((value, number, len(positions)) for number in held)
 
     def _fixed_states(self, kept: Kept) -> str:
@@ -532,6 +526,12 @@ def _uses(call: Call) -> Iterator[_Use]:
         for at, item in enumerate(_flat((argument,))):
             if isinstance(item, Held):
                 yield _Use(item, at, keyword)
+
+
+def _sizes_of(given: Sequence[Any], shape: Sequence[int], axis: int) -> list[int]:
+    """The numbers that a constant was created with: the one of an axis where they are its shape, else all of them."""
+    sizes = [item for item in _flat(given) if isinstance(item, int) and not isinstance(item, bool)]
+    return sizes[axis : axis + 1] if list(map(int, sizes)) == list(shape) else sizes
 
 
 def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
