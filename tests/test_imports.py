@@ -95,6 +95,7 @@ EXTRA: dict[str, set[str]] = {
     "llm/decoder_export.py": {"onnx_ir"},
     "llm/openvino_export.py": {"openvino", "openvino_tokenizers"},
     "onnx/executorch.py": {"torch", "executorch"},
+    "onnx/ncnn.py": {"ncnn"},
     "onnx/program.py": {"torch"},
     "onnx/to_torch.py": {"torch"},
     "onnx/model/data.py": {"PIL"},

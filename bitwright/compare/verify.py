@@ -66,6 +66,7 @@ _MOST_OPS = 8
 _TITLES = {
     "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "qnn": "Qualcomm's HTP", "litert": "LiteRT",
     "executorch": "ExecuTorch",
+    "ncnn": "ncnn",
 }  # fmt: skip
 _EXACT, _LOST = 60.0, 3.0  # dB from the simulation that are as good as equal; what saturation may take unnoticed
 _FAR, _NEARER = 20.0, 10.0  # dB from the simulation: a wrong output, and how much nearer float kernels bring it then

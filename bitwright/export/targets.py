@@ -147,6 +147,17 @@ _TENSORRT: Mapping[str, Any] = {
         ),
     ],
 }
+#: codes of ncnn lie between -127 and 127, and its layers add biases in float (ncnn, src/layer/quantize.cpp, convolution.cpp)
+_NCNN: Mapping[str, Any] = {
+    **_BOUNDARY,
+    "rules": [
+        {"optional": True, "bias": None},
+        *(
+            {"optional": True, port: {"symmetry": "strict_symmetric"}}
+            for port in ("weight", "output", "input", "model_input", "model_output", "constant")
+        ),
+    ],
+}
 #: measured with OpenVINO 2026.4: 44 to 50 dB without, on CPUs that have VNNI; metadata of an ONNX file does not reach its options
 _OPENVINO_SESSION = (
     "OpenVINO's defaults quantize these activations to 8 bits or compute them in bfloat16, as no simulation does: compile the "
@@ -191,6 +202,8 @@ _OWN: dict[str, Target] = {
                "tflite", _LITERT, _LITERT_WIDE, wide_bits=None),
         Target("tensorrt", "TensorRT, explicit quantization: symmetric int8, biases in float, no quantizer inside fused layers",
                _ON_8_BITS, False, "scan", "onnxruntime", rules=_TENSORRT, wide_bits=None, signed=True, float_biases=True),
+        Target("ncnn", "ncnn: symmetric int8 inputs of layers and biases in float, for bitwright.onnx.write_ncnn",
+               _ON_8_BITS, False, "scan", "onnxruntime", rules=_NCNN, wide_bits=None, signed=True, float_biases=True),
         Target("qnn", "Qualcomm's converters (QNN, HTP): uint8 activations, and encodings of version 2.0.0", (), False, "scan",
                "onnxruntime", rules=_BOUNDARY, encoding_version="2.0.0"),
         Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), False, "scan", "onnxruntime"),
@@ -205,7 +218,7 @@ _COMPILERS = (
     "or give the compiler the float ONNX file and the .encodings file of the export"
 )
 #: runtimes that users name and no row serves -> what to use
-_ELSEWHERE = {name: _COMPILERS for name in ("hailo", "tvm", "ncnn", "coreml")}
+_ELSEWHERE = {name: _COMPILERS for name in ("hailo", "tvm", "coreml")}
 _ELSEWHERE |= {"trt": "use target='tensorrt'", "snpe": "use target='qnn', whose encodings its converter takes"}
 _ELSEWHERE |= {"tflite": "use target='litert', the runtime's present name"}
 

@@ -27,6 +27,8 @@ from bitwright.onnx.model.data import load_data as load_data
 from bitwright.onnx.model.load import Loaded as Loaded
 from bitwright.onnx.model.load import load_model as load_model
 from bitwright.onnx.model.view import OnnxView as OnnxView
+from bitwright.onnx.ncnn import NcnnFile as NcnnFile
+from bitwright.onnx.ncnn import write_ncnn as write_ncnn
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel as QuantizationSimModel
 from bitwright.recipes.quantize import Result as Result
 from bitwright.recipes.quantize import quantize as quantize

@@ -341,6 +341,15 @@ def _open_executorch(path: Path, threads: int, reference: bool) -> Session:
     return found
 
 
+# --------------------------------------------------------------------------------------------------------- ncnn
+
+
+def _open_ncnn(path: Path, threads: int, reference: bool) -> Session:
+    """ncnn's files are made of the ONNX file by the ONNX front end, which is loaded here alone."""
+    found: Session = import_module("bitwright.onnx.ncnn").open_model(path, threads, reference)
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------- the table
 
 
@@ -372,6 +381,10 @@ _OWN: dict[str, Runtime] = {
         Runtime(
             "executorch", "executorch", "executorch", ".onnx",
             "leave the layer in float (sim.quantizers[...].enabled = False), or compare with another runtime", _open_executorch,
+        ),
+        Runtime(
+            "ncnn", "ncnn", "ncnn", ".onnx",
+            "export with target='ncnn', or leave the layer in float (sim.quantizers[...].enabled = False)", _open_ncnn,
         ),
         Runtime(
             "litert", "ai_edge_litert", "litert", ".tflite",
