@@ -12,9 +12,8 @@ the kernels of all of them while the program is retraced. The lists are kept her
 then do something else: for 409 of 513 (torch 2.13) the replacement calls the decomposition that torch takes anyway. What
 retraces the program, and all passes after it, are the exporter's own, so the model is the same to the names of its nodes.
 
-To leave the decomposition out where every operator has a translation was tried, and not kept. Retracing also makes others of
-composite operators (``reshape``, ``flatten``, ``chunk``, ``dropout``), counts the names of nodes anew where an axis is free,
-and in one network a constant folded only after it; few networks have none of these.
+Where no axis is free and every operator has a translation or a row of
+:mod:`bitwright.torch.simulation.decompose_nodes`, the program is not retraced at all.
 
 Torch has no setting for it. :func:`knows_steps` tells whether the private functions that are called for it, and those whose
 place they take, are the ones that were read; elsewhere the exporter does all of it.
@@ -51,7 +50,6 @@ import onnxscript
 import torch
 from onnx.defs import OpSchema
 from onnx_ir.passes import common as common_passes
-from onnxscript import optimizer
 from torch import fx, nn  # noqa: TID251, the language of programs that torch.export returns
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: TID251, of a real run, see docs/decisions/0022
@@ -67,6 +65,8 @@ from bitwright.torch.calls.functions import FUNCTIONS, Function
 from bitwright.torch.calls.inputs import map_tensors, named_state, same_draws, tensors_in
 from bitwright.torch.interception.intercept import Frame, Handler, Key, scripted_code
 from bitwright.torch.simulation.complex_pairs import complex_as_pairs
+from bitwright.torch.simulation.decompose_nodes import decomposed_by_node
+from bitwright.torch.simulation.optimize import optimized
 from bitwright.torch.simulation.simulate import RUN, CallPlan
 from bitwright.torch.simulation.simulated_module import SimulatedModule
 
@@ -111,10 +111,15 @@ _ANYWAY = "_special_op_to_decompose_cia"
 
 
 class _Tables(NamedTuple):
-    """Decompositions of operators: by kernels, temporarily while retracing, and by the tracer."""
+    """Decompositions of operators: by kernels, temporarily while retracing, and by the tracer; and what is translated."""
 
     kernels: dict[Any, Callable[..., Any]]
     traced: dict[Any, Callable[..., Any]]
+    translated: frozenset[Any]
+
+    def is_translated(self, target: Any) -> bool:
+        """Whether an operator has a translation, and is not replaced by its parts before."""
+        return target in self.translated and target not in self.traced
 
 
 @functools.cache
@@ -133,12 +138,17 @@ def _names(function: Callable[..., Any]) -> set[str]:
 
 
 def decomposed(program: ExportedProgram, registry: Any) -> ExportedProgram:
-    """A new program of operators that ``registry`` of torch's exporter translates."""
+    """The program, of what ``registry`` of torch's exporter translates: changed in place where that is possible, or a new one."""
+    tables = _tables(registry, len(torch._decomp.decomposition_table))
+    return program if decomposed_by_node(program, tables.is_translated) else retraced(program, tables)
+
+
+def retraced(program: ExportedProgram, tables: _Tables) -> ExportedProgram:
+    """A new program, of what the exporter translates, as the exporter makes it."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.export.exported_program import _decompose_exported_program
     from torch.onnx._internal.exporter import _fx_passes
 
-    tables = _tables(registry, len(torch._decomp.decomposition_table))
     # as in the exporter: an axis that is free may have the length 1 as well
     with resolve_name(_PATCH)(backed_size_oblivious=True):
         with unset_fake_temporarily():
@@ -163,7 +173,9 @@ def _tables(registry: Any, decompositions: int) -> _Tables:
     translated = set(_decomp.get_onnx_implemented_overloads(registry))
     table: Any = dict(_decomp.create_onnx_friendly_decomposition_table(translated))
     kernels, traced = _split_decomp_table_to_cia_and_python_decomp(table)
-    return _Tables({op: made for op, made in kernels.items() if not _is_taken_anyway(made)}, traced)
+    return _Tables(
+        {op: made for op, made in kernels.items() if not _is_taken_anyway(made)}, traced, frozenset(translated)
+    )
 
 
 def _is_taken_anyway(made: Callable[..., Any]) -> bool:
@@ -345,8 +357,6 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 OPSET = 21
-# what the rules of the exporter take for zero and for one, with a margin
-_NEXT_TO_ZERO, _NEXT_TO_ONE = 1e-7, 1e-4
 #: arguments without which the implementation is another one than this module knows
 _NEEDED = {"registry", "dynamic_shapes", "optimize", "opset_version", "verbose"}
 
@@ -369,7 +379,7 @@ def by_steps(program: ExportedProgram, registry: Any) -> ir.Model:
 
     made = _core._exported_program_to_onnx_program(decomposed(program, registry), registry=registry)
     made.model = _core.onnxscript_apis.convert_version(made.model, OPSET)
-    return optimized(made)
+    return optimized(made.model)
 
 
 def by_registry(program: ExportedProgram, registry: Any) -> ir.Model:
@@ -379,7 +389,7 @@ def by_registry(program: ExportedProgram, registry: Any) -> ir.Model:
     made = _core.export(
         program, (), registry=registry, dynamic_shapes={}, optimize=False, opset_version=OPSET, verbose=False
     )
-    return optimized(made)
+    return optimized(made.model)
 
 
 def takes_registry() -> bool:
@@ -404,75 +414,7 @@ def by_public_function(program: ExportedProgram) -> ir.Model:
         custom_translation_table=TRANSLATIONS,
     )
     assert made is not None
-    return optimized(made)
-
-
-def optimized(made: Any) -> ir.Model:
-    """The model of an exported program, optimized by torch's exporter without losing constants.
-
-    Its rules take an addition of up to 1e-8 for one of zero, and a product with up to 1.00001 for one with one: of
-    ``x / (y + 1e-15)`` they leave ``x / y``. Such constants are inputs of the graph while the rules look at it. So are
-    parameters of equal values, of which it would keep one: each has a name and an encoding of its own.
-    """
-    hidden = _hide(made.model)
-    made.optimize()
-    graph = made.model.graph
-    for value in [value for value in graph.inputs if value.name in hidden]:
-        graph.inputs.remove(value)
-        if value.uses():
-            value.const_value = hidden[str(value.name)]
-            graph.register_initializer(value)
-    if hidden:
-        optimizer.fold_constants(made.model)
-        common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(made.model)
-        common_passes.RemoveUnusedNodesPass()(made.model)
-    return made.model
-
-
-def _hide(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Turn constants that a rule would mistake for zero or one, or merge with equal ones, into inputs; returns them by name."""
-    hidden: dict[str, ir.TensorProtocol] = {}
-    for node in [node for node in model.graph.all_nodes() if node.op_type == "Constant" and not node.domain]:
-        given = node.attributes.get("value")
-        if given is None or node.outputs[0].is_graph_output() or not _is_mistaken(given.as_tensor()):
-            continue
-        tensor, old = given.as_tensor(), node.outputs[0]
-        name = f"{old.name}_exact_{len(hidden)}"
-        value = ir.Value(name=name, shape=ir.Shape([]), type=ir.TensorType(tensor.dtype))
-        for use in tuple(old.uses()):
-            use.node.replace_input_with(use.idx, value)
-        model.graph.inputs.append(value)
-        hidden[name] = tensor
-    for name, stored in _merged_or_mistaken(model):
-        hidden[name] = stored
-        value = model.graph.initializers.pop(name)
-        value.const_value = None
-        model.graph.inputs.append(value)
-    return hidden
-
-
-def _merged_or_mistaken(model: ir.Model) -> list[tuple[str, ir.TensorProtocol]]:
-    """Initializers that the exporter would merge with an equal one, or mistake for zero or one."""
-    largest = common_passes.DeduplicateInitializersPass().size_limit
-    seen: set[tuple[Any, ...]] = set()
-    found = []
-    for name, value in model.graph.initializers.items():
-        stored = value.const_value
-        if stored is None or value.is_graph_output():
-            continue
-        content = (stored.dtype, tuple(stored.shape), stored.tobytes()) if stored.size <= largest else (name,)
-        if content in seen or _is_mistaken(stored):
-            found.append((name, stored))
-        seen.add(content)
-    return found
-
-
-def _is_mistaken(tensor: ir.TensorProtocol) -> bool:
-    """Whether a scalar is close to zero or one but not equal to it."""
-    if len(tensor.shape) or not tensor.dtype.is_floating_point():
-        return False
-    value = float(tensor.numpy())
-    return (abs(value) <= _NEXT_TO_ZERO and value != 0) or (abs(value - 1) <= _NEXT_TO_ONE and value != 1)
+    return optimized(made.model)
 
 
 @lru_cache(maxsize=1)
