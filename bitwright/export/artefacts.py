@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bitwright import __version__
 from bitwright.core.graph.recurrence import CELLS, HIDDEN
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.serialize import encoding_to_json, spec_to_json
+from bitwright.core.numerics.serialize import encoding_to_json, granularity_to_json, spec_to_json
 from bitwright.core.simulation.output_quality import RowOrder
 from bitwright.core.simulation.simulation import Simulation
 from bitwright.core.simulation.sites import Site
@@ -612,14 +612,19 @@ def _named_inputs(model: ir.Model, data: Sequence[Array]) -> dict[str, Array]:
 
 def _origin(sim: Simulation, encodings: Mapping[str, Encoding], target: str, data: Sequence[Array]) -> dict[str, str]:
     """Provenance stored in the file; equal exports store equal text."""
-    text = json.dumps({name: encoding_to_json(e) for name, e in sorted(encodings.items())}, sort_keys=True)
+    text = hashlib.sha256()
+    for name, e in sorted(encodings.items()):  # numbers as bytes, for text would take longer to write than the model
+        said = (name, e.format.name, granularity_to_json(e.granularity), e.scale.shape, e.scale_format.name, e.dynamic)
+        text.update(repr(said).encode())
+        for numbers in (e.scale, e.zero_point, e.common, e.shift):
+            text.update(b";" if numbers is None else numbers.tobytes())
     return {
         "tool": f"bitwright {__version__}",
         "rules": sim.rules.source,
         **sim.origin,
         "target": target,
         "example": fingerprint(data),
-        "encodings": f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",
+        "encodings": f"sha256:{text.hexdigest()}",
     }
 
 

@@ -70,10 +70,10 @@ def encoding_to_json(encoding: Encoding) -> JsonDict:
         "format": encoding.format.name,
         "granularity": granularity_to_json(encoding.granularity),
         "shape": list(encoding.scale.shape),
-        "scale": [float(s) for s in encoding.scale.ravel()],
-        "zero_point": [int(z) for z in encoding.zero_point.ravel()],
+        "scale": encoding.scale.ravel().tolist(),
+        "zero_point": encoding.zero_point.ravel().tolist(),
         **_scale_format_to_json(encoding),
-        **({} if encoding.shift is None else {"shift": [float(s) for s in encoding.shift.ravel()]}),
+        **({} if encoding.shift is None else {"shift": encoding.shift.ravel().tolist()}),
         **({"dynamic": True} if encoding.dynamic else {}),
     }
 
@@ -85,9 +85,7 @@ def _scale_format_to_json(encoding: Encoding) -> JsonDict:
     common = encoding.common
     return {
         "scale_format": encoding.scale_format.name,
-        **(
-            {} if common is None else {"common": [float(c) for c in common.ravel()], "common_shape": list(common.shape)}
-        ),
+        **({} if common is None else {"common": common.ravel().tolist(), "common_shape": list(common.shape)}),
     }
 
 

@@ -49,7 +49,8 @@ def _rules() -> Any:
     """The rules of the exporter; ``None`` where its implementation is not the one that this module knows."""
     try:
         known = set(inspect.unwrap(_optimizer.optimize_ir).__code__.co_names) == _KNOWN
-        return rewriter.RewriteRuleSet([_Rule(rule) for rule in rewriter._DEFAULT_REWRITE_RULES]) if known else None
+        rules: list[Any] = [_Rule(rule) for rule in rewriter._DEFAULT_REWRITE_RULES]
+        return rewriter.RewriteRuleSet(rules) if known else None
     except AttributeError:
         return None
 
