@@ -250,17 +250,23 @@ def decomposed_by_node(program: ExportedProgram, is_translated: Callable[[Any], 
             rebuilt.add(node)
     except _NoRowError:
         return False
-    ends = [
-        next(node for node in reversed(graph.nodes) if node.op == "output") for graph in (module.graph, rebuilt.graph)
-    ]
-    (before, after) = (end.args[0] for end in ends)
+    _rename_results(program, rebuilt.graph)
+    module.graph = rebuilt.graph
+    module.graph.eliminate_dead_code()
+    return True
+
+
+def _rename_results(program: ExportedProgram, graph: fx.Graph) -> None:
+    """Let the signature of ``program`` name the results that its new ``graph`` returns."""
+    before, after = (
+        next(node for node in reversed(nodes) if node.op == "output").args[0]
+        for nodes in (program.graph.nodes, graph.nodes)
+    )
+    assert isinstance(before, tuple | list) and isinstance(after, tuple | list)
     renamed = {old.name: new.name for old, new in zip(before, after, strict=True) if isinstance(old, fx.Node)}
     for spec in program.graph_signature.output_specs:
         if spec.arg.name in renamed:
             spec.arg.name = renamed[spec.arg.name]
-    module.graph = rebuilt.graph
-    module.graph.eliminate_dead_code()
-    return True
 
 
 def _is_composite(target: Any) -> bool:
