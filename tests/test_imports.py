@@ -65,6 +65,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "migrate": ({"errors", "aimet_common"}, set()),
     # weights of simulated PyTorch models, and the files of engines
     "llm": (BELOW | {"__version__", "torch"}, NUMPY | FILES_OUT | {"torch", "transformers", "tokenizers"}),
+    # simulated PyTorch models as models that hold codes
+    "packed": (BELOW | {"llm", "torch"}, NUMPY | FILES_OUT | {"torch"}),
     "cli": (
         BELOW
         | {

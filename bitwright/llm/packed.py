@@ -109,7 +109,8 @@ class PackedWeight:
     Attributes:
         name: of the parameter in the state dictionary of the model, ``model.layers.0.mlp.up_proj.weight``.
         codes: of the weight's shape. Integer formats: int8, uint8 or wider. Float formats: the bit
-            pattern of each number (sign, exponent, mantissa), uint8, or uint16 for float16 and bfloat16.
+            pattern of each number (sign, exponent, mantissa), uint8, or uint16 for float16 and bfloat16; of codebooks the
+            place in it.
         encoding: format, scales, zero points and granularity.
 
     Example:
@@ -421,6 +422,8 @@ def _numbers(fmt: FloatFormat) -> NDArray[np.float32]:
 def float_bits(values: NDArray[Any], fmt: FloatFormat) -> NDArray[np.uint8] | NDArray[np.uint16]:
     """The bit patterns of numbers of ``fmt``: sign, exponent, mantissa in the lower bits of uint8, or uint16 for half formats.
 
+    Those of a codebook are places in it.
+
     >>> [f"{b:04b}" for b in float_bits(np.float32([0.5, -6.0]), FloatFormat("float4_e2m1", 2, 1, 6.0, scaled=True))]
     ['0001', '1111']
     """
@@ -428,6 +431,8 @@ def float_bits(values: NDArray[Any], fmt: FloatFormat) -> NDArray[np.uint8] | ND
         return values.astype(np.float16).view(np.uint16)
     if fmt == BFLOAT16:
         return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    if fmt.codebook:
+        return np.asarray(affine.codebook_indices(values, fmt), np.uint8)
     magnitude = np.searchsorted(_numbers(fmt), np.abs(values)).astype(np.uint8)
     return magnitude | (np.signbit(values).astype(np.uint8) << (fmt.bits - 1))
 
@@ -438,5 +443,7 @@ def float_values(bits: NDArray[Any], fmt: FloatFormat) -> NDArray[np.float32]:
         return bits.view(np.float16).astype(np.float32)
     if fmt == BFLOAT16:
         return (bits.astype(np.uint32) << 16).view(np.float32)
+    if fmt.codebook:
+        return np.asarray(fmt.codebook, np.float32)[bits]
     numbers = _numbers(fmt)
     return np.asarray(np.concatenate((numbers, -numbers))[bits], np.float32)

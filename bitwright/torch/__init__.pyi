@@ -21,6 +21,9 @@ from bitwright.methods.scaling.transform import transform_model as transform_mod
 from bitwright.methods.stabilize import check_model as check_model
 from bitwright.methods.stabilize import progressive as progressive
 from bitwright.methods.stabilize import stabilize as stabilize
+from bitwright.packed.pack import Packed as Packed
+from bitwright.packed.pack import load_packed as load_packed
+from bitwright.packed.pack import pack as pack
 from bitwright.recipes.quantize import Result as Result
 from bitwright.recipes.quantize import quantize as quantize
 from bitwright.torch.adapters import export_adapters as export_adapters

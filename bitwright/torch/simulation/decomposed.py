@@ -27,7 +27,7 @@ _OPS = torch.ops.quantized_decomposed
 _TYPES = {8: torch.int8, 16: torch.int16}
 _ATEN = torch.ops.aten
 #: operators that return values of their first argument alone
-_MOVES = frozenset((
+MOVES = frozenset((
     _ATEN.flatten.using_ints, _ATEN.view.default, _ATEN.reshape.default, _ATEN.permute.default, _ATEN.transpose.int,
     _ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.unsqueeze.default, _ATEN.slice.Tensor,
     _ATEN.max_pool2d.default, _ATEN.expand.default, _ATEN.contiguous.default,
@@ -74,7 +74,7 @@ def _keep_on_grid(graph: fx.Graph) -> None:
     No value changes. Without it a linear layer after a flatten is computed in float.
     """
     for node in graph.nodes:
-        source = node.args[0] if node.target in _MOVES and node.args else None
+        source = node.args[0] if node.target in MOVES and node.args else None
         if not isinstance(source, fx.Node) or source.target is not _OPS.dequantize_per_tensor.default:
             continue
         if all(user.target is _OPS.quantize_per_tensor.default for user in node.users):

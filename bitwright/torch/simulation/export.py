@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -145,6 +145,7 @@ _LEFT = "bitwright.runs_left"
 #: options of an export that change how the file is written, not how the graph is recorded
 _FORMS = ("bias", "activation", "recurrent", "weight_only", "target", "rest")
 _SHAPES = ("dynamic_batch", "dynamic_shapes")
+Made = TypeVar("Made")
 
 
 def export_sim(
@@ -418,6 +419,31 @@ def decomposed_program(
     """
     from bitwright.torch.simulation.decomposed import with_decomposed
 
+    return marked_program(
+        sim,
+        batch,
+        lambda program, tensors, shapes: with_decomposed(program, sim.quantizers, tensors, shapes),
+        dynamic_batch=dynamic_batch,
+    )
+
+
+def marked_program(
+    sim: SimulatedModule,
+    batch: Any,
+    make: Callable[[torch.export.ExportedProgram, tuple[torch.Tensor, ...], Any], Made],
+    *,
+    dynamic_batch: bool = False,
+) -> Made:
+    """What ``make`` makes of the program of a simulation, which has a mark at every site, its inputs and ``dynamic_shapes``.
+
+    Args:
+        sim: calibrated.
+        batch: an input; its tensors, in order, are what the program takes.
+        make: called while nobody else runs the simulation.
+        dynamic_batch: leave the first axis free.
+
+    Raises: as :func:`decomposed_program`.
+    """
     _check(sim, "1.0.0")
     args, kwargs = as_call(own_copy(sim, batch))
     inputs = dict(named_inputs(forward_signature(sim.model), args, kwargs))
@@ -431,7 +457,7 @@ def decomposed_program(
             flat = _Flat(sim.model, args, kwargs, lambda paths: None).eval()
             program, _ = captured(sim, flat, (args, kwargs), tensors, shapes)
             drop_unread(program)
-            return with_decomposed(program, sim.quantizers, tensors, shapes)
+            return make(program, tensors, shapes)
     except (BusyError, ExportError):
         raise
     except Exception as error:
