@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import logging
 import re
 from pathlib import Path
 
@@ -50,10 +51,12 @@ def test_examples_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for examples that start an interpreter
     namespace: dict[str, object] = {"__name__": page.stem}
+    level = logging.getLogger("bitwright").level
     try:
         for line, source in python_blocks(page.read_text()):
             run_block(page, line, source, namespace)
-    finally:  # rows that an example registers are of this process
+    finally:  # rows that an example registers, and the level of the log that it sets, are of this process
+        logging.getLogger("bitwright").setLevel(level)
         for table in map(table_of, KINDS):
             for name in [name for name in dict.__iter__(table) if name not in table.own]:
                 del table[name]

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+from bitwright.core.graph.graph import Graph
 from bitwright.onnx import QuantizationSimModel
 from tests.onnx.nets import Array, Net, run
 
@@ -53,6 +54,9 @@ STEPS: list[Binary] = [
     lambda n, x, y: n("MatMul", n("Softmax", n("MatMul", x, n("Transpose", y, perm=[0, 2, 1])), axis=-1), y),
     lambda n, x, y: n("Where", n("Greater", x, y), x, y),
     lambda n, x, y: n("Mul", x, n("ReduceMean", y, n.const(np.int64([2])), keepdims=1)),
+    lambda n, x, y: n("Add", y, n("Expand", n.const(np.float32(0.5)), n("Shape", x))),
+    lambda n, x, y: n("Mul", y, n("Cast", n("Greater", x, n.const(np.float32(0))), to=onnx.TensorProto.FLOAT)),
+    lambda n, x, y: n("Mul", y, n("Cast", n("Size", x), to=onnx.TensorProto.FLOAT)),
     *(_linear, _linear, _concatenated, _turned_back, _split),
 ]
 
@@ -77,6 +81,18 @@ def off_grid(x: Array, encoding) -> float:
     return float((abs(codes - codes.round()) + abs(codes - inside)).max()) if x.size else 0.0
 
 
+def final_readers(graph: Graph, value: str) -> set[str]:
+    """Types of the operators that read a value, also after operators that only move its elements."""
+    found, open_values = set(), [value]
+    while open_values:
+        for op, _ in graph.consumers(open_values.pop()):
+            if op.type in ("Reshape", "Transpose", "Identity", "Slice", "Split", "Concat"):
+                open_values.extend(op.outputs)
+            else:
+                found.add(op.type)
+    return found
+
+
 def check(seed: int, folder: Path) -> None:
     rng = np.random.default_rng(seed)
     batches = [{name: rng.standard_normal(SHAPE).astype(np.float32) for name in "abc"} for _ in range(2)]
@@ -90,6 +106,9 @@ def check(seed: int, folder: Path) -> None:
     held = {site.value for site in enabled.values()}
     for name, row in rows.items():
         assert (row.status == "quantized") == (name in held), f"{seed}: {name}: {row.status}, {row.how}"
+        if row.how.endswith(("reads only its shape", "makes no floating-point result of it")):
+            found = final_readers(sim.graph, name)
+            assert found <= {"Shape", "Size", "Greater"}, f"{seed}: {name}: {row.how}, though it is read by {found}"
 
     activations = [name for name, site in enabled.items() if site.role in ("input", "output")]
     for name, arrays in sim.capture(activations, batches[0]).items():

@@ -525,6 +525,9 @@ class Ledger:
         self.shared: dict[str, str] = {}
         self.operand_groups: dict[tuple[str, QuantSpec], str] = {}  # (value or its origin, spec) -> group
         self.picked: dict[str, str] = {}  # matrix picked from a stack -> the reason for its having no site
+        self.aside: set[str] = (
+            set()
+        )  # values of which the only reason so far is a reader that computes no float of them
         self.read_at: dict[str, list[str]] = {}  # float origin -> sites where it is quantized after all
         self.used: set[int] = set()
         self.unused: dict[int, tuple[str, str]] = {}  # rule -> first tensor it matched in vain, and why
@@ -645,6 +648,11 @@ def is_table(facts: Facts, op: Op, row: OpRow, port: int) -> bool:
     return port == 0 and facts.looks_up(op, row)
 
 
+def makes_float(facts: Facts, op: Op) -> bool:
+    """Whether ``op`` computes floating-point results of the elements of its operands."""
+    return op.type not in _SHAPE_ONLY and any(facts.is_float(v) for v in op.outputs)
+
+
 def no_input_reason(ledger: Ledger, op: Op, row: OpRow, port: int, value: str) -> str:
     """The reason why a float operand stays in float under any operator; empty without one."""
     if op.type in _SHAPE_ONLY:
@@ -652,7 +660,8 @@ def no_input_reason(ledger: Ledger, op: Op, row: OpRow, port: int, value: str) -
     if (origin := ledger.origin.get(value, value)) in ledger.picked:
         return ledger.picked[origin]
     if not any(ledger.facts.is_float(v) for v in op.outputs):
-        return f"{op.name} makes no floating-point result of it"
+        is_complex = any(ledger.facts.graph.values[v].dtype.startswith("complex") for v in op.outputs)
+        return f"{op.name} makes {'complex numbers' if is_complex else 'no floating-point result'} of it"
     match = ledger.facts.match_of.get(op.name)
     masked = match is not None and match.pattern.kind == "masked_softmax"
     if (op.name in ledger.facts.mask_ops or masked) and value in ledger.facts.mask_values:
@@ -868,6 +877,11 @@ class Operands:
         setting = ledger.setting(op, ports, None, site, *((origin,) if from_model else ()))
         spec = ledger.activation_spec(setting, op, _PLAIN, origin)
         reason = no_input_reason(ledger, op, row, port, value)
+        if not makes_float(facts, op):
+            ledger.aside |= {origin} - ledger.why.keys()
+        elif origin in ledger.aside:  # this reader's reason replaces that of the other
+            ledger.aside.remove(origin)
+            del ledger.why[origin]
         wanted = False
         if not reason:
             reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, op, port))

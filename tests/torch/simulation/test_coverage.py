@@ -64,6 +64,16 @@ def test_a_table_that_is_looked_up_at_constant_positions_is_named_with_its_rows(
     assert "which is computed of it alike in every run; that is quantized at add.input[1]" in row.how, row
 
 
+@pytest.mark.parametrize("measured", [torch.zeros_like, lambda x: x.new_full(x.shape, 0.5), lambda x: (x > 0).sum()])
+def test_the_reason_of_a_reader_of_values_comes_before_that_of_a_reader_of_the_shape(measured: Any) -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return measured(x) + torch.sin(x) + y
+
+    row = row_of(simulated(Both(), torch.randn(2, 6), torch.randn(2, 6)), "x")
+    assert row.status == "float" and "sin takes it for an angle" in row.how, row
+
+
 def test_complex_tensors_are_float() -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
@@ -145,6 +155,19 @@ LISTED: list[Binary] = [
     lambda x, y: torch.stack([x, y]).mean(0),
     lambda x, y: x.abs() / (1 + y.abs()),
 ]
+MEASURED: list[Binary] = [  # these read the shape of one operand, or make a Boolean of it
+    lambda x, y: y * x.new_full(x.shape, 0.5),
+    lambda x, y: y + x.new_zeros(x.shape),
+    lambda x, y: y * x.new_ones(8),
+    lambda x, y: x.new_empty(x.shape).copy_(y),
+    lambda x, y: y + torch.zeros_like(x),
+    lambda x, y: y - torch.ones_like(x),
+    lambda x, y: y * torch.full_like(x, 2.0),
+    lambda x, y: torch.empty_like(x).copy_(y).relu(),
+    lambda x, y: y.masked_fill(x > 0, 0.0),
+    lambda x, y: y.reshape(x.size()) * x.shape[1],
+    lambda x, y: y.view_as(x).expand_as(x).sigmoid(),
+]
 UNLISTED: list[Binary] = [
     lambda x, y: x.masked_scatter(EVEN.expand(x.shape), y),
     lambda x, y: x.index_add(1, torch.tensor([0, 2]), y[:, :2]),
@@ -161,6 +184,9 @@ UNLISTED: list[Binary] = [
 ]
 
 
+MEASURES = set("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
+
+
 class Random(nn.Module):
     """A few calls of random functions and layers on inputs and on what came of others."""
 
@@ -170,7 +196,7 @@ class Random(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.steps: list[tuple[Binary, int, int]] = []
         for n in range(3, 3 + draw.randint(3, 7)):
-            function = draw.choice([*LISTED, *UNLISTED, *self.layers])
+            function = draw.choice([*LISTED, *UNLISTED, *(MEASURED * (1 + seed % 3)), *self.layers])
             if isinstance(function, nn.Module):
                 layer = function
                 function = lambda x, y, layer=layer: layer(x)  # type: ignore[misc]  # noqa: E731
@@ -229,6 +255,9 @@ def check(seed: int) -> None:
             held |= {value for port, value in sim.graph.op(site.op).sources() if port == site.port}
     for name, row in rows.items():
         assert (row.status == "quantized") == (name in held), f"{name}: {row.status}, {row.how}"
+        if row.how.endswith(("reads only its shape", "makes no floating-point result of it", "complex numbers of it")):
+            readers = {op.type for op, _ in sim.graph.consumers(name)}
+            assert readers <= {"gt", "fft_rfft", *MEASURES}, f"{name}: {row.how}, though its readers are {readers}"
     outputs = [name for name, site in enabled.items() if site.role == "output"]
     found = sim.capture(outputs, batches[0])
     for name in outputs:
