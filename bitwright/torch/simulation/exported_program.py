@@ -274,6 +274,26 @@ def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
     return op.Pow(op.ReduceSum(op.Pow(apart, power), last, keepdims=0), root)
 
 
+def det(self: Any) -> tuple[Any, Any, Any]:
+    """``aten._linalg_det``, whose factors are not part of what torch's functions return."""
+    return op.Det(self), op.Identity(self), op.Identity(self)
+
+
+def slogdet(self: Any) -> tuple[Any, Any, Any, Any]:
+    """``aten._linalg_slogdet``: sign and logarithm of the absolute value of a determinant, as of ``logdet`` too.
+
+    The rows are divided by their norms first, whose logarithms are added: the determinant of such a matrix is at most 1
+    (Hadamard), where that of the matrix itself may be too large for float32.
+    """
+    last = op.Constant(value_ints=[-1])
+    zero, one = (op.CastLike(op.Constant(value_float=value), self) for value in (0.0, 1.0))
+    norms = op.ReduceL2(self, last, keepdims=1)
+    norms = op.Where(op.Greater(norms, zero), norms, one)  # a row of zeros makes a determinant of zero
+    made = op.Det(op.Div(self, norms))
+    lengths = op.ReduceSum(op.Squeeze(op.Log(norms), last), last, keepdims=0)
+    return op.Sign(made), op.Add(op.Log(op.Abs(made)), lengths), op.Identity(self), op.Identity(self)
+
+
 #: reduction of torch -> that of ``ScatterElements``, and the number that leaves its other operand as it is
 _SCATTERED: dict[str, tuple[str, float | None]] = {
     "sum": ("add", 0.0),
@@ -351,6 +371,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.amin.default: amin,
     torch.ops.aten._cdist_forward.default: cdist,
     torch.ops.aten.cumprod.default: cumprod,
+    torch.ops.aten._linalg_det.default: det,
+    torch.ops.aten._linalg_slogdet.default: slogdet,
     torch.ops.aten.scatter_reduce.two: scatter_reduce,
     torch.ops.aten.unfold_backward.default: unfold_backward,
     torch.ops.bitwright.site.default: site,

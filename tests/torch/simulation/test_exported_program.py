@@ -77,6 +77,15 @@ def distances(x: Tensor) -> list[Tensor]:
     return [*near, torch.cdist(many, x), torch.cdist(many, x, compute_mode="donot_use_mm_for_euclid_dist")]
 
 
+def determinants(x: Tensor) -> list[Tensor]:
+    """Also of matrices whose determinants are too large for float32, are negative, and are zero."""
+    square = torch.tanh(x[:, :4, :4]) + 2 * torch.eye(4)
+    large = (1e12 * square, square[:, [1, 0, 2, 3]])
+    found = [part for matrices in (square, *large) for part in torch.linalg.slogdet(matrices)]
+    sign, logarithm = torch.slogdet(square * torch.arange(4)[:, None])
+    return [*found, sign, logarithm.exp(), torch.det(square), torch.logdet(square)]
+
+
 def scattered(x: Tensor) -> list[Tensor]:
     rows = torch.tensor([0, 2, 2, 0, 1])[None, :, None].expand_as(x)
     start = x.new_full((3, 4, 6), 0.5)
@@ -102,7 +111,12 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         made = [squeezed, all_squeezed, halves, ordered, ties, masked, largest, frames, products]
-        return [*(f(self.fc(x)) for f in made), *distances(self.fc(x)), *scattered(self.fc(x))]
+        return [
+            *(f(self.fc(x)) for f in made),
+            *distances(self.fc(x)),
+            *determinants(self.fc(x)),
+            *scattered(self.fc(x)),
+        ]
 
 
 @pytest.mark.slow_variants("True")
