@@ -609,6 +609,14 @@ class Ledger:
         self.note_unused(setting, site, reason)
         return False
 
+    def rank_reader(self, op: Op, value: str) -> None:
+        """Drop the reason of an earlier reader that computes no float of ``value``, if ``op`` does."""
+        if not makes_float(self.facts, op):
+            self.aside |= {value} - self.why.keys()
+        elif value in self.aside:
+            self.aside.remove(value)
+            del self.why[value]
+
     def note_unused(self, setting: Setting, site: str, reason: str) -> None:
         """Record that the rules that matched a tensor changed nothing."""
         for index in setting.matched:
@@ -877,11 +885,7 @@ class Operands:
         setting = ledger.setting(op, ports, None, site, *((origin,) if from_model else ()))
         spec = ledger.activation_spec(setting, op, _PLAIN, origin)
         reason = no_input_reason(ledger, op, row, port, value)
-        if not makes_float(facts, op):
-            ledger.aside |= {origin} - ledger.why.keys()
-        elif origin in ledger.aside:  # this reader's reason replaces that of the other
-            ledger.aside.remove(origin)
-            del ledger.why[origin]
+        ledger.rank_reader(op, origin)
         wanted = False
         if not reason:
             reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, op, port))
