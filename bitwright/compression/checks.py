@@ -12,8 +12,8 @@ from bitwright.core.simulation.float_model import Array
 from bitwright.errors import ConfigError
 from bitwright.methods.front_end import Problem, Structured, taken
 
-#: largest difference of an output, in parts of its largest number, that rounding may leave
-_NOISE = 2e-3
+#: largest difference of an output, in parts of its largest number, that rounding may leave; with weights of 16 bits
+_NOISE, _NOISE_OF_16_BITS = 1e-4, 2e-3
 
 
 def checked_dependencies(
@@ -95,6 +95,8 @@ def difference(found: Dependencies, cut: Cut, masked: Sequence[Array], after: Se
     Of states of recurrent layers the whole model returns more: the positions that stay are compared.
     """
     axes = [cut.axes(value) for value in found.graph.outputs] if found.states else []
+    narrow = any(v.param is not None and v.dtype in ("float16", "bfloat16") for v in found.graph.values.values())
+    most = _NOISE_OF_16_BITS if narrow else _NOISE
     for i, (a, b) in enumerate(zip(masked, after, strict=True)):
         a = a if len(axes) != len(masked) else taken(axes[i], a)
         if a.shape != b.shape:
@@ -106,7 +108,7 @@ def difference(found: Dependencies, cut: Cut, masked: Sequence[Array], after: Se
             return Problem("", f"output {i} is not finite where channels are zero, so that the cut cannot be checked")
         large = float(np.abs(a[finite]).max(initial=0.0))
         worst = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
-        if worst > _NOISE * max(large, 1e-6):
+        if worst > most * max(large, 1e-6):
             return Problem(
                 "",
                 f"output {i} differs by {worst:.2g} (largest {large:.2g}) from the model with these channels set to zero",

@@ -186,6 +186,7 @@ _SAME = frozenset((
     *(f"{kind}{op}" for kind in ("", "logical_", "bitwise_") for op in ("not", "and", "or", "xor")),
     "invert", "copy", "Not", "And", "Or", "Xor", "zeros_like", "ones_like", "full_like",
 ))  # fmt: skip
+_LAYOUTS = frozenset((*TRAITS["identity"], "Cast", "Transpose", "Squeeze", "Unsqueeze"))
 _POOLS = frozenset(("AveragePool", "GlobalAveragePool", "MaxPool", "GlobalMaxPool", "Resize", "ResizeNearest", "LRN"))
 _MEANS = frozenset(("ReduceMean", "Variance", "ReduceMax", "ReduceMin", "ReduceLogSumExp", "ReduceProd", "all", "any"))
 _CHANNEL_NORMS = ("BatchNormalization", "InstanceNormalization")
@@ -249,6 +250,8 @@ class Dependencies:
         self._averaged: list[tuple[Index, str]] = []
         self._axes: dict[str, Axes] = {}
         self._param_axes: dict[tuple[str, int], Index] = {}
+        self._starts: dict[int, tuple[str, int]] = {}  # first atom of an axis of a parameter -> the axis
+        self._stored: set[str] = set()  # values that are a parameter in another layout
         self._state_units: dict[
             tuple[str, int], Index
         ] = {}  # recurrent layer, port -> units of the state it reads there
@@ -262,6 +265,8 @@ class Dependencies:
         for value in self.given:
             self._axes[value] = [*self._all_stay(value)[:-1], self._fresh(self.graph.values[value].shape[-1])]
         for op in self.graph.ops:
+            if op.type in _LAYOUTS and op.inputs and self._is_stored(op.inputs[0]):
+                self._stored.update(op.outputs[:1])
             made = self._rule(op)
             for i, value in enumerate(op.outputs):
                 self._axes[value] = self._fitting(op, made[i], value) if i < len(made) else self._all_stay(value)
@@ -285,6 +290,9 @@ class Dependencies:
         for value in self.graph.outputs:
             if value not in states:
                 self._stay(self.axes(value), RETURNED, None)
+
+    def _is_stored(self, value: str | None) -> bool:
+        return value is not None and (self.graph.values[value].param is not None or value in self._stored)
 
     def _all_stay(self, value: str) -> Axes:
         return [None] * len(self.graph.values[value].shape)
@@ -320,6 +328,7 @@ class Dependencies:
         for place, n in zip(places, known.shape, strict=True):
             if place not in self._param_axes:
                 self._param_axes[place] = self._fresh(n)
+                self._starts[self._count - n] = place
         return [self._param_axes[place] for place in places]
 
     def walked(self, value: str | None) -> Axes:
@@ -374,13 +383,24 @@ class Dependencies:
         return first
 
     def _role(self, value: str | None, axis: int, role: str, op: Op) -> None:
-        known = None if value is None else self.graph.values[value]
-        if known is not None and known.param is not None:
-            held = self._roles.get((known.param, axis))
+        place = None if value is None else self._place(value, axis)
+        if place is not None:
+            held = self._roles.get(place)
             if held is None or (held[0] == "with"):
-                self._roles[known.param, axis] = (role, op.name)
+                self._roles[place] = (role, op.name)
             elif held[0] != role:
-                self._roles[known.param, axis] = ("out", held[1])  # a table that is both embedding and classifier
+                self._roles[place] = ("out", held[1])  # a table that is both embedding and classifier
+
+    def _place(self, value: str, axis: int) -> tuple[str, int] | None:
+        """The parameter and its axis that an axis of a value is: of the parameter, or of one that is transposed."""
+        known = self.graph.values[value]
+        if known.param is not None:
+            return known.param, axis
+        atoms = self.axes(value)[axis] if value in self._stored else None
+        if atoms is None or not len(atoms):
+            return None
+        place = self._starts.get(int(atoms[0]))
+        return place if place is not None and len(self._param_axes[place]) == len(atoms) else None
 
     # -- rules
 
@@ -625,7 +645,9 @@ class Dependencies:
         axis = op.attrs.get("axis", self.structure.argument(op, "dim"))
         rank = len(self.graph.values[op.outputs[0]].shape)
         at = (axis if isinstance(axis, int) else 0) % rank
-        inputs = [self.axes(v) for v in op.inputs if v is not None and self.graph.values[v].shape != (0,)]
+        inputs = [self.axes(v) for v in op.inputs if v is not None and 0 not in self.graph.values[v].shape]
+        if not inputs:
+            return self._numbers(op)
         if op.type == "Stack":
             inputs = [[*a[:at], None, *a[at:]] for a in inputs]
         made = [None if i == at else self._all_joined([a[i] for a in inputs], op) for i in range(rank)]
@@ -810,11 +832,14 @@ class Dependencies:
     def _moved(self, op: Op, output: int, moved: Index, x: Axes, shape: Sequence[int]) -> Axes:
         """The axes of one output of a data movement with the element numbers ``moved``."""
         made: Axes = [None] * moved.ndim
+        if not moved.size:  # an empty slice: the other axes keep their units
+            same = len(x) == len(made)
+            return [a if n == m else None for a, n, m in zip(x, shape, moved.shape, strict=True)] if same else made
         held: set[int] = set()  # axes of the result that have units
         soft = [a is not None and len(a) > 0 and int(a[0]) in self._soft for a in x]
         for axis in sorted(range(len(x)), key=soft.__getitem__):
             atoms = x[axis]
-            if atoms is None or not moved.size:
+            if atoms is None:
                 continue
             at = moved // int(np.prod(shape[axis + 1 :])) % shape[axis]
             at = np.where(moved < 0, -1, at)

@@ -166,6 +166,19 @@ class Summed(nn.Module):
         return self.out(y.reshape(*x.shape[:2], -1))
 
 
+class Transposed(nn.Module):
+    """A matrix that the code transposes, and heads of which an empty rest is put beside the rest, as partial rotation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out, self.heads, self.turned = *map(nn.Linear, (8, 6, 7), (6, 7, 3)), 3, 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = (x @ self.a.weight.T + self.a.bias).reshape(*x.shape[:2], self.heads, -1).transpose(1, 2)
+        h = torch.cat([h[..., : self.turned] * 2, h[..., self.turned :]], -1)
+        return self.out((h.transpose(1, 2).reshape(*x.shape[:2], -1) @ self.b.weight.T).relu())
+
+
 #: model, input, units of every group
 CASES: dict[str, tuple[type[nn.Module], torch.Tensor, list[int]]] = {
     "residual": (Residual, X, [8, 8, 4]),
@@ -177,6 +190,7 @@ CASES: dict[str, tuple[type[nn.Module], torch.Tensor, list[int]]] = {
     "flat": (Flat, X, [6, 10]),
     "selective": (Selective, T, [6, 2, 5]),
     "summed": (Summed, T, [3, 4]),
+    "transposed": (Transposed, T, [3, 7]),
 }
 
 
@@ -196,7 +210,7 @@ def opened(name: str, form: str, tmp_path: Path) -> tuple[Structured, Any, list[
 
 
 @pytest.mark.parametrize(("name", "form"), [
-    pytest.param(name, form, marks=[pytest.mark.slow] * (form == "onnx" and name in ("selective", "summed")))
+    pytest.param(name, form, marks=[pytest.mark.slow] * (form == "onnx" and name in ("selective", "summed", "transposed")))
     for name in CASES for form in ("torch", "onnx")
 ])  # fmt: skip
 def test_removing_zeros_changes_nothing(name: str, form: str, tmp_path: Path) -> None:
@@ -258,6 +272,26 @@ def test_reasons(tmp_path: Path) -> None:
     assert checked_dependencies(front_end_of(model).structured(model, T, None), T, averaged=True).group(
         "b"
     ).averaged == ("norm",)
+
+
+def test_a_width_that_scales_the_result_is_refused() -> None:
+    """Fewer positions of zeros change a product that is divided by the root of their number, however little."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.out = *(nn.Linear(8, 4) for _ in range(3)), nn.Linear(4, 2)
+            nn.init.normal_(self.q.weight, std=0.05)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k = self.q(x), self.k(x)
+            return self.out((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ self.v(x))
+
+    torch.manual_seed(0)
+    model = Scaled()
+    found = checked_dependencies(front_end_of(model).structured(model, T, None), T)
+    assert [g.name for g in found.groups] == ["v"]
+    assert "differs by" in next(r.reason for r in found.refused if r.name == "q")
 
 
 def test_returned_states() -> None:
