@@ -95,8 +95,7 @@ def difference(found: Dependencies, cut: Cut, masked: Sequence[Array], after: Se
     Of states of recurrent layers the whole model returns more: the positions that stay are compared.
     """
     axes = [cut.axes(value) for value in found.graph.outputs] if found.states else []
-    narrow = any(v.param is not None and v.dtype in ("float16", "bfloat16") for v in found.graph.values.values())
-    most = _NOISE_OF_16_BITS if narrow else _NOISE
+    most = _limit(found)
     for i, (a, b) in enumerate(zip(masked, after, strict=True)):
         a = a if len(axes) != len(masked) else taken(axes[i], a)
         if a.shape != b.shape:
@@ -114,6 +113,12 @@ def difference(found: Dependencies, cut: Cut, masked: Sequence[Array], after: Se
                 f"output {i} differs by {worst:.2g} (largest {large:.2g}) from the model with these channels set to zero",
             )
     return None
+
+
+def _limit(found: Dependencies) -> float:
+    """The largest difference that rounding may leave in the dtype of the parameters."""
+    dtypes = {value.dtype for value in found.graph.values.values() if value.param is not None}
+    return _NOISE if dtypes.isdisjoint(("float16", "bfloat16")) else _NOISE_OF_16_BITS
 
 
 def masked_outputs(

@@ -831,10 +831,9 @@ class Dependencies:
 
     def _moved(self, op: Op, output: int, moved: Index, x: Axes, shape: Sequence[int]) -> Axes:
         """The axes of one output of a data movement with the element numbers ``moved``."""
+        if not moved.size:
+            return _of_empty(moved.shape, x, shape)
         made: Axes = [None] * moved.ndim
-        if not moved.size:  # an empty slice: the other axes keep their units
-            same = len(x) == len(made)
-            return [a if n == m else None for a, n, m in zip(x, shape, moved.shape, strict=True)] if same else made
         held: set[int] = set()  # axes of the result that have units
         soft = [a is not None and len(a) > 0 and int(a[0]) in self._soft for a in x]
         for axis in sorted(range(len(x)), key=soft.__getitem__):
@@ -1100,6 +1099,13 @@ def _varies(at: Index, axis: int) -> bool:
         return False
     most = at.max(axis, keepdims=True)
     return bool(((at != most) & (at >= 0)).any())
+
+
+def _of_empty(result: Sequence[int], x: Axes, shape: Sequence[int]) -> Axes:
+    """The axes of an empty slice: those that stay whole keep their units."""
+    if len(result) != len(shape):
+        return [None] * len(result)
+    return [atoms if n == m else None for atoms, n, m in zip(x, shape, result, strict=True)]
 
 
 def _unsplit(x: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | None:

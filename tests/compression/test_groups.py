@@ -281,7 +281,8 @@ def test_a_width_that_scales_the_result_is_refused() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.q, self.k, self.v, self.out = *(nn.Linear(8, 4) for _ in range(3)), nn.Linear(4, 2)
-            nn.init.normal_(self.q.weight, std=0.05)
+            nn.init.normal_(self.q.weight, std=0.004)
+            nn.init.zeros_(self.q.bias)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q, k = self.q(x), self.k(x)
