@@ -145,7 +145,7 @@ def test_files_of_other_converters_are_named(tmp_path: Path) -> None:
             bitwright.quantize(str(tmp_path / name), [{"x": X.numpy()}], progress=False)
 
 
-@pytest.mark.parametrize("name", ["hailo", "TVM", "ncnn", "coreml"])
+@pytest.mark.parametrize("name", ["hailo", "TVM", "coreml"])
 def test_a_runtime_without_a_target_is_not_taken_for_a_misspelling(name: str) -> None:
     with pytest.raises(ConfigError, match="files for it are not written yet.*target='packed'") as caught:
         find_target(name)
