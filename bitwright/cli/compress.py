@@ -40,6 +40,10 @@ def compress_model(
     ms: Annotated[
         float | None, methods_option(help="Part of the milliseconds in ONNX Runtime that may be left; with prune.")
     ] = None,
+    bits: Annotated[
+        str | None,
+        methods_option(help="Bits that a weight may have, as 4,8: chosen with the widths, for --bytes; with prune."),
+    ] = None,
     count: Annotated[
         int | None, methods_option(help="With drop_blocks: how many blocks go, in place of --macs or --params.")
     ] = None,
@@ -62,6 +66,7 @@ def compress_model(
     Examples:
       bitwright compress model.onnx --data samples.npz --macs 0.5 --out small/
       bitwright compress model.onnx --data samples.npz --memory 256KiB --macs 0.6 --out small/
+      bitwright compress model.onnx --data samples.npz --bytes 0.1 --bits 4,8 --out small/
       bitwright compress model.onnx --data photos/ --method svd --macs 0.75 --out small/
       bitwright compress model.onnx --data samples.npz --method svd --params 0.6 \\
           --metric accuracy --labels labels.npy --out small/
@@ -73,6 +78,7 @@ def compress_model(
             "--method", f"there is no method {method!r}{close_matches(method, _METHODS)}", f"use {', '.join(_METHODS)}"
         )  # fmt: skip
     target = _target(method, {"macs": macs, "params": params, "bytes": size, "memory": memory, "ms": ms}, count)
+    levels = _bits(method, bits)
     from bitwright.export.files.onnx_file import save_model
     from bitwright.onnx import load_model
     from bitwright.onnx.model.data import input_specs
@@ -85,7 +91,7 @@ def compress_model(
     if method == "prune":
         from bitwright.compression.compress import compress
 
-        report = compress(model, batches, target, metric=score, lower_is_better=lower, resume=resume)
+        report = compress(model, batches, target, metric=score, lower_is_better=lower, bits=levels, resume=resume)
         report.save(out, name)
         print_report(str(report))
     else:
@@ -123,6 +129,22 @@ def _target(method: str, given: dict[str, float | str | None], count: int | None
         what = "low-rank factors are" if method == "svd" else "blocks are"
         raise ConfigError("--bytes, --memory, --ms", f"{what} chosen by --macs and --params", "write --macs 0.5")
     return target
+
+
+def _bits(method: str, given: str | None) -> tuple[int, ...]:
+    """Numbers from ``4,8``.
+
+    Raises:
+        ConfigError: the method chooses none, or one is not a number.
+    """
+    if given is None:
+        return ()
+    if method != "prune":
+        raise ConfigError("--bits", f"{method} chooses no bits", "leave it out, and run `bitwright quantize` next")
+    try:
+        return tuple(int(n) for n in given.split(","))
+    except ValueError as error:
+        raise ConfigError("--bits", f"{given!r} is not numbers with commas between them", "write --bits 4,8") from error
 
 
 def _number(part: float | str) -> float | str:

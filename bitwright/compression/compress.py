@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.analysis.result import decibel
+from bitwright.compression.bits import check_bits
 from bitwright.compression.costs import Prices, check_target, compare_ms, operator_times, parts_left
 from bitwright.compression.groups import Refusal
 from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, prune
@@ -19,6 +21,7 @@ from bitwright.compression.reconstruct import Fit, Original, estimate_batch_norm
 from bitwright.compression.widths import few_batches, output_noise
 from bitwright.core.simulation.calibration import samples_in
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
+from bitwright.export.files.atomic import write_json
 from bitwright.methods.front_end import Structured, front_end_of
 from bitwright.metrics.labels import inputs_and_labels
 from bitwright.metrics.metric import Scorer, needs_labels, scorer
@@ -46,6 +49,8 @@ class Compressed(Tabular):
             begins with narrower ones, and passes on narrower ones.
         plan: what :func:`bitwright.torch.rebuild` takes, for modules.
         seconds: that it took.
+        bits: weight -> bits, where they were chosen with the widths.
+        rules: ``config_file`` of :func:`bitwright.quantize` and of simulations, for these bits.
     """
 
     _rows = "rows"
@@ -63,6 +68,8 @@ class Compressed(Tabular):
     states: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict, repr=False)
     seconds: float = 0.0
+    bits: Mapping[str, int] = field(default_factory=dict, repr=False)
+    rules: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def summary(self) -> str:
@@ -89,6 +96,9 @@ class Compressed(Tabular):
         said = [str(self.table())]
         if self.fits:
             said.append(f"{sum(f.kept for f in self.fits)} of {len(self.fits)} layers fitted to the original's results")
+        if self.bits:
+            shared = Counter(self.bits.values())
+            said.append("weights: " + ", ".join(f"{shared[n]} at {n} bits" for n in sorted(shared, reverse=True)))
         said += [f"state: {name} {list(old)} -> {list(new)}" for name, (old, new) in self.states.items()]
         if self.refused:
             said.append("not touched:")
@@ -98,10 +108,16 @@ class Compressed(Tabular):
     def save(self, folder: str | os.PathLike[str], name: str = "model") -> list[Path]:
         """Write the model: ``<name>.onnx``; or ``<name>.safetensors`` and ``<name>.plan.json``, which rebuild the module.
 
+        Where bits were chosen, ``<name>.rules.json`` is :attr:`rules`, the last of the paths returned.
+
         Raises:
             ExportError: the folder cannot be written.
         """
-        return front_end_of(self.model).save_compressed(self.model, dict(self.plan), Path(folder), name)
+        files = front_end_of(self.model).save_compressed(self.model, dict(self.plan), Path(folder), name)
+        if self.rules:
+            files.append(Path(folder) / f"{name}.rules.json")
+            write_json(files[-1], dict(self.rules))
+        return files
 
 
 @checks_arguments
@@ -119,6 +135,7 @@ def compress(
     loss: Callable[[Any], Any] | None = None,
     cap: float = 0.9,
     widths: str | int = "cpu",
+    bits: Iterable[int] = (),
     alike: bool | None = None,
     inner: bool = False,
     averaged: bool = False,
@@ -155,6 +172,10 @@ def compress(
         loss: ``loss(module)``, a number to differentiate, for ``importance="taylor"``.
         cap: largest part of the units of one group that may go.
         widths: a row of :data:`bitwright.compression.prune.WIDTHS`, or a number: what widths are multiples of.
+        bits: numbers of bits that a weight may have, ``(4, 8)``: they are chosen together with the widths, for a target of bytes,
+            in parts of those of the model in float. The model is not rounded; :attr:`Compressed.rules` are the rules for
+            :func:`bitwright.quantize`, with which the metric and the outputs here are measured too (rounded to nearest,
+            activations in float).
         alike: take as many units from groups at the same place of repeated blocks, so that one configuration describes all;
             by default for models of transformers, whose configuration is rewritten where it can say the new widths.
         inner: positions within heads, and within groups of convolutions, in place of whole ones.
@@ -193,7 +214,10 @@ def compress(
         tuple(exclude),
         seed,
         "ms" not in target,
+        check_bits(tuple(bits)),
     )
+    if options.bits and ranking != "exact":
+        raise ConfigError("bits", f"ranking={ranking!r} chooses widths alone", "leave ranking out, or bits")
     search = Search(metric=score, lower_is_better=lower, deadline=deadline, resume=resume, progress=progress)
     job = _Job("compress", model, batches, options, search, reconstruction, batch_norms, providers, loss)
     if score is not None:
@@ -279,12 +303,13 @@ class _Job:
         )
         gradients = None if self.loss is None else partial(structure.gradients, self.loss)
         report = prune(structure, batches, target, self.options, search, gradients)
-        before, after = prices.whole, prices(structure.graph())
+        before, after = prices.whole, prices.at(report.bits)(structure.graph())
         metrics = {} if search.baseline is None else {"float": search.baseline}
 
         def measured(name: str) -> None:
             if score is not None:
-                metrics[name] = checked_metric(name, metric_of(score, structure.metric_target()))
+                with report.rounded():
+                    metrics[name] = checked_metric(name, metric_of(score, structure.metric_target()))
 
         measured("pruned")
         whole = None if original is None else Original(original, batches)
@@ -298,7 +323,8 @@ class _Job:
             metrics["compressed"] = metrics["pruned"]
         if any(fit.kept for fit in fits) or count:
             measured("compressed")
-        noise = output_noise(structure, judged, wanted)
+        with report.rounded():
+            noise = output_noise(structure, judged, wanted)
         model = structure.finished()
         if self.in_place:
             structure.give_back()
@@ -316,6 +342,8 @@ class _Job:
             decibel(noise),
             report.states,
             {"format": 1, "steps": structure.steps},
+            bits=report.bits,
+            rules=report.rules,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -194,13 +195,19 @@ class Prices:
     def __init__(
         self, graph: Graph, names: Iterable[str] = (), times: Mapping[str, float] | None = None, samples: int = 1
     ) -> None:
-        self._names, self._samples = set(names), samples
+        self._names, self._samples, self._bits = set(names), samples, dict[str, int]()
         self._ms = {op.name: (times or {}).get(op.name, 0.0) / max(_work(graph, op), 1.0) for op in graph.ops}
         self.whole = self(graph)
 
+    def at(self, bits: Mapping[str, int]) -> Prices:
+        """The same with ``bits`` per number of these parameters; :attr:`whole` stays that of the model in float."""
+        found = copy.copy(self)
+        found._bits = dict(bits)
+        return found
+
     def __call__(self, graph: Graph) -> dict[str, float]:
         """The costs of a graph with the operators of the whole model."""
-        found = size_costs(graph)
+        found = size_costs(graph, self._bits)
         if self._names & {"activation_bytes", "memory"}:
             kept = graph_costs(graph)["activation_bytes"] / self._samples
             more = {"activation_bytes": kept, "memory": found["bytes"] + kept}
@@ -219,14 +226,20 @@ class Prices:
         return {name: cost / self.whole[name] if self.whole[name] else 1.0 for name, cost in self(graph).items()}
 
 
-def size_costs(graph: Graph) -> dict[str, float]:
-    """``macs``, ``params`` and ``bytes`` of a graph: the same as of :func:`graph_costs`, which also follows activations."""
+def size_costs(graph: Graph, bits: Mapping[str, int] | None = None) -> dict[str, float]:
+    """``macs``, ``params`` and ``bytes`` of a graph: the same as of :func:`graph_costs`, which also follows activations.
+
+    Args:
+        graph: whose shapes are known.
+        bits: parameter -> bits of a number of it, where they are not those of its type.
+    """
+    stored = {name: n / 8 for name, n in (bits or {}).items()}
     held = {v.param: v for v in graph.values.values() if v.param is not None}
     counts = {name: float(math.prod(v.shape)) for name, v in held.items()}
     return {
         "macs": sum(operator_macs(graph, op) for op in graph.ops),
         "params": sum(counts.values()),
-        "bytes": sum(n * _width(held[name].dtype) for name, n in counts.items()),
+        "bytes": sum(n * (stored.get(name) or _width(held[name].dtype)) for name, n in counts.items()),
     }
 
 

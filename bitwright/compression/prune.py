@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from bitwright.compression.bits import BitSpace, JointSpace
 from bitwright.compression.checks import checked_dependencies, difference, masked_outputs
 from bitwright.compression.costs import Prices, check_target, nearest_part
 from bitwright.compression.groups import Dependencies, Group, Refusal
@@ -251,6 +253,7 @@ class PruneOptions:
     exclude: tuple[str, ...] = ()
     seed: int = 0
     narrow_inputs: bool = True
+    bits: tuple[int, ...] = ()
 
     @property
     def kernels(self) -> Widths:
@@ -281,6 +284,8 @@ class PruneReport:
         readers: operators that lost inputs -> which of their outputs are left, ``None`` for all.
         norms: batch norms -> which of their channels are left.
         states: inputs and outputs that are states of recurrent layers -> shape before and after, where it changed.
+        weights: the weights that are rounded, where bits were chosen.
+        bits: of each of them, by its parameter.
     """
 
     rows: tuple[Pruned, ...]
@@ -290,6 +295,23 @@ class PruneReport:
     readers: Mapping[str, Array | None] = field(default_factory=dict, repr=False)
     norms: Mapping[str, Array | None] = field(default_factory=dict, repr=False)
     states: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    weights: BitSpace | None = field(default=None, repr=False)
+    bits: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Rules of a simulation with the bits that were chosen; empty where none were."""
+        return {} if self.weights is None else self.weights.rules(self.bits)
+
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        """The model with its weights rounded to the bits that were chosen, for the length of a ``with`` block."""
+        undo = None if self.weights is None else self.weights.apply(self.bits)
+        try:
+            yield
+        finally:
+            if undo is not None:
+                undo()
 
 
 @dataclass(frozen=True)
@@ -359,9 +381,12 @@ def prune(
         found, prices, groups, scores, cap=options.cap, widths=widths,
         ranking=options.ranking, alike=structure.one_configuration() if options.alike is None else options.alike,
     )  # fmt: skip
-    choice, chosen = selector.choose(parts), None
+    weights = BitSpace(structure, options.bits) if options.bits else None
+    level, choice = _first(selector, parts, weights)
+    chosen, bits = None, {} if weights is None else weights.all_at(level)
     if options.ranking == "exact":
-        chosen, removed = _exact(structure, selector, batches, parts, choice, search, options)
+        chosen, removed, bits = _exact(structure, selector, batches, parts, choice, search, options, weights, level)
+        selector.prices = prices.at(bits)
         removed = selector.refilled(removed, parts)
         choice = Choice(removed, selector.left(removed))
     removed = dict(choice.removed)
@@ -380,18 +405,37 @@ def prune(
     )
     shapes = {n: found.graph.values[n].shape for n in (*found.given, *found.states) if cut.axes(n)}
     states = {name: (shape, cut.shape(name, shape)) for name, shape in shapes.items()}
-    return PruneReport(rows, found.refused, choice.costs, chosen, readers, norms, states)
+    return PruneReport(rows, found.refused, choice.costs, chosen, readers, norms, states, weights, bits)
+
+
+def _first(selector: Selector, target: Mapping[str, float], weights: BitSpace | None) -> tuple[int, Choice]:
+    """The same part of every group within the target, all weights at the largest number of bits with which one is.
+
+    Returns:
+        The place of this number among those that may be chosen, and the choice.
+    """
+    whole, last = selector.prices, 0 if weights is None else len(weights.levels) - 1
+    for level in range(last + 1):
+        selector.prices = whole if weights is None else whole.at(weights.all_at(level))
+        least = selector.left(selector.at(1.0))
+        if level == last or all(least[name] <= part for name, part in target.items()):
+            break
+    return level, selector.choose(target)
 
 
 def _exact(
     structure: Structured, selector: Selector, batches: Sequence[Any], target: Mapping[str, float], uniform: Choice,
-    search: Search, options: PruneOptions,
-) -> tuple[Chosen, dict[str, Array]]:  # fmt: skip
-    """The numbers of units within the target of least output noise; equal parts of all groups are also tried."""
+    search: Search, options: PruneOptions, weights: BitSpace | None, level: int,
+) -> tuple[Chosen, dict[str, Array], dict[str, int]]:  # fmt: skip
+    """The numbers of units, and of bits, within the target of least output noise.
+
+    Equal parts of all groups are also tried, with all weights at the same ``level`` of bits.
+    """
     few = few_batches(batches)
     original = None if search.original is None else Original(search.original, few)
-    space = WidthSpace(structure, selector, few, original, search.batch_norms, search.wanted)
-    start = space.nearest(uniform.removed)
+    widths = WidthSpace(structure, selector, few, original, search.batch_norms, search.wanted)
+    space = widths if weights is None else JointSpace(widths, weights)
+    start = [*widths.nearest(uniform.removed), *[level] * (len(space.parts) - len(widths.parts))]
     record = Record(search.resume, space, options, search.batch_norms, original is None, space.fingerprint)
     if search.baseline is not None:
         record.get("score", lambda: float(search.baseline or 0.0))
@@ -399,7 +443,9 @@ def _exact(
         space, target, metric=search.metric, lower_is_better=search.lower_is_better, deadline=search.deadline,
         start=start, record=record, progress=search.progress,
     )  # fmt: skip
-    return chosen, space.removed(chosen.best.choice)
+    best = chosen.best.choice
+    narrow, bits = (best, {}) if isinstance(space, WidthSpace) else space.split(best)
+    return chosen, widths.removed(narrow), bits
 
 
 def _nothing(found: Dependencies) -> ConfigError:

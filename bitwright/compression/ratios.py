@@ -101,6 +101,14 @@ class Space(ABC):
     def runnable(self) -> Any:
         """The argument of the metric."""
 
+    def original_costs(self) -> Mapping[str, float]:
+        """Costs of the model that a target is a part of."""
+        return self.costs_of([0] * len(self.parts))
+
+    def floor(self) -> float:
+        """The noise of :meth:`noise` with all parts as they are, where that is not the original."""
+        return 0.0
+
     def costs_of(self, choice: Sequence[int]) -> dict[str, float]:
         """Costs of the whole model; the sum over parts, where costs of parts do not depend on each other."""
         picked = [part.options[k].costs for part, k in zip(self.parts, choice, strict=True)]
@@ -195,7 +203,7 @@ def bounds_of(space: Space, target: Mapping[str, float]) -> dict[str, float]:
             )  # fmt: skip
     if not space.parts:
         raise ConfigError("target", "no layer can be made smaller", "see the reasons in the report's refused layers")
-    whole = space.costs_of([0] * len(space.parts))
+    whole = space.original_costs()
     for name, ratio in target.items():
         smallest = [min(range(len(p.options)), key=lambda k, p=p: p.options[k].costs[name]) for p in space.parts]  # type: ignore[misc]
         least = space.costs_of(smallest)[name]
@@ -284,7 +292,7 @@ class Curve:
 def sensitivities(space: Space, progress: bool = True, record: Record | None = None) -> list[Curve]:
     """Noise of the outputs by the error of each part, from two options of it alone: near half of its cost, and the smallest."""
     record = record or Record()
-    found = []
+    found, floor = [], space.floor()
     for i, part in enumerate(progress_bar(list(space.parts), "sensitivity of layers", enabled=progress)):
         others = [k for k in range(1, len(part.options)) if part.options[k].error > _TINY]
         measured: list[tuple[float, float]] = []
@@ -295,7 +303,7 @@ def sensitivities(space: Space, progress: bool = True, record: Record | None = N
                 choice = [0] * len(space.parts)
                 choice[i] = k
                 noise = record.get(f"noise {choice}", lambda choice=choice: _noise(space, choice))  # type: ignore[misc]
-                measured.append((part.options[k].error, noise))
+                measured.append((part.options[k].error, max(noise - floor, 0.0)))
         found.append(Curve.through(*measured) if measured else Curve())
     return found
 
@@ -405,7 +413,7 @@ def choose(
     if metric is not None:
         record.get("score", lambda: checked_score(metric, space.runnable(), "original"))  # before any work is lost
     found = list(sensitivity) if sensitivity is not None else sensitivities(space, progress, record)
-    correction = Correction(np.maximum(tables.noise(found), 0.0))
+    correction, floor = Correction(np.maximum(tables.noise(found), 0.0)), space.floor()
     seen: dict[Choice, Tried] = {}
     if start is not None:
         seen[tuple(start)] = _measured(space, tuple(start), record)
@@ -414,7 +422,7 @@ def choose(
         if choice is None or choice in seen:
             break
         seen[choice] = _measured(space, choice, record)
-        correction.see(choice, seen[choice].noise)
+        correction.see(choice, max(seen[choice].noise - floor, 0.0))
         if time.monotonic() > ends:
             notes.append("the search ended because time was used up")
             break

@@ -117,6 +117,7 @@ class WidthSpace(Space):
         self._batches, self._original, self._batch_norms = batches, original, batch_norms
         self._wanted = [structure.outputs(batch) for batch in batches] if wanted is None else wanted
         self._seen: dict[tuple[int, ...], dict[str, float]] = {}
+        self._last: tuple[tuple[int, ...], Graph] | None = None
         self.sets, self.counts = [], []
         for groups in selector.sets():
             counts = selector.counts(groups)
@@ -164,25 +165,41 @@ class WidthSpace(Space):
             choice.append(next((k for k, n in enumerate(counts) if n >= wanted), len(counts) - 1))
         return choice
 
+    def graph_of(self, choice: Sequence[int]) -> Graph:
+        """The cut graph."""
+        key = tuple(choice)
+        if self._last is None or self._last[0] != key:
+            self._last = key, cut_graph(self.found.graph, self.found.cut(self.removed(choice)))
+        return self._last[1]
+
     def costs_of(self, choice: Sequence[int]) -> dict[str, float]:
         """Costs of the cut graph."""
         key = tuple(choice)
         if key not in self._seen:
-            self._seen[key] = self.cost_of_cut(self.removed(choice))
+            self._seen[key] = self.selector.prices(self.graph_of(choice))
         return self._seen[key]
 
     def cost_of_cut(self, removed: Mapping[str, Array]) -> dict[str, float]:
         """Costs of the graph without these units."""
         return self.selector.prices(cut_graph(self.found.graph, self.found.cut(removed)))
 
-    def around(self, choice: Sequence[int]) -> Mapping[str, tuple[Sequence[Sequence[float]], float]]:
-        """Costs of every option of a part with the others at ``choice``, by a quadratic in the units."""
-        here = self.costs_of(choice)
+    def around(
+        self, choice: Sequence[int], prices: Prices | None = None
+    ) -> Mapping[str, tuple[Sequence[Sequence[float]], float]]:
+        """Every option is tried with the others at ``choice``; costs are of degree two in the units of a group.
+
+        Args:
+            choice: an option per group.
+            prices: of cut graphs, in the place of the selector's.
+        """
+
+        cost = self.costs_of if prices is None else lambda choice: prices(self.graph_of(choice))
+        here = cost(choice)
         rows: dict[str, list[list[float]]] = {name: [] for name in here}
         rest = {name: -(self._n - 1) * here[name] for name in here}
         for i, counts in enumerate(self.counts):
             at = sorted({0, len(counts) // 2, len(counts) - 1})
-            costs = [self.costs_of([*choice[:i], k, *choice[i + 1 :]]) for k in at]
+            costs = [cost([*choice[:i], k, *choice[i + 1 :]]) for k in at]
             for name in here:
                 curve = np.polynomial.Polynomial.fit([counts[k] for k in at], [c[name] for c in costs], len(at) - 1)
                 row = curve(np.asarray(counts, float))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -20,9 +22,12 @@ import torch
 from torch import nn
 
 import bitwright
+from bitwright.compression.bits import BitSpace, JointSpace
 from bitwright.compression.checks import checked_dependencies
 from bitwright.compression.costs import Prices
+from bitwright.compression.importance import Evidence, criterion
 from bitwright.compression.prune import PruneOptions, Search, Selector, prune
+from bitwright.compression.ratios import Tables, choose, sensitivities
 from bitwright.compression.reconstruct import Original
 from bitwright.compression.widths import WidthSpace, few_batches
 from bitwright.errors import CalibrationError, ConfigError, ModelError
@@ -202,6 +207,66 @@ def test_bytes_are_met_and_the_nearest_that_can_be_is_named(net: Net) -> None:
         pruned(DATA, memory="2kB", macs=0.0001)
 
 
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_widths_and_bits_chosen_together(form: str, tmp_path: Path) -> None:
+    """The bytes are those of the file's codes; the choice is quieter than with one number of bits; the rules give these bits."""
+    torch.manual_seed(2)
+    model, data = given(Net().eval(), form, tmp_path)
+    target, options = {"bytes": 0.13, "macs": 0.95}, {"widths": 1, "cap": 0.3, "progress": False}
+    both, four = (bitwright.compress(model, data, target, bits=bits, **options) for bits in [(4, 8), [4]])
+    assert both.after["macs"] <= 0.95 * both.before["macs"]
+    assert both.sqnr is not None and four.sqnr is not None and both.sqnr >= four.sqnr
+    assert 4 in both.bits.values() and set(four.bits.values()) == {4}
+    with pytest.raises(ConfigError, match=r"of the bytes cannot be met: with cap=0.3"):
+        bitwright.compress(model, data, target, bits=(8,), **options)
+    assert "weights: " in str(both)
+    graph = front_end_of(both.model).structured(both.model, data[0], None).graph()
+    sizes = {
+        str(v.param): (math.prod(v.shape), np.dtype(v.dtype)) for v in graph.values.values() if v.param is not None
+    }
+    held = sum(n * both.bits.get(name, dtype.itemsize * 8) / 8 for name, (n, dtype) in sizes.items())
+    assert both.after["bytes"] == held <= 0.13 * both.before["bytes"]
+    assert json.loads(both.save(tmp_path)[-1].read_text()) == both.rules
+    quantized = bitwright.quantize(both.model, data, recipe=[], config_file=both.rules, progress=False)
+    sites = [site for site in quantized.sim.quantizers.values() if site.role == "weight"]
+    assert {quantized.sim.graph.values[s.value].param: s.spec.format.bits for s in sites} == dict(both.bits)
+
+
+def test_the_joint_choice_is_the_best_of_all() -> None:
+    """Of all choices of widths and bits within the bytes, the one of least noise by the curves is found and measured."""
+    torch.manual_seed(1)
+    chain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
+    data = [torch.randn(64, 6)]
+    structure = front_end_of(chain).structured(chain, data[0], None)
+    found = checked_dependencies(structure, data[0])
+    evidence = Evidence(found.graph, structure.param)
+    scores = {g.name: criterion("l2")(g, evidence) for g in found.groups}
+    selector = Selector(found, Prices(found.graph), found.groups, scores, ranking="exact", ratios=(0.5, 0.75))
+    original = Original(front_end_of(chain).structured(chain, data[0], None).view(), data)
+    space = JointSpace(WidthSpace(structure, selector, data, original, False), BitSpace(structure, (8, 4, 3)))
+    whole = structure.outputs(data[0])[0]
+    noise = {}
+    for choice in itertools.product(*(range(len(part.options)) for part in space.parts)):
+        tables = space.around(choice)  # of one choice: exact there
+        for name, (rows, rest) in tables.items():
+            assert rest + sum(r[k] for r, k in zip(rows, choice, strict=True)) == pytest.approx(
+                space.costs_of(choice)[name]
+            )
+        if space.costs_of(choice)["bytes"] <= 0.18 * space.original_costs()["bytes"]:
+            undo = space.apply(choice)
+            noise[choice] = space.noise()
+            undo()
+    np.testing.assert_array_equal(structure.outputs(data[0])[0], whole)  # trials leave nothing behind
+    estimates = sensitivities(space, progress=False)
+    table = Tables(space).noise(estimates)
+    start = [len(part.options) - 1 for part in space.parts]
+    found = choose(space, {"bytes": 0.18}, start=start, sensitivity=estimates, progress=False)
+    quietest = min(noise, key=lambda choice: sum(table[i, k] for i, k in enumerate(choice)))
+    assert quietest in {one.choice for one in found.tried}  # of all within the bytes, by the noise of each part alone
+    assert found.best.noise == noise[found.best.choice] < 2 * min(noise.values()) < np.median(list(noise.values()))
+    assert found.best.costs["bytes"] <= 0.18 * space.original_costs()["bytes"]
+
+
 def test_bad_input(net: Net) -> None:
     with pytest.raises(ConfigError, match="'64KiB' of macs is no number"):
         bitwright.compress(net, DATA, {"macs": "64KiB"})
@@ -217,6 +282,12 @@ def test_bad_input(net: Net) -> None:
         bitwright.compress(net, DATA, {"macs": 1.5})
     with pytest.raises(ConfigError, match=r"nothing can be removed: 1: the model returns it"):
         bitwright.compress(nn.Sequential(nn.ReLU(), nn.Linear(3, 3)), [torch.randn(2, 3)], {"macs": 0.5})
+    with pytest.raises(ConfigError, match=r"1 is not a number of bits from 2 to 16.*write bits=\(4, 8\)"):
+        bitwright.compress(net, DATA, {"bytes": 0.1}, bits=(1, 8))
+    with pytest.raises(ConfigError, match="ranking='uniform' chooses widths alone"):
+        bitwright.compress(net, DATA, {"bytes": 0.1}, bits=(4, 8), ranking="uniform")
+    with pytest.raises(ConfigError, match=r"0.001 .12 bytes. of the bytes cannot be met.*the least is 0.064 .748"):
+        bitwright.compress(net, DATA, {"bytes": 0.001}, bits=(4, 8), cap=0.5)
     with pytest.raises(ConfigError, match="no criterion 'l3'"):
         bitwright.compress(net, DATA, {"macs": 0.5}, importance="l3")
     with pytest.raises(ConfigError, match="taylor needs a loss"):

@@ -298,3 +298,19 @@ def test_commands_write_a_smaller_file_and_print_costs(small, tmp_path):
         ["compress", str(path), "--data", str(tmp_path / "data.npz"), "--out", str(tmp_path), "--method", "svg"]
     )
     assert wrong.exit_code == 2 and "did you mean 'svd'" in wrong.output
+    start = [
+        "compress",
+        str(path),
+        "--data",
+        str(tmp_path / "data.npz"),
+        "--out",
+        str(tmp_path / "bits"),
+        "--bytes",
+        "0.2",
+    ]
+    both = run([*start, "--bits", "4,8", "--batch-size", "16"])
+    assert both.exit_code == 0 and "weights: " in both.output, both.output
+    rules = json.loads((tmp_path / "bits" / "small.rules.json").read_text())["rules"]
+    assert {rule["weight"] for rule in rules} <= {"int4", "int8"}
+    assert "'four' is not numbers" in run([*start, "--bits", "four"]).output
+    assert "svd chooses no bits" in run([*start[:-2], "--macs", "0.5", "--method", "svd", "--bits", "4"]).output

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.numerics.affine import checked_bounds, grid
+from bitwright.core.numerics.affine import checked_bounds, encode, fake_quantize, grid
 from bitwright.core.numerics.arrays import Array, as_array, dtype_name, to_numpy
 from bitwright.core.numerics.formats import FloatFormat, Format
 from bitwright.core.numerics.granularity import PER_TENSOR, Granularity
@@ -274,6 +274,19 @@ def choose_range_of(x: Array, spec: QuantSpec, granularity: Granularity = PER_TE
     """``lo`` and ``hi`` of :func:`explained_range_of`."""
     chosen = explained_range_of(x, spec, granularity, site)
     return chosen.lo, chosen.hi
+
+
+def on_grid(x: Array, spec: QuantSpec, site: str = "tensor") -> Array:
+    """A weight rounded to nearest under ``spec``, as a simulation computes with it, float32.
+
+    Args:
+        x: the weight.
+        spec: format, symmetry, method and concrete granularity.
+        site: name for error messages.
+    """
+    wide = np.ascontiguousarray(x, np.float32)
+    encoding = encode(*choose_range_of(wide, spec, spec.granularity, site), spec, spec.granularity, site)
+    return np.asarray(fake_quantize(wide, encoding))
 
 
 def explained_range_of(

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from bitwright.core.graph.operators import weight_axes
-from bitwright.core.numerics.affine import encode, fake_quantize
 from bitwright.core.numerics.formats import FLOAT32_SCALE
 from bitwright.core.numerics.granularity import PerBlock
-from bitwright.core.numerics.ranges import choose_range_of
+from bitwright.core.numerics.ranges import on_grid
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
 from bitwright.core.placement.config import make_rules
 from bitwright.core.placement.place import place
@@ -400,15 +399,8 @@ def _rounded(view: FloatModel, layers: Layers, specs: Mapping[str, QuantSpec]) -
     for layer in layers.of.values():
         if layer.op in specs and layer.kind == "layer":
             W = np.asarray(view.param(layer.weight))
-            edits[layer.weight] = SetParam(layer.weight, _on_grid(W, specs[layer.op], layer.weight))
+            edits[layer.weight] = SetParam(layer.weight, on_grid(W, specs[layer.op], layer.weight))
     return view.edit(list(edits.values()))
-
-
-def _on_grid(W: Array, spec: QuantSpec, name: str) -> Array:
-    """A weight as the simulation will quantize it."""
-    wide = np.ascontiguousarray(W, np.float32)
-    encoding = encode(*choose_range_of(wide, spec, spec.granularity, name), spec, spec.granularity)
-    return np.asarray(fake_quantize(wide, encoding))
 
 
 def _weight_specs(layers: Layers, rules: Rules) -> dict[str, QuantSpec]:
@@ -513,7 +505,7 @@ def _reader(view: FloatModel, layer: Layer, inputs: Inputs, spec: QuantSpec, gro
 
     def quantized(matrix: Array) -> Array:
         # float32 as the simulation sees it
-        result = _on_grid(matrix.T if turned else matrix, spec, layer.weight).astype(np.float64)
+        result = on_grid(matrix.T if turned else matrix, spec, layer.weight).astype(np.float64)
         return result.T if turned else result
 
     matrix = np.asarray(W.T if turned else W, np.float64)
