@@ -1270,6 +1270,21 @@ class QuantizationSimModel(SimulationFiles):
         measured = {"runtime": runtime, "threads": threads, "seconds": seconds, "rounds": rounds}
         return benchmark_sim(lambda folder: self.export(folder, "model", **options), measured)
 
+    @checks_arguments
+    def save_checkpoint(self, folder: str | Path) -> Path:
+        """Write parameters, quantizers and what calibration saw; see :mod:`bitwright.onnx.simulation.checkpoint`."""
+        from bitwright.onnx.simulation.checkpoint import save_checkpoint
+
+        return save_checkpoint(self, folder)
+
+    @checks_arguments
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Read what :meth:`save_checkpoint` wrote into this simulation of the same model."""
+        from bitwright.onnx.simulation.checkpoint import load_checkpoint
+
+        with self._changing("load_checkpoint"):
+            load_checkpoint(self, folder)
+
     def __repr__(self) -> str:
         state = "calibrated" if self.calibrated else "not calibrated"
         return f"QuantizationSimModel({len(self.graph)} operators, {self.quantizers!r}, {state})"
