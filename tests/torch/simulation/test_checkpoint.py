@@ -24,8 +24,8 @@ from bitwright.core.health.diagnosis import Repair
 from bitwright.core.numerics.formats import parse_format
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.errors import ConfigError, EncodingsError, ExportError, ModelError
+from bitwright.export import checkpoint
 from bitwright.torch import QuantizationSimModel
-from bitwright.torch.simulation import checkpoint
 
 X = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -209,7 +209,7 @@ def test_sites_that_share_a_quantizer_agree(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", range(6))
 def test_an_interrupted_load_changes_nothing(saved: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sim = make()
-    before, left, put = state(sim), [at], checkpoint._Setting.put
+    before, left, put = state(sim), [at], checkpoint.Setting.put
 
     def interrupted(self: Any, site: Any) -> None:
         if not left[0]:
@@ -217,7 +217,7 @@ def test_an_interrupted_load_changes_nothing(saved: Path, at: int, monkeypatch: 
         left[0] -= 1
         put(self, site)
 
-    monkeypatch.setattr(checkpoint._Setting, "put", interrupted)
+    monkeypatch.setattr(checkpoint.Setting, "put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sim.load_checkpoint(saved)
     assert state(sim) == before
