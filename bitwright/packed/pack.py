@@ -48,12 +48,6 @@ _CALLS = {
     _ATEN.conv3d.default: "conv3d", _ATEN.conv1d.padding: "conv1d", _ATEN.conv2d.padding: "conv2d",
     _ATEN.conv3d.padding: "conv3d",
 }  # fmt: skip
-#: operators that return values of their first argument alone, so that a grid before them is one after them
-_MOVES = frozenset((
-    _ATEN.flatten.using_ints, _ATEN.view.default, _ATEN.reshape.default, _ATEN.permute.default, _ATEN.transpose.int,
-    _ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.unsqueeze.default, _ATEN.slice.Tensor,
-    _ATEN.max_pool2d.default, _ATEN.expand.default, _ATEN.contiguous.default, _ATEN.dropout.default,
-))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -545,8 +539,10 @@ def _lower_layer(
 
 def _read_through(source: Any, sites: Mapping[Any, Any]) -> tuple[Any, Encoding | None]:
     """What a layer reads, and the encoding of its input: of the mark before it, or before what only moves values."""
+    from bitwright.torch.simulation.decomposed import MOVES
+
     before = source
-    while isinstance(before, fx.Node) and before.target in _MOVES:
+    while isinstance(before, fx.Node) and before.target in MOVES:
         before = before.args[0]
     if before not in sites or sites[before].role in ("weight", "bias"):
         return source, None
