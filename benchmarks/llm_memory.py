@@ -122,6 +122,17 @@ def loaded(folder: Path) -> Any:
     return model
 
 
+def _small() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            vocab_size=128,
+        )
+    ).bfloat16()  # fmt: skip
+
+
 def run(folder: Path, recipe: str, to: str, out: Path, rows: int, context: int) -> dict[str, Any]:
     """Quantize in this process; what it took."""
     import torch
@@ -131,10 +142,12 @@ def run(folder: Path, recipe: str, to: str, out: Path, rows: int, context: int) 
     torch.set_num_threads(1)
     in_memory = recipe in ("torchao", "module", "module_in_place")
     preset = "w4g32" if to == "gguf" else "w4g128"
-    model: Any = loaded(folder) if in_memory else folder
     if recipe == "torchao":
         from torchao.quantization import IntxWeightOnlyConfig, quantize_
         from torchao.quantization.granularity import PerGroup
+    elif in_memory:
+        quantize(_small(), preset, in_place=True, progress=False)  # what is imported at the first call
+    model: Any = loaded(folder) if in_memory else folder
     gc.collect()
     memory, start, cpu = Anonymous(), time.perf_counter(), time.process_time()
     more: dict[str, Any] = {}

@@ -32,6 +32,8 @@ from bitwright.torch.interception.record import record
 
 logger = logging.getLogger("bitwright")
 
+_SMALL = 1 << 18  # numbers of a matrix that is read also where the structure of a block is looked at: a router
+
 Read = Callable[[str], Tensor]
 
 
@@ -128,14 +130,25 @@ class Runner:
         return [name for name, _ in named if block_of(name, self.stack) is None]
 
     @contextmanager
-    def loaded(self, index: int) -> Iterator[nn.Module]:
-        """Load a block's weights in float32, and release them at the end if they were read from files."""
+    def loaded(self, index: int, *, sketch: bool = False) -> Iterator[nn.Module]:
+        """Load a block's weights in float32, and release them at the end if they were read from files.
+
+        Args:
+            index: of the block.
+            sketch: load numbers that repeat in place of large weights, which takes no memory: enough to see the structure.
+        """
         block = self.blocks[index]
         if self.read is None:
             yield block
             return
         prefix = f"{self.stack}.{index}."
-        materialize(block, self.names(index), lambda name: self._read(prefix + name))
+
+        def read(name: str) -> Tensor:
+            parameter = block.get_parameter(name)
+            large = sketch and parameter.dim() > 1 and parameter.numel() > _SMALL
+            return _repeated(parameter.shape) if large else self._read(prefix + name)
+
+        materialize(block, self.names(index), read)
         try:
             yield block
         finally:
@@ -229,7 +242,7 @@ class Runner:
         stand_in = block.forward  # which this call is in
         del block.forward
         try:
-            with self.loaded(0):
+            with self.loaded(0, sketch=True):
                 return isinstance(Block(block, call.args, call.kwargs, call.keyword).call(hidden.float()), tuple)
         finally:
             block.forward = stand_in
@@ -266,6 +279,12 @@ class Runner:
         return logits.float()
 
 
+def _repeated(shape: Sequence[int]) -> Tensor:
+    """A float32 matrix whose rows are one row in memory, or a stack whose matrices are one: kernels read these with strides."""
+    row = torch.linspace(-1, 1, shape[-1]).div_(shape[-1] ** 0.5)
+    return (row if len(shape) == 2 else row.repeat(shape[-2], 1)).expand(*shape)
+
+
 def _rows_of(table: nn.Module | None, fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The forward of a table whose weights are not loaded."""
     assert table is not None
@@ -282,7 +301,7 @@ def view_by_blocks(runner: Runner) -> Transformer:
     for index, module in enumerate(runner.blocks):
         shape = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
         if shape not in known:
-            with runner.loaded(index):
+            with runner.loaded(index, sketch=True):
                 graph = record(runner.block(index).eval(), [hidden]).graph()
             known[shape] = roles_of(graph, whole=False)
         for name, _ in shape:

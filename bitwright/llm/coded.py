@@ -38,9 +38,12 @@ class CodedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def _halves(self, codes: Any) -> Any:
-        shifted = (codes.view(np.uint8) if codes.dtype == np.int8 else codes) + np.uint8(self.shift)
-        shifted &= 15
-        return shifted[:, ::2] | (shifted[:, 1::2] << 4)
+        bits = codes.view(np.uint8) if codes.dtype == np.int8 else codes
+        low, high = bits[:, ::2] + np.uint8(self.shift), bits[:, 1::2] + np.uint8(self.shift)
+        low &= 15
+        high <<= 4
+        low |= high
+        return low
 
     def packed(self) -> PackedWeight:
         """Codes, one each, and encoding."""

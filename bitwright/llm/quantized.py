@@ -40,7 +40,7 @@ logger = logging.getLogger("bitwright")
 
 RECIPES = ("nearest", "awq", *METHODS)
 _ACTIVATIONS = 256 << 20  # bytes of activations within a block that are held in memory
-_AT_ONCE = 1 << 20  # numbers that are rounded at once
+_AT_ONCE = 1 << 18  # numbers that are rounded at once
 _TOGETHER = 8  # samples that a block is run on at once
 
 

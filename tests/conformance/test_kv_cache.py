@@ -108,8 +108,16 @@ def test_bytes_of_a_token_count_repeated_heads_once() -> None:
     assert "key-value cache: 40 bytes per token at 2 operands of attention, 64 in float16" in str(sim.coverage())
 
 
-def test_both_front_ends_and_the_export_agree(tmp_path: Path) -> None:
-    kv_cache = {"key": "int8", "value": "int8"}
+@pytest.mark.parametrize(
+    "kv_cache",
+    [
+        {"key": "int8", "value": "int8"},
+        {part: {"format": "fp8", "granularity": "per_tensor"} for part in ("key", "value")},
+        {part: {"format": "fp8", "granularity": "per_token"} for part in ("key", "value")},
+    ],
+    ids=["int8", "fp8 calibrated", "fp8 at run time"],
+)
+def test_both_front_ends_and_the_export_agree(kv_cache: dict[str, Any], tmp_path: Path) -> None:
     sim = bt.QuantizationSimModel(Attention(False), X, preset="w8", kv_cache=kv_cache)
     sim.compute_encodings([X])
     with torch.no_grad():

@@ -28,7 +28,7 @@ from transformers import (
 from bitwright.core.numerics.affine import stored_scale
 from bitwright.core.numerics.spec import find_preset
 from bitwright.errors import ConfigError, ExportError, GranularityError
-from bitwright.llm import blocks, quantize
+from bitwright.llm import blocks, quantize, quantized
 from bitwright.llm.blocks import of_checkpoint, view_by_blocks
 from bitwright.llm.checkpoint import open_checkpoint
 from bitwright.llm.coded import CodedLinear
@@ -153,7 +153,7 @@ def test_finished_blocks_keep_the_scales_that_methods_chose(preset: str, tmp_pat
 
 _KILLED = """
 import os, signal, sys
-from bitwright.llm import blocks, quantize
+from bitwright.llm import blocks, quantize, quantized
 from tests.llm.models import text
 
 write = blocks.Spill._write
@@ -199,6 +199,21 @@ def test_another_request_does_not_go_on_from_blocks_of_this_one(llama: Path, tmp
     spill.put(0, {"weight": torch.ones(2)}, ["a note"])
     assert blocks.Spill(tmp_path, "one").done == 1 and blocks.Spill(tmp_path, "one").notes == [["a note"]]
     assert blocks.Spill(tmp_path, "other").done == 0 and not list(tmp_path.glob("block-*"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_structure_is_found_without_reading_large_weights(kind: str, monkeypatch: pytest.MonkeyPatch):
+    config, changes = KINDS[kind]
+    model = tiny(config, **changes).bfloat16()
+    whole = view_by_blocks(quantized._of_module(model).runner)
+    monkeypatch.setattr(blocks, "_SMALL", 256)  # routers have as many numbers, or fewer
+    runner = quantized._of_module(model).runner
+    names: list[str] = []
+    read = runner.read
+    monkeypatch.setattr(runner, "read", lambda name: names.append(name) or read(name))
+    assert view_by_blocks(runner) == whole
+    sizes = [model.get_parameter(name).numel() for name in names if name.startswith(runner.stack)]
+    assert sum(sizes) <= 0.05 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("in_place", [True, False])
