@@ -4,6 +4,9 @@ from bitwright.llm.decoder_export import DecoderExport as DecoderExport
 from bitwright.llm.decoder_export import export_decoder as export_decoder
 from bitwright.llm.engines import open_engine as open_engine
 from bitwright.llm.files.common import tokenizer_files as tokenizer_files
+from bitwright.llm.files.gguf_adapters import Adapter as Adapter
+from bitwright.llm.files.gguf_adapters import read_gguf_adapter as read_gguf_adapter
+from bitwright.llm.files.gguf_adapters import write_gguf_adapters as write_gguf_adapters
 from bitwright.llm.files.table import FILE_FORMATS as FILE_FORMATS
 from bitwright.llm.files.table import check_checkpoint as check_checkpoint
 from bitwright.llm.files.table import read_checkpoint as read_checkpoint

@@ -110,7 +110,9 @@ def write_tokenizer(folder: Path, size: int = TOKENS) -> list[Path]:
     return [folder / "tokenizer.json", folder / "tokenizer_config.json"]
 
 
-def llama_cpp(path: Path, given: list[Any], count: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+def llama_cpp(
+    path: Path, given: list[Any], count: int = 32, adapter: Path | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The greedy tokens of llama.cpp after each prompt (text or token ids), and the logarithm of the first one's probability.
 
     Its cache holds float32 numbers, as that of transformers does.
@@ -121,6 +123,8 @@ def llama_cpp(path: Path, given: list[Any], count: int = 32) -> tuple[torch.Tens
     options.warmup, options.fit_params, options.verbosity, options.cpuparams.n_threads = False, False, -1, 1
     options.cache_type_k = options.cache_type_v = engine.ggml_type.GGML_TYPE_F32
     options.flash_attn_type = engine.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if adapter is not None:
+        options.lora_adapters = [engine.CommonAdapterLoraInfo(str(adapter), 1.0)]
     server = engine.Server(options)
     found, first = [], []
     for prompt in given:
