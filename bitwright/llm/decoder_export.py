@@ -23,6 +23,7 @@ from torch import nn
 
 from bitwright.compare.runtime import run_model
 from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.placement.kv_cache import KvCache
 from bitwright.errors import ConfigError, ExportError, ModelError, close_matches, with_article
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.atomic import atomic_files, check_destination
@@ -161,7 +162,7 @@ def export_decoder(
     def rewrite(model: ir.Model) -> list[str]:
         _check_lengths(decoder, model)
         if attention != "plain":
-            why = _group(decoder, model, caches, stored)
+            why = _not_stored(sim.rules.kv_cache) or _group(decoder, model, caches, stored)
             _check_grouped(attention, why)
             told.extend(why)
             state["grouped"] = not why
@@ -209,6 +210,22 @@ def _stored(sim: QuantizationSimModel, attention: str) -> dict[str, Encoding]:
         return {}
     operands = {n: site.encoding for n, site in sim.quantizers.items() if site.enabled and site.role == "input"}
     return {name: found for name, found in operands.items() if found is not None and can_store(found)}
+
+
+def _not_stored(cache: KvCache | None) -> list[str]:
+    """Say which keys or values of a cache have a format that GroupQueryAttention does not store."""
+    parts = {} if cache is None else {"keys": cache.key, "values": cache.value}
+    others = [
+        f"{name} in {part.format} {part.granularity}"
+        for name, part in parts.items()
+        if part is not None and (part.format != "int8" or part.granularity == "per_token" or not part.symmetric)
+    ]
+    if not others:
+        return []
+    return [
+        "attention: in plain operators, because GroupQueryAttention stores a cache in symmetric int8 with calibrated scales, "
+        f"and the simulation has {' and '.join(others)}; the file computes with the rounded numbers and keeps the cache in float"
+    ]
 
 
 def _notes_of_cache(notes: Sequence[str], stored: Mapping[str, Encoding], layers: int) -> tuple[str, ...]:

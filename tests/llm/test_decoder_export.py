@@ -200,6 +200,22 @@ def test_a_cache_in_int8_is_stored_by_grouped_attention(key: str, value: str, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["per_tensor", "per_token"])
+def test_a_cache_in_fp8_is_computed_by_plain_operators(kind: str, tmp_path: Path) -> None:
+    tokens = torch.randint(3, 48, (2, 12), generator=torch.Generator().manual_seed(0))
+    stored = {part: {"format": "fp8", "granularity": kind} for part in ("key", "value")}
+    model = decoder(num_hidden_layers=1, eos_token_id=None)
+    sim = QuantizationSimModel(model, {"input_ids": tokens[:1]}, preset="w4g32", kv_cache=stored)
+    sim.compute_encodings([{"input_ids": tokens}], progress=False)
+    with pytest.raises(ExportError, match="float8_e4m3"):
+        export_decoder(sim, tmp_path / "grouped", attention="grouped")
+    made = export_decoder(sim, tmp_path / "plain")
+    assert not made.grouped and any("float8_e4m3" in note for note in made.notes), made.notes
+    report = verify_folder(tmp_path / "plain")
+    assert report.ok, report.to_text()
+
+
+@pytest.mark.slow
 def test_a_cache_of_which_only_keys_are_quantized_stays_in_plain_operators(tmp_path: Path) -> None:
     tokens = torch.randint(3, 48, (2, 12))
     kept = {"key": _int8_cache("per_tensor", "per_tensor")["key"]}

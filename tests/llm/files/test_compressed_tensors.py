@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaConfig, Qwen2Config
 
+from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.formats import IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.spec import PRESETS, QuantSpec, activation_spec, weight_spec
 from bitwright.core.placement.rules import Rule, default_rules
@@ -161,22 +162,22 @@ def test_static_inputs_are_those_of_the_simulation(weight, inputs, symmetry, sto
     assert torch.equal(greedy(engine, prompts()), greedy(sim.model, prompts()))
 
 
-def test_scales_of_the_cache_are_stored(tmp_path):
+@pytest.mark.parametrize("name, kind", [("int8", "int"), ("fp8", "float")])
+def test_scales_of_the_cache_are_stored(name, kind, tmp_path):
     model = tiny(LlamaConfig)
     sim = weight_only(model, "w8")
-    pair = Encoding(IntFormat(8), np.float32(0.02), np.int32(0)), Encoding(IntFormat(8), np.float32(0.01), np.int32(0))
+    stored = parse_format(name)
+    pair = Encoding(stored, np.float32(0.02), np.int32(0)), Encoding(stored, np.float32(0.01), np.int32(0))
     cache = {f"model.layers.{layer}.self_attn": pair for layer in (0, 1)}
     write_checkpoint(tmp_path, packed_weights(sim), model.config.to_dict(), cache=cache)
     scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
-    assert (scheme["num_bits"], scheme["type"], scheme["strategy"]) == (8, "int", "tensor")
+    assert (scheme["num_bits"], scheme["type"], scheme["strategy"]) == (8, kind, "tensor")
     pytest.importorskip("compressed_tensors")
     engine = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
     assert engine.model.layers[1].self_attn.k_scale.item() == pair[0].scale
     with torch.no_grad():
         cached = engine(prompts(1), use_cache=True).past_key_values.layers[0].values
-    step = torch.from_numpy(pair[1].scale)
-    codes = (cached / step).round()
-    assert torch.equal(cached, codes * step) and codes.abs().max() <= 128
+    assert torch.equal(cached, fake_quantize(cached, pair[1])) and len(cached.unique()) > 20
     bad = {"model.layers.0.self_attn": (pair[0], Encoding(IntFormat(4), np.float32(1), np.int32(0)))}
     with pytest.raises(ExportError, match="keys and values of the cache have other formats"):
         write_checkpoint(tmp_path, packed_weights(sim), model.config.to_dict(), cache=bad)
