@@ -162,7 +162,7 @@ def export_decoder(
     def rewrite(model: ir.Model) -> list[str]:
         _check_lengths(decoder, model)
         if attention != "plain":
-            why = _not_stored(sim.rules.kv_cache) or _group(decoder, model, caches, stored)
+            why = _group(decoder, model, caches, stored, sim.rules.kv_cache)
             _check_grouped(attention, why)
             told.extend(why)
             state["grouped"] = not why
@@ -408,9 +408,16 @@ def _check_lengths(decoder: _Decoder, model: ir.Model) -> None:
 
 
 def _group(
-    decoder: _Decoder, model: ir.Model, caches: Sequence[CacheNames], stored: Mapping[str, Encoding]
+    decoder: _Decoder,
+    model: ir.Model,
+    caches: Sequence[CacheNames],
+    stored: Mapping[str, Encoding],
+    cache: KvCache | None,
 ) -> list[str]:
     """Write attention as GroupQueryAttention, in place; returns the reason where it fails."""
+    other = _not_stored(cache)
+    if other:
+        return other
     if decoder.dtype == torch.bfloat16:
         return [
             "attention: in plain operators, because GroupQueryAttention of ONNX Runtime has no bfloat16 kernel on CPUs"
