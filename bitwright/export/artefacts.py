@@ -15,9 +15,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright import __version__
-from bitwright.core.graph.recurrence import CELLS, HIDDEN
+from bitwright.core.graph.recurrence import CELLS, HIDDEN, RECURRENT
 from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerChannel, PerTensor
 from bitwright.core.numerics.serialize import encoding_to_json, granularity_to_json, spec_to_json
+from bitwright.core.numerics.spec import dynamic_spec
 from bitwright.core.simulation.output_quality import RowOrder
 from bitwright.core.simulation.simulation import Simulation
 from bitwright.core.simulation.sites import Site
@@ -211,6 +214,10 @@ def recurrent_form(sim: Simulation, form: RecurrentForm | None, target: str | Ta
     row = find_target(target)
     if form is not None:
         return form
+    if any(_at_run_time(sim)) and (
+        row.runtime != "onnxruntime" or not all(_has_kernel(sim, op) for op in _at_run_time(sim))
+    ):
+        return "scan"  # no operator of this runtime chooses the range of the hidden state at every step
     halves = all(
         sim.quantizers[site].spec.format.name in HALVES for site in sim.quantizers if _is_inside(sim.quantizers[site])
     )
@@ -222,19 +229,38 @@ def _inside(sim: Simulation) -> Iterator[str]:
     return (site.op for site in sim.quantizers.values() if _is_inside(site))
 
 
+def _at_run_time(sim: Simulation) -> Iterator[str]:
+    """Recurrent layers that choose the range of their hidden state at run time."""
+    return (site.op for site in sim.quantizers.values() if site.inner == RECURRENT and site.enabled)
+
+
+def _has_kernel(sim: Simulation, op: str) -> bool:
+    """Whether input and weights of such a layer are quantized as ``DynamicQuantizeLSTM`` reads them."""
+    at = {site.port: site for site in sim.quantizers.values() if site.op == op and site.inner is None and site.port < 3}
+    weights = [at[port] for port in (1, 2) if port in at and at[port].enabled]
+    found = at.get(0)
+    whole = all(isinstance(site.spec.granularity, PerTensor | PerChannel) for site in weights)
+    narrow = all(site.spec.format == IntFormat(8) and site.spec.symmetry == "symmetric" for site in weights)
+    dynamic = found is not None and found.enabled and found.spec == dynamic_spec("uint8", PerTensor())
+    return dynamic and len(weights) == 2 and whole and narrow
+
+
 def _is_inside(site: Site) -> bool:
-    return site.inner is not None and site.enabled
+    return site.inner not in (None, RECURRENT) and site.enabled
 
 
 def _steps(sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, target: str) -> Iterator[str]:
     """One note per recurrent layer: its form, and the difference from quantizers inside the steps."""
-    counts = Counter(_inside(sim))
+    counts, at_run_time = Counter(_inside(sim)), set(_at_run_time(sim))
     returned = Counter(site.op for site in sim.quantizers.values() if site.inner == HIDDEN and site.enabled)
     for op in sim.graph.ops:
         if op.type not in CELLS:
             continue
         inside, projects = counts[op.name], len(op.inputs) > PROJECTION and op.inputs[PROJECTION] is not None
-        if form == "native" and not projects:
+        if op.name in at_run_time:
+            kind = "DynamicQuantizeLSTM" if form == "native" else "Scan"
+            yield f"{op.name}: written as {kind}, which quantizes its input and its hidden state at run time, as simulated"
+        elif form == "native" and not projects:
             yield f"{op.name}: written as {op.type}, {_float_steps(inside - returned[op.name])}"
         elif not inside:
             yield f"{op.name}: written as Scan, {_float_steps(0)}"

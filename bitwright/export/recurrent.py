@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bitwright.core.graph.recurrence import CELLS, RETURNS, Context, Variant, step
+from bitwright.core.graph.recurrence import CELLS, RECURRENT, RETURNS, Context, Variant, step
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import Builder, Place, after, before
@@ -111,6 +111,8 @@ def layer_activations(op_type: str, attrs: Mapping[str, Any]) -> tuple[Activatio
 
 
 INNER_SITES = "inner_sites"
+#: metadata of a native layer that chooses the range of its hidden state at run time: the site of that
+AT_RUN_TIME = "bitwright.at_run_time"
 X, W, R, B, LENGTHS, INITIAL_H, INITIAL_C, P, PROJECTION = range(9)  # ports
 #: outputs of the node, in order; GRU and RNN have the first two
 OUTPUTS = ("Y", "Y_h", "Y_c")
@@ -667,6 +669,8 @@ def restore_native(model: ir.Model) -> ir.Model:
         sites = inner_sites(node)
         node.attributes.pop(INNER_SITES, None)
         node.domain = ""
+        if RECURRENT in sites:
+            node.metadata_props[AT_RUN_TIME] = sites[RECURRENT]
         for i in reversed(range(len(node.outputs))):  # what is inserted last stands first
             if RETURNS[i] in sites and is_read(node, i):
                 _mark_behind(node, node.outputs[i], sites[RETURNS[i]], builder)

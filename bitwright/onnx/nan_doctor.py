@@ -36,7 +36,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.graph.operators import TRAITS, op_row
-from bitwright.core.graph.recurrence import CELLS, Context, step, variant_of
+from bitwright.core.graph.recurrence import CELLS, RECURRENT, Context, step, variant_of
 from bitwright.core.health.diagnosis import diagnose, remedy
 from bitwright.core.health.report import (
     CLEAN,
@@ -108,7 +108,7 @@ class _Context(Context):
     bad: list[tuple[str, int]] = field(default_factory=list)
 
     def quantize(self, name: str, x: Array) -> Array:
-        if not np.isfinite(x).all():
+        if name != RECURRENT and not np.isfinite(x).all():
             self.bad.append((name, int((~np.isfinite(x)).any(-1).argmax())))
         return x
 

@@ -17,6 +17,8 @@ from bitwright.core.graph.graph import Value
 InnerKind = Literal["pre", "gate", "state", "product"]
 
 HIDDEN, CELL, UNPROJECTED = "hidden", "cell", "unprojected"
+#: what the recurrent product of an LSTM reads, where its range is chosen at run time; elsewhere the hidden state itself
+RECURRENT = "recurrent"
 
 #: which state each output of the operators carries: all steps, and the last one; ``Op.attrs["returns"]`` has it where
 #: an ONNX node leaves outputs out
@@ -258,7 +260,10 @@ def _lstm(
 ) -> tuple[Any, ...]:
     h, c = state
     gates = CELLS["LSTM"].gates
-    pre = {gate: x[gate] + recurrent for gate, recurrent in zip(gates, ctx.recur(h, gates), strict=True)}
+    pre = {
+        gate: x[gate] + recurrent
+        for gate, recurrent in zip(gates, ctx.recur(ctx.quantize(RECURRENT, h), gates), strict=True)
+    }
     for gate in ("input", "forget"):
         if gate in peepholes:
             pre[gate] = pre[gate] + peepholes[gate] * c

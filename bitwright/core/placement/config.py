@@ -7,7 +7,7 @@ Ours, in YAML::
       - {match: "layer1.*", op: Conv, weight: int4}
       - {match: head, weight: {format: int8, granularity: per_tensor}, output: null}
     supergroups: [default, [Conv, Silu]]
-    recurrent: boundary_only      # or "inside", the default: quantizers inside the steps of recurrent layers
+    recurrent: boundary_only      # or run_time, or "inside", the default: quantizers inside the steps of recurrent layers
     tail: quantized               # or "float", the default: what follows the last layer stays in float
 
 Every key is checked; the error for an unknown key proposes the closest known one. TOML has no ``null``: write
@@ -48,11 +48,11 @@ from bitwright.core.placement.aimet_config import (
     shipped_config,
 )
 from bitwright.core.placement.kv_cache import KvCache, parse_kv_cache
-from bitwright.core.placement.rules import BOUNDARY_ONLY, FACETS, FixedRange, Rule, Rules, default_rules
+from bitwright.core.placement.rules import BOUNDARY_ONLY, FACETS, RUN_TIME, FixedRange, Rule, Rules, default_rules
 from bitwright.errors import BitwrightError, ConfigError, close_matches, with_article
 
 _TOP = ("preset", "rules", "supergroups", "recurrent", "tail", "kv_cache")
-_RECURRENT, _TAILS = ("inside", "boundary_only"), ("float", "quantized")
+_RECURRENT, _TAILS = ("inside", "boundary_only", "run_time"), ("float", "quantized")
 _PORTS = {
     **{
         p: p for p in ("output", "input", "inner", "weight", "bias", "param", "constant", "model_input", "model_output")
@@ -141,8 +141,9 @@ def read_config(data: Mapping[str, Any], preset: Preset | None = None, source: s
     if not isinstance(entries, list):
         raise ConfigError(f"{source}: rules", f"it is {with_article(type(entries).__name__)}", "write a list of rules")
     rules = [rule for i, entry in enumerate(entries) for rule in _rules(entry, f"{source}: rules[{i}]")]
-    if _one_of(data.get("recurrent", "inside"), f"{source}: recurrent", _RECURRENT) == "boundary_only":
-        rules.insert(0, BOUNDARY_ONLY)
+    recurrent = _one_of(data.get("recurrent", "inside"), f"{source}: recurrent", _RECURRENT)
+    if recurrent != "inside":
+        rules[:0] = [BOUNDARY_ONLY, RUN_TIME] if recurrent == "run_time" else [BOUNDARY_ONLY]
     groups = _supergroups(data.get("supergroups", ["default"]), f"{source}: supergroups")
     in_float = _one_of(data.get("tail", "float"), f"{source}: tail", _TAILS) == "float"
     cache = parse_kv_cache(data.get("kv_cache"), f"{source}: kv_cache")

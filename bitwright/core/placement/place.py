@@ -40,12 +40,21 @@ from bitwright.core.graph.operators import (
     weight_axes,
 )
 from bitwright.core.graph.patterns import Match, find_matches, folds_into
-from bitwright.core.graph.recurrence import CELL, CELLS, RETURNS, STATE_PORTS, activation_range, is_wide
+from bitwright.core.graph.recurrence import (
+    CELL,
+    CELLS,
+    HIDDEN,
+    RECURRENT,
+    RETURNS,
+    STATE_PORTS,
+    activation_range,
+    is_wide,
+)
 from bitwright.core.graph.roles import CACHES, ROLE, ends_of, named_by_role
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken, fitted
 from bitwright.core.numerics.integer_sums import bias_entries
-from bitwright.core.numerics.spec import QuantSpec, Symmetry
+from bitwright.core.numerics.spec import QuantSpec, Symmetry, dynamic_spec
 from bitwright.core.placement.kv_cache import cache_places, describe
 from bitwright.core.placement.plan import Plan, RangeFrom, Role, SitePlan
 from bitwright.core.placement.rules import Resolver, Rule, Rules, Setting
@@ -505,6 +514,7 @@ FLOAT_OP = "{} runs in float on integer runtimes"
 NO_ACTIVATIONS = "activations stay in float under {}"
 NO_WEIGHTS = "weights stay in float under {}"
 AT_RUN_TIME = "activations are quantized at run time, where products with quantized weights read them"
+STATES_AT_RUN_TIME = "{} computes it in float between its products, whose operands are quantized at run time"
 TAIL = "{} follows the last layer, where float is as fast and more exact"
 MOVED = "only moved where it is read"
 
@@ -524,6 +534,10 @@ class Ledger:
         self.why: dict[str, str] = {}  # value -> reason for float; overruled by a site
         self.shared: dict[str, str] = {}
         self.operand_groups: dict[tuple[str, QuantSpec], str] = {}  # (value or its origin, spec) -> group
+        self.run_time: dict[
+            str, QuantSpec
+        ] = {}  # LSTM that chooses ranges at run time -> spec of what its products read
+        self.float_states: set[str] = set()  # last states of such layers
         self.picked: dict[str, str] = {}  # matrix picked from a stack -> the reason for its having no site
         self.aside: set[str] = (
             set()
@@ -833,6 +847,9 @@ class Operands:
         loose = [v for v in values if v not in self.ledger.group_of]
         if not loose:
             return
+        if op.name in self.ledger.run_time:
+            self.ledger.why.setdefault(self.ledger.origin.get(loose[0], loose[0]), STATES_AT_RUN_TIME.format(op.name))
+            return
         state = STATE_PORTS[port]
         returns = zip(op.outputs, op.attrs.get("returns", RETURNS), strict=False)
         carriers = [op.inner.get(state, ""), *(value for value, returned in returns if returned == state)]
@@ -883,15 +900,18 @@ class Operands:
         site = f"{op.name}.input[{port}]"
         ports = frozenset(("input", "model_input") if from_model else ("input",))
         setting = ledger.setting(op, ports, None, site, *((origin,) if from_model else ()))
-        spec = ledger.activation_spec(setting, op, _PLAIN, origin)
+        chosen = ledger.run_time.get(op.name)
+        spec = chosen or ledger.activation_spec(setting, op, _PLAIN, origin)
         reason = no_input_reason(ledger, op, row, port, value)
         ledger.rank_reader(op, origin)
         wanted = False
         if not reason:
             reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, op, port))
             wanted = self._input_wanted(op, row, setting, from_model, reason)
-            if spec is not None and spec.dynamic and not self._runs_dynamic(setting, op, port, site):
+            if chosen is None and spec is not None and spec.dynamic and not self._runs_dynamic(setting, op, port, site):
                 wanted, reason = False, reason or AT_RUN_TIME
+            if origin in ledger.float_states and row.kind != "compute" and setting.quantized is None:
+                wanted = False  # joined or added in float, as it was computed
             if self._multiplies_a_reciprocal(op, value) and not groups and setting.quantized is not True:
                 wanted = False
                 ledger.why[origin] = reason or _RECIPROCAL.format(facts.reciprocals[value], op.name)
@@ -1082,6 +1102,7 @@ def _wants_grid(row: OpRow) -> bool:
 
 
 _INNER = frozenset(("inner",))
+_INITIAL_HIDDEN = next(port for port, state in STATE_PORTS.items() if state == HIDDEN)
 
 
 class Outputs:
@@ -1113,6 +1134,7 @@ class Outputs:
 
     def _recurrent(self, op: Op, row: OpRow) -> None:
         """Decide the values inside the steps of ``op``, and its outputs, which carry the states."""
+        at_run_time = self._chooses_ranges(op)
         for name, value in op.inner.items():
             self._inner(op, row, name, value)
         returns = op.attrs.get("returns", RETURNS)
@@ -1120,8 +1142,47 @@ class Outputs:
             if index or state == CELL:
                 self.ledger.last_states.add(value)
             carried = op.inner.get(state, "")
-            if self.facts.is_float(value) and not (value == carried and value in self.ledger.outputs):
+            if at_run_time:
+                why = STATES_AT_RUN_TIME.format(op.name)
+                if not self._decide_output(op, row, index, value, default=False, why=why) and index:
+                    self.ledger.float_states.add(value)
+            elif self.facts.is_float(value) and not (value == carried and value in self.ledger.outputs):
                 self._state(op, row, index, value, carried)
+
+    def _chooses_ranges(self, op: Op) -> bool:
+        """Whether an LSTM reads its input and its hidden state on ranges chosen at run time; gives it the site of the latter.
+
+        A rule has to ask for it (``recurrent: run_time``), and a kernel must exist: ``DynamicQuantizeLSTM`` of ONNX Runtime has
+        8-bit weights with one scale, or one per row of gates, and no projection.
+        """
+        site = f"{op.name}.{RECURRENT}"
+        setting = self.ledger.setting(op, _INNER, None, site)
+        if not setting.dynamic or self.facts.rules.activation is None or not self._has_run_time_kernel(op):
+            return False
+        spec = dynamic_spec("uint8", PerTensor())
+        self.ledger.used.update(setting.matched)
+        self.ledger.run_time[op.name] = spec
+        hidden = op.inner[HIDDEN]
+        self.ledger.add(SitePlan(site, spec, "input", op.name, _INITIAL_HIDDEN, hidden, site, inner=RECURRENT))
+        return True
+
+    def _has_run_time_kernel(self, op: Op) -> bool:
+        lengths, projection = ((op.inputs[port] if len(op.inputs) > port else None) for port in (4, 8))
+        if op.type != "LSTM" or lengths is not None or projection is not None:
+            return False
+        for port in (1, 2):
+            weight = self.facts.graph.values[op.inputs[port] or ""]
+            setting = self.ledger.setting(
+                op, _PARAM_PORTS["weight"], "weight", f"{op.name}.weight", weight.param or weight.name
+            )
+            spec = setting.apply(self.facts.rules.weight, weight=True)
+            if weight.name not in self.facts.static or setting.quantized is False or spec is None:
+                return False
+            if spec.format != IntFormat(8) or spec.symmetry != "symmetric":
+                return False
+            if not isinstance(spec.granularity, PerTensor | PerChannel):
+                return False
+        return True
 
     def _state(self, op: Op, row: OpRow, index: int, value: str, carried: str) -> None:
         """Decide an output of a recurrent layer that is, or ends with, the state ``carried``."""
@@ -1156,7 +1217,8 @@ class Outputs:
         base = _wide(base) if base is not None and is_wide(op.type, name) else base
         spec = self.ledger.pinned(setting.apply(base, weight=False), setting, activation_range(op.type, op.attrs, name))
         if spec is not None and spec.dynamic:
-            self.ledger.why[value] = AT_RUN_TIME
+            chosen = op.name in self.ledger.run_time
+            self.ledger.why[value] = STATES_AT_RUN_TIME.format(op.name) if chosen else AT_RUN_TIME
             return
         if self.ledger.verdict(setting, setting.quantized is not False, spec, site, "", value, NO_ACTIVATIONS):
             assert spec is not None

@@ -159,6 +159,8 @@ def _check_range(rule: Rule) -> None:
 
 #: leaves the inside of recurrent layers in float: quantizers stand only at what enters and leaves a layer
 BOUNDARY_ONLY = Rule(op=tuple(CELLS), port="inner", quantized=False, origin="boundary_only", optional=True)
+#: after :data:`BOUNDARY_ONLY`: LSTMs choose the ranges of what their products read at run time; see ``Outputs._chooses_ranges``
+RUN_TIME = Rule(op="LSTM", port="inner", dynamic=True, origin="run_time", optional=True)
 
 
 @dataclass(frozen=True)

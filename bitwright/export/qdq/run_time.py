@@ -6,6 +6,7 @@ activation, weight                                 operators
 unsigned 8 bits per tensor, 8 bits                 DynamicQuantizeLinear, MatMulInteger, Cast, Mul
 8 bits per token, 8 bits                           the range of a token, codes counted from zero, MatMulInteger, Cast, Mul
 8 bits per token in blocks, 4 bits in such blocks  MatMulNBits with accuracy level 4, which quantizes the activation itself
+input and hidden state of an LSTM, 8 bits           DynamicQuantizeLSTM
 =================================================  ======================================================================
 
 Weights of MatMulInteger are written unsigned, around 128: signed ones saturate on CPUs without VNNI, where two products are
@@ -13,6 +14,8 @@ added in 16 bits. The sums are exact; results differ from the simulation's by th
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -25,6 +28,7 @@ from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.forms import Builder, before
 from bitwright.export.qdq.markers import remove_unread
 from bitwright.export.qdq.nbits import is_plain, packed_weight, replace_product
+from bitwright.export.recurrent import AT_RUN_TIME
 
 D = ir.DataType
 _MIDDLE = 128  # of codes that are counted from zero
@@ -110,6 +114,61 @@ def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: 
     if maker is not None:
         remove_unread(maker)
     return result
+
+
+def write_run_time_layers(builder: Builder, model: ir.Model, chosen: dict[ir.Value, tuple[ir.Value, Encoding]]) -> int:
+    """Write LSTMs that choose the ranges of their input and hidden state at run time as ``DynamicQuantizeLSTM``.
+
+    Args:
+        builder: of the model.
+        model: with native layers, whose metadata has :data:`bitwright.export.recurrent.AT_RUN_TIME`.
+        chosen: result of a quantizer -> what it reads, and its encoding.
+
+    Returns:
+        How many layers were written.
+    """
+    count = 0
+    for node in tuple(all_nodes(model.graph)):
+        if node.op_type != "LSTM" or node.domain or AT_RUN_TIME not in node.metadata_props:
+            continue
+        found = node.inputs[0]
+        assert found is not None and found in chosen, node.name
+        layer = [*node.inputs, *[None] * (8 - len(node.inputs))]
+        old = [value for value in layer[:3] if value is not None]
+        layer[0] = chosen[found][0]
+        for port in (1, 2):
+            value = layer[port]
+            assert value is not None
+            codes, scale, zero = _gates(value)
+            name = str(value.name)
+            layer[port] = builder.initializer(f"{name}_codes", np.ascontiguousarray(codes.transpose(0, 2, 1)))
+            layer.append(builder.initializer(f"{name}_steps", scale))
+            layer.append(builder.initializer(f"{name}_zero", np.ascontiguousarray(zero)))
+        node.resize_inputs(len(layer))
+        for port, value in enumerate(layer):
+            node.replace_input_with(port, value)
+        node.domain, node.op_type = "com.microsoft", "DynamicQuantizeLSTM"
+        builder.graph.opset_imports.setdefault("com.microsoft", 1)
+        for value in dict.fromkeys(old):
+            remove_unread(value)
+        count += 1
+    return count
+
+
+def _gates(value: ir.Value) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
+    """Codes ``[1, gates * H, K]`` of the weight of a layer, its scales, ``[1]`` or ``[1, gates * H]``, and its zero points."""
+    maker = value.producer()
+    assert maker is not None and maker.op_type in ("Mul", "DequantizeLinear"), value
+    held, scale, zero = (*maker.inputs, None)[:3]
+    while held is not None and held.const_value is None:
+        before_it = held.producer()
+        assert before_it is not None and before_it.op_type in ("Cast", "Sub"), before_it
+        held, zero = before_it.inputs[0], before_it.inputs[1] if before_it.op_type == "Sub" else zero
+    assert held is not None and held.const_value is not None and scale is not None and scale.const_value is not None
+    steps = scale.const_value.numpy().reshape(-1)
+    steps, codes = (steps if steps.size == 1 else steps[None]), held.const_value.numpy()
+    offset = 0 if zero is None or zero.const_value is None else zero.const_value.numpy().reshape(-1)
+    return codes, steps, np.broadcast_to(np.asarray(offset, codes.dtype), steps.shape)
 
 
 def _take_place(builder: Builder, node: ir.Node, result: ir.Value) -> None:

@@ -46,7 +46,7 @@ from bitwright.export.qdq.products import (
     products_without_kernel,
 )
 from bitwright.export.qdq.rewrites import close_scans, keep_after_pool, measure_codes, round_after_pools
-from bitwright.export.qdq.run_time import write_run_time_products
+from bitwright.export.qdq.run_time import write_run_time_layers, write_run_time_products
 from bitwright.export.qdq.stored import unsigned
 from bitwright.export.qdq.trace import carried, data_outputs, trace
 from bitwright.export.qdq.weights import write_biases, write_constant
@@ -151,6 +151,7 @@ def _run(w: Writing) -> QdqResult:
     _write_products(w)
     guard_outputs(w.builder, all_nodes(w.model.graph))
     _tidy(w)
+    write_run_time_layers(w.builder, w.model, w.at_run_time)
     write_nbits(w.builder, w.narrow_products)
     if w.target.gathers_codes:
         write_lookups(w.builder)

@@ -18,7 +18,7 @@ import torch.onnx.ops
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from bitwright.core.graph.recurrence import CELLS, Context, Variant, step
+from bitwright.core.graph.recurrence import CELLS, RECURRENT, Context, Variant, step
 from bitwright.errors import ExportError, ModelError
 from bitwright.export.encodings.records import gate_order
 
@@ -244,7 +244,7 @@ def _in_steps(
             state, over = _resize(state, initial, sizes[t])
             ended.extend(over)
         if stacked is not None:
-            state = stacked(shares[t], ctx.product(state[0]), state)
+            state = stacked(shares[t], ctx.product(ctx.quantize(RECURRENT, state[0])), state)
         else:
             state = step(ctx.cell, ctx, ctx.by_gate(shares[t]), state, ctx.variant)
         hidden.append(state[0])

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from bitwright.core.compiled.counting import NO_KEY, values_of_keys
 from bitwright.core.compiled.loops import Loops, loops
-from bitwright.core.graph.recurrence import ACTIVATION_RANGES, CELL, HIDDEN
+from bitwright.core.graph.recurrence import ACTIVATION_RANGES, CELL, HIDDEN, RECURRENT
 from bitwright.torch.calls.recurrent import ORDER, Sequences, StackedStep
 from bitwright.torch.quantizers.fake_quantize import Grid, codes_from_to, grid_numbers, is_plain, on_host
 from bitwright.torch.quantizers.learned_range import LearnedRange, Scaling
@@ -486,7 +486,9 @@ class StepFunctions(dict[str, Function]):
             moved to a grid, and in training for one of which every inner tensor has a grid with one scale, fixed or learned.
         """
         like, functions = tensors[-1], [self.get(name) for name in NAMES]
-        if cell != "LSTM" or like is None or like.numel() < _LEAST or (compiled := ready(tensors)) is None:
+        if cell != "LSTM" or RECURRENT in self or like is None or like.numel() < _LEAST:
+            return None
+        if (compiled := ready(tensors)) is None:
             return None
         if not torch.is_grad_enabled():
             return self._observed(compiled)

@@ -21,7 +21,7 @@ import torch
 from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.operators import op_row
-from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.graph.recurrence import CELLS, RECURRENT
 from bitwright.core.health.diagnosis import Repair
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.numerics.statistics import MinMax
@@ -531,7 +531,7 @@ class Simulator(Handler, Observer):
             if not quantizer.enabled:
                 continue
             if self.stage != "observe" or quantizer.frozen:
-                found[name] = OnGrid(quantizer)
+                found[name] = quantizer if name == RECURRENT else OnGrid(quantizer)  # the state itself stays in float
             elif not quantizer.is_fixed:
                 columns = bounds.setdefault(name, []) if place.reads_bounds else None
                 found[name] = Keep(kept.setdefault(name, []), columns)
@@ -543,12 +543,12 @@ class Simulator(Handler, Observer):
         """Requested inner tensors, and their destinations; ``functions`` keep them from now on."""
         assert self.taps is not None
         tapped = {}
-        for inner in CELLS[cell].inner:
-            taken = self.taps.get(f"{op}.{inner.name}")
-            if taken is not None and inner.name not in kept:
-                tapped[inner.name] = taken
-                copies = functools.partial(_keep_copy, kept.setdefault(inner.name, []), functions.get(inner.name))
-                functions[inner.name] = copies
+        for name in (*(inner.name for inner in CELLS[cell].inner), RECURRENT):
+            taken = self.taps.get(f"{op}.{name}")
+            if taken is not None and name not in kept:
+                tapped[name] = taken
+                copies = functools.partial(_keep_copy, kept.setdefault(name, []), functions.get(name))
+                functions[name] = copies
         return tapped
 
     def _note_length(self, op: str, args: tuple[Any, ...]) -> None:
