@@ -215,7 +215,8 @@ def recurrent_form(sim: Simulation, form: RecurrentForm | None, target: str | Ta
     if form is not None:
         return form
     if any(_at_run_time(sim)) and (
-        row.runtime != "onnxruntime" or not all(_has_kernel(sim, op) for op in _at_run_time(sim))
+        (row.runtime, row.recurrent) != ("onnxruntime", "native")
+        or not all(_has_kernel(sim, op) for op in _at_run_time(sim))
     ):
         return "scan"  # no operator of this runtime chooses the range of the hidden state at every step
     halves = all(
@@ -258,8 +259,12 @@ def _steps(sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, ta
             continue
         inside, projects = counts[op.name], len(op.inputs) > PROJECTION and op.inputs[PROJECTION] is not None
         if op.name in at_run_time:
-            kind = "DynamicQuantizeLSTM" if form == "native" else "Scan"
-            yield f"{op.name}: written as {kind}, which quantizes its input and its hidden state at run time, as simulated"
+            kind, parts = (
+                ("DynamicQuantizeLSTM", "; several threads do so for parts of a batch each")
+                if form == "native"
+                else ("Scan", "")
+            )
+            yield f"{op.name}: written as {kind}, which quantizes its input and its hidden state at run time, as simulated{parts}"
         elif form == "native" and not projects:
             yield f"{op.name}: written as {op.type}, {_float_steps(inside - returned[op.name])}"
         elif not inside:

@@ -875,6 +875,8 @@ class Operands:
         inner = match.inner if match else ()
         groups = {ledger.group_of[v] for v in values if v in ledger.group_of}
         loose = [v for v in values if v not in ledger.group_of and v not in inner]
+        if op.name in ledger.run_time:  # its kernel chooses a range also for values that lie on a grid
+            groups, loose = set(), values
         if loose:
             self._loose(op, row, port, loose, groups, grids)
         elif len(groups) == 1:
@@ -1157,7 +1159,10 @@ class Outputs:
         """
         site = f"{op.name}.{RECURRENT}"
         setting = self.ledger.setting(op, _INNER, None, site)
-        if not setting.dynamic or self.facts.rules.activation is None or not self._has_run_time_kernel(op):
+        asked = self.facts.rules.activation
+        if not setting.dynamic or asked is None or not self._has_run_time_kernel(op):
+            return False
+        if not isinstance(asked.format, IntFormat) or asked.format.bits != 8:
             return False
         spec = dynamic_spec("uint8", PerTensor())
         self.ledger.used.update(setting.matched)
