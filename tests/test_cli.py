@@ -669,9 +669,9 @@ def test_every_command_reads_the_same_samples(small, tmp_path, limit, count, siz
 
         return run
 
+    monkeypatch.setattr("bitwright.precision.auto.auto_quantize", counted("auto"))  # first: it imports the next one
     monkeypatch.setattr("bitwright.recipes.quantize.quantize", counted("quantize"))
     monkeypatch.setattr("bitwright.onnx.check_model", counted("doctor"))
-    monkeypatch.setattr("bitwright.precision.auto.auto_quantize", counted("auto"))
     monkeypatch.setattr("bitwright.compare.saturation.saturation", counted("saturation"))
     common = (small / "m.onnx", "--data", small / "d.npz", *limit, *size)
     for command in ("quantize", "analyze", "doctor", "auto", "saturation"):

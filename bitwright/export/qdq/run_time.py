@@ -15,8 +15,6 @@ added in 16 bits. The sums are exact; results differ from the simulation's by th
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -139,11 +137,11 @@ def write_run_time_layers(builder: Builder, model: ir.Model, chosen: dict[ir.Val
         for port in (1, 2):
             value = layer[port]
             assert value is not None
-            codes, scale, zero = _gates(value)
+            codes, scale = _gates(value)
             name = str(value.name)
             layer[port] = builder.initializer(f"{name}_codes", np.ascontiguousarray(codes.transpose(0, 2, 1)))
             layer.append(builder.initializer(f"{name}_steps", scale))
-            layer.append(builder.initializer(f"{name}_zero", np.ascontiguousarray(zero)))
+            layer.append(builder.initializer(f"{name}_zero", np.zeros(scale.shape, np.int8)))
         node.resize_inputs(len(layer))
         for port, value in enumerate(layer):
             node.replace_input_with(port, value)
@@ -155,8 +153,8 @@ def write_run_time_layers(builder: Builder, model: ir.Model, chosen: dict[ir.Val
     return count
 
 
-def _gates(value: ir.Value) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
-    """Codes ``[1, gates * H, K]`` of the weight of a layer, its scales, ``[1]`` or ``[1, gates * H]``, and its zero points."""
+def _gates(value: ir.Value) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Signed codes ``[1, gates * H, K]`` of the weight of a layer, and its scales, ``[1]`` or ``[1, gates * H]``."""
     maker = value.producer()
     assert maker is not None and maker.op_type in ("Mul", "DequantizeLinear"), value
     held, scale, zero = (*maker.inputs, None)[:3]
@@ -167,8 +165,10 @@ def _gates(value: ir.Value) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[
     assert held is not None and held.const_value is not None and scale is not None and scale.const_value is not None
     steps = scale.const_value.numpy().reshape(-1)
     steps, codes = (steps if steps.size == 1 else steps[None]), held.const_value.numpy()
-    offset = 0 if zero is None or zero.const_value is None else zero.const_value.numpy().reshape(-1)
-    return codes, steps, np.broadcast_to(np.asarray(offset, codes.dtype), steps.shape)
+    if codes.dtype == np.uint8:  # counted from the middle, as in bodies; the kernel of signed codes is faster
+        assert zero is not None and zero.const_value is not None and (zero.const_value.numpy() == _MIDDLE).all(), value
+        codes = (codes.astype(np.int16) - _MIDDLE).astype(np.int8)
+    return codes, steps
 
 
 def _take_place(builder: Builder, node: ir.Node, result: ir.Value) -> None:
