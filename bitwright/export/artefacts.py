@@ -259,12 +259,7 @@ def _steps(sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, ta
             continue
         inside, projects = counts[op.name], len(op.inputs) > PROJECTION and op.inputs[PROJECTION] is not None
         if op.name in at_run_time:
-            kind, parts = (
-                ("DynamicQuantizeLSTM", "; several threads do so for parts of a batch each")
-                if form == "native"
-                else ("Scan", "")
-            )
-            yield f"{op.name}: written as {kind}, which quantizes its input and its hidden state at run time, as simulated{parts}"
+            yield f"{op.name}: {_RUN_TIME[form]}"
         elif form == "native" and not projects:
             yield f"{op.name}: written as {op.type}, {_float_steps(inside - returned[op.name])}"
         elif not inside:
@@ -277,6 +272,14 @@ def _steps(sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, ta
             )
         else:
             yield f"{op.name}: written as Scan, which rounds {inside} tensors in every step, as simulated: nothing is lost"
+
+
+#: form of a layer with ranges chosen at run time -> the note on it
+_RUN_TIME: Mapping[RecurrentForm, str] = {
+    "native": "written as DynamicQuantizeLSTM, which quantizes its input and its hidden state at run time, as simulated; "
+    "several threads do so for parts of a batch each",
+    "scan": "written as Scan, which quantizes its input and its hidden state at run time, as simulated",
+}
 
 
 def _float_steps(inside: int) -> str:

@@ -902,21 +902,21 @@ class Operands:
         site = f"{op.name}.input[{port}]"
         ports = frozenset(("input", "model_input") if from_model else ("input",))
         setting = ledger.setting(op, ports, None, site, *((origin,) if from_model else ()))
-        chosen = ledger.run_time.get(op.name)
-        spec = chosen or ledger.activation_spec(setting, op, _PLAIN, origin)
+        spec = ledger.run_time.get(op.name) or ledger.activation_spec(setting, op, _PLAIN, origin)
         reason = no_input_reason(ledger, op, row, port, value)
         ledger.rank_reader(op, origin)
         wanted = False
         if not reason:
-            reason = facts.steering_reason(row, loose) or ("" if groups else facts.exact_reason(value, spec, op, port))
+            reason = facts.steering_reason(row, loose) or self._unfit(op, row, port, value, origin, spec, groups)
             wanted = self._input_wanted(op, row, setting, from_model, reason)
-            if chosen is None and spec is not None and spec.dynamic and not self._runs_dynamic(setting, op, port, site):
+            if spec is not None and spec.dynamic and not self._runs_dynamic(setting, op, port, site):
                 wanted, reason = False, reason or AT_RUN_TIME
-            if origin in ledger.float_states and row.kind != "compute" and setting.quantized is None:
-                wanted = False  # joined or added in float, as it was computed
-            if self._multiplies_a_reciprocal(op, value) and not groups and setting.quantized is not True:
+            if (
+                not groups
+                and setting.quantized is not True
+                and self._multiplies_a_reciprocal(op, value, origin, reason)
+            ):
                 wanted = False
-                ledger.why[origin] = reason or _RECIPROCAL.format(facts.reciprocals[value], op.name)
         reason = reason or f"{op.name} reads it in float"
         if not ledger.verdict(setting, wanted, spec, site, reason, origin, NO_ACTIVATIONS):
             return
@@ -928,10 +928,20 @@ class Operands:
         grids[port] = group
         ledger.read_at.setdefault(origin, []).append(site)
 
+    def _unfit(
+        self, op: Op, row: OpRow, port: int, value: str, origin: str, spec: QuantSpec | None, groups: set[str]
+    ) -> str:
+        """The reason why an operand stays in float: as its producer and ``op`` do, or since every grid is too coarse."""
+        if groups:
+            return ""
+        if origin in self.ledger.float_states and row.kind != "compute":
+            return self.ledger.why[origin]
+        return self.facts.exact_reason(value, spec, op, port)
+
     def _runs_dynamic(self, setting: Setting, op: Op, port: int, site: str) -> bool:
         """Whether an operand gets a range at run time: beside a weight, where a cache keeps it, or because a rule says so."""
         of_cache = bool(setting.dynamic) and self.facts.roles.get(site) in CACHE_ROLES
-        return of_cache or setting.quantized is True or self._reads_weight(op, port)
+        return op.name in self.ledger.run_time or of_cache or setting.quantized is True or self._reads_weight(op, port)
 
     def _reads_weight(self, op: Op, port: int) -> bool:
         """Whether ``op`` multiplies what it reads at ``port`` by a weight that is quantized, as dynamic kernels do."""
@@ -947,8 +957,12 @@ class Operands:
         setting = self.ledger.setting(op, _PARAM_PORTS["weight"], "weight", name, weight.param or weight.name)
         return setting.quantized is not False and setting.apply(self.facts.rules.weight, weight=True) is not None
 
-    def _multiplies_a_reciprocal(self, op: Op, value: str) -> bool:
-        return op.type == "Mul" and value in self.facts.reciprocals and op.name not in self.facts.normalisations
+    def _multiplies_a_reciprocal(self, op: Op, value: str, origin: str, reason: str) -> bool:
+        """Whether ``op`` multiplies by a reciprocal; notes that as the reason of ``origin`` where it has no other ``reason``."""
+        found = op.type == "Mul" and value in self.facts.reciprocals and op.name not in self.facts.normalisations
+        if found:
+            self.ledger.why[origin] = reason or _RECIPROCAL.format(self.facts.reciprocals[value], op.name)
+        return found
 
     def _input_wanted(self, op: Op, row: OpRow, setting: Setting, from_model: bool, unfit: str) -> bool:
         """Whether an operand gets a grid; ``unfit``: the reason why every grid is too coarse for its values."""
