@@ -180,8 +180,3 @@ def _guilty_alone(structure: Structured, found: Dependencies, batch: Any, among:
         if problem is not None:
             guilty[kin] = f"{problem.where}: {problem.text}" if problem.where else problem.text
     return guilty
-
-
-def kept_of(cut: Cut, param: str, value: Array) -> Array:
-    """Slice a parameter, or an array of its shape."""
-    return taken(cut.axes(param), value)

@@ -23,7 +23,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.errors import ExportError
-from bitwright.export.files.atomic import temporary_room
+from bitwright.export.files.atomic import atomic_files, temporary_room
 from bitwright.export.files.onnx_file import array_of, load
 from bitwright.runtimes.adapters import Session
 
@@ -510,14 +510,15 @@ def write_ncnn(path: str | Path, folder: str | Path) -> NcnnFile:
 
     Args:
         path: of the ONNX file. Layers whose input has a symmetric int8 grid (``target="ncnn"``) are computed on codes.
-        folder: where the files go; it is made.
+        folder: of the files, created if missing.
 
-    Raises: as :func:`to_ncnn`.
+    Raises:
+        ExportError: as :func:`to_ncnn`, or the folder cannot be written.
     """
-    made, place, stem = to_ncnn(load(Path(path))), Path(folder), Path(path).stem
-    place.mkdir(parents=True, exist_ok=True)
-    (place / f"{stem}.ncnn.param").write_text(made.param)
-    (place / f"{stem}.ncnn.bin").write_bytes(made.content)
+    made, stem = to_ncnn(load(Path(path))), Path(path).stem
+    with atomic_files(folder, name=f"{stem}.ncnn.param", create=True) as staging:
+        (staging / f"{stem}.ncnn.param").write_text(made.param, encoding="utf-8")
+        (staging / f"{stem}.ncnn.bin").write_bytes(made.content)
     return made
 
 

@@ -25,7 +25,7 @@ Array = NDArray[np.float32]
 class _Tagger(nn.Module):
     def __init__(self, **options: object) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(12, 24, batch_first=True, **options)  # type: ignore[arg-type]
+        self.lstm = nn.LSTM(12, **{"hidden_size": 64, "batch_first": True, **options})  # type: ignore[arg-type]
         self.out = nn.LazyLinear(5)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,8 +53,8 @@ def _kinds(path: Path) -> Counter[str]:
 
 def test_each_step_is_the_equation_with_the_range_of_its_own_hidden_state() -> None:
     torch.manual_seed(0)
-    layer = nn.LSTM(8, 16)
-    x, h, c = torch.randn(7, 3, 8), torch.randn(1, 3, 16), torch.randn(1, 3, 16)
+    layer = nn.LSTM(8, 64)
+    x, h, c = torch.randn(7, 3, 8), torch.randn(1, 3, 64), torch.randn(1, 3, 64)
     sim = QuantizationSimModel(layer, (x, (h, c)), config_file=RUN_TIME)
     sim.compute_encodings([(x, (h, c))])
     grid = sim.quantizers["l0.forward.recurrent"].encoding
@@ -100,9 +100,9 @@ def test_a_module_is_written_with_the_operator_and_equals_its_simulation(
 
 def _bidirectional(path: Path) -> list[dict[str, Array]]:
     random = np.random.default_rng(0)
-    size, width = 16, 8
+    size, width = 64, 8
     held = {
-        "W": random.normal(0, 0.3, (2, 4 * size, width)), "R": random.normal(0, 0.2, (2, 4 * size, size)),
+        "W": random.normal(0, 0.3, (2, 4 * size, width)), "R": random.normal(0, 0.1, (2, 4 * size, size)),
         "B": random.normal(0, 0.1, (2, 8 * size)), "P": random.normal(0, 0.1, (2, 3 * size)),
     }  # fmt: skip
     node = helper.make_node(
@@ -137,8 +137,8 @@ def test_a_file_with_peepholes_clip_and_initial_states_is_written_with_the_opera
 
 @pytest.mark.parametrize(
     "preset, options",
-    [("w4a8", {}), ("w8a16", {}), ("w8a8", {"proj_size": 8})],
-    ids=["4-bit weights", "16-bit activations", "projection"],
+    [("w4a8", {}), ("w8a16", {}), ("w8a8", {"proj_size": 8}), ("w8a8", {"hidden_size": 48})],
+    ids=["4-bit weights", "16-bit activations", "projection", "few units"],
 )
 def test_layers_without_the_operator_compute_their_steps_in_float(
     tmp_path: Path, preset: str, options: dict[str, object]

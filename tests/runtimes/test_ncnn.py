@@ -50,6 +50,8 @@ def test_layers_hold_codes_and_scales(exported: tuple[Path, np.ndarray], tmp_pat
     made = write_ncnn(exported[0] / "model.onnx", tmp_path)
     assert (tmp_path / "model.ncnn.param").read_text() == made.param
     assert (tmp_path / "model.ncnn.bin").read_bytes() == made.content
+    with pytest.raises(ExportError, match="model.ncnn.bin: File exists"):
+        write_ncnn(exported[0] / "model.onnx", tmp_path / "model.ncnn.bin")
     lines = [line.split() for line in made.param.splitlines()]
     assert lines[0] == ["7767517"] and int(lines[1][0]) == len(lines) - 2
     layers = [line[0] for line in lines[2:]]
