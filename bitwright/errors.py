@@ -190,6 +190,7 @@ _KINDS: dict[str, _Kind] = {
     "RecipeLike": (lambda x: isinstance(x, (str, os.PathLike)) or _is_listed(x), "a list of steps, or the path of one"),
     "Groups": (lambda x: _is_listed(x) or isinstance(x, Mapping), "a list of patterns or a dictionary of them"),
     **dict.fromkeys(("Tensor", "torch.Tensor"), _TENSOR),
+    "dtype": (_has_name("dtype"), "a torch.dtype"),
     # options that are one of a few words
     **dict.fromkeys(
         (

@@ -298,6 +298,7 @@ FREE: dict[str, str] = {
     ),
     "names a wrong source itself": "load_model",
     "made by a simulation": "Site SiteGroup SiteMap",
+    "results, made by functions that check their arguments": "NcnnFile Packed",
     "methods of what algorithms edit; only they call them": "OnnxView TorchView",
     "methods of objects that are handed out; they read what the object holds": (
         "QuantizationSimModel.to_json "

@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.errors import ExportError
+from bitwright.errors import ExportError, checks_arguments
 from bitwright.export.files.atomic import atomic_files, temporary_room
 from bitwright.export.files.onnx_file import array_of, load
 from bitwright.runtimes.adapters import Session
@@ -505,6 +505,7 @@ def to_ncnn(model: ir.Model) -> NcnnFile:
     return _Writer(model).write()
 
 
+@checks_arguments
 def write_ncnn(path: str | Path, folder: str | Path) -> NcnnFile:
     """Write ``<stem>.ncnn.param`` and ``<stem>.ncnn.bin`` of an ONNX file, which an export wrote or another tool.
 

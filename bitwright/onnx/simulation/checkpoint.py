@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +20,14 @@ from bitwright.export.checkpoint import (
     write_checkpoint,
 )
 
-if TYPE_CHECKING:
-    from bitwright.onnx.simulation.quantsim import QuantizationSimModel
-
 _OTHER_MODEL = "build the simulation from the same model and rules, with the same methods applied to the model before"
 
 
-def save_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> Path:
+def save_checkpoint(sim: Any, folder: str | Path) -> Path:
     """Write parameters, quantizers and what calibration saw into ``folder``, created if missing.
 
-    An earlier checkpoint there is replaced at once: whatever stops this call, :func:`load_checkpoint` finds the earlier one or
-    the new one, whole.
+    ``sim`` is a :class:`bitwright.onnx.QuantizationSimModel`. An earlier checkpoint there is replaced at once: whatever stops
+    this call, :func:`load_checkpoint` finds the earlier one or the new one, whole.
 
     Raises:
         ExportError: the folder cannot be written; an earlier checkpoint in it is as it was.
@@ -40,7 +37,7 @@ def save_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> Path:
     return write_checkpoint(folder, sim, save(_parameters(sim)), state_of(sim, lambda site: {}))
 
 
-def load_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> None:
+def load_checkpoint(sim: Any, folder: str | Path) -> None:
     """Read a checkpoint into ``sim``, which must simulate the same model under the same rules.
 
     Everything is read and checked before anything changes. What calibration saw is read too: bits, range methods and symmetry
@@ -75,7 +72,7 @@ def load_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> None:
         sim.forget_simulations()
 
 
-def _parameters(sim: QuantizationSimModel) -> dict[str, NDArray[Any]]:
+def _parameters(sim: Any) -> dict[str, NDArray[Any]]:
     """Initializers of numbers by name; types that numpy does not have are given as the integers of their bytes."""
     found = {}
     for name, value in sim.marked.graph.initializers.items():
