@@ -1,4 +1,4 @@
-"""Search space of widths and bits: every group as it is or narrower, and every weight with one of several numbers of bits.
+"""Search space of widths and bits: every group unchanged or narrower, and every weight with one of several bit widths.
 
 The bytes of a weight are a product, width times width times bits: they are added up near a choice, as the costs of consecutive
 layers are (:class:`~bitwright.compression.widths.WidthSpace`), and one exact choice settles both. A weight is rounded to nearest,
@@ -33,7 +33,7 @@ _FEWEST, _MOST = 2, 16
 
 
 def check_bits(bits: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of bits to choose from, the largest first.
+    """Check the bit widths to choose from, and sort them in descending order.
 
     Raises:
         ConfigError: there is none, or one is not a whole number from 2 to 16.
@@ -63,14 +63,14 @@ class StoredWeight:
     readers: tuple[str, ...]
 
     def rounded(self, value: Array, bits: int) -> Array:
-        """``value``, of whatever width, rounded to nearest: symmetric, a scale per output channel, of least squared error."""
+        """``value``, of any width, rounded to nearest: symmetric, one scale per output channel of least squared error."""
         attrs = {name: value for name, value in self.op.attrs.items() if name != "group"}  # groups are cut too
         scales = resolve_granularity(self.op.type, attrs, self.port, PerChannel(), value.shape)
         return on_grid(value, weight_spec(f"int{bits}", scales, method=RangeMethod("mse")), self.param)
 
 
 class BitSpace:
-    """The weights of a model, each with one of several numbers of bits.
+    """The weights of a model, each with one of several bit widths.
 
     Args:
         structure: the model.
@@ -110,7 +110,7 @@ class BitSpace:
         return {"rules": [{"match": op, "weight": f"int{n}"} for op, n in entries]}
 
     def apply(self, bits: Mapping[str, int]) -> Undo:
-        """Round the weights of the model as it stands; the function returned takes it back."""
+        """Round the weights of the present model; the function returned undoes it."""
         before = {weight.param: self.structure.param(weight.param) for weight in self.weights}
         for weight in self.weights:
             self.structure.set_param(weight.param, weight.rounded(before[weight.param], bits[weight.param]))
@@ -123,7 +123,7 @@ class BitSpace:
 
 
 class JointSpace(Space):
-    """The groups of a model, each as it is or narrower, and its weights, each with one of several numbers of bits.
+    """The groups of a model, each unchanged or narrower, and its weights, each with one of several bit widths.
 
     Args:
         widths: of the groups.
@@ -148,7 +148,7 @@ class JointSpace(Space):
         return list(choice[: self._n]), self.bits.of(choice[self._n :])
 
     def _part(self, weight: StoredWeight) -> Part:
-        """A weight and its numbers of bits, by its own rounding error."""
+        """A weight with its bit widths and their rounding errors."""
         value, graph = self.bits.structure.param(weight.param), self.widths.found.graph
         energy = max(float(np.square(value, dtype=np.float64).sum()), 1e-300)
         options: list[Option] = []
@@ -163,7 +163,7 @@ class JointSpace(Space):
         return self._prices.whole
 
     def floor(self) -> float:
-        """The noise of all weights at the largest number of bits."""
+        """The noise with all weights at the largest bit width."""
         if self._floor is None:
             undo = self.apply([0] * len(self.parts))
             self._floor = self.noise()
@@ -176,7 +176,7 @@ class JointSpace(Space):
         return self._prices.at(bits)(self.widths.graph_of(narrow))
 
     def around(self, choice: Sequence[int]) -> Mapping[str, tuple[Sequence[Sequence[float]], float]]:
-        """Every option is tried with the others at ``choice``."""
+        """Costs of every option with the others at ``choice``."""
         narrow, bits = self.split(choice)
         prices, graph = self._prices.at(bits), self.widths.graph_of(narrow)
         held = {v.param: math.prod(v.shape) for v in graph.values.values() if v.param is not None}
@@ -189,7 +189,7 @@ class JointSpace(Space):
         return found
 
     def apply(self, choice: Sequence[int]) -> Undo:
-        """Cut the model, fit what is left to the original, and round the weights."""
+        """Cut the model, fit the rest to the original, and round the weights."""
         narrow, bits = self.split(choice)
         undos = [self.widths.apply(narrow), self.bits.apply(bits)]
 
@@ -204,5 +204,5 @@ class JointSpace(Space):
         return self.widths.noise()
 
     def runnable(self) -> Any:
-        """The model as the metric takes it."""
+        """The argument of the metric."""
         return self.widths.runnable()

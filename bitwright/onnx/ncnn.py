@@ -1,4 +1,4 @@
-"""ncnn: an ONNX model, quantized (QDQ) or float, as a ``.param`` and a ``.bin`` file, and run there.
+"""Convert ONNX models, quantized (QDQ) or float, to ncnn's ``.param`` and ``.bin`` files, and run them.
 
 Convolutions and fully connected layers with stored codes, whose input has a symmetric int8 grid, are ncnn's int8 layers: they
 quantize their input, add products in int32, and return floats. Every other quantizer is computed in float as it stands
@@ -73,7 +73,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class NcnnFile:
-    """A model as ncnn reads it.
+    """A model in ncnn's format.
 
     Attributes:
         param, content: what the ``.param`` and the ``.bin`` file hold.
@@ -90,7 +90,7 @@ class NcnnFile:
 
 @dataclass
 class _Writer:
-    """Layers of a model, in the order in which ncnn computes them."""
+    """Writes the layers of a model in execution order."""
 
     model: ir.Model
     layers: list[_Layer] = field(default_factory=list)
@@ -121,7 +121,7 @@ class _Writer:
         return NcnnFile("\n".join(lines) + "\n", content, inputs, outputs, self.kernels)
 
     def _drop_unread(self, results: Iterable[str]) -> None:
-        """Leave out what nothing reads: quantizers that layers on codes have taken in."""
+        """Drop unused layers: quantizers that layers on codes include."""
         read, kept = set(results), list[_Layer]()
         for layer in reversed(self.layers):
             if layer.kind == "Input" or read.intersection(layer.outputs):
@@ -130,7 +130,7 @@ class _Writer:
         self.layers = kept[::-1]
 
     def _split(self) -> None:
-        """Give every reader of a blob one of its own."""
+        """Give every reader of a blob its own copy."""
         counts = Counter(blob for layer in self.layers for blob in layer.inputs)
         taken: Counter[str] = Counter()
         found: list[_Layer] = []
@@ -164,11 +164,11 @@ class _Writer:
         return self._blobs[chain[0].outputs[0] if chain else value]
 
     def constant(self, value: ir.Value | None) -> Array | None:
-        """The numbers of a value that is stored, or made of what is stored; ``None`` of others."""
+        """The numbers of a stored value, or one computed from stored values; ``None`` for others."""
         return None if value is None else self._folded.get(value, array_of(value))
 
     def _fold(self, node: ir.Node) -> bool:
-        """Compute an operator that stored weights pass, if all that it reads is stored."""
+        """Compute an operator on stored weights, if all its operands are stored."""
         arrays = [array for array in map(self.constant, node.inputs) if array is not None]
         if node.op_type not in _FOLDS or len(arrays) < len(node.inputs):
             return False
@@ -247,7 +247,7 @@ class _Writer:
         return self.blob(source), {8: 1 if groups > 1 else 2}, held, tail, flat
 
     def _codes(self, node: ir.Node, turned: bool, groups: int) -> tuple[Array, Array, float, ir.Value] | None:
-        """Codes and scales of a weight, the scale of the input, and what is quantized there; ``None`` for a layer in float."""
+        """Codes and scales of a weight, the scale of the input, and the value quantized there; ``None`` for a float layer."""
         data, weight = (_maker(value, "DequantizeLinear") for value in node.inputs[:2])
         quantizer = None if data is None else _maker(data.inputs[0], "QuantizeLinear")
         held = None if weight is None or weight.inputs[0] is None else array_of(weight.inputs[0])
@@ -266,7 +266,7 @@ class _Writer:
         return whole, scales[:, 0], step, self._unclipped(source, step)
 
     def _unclipped(self, value: ir.Value, step: float) -> ir.Value:
-        """``value`` in front of a Clip to the codes that a layer's own quantizer clips to."""
+        """``value`` before a Clip that the layer's own quantizer repeats."""
         node = value.producer()
         if node is None or node.op_type != "Clip" or len(node.inputs) != 3 or node.inputs[0] is None:
             return value
@@ -299,7 +299,7 @@ class _Grid:
         return codes.astype(np.int64) - self._spread(self.zero, codes)
 
     def numbers(self, codes: Array) -> Array:
-        """What the codes stand for."""
+        """The dequantized codes."""
         return (self.centred(codes).astype(np.float32) * self._spread(self.scale, codes)).astype(np.float32)
 
 
@@ -318,7 +318,7 @@ def _grid(node: ir.Node) -> _Grid:
 
 
 def _maker(value: ir.Value | None, kind: str) -> ir.Node | None:
-    """The operator of this type that makes a value."""
+    """The producer of a value, if it has this type."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == kind else None
 
@@ -334,7 +334,7 @@ def _bias(writer: _Writer, node: ir.Node) -> Array | None:
 
 
 def _windows(node: ir.Node, keys: Sequence[int], size: Sequence[int]) -> dict[int, int]:
-    """Options of kernel, strides, and pads of a Conv or pool of two axes; ``keys``: those that ncnn has for them."""
+    """Options of kernel, strides and pads of a Conv or pool of two axes; ``keys``: their numbers in ncnn."""
     ints = {
         name: [int(n) for n in node.attributes[name].as_ints()]
         for name in ("strides", "pads", "dilations")
@@ -448,7 +448,7 @@ def _clip(writer: _Writer, node: ir.Node) -> None:
 
 
 def _along(writer: _Writer, node: ir.Node) -> None:
-    """Concat and Softmax: their axis without the batch."""
+    """Write Concat or Softmax, with the axis counted without the batch."""
     axis = node.attributes.get_int("axis", -1)
     if axis == 0:
         raise writer.refuse(node, "it works along the batch, which ncnn does not have")
@@ -492,7 +492,7 @@ _LAYERS: dict[str, Callable[[_Writer, ir.Node], None]] = {
 
 
 def to_ncnn(model: ir.Model) -> NcnnFile:
-    """An ONNX model as ncnn reads it, for one sample at a time.
+    """Convert an ONNX model to ncnn's format, for one sample at a time.
 
     Args:
         model: QDQ or float, without bodies; the first axis of its inputs and outputs counts samples.
@@ -524,7 +524,7 @@ def write_ncnn(path: str | Path, folder: str | Path) -> NcnnFile:
 
 
 def open_model(path: Path, threads: int, reference: bool) -> Session:
-    """A session of an ONNX file in ncnn, which runs its samples one after the other.
+    """Open an ONNX file as a session in ncnn, which runs samples one at a time.
 
     Args:
         path: of the file.
@@ -544,7 +544,7 @@ def open_model(path: Path, threads: int, reference: bool) -> Session:
 
 
 def _loaded(made: NcnnFile, path: Path, threads: int) -> Any:
-    """A net of ncnn."""
+    """Load a net of ncnn."""
     import ncnn
 
     net = ncnn.Net()

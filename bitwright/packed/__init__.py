@@ -1,1 +1,1 @@
-"""PyTorch models that hold codes in the place of float weights, and compute with the kernels that torch has for codes."""
+"""PyTorch models that hold codes instead of float weights, and compute with torch's integer and fp8 kernels."""

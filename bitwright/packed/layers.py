@@ -58,13 +58,13 @@ class Grid(nn.Module):
 
     @property
     def whole(self) -> bool:
-        """Whether all values, or all of a token, share one scale: what products of codes can take."""
+        """Whether all values, or all of a token, share one scale, as products of codes require."""
         found = self.encoding.granularity
         return found == PerTensor() or (isinstance(found, PerToken) and not found.block and found.axis == -1)
 
     @property
     def integers(self) -> bool:
-        """Whether :meth:`codes` gives int8."""
+        """Whether :meth:`codes` returns int8."""
         fmt = self.encoding.format
         return (
             isinstance(fmt, IntFormat) and fmt.bits <= 8 and self.whole and self.encoding.scale_format == FLOAT32_SCALE
@@ -72,7 +72,7 @@ class Grid(nn.Module):
 
     @property
     def fp8(self) -> bool:
-        """Whether :meth:`codes` gives numbers of float8_e4m3."""
+        """Whether :meth:`codes` returns float8_e4m3."""
         return self.encoding.format == _FP8 and self.whole and self.encoding.scale_format == FLOAT32_SCALE
 
     def codes(self, x: Tensor) -> Pair:
@@ -139,7 +139,7 @@ def _(x: Tensor, written: str) -> Tensor:
 
 
 class StoredWeight(nn.Module):
-    """Codes of a weight, two in a byte where they have four bits or less; calling it dequantizes them.
+    """Stores the codes of a weight, two in a byte for four bits or less; a call dequantizes them.
 
     Args:
         weight: codes and encoding.
@@ -208,7 +208,7 @@ def halves(rows: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What a layer is made of.
+    """The parts of a layer.
 
     Attributes:
         call: ``linear``, ``conv1d``, ``conv2d`` or ``conv3d``.
@@ -228,7 +228,7 @@ class Parts:
 
 
 class PackedLayer(nn.Module):
-    """A linear layer or a convolution that holds codes; ``kernel`` names what it computes with."""
+    """A linear layer or a convolution that holds codes; ``kernel``: the name of its kernel."""
 
     kernel = ""
     bias: Tensor | None
@@ -319,7 +319,7 @@ class Int8Convolution(PackedLayer):
         self.bias = None if self.bias is None else self.bias.float()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Int8Convolution:
-        """The copy shares the codes, whose layout torch cannot copy, and which nothing writes into."""
+        """Copy the layer, sharing the read-only codes, whose layout torch cannot copy."""
         memo[id(self.codes)] = self.codes
         memo[id(self)] = made = type(self).__new__(type(self))
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -416,7 +416,7 @@ class Fp8Linear(PackedLayer):
 
 
 class PackedEmbedding(nn.Module):
-    """Looks rows up in a table of codes and dequantizes them alone."""
+    """Gathers rows of a table of codes, and dequantizes only these."""
 
     kernel = "rows"
 
@@ -435,7 +435,7 @@ class PackedEmbedding(nn.Module):
 
 
 def int4_group(weight: PackedWeight) -> int:
-    """Size of groups in which the int4 kernel takes a weight ``[O, I]``; 0 where it takes it in none."""
+    """Group size of the int4 kernel for a weight ``[O, I]``; 0 where it supports none."""
     found, inputs = weight.granularity, weight.shape[-1]
     if isinstance(found, PerBlock):
         return found.size if found.size in _INT4_GROUPS and found.axis in (1, -1) and inputs % found.size == 0 else 0
@@ -444,7 +444,7 @@ def int4_group(weight: PackedWeight) -> int:
 
 @functools.cache
 def exact_products(call: str) -> bool:
-    """Whether torch's kernel of int8 codes sums extreme products exactly on this CPU: some saturate where there is no VNNI."""
+    """Whether torch's int8 kernel is exact for extreme products on this CPU; some saturate without VNNI."""
     weight = np.full((16, 64), 127, np.int8)
     weight[1::2] = -128
     if call == "linear":
@@ -466,7 +466,7 @@ def exact_products(call: str) -> bool:
 
 
 def choose(parts: Parts) -> tuple[type[PackedLayer], str]:
-    """The layer that computes ``parts``, and why it is one without a kernel, "" where it has one."""
+    """The layer for ``parts``, and the reason where it has no kernel, else ""."""
     weight, grid = parts.weight, None if parts.grid is None else Grid(parts.grid)
     reason = _reason(weight, parts, grid)
     if reason:
@@ -479,7 +479,7 @@ def choose(parts: Parts) -> tuple[type[PackedLayer], str]:
 
 
 def _reason(weight: PackedWeight, parts: Parts, grid: Grid | None) -> str:
-    """Why no kernel computes a layer; "" where one does."""
+    """The reason why no kernel computes a layer; "" where one does."""
     fmt = weight.format
     if not isinstance(fmt, IntFormat):
         return _fp8_reason(weight, parts, grid)
@@ -499,7 +499,7 @@ def _reason(weight: PackedWeight, parts: Parts, grid: Grid | None) -> str:
 
 
 def _fp8_reason(weight: PackedWeight, parts: Parts, grid: Grid | None) -> str:
-    """The same for float formats."""
+    """The reason why no kernel computes a layer of a float format."""
     if weight.format != _FP8 or grid is None or not grid.fp8 or parts.call != "linear":
         inputs = "float inputs" if grid is None else f"inputs of {grid.encoding.format.name}"
         return f"torch has no kernel for {parts.call} of {weight.format.name} with {inputs}"
@@ -523,7 +523,7 @@ def _group_reason(weight: PackedWeight) -> str:
 
 
 def _weight_only_reason(weight: PackedWeight, parts: Parts) -> str:
-    """Why weights alone are dequantized."""
+    """The reason why a weight-only layer is dequantized."""
     bits = weight.format.bits
     if parts.call != "linear":
         return "torch has no convolution of codes with float inputs"
@@ -542,6 +542,6 @@ def _weight_only_reason(weight: PackedWeight, parts: Parts) -> str:
 
 
 def layer_of(parts: Parts) -> tuple[PackedLayer, str]:
-    """The layer, and why it has no kernel."""
+    """The layer, and the reason where it has no kernel."""
     kind, reason = choose(parts)
     return kind(parts), reason

@@ -102,7 +102,7 @@ class Packed(Tabular):
         return sum(row.float_bytes for row in self.layers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer of the model, without gradients."""
+        """Run the model without gradients."""
         with torch.no_grad():
             return self.model(*args, **kwargs)
 
@@ -126,7 +126,7 @@ def _held(model: nn.Module) -> list[Tensor]:
 
 @dataclass
 class _Contents:
-    """What the files of a packed model hold.
+    """The contents of the files of a packed model.
 
     Attributes:
         weights: name -> quantized weight.
@@ -159,7 +159,7 @@ def pack(
     batch: Any = None,
     dynamic_batch: bool = True,
 ) -> Packed:
-    """A PyTorch model that holds codes and computes with torch's kernels for them, made of a calibrated simulation.
+    """Convert a calibrated simulation to a PyTorch model that holds codes and computes with torch's kernels for them.
 
     Linear layers: int8 with calibrated or dynamic inputs, int8 and int4 weights with float inputs of half precision, fp8.
     Convolutions: int8 with calibrated inputs. Everything else dequantizes its codes in every call; the result says which, and
@@ -213,7 +213,7 @@ def pack(
 
 @checks_arguments
 def load_packed(folder: str | Path, model: Any = None, *, dtype: torch.dtype | None = None) -> Packed:
-    """The packed model of a folder, without its simulation.
+    """Load a packed model from a folder, without its simulation.
 
     Args:
         folder: that :func:`pack` wrote.
@@ -264,7 +264,7 @@ def _layer_ops(sim: Any) -> dict[str, str]:
 
 
 def _call_of(module: nn.Module) -> str:
-    """``linear``, ``conv2d``, ...; "" of a module that has no packed form."""
+    """``linear``, ``conv2d``, ...; "" for modules without a packed form."""
     call = _LAYERS.get(type(module), "")
     return "" if call != "linear" and call and _padding(module) is None else call
 
@@ -284,7 +284,7 @@ def _padding(module: nn.Module) -> list[int] | None:
 
 
 def _quantized_elsewhere(sim: Any) -> str:
-    """A site of an activation that is read by something else than layers of one kind of input; "" where there is none."""
+    """An activation site with readers other than inputs of packed layers; "" where there is none."""
     layers, outputs = _layer_ops(sim), set(sim.graph.outputs)
     for site in _activations(sim):
         named = site.role == "input"
@@ -331,7 +331,7 @@ def _of_modules(sim: Any) -> _Contents:
 def _layer_document(
     path: str, module: Any, weight: str, contents: _Contents, op: str, encoding: Encoding | None
 ) -> dict[str, Any]:
-    """What the document says of a layer of a module, whose quantizer of the input it adds."""
+    """The entry of a module's layer in the document; adds the quantizer of its input."""
     call, grid = _call_of(module), None if encoding is None else f"{op}.input"
     if grid is not None and encoding is not None:
         contents.grids[grid] = encoding
@@ -345,7 +345,7 @@ def _layer_document(
 
 
 def _first_name(model: nn.Module, module: nn.Module, name: str) -> str:
-    """The name that a tied weight of ``module`` comes under."""
+    """The first name of a tied weight of ``module``."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter):
         return ""
@@ -400,7 +400,7 @@ def _outputs(sim: Any, batch: Any) -> Any:
 
 
 def _lower(sim: Any, module: fx.GraphModule, contents: _Contents) -> None:
-    """Put layers and quantizers in the places of marks, and what they hold into ``contents``."""
+    """Replace marks by layers and quantizers, and add their weights to ``contents``."""
     from bitwright.torch.simulation.simulate import RUN
 
     graph = module.graph
@@ -424,7 +424,7 @@ def _lower(sim: Any, module: fx.GraphModule, contents: _Contents) -> None:
 
 
 def _drop_unread(graph: fx.Graph) -> None:
-    """Take out what no output depends on; torch's own elimination wants all layers in the module."""
+    """Remove nodes that no output depends on; torch's own elimination requires all layers in the module."""
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op in ("get_attr", "call_function") and not node.is_impure():
             graph.erase_node(node)
@@ -433,7 +433,7 @@ def _drop_unread(graph: fx.Graph) -> None:
 def _instead(
     module: fx.GraphModule, node: fx.Node, site: Any, sites: Mapping[Any, Any], contents: _Contents, names: _Names
 ) -> fx.Node:
-    """What stands in the place of a mark: a bias on its grid, a weight of codes, or a quantizer."""
+    """The replacement of a mark: a bias on its grid, a weight of codes, or a quantizer."""
     graph = module.graph
     if site.role == "bias" and _is_stored(node, sites):
         return graph.create_node("get_attr", _keep_bias(contents, module, node, sites))
@@ -453,7 +453,7 @@ class _Names:
         self._given: set[str] = set()
 
     def new(self, wanted: str) -> str:
-        """A name like ``wanted`` that nothing has."""
+        """A free name similar to ``wanted``."""
         clean = "".join(c if c.isalnum() else "_" for c in wanted)
         name, number = clean, 2
         while name in self._given:
@@ -473,7 +473,7 @@ def _tensor_name(node: fx.Node) -> str:
 
 
 def _tensor_of(module: nn.Module, node: Any) -> Tensor:
-    """The tensor that a node of kind ``get_attr`` stands for."""
+    """The tensor of a ``get_attr`` node."""
     found: Any = module
     for part in str(node.target).split("."):
         found = getattr(found, part)
@@ -482,7 +482,7 @@ def _tensor_of(module: nn.Module, node: Any) -> Tensor:
 
 
 def _keep_bias(contents: _Contents, module: nn.Module, node: Any, sites: Mapping[Any, Any]) -> str:
-    """Hold a bias, on its grid where it has a mark."""
+    """Store a bias, on its grid where it has a mark."""
     from bitwright.core.numerics import affine
 
     if node not in sites:
@@ -494,7 +494,7 @@ def _keep_bias(contents: _Contents, module: nn.Module, node: Any, sites: Mapping
 
 
 def _keep(contents: _Contents, name: str, tensor: Tensor) -> str:
-    """Hold a tensor under a name that a module can have; the same tensor once."""
+    """Store a tensor once, under a valid attribute name."""
     name = "tensor_" + "".join(c if c.isalnum() else "_" for c in name)
     held = contents.tensors.get(name)
     if held is not None and not (held.shape == tensor.shape and torch.equal(held, tensor)):
@@ -516,7 +516,7 @@ def _keep_weight(contents: _Contents, module: nn.Module, node: Any, site: Any) -
 def _lower_layer(
     module: fx.GraphModule, node: fx.Node, call: str, sites: Mapping[Any, Any], contents: _Contents, names: _Names
 ) -> None:
-    """One linear layer or convolution with a stored weight becomes a layer of codes."""
+    """Replace a linear layer or convolution with a stored weight by a layer of codes."""
     given = _arguments(node)
     weight, bias = given["weight"], given.get("bias")
     options = {} if call == "linear" else _node_options(call, given)
@@ -538,7 +538,7 @@ def _lower_layer(
 
 
 def _read_through(source: Any, sites: Mapping[Any, Any]) -> tuple[Any, Encoding | None]:
-    """What a layer reads, and the encoding of its input: of the mark before it, or before what only moves values."""
+    """The operand of a layer, and its encoding, from the mark before it, across data movement."""
     from bitwright.torch.simulation.decomposed import MOVES
 
     before = source
@@ -585,14 +585,14 @@ def _node_options(call: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class _Program(nn.Module):
-    """A program with the outputs of the model that it was captured of."""
+    """A program with the output structure of its original model."""
 
     def __init__(self, graph: nn.Module, outputs: Any) -> None:
         super().__init__()
         self.graph, self.outputs = graph, outputs
 
     def forward(self, *tensors: Tensor) -> Any:
-        """The answer for the tensors of an input, in order."""
+        """Run the program on the tensors of an input, in order."""
         made = self.graph(*tensors)
         if self.outputs == "tensor":
             return made[0]
@@ -600,7 +600,7 @@ class _Program(nn.Module):
 
 
 def _built(contents: _Contents, model: nn.Module | None, dtype: torch.dtype | None, path: Path | None) -> Packed:
-    """The module, and a row for each of its weights."""
+    """Build the module, and a row for each of its weights."""
     kind = getattr(torch, contents.dtype) if dtype is None else dtype
     layers = {name: _layer(contents, name, kind) for name in contents.layers}
     embedded = model is not None
@@ -625,12 +625,12 @@ def _built(contents: _Contents, model: nn.Module | None, dtype: torch.dtype | No
 
 
 def _placed(contents: _Contents) -> set[str]:
-    """Weights that a layer or a table holds."""
+    """Weights held by a layer or a table."""
     return {held["weight"] for held in contents.layers.values()} | set(contents.tables.values())
 
 
 def _program(contents: _Contents, dtype: torch.dtype, made: Mapping[str, nn.Module]) -> nn.Module:
-    """The program with its layers, quantizers and tensors."""
+    """Build the program with its layers, quantizers and tensors."""
     root = nn.Module()
     for name, tensor in contents.tensors.items():
         root.register_buffer(name, _as(tensor, dtype))
@@ -670,7 +670,7 @@ def _float_bytes(weight: PackedWeight) -> int:
 
 
 def _replaced(given: nn.Module, contents: _Contents, dtype: torch.dtype, made: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of ``given`` with layers in their places and all other parameters as the files have them."""
+    """A copy of ``given`` with packed layers, and all other parameters from the files."""
     _check_sizes(given, contents)
     model = copy.deepcopy(given).to(dtype)
     state = {name: _as(tensor, dtype) for name, tensor in contents.tensors.items()}
@@ -687,7 +687,7 @@ def _replaced(given: nn.Module, contents: _Contents, dtype: torch.dtype, made: M
 
 
 def _check_sizes(model: nn.Module, contents: _Contents) -> None:
-    """Refuse a model of another class, of other sizes, or without values for what is in no file."""
+    """Refuse a model of another class or other sizes, or without values for tensors missing in the files."""
     kept = model.state_dict(keep_vars=True)
     shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in contents.tensors.items()}
     shapes |= {name: weight.shape for name, weight in contents.weights.items()}
@@ -781,7 +781,7 @@ def _read(folder: Path) -> _Contents:
 
 
 def _check_layer(held: Mapping[str, Any], contents: _Contents) -> None:
-    """Refuse names that the files do not have."""
+    """Refuse names that are missing in the files."""
     if held["call"] not in _LAYERS.values():
         raise ValueError(f"{held['call']!r:.40} is not a layer")
     for key, known in (("weight", contents.weights), ("bias", contents.tensors), ("input", contents.grids)):

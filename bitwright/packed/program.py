@@ -85,7 +85,7 @@ def _written(value: Any, node: fx.Node) -> Any:
 
 
 def from_json(root: nn.Module, stored: Mapping[str, Any]) -> fx.GraphModule:
-    """The graph that :func:`to_json` wrote, over the tensors and layers of ``root``.
+    """Read the graph that :func:`to_json` wrote, on the tensors and layers of ``root``.
 
     Raises:
         ModelError: the file names an operator that there is not, or a node before it is computed.

@@ -86,7 +86,7 @@ def read_gguf_adapter(path: str | os.PathLike[str], config: Mapping[str, Any]) -
         config: of the model beside which it is loaded, ``model.config.to_dict()``.
 
     Raises:
-        ConfigError: the file holds no adapter of this kind, or one for another architecture or other sizes of a factor.
+        ConfigError: the file holds no adapter of this kind, one for another architecture, or factors of different ranks.
         ExportError: the file is damaged, or the architecture is not one that GGUF is read for.
     """
     reader = Reader(Path(path))
@@ -155,7 +155,7 @@ def _not_added(layer: Any, name: str) -> str:
 
 
 def _untransposed(architecture: Architecture) -> Architecture:
-    """The architecture for factors, which have the same form beside both forms of a matrix."""
+    """The architecture for factors, which have the same form beside a matrix and its transpose."""
     return Architecture(architecture.name, architecture.names, paired=architecture.paired)
 
 

@@ -24,7 +24,7 @@ _OTHER_MODEL = "build the simulation from the same model and rules, with the sam
 
 
 def save_checkpoint(sim: Any, folder: str | Path) -> Path:
-    """Write parameters, quantizers and what calibration saw into ``folder``, created if missing.
+    """Write parameters, quantizers and calibration statistics into ``folder``, created if missing.
 
     ``sim`` is a :class:`bitwright.onnx.QuantizationSimModel`. An earlier checkpoint there is replaced at once: whatever stops
     this call, :func:`load_checkpoint` finds the earlier one or the new one, whole.
@@ -73,7 +73,7 @@ def load_checkpoint(sim: Any, folder: str | Path) -> None:
 
 
 def _parameters(sim: Any) -> dict[str, NDArray[Any]]:
-    """Initializers of numbers by name; types that numpy does not have are given as the integers of their bytes."""
+    """Numeric initializers by name; dtypes that numpy lacks as integers of the same bytes."""
     found = {}
     for name, value in sim.marked.graph.initializers.items():
         tensor = value.const_value

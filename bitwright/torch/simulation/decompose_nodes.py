@@ -1,4 +1,4 @@
-"""The decomposition that torch's exporter makes of a program, one node at a time, where that gives the same operators.
+"""Decompose a program as torch's exporter does, one node at a time, where that gives the same operators.
 
 Torch retraces the whole program: it runs it twice on stand-ins, which takes half of the time of an export. Most networks hold
 few operators that become others by that, and these have a row in :data:`_ROWS`: what the retracing makes of them where no axis
@@ -39,11 +39,11 @@ _MAY_SHARE = frozenset((_aten.dropout.default, _aten.contiguous.default, _aten.r
 
 
 class _NoRowError(Exception):
-    """Raised inside where a program has to be retraced."""
+    """Raised where a program has to be retraced."""
 
 
 class _Rebuilt:
-    """A graph that is written anew, node by node.
+    """A graph under construction, node by node.
 
     Attributes:
         graph: the new graph.
@@ -87,11 +87,11 @@ class _Rebuilt:
         return fx.node.map_arg(arguments, self._now)
 
     def _now(self, node: fx.Node) -> fx.Node:
-        """What ``node`` holds at present."""
+        """The present value of ``node``."""
         return self.made[self._written.get(node, node)]
 
     def _add_written(self, node: fx.Node) -> None:
-        """A call that writes into its first operand: whatever reads that from now on reads what the call returns."""
+        """Replace a call that writes into its first operand; later readers of that get the call's result."""
         tensor = node.args[0]
         assert isinstance(tensor, fx.Node)
         first = self._written.get(tensor, tensor)
@@ -141,7 +141,7 @@ def _shares(node: fx.Node) -> bool:
 
 
 def _functional(target: Any) -> Any:
-    """The operator that returns what ``target``, whose name ends in an underscore, writes; ``None`` where there is none."""
+    """The functional form of the in-place operator ``target``; ``None`` where there is none."""
     space, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None) if name.endswith("_") else None
     made = None if packet is None else getattr(packet, target._overloadname, None)
@@ -161,7 +161,7 @@ def _batch_norm(to: _Rebuilt, node: fx.Node) -> fx.Node:
 
 
 def _in_order(to: _Rebuilt, node: fx.Node, source: fx.Node) -> fx.Node:
-    """A copy of ``source`` whose elements lie in memory in the order of its axes, on the way to ``node``."""
+    """A contiguous copy of ``source``, as an operand of ``node``."""
     order = {"memory_format": torch.contiguous_format}
     return to.call(node, _aten.clone.default, (source,), order, source.meta["val"].contiguous())
 
@@ -274,7 +274,7 @@ def _is_composite(target: Any) -> bool:
 
 
 def _is_plain(program: ExportedProgram) -> bool:
-    """Whether shapes are known, operands of one type meet, and only results leave the program."""
+    """Whether shapes are known, operands have one dtype, and the program only returns results."""
     if program.range_constraints or any(
         module is not program.graph_module for module in program.graph_module.modules()
     ):
@@ -290,7 +290,7 @@ def _is_plain(program: ExportedProgram) -> bool:
 
 
 def _is_of_one_type(node: fx.Node) -> bool:
-    """Whether a call has no axis of free length, and its operands need no other type: the exporter has a pass for those."""
+    """Whether a call has no free axis, and no operand that the exporter would cast."""
     if node.op != "call_function":
         return True
     made, read = _tensors([node]), _tensors(node.all_input_nodes)
@@ -306,7 +306,7 @@ def _is_of_one_type(node: fx.Node) -> bool:
 
 
 def _tensors(nodes: Sequence[fx.Node]) -> list[torch.Tensor] | None:
-    """The values of nodes; ``None`` where one is no tensor."""
+    """The values of nodes; ``None`` where one is not a tensor."""
     values: list[Any] = []
     for node in nodes:
         value = node.meta.get("val")

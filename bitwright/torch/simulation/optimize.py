@@ -1,4 +1,4 @@
-"""The optimizations of torch's exporter, with no constant lost, and rules tried only where they can match.
+"""Optimize as torch's exporter does, without losing constants, and try rules only where they can match.
 
 The exporter tries some 70 rules at every node, twice. Whether the operator of a node is that at which the pattern of a rule ends
 is asked here first, which takes a tenth of the time and gives the same model.
@@ -28,7 +28,7 @@ _KNOWN = {
 
 
 class _Rule:
-    """A rule of the exporter that looks at the operator of a node first."""
+    """A rule of the exporter that checks the operator of a node first."""
 
     def __init__(self, rule: Any) -> None:
         self._rule = rule
@@ -46,7 +46,7 @@ class _Rule:
 
 @functools.cache
 def _rules() -> Any:
-    """The rules of the exporter; ``None`` where its implementation is not the one that this module knows."""
+    """The rules of the exporter; ``None`` where this module does not support its implementation."""
     try:
         known = set(inspect.unwrap(_optimizer.optimize_ir).__code__.co_names) == _KNOWN
         rules: list[Any] = [_Rule(rule) for rule in rewriter._DEFAULT_REWRITE_RULES]
