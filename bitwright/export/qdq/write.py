@@ -151,7 +151,8 @@ def _run(w: Writing) -> QdqResult:
     _write_products(w)
     guard_outputs(w.builder, all_nodes(w.model.graph))
     _tidy(w)
-    write_run_time_layers(w.builder, w.model, w.at_run_time)
+    if w.at_run_time:
+        write_run_time_layers(w.builder, w.model, w.at_run_time)
     write_nbits(w.builder, w.narrow_products)
     if w.target.gathers_codes:
         write_lookups(w.builder)
