@@ -151,8 +151,7 @@ def _run(w: Writing) -> QdqResult:
     _write_products(w)
     guard_outputs(w.builder, all_nodes(w.model.graph))
     _tidy(w)
-    if w.at_run_time:
-        write_run_time_layers(w.builder, w.model, w.at_run_time)
+    _write_recurrent(w)
     write_nbits(w.builder, w.narrow_products)
     if w.target.gathers_codes:
         write_lookups(w.builder)
@@ -261,6 +260,12 @@ def _write_integer_products(w: Writing) -> None:
     text = f"{_products(done)} of activations quantized at run time computed in integers"
     text += f"; {len(left)} in float, because no operator computes them" if left else ""
     w.note("model", "float product", text)
+
+
+def _write_recurrent(w: Writing) -> None:
+    """Write recurrent layers whose operands are quantized at run time as integer operators."""
+    if w.at_run_time:
+        write_run_time_layers(w.builder, w.model, w.at_run_time)
 
 
 def _write_as_simulated(w: Writing, found: list[ir.Node]) -> str:
