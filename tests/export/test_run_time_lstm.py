@@ -107,7 +107,7 @@ def _bidirectional(path: Path) -> list[dict[str, Array]]:
     }  # fmt: skip
     node = helper.make_node(
         "LSTM", ["x", "W", "R", "B", "", "h", "c", "P"], ["y", "y_h", "y_c"], "lstm", hidden_size=size,
-        direction="bidirectional", clip=2.0,
+        direction="bidirectional", clip=2.0, layout=0,
     )  # fmt: skip
     inputs = {"x": ["t", "b", width], "h": [2, "b", size], "c": [2, "b", size]}
     graph = helper.make_graph(
@@ -172,3 +172,22 @@ def test_gradients_pass_the_ranges_of_every_step() -> None:
     sim.model(batches[0])[0].square().mean().backward()
     gradient = sim.model.lstm.weight_hh_l0.grad
     assert gradient is not None and bool(torch.isfinite(gradient).all()) and float(gradient.abs().max()) > 0
+
+
+def test_a_cell_stays_in_float_operators(tmp_path: Path) -> None:
+    """Of a single step the operator takes longer than that of floats."""
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTMCell(12, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            state = x.new_zeros(len(x), 64), x.new_zeros(len(x), 64)
+            for step in x.unbind(1):
+                state = self.cell(step, state)
+            return state[0]
+
+    batches = [torch.randn(3, 4, 12) for _ in range(2)]
+    sim = QuantizationSimModel(Loop().eval(), batches[0], config_file=RUN_TIME)
+    assert not any(site.inner or site.spec.dynamic for site in sim.quantizers.values())

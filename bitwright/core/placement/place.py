@@ -1187,9 +1187,20 @@ class Outputs:
         self.ledger.add(SitePlan(site, spec, "input", op.name, _INITIAL_HIDDEN, hidden, site, inner=RECURRENT))
         return True
 
+    def _is_one_step(self, op: Op) -> bool:
+        """Whether a layer was recorded on sequences of one step, as a cell is: the operator costs more than it saves there."""
+        shape = self.facts.graph.values[op.inputs[0] or ""].shape
+        return len(shape) != 3 or shape[0] == 1
+
     def _has_run_time_kernel(self, op: Op) -> bool:
         lengths, projection = ((op.inputs[port] if len(op.inputs) > port else None) for port in (4, 8))
-        if op.type != "LSTM" or lengths is not None or projection is not None:
+        if (
+            op.type != "LSTM"
+            or lengths is not None
+            or projection is not None
+            or op.attrs.get("layout", 0)
+            or self._is_one_step(op)
+        ):
             return False
         for port in (1, 2):
             weight = self.facts.graph.values[op.inputs[port] or ""]

@@ -146,6 +146,7 @@ def write_run_time_layers(builder: Builder, model: ir.Model, chosen: dict[ir.Val
         for port, value in enumerate(layer):
             node.replace_input_with(port, value)
         node.domain, node.op_type = "com.microsoft", "DynamicQuantizeLSTM"
+        node.attributes.pop("layout", None)  # 0, and unknown to the operator
         builder.graph.opset_imports.setdefault("com.microsoft", 1)
         for value in dict.fromkeys(old):
             remove_unread(value)
