@@ -190,7 +190,7 @@ class WidthSpace(Space):
 
         Args:
             choice: an option per group.
-            prices: of cut graphs, in the place of the selector's.
+            prices: of cut graphs, instead of the selector's.
         """
 
         cost = self.costs_of if prices is None else lambda choice: prices(self.graph_of(choice))

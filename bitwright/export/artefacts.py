@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 from bitwright import __version__
 from bitwright.core.graph.recurrence import CELLS, HIDDEN, RECURRENT
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import IntFormat
-from bitwright.core.numerics.granularity import PerChannel, PerTensor
 from bitwright.core.numerics.serialize import encoding_to_json, granularity_to_json, spec_to_json
-from bitwright.core.numerics.spec import dynamic_spec
+from bitwright.core.placement.rules import RUN_TIME_OPERAND, is_run_time_weight
 from bitwright.core.simulation.output_quality import RowOrder
 from bitwright.core.simulation.simulation import Simulation
 from bitwright.core.simulation.sites import Site
@@ -240,10 +238,8 @@ def _has_kernel(sim: Simulation, op: str) -> bool:
     at = {site.port: site for site in sim.quantizers.values() if site.op == op and site.inner is None and site.port < 3}
     weights = [at[port] for port in (1, 2) if port in at and at[port].enabled]
     found = at.get(0)
-    whole = all(isinstance(site.spec.granularity, PerTensor | PerChannel) for site in weights)
-    narrow = all(site.spec.format == IntFormat(8) and site.spec.symmetry == "symmetric" for site in weights)
-    dynamic = found is not None and found.enabled and found.spec == dynamic_spec("uint8", PerTensor())
-    return dynamic and len(weights) == 2 and whole and narrow
+    dynamic = found is not None and found.enabled and found.spec == RUN_TIME_OPERAND
+    return dynamic and len(weights) == 2 and all(is_run_time_weight(site.spec) for site in weights)
 
 
 def _is_inside(site: Site) -> bool:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.llm.checkpoint import assign
-from bitwright.llm.packed import PackedWeight, Weight
+from bitwright.llm.packed import PackedWeight, Weight, halves, unhalved
 
 
 class CodedLinear(nn.Module):
@@ -32,27 +30,14 @@ class CodedLinear(nn.Module):
         fmt = weight.format
         self.name, self.encoding, self.dtype = weight.name, weight.encoding, dtype
         self.out_features, self.in_features = weight.shape
-        self.shift = 8 if isinstance(fmt, IntFormat) and fmt.signed and fmt.bits <= 4 else 0
         self.halved = isinstance(fmt, IntFormat) and fmt.bits <= 4 and self.in_features % 2 == 0
-        self.register_buffer("codes", torch.from_numpy(self._halves(weight.codes) if self.halved else weight.codes))
+        self.register_buffer("codes", torch.from_numpy(halves(weight.codes) if self.halved else weight.codes))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-
-    def _halves(self, codes: Any) -> Any:
-        bits = codes.view(np.uint8) if codes.dtype == np.int8 else codes
-        low, high = bits[:, ::2] + np.uint8(self.shift), bits[:, 1::2] + np.uint8(self.shift)
-        low &= 15
-        high <<= 4
-        low |= high
-        return low
 
     def packed(self) -> PackedWeight:
         """Codes, one each, and encoding."""
         codes = self.codes.numpy()
-        if self.halved:
-            whole = np.empty((self.out_features, self.in_features), np.uint8)
-            whole[:, ::2], whole[:, 1::2] = codes & 15, codes >> 4
-            codes = (whole.view(np.int8) - np.int8(self.shift)) if self.shift else whole
-        return PackedWeight(self.name, codes, self.encoding)
+        return PackedWeight(self.name, unhalved(codes, self.encoding.format) if self.halved else codes, self.encoding)
 
     @property
     def weight(self) -> Tensor:

@@ -242,6 +242,24 @@ def signed(weight: PackedWeight) -> tuple[NDArray[Any], NDArray[Any]]:
     return (weight.codes.astype(np.int64) - middle).astype(kind), weight.zero_point.astype(np.int64) - middle
 
 
+def halves(codes: NDArray[Any]) -> NDArray[np.uint8]:
+    """Codes ``[O, I]`` of four bits or less, two in a byte, ``[O, I / 2]``, the first in the lower bits; signed ones plus 8."""
+    shift = np.uint8(8 if codes.dtype == np.int8 else 0)
+    bits = codes.view(np.uint8) if codes.dtype == np.int8 else codes
+    low, high = bits[:, ::2] + shift, bits[:, 1::2] + shift
+    low &= 15
+    high <<= 4
+    low |= high
+    return low
+
+
+def unhalved(pairs: NDArray[np.uint8], fmt: Format) -> NDArray[Any]:
+    """The codes of :func:`halves`, one in a byte: int8 for signed integers, else uint8."""
+    codes = np.empty((len(pairs), 2 * pairs.shape[1]), np.uint8)
+    codes[:, ::2], codes[:, 1::2] = pairs & 15, pairs >> 4
+    return codes.view(np.int8) - np.int8(8) if isinstance(fmt, IntFormat) and fmt.signed else codes
+
+
 def group_of(granularity: Granularity) -> int | str:
     """Elements that share a scale along the summed axis; ``"channel"``: a whole channel, ``"tensor"``: all."""
     if isinstance(granularity, PerBlock):

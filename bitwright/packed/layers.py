@@ -26,10 +26,9 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FLOAT_FORMATS, FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor, PerToken
 from bitwright.core.numerics.serialize import encoding_from_json, encoding_to_json
-from bitwright.llm.packed import PackedWeight, float_values, signed
+from bitwright.llm.packed import PackedWeight, float_values, halves, signed
 
 _ONE, _ZERO = np.ones((), np.float32), np.zeros((), np.int32)
-_SMALLEST_REACH = 2.0**-100  # of a range that is chosen at run time, as core/numerics/affine has it
 _FP8 = FLOAT_FORMATS["float8_e4m3"]
 _HALF = (torch.bfloat16, torch.float16)
 _INT4_GROUPS = (256, 128, 64, 32)  # that the kernel has
@@ -92,7 +91,7 @@ class Grid(nn.Module):
         if self.encoding.dynamic:
             low, high = (self._end(x, name) for name in ("amin", "amax"))
             low, high = low.clamp(max=0), high.clamp(min=0)
-            scale = ((high - low) / fmt.qmax).clamp(min=_SMALLEST_REACH)
+            scale = ((high - low) / fmt.qmax).clamp(min=affine.SMALLEST_REACH)
             zero = torch.round((0 - low / scale).clamp(0, fmt.qmax))
         codes = (torch.round(x / scale) + zero).clamp(fmt.qmin, fmt.qmax)
         shift = 0 if fmt.signed else 1 << (fmt.bits - 1)
@@ -106,7 +105,7 @@ class Grid(nn.Module):
         return whole
 
     def _reach(self, x: Tensor) -> Tensor:
-        return torch.maximum(-self._end(x, "amin"), self._end(x, "amax")).clamp(min=_SMALLEST_REACH)
+        return torch.maximum(-self._end(x, "amin"), self._end(x, "amax")).clamp(min=affine.SMALLEST_REACH)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` rounded to the grid."""
@@ -200,12 +199,6 @@ class StoredWeight(nn.Module):
         return f"{tuple(self.shape)}, {self.described.format.name}"
 
 
-def halves(rows: Any) -> Any:
-    """Codes of four bits or less, two in a byte, the first in the lower bits; signed ones move by 8."""
-    rows = (rows.view(np.uint8) + np.uint8(8)) & np.uint8(15) if rows.dtype == np.int8 else rows.astype(np.uint8)
-    return rows[:, ::2] | (rows[:, 1::2] << np.uint8(4))
-
-
 @dataclass(frozen=True, eq=False)
 class Parts:
     """The parts of a layer.
@@ -244,6 +237,11 @@ class PackedLayer(nn.Module):
     def extra_repr(self) -> str:
         """Sizes, formats, kernel."""
         return f"{self.call}, {tuple(self.shape)}, {self.described}, kernel={self.kernel}"
+
+
+def _output_scales(weight: PackedWeight) -> Tensor:
+    """The scale of each output, ``[O]``."""
+    return torch.from_numpy(np.array(np.broadcast_to(weight.scale.reshape(-1), (weight.shape[0],)), np.float32))
 
 
 class DequantizedLayer(PackedLayer):
@@ -307,8 +305,7 @@ class Int8Convolution(PackedLayer):
         self.lift = 0 if not encoding.format.signed else 1 << (encoding.format.bits - 1)
         self.ends = (encoding.format.qmin + self.lift, encoding.format.qmax + self.lift)
         self.step, self.middle = float(encoding.scale), int(encoding.zero_point) + self.lift
-        scale = np.broadcast_to(parts.weight.scale.reshape(-1), (len(codes),))
-        self.register_buffer("scales", torch.from_numpy(np.array(scale, np.float32)))
+        self.register_buffer("scales", _output_scales(parts.weight))
         self.register_buffer("zeros", torch.zeros(len(codes), dtype=torch.int32))
         o = self.options
         packed = torch.ops.onednn.qconv_prepack(
@@ -337,7 +334,21 @@ class Int8Convolution(PackedLayer):
         return (made if x.dim() == len(self.shape) else made[0]).to(x.dtype)
 
 
-class Int8WeightLinear(PackedLayer):
+class _WeightOnlyLinear(PackedLayer):
+    """A linear layer of which only the weight is quantized."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., I]`` to ``[..., O]``."""
+        made = self._product(x.reshape(-1, x.shape[-1]))
+        made = made if self.bias is None else made + self.bias.to(x.dtype)
+        return made.reshape(*x.shape[:-1], -1)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """``[N, I]`` times the weight, ``[N, O]``."""
+        raise NotImplementedError
+
+
+class Int8WeightLinear(_WeightOnlyLinear):
     """Half-precision inputs with int8 weights, by ``aten::_weight_int8pack_mm``."""
 
     kernel = "int8 weights"
@@ -348,18 +359,14 @@ class Int8WeightLinear(PackedLayer):
         super().__init__(parts)
         codes = np.array(signed(parts.weight)[0], np.int8)
         self.register_buffer("codes", torch.from_numpy(codes))
-        scale = np.array(np.broadcast_to(parts.weight.scale.reshape(-1), (len(codes),)), np.float32)
-        self.register_buffer("scale", torch.from_numpy(scale).to(parts.dtype))
+        self.register_buffer("scale", _output_scales(parts.weight).to(parts.dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., I]`` to ``[..., O]``."""
-        flat = x.reshape(-1, x.shape[-1])
-        made: Tensor = torch.ops.aten._weight_int8pack_mm(flat, self.codes, self.scale.to(x.dtype))
-        made = made if self.bias is None else made + self.bias.to(x.dtype)
-        return made.reshape(*x.shape[:-1], -1)
+    def _product(self, rows: Tensor) -> Tensor:
+        made: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self.codes, self.scale.to(rows.dtype))
+        return made
 
 
-class Int4WeightLinear(PackedLayer):
+class Int4WeightLinear(_WeightOnlyLinear):
     """Half-precision inputs with 4-bit weights in groups, by ``aten::_weight_int4pack_mm_for_cpu``."""
 
     kernel = "int4 weights"
@@ -383,12 +390,10 @@ class Int4WeightLinear(PackedLayer):
         both = np.stack((scale.T, ((8 - zero) * scale).T), -1)  # the kernel computes (code - 8) * scale + zero
         self.register_buffer("scales", torch.from_numpy(np.ascontiguousarray(both, np.float32)).to(parts.dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., I]`` to ``[..., O]``."""
-        flat = x.reshape(-1, x.shape[-1])
-        made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.codes, self.group, self.scales.to(x.dtype))
-        made = made if self.bias is None else made + self.bias.to(x.dtype)
-        return made.reshape(*x.shape[:-1], -1)
+    def _product(self, rows: Tensor) -> Tensor:
+        scales = self.scales.to(rows.dtype)
+        made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.codes, self.group, scales)
+        return made
 
 
 class Fp8Linear(PackedLayer):
@@ -401,8 +406,7 @@ class Fp8Linear(PackedLayer):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.register_buffer("codes", torch.from_numpy(parts.weight.codes.copy()))
-        scale = np.broadcast_to(parts.weight.scale.reshape(-1), (parts.weight.shape[0],))
-        self.register_buffer("scale", torch.from_numpy(np.array(scale, np.float32))[None])
+        self.register_buffer("scale", _output_scales(parts.weight)[None])
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., I]`` to ``[..., O]``."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -31,8 +31,8 @@ from bitwright.core.numerics.serialize import (
 )
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError, checks_arguments
 from bitwright.export.files.atomic import atomic_files, settle
-from bitwright.llm.packed import FloatWeight, PackedWeight, packed_weights
-from bitwright.packed.layers import Grid, PackedEmbedding, PackedLayer, Parts, StoredWeight, halves, layer_of
+from bitwright.llm.packed import FloatWeight, PackedWeight, halves, packed_weights, unhalved
+from bitwright.packed.layers import Grid, PackedEmbedding, PackedLayer, Parts, StoredWeight, layer_of
 from bitwright.packed.program import from_json, nodes_of, to_json
 from bitwright.tables import Tabular, text_table
 
@@ -231,7 +231,7 @@ def load_packed(folder: str | Path, model: Any = None, *, dtype: torch.dtype | N
             f"{folder} holds weights, and not the program that computes with them",
             "give a model of the same class",
         )
-    return _built(contents, model if contents.program is None else None, dtype, Path(folder))
+    return _built(contents, copy.deepcopy(model) if contents.program is None else None, dtype, Path(folder))
 
 
 # what a simulation has
@@ -277,8 +277,11 @@ def _padding(module: nn.Module) -> list[int] | None:
         return None
     if found == "valid":
         return [0] * len(kernel)
-    if found != "same":
-        return list(found)
+    return _same_padding(kernel, dilation) if found == "same" else list(found)
+
+
+def _same_padding(kernel: Iterable[int], dilation: Iterable[int]) -> list[int] | None:
+    """Zeros on either side of each axis that keep its length; ``None`` where the sides differ."""
     total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     return None if any(n % 2 for n in total) else [n // 2 for n in total]
 
@@ -292,21 +295,22 @@ def _quantized_elsewhere(sim: Any) -> str:
         returned = not named and site.value in outputs
         if returned or not readers or any(op not in layers or port != 0 for op, port in readers):
             return str(site.name)
-    inputs: dict[str, Encoding | None] = {}
+    of_layer, of_module = _inputs(sim), dict[str, Encoding | None]()
     for op, path in layers.items():
-        if inputs.setdefault(path, _input_of(sim, op)) != _input_of(sim, op):
+        if of_module.setdefault(path, of_layer.get(op)) != of_layer.get(op):
             return f"{op}.input[0]"
     return ""
 
 
-def _input_of(sim: Any, op: str) -> Encoding | None:
-    """Encoding of the input of a layer."""
-    value = sim.graph.op(op).inputs[0]
+def _inputs(sim: Any) -> dict[str, Encoding]:
+    """Operator -> encoding of its first input, where it is quantized."""
+    found: dict[str, Encoding] = {}
     for site in _activations(sim):
-        if site.value == value and (site.role != "input" or site.op == op):
-            found: Encoding = site.quantizer.required
-            return found
-    return None
+        readers = [sim.graph.op(site.op)] if site.role == "input" else [op for op, _ in sim.graph.consumers(site.value)]
+        for op in readers:
+            if op.inputs[0] == site.value:
+                found.setdefault(op.name, site.quantizer.required)
+    return found
 
 
 def _of_modules(sim: Any) -> _Contents:
@@ -317,9 +321,12 @@ def _of_modules(sim: Any) -> _Contents:
             contents.tensors[weight.name] = weight.values.detach().cpu().clone()
         else:
             contents.weights[weight.name] = weight
-    encodings = {path: (op, _input_of(sim, op)) for op, path in _layer_ops(sim).items()}
+    inputs = _inputs(sim)
+    encodings = {path: (op, inputs.get(op)) for op, path in _layer_ops(sim).items()}
+    names: dict[Any, str] = {parameter: name for name, parameter in sim.model.named_parameters()}
     for path, module in sim.model.named_modules(remove_duplicate=False):
-        name = _first_name(sim.model, module, f"{path}.weight".removeprefix("."))
+        parameter = getattr(module, "weight", None)
+        name = names.get(parameter, "") if isinstance(parameter, nn.Parameter) else ""
         held = name in contents.weights
         if held and type(module) is nn.Embedding and module.max_norm is None:
             contents.tables[path] = name
@@ -342,14 +349,6 @@ def _layer_document(
         "input": grid,
         "options": {} if call == "linear" else _options(module),
     }
-
-
-def _first_name(model: nn.Module, module: nn.Module, name: str) -> str:
-    """The first name of a tied weight of ``module``."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter):
-        return ""
-    return next((known for known, parameter in model.named_parameters() if parameter is weight), name)
 
 
 def _options(module: Any) -> dict[str, Any]:
@@ -573,10 +572,9 @@ def _node_options(call: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
 
     dilation, padding = each(given["dilation"]), given["padding"]
     if padding == "same":
-        total = [d * (int(k) - 1) for k, d in zip(kernel, dilation, strict=True)]
-        if any(n % 2 for n in total):
-            return None
-        padding = [n // 2 for n in total]
+        padding = _same_padding(map(int, kernel), dilation)
+    if padding is None:
+        return None
     padding = 0 if padding == "valid" else padding
     return {"stride": each(given["stride"]), "padding": each(padding), "dilation": dilation, "groups": given["groups"]}
 
@@ -600,7 +598,7 @@ class _Program(nn.Module):
 
 
 def _built(contents: _Contents, model: nn.Module | None, dtype: torch.dtype | None, path: Path | None) -> Packed:
-    """Build the module, and a row for each of its weights."""
+    """Build the module, of ``model`` itself if there is one, and a row for each of its weights."""
     kind = getattr(torch, contents.dtype) if dtype is None else dtype
     layers = {name: _layer(contents, name, kind) for name in contents.layers}
     embedded = model is not None
@@ -669,10 +667,10 @@ def _float_bytes(weight: PackedWeight) -> int:
     return int(4 * np.prod(weight.shape, dtype=np.int64))
 
 
-def _replaced(given: nn.Module, contents: _Contents, dtype: torch.dtype, made: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of ``given`` with packed layers, and all other parameters from the files."""
-    _check_sizes(given, contents)
-    model = copy.deepcopy(given).to(dtype)
+def _replaced(model: nn.Module, contents: _Contents, dtype: torch.dtype, made: Mapping[str, nn.Module]) -> nn.Module:
+    """``model`` with packed layers, and all other parameters from the files."""
+    _check_sizes(model, contents)
+    model = model.to(dtype)
     state = {name: _as(tensor, dtype) for name, tensor in contents.tensors.items()}
     for name in contents.weights.keys() - _placed(contents):
         state[name] = torch.from_numpy(contents.weights[name].dequantize()).to(dtype)
@@ -797,9 +795,7 @@ def _weight(name: str, held: Mapping[str, Any], parts: Mapping[str, Mapping[str,
     fmt, shape = parse_format(held["format"]), tuple(held["shape"])
     codes = parts["codes"][name].numpy()
     if held["halved"]:
-        whole = np.empty((codes.shape[0], 2 * codes.shape[1]), np.uint8)
-        whole[:, ::2], whole[:, 1::2] = codes & 15, codes >> 4
-        codes = whole.view(np.int8) - np.int8(8) if isinstance(fmt, IntFormat) and fmt.signed else whole
+        codes = unhalved(codes, fmt)
     scale = parts["scale"][name].numpy()
     zero = parts.get("zero_point", {}).get(name)
     shift = parts.get("shift", {}).get(name)

@@ -260,10 +260,8 @@ def _lstm(
 ) -> tuple[Any, ...]:
     h, c = state
     gates = CELLS["LSTM"].gates
-    pre = {
-        gate: x[gate] + recurrent
-        for gate, recurrent in zip(gates, ctx.recur(ctx.quantize(RECURRENT, h), gates), strict=True)
-    }
+    products = ctx.recur(ctx.quantize(RECURRENT, h), gates)
+    pre = {gate: x[gate] + product for gate, product in zip(gates, products, strict=True)}
     for gate in ("input", "forget"):
         if gate in peepholes:
             pre[gate] = pre[gate] + peepholes[gate] * c

@@ -540,7 +540,8 @@ def quantize_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array]:
     return codes, scale, zero_point
 
 
-_SMALLEST_REACH = 2.0**-100  # of a range that is chosen at run time: reciprocals of smaller ones overflow
+#: of a range that is chosen at run time: reciprocals of smaller ones overflow
+SMALLEST_REACH = 2.0**-100
 
 
 def _together(x: Array, granularity: Granularity) -> tuple[Array, int, Callable[[Array], Array]]:
@@ -581,11 +582,11 @@ def _chosen_at_run_time(x: Array, enc: Encoding) -> tuple[Array, Array, Array, C
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         if isinstance(fmt, IntFormat) and not fmt.signed:
             lo, hi = xp.clip(end("min"), None, 0), xp.clip(end("max"), 0, None)
-            scale = stored(xp.clip((hi - lo) / fmt.qmax, _SMALLEST_REACH, None))
+            scale = stored(xp.clip((hi - lo) / fmt.qmax, SMALLEST_REACH, None))
             zero_point = rint(xp.clip(0 - lo / scale, 0, fmt.qmax))
             return xp.clip(rint(view / scale) + zero_point, 0, fmt.qmax), scale, zero_point, restore
         low, high = end("min"), end("max")
-        reach = xp.clip(xp.maximum(-low, high), _SMALLEST_REACH, None)
+        reach = xp.clip(xp.maximum(-low, high), SMALLEST_REACH, None)
         if isinstance(fmt, IntFormat):
             most = like(np.array(fmt.qmax), x, dtype)
             return rint(view * (most / reach)), stored(reach / most), zero, restore

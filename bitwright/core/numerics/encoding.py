@@ -23,7 +23,7 @@ class Encoding:
         scale_format: what the scales are stored as; ``scale`` holds only numbers that it can say.
         common: float32, the number of which the scales are multiples, where ``scale_format`` has one: shape P with 1 on
             every axis that shares it; else ``None``.
-        dynamic: every run chooses scale and zero point of the tensor that passes (:func:`affine.choose_at_run_time`); those
+        dynamic: every run chooses scale and zero point of the tensor that passes (:func:`affine.quantize_at_run_time`); those
             here are 1 and 0 and mean nothing, and nothing lies beyond ``min`` and ``max``, which are infinite.
         shift: float32, shape P: what the zero points are above ``zero_point``, of grids whose zero points are real numbers
             (``symmetry="float_zero_point"``; unsigned integers); ``None`` of all others.

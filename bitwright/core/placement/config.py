@@ -52,7 +52,13 @@ from bitwright.core.placement.rules import BOUNDARY_ONLY, FACETS, RUN_TIME, Fixe
 from bitwright.errors import BitwrightError, ConfigError, close_matches, with_article
 
 _TOP = ("preset", "rules", "supergroups", "recurrent", "tail", "kv_cache")
-_RECURRENT, _TAILS = ("inside", "boundary_only", "run_time"), ("float", "quantized")
+_TAILS = ("float", "quantized")
+#: value of ``recurrent`` -> the rules that come first
+_RECURRENT: Mapping[str, tuple[Rule, ...]] = {
+    "inside": (),
+    "boundary_only": (BOUNDARY_ONLY,),
+    "run_time": (BOUNDARY_ONLY, RUN_TIME),
+}
 _PORTS = {
     **{
         p: p for p in ("output", "input", "inner", "weight", "bias", "param", "constant", "model_input", "model_output")
@@ -141,9 +147,7 @@ def read_config(data: Mapping[str, Any], preset: Preset | None = None, source: s
     if not isinstance(entries, list):
         raise ConfigError(f"{source}: rules", f"it is {with_article(type(entries).__name__)}", "write a list of rules")
     rules = [rule for i, entry in enumerate(entries) for rule in _rules(entry, f"{source}: rules[{i}]")]
-    recurrent = _one_of(data.get("recurrent", "inside"), f"{source}: recurrent", _RECURRENT)
-    if recurrent != "inside":
-        rules[:0] = [BOUNDARY_ONLY, RUN_TIME] if recurrent == "run_time" else [BOUNDARY_ONLY]
+    rules[:0] = _RECURRENT[_one_of(data.get("recurrent", "inside"), f"{source}: recurrent", (*_RECURRENT,))]
     groups = _supergroups(data.get("supergroups", ["default"]), f"{source}: supergroups")
     in_float = _one_of(data.get("tail", "float"), f"{source}: tail", _TAILS) == "float"
     cache = parse_kv_cache(data.get("kv_cache"), f"{source}: kv_cache")

@@ -54,10 +54,10 @@ from bitwright.core.graph.roles import CACHES, ROLE, ends_of, named_by_role
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken, fitted
 from bitwright.core.numerics.integer_sums import bias_entries
-from bitwright.core.numerics.spec import QuantSpec, Symmetry, dynamic_spec
+from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.core.placement.kv_cache import cache_places, describe
 from bitwright.core.placement.plan import Plan, RangeFrom, Role, SitePlan
-from bitwright.core.placement.rules import Resolver, Rule, Rules, Setting
+from bitwright.core.placement.rules import RUN_TIME_OPERAND, Resolver, Rule, Rules, Setting, is_run_time_weight
 from bitwright.errors import ConfigError, close_matches, with_article
 
 CACHE_ROLES = frozenset(f"{ROLE}{name}" for name in CACHES)
@@ -534,14 +534,11 @@ class Ledger:
         self.why: dict[str, str] = {}  # value -> reason for float; overruled by a site
         self.shared: dict[str, str] = {}
         self.operand_groups: dict[tuple[str, QuantSpec], str] = {}  # (value or its origin, spec) -> group
-        self.run_time: dict[
-            str, QuantSpec
-        ] = {}  # LSTM that chooses ranges at run time -> spec of what its products read
+        self.run_time: set[str] = set()  # LSTMs whose products read values on ranges chosen at run time
         self.float_states: set[str] = set()  # last states of such layers
         self.picked: dict[str, str] = {}  # matrix picked from a stack -> the reason for its having no site
-        self.aside: set[str] = (
-            set()
-        )  # values of which the only reason so far is a reader that computes no float of them
+        # values of which the only reason so far is a reader that computes no float of them
+        self.aside: set[str] = set()
         self.read_at: dict[str, list[str]] = {}  # float origin -> sites where it is quantized after all
         self.used: set[int] = set()
         self.unused: dict[int, tuple[str, str]] = {}  # rule -> first tensor it matched in vain, and why
@@ -902,7 +899,8 @@ class Operands:
         site = f"{op.name}.input[{port}]"
         ports = frozenset(("input", "model_input") if from_model else ("input",))
         setting = ledger.setting(op, ports, None, site, *((origin,) if from_model else ()))
-        spec = ledger.run_time.get(op.name) or ledger.activation_spec(setting, op, _PLAIN, origin)
+        at_run_time = op.name in ledger.run_time
+        spec = RUN_TIME_OPERAND if at_run_time else ledger.activation_spec(setting, op, _PLAIN, origin)
         reason = no_input_reason(ledger, op, row, port, value)
         ledger.rank_reader(op, origin)
         wanted = False
@@ -1180,11 +1178,12 @@ class Outputs:
             return False
         if not isinstance(asked.format, IntFormat) or asked.format.bits != 8:
             return False
-        spec = dynamic_spec("uint8", PerTensor())
         self.ledger.used.update(setting.matched)
-        self.ledger.run_time[op.name] = spec
+        self.ledger.run_time.add(op.name)
         hidden = op.inner[HIDDEN]
-        self.ledger.add(SitePlan(site, spec, "input", op.name, _INITIAL_HIDDEN, hidden, site, inner=RECURRENT))
+        self.ledger.add(
+            SitePlan(site, RUN_TIME_OPERAND, "input", op.name, _INITIAL_HIDDEN, hidden, site, inner=RECURRENT)
+        )
         return True
 
     def _is_one_step(self, op: Op) -> bool:
@@ -1208,11 +1207,9 @@ class Outputs:
                 op, _PARAM_PORTS["weight"], "weight", f"{op.name}.weight", weight.param or weight.name
             )
             spec = setting.apply(self.facts.rules.weight, weight=True)
-            if weight.name not in self.facts.static or setting.quantized is False or spec is None:
+            if weight.name not in self.facts.static or setting.quantized is False:
                 return False
-            if spec.format != IntFormat(8) or spec.symmetry != "symmetric":
-                return False
-            if not isinstance(spec.granularity, PerTensor | PerChannel):
+            if spec is None or not is_run_time_weight(spec):
                 return False
         units = self.facts.graph.values[op.inputs[2] or ""].shape[-1]
         return units >= _LEAST_UNITS

@@ -17,7 +17,7 @@ from bitwright.core.graph.patterns import DEFAULT_SUPERGROUPS, Pattern
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.graph.roles import CACHES, ROLE, ROLES, check_role
 from bitwright.core.numerics.formats import Format, IntFormat, ScaleFormat, parse_format
-from bitwright.core.numerics.granularity import Granularity, PerToken
+from bitwright.core.numerics.granularity import Granularity, PerChannel, PerTensor, PerToken
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import (
     PRESETS,
@@ -161,6 +161,17 @@ def _check_range(rule: Rule) -> None:
 BOUNDARY_ONLY = Rule(op=tuple(CELLS), port="inner", quantized=False, origin="boundary_only", optional=True)
 #: after :data:`BOUNDARY_ONLY`: LSTMs choose the ranges of what their products read at run time; see ``Outputs._chooses_ranges``
 RUN_TIME = Rule(op="LSTM", port="inner", dynamic=True, origin="run_time", optional=True)
+#: spec of what the products of such an LSTM read, as ``DynamicQuantizeLSTM`` of ONNX Runtime quantizes it
+RUN_TIME_OPERAND = dynamic_spec("uint8", PerTensor())
+
+
+def is_run_time_weight(spec: QuantSpec) -> bool:
+    """Whether ``DynamicQuantizeLSTM`` reads weights of this spec: 8 bits, symmetric, with one scale or one per row of gates."""
+    return (
+        spec.format == IntFormat(8)
+        and spec.symmetry == "symmetric"
+        and isinstance(spec.granularity, PerTensor | PerChannel)
+    )
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.graph.operators import op_row
+from bitwright.core.numerics.affine import SMALLEST_REACH
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat, largest_code
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor, PerToken
@@ -527,7 +528,7 @@ def _write_at_run_time(pen: _Pen, value: ir.Value, encoding: Encoding, shown: En
         if token.block:
             view, axis, length = _in_blocks(pen, value, token.block, axis)
     low, high = (_reduced(pen, view, name, axis) for name in ("Min", "Max"))
-    least = pen.constant("least", np.float32(2.0**-100))
+    least = pen.constant("least", np.float32(SMALLEST_REACH))
     if isinstance(fmt, IntFormat) and not fmt.signed:
         result = _around_zero_point(pen, view, encoding, fmt, (low, high), least)
     else:

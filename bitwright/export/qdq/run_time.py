@@ -6,7 +6,7 @@ activation, weight                                 operators
 unsigned 8 bits per tensor, 8 bits                 DynamicQuantizeLinear, MatMulInteger, Cast, Mul
 8 bits per token, 8 bits                           the range of a token, codes counted from zero, MatMulInteger, Cast, Mul
 8 bits per token in blocks, 4 bits in such blocks  MatMulNBits with accuracy level 4, which quantizes the activation itself
-input and hidden state of an LSTM, 8 bits           DynamicQuantizeLSTM
+input and hidden state of an LSTM, 8 bits          DynamicQuantizeLSTM
 =================================================  ======================================================================
 
 Weights of MatMulInteger are written unsigned, around 128: signed ones saturate on CPUs without VNNI, where two products are
@@ -19,11 +19,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.numerics.affine import SMALLEST_REACH
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerToken
 from bitwright.export.files.onnx_file import all_nodes
-from bitwright.export.qdq.forms import Builder, before
+from bitwright.export.qdq.forms import Builder, before, folded_parts
 from bitwright.export.qdq.markers import remove_unread
 from bitwright.export.qdq.nbits import is_plain, packed_weight, replace_product
 from bitwright.export.recurrent import AT_RUN_TIME
@@ -114,18 +115,14 @@ def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: 
     return result
 
 
-def write_run_time_layers(builder: Builder, model: ir.Model, chosen: dict[ir.Value, tuple[ir.Value, Encoding]]) -> int:
+def write_run_time_layers(builder: Builder, model: ir.Model, chosen: dict[ir.Value, tuple[ir.Value, Encoding]]) -> None:
     """Write LSTMs that choose the ranges of their input and hidden state at run time as ``DynamicQuantizeLSTM``.
 
     Args:
         builder: of the model.
         model: with native layers, whose metadata has :data:`bitwright.export.recurrent.AT_RUN_TIME`.
         chosen: result of a quantizer -> what it reads, and its encoding.
-
-    Returns:
-        How many layers were written.
     """
-    count = 0
     for node in tuple(all_nodes(model.graph)):
         if node.op_type != "LSTM" or node.domain or AT_RUN_TIME not in node.metadata_props:
             continue
@@ -150,19 +147,16 @@ def write_run_time_layers(builder: Builder, model: ir.Model, chosen: dict[ir.Val
         builder.graph.opset_imports.setdefault("com.microsoft", 1)
         for value in dict.fromkeys(old):
             remove_unread(value)
-        count += 1
-    return count
 
 
 def _gates(value: ir.Value) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Signed codes ``[1, gates * H, K]`` of the weight of a layer, and its scales, ``[1]`` or ``[1, gates * H]``."""
     maker = value.producer()
     assert maker is not None and maker.op_type in ("Mul", "DequantizeLinear"), value
-    held, scale, zero = (*maker.inputs, None)[:3]
-    while held is not None and held.const_value is None:
-        before_it = held.producer()
-        assert before_it is not None and before_it.op_type in ("Cast", "Sub"), before_it
-        held, zero = before_it.inputs[0], before_it.inputs[1] if before_it.op_type == "Sub" else zero
+    found, step, middle = (*maker.inputs, None)[:3]
+    parts = folded_parts(maker) if maker.op_type == "Mul" else (found, middle, step)
+    assert parts is not None, value
+    held, zero, scale = parts
     assert held is not None and held.const_value is not None and scale is not None and scale.const_value is not None
     steps = scale.const_value.numpy().reshape(-1)
     steps, codes = (steps if steps.size == 1 else steps[None]), held.const_value.numpy()
@@ -218,7 +212,7 @@ def _tokens(builder: Builder, node: ir.Node, source: ir.Value) -> tuple[ir.Value
         maker = reach.producer()
         assert maker is not None
         maker.attributes.add(ir.AttrInt64s("axes", [-1]))
-    reach = emit("Max", [reach, constant("least", 2.0**-100)], "reach")
+    reach = emit("Max", [reach, constant("least", SMALLEST_REACH)], "reach")
     most = constant("most", 127.0)
     rounded = emit("Round", [emit("Mul", [source, emit("Div", [most, reach], "factor")], "ratio")], "rounded")
     shifted = emit("Add", [rounded, constant("shift", _MIDDLE)], "shifted")

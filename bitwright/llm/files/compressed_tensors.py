@@ -51,7 +51,7 @@ from bitwright.llm.files.common import (
     read_json,
     stored_dtype,
 )
-from bitwright.llm.packed import FloatWeight, LayerInput, PackedWeight, Weight, WeightPlan, signed
+from bitwright.llm.packed import FloatWeight, LayerInput, PackedWeight, Weight, WeightPlan, halves, signed, unhalved
 
 if TYPE_CHECKING:
     import torch
@@ -301,7 +301,7 @@ def _stored_codes(weight: PackedWeight, stored: str) -> dict[str, torch.Tensor]:
         return whole if zeros is None else {**whole, "weight_zero_point": torch.from_numpy(zeros.astype(np.int8))}
     if weight.format == FLOAT8_E4M3:
         return {"weight": torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn)}
-    return {"weight_packed": torch.from_numpy(codes[:, 0::2] | (codes[:, 1::2] << 4))}
+    return {"weight_packed": torch.from_numpy(halves(codes))}
 
 
 def read(folder: Path) -> Iterator[Weight]:
@@ -354,7 +354,7 @@ def _read_codes(layer: str, stored: StoredTensors, fmt: Format) -> NDArray[Any]:
         return (held.view(torch.uint8) if held.dtype == torch.float8_e4m3fn else held).numpy()
     packed = stored[f"{layer}.weight_packed"].numpy()
     if isinstance(fmt, FloatFormat):
-        return np.stack((packed & 15, packed >> 4), -1).reshape(len(packed), -1)
+        return unhalved(packed, fmt)
     return unpack_int32(packed, fmt.bits, int(stored[f"{layer}.weight_shape"][1]))
 
 

@@ -107,12 +107,10 @@ class Recorder(Handler):
         self.calls: dict[Key, Call] = {}
         self.values: list[_Tensor] = []
         self.inputs: dict[str, int] = {}
-        self.sizes: dict[
-            int, tuple[Any, ...]
-        ] = {}  # constant -> arguments of the call that made it; of whole recordings
-        self.filled: set[int] = (
-            set()
-        )  # constants that hold one number everywhere, made by a call that is given their sizes
+        # constant -> arguments of the call that made it; of whole recordings
+        self.sizes: dict[int, tuple[Any, ...]] = {}
+        # constants that hold one number everywhere, made by a call that is given their sizes
+        self.filled: set[int] = set()
         self.outputs: dict[int, None] = {}
         self.returned: dict[str, int] = {}
         self.result: Any = None  # of the last forward, while whoever recorded it has not taken it
