@@ -294,6 +294,26 @@ def slogdet(self: Any) -> tuple[Any, Any, Any, Any]:
     return op.Sign(made), op.Add(op.Log(op.Abs(made)), lengths), op.Identity(self), op.Identity(self)
 
 
+def rrelu(
+    self: Any, noise: Any, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> tuple[Any, Any]:
+    """``aten.rrelu_with_noise_functional`` in evaluation, where the slope of negative values is the mean of its ends."""
+    return op.LeakyRelu(self, alpha=(lower + upper) / 2), op.Identity(noise)
+
+
+def adaptive_avg_pool3d(self: Any, output_size: Sequence[int]) -> Any:
+    """``aten._adaptive_avg_pool3d``, where sizes of the input are multiples of those of the output.
+
+    Raises:
+        ValueError: they are not, or not known.
+    """
+    sizes = self.shape[-3:]
+    if any(not isinstance(size, int) or size % want for size, want in zip(sizes, output_size, strict=True)):
+        raise ValueError(f"sizes {list(sizes)} are no multiples of {list(output_size)}")
+    steps = [size // want for size, want in zip(sizes, output_size, strict=True)]
+    return op.AveragePool(self, kernel_shape=steps, strides=steps)
+
+
 #: reduction of torch -> that of ``ScatterElements``, and the number that leaves its other operand as it is
 _SCATTERED: dict[str, tuple[str, float | None]] = {
     "sum": ("add", 0.0),
@@ -374,6 +394,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten._linalg_det.default: det,
     torch.ops.aten._linalg_slogdet.default: slogdet,
     torch.ops.aten.scatter_reduce.two: scatter_reduce,
+    torch.ops.aten.rrelu_with_noise_functional.default: rrelu,
+    torch.ops.aten._adaptive_avg_pool3d.default: adaptive_avg_pool3d,
     torch.ops.aten.unfold_backward.default: unfold_backward,
     torch.ops.bitwright.site.default: site,
 }

@@ -72,7 +72,8 @@ def products(x: Tensor) -> Tensor:
 
 
 def distances(x: Tensor) -> list[Tensor]:
-    many = x.repeat(1, 6, 1) + torch.linspace(0, 1, 30)[:, None]  # of which torch computes a product
+    # of which torch computes a product; none of them is a point of x, whose distance would be a rounding error
+    many = x.repeat(1, 6, 1) + torch.linspace(0.2, 1, 30)[:, None]
     near = [torch.cdist(x, x.flip(1) + 1, p=p) for p in (0.0, 1.0, 2.0, 3.0, float("inf"))]
     return [*near, torch.cdist(many, x), torch.cdist(many, x, compute_mode="donot_use_mm_for_euclid_dist")]
 
@@ -101,6 +102,14 @@ def scattered(x: Tensor) -> list[Tensor]:
     ]
 
 
+def slopes(x: Tensor) -> Tensor:
+    return torch.nn.functional.rrelu(x, 0.1, 0.5)
+
+
+def mean_cubes(x: Tensor) -> Tensor:
+    return torch.nn.functional.adaptive_avg_pool3d(x.expand(2, 3, 5, 6)[None, :, :, :4], (1, 2, 3))
+
+
 class Net(nn.Module):
     """A layer, and what each function makes of its output."""
 
@@ -110,7 +119,7 @@ class Net(nn.Module):
         self.fc = nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        made = [squeezed, all_squeezed, halves, ordered, ties, masked, largest, frames, products]
+        made = [squeezed, all_squeezed, halves, ordered, ties, masked, largest, frames, products, slopes, mean_cubes]
         return [
             *(f(self.fc(x)) for f in made),
             *distances(self.fc(x)),
