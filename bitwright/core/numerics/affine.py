@@ -220,8 +220,10 @@ def encode(
     lower, upper = _fixed(np.asarray(lo, np.float64), np.asarray(hi, np.float64), spec.fixed_range)
     fmt = grid(spec.format, spec.symmetry, lower)
     if spec.symmetry == "float_zero_point" and isinstance(fmt, IntFormat):
-        scale, zero_point, shift = choose_float_zero_point(lower, upper, fmt, site)
-        return Encoding(fmt, scale, zero_point, granularity, shift=shift)
+        lower = np.minimum(lower, 0.0) if spec.scale_format.offsets else lower  # offsets that are stored have no sign
+        scale, zero_point, shift = choose_float_zero_point(lower, np.maximum(lower, upper), fmt, site)
+        free = Encoding(fmt, scale, zero_point, granularity, shift=shift)
+        return free if spec.scale_format == FLOAT32_SCALE else with_scale(free, scale, spec.scale_format)
     if spec.scale_format.name == "e8m0":  # decided on the exact bounds: at a power of two, rounding would matter
         lower, upper = checked_bounds(lower, upper, site)
         powers = power_of_two_scale(np.maximum(-lower, upper), fmt)
@@ -306,7 +308,8 @@ def with_scale(encoding: Encoding, scale: ArrayLike, scale_format: ScaleFormat |
         of the tensor becomes 448 of ``common``, and none becomes zero. For ``uint4`` the largest of a channel becomes 16 of
         ``common``, and none less than 1; for ``q6_k`` and alike the largest of the blocks that share a number, as nearly as that
         number is one of float16, and ``common`` has the shape of the scales. The product of a multiple and ``common`` is
-        rounded to float32 once, as runtimes compute it.
+        rounded to float32 once, as runtimes compute it. Zero points that are real numbers become those whose product with the
+        scale ``scale_format`` can store, where it stores such products.
     """
     fmt = encoding.scale_format if scale_format is None else scale_format
     scale = np.asarray(scale, np.float32)
@@ -317,8 +320,7 @@ def with_scale(encoding: Encoding, scale: ArrayLike, scale_format: ScaleFormat |
         return replace(encoding, scale=_stored_numbers(scale, fmt), scale_format=fmt, common=None)
     axis = encoding.granularity.axis if isinstance(encoding.granularity, PerBlock) else None
     if fmt.shared == "blocks" and axis is not None:
-        starts = np.arange(0, scale.shape[axis], fmt.count)
-        largest = np.maximum.reduceat(scale, starts, axis).repeat(fmt.count, axis).take(range(scale.shape[axis]), axis)
+        largest = _largest_of_blocks(scale, fmt, axis)
     elif fmt.shared == "tensor" or axis is not None:
         largest = scale.max(axis=None if fmt.shared == "tensor" else axis, keepdims=True)
     else:
@@ -326,13 +328,52 @@ def with_scale(encoding: Encoding, scale: ArrayLike, scale_format: ScaleFormat |
     common = np.maximum(largest / np.float64(fmt.largest_multiple), _FLOAT32_TINY).astype(np.float32)
     common = common if fmt.number is None else _stored_numbers(common, fmt)
     multiples = _nearest_multiples(scale.astype(np.float64) / common, fmt)
-    return replace(encoding, scale=multiples * common, scale_format=fmt, common=common)
+    made = replace(encoding, scale=multiples * common, scale_format=fmt, common=common)
+    return made if encoding.shift is None else _with_offset(made, scale)
+
+
+def _largest_of_blocks(values: NDArray[Any], fmt: ScaleFormat, axis: int) -> NDArray[Any]:
+    """The largest of every ``fmt.count`` neighbours along ``axis``, in the shape of ``values``."""
+    starts = np.arange(0, values.shape[axis], fmt.count)
+    largest: NDArray[Any] = np.maximum.reduceat(values, starts, axis)
+    return largest.repeat(fmt.count, axis).take(range(values.shape[axis]), axis)
+
+
+def stored_offset(offset: ArrayLike, fmt: ScaleFormat, axis: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Offsets as multiples of a float16 number that ``fmt.count`` neighbours along ``axis`` share.
+
+    Args:
+        offset: scale times zero point, of the shape of the scales; negative ones become 0.
+        fmt: with ``offsets``, the largest multiple.
+        axis: of the blocks.
+
+    Returns:
+        The multiples, 0 to ``fmt.offsets``, and the number, both of the shape of ``offset``; the offset is their product.
+    """
+    assert fmt.number is not None
+    wanted = np.maximum(np.asarray(offset, np.float64), 0.0)
+    common = _stored_numbers(_largest_of_blocks(wanted, fmt, axis) / fmt.offsets, fmt)
+    return np.clip(np.rint(wanted / common), 0, fmt.offsets).astype(np.float32), common
+
+
+def _with_offset(encoding: Encoding, scale: NDArray[Any]) -> Encoding:
+    """``encoding`` with zero points whose products with its scales are the stored numbers nearest to theirs with ``scale``."""
+    fmt, granularity = encoding.format, encoding.granularity
+    assert isinstance(fmt, IntFormat) and isinstance(granularity, PerBlock) and granularity.axis is not None
+    offset = scale.astype(np.float64) * encoding.zero.astype(np.float64)
+    multiples, common = stored_offset(offset, encoding.scale_format, granularity.axis)
+    zero = (multiples * common).astype(np.float64) / encoding.scale
+    whole = np.clip(np.rint(zero), fmt.qmin, fmt.qmax)
+    return replace(encoding, zero_point=whole.astype(np.int64), shift=(zero - whole).astype(np.float32))
 
 
 def with_stored_scale(encoding: Encoding, scale: ArrayLike) -> Encoding:
     """:func:`with_scale` for scales that are stored already, which keep the number that they are multiples of."""
     same = replace(encoding, scale=np.asarray(scale, np.float32))
-    return same if is_sayable(same) else with_scale(encoding, scale)
+    if not _has_stored_scales(same):
+        return with_scale(encoding, scale)
+    free = same.shift is not None and same.scale_format.offsets > 0
+    return _with_offset(same, same.scale) if free else same
 
 
 def stored_scale(scale: Array, scale_format: ScaleFormat, common: Array | None = None) -> Array:
@@ -395,13 +436,24 @@ def scale_multiples(encoding: Encoding) -> NDArray[np.float32] | None:
 
 
 def is_sayable(encoding: Encoding) -> bool:
-    """Whether the scale format of ``encoding`` represents its scales."""
+    """Whether the scale format of ``encoding`` represents its scales, and the offsets of its real zero points."""
+    stores_offsets = encoding.shift is not None and encoding.scale_format.offsets > 0
+    return _has_stored_scales(encoding) and (not stores_offsets or _has_stored_offsets(encoding))
+
+
+def _has_stored_scales(encoding: Encoding) -> bool:
     if encoding.scale_format.name == "e8m0":
         return bool((np.frexp(encoding.scale)[0] == 0.5).all())
     multiples = scale_multiples(encoding)
     if multiples is None or encoding.common is None:
         return np.array_equal(_stored_numbers(encoding.scale, encoding.scale_format), encoding.scale)
     return np.array_equal(multiples * encoding.common, encoding.scale)
+
+
+def _has_stored_offsets(encoding: Encoding) -> bool:
+    """Whether the products of scales and zero points are numbers that the scale format stores."""
+    kept = _with_offset(encoding, encoding.scale).zero
+    return bool(np.allclose(kept, encoding.zero, rtol=2.0**-22, atol=2.0**-22))
 
 
 def recognized(encoding: Encoding, scale_format: ScaleFormat) -> Encoding:

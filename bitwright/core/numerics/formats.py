@@ -189,6 +189,8 @@ class ScaleFormat:
         number: format of a scale, or of the number that scales share, that has fewer bits than float32.
         count: blocks that share a number; 0 where all or none do.
         most: the largest multiple, where it is not that of ``multiples``.
+        offsets: the largest multiple that offsets of real zero points (scale times zero point) are stored as, of another float16
+            number that the same blocks share; 0 where such zero points are stored as they are, or cannot be.
 
     ============  =====================================  =====================================================
     name          a scale is                             used by
@@ -207,8 +209,8 @@ class ScaleFormat:
                   16 blocks
     ``q3_k``      1 to 31 times a float16 number per     Q3_K of GGUF: blocks of 16
                   16 blocks
-    ``q4_k``,     1 to 63 times a float16 number per     Q4_K and Q5_K of GGUF: blocks of 32
-    ``q5_k``      8 blocks
+    ``q4_k``,     1 to 63 times a float16 number per     Q4_K and Q5_K of GGUF: blocks of 32; offsets of real zero
+    ``q5_k``      8 blocks                               points alike
     ============  =====================================  =====================================================
     """
 
@@ -218,6 +220,7 @@ class ScaleFormat:
     number: FloatFormat | None = field(default=None, repr=False)  # told by the name
     count: int = field(default=0, repr=False)
     most: int = field(default=0, repr=False)
+    offsets: int = field(default=0, repr=False)
 
     @property
     def largest_multiple(self) -> float:
@@ -239,8 +242,13 @@ SCALE_FORMATS: dict[str, ScaleFormat] = {
         ScaleFormat("e4m3", "tensor", FLOAT8_E4M3),
         *(ScaleFormat(f"uint{bits}", "channel", IntFormat(bits, signed=False)) for bits in range(2, 13)),
         *(
-            ScaleFormat(name, "blocks", IntFormat(most.bit_length(), signed=False), FLOAT16, count, most)
-            for name, count, most in (("q3_k", 16, 31), ("q4_k", 8, 63), ("q5_k", 8, 63), ("q6_k", 16, 127))
+            ScaleFormat(name, "blocks", IntFormat(most.bit_length(), signed=False), FLOAT16, count, most, offsets)
+            for name, count, most, offsets in (
+                ("q3_k", 16, 31, 0),
+                ("q4_k", 8, 63, 63),
+                ("q5_k", 8, 63, 63),
+                ("q6_k", 16, 127, 0),
+            )  # fmt: skip
         ),
     )
 }

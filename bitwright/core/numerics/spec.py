@@ -161,8 +161,8 @@ class QuantSpec:
         problem = remedy = ""
         if not isinstance(fmt, IntFormat) or fmt.signed or fmt.bits > 8:
             problem, remedy = f"{fmt.name} has none", "use uint2 to uint8, or the symmetry 'asymmetric'"
-        elif self.scale_format != FLOAT32_SCALE:
-            problem, remedy = f"scales of {self.scale_format.name} go with none", "use scale_format='float32'"
+        elif self.scale_format != FLOAT32_SCALE and not self.scale_format.offsets:
+            problem, remedy = f"scales of {self.scale_format.name} go with none", "use scale_format='float32' or 'q4_k'"
         elif self.dynamic or self.fixed_range is not None:
             problem, remedy = "they are chosen of weights at hand", "use the symmetry 'asymmetric'"
         if problem:
@@ -276,6 +276,19 @@ PRESETS: dict[str, Preset] = {
     **{
         f"q{bits}_k": Preset(weight_spec(f"int{bits}", PerBlock(group), scale_format=SCALE_FORMATS[f"q{bits}_k"]), None)
         for bits, group in ((3, 16), (4, 32), (5, 32), (6, 16))
+    },
+    **{
+        f"q{bits}_k_offset": Preset(
+            weight_spec(
+                f"uint{bits}",
+                PerBlock(32),
+                symmetry="float_zero_point",
+                method=RangeMethod("mse"),
+                scale_format=SCALE_FORMATS[f"q{bits}_k"],
+            ),
+            None,
+        )
+        for bits in (4, 5)
     },
     "fp16": Preset(weight_spec("float16", PerTensor()), activation_spec("float16", symmetry="symmetric")),
     "bf16": Preset(weight_spec("bfloat16", PerTensor()), activation_spec("bfloat16", symmetry="symmetric")),

@@ -66,6 +66,7 @@ class FileFormat:
         recognises: whether a folder holds files of this kind.
         check: refuses a model as a whole: an architecture, inputs, a cache that the files cannot say.
         fitted: a spec with the scales that the files store, where it asks for none in particular.
+        free_zero_points: whether it stores some zero points that are real numbers.
     """
 
     name: str
@@ -78,6 +79,7 @@ class FileFormat:
     recognises: Callable[[Path], bool]
     check: Callable[[Sequence[WeightPlan], Extras], None]
     fitted: Callable[[QuantSpec], QuantSpec] = lambda spec: spec
+    free_zero_points: bool = False
 
 
 def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]) -> None:
@@ -92,11 +94,10 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
     if layout is None:
         return
     check_groups(plan)
-    why = "it stores zero points as integers" if layout.float_zero_point else row.refuses(plan)
+    why = _why_not(plan, row)
     if not why:
         return
-    free = layout.float_zero_point
-    able = [] if free else [other.name for other in others if other is not row and not other.refuses(plan)]
+    able = [other.name for other in others if other is not row and not _why_not(plan, other)]
     instead = f"write {' or '.join(able)}, which hold it" if able else "no kind of files that is written here holds it"
     remedy = f"{instead}; or quantize it to what {row.name} holds: {row.holds}"
     if len(plan.shape) > 2:
@@ -105,6 +106,12 @@ def check_weight(plan: WeightPlan, row: FileFormat, others: Iterable[FileFormat]
             "in a simulation, set enabled = False of the quantizers of such weights"
         )
     raise ExportError(plan.name, f"{layout} cannot be stored in {row.name} files ({row.engine}): {why}", remedy)
+
+
+def _why_not(plan: WeightPlan, row: FileFormat) -> str:
+    """The reason why files of a kind have no place for a weight; empty where they have."""
+    free = plan.layout is not None and plan.layout.float_zero_point
+    return "it stores zero points as integers" if free and not row.free_zero_points else row.refuses(plan)
 
 
 def check_room(folder: AnyPath, plans: Iterable[WeightPlan], row: FileFormat) -> None:

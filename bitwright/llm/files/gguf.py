@@ -66,6 +66,8 @@ def refuses(plan: WeightPlan) -> str:
         return (
             "" if fits else f"blocks of {row.name} have {row.size} elements, and it sums over {plan.shape[plan.axis]}"
         )
+    if layout.float_zero_point:
+        return "zero points that are real numbers need 4 or 5 bits in groups of 32 with q4_k or q5_k scales"
     if layout.group not in (16, 32):
         return "the blocks of its types have 32 elements, or groups of 16"
     halves = layout.scale_format in ("float32", "bfloat16", "float16")
@@ -219,6 +221,9 @@ def fitted(spec: QuantSpec) -> QuantSpec:
     """
     if not isinstance(spec.format, IntFormat) or spec.scale_format.name != "float32":
         return spec
+    if spec.symmetry == "float_zero_point":
+        name = {4: "q4_k", 5: "q5_k"}.get(spec.format.bits, "float32")
+        return dataclasses.replace(spec, scale_format=SCALE_FORMATS[name])
     name = "float12" if spec.symmetry == "asymmetric" else "float16"
     if isinstance(spec.granularity, PerBlock) and spec.granularity.size == 16 and name == "float16":
         name = {3: "q3_k", 6: "q6_k"}.get(spec.format.bits, name)
@@ -236,4 +241,5 @@ FORMAT = FileFormat(
     recognises=lambda folder: bool(list(folder.glob("*.gguf"))),
     check=check,
     fitted=fitted,
+    free_zero_points=True,
 )

@@ -16,14 +16,14 @@ Q4_1      uint4 x float16 + float16                   asymmetric 4 bits, groups 
 Q5_0      (uint5 - 16) x float16                      symmetric int5, groups of 32, float16 scales
 MXFP4     4-bit floats x a power of two               float4_e2m1, groups of 32, e8m0 scales
 Q3_K      (uint3 - 4) x integer x float16, in 256     symmetric int3, groups of 16, q3_k scales
-Q4_K      uint4 x integer x float16 - integer x       symmetric int4, groups of 32, q4_k scales: the offset is 8 times the
-          float16, in 256                             scale
-Q5_K      the same with uint5                         symmetric int5, groups of 32, q5_k scales: 16 times the scale
+Q4_K      uint4 x integer x float16 - integer x       4 bits, groups of 32, q4_k scales: symmetric, where the offset is 8 times
+          float16, in 256                             the scale, or with real zero points
+Q5_K      the same with uint5                         the same with 5 bits, q5_k scales, 16 times the scale
 Q6_K      (uint6 - 32) x int8 x float16, in 256       symmetric int6, groups of 16, q6_k scales
 ========  ==========================================  =========================================================
 
-The offsets that llama.cpp itself gives Q4_K and Q5_K are real numbers, which no zero point of an integer grid is; files with them
-are not read.
+llama.cpp subtracts an offset from a product, where a simulation multiplies the difference of a code and a zero point that is a
+real number: with the offsets of Q4_K and Q5_K numbers differ by the rounding of float32.
 
 Source: ``ggml-common.h`` and ``docs/gguf.md`` of ggml; ``gguf.quants`` for the order of bits.
 """
@@ -64,11 +64,13 @@ class BlockType:
         name: as llama.cpp says it.
         bytes: of a block.
         format: of the codes, on the signed grid.
-        symmetric: whether it has no offset.
+        symmetric: whether it has no zero points that are whole numbers.
         scales: names of the scale formats whose numbers it can store.
         pack: codes, scales and zero points of blocks -> bytes; shapes ``(blocks, size)``, ``(blocks, groups)``. In place of zero
             points, which are 0, types of 256 elements take the float16 number that the scales of a block are multiples of.
         unpack: bytes ``(blocks, bytes)`` -> codes, scales, and the same.
+        free: the same two for weights whose zero points are real numbers, with offsets in place of zero points; ``None`` where
+            the type stores none.
         size: elements of a block.
         group: neighbours that share a scale.
     """
@@ -80,9 +82,10 @@ class BlockType:
     symmetric: bool
     scales: tuple[str, ...]
     pack: Callable[[NDArray[Any], NDArray[np.float32], NDArray[Any], str], Bytes]
-    unpack: Callable[[Bytes], tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]]
+    unpack: Callable[[Bytes], tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]] | None]
     size: int = _BLOCK
     group: int = _BLOCK
+    free: tuple[Callable[..., Bytes], Callable[[Bytes], tuple[NDArray[Any], ...]]] | None = None
 
     @property
     def inputs(self) -> tuple[int, str]:
@@ -96,7 +99,7 @@ class BlockType:
         return (
             (same or fmt == self.format)
             and layout.group == self.group
-            and (layout.symmetric or not self.symmetric)
+            and (self.free is not None if layout.float_zero_point else layout.symmetric or not self.symmetric)
             and layout.scale_format in self.scales
         )
 
@@ -239,40 +242,90 @@ def _unpack_q3_k(data: Bytes) -> tuple[NDArray[Any], NDArray[np.float32], NDArra
     return (numbers.astype(np.int16) - 4).astype(np.int8), multiples * common, common
 
 
-def _six_bits(multiples: NDArray[np.uint8]) -> Bytes:
-    """Eight numbers of 6 bits as scales, and again as offsets, in 12 bytes."""
-    first, last = multiples[:, :4], multiples[:, 4:]
-    top = last >> 4 << 6
-    return np.concatenate((first | top, first | top, (last & 15) | (last & 15) << 4), axis=1)
+def _six_bits(scales: NDArray[np.uint8], offsets: NDArray[np.uint8]) -> Bytes:
+    """Eight multiples of 6 bits of scales, and as many of offsets, in 12 bytes."""
+    first, second = scales[:, :4] | scales[:, 4:] >> 4 << 6, offsets[:, :4] | offsets[:, 4:] >> 4 << 6
+    return np.concatenate((first, second, (scales[:, 4:] & 15) | (offsets[:, 4:] & 15) << 4), axis=1)
+
+
+def _from_six_bits(data: Bytes) -> tuple[Bytes, Bytes]:
+    """The numbers of :func:`_six_bits`."""
+    first, second, rest = data[:, :4], data[:, 4:8], data[:, 8:12]
+    scales = np.concatenate((first & 63, (rest & 15) | first >> 6 << 4), axis=1)
+    return scales, np.concatenate((second & 63, rest >> 4 | second >> 6 << 4), axis=1)
+
+
+def _unsigned_codes(numbers: NDArray[np.uint8], bits: int) -> list[Bytes]:
+    high = [_from_fields(numbers >> 4, 32, 1)] if bits > 4 else []
+    return [*high, _from_fields(numbers & 15, 32, 4)]
+
+
+def _from_unsigned_codes(data: Bytes, bits: int) -> Bytes:
+    numbers = _fields(data[:, -128:], 32, 4)
+    return np.asarray(numbers | _fields(data[:, 16:48], 32, 1) << 4, np.uint8) if bits > 4 else numbers
 
 
 def _pack_with_offsets(
     codes: NDArray[Any], scale: NDArray[np.float32], common: NDArray[Any], name: str, *, bits: int
 ) -> Bytes:
     middle = 1 << (bits - 1)
-    numbers = (codes.astype(np.int16) + middle).astype(np.uint8)
+    numbers, multiples = (codes.astype(np.int16) + middle).astype(np.uint8), _multiples(scale, common)
     halves = _half(common, "the number of a block", name), _half(common * middle, "the offset of a block", name)
-    high = [_from_fields(numbers >> 4, 32, 1)] if bits > 4 else []
-    return np.concatenate(
-        (*halves, _six_bits(_multiples(scale, common)), *high, _from_fields(numbers & 15, 32, 4)), axis=1
-    )
+    return np.concatenate((*halves, _six_bits(multiples, multiples), *_unsigned_codes(numbers, bits)), axis=1)
 
 
-def _unpack_with_offsets(data: Bytes, *, bits: int) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]]:
-    middle = 1 << (bits - 1)
-    common, offset = _from_half(data[:, :2]), _from_half(data[:, 2:4])
-    first, second, rest = data[:, 4:8], data[:, 8:12], data[:, 12:16]
-    multiples = np.concatenate((first & 63, (rest & 15) | first >> 6 << 4), axis=1)
-    offsets = np.concatenate((second & 63, rest >> 4 | second >> 6 << 4), axis=1)
-    if not np.array_equal(offsets * offset, multiples * common * middle):
+def _pack_with_free_offsets(
+    codes: NDArray[Any], scale: NDArray[np.float32], common: NDArray[Any], offset: NDArray[Any], name: str, *, bits: int
+) -> Bytes:
+    number, least = _shared_number(offset, name)
+    halves = _half(common, "the number of a block", name), _half(number, "the offset of a block", name)
+    sixes = _six_bits(_multiples(scale, common), least)
+    return np.concatenate((*halves, sixes, *_unsigned_codes(codes.astype(np.uint8), bits)), axis=1)
+
+
+def _shared_number(offset: NDArray[np.float64], name: str) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """The float16 number that the offsets of each block, ``(blocks, 8)``, are multiples of, and the multiples, 0 to 63.
+
+    Raises:
+        ExportError: there is none.
+    """
+    largest = offset.max(axis=1, keepdims=True)
+    number, multiples = np.zeros(largest.shape, np.float32), np.zeros(offset.shape, np.uint8)
+    left = (largest > 0)[:, 0]
+    for most in range(63, 0, -1):
+        if not left.any():
+            break
+        found = (largest[left] / most).astype(np.float16).astype(np.float32)
+        ratio = offset[left] / np.maximum(found, np.float32(2.0**-24))
+        whole = np.rint(ratio)
+        fits = (np.abs(ratio - whole) <= 2.0**-18 * np.maximum(whole, 1)).all(1) & (whole <= 63).all(1)
+        rows = np.flatnonzero(left)[fits]
+        number[rows], multiples[rows] = found[fits], whole[fits].astype(np.uint8)
+        left[rows] = False
+    if left.any():
         raise ExportError(
-            f"Q{bits}_K", "its offsets are not zero points of a symmetric grid",
-            "files of this type are read where Bitwright wrote them; read Q6_K, Q8_0 or the float model",
-        )  # fmt: skip
-    numbers: NDArray[Any] = _fields(data[:, -128:], 32, 4)
-    if bits > 4:
-        numbers = numbers | _fields(data[:, 16:48], 32, 1) << 4
+            name,
+            "the offsets of its groups are not multiples of one float16 number for 256 weights",
+            "quantize with scale_format='q4_k' (uint4) or 'q5_k' (uint5), as the presets q4_k_offset and q5_k_offset do",
+        )
+    return number, multiples
+
+
+def _unpack_with_offsets(data: Bytes, *, bits: int) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]] | None:
+    """``None`` where the offsets are not zero points of a symmetric grid."""
+    middle = 1 << (bits - 1)
+    common, number = _from_half(data[:, :2]), _from_half(data[:, 2:4])
+    multiples, offsets = _from_six_bits(data[:, 4:16])
+    if not np.array_equal(offsets * number, multiples * common * middle):
+        return None
+    numbers = _from_unsigned_codes(data, bits)
     return (numbers.astype(np.int16) - middle).astype(np.int8), multiples * common, common
+
+
+def _unpack_with_free_offsets(data: Bytes, *, bits: int) -> tuple[NDArray[Any], ...]:
+    common, number = _from_half(data[:, :2]), _from_half(data[:, 2:4])
+    multiples, offsets = _from_six_bits(data[:, 4:16])
+    return _from_unsigned_codes(data, bits), multiples * common, common, offsets * number
 
 
 _HALF = ("float16", "float12")
@@ -296,6 +349,7 @@ BLOCKS: dict[str, BlockType] = {
                 partial(_pack_with_offsets, bits=bits),
                 partial(_unpack_with_offsets, bits=bits),
                 256,
+                free=(partial(_pack_with_free_offsets, bits=bits), partial(_unpack_with_free_offsets, bits=bits)),
             )
             for number, bits, size in ((12, 4, 144), (13, 5, 176))
         ),
@@ -321,6 +375,12 @@ def to_blocks(weight: PackedWeight, row: BlockType) -> Bytes:
     codes, zero = signed(weight)
     rows, groups = weight.shape[0], row.size // row.group
     common = weight.encoding.common
+    if weight.encoding.shift is not None:
+        assert common is not None and row.free is not None
+        offset = weight.scale * weight.encoding.zero.astype(np.float64)
+        parts = [np.asarray(array).reshape(-1, groups) for array in (weight.scale, common, offset)]
+        blocks = weight.codes.reshape(-1, row.size)
+        return row.free[0](blocks, parts[0], parts[1][:, :1], parts[2], weight.name).reshape(rows, -1)
     scale, zero = (np.asarray(array).reshape(-1, groups) for array in (weight.scale, zero))
     if row.size > row.group:
         assert common is not None and common.shape == weight.scale.shape
@@ -330,9 +390,12 @@ def to_blocks(weight: PackedWeight, row: BlockType) -> Bytes:
 
 def from_blocks(name: str, data: Bytes, shape: Sequence[int], row: BlockType) -> PackedWeight:
     """The weight that :func:`to_blocks` stored."""
-    codes, scale, zero = row.unpack(np.ascontiguousarray(data).reshape(-1, row.bytes))
-    per_block = (*shape[:-1], shape[-1] // row.group)
-    granularity = PerBlock(row.group, len(shape) - 1, tuple(range(len(shape) - 1)))
+    blocks = np.ascontiguousarray(data).reshape(-1, row.bytes)
+    unpacked = row.unpack(blocks)
+    if unpacked is None:
+        return _with_free_offsets(name, blocks, shape, row)
+    codes, scale, zero = unpacked
+    per_block, granularity = _grouped(shape, row)
     fmt: ScaleFormat = parse_scale_format(row.scales[0])
     if fmt.shared == "blocks":
         common = np.broadcast_to(zero, scale.shape).reshape(per_block)
@@ -343,6 +406,29 @@ def from_blocks(name: str, data: Bytes, shape: Sequence[int], row: BlockType) ->
         return PackedWeight(name, codes.reshape(shape), made)
     encoding = Encoding(row.format, scale.reshape(per_block), zero.reshape(per_block), granularity)
     return PackedWeight(name, codes.reshape(shape), with_scale(encoding, encoding.scale, fmt))
+
+
+def _grouped(shape: Sequence[int], row: BlockType) -> tuple[tuple[int, ...], PerBlock]:
+    per_block = (*shape[:-1], shape[-1] // row.group)
+    return per_block, PerBlock(row.group, len(shape) - 1, tuple(range(len(shape) - 1)))
+
+
+def _with_free_offsets(name: str, blocks: Bytes, shape: Sequence[int], row: BlockType) -> PackedWeight:
+    """The weight of blocks whose zero points are real numbers."""
+    assert row.free is not None and isinstance(row.format, IntFormat)
+    codes, scale, common, offset = row.free[1](blocks)
+    per_block, granularity = _grouped(shape, row)
+    fmt = IntFormat(row.format.bits, signed=False)
+    common = np.maximum(common, np.float32(2.0**-24))
+    codes = np.where(scale.repeat(row.group, 1) > 0, codes, 0)  # groups without a scale are their offset
+    scale = np.where(scale > 0, scale, common)
+    zero = offset.astype(np.float64) / scale
+    whole = np.clip(np.rint(zero), fmt.qmin, fmt.qmax)
+    scale, common = (np.broadcast_to(part, scale.shape).reshape(per_block) for part in (scale, common))
+    shift = (zero - whole).astype(np.float32).reshape(per_block)
+    stored = parse_scale_format(row.scales[0])
+    made = Encoding(fmt, scale, whole.astype(np.int64).reshape(per_block), granularity, stored, common, shift=shift)
+    return PackedWeight(name, codes.astype(np.uint8).reshape(shape), made)
 
 
 # ------------------------------------------------------------------------------------------------ the container

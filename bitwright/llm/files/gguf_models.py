@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.errors import ExportError
-from bitwright.llm.packed import FloatWeight, PackedWeight, Weight
+from bitwright.llm.packed import FloatWeight, Weight
 
 logger = logging.getLogger("bitwright")
 
@@ -332,7 +331,9 @@ def take_rows(weight: Weight, rows: NDArray[np.intp]) -> Weight:
         common = encoding.common
         if common is not None and common.shape == encoding.scale.shape:
             common = common[rows]
-        encoding = replace(encoding, scale=encoding.scale[rows], zero_point=encoding.zero_point[rows], common=common)
+        shift = None if encoding.shift is None else encoding.shift[rows]
+        scale, zero_point = encoding.scale[rows], encoding.zero_point[rows]
+        encoding = replace(encoding, scale=scale, zero_point=zero_point, common=common, shift=shift)
     return replace(weight, codes=weight.codes[rows], encoding=encoding)
 
 
@@ -340,16 +341,4 @@ def transposed(weight: Weight) -> Weight:
     """The transposed matrix; blocks along one axis become blocks along the other."""
     if isinstance(weight, FloatWeight):
         return replace(weight, values=weight.values.T.contiguous())
-    encoding, granularity = weight.encoding, weight.granularity
-    if isinstance(granularity, PerBlock):
-        assert granularity.axis is not None and isinstance(granularity.channel_axis, int)
-        granularity = replace(granularity, axis=1 - granularity.axis, channel_axis=1 - granularity.channel_axis)
-    elif isinstance(granularity, PerChannel):
-        assert granularity.axis is not None
-        granularity = PerChannel(1 - granularity.axis)
-    encoding = replace(
-        encoding, scale=encoding.scale.T, zero_point=encoding.zero_point.T, granularity=granularity,
-        common=None if encoding.common is None else encoding.common.T,
-    )  # fmt: skip
-    assert isinstance(weight, PackedWeight)
-    return replace(weight, codes=np.ascontiguousarray(weight.codes.T), encoding=encoding)
+    return replace(weight, codes=np.ascontiguousarray(weight.codes.T), encoding=weight.encoding.permuted((1, 0)))

@@ -381,9 +381,10 @@ class Problem:
             kept = Grid.of(grid_encoding(moved, encoding, self.layer), self.layer, codes.device)
             if moved is grid or not torch.equal(kept.scale.expand_as(moved.scale), moved.scale):
                 return  # rows share scales, or the format has no room for these
-            grid = moved
-            yield grid, grid.values(codes)
-            if turn < refit - 1:
+            grid = kept if grid.stores_offsets else moved
+            if not grid.stores_offsets:
+                yield grid, grid.values(codes)
+            if turn < refit - 1 or grid.stores_offsets:
                 codes = round_on(grid)
                 yield grid, grid.values(codes)
 

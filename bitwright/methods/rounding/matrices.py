@@ -282,6 +282,11 @@ class Grid:
     steps: int = 0
     free: bool = False
 
+    @property
+    def stores_offsets(self) -> bool:
+        """Whether zero points are stored as products with the scales, whose numbers are few."""
+        return self.free and self.scale_format.offsets > 0
+
     def nearest(self, w: Tensor) -> Tensor:
         """Codes of ``w``, ties to even."""
         return self.rounded(w / self.scale)

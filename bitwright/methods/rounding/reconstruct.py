@@ -202,8 +202,10 @@ class SignedRounding:
 
     def parameters(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimiser, each with a factor of the learning rate."""
-        ends = [self.low, self.high] if self.grid.steps else [self.high]
-        return [{"params": [self.offset, *ends], "factor": 1.0}]
+        return [{"params": [self.offset, *self._ends()], "factor": 1.0}]
+
+    def _ends(self) -> list[Tensor]:
+        return [self.low, self.high] if self.grid.steps and not self.grid.stores_offsets else [self.high]
 
     @torch.no_grad()
     def confine(self) -> None:
@@ -216,11 +218,15 @@ class SignedRounding:
         """Scale, lowest and highest code of every weight; gradients pass roundings straight."""
         grid, index = self.grid, self.grid.index
         assert index is not None
-        if not grid.steps:
+        if not grid.steps or grid.stores_offsets:
             scale = grid.scale * self.high[index]
             with torch.no_grad():
                 stored = grid.stored(scale) - scale
-            return scale + stored, grid.lo, grid.hi
+            scale = scale + stored
+            if not grid.stores_offsets:
+                return scale, grid.lo, grid.hi
+            lo = grid.lo * grid.scale / scale  # the lowest value stays
+            return scale, lo, lo + grid.steps
         # ends move towards zero, or towards the middle of the grid where zero may lie beyond it
         middle = (grid.lo + grid.hi) / 2 if grid.free else 0.0
         low, high = (
@@ -274,7 +280,7 @@ class LearnedClipping(SignedRounding):
 
     def parameters(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimiser, each with a factor of the learning rate."""
-        return [{"params": [self.low, self.high] if self.grid.steps else [self.high], "factor": 1.0}]
+        return [{"params": self._ends(), "factor": 1.0}]
 
 
 logger = logging.getLogger("bitwright")

@@ -96,7 +96,7 @@ def _candidates(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encodi
     a quarter.
     """
     is_float = isinstance(start.format, FloatFormat)
-    if start.shift is not None:
+    if start.shift is not None and not start.scale_format.offsets:
         yield from _moved(start, count)
         return
     if not is_float and start.common is None:
@@ -107,11 +107,24 @@ def _candidates(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encodi
         start = wider if is_sayable(wider) else start
     yield start
     factors = [i / count for i in range(count + (count // 2 if is_float else 0), 0, -1) if i != count]
-    for factor in (2.0, 0.5, 0.25) if start.scale_format.name == "e8m0" else factors:
+    yield from _scaled(start, [2.0, 0.5, 0.25] if start.scale_format.name == "e8m0" else factors)
+
+
+def _scaled(start: Encoding, factors: Sequence[float]) -> Iterator[Encoding]:
+    """``start`` with scales times each factor, where its format stores them."""
+    for factor in factors:
         scale = stored_scale(start.scale * np.float32(factor), start.scale_format, start.common)
-        candidate = replace(start, scale=scale)
+        candidate = replace(start, scale=scale) if start.shift is None else _with_same_offset(start, scale)
         if is_sayable(candidate):
             yield candidate
+
+
+def _with_same_offset(start: Encoding, scale: np.ndarray) -> Encoding:
+    """``start`` with other scales, whose lowest value stays, as it is stored."""
+    assert isinstance(start.format, IntFormat)
+    zero = start.scale * start.zero.astype(np.float64) / scale
+    whole = np.clip(np.rint(zero), start.format.qmin, start.format.qmax)
+    return replace(start, scale=scale, zero_point=whole.astype(np.int64), shift=(zero - whole).astype(np.float32))
 
 
 def _moved(start: Encoding, count: int) -> Iterator[Encoding]:

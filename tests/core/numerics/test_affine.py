@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -24,9 +25,11 @@ from bitwright.core.numerics.affine import (
     encode,
     fake_quantize,
     grid,
+    is_sayable,
     quantize,
     round_to_float,
     storage_dtype,
+    with_stored_scale,
 )
 from bitwright.core.numerics.arrays import to_numpy
 from bitwright.core.numerics.encoding import Encoding
@@ -434,6 +437,23 @@ def test_symmetric_grids_of_two_and_three_bits_use_their_lowest_code(bits, codes
     assert positive == np.float32(1 / ((1 << (bits - 1)) - 1))
     narrow, _ = choose_qparams(-1.0, 1.0, IntFormat(bits, narrow=True), symmetric=True)
     assert narrow == np.float32(1 / ((1 << (bits - 1)) - 1))
+
+
+def test_offsets_of_real_zero_points_are_multiples_of_a_half_number_for_eight_blocks():
+    """Q4_K of llama.cpp: the lowest value of a block is minus a multiple, 0 to 63, of one float16 number for eight blocks."""
+    spec = QuantSpec("uint4", PerBlock(32), "float_zero_point", scale_format="q4_k")
+    rng = np.random.default_rng(0)
+    lo, hi = rng.uniform(-2, 0.5, (3, 16)), rng.uniform(0.6, 2, (3, 16))
+    found = encode(lo, hi, spec, PerBlock(32, 1, 0))
+    offset = -found.min.reshape(3, 2, 8)
+    number = (offset.max(2, keepdims=True) / 63).astype(np.float16).astype(np.float64)
+    assert np.allclose(offset / number, np.rint(offset / number), atol=1e-4)
+    assert np.abs(offset.reshape(3, 16) - np.maximum(-lo, 0)).max() <= 0.51 * number.max()
+    assert is_sayable(found)
+    other = replace(found, shift=np.array(found.shift) + np.float32(0.03))
+    assert not is_sayable(other)
+    again = with_stored_scale(other, other.scale)
+    assert is_sayable(again) and np.array_equal(again.scale, other.scale)
 
 
 CASTED = [fmt for fmt in FLOAT_FORMATS.values() if not fmt.codebook]
