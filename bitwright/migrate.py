@@ -137,17 +137,22 @@ def _is_another_language(source: str) -> bool:
     return magic.startswith("%%") and magic not in _PYTHON_CELLS
 
 
-def _migrate_notebook(content: bytes, name: str) -> tuple[bytes, Migrated]:
+def _code_of(content: bytes, name: str) -> tuple[Any, list[tuple[Any, str]]]:
+    """A notebook, and its cells of code with their text."""
     try:
         notebook: Any = json.loads(content)
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError) as error:
+        return notebook, [(cell, "".join(cell["source"])) for cell in cells]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             name, f"it is not a notebook: {type(error).__name__}: {error}", "give a notebook of format 4, or a script"
         ) from error
+
+
+def _migrate_notebook(content: bytes, name: str) -> tuple[bytes, Migrated]:
+    notebook, cells = _code_of(content, name)
     done: list[Migrated] = []
-    for number, cell in enumerate(cells, 1):
-        source = "".join(cell["source"])
+    for number, (cell, source) in enumerate(cells, 1):
         if _is_another_language(source):
             continue
         found = migrate(source, f"{name}, cell {number}")

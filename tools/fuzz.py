@@ -39,7 +39,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import fuzz_readers  # noqa: E402
 
 from tests.support.damage import as_json, damaged_bytes, damaged_document, damaged_message  # noqa: E402
 
@@ -651,6 +653,7 @@ KINDS: dict[str, Callable[[Random, Path], Use]] = {
     "plan": plan_case,
     "language": language_case,
     "packed": packed_case,
+    **fuzz_readers.KINDS,
 }
 #: prepared before the first case, so that its time and memory are not a case's
 _PREPARATIONS: dict[str, Callable[[], Any]] = {
@@ -659,6 +662,7 @@ _PREPARATIONS: dict[str, Callable[[], Any]] = {
     "checkpoint": checkpoint,
     "plan": compressed,
     "language": language_model,
+    **fuzz_readers.PREPARATIONS,
 }
 
 

@@ -161,7 +161,7 @@ def read_certificate(path: str | os.PathLike[str]) -> Document:
     content = read_bytes(path, _MAX_BYTES, ExportError, unreadable=read_error)
     try:
         document = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ExportError(site, f"it was changed since it was written: {error}", _AGAIN) from error
     if not isinstance(document, dict) or document.get("kind") != "bitwright certificate":
         raise ExportError(site, "it is not a certificate, or was changed since it was written", _AGAIN)
@@ -171,7 +171,27 @@ def read_certificate(path: str | os.PathLike[str]) -> Document:
         raise ExportError(site, problem, f"{_AGAIN}, or use the Bitwright that wrote it")
     if tuple(document) != _KEYS or _text(document).encode() != content or document["digest"] != _digest(document):
         raise ExportError(site, "a byte of it was changed since it was written: its digest does not match", _AGAIN)
+    wrong = next(_misfits(document), None)
+    if wrong is not None:
+        raise ExportError(site, f"{wrong} is not what a certificate holds there", _AGAIN)
     return document
+
+
+def _misfits(document: Document) -> Iterator[str]:
+    """Entries of another kind than :func:`certify` writes; the digest of one who changed them may be right."""
+    machine = document["machine"]
+    if not isinstance(machine, dict) or not {"system", "cpu", "features"} <= machine.keys():
+        yield "machine"
+    else:
+        yield from (f"{key} of machine" for key in ("system", "cpu") if not isinstance(machine[key], str))
+    listed = (("others", document["others"]), ("features", machine["features"] if isinstance(machine, dict) else []))
+    for key, names in listed:
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            yield key
+    mappings = [(key, document[key]) for key in ("files", "seeds", "versions", "answers")]
+    answers = document["answers"]
+    mappings += [(f"{key} of answers", value) for key, value in answers.items()] if isinstance(answers, dict) else []
+    yield from (key for key, value in mappings if not isinstance(value, dict))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.files import read_archive, read_array, read_bytes, read_document
 from bitwright.core.simulation.calibration import samples_in
 from bitwright.errors import ConfigError
 
@@ -144,25 +145,27 @@ def read_labels(path: Path) -> Any:
         )
     try:
         return _READERS[kind](path)
-    except (ValueError, KeyError, TypeError, csv.Error) as error:
-        raise ConfigError(
-            str(path), f"it holds no labels: {error}", "write an array with numpy.save, one label per sample"
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
+        raise ConfigError(str(path), f"it holds no labels: {error!r:.200}", _REMEDY) from error
+
+
+_REMEDY = "write an array with numpy.save, one label per sample"
+_MOST_BYTES = 1 << 29  # annotations of the largest public collections take that
 
 
 def _array(path: Path) -> Any:
-    return np.load(path, allow_pickle=False)
+    return read_array(path, ConfigError, _REMEDY)
 
 
 def _archive(path: Path) -> Any:
-    with np.load(path, allow_pickle=False) as found:
-        if len(found.files) != 1:
-            raise ValueError(f"it has {len(found.files)} arrays")
-        return found[found.files[0]]
+    found = read_archive(path, ConfigError, _REMEDY)
+    if len(found) != 1:
+        raise ValueError(f"it has {len(found)} arrays")
+    return next(iter(found.values()))
 
 
 def _json(path: Path) -> Any:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_document(path, ConfigError, remedy=_REMEDY, max_bytes=_MOST_BYTES)
     return content if isinstance(content, list) else _coco(content)
 
 
@@ -180,8 +183,7 @@ def _coco(content: Mapping[str, Any]) -> list[dict[str, Array]]:
 
 
 def _table(path: Path) -> Any:
-    with path.open(encoding="utf-8", newline="") as file:
-        last = [row[-1] for row in csv.reader(file) if row]
+    last = [row[-1] for row in csv.reader(io.StringIO(_text(path), newline="")) if row]
     for begin in (0, 1):  # the first row may be a heading
         try:
             return np.array([int(cell) for cell in last[begin:]])
@@ -191,7 +193,11 @@ def _table(path: Path) -> Any:
 
 
 def _lines(path: Path) -> Any:
-    return path.read_text(encoding="utf-8").splitlines()
+    return _text(path).splitlines()
+
+
+def _text(path: Path) -> str:
+    return read_bytes(path, _MOST_BYTES, ConfigError).decode("utf-8")
 
 
 _READERS: dict[str, Callable[[Path], Any]] = {

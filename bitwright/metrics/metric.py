@@ -365,8 +365,9 @@ def _tokens(vocabulary: Any) -> list[str]:
     if isinstance(vocabulary, (str, Path)):
         try:
             text = Path(vocabulary).read_text(encoding="utf-8")
-            vocabulary = json.loads(text) if Path(vocabulary).suffix == ".json" else text.splitlines()
-        except (OSError, ValueError) as error:
+            found = json.loads(text) if Path(vocabulary).suffix == ".json" else text.splitlines()
+            return _tokens(found if isinstance(found, dict) else list(found))
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 "metric wer", f"its vocabulary cannot be read: {error}", "give a list of tokens"
             ) from error

@@ -9,6 +9,7 @@ every other site; the files hold it whole.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from bitwright.tables import Tabular, text_table
 TENSORS, DOCUMENT = "packed.safetensors", "packed.json"
 Form = Literal["auto", "modules", "graph"]
 _MOST_BYTES = 64 << 20  # of the document
+_VERSION = 2  # of the files
 _LAYERS: dict[type[nn.Module], str] = {
     nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",
 }  # fmt: skip
@@ -727,7 +729,7 @@ def _write(contents: _Contents, folder: Path) -> None:
         }
     document = {
         "kind": "bitwright.packed",
-        "version": 1,
+        "version": _VERSION,
         "dtype": contents.dtype,
         "weights": weights,
         "layers": contents.layers,
@@ -738,7 +740,14 @@ def _write(contents: _Contents, folder: Path) -> None:
     }
     with atomic_files(folder, name=DOCUMENT, create=True) as staging:
         save_file(tensors, staging / TENSORS)
+        document["digest"] = _digest(document, tensors)
         (staging / DOCUMENT).write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
+
+
+def _digest(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """Of the program and of what it reads; the numbers of the tensors, which may be gigabytes, do not count."""
+    shapes = sorted((name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items())
+    return hashlib.sha256(json.dumps([document, shapes], sort_keys=True).encode()).hexdigest()
 
 
 def _read(folder: Path) -> _Contents:
@@ -750,9 +759,11 @@ def _read(folder: Path) -> _Contents:
     settle(folder)
     document = read_document(folder / DOCUMENT, ModelError, max_bytes=_MOST_BYTES)
     try:
-        if document["kind"] != "bitwright.packed" or document["version"] != 1:
+        if document["kind"] != "bitwright.packed" or document["version"] != _VERSION:
             raise ValueError(f"it is {document['kind']!r:.40}, version {document['version']!r:.20}")
         tensors = load_file(folder / TENSORS)
+        if document.pop("digest") != _digest(document, tensors):
+            raise ValueError(f"{DOCUMENT}, or a shape in {TENSORS}, was changed since it was written")
         parts: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")

@@ -21,11 +21,12 @@ from typing import Any
 from bitwright.analysis.subject import listed
 from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.export.files.atomic import check_stem, write_json
+from bitwright.export.files.kept import read_kept, write_kept
 from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.precision.choice import undominated
 from bitwright.precision.costs import COSTS, check_cost, check_rows, table_of_times, timed
 from bitwright.precision.result import confirmed
-from bitwright.precision.search import INTERRUPTED, check_options, judged_data, read_kept
+from bitwright.precision.search import INTERRUPTED, check_options, judged_data
 from bitwright.precision.trials import (
     FIRST,
     Job,
@@ -420,7 +421,7 @@ class _Auto:
             sim, times = self._job.float_side.subject.sim, table_of_times(times)
             self._float["presets"] = timed(sim, times)
             check_rows(times, sim.graph)
-        write_json(path, self._float)
+        write_kept(path, self._float)
         logger.info("the float model was measured in %.1f s", time.monotonic() - begin)
 
     def _read(self, trial: Trial) -> None:
@@ -430,7 +431,7 @@ class _Auto:
         if found.get("suspicious") and not self._float["trusted"]:
             self._job.float_side.check_metric()
             self._float["trusted"] = True
-            write_json(self._job.folder / "float.json", self._float)
+            write_kept(self._job.folder / "float.json", self._float)
         self.reports[trial.name] = found
 
     # -- judging

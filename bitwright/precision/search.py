@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from bitwright.analysis.subject import Subject, listed, open_subject
-from bitwright.core.files import read_document
 from bitwright.core.graph.cost import as_bound
 from bitwright.core.numerics.spec import Preset
-from bitwright.errors import ConfigError, checks_arguments, with_article
-from bitwright.export.files.atomic import write_json
+from bitwright.errors import ConfigError, checks_arguments
+from bitwright.export.files.kept import read_kept, write_kept
 from bitwright.export.files.manifest import Fingerprint
 from bitwright.metrics.labels import inputs_and_labels, inputs_of
 from bitwright.metrics.metric import find_metric, is_function, needs_labels
@@ -280,22 +279,8 @@ logger = logging.getLogger("bitwright")
 #: notes of results that more time could change
 OUT_OF_TIME = "the search ended because time was used up"
 INTERRUPTED = "the search was interrupted; this is the best point it had"
-_MAX_BYTES = 64 << 20  # every group and point of a search for precisions is in a report
 _SHARE = 1e-3  # of the noise at the most bits, that a group has at least
 _FRONT = 24  # points of the front that is drawn
-
-
-def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
-    """Read the state file of a search.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
-    remedy = f"{remove}, and the same call goes on; or name an empty folder"
-    found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json")
-    if not isinstance(found, dict):
-        raise ConfigError(str(path), f"it holds {with_article(type(found).__name__)}, not what a search wrote", remedy)
-    return found
 
 
 class Measured:
@@ -320,11 +305,7 @@ class Measured:
         self.scores: dict[str, Score] = {}
         if path is not None and path.is_file():
             kept = read_kept(path)
-            if not {"identity", "noise", "scores"} <= kept.keys():
-                raise ConfigError(
-                    str(path), "it does not hold what a search wrote", "remove it, or name another folder"
-                )
-            if kept["identity"] == identity:
+            if kept.get("identity") == identity:
                 self.noise.update(kept["noise"])
                 self.scores.update(
                     (k, Score(np.asarray(v["values"], np.float64), v["share"])) for k, v in kept["scores"].items()
@@ -338,7 +319,7 @@ class Measured:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         scores = {k: {"values": score.values.tolist(), "share": score.share} for k, score in self.scores.items()}
         noise = {k: value for k, value in self.noise.items() if math.isfinite(value)}
-        write_json(
+        write_kept(
             self._path, {"format": "bitwright-search", "identity": self._identity, "noise": noise, "scores": scores}
         )
 

@@ -31,14 +31,14 @@ import numpy as np
 from bitwright.analysis.analyze import analyze
 from bitwright.analysis.subject import Subject, open_subject
 from bitwright.errors import BitwrightError, ConfigError, close_matches
-from bitwright.export.files.atomic import write_json
+from bitwright.export.files.kept import read_kept, write_kept
 from bitwright.export.files.manifest import Fingerprint, fingerprint
 from bitwright.metrics.labels import label_array
 from bitwright.precision.candidates import as_candidates, simulation_of
 from bitwright.precision.costs import present_costs
 from bitwright.precision.measure import Metric, Noise, one_sided
 from bitwright.precision.result import decibel
-from bitwright.precision.search import INTERRUPTED, OUT_OF_TIME, mixed_precision, read_kept
+from bitwright.precision.search import INTERRUPTED, OUT_OF_TIME, mixed_precision
 from bitwright.recipes.quantize import quantize
 from bitwright.runtimes.onnxruntime import operator_libraries, register_operators
 
@@ -225,7 +225,7 @@ def run_trial(job: Job, trial: Trial, given_up: str = "") -> None:
             if isinstance(error, ConfigError) and error.site == "deadline":
                 report["cut"] = OUT_OF_TIME
         report.update(trial=trial.to_dict(), seconds=time.monotonic() - begin)
-        write_json(partial / REPORT, report)
+        write_kept(partial / REPORT, report)
         if final.exists():  # the same trial, by a worker that was taken for lost
             shutil.rmtree(partial)
             return
@@ -317,7 +317,7 @@ def read_trial(folder: Path, name: str, trial: Trial | None = None) -> dict[str,
         ConfigError: the file is damaged, or of another trial of this name.
     """
     path = folder / "trials" / name / REPORT
-    if not path.is_file():
+    if not path.parent.exists():  # a trial's folder appears whole
         return None
     found = read_kept(path, _REMOVE_TRIAL)
     if trial is not None and _plain(found.get("trial")) != _plain(trial.to_dict()):
@@ -431,7 +431,7 @@ def claim(folder: Path, mine: Mapping[str, str]) -> None:
                     "name an empty folder, or go on with the same model, data and options",
                 )
         return
-    write_json(path, {"format": "bitwright-auto", "version": _VERSION, "identity": dict(mine)})
+    write_kept(path, {"format": "bitwright-auto", "version": _VERSION, "identity": dict(mine)})
 
 
 _ATTEMPTS = 3

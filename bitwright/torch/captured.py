@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +24,10 @@ _PICKLED = ("custom_obj_", "opaque_obj_")
 _SAMPLES = "sample_inputs/"
 _MODES = ("training", "train")  # what operators call the argument that says that a model learns
 _CHANCES = ("p", "dropout")
+# what zipfile, zlib and JSON raise for damaged entries, and reading what another content has not
+_NO_ARCHIVE = (
+    zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, RuntimeError,
+)  # fmt: skip
 _CAPTURE = "torch.export.export(model.eval(), ...)"
 
 
@@ -67,10 +72,10 @@ def _refuse_pickles(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             found = next(_pickled(archive), None)
-    except (zipfile.BadZipFile, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except _NO_ARCHIVE as error:
         raise ModelError(
             str(path),
-            f"it is no archive of torch.export: {error}",
+            f"it is no archive of torch.export: {error!r:.200}",
             "write it with torch.export.save(program, path); a state_dict or a pickled module holds no graph",
         ) from error
     if found is not None:

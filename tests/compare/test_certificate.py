@@ -74,6 +74,18 @@ def test_a_changed_byte_anywhere_is_found(folder: Path) -> None:
     assert check_certificate(folder).ok
 
 
+@pytest.mark.parametrize(
+    "key, value",
+    [("answers", {"ort_x64": 3}), ("machine", {"system": "", "cpu": ""}), ("others", [{}]), ("files", "none")],
+)
+def test_entries_of_another_kind_are_refused_though_their_digest_is_right(
+    folder: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    changed = rewritten(folder / "net_certificate.json", tmp_path / "c.json", lambda found: found.update({key: value}))
+    with pytest.raises(ExportError, match=f"{key} is not what a certificate holds there"):
+        read_certificate(changed)
+
+
 def test_a_file_that_came_later_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inner = folder / "parts"
     inner.mkdir()

@@ -31,6 +31,14 @@ TOKENS, NEXT = RNG.normal(size=(7, 9, 11)).astype(np.float32), RNG.integers(0, 1
 NEXT[2, 5:] = -100
 
 
+_NO_LABELS = (
+    ("g.npz", b"PK\x03\x04 and no archive", "it cannot be read as an archive of arrays"),
+    ("h.json", b"[" * 100 + b"]" * 100, "nested too deeply"),
+    ("i.json", b'{"categories": [], "images": [], "annotations": [3]}', "it holds no labels: AttributeError"),
+    ("j.txt", b"\xff\xfe", "it holds no labels: UnicodeDecodeError"),
+)
+
+
 def of(metric, outputs, labels, parts: int = 2) -> np.ndarray:
     """A value per sample, from batches."""
     named = find_metric(metric)
@@ -280,5 +288,14 @@ def test_labels_of_files(tmp_path):
     (tmp_path / "e.json").write_text('{"images": 3}')
     with pytest.raises(ConfigError, match="e.json: it holds no labels"):
         read_labels(tmp_path / "e.json")
+    for name, content, said in _NO_LABELS:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{name}: .*{said}"):
+            read_labels(tmp_path / name)
+    with pytest.raises(ConfigError, match="g.npy: it cannot be read as an array: No such file"):
+        read_labels(tmp_path / "g.npy")
+    with pytest.raises(ConfigError, match="vocabulary cannot be read.*give a list of tokens"):
+        (tmp_path / "v.json").write_text('{"a": [1]}')
+        find_metric({"wer": {"vocabulary": str(tmp_path / "v.json")}})
     with pytest.raises(ConfigError, match="not read from files of the kind '.xml'. Remedy: use .csv, .json"):
         read_labels(tmp_path / "f.xml")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bitwright.core.numerics.encoding import Encoding
@@ -17,7 +18,7 @@ from bitwright.core.numerics.granularity import PerChannel, PerToken
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError
 from bitwright.llm.packed import PackedWeight
 from bitwright.packed.layers import Fp8Linear, Grid, Int4WeightLinear, Int8WeightLinear, Parts, exact_products
-from bitwright.packed.pack import DOCUMENT, TENSORS
+from bitwright.packed.pack import DOCUMENT, TENSORS, _digest
 from bitwright.torch import QuantizationSimModel, load_packed, pack
 
 
@@ -201,5 +202,21 @@ def test_damaged_folders_and_other_models_are_refused(tmp_path: Path) -> None:
         "kwargs": {},
     }
     (graph / DOCUMENT).write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=r"packed\.json, or a shape in packed\.safetensors, was changed since"):
+        load_packed(graph)
+    document["digest"] = _digest({key: v for key, v in document.items() if key != "digest"}, load_file(graph / TENSORS))
+    (graph / DOCUMENT).write_text(json.dumps(document))
     with pytest.raises(ModelError, match="'os.system' is not an operator of torch"):
         load_packed(graph)
+
+
+def test_a_tensor_of_another_shape_is_refused_when_the_folder_is_loaded(tmp_path: Path) -> None:
+    x = torch.randn(2, 64)
+    pack(simulated(perceptron(), x), tmp_path)
+    tensors = load_file(tmp_path / TENSORS)
+    name = next(name for name in tensors if name.startswith("tensors/"))
+    save_file({**tensors, name: tensors[name][:-1].clone()}, tmp_path / TENSORS)
+    with pytest.raises(
+        ModelError, match=r"a shape in packed\.safetensors, was changed since.*pack the simulation again"
+    ):
+        load_packed(tmp_path)

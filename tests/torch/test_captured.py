@@ -175,6 +175,7 @@ def test_methods_that_change_a_module_in_place_ask_for_it() -> None:
         ("net/data/sample_inputs/model.pt", b"cos\nsystem\n(S'true'\ntR.", "is a pickle"),
         ("net/data/weights/model_weights_config.json", b'{"config": {"w": {"use_pickle": true}}}', "config.json: w is a"),
         ("net/data/weights/model_weights_config.json", b"{", "no archive of torch.export"),
+        ("net/data/weights/model_weights_config.json", b'{"config": 0.5}', "no archive of torch.export.*no attribute 'items'"),
         ("net/models/model.json", b"{}", "torch.export.load cannot read it with torch"),
     ],
 )  # fmt: skip
