@@ -119,6 +119,15 @@ def test_the_file_of_a_written_norm_agrees_with_its_simulation(tmp_path, batches
     assert sim.verify(batches[0]).ok
 
 
+def test_a_norm_of_padded_rows_verifies_where_its_output_has_sixteen_bits(tmp_path, batches):
+    """The root of a row of zeros is a thousand times those of others, and codes are a 65,536th of the range."""
+    model = Net(Written(RMS["rsqrt"])).eval()
+    sim = QuantizationSimModel(model, batches[0], preset="w8a16")
+    sim.compute_encodings(batches, progress=False)
+    sim.export(tmp_path, "net", batches[0])
+    assert (report := sim.verify(batches[0])).ok, report.to_text()
+
+
 D = 32
 Node = tuple[str, str, str]  # operator, what it reads, what it makes
 

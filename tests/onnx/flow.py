@@ -153,3 +153,46 @@ def masked(batch: int = 4, steps: int = 6, inputs: int = 8, width: int = 16) -> 
     joined = net("Transpose", net("Concat", *made, axis=2), perm=[1, 0, 2])
     product = net("MatMul", joined, net.weights(2 * width, 3, name="V"), name="head")
     return net.model(net("Add", product, net.weights(3, name="v"), out="y"))
+
+
+def gated(batch: int = 4, steps: int = 6, inputs: int = 8, width: int = 16) -> onnx.ModelProto:
+    """A GRU both ways whose states are gated after the product, as TensorFlow's exporter writes Keras's.
+
+    The weights are states of the Loops, and the products in their bodies are Gemm.
+    """
+    net = Net(seed=11)
+    x, lengths = net.input("x", (batch, steps, inputs)), net.const(np.full(batch, steps, np.int64), "lengths")
+    turned, back = net("Transpose", x, perm=[1, 0, 2]), {"time_axis": 0, "batch_axis": 1}
+    parts = {"W": (inputs, 3 * width), "R": (width, 3 * width), "b": (3 * width,), "c": (3 * width,)}
+    state = (FLOAT, (batch, width))
+    made = []
+    for way in ("forward", "backward"):
+        sequence = turned if way == "forward" else net("ReverseSequence", turned, lengths, **back)
+        names = [net.weights(*shape, name=f"{way}.{name}") for name, shape in parts.items()]
+        inner = Net(seed=12)
+        products = {
+            "i": inner("Gemm", inner("Gather", sequence, "i", axis=0), "W", "b", name="ih"),
+            "h": inner("Gemm", "h", "R", "c", name="hh"),
+        }
+        sizes = inner.const(np.full(3, width), "sizes")
+        (iz, ir, ig), (hz, hr, hg) = (
+            inner("Split", product, sizes, out=[f"{of}{gate}" for gate in "zrg"], axis=-1)
+            for of, product in products.items()
+        )
+        z, r = (inner("Sigmoid", inner("Add", one, other)) for one, other in ((iz, hz), (ir, hr)))
+        candidate = inner("Tanh", inner("Add", ig, inner("Mul", r, hg)))
+        rest = inner("Sub", inner.const(np.float32(1), "one"), z)
+        h = inner("Add", inner("Mul", z, "h"), inner("Mul", rest, candidate))
+        going = inner("Identity", "going", out="going_out")
+        shapes = [(name, FLOAT, shape) for name, shape in parts.items()]
+        kept = ((inner("Identity", name, out=f"{name}_out"), kind, shape) for name, kind, shape in shapes)
+        step = body((going, BOOL, ()), *kept, (h, *state), (inner("Identity", h), *state), net=inner,
+                    inputs=[("i", INT64, ()), ("going", BOOL, ()), *shapes, ("h", *state)])  # fmt: skip
+        begin = net.const(np.zeros((batch, width)), f"{way}.begin")
+        outs = [f"{way}.{name}" for name in (*(f"{name}_last" for name in parts), "h_last", "each")]
+        count, yes = net.const(np.int64(steps)), net.const(np.bool_(True))
+        each = net("Loop", count, yes, *names, begin, out=outs, body=step)[-1]
+        made.append(each if way == "forward" else net("ReverseSequence", each, lengths, **back))
+    joined = net("Transpose", net("Concat", *made, axis=2), perm=[1, 0, 2])
+    product = net("MatMul", joined, net.weights(2 * width, 3, name="V"), name="head")
+    return net.model(net("Add", product, net.weights(3, name="v"), out="y"))

@@ -151,6 +151,18 @@ def test_recurrent_layers_with_a_mask(caplog):
     assert sim.verify(data[0]).ok
 
 
+def test_gates_of_both_ways_are_on_grids_and_no_weight_is_left_out(caplog):
+    """Weights that are states of Loops and read by Gemm: none is called unreached, and every place of the file agrees."""
+    proto, data, sim = calibrated(flow.gated)
+    for feeds in data:
+        assert sqnr(run(proto, feeds)[0], sim.run(feeds)[0]) > 28
+    weights = [f"{way}.{name}" for way in ("forward", "backward") for name in "WR"]
+    assert all(sim.quantizers[name].role == "weight" and sim.quantizers[name].encoding is not None for name in weights)
+    assert "never reached" not in caplog.text
+    report = sim.verify(data[0])
+    assert report.ok and all(row.ok for row in report.rows), report.to_text()
+
+
 def bodies_of(graph):
     """Every body, those inside others included."""
     found = [a.g for node in graph.node for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
