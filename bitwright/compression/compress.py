@@ -51,6 +51,9 @@ class Compressed(Tabular):
         seconds: that it took.
         bits: weight -> bits, where they were chosen with the widths.
         rules: ``config_file`` of :func:`bitwright.quantize` and of simulations, for these bits.
+        not_in_config: why ``from_pretrained`` of a model of transformers or diffusers could not load the compressed one: no
+            numbers of its configuration describe it. Its ``save_pretrained`` refuses then, but for checkpoints of a ``Trainer``;
+            :meth:`save` writes any model. Empty where ``save_pretrained`` writes what ``from_pretrained`` loads.
     """
 
     _rows = "rows"
@@ -70,6 +73,7 @@ class Compressed(Tabular):
     seconds: float = 0.0
     bits: Mapping[str, int] = field(default_factory=dict, repr=False)
     rules: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    not_in_config: str = ""
 
     @property
     def summary(self) -> str:
@@ -100,6 +104,8 @@ class Compressed(Tabular):
             shared = Counter(self.bits.values())
             said.append("weights: " + ", ".join(f"{shared[n]} at {n} bits" for n in sorted(shared, reverse=True)))
         said += [f"state: {name} {list(old)} -> {list(new)}" for name, (old, new) in self.states.items()]
+        if self.not_in_config:
+            said.append(f"save_pretrained refuses: {self.not_in_config}")
         if self.refused:
             said.append("not touched:")
             said += [f"  {refusal}" for refusal in self.refused]
@@ -341,9 +347,10 @@ class _Job:
             count,
             decibel(noise),
             report.states,
-            {"format": 1, "steps": structure.steps},
+            structure.plan(),
             bits=report.bits,
             rules=report.rules,
+            not_in_config=structure.not_in_config,
         )
 
 

@@ -903,6 +903,9 @@ class SvdReport(Reversible, Tabular):
         return "\n".join([str(self.table()), self.summary, *lines])
 
 
+_NO_CONFIGURATION = "layers are written as factors, which no configuration describes"
+
+
 def svd_report(space: SvdSpace, factored: Sequence[Factored], undo: Undo, chosen: Chosen | None = None) -> SvdReport:
     """The report of the factors in the model of ``space``."""
     by_layer = {one.layer: one for one in factored}
@@ -917,8 +920,14 @@ def svd_report(space: SvdSpace, factored: Sequence[Factored], undo: Undo, chosen
         saved = _costs(layer.macs - made[0], layer.params - made[1])
         after = {name: after[name] - saved[name] for name in after}
     steps = [space.plan_step(one) for one in factored]
-    plan = {} if None in steps else {"format": 1, "steps": steps}
-    return SvdReport(tuple(rows), dict(space.found.refused), before, after, chosen, plan, [undo])
+    plan: dict[str, Any] = {} if None in steps else {"format": 1, "steps": steps}
+    saves = space.opened.undescribed(_NO_CONFIGURATION, plan) if factored else lambda: None
+
+    def undo_both() -> None:
+        saves()
+        undo()
+
+    return SvdReport(tuple(rows), dict(space.found.refused), before, after, chosen, plan, [undo_both])
 
 
 def svd(

@@ -16,6 +16,7 @@ import numpy as np
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.health.report import HealthReport
 from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.simulation import Simulation
 from bitwright.errors import ModelError, with_article
 from bitwright.methods.folding.batch_norm_search import FoldReport
@@ -51,6 +52,15 @@ class Opened(ABC):
         """Write a change into the caller's model; where it cannot be undone, ``report`` is kept."""
         report.keep()
         self.give_back()
+
+    def undescribed(self, reason: str, plan: Mapping[str, Any]) -> Undo:
+        """Let a model that saves itself as a configuration and weights refuse to, since no configuration describes it.
+
+        Args:
+            reason: of the refusal.
+            plan: what rebuilds the model.
+        """
+        return lambda: None
 
     @abstractmethod
     def give_back(self) -> None:
@@ -244,9 +254,16 @@ class Structured(ABC):
 
     Attributes:
         steps: what was done, as a plan of compression has it.
+        not_in_config: why the configuration that the model is saved with cannot describe it; set by :meth:`finished`.
     """
 
     steps: list[dict[str, Any]]
+    not_in_config: str = ""
+
+    def plan(self) -> dict[str, Any]:
+        """What was done, as plain data."""
+        refusal = {"not_in_config": self.not_in_config} if self.not_in_config else {}
+        return {"format": 1, "steps": self.steps, **refusal}
 
     @abstractmethod
     def graph(self) -> Graph:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from bitwright.core.simulation.float_model import sqnr
+from bitwright.core.simulation.float_model import Undo, sqnr
 from bitwright.errors import ConfigError, ModelError
 from bitwright.methods.folding import batch_norm_fold
 from bitwright.methods.folding.batch_norm_fold import FoldReport
@@ -38,6 +38,7 @@ from bitwright.torch.calls.inputs import (
 from bitwright.torch.captured import as_module
 from bitwright.torch.depth import TorchBlocks
 from bitwright.torch.interception.intercept import Frame, Key
+from bitwright.torch.pretrained import refuse_to_save
 from bitwright.torch.program import Forward, TorchSimulation
 from bitwright.torch.ranks import batches_of_ranks
 from bitwright.torch.simulation.quantsim import QuantizationSimModel, adopt, copied, require_module
@@ -208,6 +209,10 @@ class TorchOpened(Opened):
 
     def finish(self, report: Reversible) -> None:
         """Nothing to do: the module is changed in place, and ``report.undo()`` stays possible."""
+
+    def undescribed(self, reason: str, plan: Mapping[str, Any]) -> Undo:
+        """By its ``save_pretrained``, of models of transformers and diffusers."""
+        return refuse_to_save(self.model, reason, {**plan, "not_in_config": reason})
 
     def give_back(self) -> None:
         """Let the view read the module anew."""

@@ -8,10 +8,9 @@ result has another shape than was predicted, and is refused with the name of the
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +44,7 @@ from bitwright.torch.calls.inputs import (
 from bitwright.torch.depth import drop_again
 from bitwright.torch.factors import rebuild_chain
 from bitwright.torch.interception.record import Call, Slot, named_inputs, record
+from bitwright.torch.pretrained import configurations, fit_configuration, is_pretrained, refusal_of, refuse_to_save
 from bitwright.torch.view import TorchView
 
 _MOST_PLAN = 64 << 20  # bytes
@@ -158,11 +158,15 @@ class TorchStructure(Structured):
         return batch
 
     def finished(self) -> nn.Module:
-        """The module, with its configuration updated to the new widths where it can express them."""
-        found = _new_config(self.model, self._sizes)
-        if found:
-            vars(self.model.config).update(found)
-            self.steps.append({"kind": "cut", "parameters": {}, "attributes": {"config": found}})
+        """The module; its configuration has the new widths where it can express them, else it refuses to be saved with it."""
+        fit = fit_configuration(self.model, self._sizes, self.narrowed(self._examples[0]))
+        if fit.changed:
+            holders = configurations(self.model)
+            for holder, numbers in fit.attributes.items():
+                holders[holder].update(numbers)
+            self.steps.append({"kind": "cut", "parameters": {}, "attributes": fit.attributes})
+        self.not_in_config = fit.reason
+        refuse_to_save(self.model, fit.reason, {"format": 1, "steps": self.steps})
         return self.model
 
     def give_back(self) -> None:
@@ -170,7 +174,7 @@ class TorchStructure(Structured):
 
     def one_configuration(self) -> bool:
         """Whether the model is saved as a configuration and weights, as in transformers."""
-        return _is_pretrained(self.model)
+        return is_pretrained(self.model)
 
     def metric_target(self) -> nn.Module:
         """The module."""
@@ -600,58 +604,6 @@ def _changed_lengths(graph: Graph, kept: Kept) -> set[tuple[int, int]]:
     return pairs
 
 
-def _is_pretrained(model: nn.Module) -> bool:
-    config = getattr(model, "config", None)
-    return hasattr(model, "save_pretrained") and hasattr(config, "to_dict") and hasattr(config, "save_pretrained")
-
-
-def _new_config(model: nn.Module, sizes: Collection[tuple[int, int]]) -> dict[str, int]:
-    """Configuration values with which the class builds a module of exactly these shapes; empty where none does.
-
-    Numbers that equal a length that was cut are tried one after the other, and kept where more shapes are right with them.
-
-    Args:
-        model: with a configuration.
-        sizes: lengths of axes before and after.
-    """
-    if not sizes or not _is_pretrained(model):
-        return {}
-    held = vars(model.config)
-    tries = [
-        (key, new) for key, value in held.items() if type(value) is int for old, new in sorted(sizes) if value == old
-    ]
-    starts: list[dict[str, int]] = [{}]
-    if {"hidden_size", "num_attention_heads"} <= held.keys() and "head_dim" not in held:
-        # classes that would compute the width of a head from the number of heads read it where it is given
-        starts.append({"head_dim": held["hidden_size"] // held["num_attention_heads"]})
-    return next((found for found in (_fitted(model, start, tries) for start in starts) if found is not None), {})
-
-
-def _fitted(model: nn.Module, start: Mapping[str, int], tries: Sequence[tuple[str, int]]) -> dict[str, int] | None:
-    """``start`` with the trials that correct more shapes; ``None`` where some stay wrong."""
-    found = dict(start)
-    left = _wrong_shapes(model, found)
-    for key, new in tries:
-        now = _wrong_shapes(model, {**found, key: new}) if left and key not in found else left
-        if now < left:
-            found[key], left = new, now
-    return None if left else found
-
-
-def _wrong_shapes(model: nn.Module, changed: Mapping[str, int]) -> int:
-    """Number of parameters whose shapes differ in a module built from the changed configuration."""
-    have = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    config = copy.deepcopy(model.config)
-    vars(config).update(changed)
-    try:
-        with torch.device("meta"):
-            built = type(model)(config)
-    except (ValueError, ArithmeticError, RuntimeError, AssertionError):  # numbers that do not go together
-        return len(have) + 1
-    made = {name: tuple(t.shape) for name, t in built.state_dict().items()}
-    return sum(made.get(name) != shape for name, shape in have.items())
-
-
 def _is_fused(module: nn.Module) -> TypeGuard[nn.RNNBase]:
     return isinstance(module, nn.RNNBase) and next(module.parameters()).is_cuda
 
@@ -709,6 +661,7 @@ def rebuild(model: nn.Module, plan: Mapping[str, Any]) -> nn.Module:
                 "give result.plan or the file plan.json as it was written",
             )  # fmt: skip
         _cut_again(model, step)
+    refuse_to_save(model, refusal_of(plan), plan)
     return model
 
 
@@ -723,11 +676,11 @@ def _is_cut(step: Mapping[str, Any]) -> bool:
     return all(
         str(axis).isdecimal() and isinstance(places, list) and places and all(type(p) is int and p >= 0 for p in places)
         for axis, places in kept
-    ) and all(isinstance(w, int | list | tuple) for widths in attributes.values() for w in widths.values())
+    ) and all(isinstance(w, int | float | list | tuple) for widths in attributes.values() for w in widths.values())
 
 
 def _cut_again(model: nn.Module, step: Mapping[str, Any]) -> None:
-    tensors, holders = dict(named_state(model)), dict(_holders(model))
+    tensors, holders = dict(named_state(model)), {**configurations(model), **dict(_holders(model))}
     strange = [name for name in step["parameters"] if name not in tensors]
     if strange:
         raise ConfigError(
