@@ -121,21 +121,35 @@ def _tries(model: nn.Module, sizes: Collection[tuple[int, int]]) -> Iterator[tup
     pairs = sorted(sizes)
     for holder, held in configurations(model).items():
         factors = sorted({v for v in held.values() if type(v) is int and v > 0})
-        for name, value in held.items():
-            place = holder, name
-            if type(value) is int:
-                yield from ((place, None, new) for old, new in pairs if value == old)
-            if isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
-                yield from ((place, i, new) for i, v in enumerate(value) for old, new in pairs if v == old)
-            if value is None and _WIDTH.search(name):
-                yield from ((place, None, new) for new in dict.fromkeys(new for _, new in pairs))
-            if type(value) in (int, float) and _FACTOR.search(name):
-                yield from (
-                    (place, None, new / by if new % by else new // by)
-                    for by in factors
-                    for old, new in pairs
-                    if value * by == old
-                )
+        for name, at, value in _entries(held):
+            yield from (((holder, name), at, new) for new in _replacements(name, value, pairs, factors))
+
+
+def _entries(held: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Any]]:
+    """``(name, position, value)`` of a configuration, entries of lists one by one."""
+    for name, value in held.items():
+        if isinstance(value, (list, tuple)):
+            yield from ((name, i, entry) for i, entry in enumerate(value))
+        else:
+            yield name, None, value
+
+
+def _replacements(name: str, value: Any, pairs: Sequence[tuple[int, int]], factors: Sequence[int]) -> Iterator[Any]:
+    """Values that a number of a configuration may have after widths were cut.
+
+    Args:
+        name: of the number.
+        value: at present.
+        pairs: lengths before and after.
+        factors: other numbers, one of which may be multiplied by this one.
+    """
+    if value is None and _WIDTH.search(name):
+        yield from dict.fromkeys(new for _, new in pairs)
+    if type(value) is int:
+        yield from (new for old, new in pairs if value == old)
+    if type(value) in (int, float) and _FACTOR.search(name):
+        products = ((by, new) for by in factors for old, new in pairs if value * by == old)
+        yield from (new / by if new % by else new // by for by, new in products)
 
 
 @dataclass(frozen=True)
