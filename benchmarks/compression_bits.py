@@ -14,7 +14,7 @@ import argparse
 import logging
 
 import measure  # first: it puts the repository on the path
-from pruning import SUBJECTS, _few
+from pruning import SUBJECTS, few
 
 import bitwright
 from tests.support import data
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--part", type=float, default=0.11, help="of the bytes that may be left")
     part = parser.parse_args().part
     logging.disable(logging.WARNING)
-    model, images, test = SUBJECTS["resnet20_aux"].model(), data.cifar("train").x, _few(data.cifar(), 1000)
+    model, images, test = SUBJECTS["resnet20_aux"].model(), data.cifar("train").x, few(data.cifar(), 1000)
     rows = []
     for name, (bits, cap) in CHOICES.items():
         found = bitwright.compress(model, [images[:64]], {"bytes": part}, bits=bits, cap=cap, progress=False)

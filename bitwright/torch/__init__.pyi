@@ -33,6 +33,7 @@ from bitwright.torch.adapters import place_adapters as place_adapters
 from bitwright.torch.calls.inputs import Inputs as Inputs
 from bitwright.torch.error_correction import add_low_rank_branches as add_low_rank_branches
 from bitwright.torch.error_correction import correct_errors as correct_errors
+from bitwright.torch.experts import drop_experts as drop_experts
 from bitwright.torch.masks import keep_masks as keep_masks
 from bitwright.torch.ranks import gather_batches as gather_batches
 from bitwright.torch.simulation.quantsim import QuantizationSimModel as QuantizationSimModel

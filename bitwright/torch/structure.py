@@ -42,6 +42,7 @@ from bitwright.torch.calls.inputs import (
     walk_modules,
 )
 from bitwright.torch.depth import drop_again
+from bitwright.torch.experts import experts_again
 from bitwright.torch.factors import rebuild_chain
 from bitwright.torch.interception.record import Call, Slot, named_inputs, record
 from bitwright.torch.pretrained import configurations, fit_configuration, is_pretrained, refusal_of, refuse_to_save
@@ -627,7 +628,11 @@ def _conv_widths(module: nn.modules.conv._ConvNd, weight: torch.Tensor) -> dict[
     return {"out_channels": width[made], "in_channels": width[read]}
 
 
-_STEPS: dict[str, Callable[[nn.Module, Mapping[str, Any]], None]] = {"chain": rebuild_chain, "drop": drop_again}
+_STEPS: dict[str, Callable[[nn.Module, Mapping[str, Any]], None]] = {
+    "chain": rebuild_chain,
+    "drop": drop_again,
+    "experts": experts_again,
+}
 
 
 @checks_arguments
