@@ -12,6 +12,9 @@ name            a unit's score
 ``median``      sum of distances of its rows from those of the other units (He et al. 2019, arXiv:1811.00250)
 ``lamp``        squared norm over the sum of the squared norms that are not smaller (Lee et al. 2021, arXiv:2010.07611)
 ``taylor``      what the loss would change by, ``|sum(gradient * weight)|`` (Molchanov et al. 2019, arXiv:1906.10771)
+``hessian``     what the outputs would change by, without labels: the mean of ``sum(gradient * weight)`` squared, over gradients
+                of the outputs in random directions, which is the change to first order (the Gauss-Newton matrix of the squared
+                error, as Hassibi and Stork 1993, but per unit)
 ``activation``  norm of what its readers read times the norm of the columns they read it by (as Sun et al., arXiv:2306.11695)
 ``random``      random numbers: the baseline of every comparison
 ==============  ==================================================================================================
@@ -19,7 +22,7 @@ name            a unit's score
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +44,7 @@ class Evidence:
         graph: of the model.
         param: name -> value.
         gradients: parameter -> gradient of the loss, summed over the data; for ``taylor``.
+        directions: such gradients of the outputs in random directions, one after the other; for ``hessian``.
         squares: operator -> mean square of each channel it reads, and the axis of its weight that they belong to; for
             ``activation``.
         seed: of ``random``.
@@ -50,6 +54,7 @@ class Evidence:
     graph: Graph
     param: Callable[[str], Array]
     gradients: Mapping[str, Array] = field(default_factory=dict)
+    directions: Sequence[Mapping[str, Array]] = ()
     squares: Mapping[str, Array] = field(default_factory=dict)
     seed: int = 0
     normed: Mapping[str, tuple[Op, Op]] = field(init=False)
@@ -151,6 +156,15 @@ def _taylor(group: Group, evidence: Evidence) -> Array:
     return np.sum(found, 0)
 
 
+def _hessian(group: Group, evidence: Evidence) -> Array:
+    total = np.zeros(group.units)
+    for gradients in evidence.directions:
+        parts = [(member, gradients.get(member.param)) for member in group.makers]
+        known = [evidence.rows(member) * evidence.rows(member, g) for member, g in parts if g is not None]
+        total += np.square(sum((rows.sum(1) for rows in known), np.zeros(group.units)))
+    return np.sqrt(total / max(len(evidence.directions), 1))
+
+
 def _activation(group: Group, evidence: Evidence) -> Array:
     found = []
     for member in group.readers:
@@ -176,6 +190,7 @@ IMPORTANCE: dict[str, Callable[[Group, Evidence], Array]] = {
     "median": _median,
     "lamp": _lamp,
     "taylor": _taylor,
+    "hessian": _hessian,
     "activation": _activation,
     "random": _random,
 }

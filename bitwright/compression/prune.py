@@ -234,6 +234,7 @@ class Selector:
         return best
 
 
+_DIRECTIONS = 8  # random directions of the outputs, for each batch
 _BISECTIONS = 14
 _REFILLS = 4  # of each group, at most on average
 
@@ -468,6 +469,13 @@ def _evidence(
                 "importance", "taylor needs a loss to differentiate", "give loss=, or use importance='activation'"
             )
         evidence.gradients = gradients([m.param for g in groups for m in g.makers])
+    if options.importance == "hessian":
+        names = [m.param for g in groups for m in g.makers]
+        evidence.directions = [
+            structure.directional_gradients(batch, names, options.seed + i)
+            for batch in few_batches(batches)
+            for i in range(_DIRECTIONS)
+        ]
     return evidence
 
 

@@ -356,6 +356,14 @@ class Structured(ABC):
             ConfigError: the front end has none, or the loss is no number to differentiate.
         """
 
+    @abstractmethod
+    def directional_gradients(self, batch: Any, names: Sequence[str], seed: int) -> Mapping[str, Array]:
+        """Gradients, by parameters, of the outputs of a batch in a random direction: of their sum with random signs.
+
+        Raises:
+            ConfigError: the front end has no gradients.
+        """
+
 
 def taken(axes: Sequence[Array | None], array: Array) -> Array:
     """The positions of an array that stay, per axis; ``None`` where all do."""

@@ -83,6 +83,12 @@ class OnnxStructure(Structured):
             "loss", "an ONNX model has no gradients", "use importance='activation', or compress the torch module"
         )
 
+    def directional_gradients(self, batch: Any, names: Sequence[str], seed: int) -> dict[str, Array]:
+        """None: ONNX Runtime does not differentiate."""
+        raise ConfigError(
+            "importance", "hessian needs gradients, which an ONNX model has not", "use importance='activation'"
+        )
+
     # -- reading
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

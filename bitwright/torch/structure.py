@@ -206,6 +206,24 @@ class TorchStructure(Structured):
                 tensor.requires_grad_(False)
         return {n: np.asarray(g.float().cpu().numpy()) for n, g in zip(wanted, found, strict=True) if g is not None}
 
+    def directional_gradients(self, batch: Any, names: Sequence[str], seed: int) -> dict[str, Array]:
+        """By one backward pass."""
+        rng = torch.Generator().manual_seed(seed)
+        given = to_device(self.narrowed(batch), model_device(self.model))
+
+        def summed(model: nn.Module) -> torch.Tensor:
+            args, kwargs = as_call(given)
+            made = [t for t in tensors_in(model(*args, **kwargs)) if t.is_floating_point() and t.requires_grad]
+            if not made:
+                raise ConfigError(
+                    "importance", "hessian needs outputs of floating point that depend on the weights",
+                    "use importance='activation'",
+                )  # fmt: skip
+            signs = [(torch.randint(2, t.shape, generator=rng) * 2 - 1).to(t.device, t.dtype) for t in made]
+            return torch.stack([(t * sign).sum().float() for t, sign in zip(made, signs, strict=True)]).sum()
+
+        return self.gradients(summed, names)
+
     # -- reading
 
     def graph(self) -> Graph:

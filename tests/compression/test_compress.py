@@ -303,7 +303,7 @@ def test_bad_input(net: Net) -> None:
 @pytest.mark.parametrize(
     ("importance", "ranking"),
     [("l1", "global"), ("gamma", "global"), ("median", "uniform"), ("lamp", "global"), ("taylor", "uniform"),
-     ("activation", "global"), ("random", "uniform")],
+     ("hessian", "uniform"),     ("activation", "global"), ("random", "uniform")],
 )  # fmt: skip
 def test_every_criterion(net: Net, importance: str, ranking: Any) -> None:
     result = bitwright.compress(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import bitwright
 from bitwright.compression.groups import Dependencies
 from bitwright.compression.importance import Evidence, criterion
+from bitwright.errors import ConfigError
 from bitwright.methods.front_end import front_end_of
 from bitwright.torch import fold_all_batch_norms
 
@@ -54,3 +57,37 @@ def test_the_scale_of_rows_in_front_of_a_batch_norm_says_nothing() -> None:
         found = scores(model, x, "l2")["0"]
         before = found if before is None else before
     np.testing.assert_allclose(found, before, rtol=1e-5)
+
+
+class Halves(nn.Module):
+    """Units of one layer, each twice as loud as the one before in its product, however that is shared by both layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.read = nn.Linear(6, 8, bias=False), nn.Linear(8, 5)
+        share = 2.0 ** torch.tensor([3.0, -2.0, 0.0, 5.0, -4.0, 1.0, 2.0, -1.0])[:, None]
+        with torch.no_grad():
+            rows = nn.functional.normalize(torch.randn(8, 6)) * 2.0 ** torch.arange(8)[:, None]
+            self.make.weight.copy_(rows * share)
+            self.read.weight.copy_(nn.functional.normalize(torch.randn(5, 8), dim=0) / share.T)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(self.make(x).relu())
+
+
+def test_hessian_is_the_change_of_the_outputs() -> None:
+    torch.manual_seed(0)
+    net, batches = Halves(), [torch.randn(16, 6) for _ in range(4)]
+    result = bitwright.compress(net, batches, {"params": 0.6}, importance="hessian", ranking="uniform", widths=1)
+    (row,) = result.rows
+    assert set(row.removed) == set(range(row.before - row.after))  # the quietest, which norms of rows do not see
+    wrong = bitwright.compress(net, batches, {"params": 0.6}, importance="l1", ranking="uniform", widths=1)
+    assert wrong.rows[0].removed != row.removed
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_files_have_no_gradients(tmp_path: Path) -> None:
+    file = tmp_path / "m.onnx"
+    torch.onnx.export(Halves().eval(), (torch.randn(2, 6),), str(file), dynamo=True, verbose=False)
+    with pytest.raises(ConfigError, match="an ONNX model has not.*importance='activation'"):
+        bitwright.compress(str(file), [torch.randn(2, 6).numpy()], {"params": 0.6}, importance="hessian")
