@@ -6,6 +6,7 @@ An edit may put a :class:`ChannelClamp` in place of an activation: it clips ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ from bitwright.torch.calls.inputs import (
 from bitwright.torch.factors import chain_of_modules, chain_plan, no_chain
 from bitwright.torch.interception.intercept import Interceptor
 from bitwright.torch.interception.record import Call, Recorder, Slot, named_inputs, record
-from bitwright.torch.simulation.simulate import CallPlan, Simulator
+from bitwright.torch.simulation.simulate import CallPlan, Simulator, WithGradient
 
 
 class ChannelClamp(nn.Module):
@@ -180,10 +181,22 @@ class TorchView:
         for _ in self._runs(batches, taps):
             pass
 
-    def _runs(
-        self, batches: Iterable[Any], taps: Callable[[int], dict[str, list[torch.Tensor]]]
-    ) -> Iterator[dict[str, list[torch.Tensor]]]:
-        """Run the batches; yield the lists that ``taps`` made for each, with a copy of every value of that name."""
+    def tapped(self, batch: Any, values: Sequence[str], gradients: bool) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+        """Run a batch in the mode that the model is in: what it returns, and a copy of every named value, a list per name.
+
+        Args:
+            batch: as the model takes it.
+            values: names of the graph.
+            gradients: the copies are part of the graph of autograd.
+        """
+        with self._intercepted() as simulator:
+            simulator.taps = {name: WithGradient() if gradients else [] for name in values}
+            args, kwargs = as_call(batch)
+            return self.model(*args, **kwargs), simulator.taps
+
+    @contextmanager
+    def _intercepted(self) -> Iterator[Simulator]:
+        """Inside the block, a simulator in float sees what the model calls."""
         self.graph()
         simulator = Simulator(
             {
@@ -196,19 +209,26 @@ class TorchView:
         interceptor.loops, interceptor.turns = self._recorder.loops, self._recorder.turns
         interceptor.repeats = self._recorder.repeats
         interceptor.attach()
-        device = model_device(self.model)
         try:
-            with interceptor.handled_by(simulator), torch.no_grad(), evaluation(self.model):
-                for i, batch in enumerate(with_samples(batches)):
-                    simulator.taps = taps(i)
-                    args, kwargs = as_call(to_device(self._prepared(batch), device))
-                    for name, tensor in named_inputs(self._recorder.signature, args, kwargs):
-                        if name in simulator.taps:
-                            simulator.taps[name].append(tensor.clone())  # a model may write into its input
-                    self.model(*args, **kwargs)
-                    yield simulator.taps
+            with interceptor.handled_by(simulator):
+                yield simulator
         finally:
             interceptor.detach()
+
+    def _runs(
+        self, batches: Iterable[Any], taps: Callable[[int], dict[str, list[torch.Tensor]]]
+    ) -> Iterator[dict[str, list[torch.Tensor]]]:
+        """Run the batches; yield the lists that ``taps`` made for each, with a copy of every value of that name."""
+        device = model_device(self.model)
+        with self._intercepted() as simulator, torch.no_grad(), evaluation(self.model):
+            for i, batch in enumerate(with_samples(batches)):
+                simulator.taps = taps(i)
+                args, kwargs = as_call(to_device(self._prepared(batch), device))
+                for name, tensor in named_inputs(self._recorder.signature, args, kwargs):
+                    if name in simulator.taps:
+                        simulator.taps[name].append(tensor.clone())  # a model may write into its input
+                self.model(*args, **kwargs)
+                yield simulator.taps
 
     def local(self, op: str) -> Callable[..., Array]:
         """The op as a function of its activation inputs (numpy, in port order); parameters are read at each call."""
