@@ -143,6 +143,7 @@ def compress(
     widths: str | int = "cpu",
     bits: Iterable[int] = (),
     alike: bool | None = None,
+    in_config: bool = False,
     inner: bool = False,
     averaged: bool = False,
     include: Iterable[str] = (),
@@ -184,6 +185,8 @@ def compress(
             activations in float).
         alike: take as many units from groups at the same place of repeated blocks, so that one configuration describes all;
             by default for models of transformers, whose configuration is rewritten where it can say the new widths.
+        in_config: leave what the configuration of a model of transformers cannot say, such as heads of BERT, so that
+            ``save_pretrained`` writes what ``from_pretrained`` of its class loads.
         inner: positions within heads, and within groups of convolutions, in place of whole ones.
         averaged: also widths that a layer norm averages over, such as that of the embedding, whose removal changes what the norm
             computes.
@@ -221,6 +224,7 @@ def compress(
         seed,
         "ms" not in target,
         check_bits(tuple(bits)),
+        in_config,
     )
     if options.bits and ranking != "exact":
         raise ConfigError("bits", f"ranking={ranking!r} chooses widths alone", "leave ranking out, or bits")
@@ -366,6 +370,7 @@ def prune_model(
     cap: float = 0.9,
     widths: str | int = "cpu",
     alike: bool | None = None,
+    in_config: bool = False,
     inner: bool = False,
     averaged: bool = False,
     include: Iterable[str] = (),
@@ -384,7 +389,7 @@ def prune_model(
         model: a module, or a loaded ONNX model; changed in place.
         data: batches of real inputs.
         macs, params: the part that may be left.
-        importance, ranking, cap, widths, alike, inner, averaged, include, exclude: as for :func:`compress`.
+        importance, ranking, cap, widths, alike, in_config, inner, averaged, include, exclude: as for :func:`compress`.
         reconstruction, batch_norms, seed, providers, progress: as for :func:`compress`.
 
     Raises:
@@ -397,7 +402,18 @@ def prune_model(
         raise ConfigError("prune", "it needs a target", "give macs or params (0.5 halves them)")
     check_target(target)
     options = PruneOptions(
-        importance, ranking, cap, widths, alike, inner, averaged, tuple(include), tuple(exclude), seed, False
+        importance,
+        ranking,
+        cap,
+        widths,
+        alike,
+        inner,
+        averaged,
+        tuple(include),
+        tuple(exclude),
+        seed,
+        False,
+        in_config=in_config,
     )
     search = Search(progress=progress)
     job = _Job("prune_model", model, list(data), options, search, reconstruction, batch_norms, providers, in_place=True)

@@ -255,6 +255,7 @@ class PruneOptions:
     seed: int = 0
     narrow_inputs: bool = True
     bits: tuple[int, ...] = ()
+    in_config: bool = False
 
     @property
     def kernels(self) -> Widths:
@@ -372,6 +373,9 @@ def prune(
         structure, batches[0], inner=options.inner, averaged=options.averaged, narrow_inputs=options.narrow_inputs
     )
     groups = [g for g in found.groups if _chosen(g, options)]
+    if options.in_config and (forbidden := _undescribed(structure, found, groups, widths)):
+        found = found.without({**{r.name: r.reason for r in found.refused}, **forbidden})
+        groups = [g for g in found.groups if _chosen(g, options)]
     if not groups:
         raise _nothing(found)
     evidence = _evidence(structure, found, groups, batches, options, gradients)
@@ -407,6 +411,20 @@ def prune(
     shapes = {n: found.graph.values[n].shape for n in (*found.given, *found.states) if cut.axes(n)}
     states = {name: (shape, cut.shape(name, shape)) for name, shape in shapes.items()}
     return PruneReport(rows, found.refused, choice.costs, chosen, readers, norms, states, weights, bits)
+
+
+def _undescribed(structure: Structured, found: Dependencies, groups: Sequence[Group], widths: Widths) -> dict[str, str]:
+    """Group -> why the configuration of the model cannot say a smaller width of it and of its kin."""
+    reasons: dict[str, str] = {}
+    for kin in dict.fromkeys(g.kin for g in groups):
+        alike = [g for g in groups if g.kin == kin]
+        gone = {g.name: np.arange(g.units - step_of(g, widths), g.units) for g in alike if g.units > 1}
+        undo = structure.cut(found.cut(gone))
+        reason = structure.undescribed()
+        undo()
+        if reason:
+            reasons |= {g.name: f"the configuration cannot say another width of it: {reason}" for g in alike}
+    return reasons
 
 
 def _first(selector: Selector, target: Mapping[str, float], weights: BitSpace | None) -> tuple[int, Choice]:

@@ -340,6 +340,10 @@ class Structured(ABC):
     def give_back(self) -> None:
         """Write the model as it stands into the one that was opened in place."""
 
+    def undescribed(self) -> str:
+        """Why the configuration that a model is saved with cannot say the present widths; empty where it can, or is none."""
+        return ""
+
     def one_configuration(self) -> bool:
         """Whether one set of numbers describes the widths of all blocks of the model."""
         return False

@@ -108,6 +108,20 @@ def fit_configuration(model: nn.Module, sizes: Collection[tuple[int, int]], exam
     return Fit({}, reason)
 
 
+def undescribed(model: nn.Module, sizes: Collection[tuple[int, int]]) -> str:
+    """Why no numbers of the configuration give the present shapes; empty where some do, or the model has no configuration.
+
+    Args:
+        model: after a cut.
+        sizes: lengths of axes before and after, where they changed.
+    """
+    if not is_pretrained(model):
+        return _reason_of_dict(model) if _is_built_from_dict(model) else ""
+    builder, tries = _Builder(model), list(_tries(model, sizes))
+    found = [builder.wrong(_fitted(builder, start, tries)) for start in _starts(model)]
+    return min(found, key=lambda wrong: wrong.count).problem
+
+
 def _starts(model: nn.Module) -> Iterator[Changes]:
     yield {}
     held = vars(model.config)

@@ -45,7 +45,14 @@ from bitwright.torch.depth import drop_again
 from bitwright.torch.experts import experts_again
 from bitwright.torch.factors import rebuild_chain
 from bitwright.torch.interception.record import Call, Slot, named_inputs, record
-from bitwright.torch.pretrained import configurations, fit_configuration, is_pretrained, refusal_of, refuse_to_save
+from bitwright.torch.pretrained import (
+    configurations,
+    fit_configuration,
+    is_pretrained,
+    refusal_of,
+    refuse_to_save,
+    undescribed,
+)
 from bitwright.torch.view import TorchView
 
 _MOST_PLAN = 64 << 20  # bytes
@@ -172,6 +179,10 @@ class TorchStructure(Structured):
 
     def give_back(self) -> None:
         """Does nothing: the module was changed in place."""
+
+    def undescribed(self) -> str:
+        """Why the configuration of a model of transformers or diffusers cannot say the present widths."""
+        return undescribed(self.model, self._sizes)
 
     def one_configuration(self) -> bool:
         """Whether the model is saved as a configuration and weights, as in transformers."""

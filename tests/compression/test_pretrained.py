@@ -101,6 +101,19 @@ def test_what_no_configuration_can_say_is_refused(tmp_path: Path) -> None:
         bitwright.torch.rebuild(copy.deepcopy(model), {**result.plan, "not_in_config": 3})
 
 
+@pytest.mark.parametrize("name", ["BertModel", "GPT2LMHeadModel"])
+def test_what_the_configuration_cannot_say_stays_where_asked(name: str, tmp_path: Path) -> None:
+    model = _small(name, num_key_value_heads=None)
+    result = bitwright.compress(
+        model, DATA, {"params": 0.85}, widths=2, ranking="uniform", in_config=True, reconstruction=False
+    )
+    assert result.not_in_config == "" and not any(row.kind == "heads" for row in result.rows)
+    assert any("the configuration cannot say another width of it" in refusal.reason for refusal in result.refused)
+    result.model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(**DATA[0])[0], result.model(**DATA[0])[0])
+
+
 def test_a_trainer_goes_on_from_checkpoints_of_a_model_that_refuses(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     original, result = _of_unlike_heads()
