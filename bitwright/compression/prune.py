@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -369,15 +370,7 @@ def prune(
         ModelError: the cut model does not compute what the whole one does with the same channels at zero.
     """
     wanted, score, widths = check_target(target), criterion(options.importance), options.kernels
-    found = checked_dependencies(
-        structure, batches[0], inner=options.inner, averaged=options.averaged, narrow_inputs=options.narrow_inputs
-    )
-    groups = [g for g in found.groups if _chosen(g, options)]
-    if options.in_config and (forbidden := _undescribed(structure, found, groups, widths)):
-        found = found.without({**{r.name: r.reason for r in found.refused}, **forbidden})
-        groups = [g for g in found.groups if _chosen(g, options)]
-    if not groups:
-        raise _nothing(found)
+    found, groups = _groups(structure, batches[0], options)
     evidence = _evidence(structure, found, groups, batches, options, gradients)
     scores = {g.name: np.asarray(score(g, evidence)) for g in groups}
     prices = Prices(found.graph, wanted, search.times, max(samples_in(batches[0]), 1))
@@ -411,6 +404,24 @@ def prune(
     shapes = {n: found.graph.values[n].shape for n in (*found.given, *found.states) if cut.axes(n)}
     states = {name: (shape, cut.shape(name, shape)) for name, shape in shapes.items()}
     return PruneReport(rows, found.refused, choice.costs, chosen, readers, norms, states, weights, bits)
+
+
+def _groups(structure: Structured, batch: Any, options: PruneOptions) -> tuple[Dependencies, list[Group]]:
+    """The dependency graph, and the groups that may lose units.
+
+    Raises:
+        ConfigError: there is none; with the reasons.
+    """
+    found = checked_dependencies(
+        structure, batch, inner=options.inner, averaged=options.averaged, narrow_inputs=options.narrow_inputs
+    )
+    groups = [g for g in found.groups if _chosen(g, options)]
+    if options.in_config and (forbidden := _undescribed(structure, found, groups, options.kernels)):
+        found = found.without({**{r.name: r.reason for r in found.refused}, **forbidden})
+        groups = [g for g in found.groups if _chosen(g, options)]
+    if not groups:
+        raise _nothing(found)
+    return found, groups
 
 
 def _undescribed(structure: Structured, found: Dependencies, groups: Sequence[Group], widths: Widths) -> dict[str, str]:
@@ -488,12 +499,9 @@ def _evidence(
             )
         evidence.gradients = gradients([m.param for g in groups for m in g.makers])
     if options.importance == "hessian":
-        names = [m.param for g in groups for m in g.makers]
-        evidence.directions = [
-            structure.directional_gradients(batch, names, options.seed + i)
-            for batch in few_batches(batches)
-            for i in range(_DIRECTIONS)
-        ]
+        names, few = [m.param for g in groups for m in g.makers], few_batches(batches)
+        seeded = itertools.product(few, range(options.seed, options.seed + _DIRECTIONS))
+        evidence.directions = [structure.directional_gradients(batch, names, seed) for batch, seed in seeded]
     return evidence
 
 
