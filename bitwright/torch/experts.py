@@ -328,7 +328,7 @@ def _shorten(container: nn.Module, kept: Sequence[int]) -> Undo:
 
 def _renumber(module: nn.Module, before: int, after: int, routes: bool) -> list[Undo]:
     """Give integers of a module that count experts their new value."""
-    held, undos = vars(module), []
+    held, undos = vars(module), list[Undo]()
     for name, value in list(held.items()):
         counts = _counts_experts(name) or (routes and name == "out_features")
         if counts and type(value) is int and value == before:

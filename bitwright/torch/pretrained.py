@@ -39,7 +39,7 @@ _FACTOR = re.compile("expand|ratio|mult|factor")
 _WIDTH = re.compile("size|dim|inner|heads|width|channels")
 
 
-def is_pretrained(model: nn.Module) -> bool:
+def is_pretrained(model: Any) -> bool:
     """Whether the model is saved as a configuration object and weights, as in transformers."""
     config = getattr(model, "config", None)
     return hasattr(model, "save_pretrained") and hasattr(config, "to_dict") and hasattr(config, "save_pretrained")
@@ -50,7 +50,7 @@ def _is_built_from_dict(model: nn.Module) -> bool:
     return hasattr(model, "save_pretrained") and hasattr(type(model), "from_config") and hasattr(model, "config")
 
 
-def configurations(model: nn.Module) -> dict[str, dict[str, Any]]:
+def configurations(model: Any) -> dict[str, dict[str, Any]]:
     """Holder -> numbers of the configuration and of those inside it: ``config``, ``config.text_config``."""
     found: dict[str, dict[str, Any]] = {}
     waiting = [("config", getattr(model, "config", None))] if is_pretrained(model) else []
@@ -182,7 +182,7 @@ class _Wrong:
 class _Builder:
     """Builds models of a class from its configuration, read back from JSON."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self._have = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         self._seen: dict[str, _Wrong] = {}
@@ -336,7 +336,7 @@ class RefusedSave:
         plan: written beside a checkpoint.
     """
 
-    def __init__(self, model: nn.Module, reason: str, plan: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, reason: str, plan: Mapping[str, Any]) -> None:
         self.model, self.reason, self.plan = model, reason, plan
 
     def __call__(self, save_directory: Any, *args: Any, **options: Any) -> Any:
