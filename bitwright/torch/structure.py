@@ -53,6 +53,7 @@ from bitwright.torch.pretrained import (
     refuse_to_save,
     undescribed,
 )
+from bitwright.torch.replaced import replaced_again
 from bitwright.torch.view import TorchView
 
 _MOST_PLAN = 64 << 20  # bytes
@@ -658,10 +659,8 @@ def _conv_widths(module: nn.modules.conv._ConvNd, weight: torch.Tensor) -> dict[
 
 
 _STEPS: dict[str, Callable[[nn.Module, Mapping[str, Any]], None]] = {
-    "chain": rebuild_chain,
-    "drop": drop_again,
-    "experts": experts_again,
-}
+    "chain": rebuild_chain, "drop": drop_again, "experts": experts_again, "replace": replaced_again,
+}  # fmt: skip
 
 
 @checks_arguments

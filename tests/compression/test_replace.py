@@ -1,0 +1,114 @@
+"""Blocks replaced by what was fitted to them: a block that is linear is replaced without loss, and the target is met."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bitwright
+from bitwright.errors import CalibrationError, ConfigError, ExportError
+from bitwright.torch import rebuild, replace_blocks
+
+
+class Branch(nn.Module):
+    """Its results are steep in ``bend``: 0 makes it linear."""
+
+    def __init__(self, bend: float) -> None:
+        super().__init__()
+        self.bend = bend
+        self.up, self.down = nn.Linear(8, 48), nn.Linear(48, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h + self.bend * h.square())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.branches = nn.ModuleList([Branch(1.0), Branch(0.0), Branch(2.0)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for branch in self.branches:
+            x = x + branch(x)
+        return self.head(x)
+
+
+DATA = [torch.randn(32, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def test_a_linear_block_becomes_a_linear_layer_without_loss(net: Net, tmp_path: Path) -> None:
+    whole = copy.deepcopy(net)
+    report = replace_blocks(net, DATA, params=0.75, progress=False)
+    assert [row.variant for row in report.rows] == ["", "linear", ""]
+    assert report.rows[1].error < 1e-3 < report.rows[0].error
+    unseen = torch.randn(16, 6)
+    torch.testing.assert_close(net(unseen), whole(unseen), atol=1e-3, rtol=1e-3)
+    assert report.after["params"] == sum(p.numel() for p in net.parameters()) <= 0.75 * report.before["params"]
+    assert report.after["macs"] == bitwright.model_costs(net, DATA)["macs"]
+    assert "1 of 3 blocks replaced" in str(report)
+    again = rebuild(copy.deepcopy(whole), report.plan)
+    again.load_state_dict(net.state_dict())
+    assert torch.equal(again(unseen), net(unseen))
+    quantized = bitwright.quantize(net, DATA, recipe=["bias_correction"], progress=False)
+    assert quantized.sim.export(tmp_path, "net", DATA[0])
+
+
+def test_images_keep_their_channels() -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(4, 16, 1), nn.Conv2d(16, 4, 1))
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), block, nn.Conv2d(4, 2, 1)).eval()
+    data = [torch.randn(4, 3, 6, 6)]
+    wanted = net(data[0])
+    report = replace_blocks(net, data, macs=0.6, progress=False)
+    assert [row.variant for row in report.rows] == ["linear"]
+    torch.testing.assert_close(net(data[0]), wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_attention_of_a_language_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2
+    )
+    model: Any = transformers.LlamaForCausalLM(config).eval()
+    data = [{"input_ids": torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(i))} for i in range(2)]
+    report = replace_blocks(model, data, params=0.9, include=["*self_attn"], progress=False)
+    assert report.refused == {"model.layers.0.self_attn": "caches count the tokens of the first layer"}
+    assert any(row.variant for row in report.rows)
+    tokens = data[0]["input_ids"]
+    cached = model.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert torch.equal(cached, model.generate(tokens, max_new_tokens=5, do_sample=False, use_cache=False))
+    with pytest.raises(ExportError, match="blocks are replaced"):
+        model.save_pretrained(tmp_path)
+
+
+def test_bad_input(net: Net) -> None:
+    with pytest.raises(ConfigError, match="needs a target"):
+        replace_blocks(net, DATA)
+    with pytest.raises(CalibrationError, match="held no batch"):
+        replace_blocks(net, [], macs=0.5)
+    with pytest.raises(ConfigError, match="'cubic' is not a variant"):
+        replace_blocks(net, DATA, macs=0.5, variants=["cubic"])
+    with pytest.raises(ConfigError, match=r"0.01 of the macs cannot be met: the nearest that can is 0\.0"):
+        replace_blocks(net, DATA, macs=0.01, progress=False)
+    with pytest.raises(ConfigError, match="no block that can be replaced: no module has several layers"):
+        replace_blocks(nn.Sequential(nn.Linear(6, 6)), DATA, macs=0.5)
+    with pytest.raises(ConfigError, match="what stands in place of a block"):
+        rebuild(net, {"format": 1, "steps": [{"kind": "replace", "module": "branches.0"}]})
+    options = {"variant": "none", "width": 8, "images": False, "results": 0, "reads": ""}
+    with pytest.raises(ConfigError, match="no such block"):
+        rebuild(net, {"format": 1, "steps": [{"kind": "replace", "module": "other", "with": options}]})
