@@ -17,10 +17,14 @@ _LATER = "it is not in this version of Bitwright"
 
 #: dotted name below ``bitwright`` (a module, or a name in one) -> what to do instead
 ABSENT: dict[str, str] = {
-    "aimet_torch.gptvq": f"{_LATER}; bitwright.torch.apply_gptq rounds weights with error feedback",
-    "aimet_torch.experimental.omniquant": f"{_LATER}; apply_reconstruction(sim, data, 'learned_clipping') learns "
-    "ranges, bitwright.torch.smooth_model moves outliers into weights",
-    "aimet_torch.experimental.fptquant": f"{_LATER}; bitwright.torch.rotate_model merges rotations into weights",
+    "aimet_torch.gptvq": "codebooks of vectors are not in this version of Bitwright; bitwright.torch.apply_gptq rounds "
+    "weights of 2 and 3 bits with error feedback (presets w2g32_float_zero, w3g64_float_zero)",
+    "aimet_torch.experimental.fptquant": "bitwright.torch.transform_model(model, data) fits transforms and merges those of "
+    "values into weights, bitwright.torch.rotate_model(model, dummy_input) rotates the residual stream",
+    **dict.fromkeys(
+        (f"aimet_torch.experimental.omniquant{module}.update_lora_weights" for module in ("", ".omniquant_optimizer")),
+        "no scales between channels are folded into weights, so that those of adapters stay as they are",
+    ),
     "aimet_torch.experimental.c_round": "Bitwright rounds ties to even, as ONNX QuantizeLinear does",
     "aimet_torch.blockwise_sampler": "methods keep values between layers themselves: "
     "apply_reconstruction(sim, data, memory_budget=..., spill_dir=...)",
@@ -29,8 +33,9 @@ ABSENT: dict[str, str] = {
     "aimet_torch.winnow": "AIMET removed its public entry in 2.31; pruning is not in this version of Bitwright",
     "aimet_torch.svd": "its steps are AIMET's internals; call ModelCompressor.compress_model, or bitwright.torch.svd_model",
     "aimet_torch.channel_pruning": "its steps are AIMET's internals; call ModelCompressor.compress_model, or bitwright.compress",
-    "aimet_torch.nn.transformers": "no quantized classes are needed: simulations quantize "
-    "what the modules of transformers compute",
+    "aimet_torch.nn.lora": "simulations quantize the layers of PEFT as they are; "
+    "aimet_torch.peft.replace_lora_layers_with_quantizable_layers(model) gives adapters layers of their own",
+    "aimet_torch.nn.transformers.fast_generate_wrapper": "call sim.model.generate(...): nothing has to be wrapped",
     "aimet_torch.experimental.export": f"{_LATER}; sim.export and sim.onnx.export write ONNX",
     "aimet_torch.experimental.transforms": "bitwright.torch.rotate_model merges rotations into weights",
     "aimet_onnx.adaround.adaround_weight.AdaroundParameters": "AIMET took it away with the call on models; "
@@ -51,6 +56,8 @@ ABSENT: dict[str, str] = {
         ),
         "there are no kernels to plug in: run the exported model in ONNX Runtime",
     ),
+    "aimet_torch.quantsim.QuantizationSimModel.run_modules_for_traced_custom_marker": "nothing is traced with markers: "
+    "call sim.export",
     "aimet_onnx.quantsim.QuantizationSimModel.save_model_graph": "print sim.coverage()",
     "aimet_onnx.qc_quantize_op.QcQuantizeOp.get_stats_histogram": f"{_LATER}; sim.health() has the ranges seen",
     "aimet_onnx.qc_quantize_op.QcQuantizeOp.set_zero_point_shift": "codes between the integers are not supported",
@@ -75,11 +82,8 @@ ABSENT: dict[str, str] = {
         "configurations are read by the simulation: QuantizationSimModel(..., config_file=...)",
     ),
     "aimet_onnx.lpbq_utils": "its steps are AIMET's internals; call set_lpbq_for_params(sim, ...)",
-    "aimet_onnx.llm_configurator": _LATER,
-    "aimet_onnx.llm_topology": "no topology is asked for: blocks are found in the graph",
-    "aimet_onnx.experimental.lora": f"{_LATER}; simulate the model with its adapters merged",
-    "aimet_onnx.experimental.llm_configurator": _LATER,
-    "aimet_onnx.experimental.llm_topology": "no topology is asked for: blocks are found in the graph",
+    "aimet_onnx.experimental.lora": "quantize the model of PEFT before its export: bitwright.torch.place_adapters and "
+    "export_adapters write adapters as inputs of the ONNX model",
 }
 
 #: AIMET's own parts, which documented scripts do not call: the call that does their work -> dotted prefixes below ``bitwright``.
@@ -130,6 +134,10 @@ _CALLS: dict[str, str] = {
         "aimet_common.onnx aimet_torch.onnx aimet_torch.onnx_utils aimet_torch.save_utils aimet_torch.torchscript_utils"
     ),
     "call apply_seq_mse(sim, data_loader)": "aimet_torch.seq_mse",
+    "call apply_omniquant(sim, data_loader, ...)": "aimet_torch.experimental.omniquant",
+    "call analyze_llm_topology(model) and configure_llm(sim, topology, ...)": (
+        "aimet_onnx.llm_topology aimet_onnx.llm_configurator aimet_onnx.experimental.llm_topology"
+    ),
     "call prepare_model(model); simulations need no prepared model": "aimet_torch.model_preparer",
     "call ModelValidator.validate_model(model, inputs)": "aimet_torch.model_validator",
     "values that an operator only joins or moves lie on one grid by rules (docs/rules.md)": "aimet_torch.experimental",

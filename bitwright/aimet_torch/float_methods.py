@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,10 @@ __all__ = [
     "GraphSearchUtils",
     "HighBiasFold",
     "QuantParams",
+    "SUPPORTED_MODULE_DICT",
     "SpinQuant",
+    "SpinQuantConfig",
+    "VLMSpinQuantConfig",
     "apply_spinquant",
     "correct_bias",
     "equalize_bn_folded_model",
@@ -606,6 +610,15 @@ class SpinQuant:
     """The function as a method, as AIMET has it too."""
 
     apply_spinquant = staticmethod(apply_spinquant)
+
+
+class SpinQuantConfig(SimpleNamespace):
+    """Where the parts of a model are, by keywords; accepted, and not read: they are found in the graph."""
+
+
+VLMSpinQuantConfig = SpinQuantConfig
+#: AIMET's registry of models; entries of scripts are accepted and not needed
+SUPPORTED_MODULE_DICT: dict[Any, Any] = {}
 
 
 # ---------------------------------------------------------------------------------------------------- preparation

@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors.torch import save_model as save_tensors
 from torch import nn
 
 from bitwright import torch as front
@@ -709,6 +710,26 @@ class QuantizationSimModel(front.QuantizationSimModel):
         """Write ``<path>/<filename_prefix>.json`` with every encoding under its site's name."""
         Path(path).mkdir(parents=True, exist_ok=True)
         self.save_encodings(Path(path) / f"{filename_prefix}.json", file_version(encoding_version))
+
+    def get_activation_param_encodings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Encodings of version 0.6.1: of activations by module, ``input`` or ``output``, and number; of parameters by name."""
+        activations: dict[str, Any] = {}
+        parameters: dict[str, Any] = {}
+        for name, module in self.named_qmodules():
+            own: Any = module
+            sides = {"input": own.export_input_encodings("0.6.1"), "output": own.export_output_encodings("0.6.1")}
+            found = {side: {i: e for i, e in several.items() if e is not None} for side, several in sides.items()}
+            if any(found.values()):
+                activations[name] = {side: several for side, several in found.items() if several}
+            for parameter, records in own.export_param_encodings("0.6.1").items():
+                if records is not None:
+                    parameters[f"{name}.{parameter}" if name else parameter] = records
+        return activations, parameters
+
+    def export_weights_to_safetensors(self, path: str | Path, filename_prefix: str) -> None:
+        """Write the float parameters and buffers of the model to ``<path>/<filename_prefix>.safetensors``, tied ones once."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        save_tensors(original_model(self.model, False), str(Path(path, f"{filename_prefix}.safetensors")))
 
     def load_encodings(  # type: ignore[override]
         self,

@@ -1,6 +1,6 @@
 """Methods that choose the weights of a simulation, under AIMET's names: AdaRound, SeqMSE, AdaScale.
 
-Home of ``aimet_torch.adaround.adaround_weight``, ``aimet_torch.seq_mse`` and ``aimet_torch.adascale``.
+Home of ``aimet_torch.adaround.adaround_weight``, ``seq_mse``, ``adascale`` and ``experimental.omniquant``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ from bitwright.torch.simulation.quantsim import copied
 
 __all__ = [
     "AdaScale",
+    "AdaScaleModelConfig",
     "Adaround",
     "AdaroundParameters",
+    "Omniquant",
     "SeqMseParams",
     "SequentialMse",
+    "adascale_model_config_dict",
     "apply_adascale",
+    "apply_omniquant",
     "apply_seq_mse",
     "get_candidates",
     "optimize_module",
@@ -385,3 +389,53 @@ class AdaScale:
     """The function as a method, as AIMET has it too."""
 
     apply_adascale = staticmethod(apply_adascale)
+
+
+@dataclass
+class AdaScaleModelConfig:
+    """The class of the blocks of a model, and learning rates; accepted, and not read: blocks are found in any network."""
+
+    block_type: Any = None
+    beta_gamma_lr: float = 1e-3
+    scales_lr: float = 5e-4
+
+
+#: AIMET's registry of models; entries of scripts are accepted and not needed
+adascale_model_config_dict: dict[Any, AdaScaleModelConfig] = {}
+
+
+# ------------------------------------------------------------------------------------ OmniQuant
+
+
+def apply_omniquant(
+    quant_sim: front.QuantizationSimModel,
+    dataloader: Iterable[Any],
+    forward_fn: Any = None,
+    num_iterations: int = 800,
+    output_path: str | Path = "./aimet_omniquant_artifact/",
+    **options: Any,
+) -> Any:
+    """Learn block by block how far the ranges of weights are clipped, in place; blocks are found in any network.
+
+    AIMET learns scales between channels too, and writes them to ``output_path``. Here nothing is written, and a warning says so.
+
+    Returns:
+        Our report (AIMET returns nothing).
+
+    Reference: Shao et al. 2023, arXiv:2308.13137, eq. 2.
+    """
+    differs(
+        "apply_omniquant",
+        "learns the clipping of weights; scales between channels are those of bitwright.torch.smooth_model(model, data=...), "
+        "called before the simulation is made",
+    )
+    return front.apply_reconstruction(
+        quant_sim, _batches(dataloader, forward_fn), "learned_clipping", iterations=num_iterations, forward_fn=forward_fn,
+        **options,
+    )  # fmt: skip
+
+
+class Omniquant:
+    """The function as a method, as AIMET has it too."""
+
+    apply_omniquant = staticmethod(apply_omniquant)
