@@ -99,6 +99,7 @@ def migrate(source: str, name: str = "script") -> Migrated:
         *_attributes(tree, statements),
         *_differences(tree, statements),
         *_texts(tree),
+        *_pickled_models(tree),
     }
     return Migrated(
         _rewritten(source, statements), len(statements), tuple(sorted(findings, key=lambda f: (f.line, f.name)))
@@ -355,6 +356,21 @@ def _texts(tree: ast.Module) -> Iterator[Finding]:
                 yield Finding(node.lineno, node.value, False, note)
 
 
+def _pickled_models(tree: ast.Module) -> Iterator[Finding]:
+    """Names of files ``<prefix>.pth`` of exports, which are not written here."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _path(n.func).endswith(".export")]
+    given = [[*call.args[1:2], *(k.value for k in call.keywords if k.arg == "filename_prefix")] for call in calls]
+    prefixes = {x.value for x in chain.from_iterable(given) if isinstance(x, ast.Constant) and isinstance(x.value, str)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".pth"):
+            if re.split(r"[/\\]", node.value.removesuffix(".pth"))[-1] in prefixes:
+                note = f"not written by export: write it with torch.save({_ORIGINAL}, path)"
+                yield Finding(node.lineno, node.value, False, note)
+
+
+_ORIGINAL = "sim.get_original_model(sim.model)"
+
+
 def _differences(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> Iterator[Finding]:
     origins = _origins(tree, statements)
     for node in ast.walk(tree):
@@ -372,23 +388,26 @@ def _different_attribute(node: ast.Attribute, origins: dict[str, str]) -> Iterat
     if origin == OTHER:
         return
     packages = {_top(known) for known in origins.values()} & set(PACKAGES)
-    only_onnx = "aimet_onnx" in packages and "aimet_torch" not in packages
-    of_onnx = only_onnx if origin is None else _top(origin) == "aimet_onnx"
-    yield Finding(node.lineno, node.attr, False, _note(_path(node), of_onnx))
+    package = _top(origin) or (
+        "aimet_torch" if "aimet_torch" in packages or "aimet_onnx" not in packages else "aimet_onnx"
+    )
+    if note := _note(_path(node), package, origin is None):
+        yield Finding(node.lineno, node.attr, False, note)
 
 
 def _different_imports(statement: ast.ImportFrom) -> Iterator[Finding]:
-    of_onnx = _top(statement.module) == "aimet_onnx"
     for name in (alias.name for alias in statement.names if alias.name in _NAMES):
-        yield Finding(statement.lineno, name, False, _note(f"{statement.module}.{name}", of_onnx))
+        if note := _note(f"{statement.module}.{name}", _top(statement.module)):
+            yield Finding(statement.lineno, name, False, note)
 
 
-def _note(path: str, of_onnx: bool) -> str:
+def _note(path: str, package: str, guessed: bool = False) -> str:
+    """The difference of a name in a package of AIMET, empty for none; of another package too where it is ``guessed``."""
     last = path.rpartition(".")[2]
     if path.endswith("onnx.export"):
         return _ONNX_EXPORT
-    notes = [DIFFERENCES.get(f"{package} {last}", "") for package in ("aimet_torch", "aimet_onnx")]
-    return notes[of_onnx] or notes[not of_onnx]
+    several = (package, *PACKAGES) if guessed or package == "aimet_common" else (package,)
+    return next((note for one in several if (note := DIFFERENCES.get(f"{one} {last}", ""))), "")
 
 
 OTHER = "other"  # what has nothing to do with AIMET

@@ -168,3 +168,22 @@ def test_import_that_may_fail_is_not_missing():
     )
     assert [(f.line, f.missing) for f in found.findings] == [(2, False), (6, True)]
     assert "except clause" in found.findings[0].note
+
+
+def test_model_that_an_export_does_not_pickle_is_named_where_it_is_loaded():
+    found = migrate(
+        "from aimet_torch.quantsim import QuantizationSimModel\n"
+        "sim = QuantizationSimModel(model, x)\n"
+        "sim.export('out', 'm', x)\n"
+        "again = torch.load('out/m.pth')\n"
+        "weights = torch.load('resnet.pth')\n"
+    )
+    (finding,) = [f for f in found.findings if f.name.endswith(".pth")]
+    assert finding.line == 4 and "torch.save(sim.get_original_model(sim.model), path)" in finding.note
+
+
+def test_note_of_the_other_package_is_not_given_where_the_package_is_known():
+    found = migrate(
+        "from aimet_onnx.llm_topology import analyze_llm_topology\nfrom aimet_torch.utils import analyze_llm_topology\n"
+    )
+    assert [(f.line, f.missing) for f in found.findings] == [(1, False), (2, True)]
