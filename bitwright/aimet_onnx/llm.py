@@ -6,7 +6,7 @@ Home of ``aimet_onnx.llm_topology`` and ``aimet_onnx.llm_configurator``. Roles a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel, set_param_type
 from bitwright.aimet_onnx.utils import proto_of
 from bitwright.core.graph.attention import attention_products
-from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.graph.roles import ROLE, named_by_role
 from bitwright.errors import ConfigError
@@ -71,43 +71,52 @@ def analyze_llm_topology(model: Any, model_type: str | None = None, *, ir_model:
     simulated = isinstance(model, QuantizationSimModel)
     graph = model.graph if simulated else OnnxOpened(proto_of(model), None, "analyze_llm_topology", None).view.graph()
     roles = {name: role.removeprefix(ROLE) for name, role in named_by_role(graph).items()}
-    blocks: list[dict[str, list[str]]] = []
-    for op in graph.ops:
-        role = roles.get(op.name, "")
-        if role in _ATTENTION and (not blocks or not blocks[-1].keys().isdisjoint(("o", "down"))):
-            blocks.append({})
-        if blocks and role in (*_LINEAR, "norm"):
-            blocks[-1].setdefault(role, []).append(op.name)
+    blocks = _blocks([(op.name, roles[op.name]) for op in graph.ops if op.name in roles])
     if not blocks:
         raise ConfigError(
             "analyze_llm_topology", "there is no attention with layers for queries, keys and values in the graph",
             "give the float graph of a decoder; set_param_type(sim, ..., nodes_to_include=...) takes any nodes",
         )  # fmt: skip
-    return LlmTopology(
-        tuple(
-            AttentionBlockTopology(
-                {role: tuple(names) for role, names in block.items() if role != "norm"}, tuple(block.get("norm", ()))
-            )
-            for block in blocks
-        ),
-        tuple(op.name for op in graph.ops if roles.get(op.name) == "lm_head"),
-        tuple(_caches(graph)),
-    )
+    lm_head = tuple(op.name for op in graph.ops if roles.get(op.name) == "lm_head")
+    return LlmTopology(tuple(blocks), lm_head, _caches(graph))
 
 
-def _caches(graph: Graph) -> Iterator[str]:
+def _blocks(named: Sequence[tuple[str, str]]) -> list[AttentionBlockTopology]:
+    """The blocks of nodes and their roles in order; one begins where attention is projected again."""
+    found: list[dict[str, tuple[str, ...]]] = []
+    for name, role in named:
+        if role in _ATTENTION and (not found or not found[-1].keys().isdisjoint(("o", "down"))):
+            found.append({})
+        if found and role in (*_LINEAR, "norm"):
+            found[-1][role] = (*found[-1].get(role, ()), name)
+    return [AttentionBlockTopology(block, block.pop("norm", ())) for block in found]
+
+
+def _caches(graph: Graph) -> tuple[str, ...]:
     """Inputs and outputs of the graph that are keys or values, moved and joined at most."""
-    seen: dict[str, None] = {}
     waiting = [str(op.inputs[1]) for pair in attention_products(graph) for op in pair]
+    seen: dict[str, None] = {}
     while waiting:
         value = waiting.pop()
-        op: Op | None = graph.producer(value)
-        if value in seen or (op is not None and op.type not in _MOVES):
-            continue
-        seen[value] = None
-        waiting += [x for x in op.inputs if x is not None and graph.values[x].is_float] if op is not None else []
-    made = {value for op in graph.ops for value in op.outputs}
-    return (v for v in reversed(seen) if graph.is_output(v) or (v not in made and not graph.values[v].is_static))
+        if value not in seen and _is_moved(graph, value):
+            seen[value] = None
+            waiting += _read(graph, value)
+    return tuple(v for v in reversed(seen) if graph.is_output(v) or _is_input(graph, v))
+
+
+def _is_moved(graph: Graph, value: str) -> bool:
+    """Whether no operator computes the value, or one that only moves elements."""
+    op = graph.producer(value)
+    return op is None or op.type in _MOVES
+
+
+def _read(graph: Graph, value: str) -> list[str]:
+    op = graph.producer(value)
+    return [] if op is None else [x for x in op.inputs if x is not None and graph.values[x].is_float]
+
+
+def _is_input(graph: Graph, value: str) -> bool:
+    return graph.producer(value) is None and not graph.values[value].is_static
 
 
 def configure_llm(

@@ -204,12 +204,12 @@ def make_dummy_input(model: Any, dynamic_size: int = 1) -> dict[str, Any]:
 
 
 def build_session(
-    model: Any, providers: Sequence[Any], user_onnx_libs: list[str] | None = None, path: str | None = None
+    model: Any, providers: Sequence[Any] | None = None, user_onnx_libs: list[str] | None = None, path: str | None = None
 ) -> Any:
     """A session of ONNX Runtime; of ``sim.model.model`` one that computes the simulation, with float kernels."""
     for library in user_onnx_libs or ():
         register_operators(library)
-    proto = proto_of(model)
+    proto, providers = proto_of(model), providers or ["CPUExecutionProvider"]
     if shown_outputs(proto) is not None:
         return open_session(ir.from_proto(proto), providers)
     return new_session(proto.SerializeToString(), providers=providers)

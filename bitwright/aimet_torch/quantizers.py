@@ -287,7 +287,7 @@ _MOVING = {
     for owner in (torch.Tensor, torch)
     for name in (
         "__getitem__ chunk diagonal expand expand_as flatten flip gather index_select masked_select moveaxis movedim narrow "
-        "permute ravel repeat repeat_interleave reshape roll select split squeeze swapaxes swapdims t take take_along_dim "
+        "permute ravel repeat repeat_interleave reshape roll rot90 select split squeeze swapaxes swapdims t take take_along_dim "
         "tensor_split tile transpose unbind unflatten unfold unsqueeze view view_as"
     ).split()
     if hasattr(owner, name)

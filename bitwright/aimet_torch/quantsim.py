@@ -713,18 +713,22 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     def get_activation_param_encodings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Encodings of version 0.6.1: of activations by module, ``input`` or ``output``, and number; of parameters by name."""
-        activations: dict[str, Any] = {}
-        parameters: dict[str, Any] = {}
-        for name, module in self.named_qmodules():
-            own: Any = module
-            sides = {"input": own.export_input_encodings("0.6.1"), "output": own.export_output_encodings("0.6.1")}
-            found = {side: {i: e for i, e in several.items() if e is not None} for side, several in sides.items()}
-            if any(found.values()):
-                activations[name] = {side: several for side, several in found.items() if several}
-            for parameter, records in own.export_param_encodings("0.6.1").items():
-                if records is not None:
-                    parameters[f"{name}.{parameter}" if name else parameter] = records
-        return activations, parameters
+        modules: dict[str, Any] = dict(self.named_qmodules())
+        activations = {
+            name: {
+                "input": _single(m.export_input_encodings("0.6.1")),
+                "output": _single(m.export_output_encodings("0.6.1")),
+            }
+            for name, m in modules.items()
+        }
+        parameters = {
+            f"{name}.{parameter}".removeprefix("."): records
+            for name, m in modules.items()
+            for parameter, records in m.export_param_encodings("0.6.1").items()
+            if records is not None
+        }
+        activations = {name: {k: v for k, v in sides.items() if v} for name, sides in activations.items()}
+        return {name: sides for name, sides in activations.items() if sides}, parameters
 
     def export_weights_to_safetensors(self, path: str | Path, filename_prefix: str) -> None:
         """Write the float parameters and buffers of the model to ``<path>/<filename_prefix>.safetensors``, tied ones once."""
@@ -776,6 +780,11 @@ class QuantizationSimModel(front.QuantizationSimModel):
     def get_original_model(model: nn.Module, qdq_weights: bool = False) -> nn.Module:
         """A float copy of a simulated model; with ``qdq_weights``, parameters have their quantized values."""
         return original_model(model, qdq_weights)
+
+
+def _single(records: dict[str, Any]) -> dict[str, Any]:
+    """The one record of every place that has an encoding."""
+    return {place: several[0] for place, several in records.items() if several}
 
 
 class QuantParams:

@@ -258,7 +258,8 @@ def on_grid(shape: tuple[int, ...] = ()) -> torch.Tensor:
         lambda t: t.chunk(2)[1], lambda t: torch.split(t, 1)[0], lambda t: t.t(), lambda t: t.mT, lambda t: t.T,
         lambda t: torch.gather(t, 1, torch.tensor([[2], [0]])), lambda t: t.tile(2), lambda t: t.unbind()[1],
         lambda t: torch.index_select(t, 1, torch.tensor([1])), lambda t: t.reshape(6), lambda t: t[0, 1], lambda t: t.flip(0),
-        lambda t: t.masked_select(t > 1), lambda t: t.tensor_split(2, 1)[0],
+        lambda t: t.masked_select(t > 1), lambda t: t.tensor_split(2, 1)[0], lambda t: t.rot90(),
+        lambda t: t.swapaxes(0, 1), lambda t: torch.narrow(t, 0, 0, 1), lambda t: t.unfold(1, 2, 1), lambda t: t.movedim(0, 1),
     ],
 )  # fmt: skip
 def test_elements_that_are_moved_keep_their_encoding(shape, call):
