@@ -26,36 +26,12 @@ from bitwright.core.simulation.sites import Site, SiteMap, values_on_grids
 from bitwright.errors import ConfigError
 
 __all__ = [
-    "Encoding",
-    "FLOAT32_SCALE",
-    "FloatFormat",
-    "Format",
-    "Granularity",
-    "IntFormat",
-    "PerBlock",
-    "PerChannel",
-    "PerTensor",
-    "Preset",
-    "QuantSpec",
-    "RangeMethod",
-    "Site",
-    "SiteMap",
-    "activation_spec",
-    "aimet_blocks",
-    "aimet_shape",
-    "asked_format",
-    "encode",
-    "find_range_method",
-    "granularity_of",
-    "grouped_bits",
-    "grouped_scale_format",
-    "int_format",
-    "range_encoding",
-    "scale_multiples",
-    "signed_as",
-    "steps_format",
+    "Encoding", "FLOAT32_SCALE", "FloatFormat", "Format", "Granularity", "IntFormat", "PerBlock", "PerChannel",
+    "PerTensor", "Preset", "QuantSpec", "RangeMethod", "Site", "SiteMap", "activation_spec", "aimet_blocks",
+    "aimet_shape", "asked_format", "encode", "find_range_method", "granularity_of", "grouped_bits",
+    "grouped_scale_format", "int_format", "range_encoding", "scale_multiples", "signed_as", "steps_format",
     "weight_spec",
-]
+]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ grids

@@ -12,22 +12,9 @@ from bitwright.aimet_onnx.quantsim import QuantizationSimModel, compute_encoding
 from bitwright.aimet_onnx.rounding import apply_adaround, apply_seq_mse
 
 __all__ = [
-    "QSpec",
-    "QuantizationSimModel",
-    "__version__",
-    "analyze_per_layer_sensitivity",
-    "apply_adaround",
-    "apply_seq_mse",
-    "compute_encodings",
-    "encodings_to_onnx_qdq",
-    "float8e4m3fn",
-    "float8e5m2",
-    "float16",
-    "int2",
-    "int4",
-    "int8",
-    "int16",
-    "qtype",
-]
+    "QSpec", "QuantizationSimModel", "__version__", "analyze_per_layer_sensitivity", "apply_adaround",
+    "apply_seq_mse", "compute_encodings", "encodings_to_onnx_qdq", "float8e4m3fn", "float8e5m2", "float16", "int2",
+    "int4", "int8", "int16", "qtype",
+]  # fmt: skip
 
 __getattr__ = names_below(__name__)

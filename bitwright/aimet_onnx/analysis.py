@@ -22,21 +22,11 @@ from bitwright.errors import CalibrationError, ConfigError, with_article
 from bitwright.report.page import scores_chart, write_data, write_page
 
 __all__ = [
-    "CallbackFunc",
-    "LayerOutput",
-    "LayerOutputUtil",
-    "QuantAnalyzer",
-    "SensitivityMetric",
-    "analyze_per_layer_sensitivity",
-    "analyze_per_quantizer_sensitivity",
-    "get_quantizer_op_names",
-    "group_by_op_name",
-    "load_sensitivity_results",
-    "make_topk_logit_psnr_metric",
-    "save_sensitivity_plot",
-    "save_sensitivity_results",
-    "visualize_stats",
-]
+    "CallbackFunc", "LayerOutput", "LayerOutputUtil", "QuantAnalyzer", "SensitivityMetric",
+    "analyze_per_layer_sensitivity", "analyze_per_quantizer_sensitivity", "get_quantizer_op_names",
+    "group_by_op_name", "load_sensitivity_results", "make_topk_logit_psnr_metric", "save_sensitivity_plot",
+    "save_sensitivity_results", "visualize_stats",
+]  # fmt: skip
 
 __path__: list[str] = []  # its older submodules are rows of the table of aliases
 __getattr__ = names_below(__name__)

@@ -27,17 +27,9 @@ from bitwright.onnx.opened import OnnxOpened
 from bitwright.progress import progress as bar
 
 __all__ = [
-    "BNLayer",
-    "ClsSetInfo",
-    "ConnectedGraph",
-    "CrossLayerScaling",
-    "FoldedPairs",
-    "HighBiasFold",
-    "apply_spinquant",
-    "equalize_model",
-    "find_all_batch_norms_to_fold",
-    "fold_all_batch_norms_to_weight",
-]
+    "BNLayer", "ClsSetInfo", "ConnectedGraph", "CrossLayerScaling", "FoldedPairs", "HighBiasFold", "apply_spinquant",
+    "equalize_model", "find_all_batch_norms_to_fold", "fold_all_batch_norms_to_weight",
+]  # fmt: skip
 
 __getattr__ = absent_names(__name__)
 

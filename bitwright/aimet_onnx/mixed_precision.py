@@ -13,12 +13,9 @@ from bitwright.precision.manual import PrecisionRequest, set_precisions
 from bitwright.precision.measure import analyze_groups, lower_in_order
 
 __all__ = [
-    "AMPSearchAlgo",
-    "analyze_mixed_precision_sensitivity",
-    "apply_amp",
-    "choose_mixed_precision",
+    "AMPSearchAlgo", "analyze_mixed_precision_sensitivity", "apply_amp", "choose_mixed_precision",
     "flip_layers_to_higher_precision",
-]
+]  # fmt: skip
 
 
 def choose_mixed_precision(

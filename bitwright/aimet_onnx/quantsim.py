@@ -39,18 +39,10 @@ from bitwright.export.encodings.read import read_encodings
 from bitwright.runtimes.onnxruntime import CPU, new_session, register_operators
 
 __all__ = [
-    "QuantScheme",
-    "QuantizationDataType",
-    "QuantizationSimModel",
-    "clamp_activation_encodings",
-    "compute_encodings",
-    "encodings_to_onnx_qdq",
-    "load_encodings_to_sim",
-    "set_blockwise_quantization_for_weights",
-    "set_grouped_blockwise_quantization_for_weights",
-    "set_lpbq_for_params",
-    "set_param_type",
-]
+    "QuantScheme", "QuantizationDataType", "QuantizationSimModel", "clamp_activation_encodings", "compute_encodings",
+    "encodings_to_onnx_qdq", "load_encodings_to_sim", "set_blockwise_quantization_for_weights",
+    "set_grouped_blockwise_quantization_for_weights", "set_lpbq_for_params", "set_param_type",
+]  # fmt: skip
 
 __getattr__ = absent_names(__name__)
 

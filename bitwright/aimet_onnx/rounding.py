@@ -15,16 +15,9 @@ from bitwright.aimet_common.absent import absent_names, differs
 from bitwright.errors import ConfigError
 
 __all__ = [
-    "AdaScale",
-    "AdaScaleModelConfig",
-    "Adaround",
-    "SeqMseParams",
-    "SequentialMse",
-    "adascale_model_config_dict",
-    "apply_adaround",
-    "apply_adascale",
-    "apply_seq_mse",
-]
+    "AdaScale", "AdaScaleModelConfig", "Adaround", "SeqMseParams", "SequentialMse", "adascale_model_config_dict",
+    "apply_adaround", "apply_adascale", "apply_seq_mse",
+]  # fmt: skip
 
 __getattr__ = absent_names(__name__)
 

@@ -21,19 +21,10 @@ from bitwright.onnx.model.session import open_session
 from bitwright.runtimes.onnxruntime import new_session, register_operators
 
 __all__ = [
-    "CachedDataset",
-    "OrtInferenceSession",
-    "ParamUtils",
-    "build_session",
-    "disable_quantizers",
-    "get_ordered_dict_of_nodes",
-    "get_weights",
-    "make_dummy_input",
-    "make_psnr_eval_fn",
-    "remove_nodes_with_type",
-    "replace_node_with_op",
-    "replace_relu6_with_relu",
-]
+    "CachedDataset", "OrtInferenceSession", "ParamUtils", "build_session", "disable_quantizers",
+    "get_ordered_dict_of_nodes", "get_weights", "make_dummy_input", "make_psnr_eval_fn", "remove_nodes_with_type",
+    "replace_node_with_op", "replace_relu6_with_relu",
+]  # fmt: skip
 
 __getattr__ = absent_names(__name__)
 

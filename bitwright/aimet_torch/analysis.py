@@ -26,17 +26,10 @@ from bitwright.report.page import ranges_chart, scores_chart, write_page
 from bitwright.torch.calls.inputs import is_leaf, walk_modules
 
 __all__ = [
-    "CallbackFunc",
-    "LayerOutput",
-    "LayerOutputUtil",
-    "NamingScheme",
-    "QuantAnalyzer",
-    "visualize_advanced_stats",
-    "visualize_changes_after_optimization",
-    "visualize_relative_weight_ranges_to_identify_problematic_layers",
-    "visualize_stats",
-    "visualize_weight_ranges",
-]
+    "CallbackFunc", "LayerOutput", "LayerOutputUtil", "NamingScheme", "QuantAnalyzer", "visualize_advanced_stats",
+    "visualize_changes_after_optimization", "visualize_relative_weight_ranges_to_identify_problematic_layers",
+    "visualize_stats", "visualize_weight_ranges",
+]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ sensitivities

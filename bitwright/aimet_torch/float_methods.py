@@ -36,30 +36,12 @@ from bitwright.torch.training.batch_norm import fold_to_scale
 from bitwright.torch.view import BATCH_NORMS, TorchView
 
 __all__ = [
-    "BatchNormFold",
-    "ClsSetInfo",
-    "ConnectedGraph",
-    "CrossLayerScaling",
-    "FoldedPairs",
-    "GraphSearchUtils",
-    "HighBiasFold",
-    "QuantParams",
-    "SUPPORTED_MODULE_DICT",
-    "SpinQuant",
-    "SpinQuantConfig",
-    "VLMSpinQuantConfig",
-    "apply_spinquant",
-    "correct_bias",
-    "equalize_bn_folded_model",
-    "equalize_model",
-    "find_all_batch_norms_to_fold",
-    "find_standalone_batchnorm_ops",
-    "fold_all_batch_norms",
-    "fold_all_batch_norms_to_scale",
-    "fold_given_batch_norms",
-    "prepare_model",
-    "prepare_pt_transformer_for_quantsim",
-]
+    "BatchNormFold", "ClsSetInfo", "ConnectedGraph", "CrossLayerScaling", "FoldedPairs", "GraphSearchUtils",
+    "HighBiasFold", "QuantParams", "SUPPORTED_MODULE_DICT", "SpinQuant", "SpinQuantConfig", "VLMSpinQuantConfig",
+    "apply_spinquant", "correct_bias", "equalize_bn_folded_model", "equalize_model", "find_all_batch_norms_to_fold",
+    "find_standalone_batchnorm_ops", "fold_all_batch_norms", "fold_all_batch_norms_to_scale",
+    "fold_given_batch_norms", "prepare_model", "prepare_pt_transformer_for_quantsim",
+]  # fmt: skip
 
 __getattr__ = absent_names(__name__)
 

@@ -20,13 +20,9 @@ from bitwright.precision.manual import MODEL_INPUT, MODEL_OUTPUT, PrecisionRepor
 from bitwright.torch.calls.inputs import walk_modules
 
 __all__ = [
-    "AMPSearchAlgo",
-    "EvalCallbackFactory",
-    "MixedPrecisionConfigurator",
-    "Precision",
-    "SupportedDType",
+    "AMPSearchAlgo", "EvalCallbackFactory", "MixedPrecisionConfigurator", "Precision", "SupportedDType",
     "choose_mixed_precision",
-]
+]  # fmt: skip
 
 __path__: list[str] = []  # its older submodules are rows of the table of aliases
 __getattr__ = names_below(__name__)

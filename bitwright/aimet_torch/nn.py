@@ -20,13 +20,9 @@ from bitwright.aimet_torch.quantizers import QuantizerBase
 from bitwright.errors import ModelError, with_article
 
 __all__ = [
-    "BaseQuantizationMixin",
-    "QuantizationMixin",
-    "QuantizerBase",
-    "UnknownModuleError",
-    "compute_encodings",
+    "BaseQuantizationMixin", "QuantizationMixin", "QuantizerBase", "UnknownModuleError", "compute_encodings",
     "compute_param_encodings",
-]
+]  # fmt: skip
 
 __path__: list[str] = []  # its older submodules are rows of the table of aliases
 

@@ -24,15 +24,9 @@ from bitwright.errors import ConfigError, with_article
 from bitwright.torch.calls.inputs import walk_modules
 
 __all__ = [
-    "AdapterMetaData",
-    "LoraLayer",
-    "PeftQuantUtils",
-    "freeze_base_model",
-    "freeze_base_model_activation_quantizers",
-    "freeze_base_model_param_quantizers",
-    "replace_lora_layers_with_quantizable_layers",
-    "track_lora_meta_data",
-]
+    "AdapterMetaData", "LoraLayer", "PeftQuantUtils", "freeze_base_model", "freeze_base_model_activation_quantizers",
+    "freeze_base_model_param_quantizers", "replace_lora_layers_with_quantizable_layers", "track_lora_meta_data",
+]  # fmt: skip
 
 __getattr__ = absent_names(__name__)
 

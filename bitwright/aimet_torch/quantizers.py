@@ -33,32 +33,12 @@ from bitwright.export.encodings.write import record_2_0_0
 from bitwright.torch.quantizers import functional
 
 __all__ = [
-    "AffineEncoding",
-    "AffineQuantizerBase",
-    "Dequantize",
-    "DequantizedTensor",
-    "EncodingAnalyzer",
-    "EncodingError",
-    "GroupedBlockEncoding",
-    "GroupedBlockQuantizeDequantize",
-    "MinMaxEncodingAnalyzer",
-    "MinMaxQuantizer",
-    "PercentileEncodingAnalyzer",
-    "Quantize",
-    "QuantizeDequantize",
-    "QuantizedTensor",
-    "QuantizedTensorBase",
-    "ScaleOffsetQuantizer",
-    "SqnrEncodingAnalyzer",
-    "StatisticsNotFoundError",
-    "TfEnhancedEncodingAnalyzer",
-    "VectorEncoding",
-    "dequantize",
-    "get_backend",
-    "quantize",
-    "quantize_dequantize",
-    "set_backend",
-]
+    "AffineEncoding", "AffineQuantizerBase", "Dequantize", "DequantizedTensor", "EncodingAnalyzer", "EncodingError",
+    "GroupedBlockEncoding", "GroupedBlockQuantizeDequantize", "MinMaxEncodingAnalyzer", "MinMaxQuantizer",
+    "PercentileEncodingAnalyzer", "Quantize", "QuantizeDequantize", "QuantizedTensor", "QuantizedTensorBase",
+    "ScaleOffsetQuantizer", "SqnrEncodingAnalyzer", "StatisticsNotFoundError", "TfEnhancedEncodingAnalyzer",
+    "VectorEncoding", "dequantize", "get_backend", "quantize", "quantize_dequantize", "set_backend",
+]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ what all have in common

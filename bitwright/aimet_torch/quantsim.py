@@ -60,26 +60,12 @@ from bitwright.torch.simulation.simulate import mark
 from bitwright.torch.training.oscillation import PivotGradient
 
 __all__ = [
-    "OnnxExportApiArgs",
-    "QuantParams",
-    "QuantScheme",
-    "QuantizationDataType",
-    "QuantizationSimModel",
-    "clip_weights_to_7f7f",
-    "compute_encodings_for_sims",
-    "disable_pgs",
-    "enable_pgs",
-    "get_pgs_eps",
-    "get_pgs_multiplier",
-    "is_pgs_enabled",
-    "load_checkpoint",
-    "load_encodings_to_sim",
-    "save_checkpoint",
-    "set_activation_quantizers_to_float",
-    "set_blockwise_quantization_for_weights",
-    "set_grouped_blockwise_quantization_for_weights",
-    "set_matmul_second_input_producer_to_8bit_symmetric",
-]
+    "OnnxExportApiArgs", "QuantParams", "QuantScheme", "QuantizationDataType", "QuantizationSimModel",
+    "clip_weights_to_7f7f", "compute_encodings_for_sims", "disable_pgs", "enable_pgs", "get_pgs_eps",
+    "get_pgs_multiplier", "is_pgs_enabled", "load_checkpoint", "load_encodings_to_sim", "save_checkpoint",
+    "set_activation_quantizers_to_float", "set_blockwise_quantization_for_weights",
+    "set_grouped_blockwise_quantization_for_weights", "set_matmul_second_input_producer_to_8bit_symmetric",
+]  # fmt: skip
 
 __path__: list[str] = []  # its older submodules are rows of the table of aliases
 __getattr__ = names_below(__name__)

@@ -32,20 +32,10 @@ from bitwright.torch.calls.inputs import walk_modules
 from bitwright.torch.simulation.quantsim import copied
 
 __all__ = [
-    "AdaScale",
-    "AdaScaleModelConfig",
-    "Adaround",
-    "AdaroundParameters",
-    "Omniquant",
-    "SeqMseParams",
-    "SequentialMse",
-    "adascale_model_config_dict",
-    "apply_adascale",
-    "apply_omniquant",
-    "apply_seq_mse",
-    "get_candidates",
+    "AdaScale", "AdaScaleModelConfig", "Adaround", "AdaroundParameters", "Omniquant", "SeqMseParams", "SequentialMse",
+    "adascale_model_config_dict", "apply_adascale", "apply_omniquant", "apply_seq_mse", "get_candidates",
     "optimize_module",
-]
+]  # fmt: skip
 
 __getattr__ = absent_names(__name__)
 

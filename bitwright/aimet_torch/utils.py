@@ -20,32 +20,13 @@ from bitwright.torch.calls.inputs import is_leaf, model_device, to_device, walk_
 __getattr__ = absent_names(__name__)
 
 __all__ = [
-    "change_tensor_device_placement",
-    "create_fake_data_loader",
-    "create_rand_tensors_given_shapes",
-    "default_forward_fn",
-    "disable_all_quantizers",
-    "get_all_named_parameters",
-    "get_all_quantizers",
-    "get_device",
-    "get_layer_name",
-    "get_module_to_name_dict",
-    "has_no_quantizers",
-    "in_eval_mode",
-    "in_train_mode",
-    "CachedDataset",
-    "StopForwardException",
-    "is_leaf_module",
-    "place_model",
-    "is_model_on_gpu",
-    "remove_activation_quantizers",
-    "remove_all_quantizers",
-    "remove_input_quantizers",
-    "remove_output_quantizers",
-    "remove_param_quantizers",
-    "replace_modules",
-    "replace_modules_of_type1_with_type2",
-]
+    "change_tensor_device_placement", "create_fake_data_loader", "create_rand_tensors_given_shapes",
+    "default_forward_fn", "disable_all_quantizers", "get_all_named_parameters", "get_all_quantizers", "get_device",
+    "get_layer_name", "get_module_to_name_dict", "has_no_quantizers", "in_eval_mode", "in_train_mode",
+    "CachedDataset", "StopForwardException", "is_leaf_module", "place_model", "is_model_on_gpu",
+    "remove_activation_quantizers", "remove_all_quantizers", "remove_input_quantizers", "remove_output_quantizers",
+    "remove_param_quantizers", "replace_modules", "replace_modules_of_type1_with_type2",
+]  # fmt: skip
 
 
 def _removed(modules: Any, *kinds: str) -> Handle:
