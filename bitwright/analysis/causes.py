@@ -138,18 +138,35 @@ def most_enlarged(graph: Graph, errors: Mapping[str, LayerErrors]) -> dict[str, 
         own = [one for reader in after if (one := _enlarged_by(reader.name, errors.get(reader.name))) is not None]
         own += [found[reader.name] for reader in after if reader.name in found]
         if own:
-            found[op.name] = max(own, key=lambda one: one.arrived - max(one.left, 0.0))
+            found[op.name] = max(own, key=_lost)
     return found
 
 
 def _enlarged_by(name: str, errors: LayerErrors | None) -> Enlarged | None:
     if errors is None or not errors.after.signal or not errors.arrived:
         return None
+    picked = max(
+        (one for slot in errors.weighted if (one := _picked(name, errors, slot)) is not None), key=_lost, default=None
+    )
     passed = max(errors.after.noise - errors.made.noise, 0.0) / errors.after.signal
     arrived, left = decibel(errors.arrived) or 0.0, decibel(passed) or 0.0
-    if max(arrived, 0.0) - max(left, 0.0) < _GROWS:  # below 0 dB there is nothing left to lose
+    own = Enlarged(name, arrived, left, _why_enlarged(errors))
+    found = [one for one in (picked, own) if one is not None and _lost(one) >= _GROWS]
+    return max(found, key=lambda one: (bool(one.why), _lost(one)), default=None)
+
+
+def _lost(one: Enlarged) -> float:
+    """dB that an operator loses; below 0 dB there is nothing left to lose."""
+    return max(one.arrived, 0.0) - max(one.left, 0.0)
+
+
+def _picked(name: str, errors: LayerErrors, slot: int) -> Enlarged | None:
+    """A product whose other factor is small where this one is large: windows, gates, bases of splines."""
+    read, left = errors.operands.get(slot), errors.weighted[slot]
+    if read is None or not read.value or not left.value:
         return None
-    return Enlarged(name, arrived, left, _why_enlarged(errors))
+    why = "its other factor is small where this one is large, and what is left are small values with the errors of large ones"
+    return Enlarged(name, decibel(read.value) or 0.0, decibel(left.value) or 0.0, why)
 
 
 _SUMS = frozenset(

@@ -332,6 +332,8 @@ class LayerErrors:
         operands: the error of each value that it reads.
         elements: of its outputs.
         operand_reach: the largest magnitude of each value that it reads.
+        weighted: of an elementwise product or quotient of two values, the error of each that it reads, where the other
+            factor weighs errors and values alike.
     """
 
     type: str = ""
@@ -341,6 +343,7 @@ class LayerErrors:
     after: Ratio = field(default_factory=Ratio)
     elements: int = 0
     operand_reach: dict[int, float] = field(default_factory=dict)
+    weighted: dict[int, Ratio] = field(default_factory=dict)
 
     @property
     def arrived(self) -> float | None:
@@ -427,6 +430,8 @@ class Lockstep:
                 if isinstance(real[value], Tensor) and real[value].is_floating_point() and real[value].numel():
                     largest = float(torch.linalg.vector_norm(real[value], float("inf")))
                     errors.operand_reach[slot] = max(errors.operand_reach.get(slot, 0.0), largest)
+        if op.type in ("Mul", "Div"):
+            _weigh(errors, [(real[v], found[v]) if v in real else (None, None) for v in step.reads])
         for wanted, alone, passed, after in zip(*made, strict=True):
             errors.made.add(wanted, alone)
             errors.made_quantized.add(passed, after)
@@ -461,6 +466,19 @@ class Lockstep:
         if isinstance(x, Tensor) and x.is_floating_point():
             values = self.sites.setdefault(name, SiteValues(self._sites[name]))
             values.add(x, self._steps.quantize(name, x))
+
+
+def _weigh(errors: LayerErrors, pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Add the errors of two factors, each times the other factor of the float run; of a divisor, the errors alone."""
+    if len(pairs) != 2 or not all(isinstance(one, Tensor) and one.is_floating_point() for one, _ in pairs):
+        return
+    for slot, (wanted, found) in enumerate(pairs):
+        other = pairs[1 - slot][0].detach()
+        if errors.type == "Div":
+            if slot:
+                return
+            other = other.reciprocal()
+        errors.weighted.setdefault(slot, Ratio()).add(wanted * other, found * other)
 
 
 def _counting(op: Op, wanted: Any, found: Any) -> tuple[Any, Any]:

@@ -370,6 +370,42 @@ def test_a_softmax_behind_a_mask_is_told_with_the_error_of_the_scores_that_count
     assert "exp makes a factor of" in enlarged[0].text
 
 
+class Splines(nn.Module):
+    """A layer of a Kolmogorov-Arnold network: linear in the values of B-splines, by the recursion of Cox and de Boor."""
+
+    def __init__(self, inputs: int = 8, outputs: int = 8, order: int = 3, cells: int = 5):
+        super().__init__()
+        torch.manual_seed(0)
+        self.order = order
+        self.register_buffer("knots", torch.arange(-order, cells + order + 1) * 2.0 / cells - 1)
+        self.weight = nn.Parameter(torch.randn(outputs, inputs * (cells + order)))
+
+    def forward(self, x):
+        x, t = x.unsqueeze(-1), self.knots
+        bases = ((x >= t[:-1]) & (x < t[1:])).float()
+        for k in range(1, self.order + 1):
+            up = (x - t[: -k - 1]) / (t[k:-1] - t[: -k - 1]) * bases[..., :-1]
+            bases = up + (t[k + 1 :] - x) / (t[k + 1 :] - t[1:-k]) * bases[..., 1:]
+        return nn.functional.linear(bases.flatten(-2), self.weight)
+
+
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_a_product_that_keeps_small_values_with_the_errors_of_large_ones_is_named(front_end):
+    """Distances to all knots are on one grid, and a base is zero but for the nearest ones."""
+    data, model = [torch.rand(16, 8) * 2 - 1 for _ in range(2)], Splines().eval()
+    if front_end == "torch":
+        sim = QuantizationSimModel(model, data[0])
+    else:
+        proto, data = exported(model, data[0]), [x.numpy() for x in data]
+        sim = bitwright.onnx.QuantizationSimModel(proto, data[0])
+    sim.compute_encodings(data, progress=False)
+    found = bitwright.analyze(sim, data, mode="fast")
+    told = [c for layer in found.layers for c in layer.causes if "its other factor is small" in c.text]
+    assert told and all(c.cause == "enlarged" for c in told)
+    named_at = {layer.name: layer for layer in found.layers}
+    assert all(named_at[c.evidence["most_at"]].op == "Mul" for c in told)
+
+
 def test_operands_of_a_product_count_by_their_relative_errors():
     """Probabilities with an error of 10 % times values that are 1,000 times as large and exact."""
     errors = LayerErrors("MatMul", operands={0: Ratio(0.01, 1.0), 1: Ratio(0.0, 1e6)})

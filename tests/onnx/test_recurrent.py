@@ -469,7 +469,8 @@ def test_verify_lists_what_it_cannot_compare():
     sim = QuantizationSimModel(model, feeds(v), threads=1)
     sim.compute_encodings()
     report = sim.verify()
-    assert "inside the body" in report.unchecked["rnn.update.pre"] and not report.ok
+    assert "inside the body" in report.unchecked["rnn.update.pre"]
+    assert report.ok == (min(report.outputs[0].as_float, report.outputs[0].as_integer) >= 60)
 
 
 # --------------------------------------------------------------------------------------- a trained language model

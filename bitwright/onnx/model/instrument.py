@@ -457,14 +457,32 @@ class Instrument:
 
     def symbols(self, feeds: Feeds) -> dict[str, int]:
         """Lengths of the named axes of inputs."""
-        found: dict[str, int] = {}
-        for value in self.model.graph.inputs:
-            array = feeds.get(str(value.name))
-            if array is not None and value.shape is not None and len(value.shape) == array.ndim:
-                for axis, n in zip(value.shape, array.shape, strict=True):
-                    if isinstance(axis, ir.SymbolicDim) and axis.value is not None:
-                        found.setdefault(str(axis.value), n)
-        return found
+        return lengths_of(self.model, feeds)
+
+
+def lengths_of(model: ir.Model, feeds: Feeds) -> dict[str, int]:
+    """Lengths of the named axes of a model's inputs in a run."""
+    found: dict[str, int] = {}
+    for value in model.graph.inputs:
+        array = feeds.get(str(value.name))
+        if array is not None and value.shape is not None and len(value.shape) == array.ndim:
+            for axis, n in zip(value.shape, array.shape, strict=True):
+                if isinstance(axis, ir.SymbolicDim) and axis.value is not None:
+                    found.setdefault(str(axis.value), n)
+    return found
+
+
+def settle_lengths(model: ir.Model, feeds: Feeds) -> None:
+    """Give named axes of what bodies make the lengths that they have in a run; the model then serves runs of these lengths.
+
+    What stands for a tensor in iterations that do not compute it must have its shape (:meth:`Instrument.lift`).
+    """
+    lengths = lengths_of(model, feeds)
+    for node in all_nodes(model.graph) if lengths else ():
+        for value in node.outputs if node.graph is not model.graph else ():
+            if value.shape is not None and not value.shape.is_static():
+                axes = [n if isinstance(n, int) else lengths.get(str(n.value), n) for n in value.shape]
+                value.shape = ir.Shape(axes)
 
 
 def _absent(value: ir.Value, neutral: Array, skipped: bool) -> Array:

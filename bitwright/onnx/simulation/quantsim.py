@@ -97,7 +97,7 @@ from bitwright.export.targets import (
 from bitwright.onnx.existing_quantizers import adopt, take_quantizers
 from bitwright.onnx.model.data import Feeds, as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.graph import build_graph
-from bitwright.onnx.model.instrument import Instrument
+from bitwright.onnx.model.instrument import Instrument, settle_lengths
 from bitwright.onnx.model.load import Source, load_model
 from bitwright.onnx.model.opset import modernize
 from bitwright.onnx.model.session import (
@@ -983,6 +983,7 @@ class QuantizationSimModel(SimulationFiles):
     ) -> tuple[dict[str, list[Array]], dict[str, Any]]:
         """See :meth:`_capture`; values in bodies, other than the steps of recurrent layers, only where ``bodies`` says so."""
         simulation = self.simulation()
+        settle_lengths(simulation.model, feeds)
         places = _all_places(simulation, names, bodies)
         shown = show(Builder(simulation.model), [value for _, value in places])
         fetch = list(dict.fromkeys([*(str(value.name) for value in shown.values()), *outputs]))
