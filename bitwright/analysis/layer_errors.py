@@ -430,8 +430,7 @@ class Lockstep:
                 if isinstance(real[value], Tensor) and real[value].is_floating_point() and real[value].numel():
                     largest = float(torch.linalg.vector_norm(real[value], float("inf")))
                     errors.operand_reach[slot] = max(errors.operand_reach.get(slot, 0.0), largest)
-        if op.type in ("Mul", "Div"):
-            _weigh(errors, [(real[v], found[v]) if v in real else (None, None) for v in step.reads])
+        _weigh(errors, [(real.get(v), found.get(v)) for v in step.reads])
         for wanted, alone, passed, after in zip(*made, strict=True):
             errors.made.add(wanted, alone)
             errors.made_quantized.add(passed, after)
@@ -470,7 +469,11 @@ class Lockstep:
 
 def _weigh(errors: LayerErrors, pairs: Sequence[tuple[Any, Any]]) -> None:
     """Add the errors of two factors, each times the other factor of the float run; of a divisor, the errors alone."""
-    if len(pairs) != 2 or not all(isinstance(one, Tensor) and one.is_floating_point() for one, _ in pairs):
+    if (
+        errors.type not in ("Mul", "Div")
+        or len(pairs) != 2
+        or not all(isinstance(one, Tensor) and one.is_floating_point() for one, _ in pairs)
+    ):
         return
     for slot, (wanted, found) in enumerate(pairs):
         other = pairs[1 - slot][0].detach()

@@ -264,6 +264,15 @@ class Attempt(Runner):
         else:
             self.calibrate(self.sim, others, resume=True)
 
+    def take_in_held_out(self) -> None:
+        """Let the ranges of the result take in the samples that judged it, as the plain simulation has ranges of all data.
+
+        Weights, and what the steps chose, stay. The rating is the one from before.
+        """
+        judge = self.job.judge
+        if judge.left_out and self.job.chosen is not self.job.batches:
+            self.calibrate(self.sim, judge.left_out, resume=True)
+
     def plain(self) -> Any:
         """The simulation after folding only, with min-max ranges."""
         work = self.job.given.copy(self.job.first)
@@ -321,8 +330,8 @@ class Attempt(Runner):
         assert self.job.metric is not None
         return metric_of(self.job.metric, sim._metric_target)
 
-    def sqnr(self, *, float_weights: bool = False) -> float:
-        """SQNR of the simulation by the judge, in dB; before there is one, of a simulation of the current model."""
+    def rate(self, *, float_weights: bool = False) -> Rating:
+        """The judge's rating of the simulation; before there is one, of a simulation of the current model."""
         sim, off = self.sim, frozenset[str]()
         if sim is None:
             made = self._trial()
@@ -330,11 +339,9 @@ class Attempt(Runner):
             if "layer_inputs" in self._asked:
                 off = frozenset(between_layers(sim, **self._asked["layer_inputs"]))
             if made.start is not None and not off and not float_weights:
-                return made.start.sqnr
-        judge = self.job.judge
-        judge.look_at_layers(sim)
-        with in_float(sim.quantizers, lambda s: s.name in off or (float_weights and s.role == "weight")):
-            return judge.sqnr(judge.answers(sim))
+                return made.start
+        self.job.judge.look_at_layers(sim)
+        return self.rated(sim, lambda s: s.name in off or (float_weights and s.role == "weight"))
 
     def keep(self) -> Undo:
         """Remember the state; the function returned brings it back."""

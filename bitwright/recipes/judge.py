@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 
 from bitwright.core.simulation.calibration import samples_in, slice_samples
 from bitwright.core.simulation.output_quality import (
+    Gain,
     OutputPart,
     PartQuality,
+    gain,
+    gain_of_mean,
     is_judged,
     matched_rows,
     noise_and_signal,
@@ -37,7 +40,7 @@ Names = Callable[[], Sequence[str]]
 
 _EVERY, _BATCHES = 5, 16
 _FEW, _QUARTER = 4, 4  # a fifth of less than four samples makes no interval: a quarter is held out then, or four
-_LEAST_NOISE = 1e-8  # of the signal: 80 dB
+_LEAST_NOISE, _BEYOND = 1e-8, 80.0  # of the signal; the same in dB
 _ENOUGH, _SAME = 50.0, 0.1  # dB of a part beyond which more is worth nothing; differences that are none
 
 
@@ -56,6 +59,7 @@ class Judge:
         self, batches: Sequence[Any], outputs: Outputs, *, seen: bool = False, names: Names = tuple, whence: str = ""
     ) -> None:
         self.batches, self.seen, self._outputs, self._names, self.whence = batches, seen, outputs, names, whence
+        self.left_out: Iterable[Any] = ()  # what is held out of the data: these batches, and others between them
         # layer -> the site or value that is judged in place of outputs whose rows are chosen
         self.instead: dict[str, str] = {}
         self._chosen: frozenset[int] = frozenset()  # these outputs
@@ -96,13 +100,17 @@ class Judge:
         held = [batch for place, batch in enumerate(data) if place in places]
         if held:
             part = "fifth" if held_out == count // _EVERY else "quarter"
-            return cls(held, outputs, names=names, whence=f"the last {part} of the data"), _First(data, kept)
+            judge = cls(held, outputs, names=names, whence=f"the last {part} of the data")
+            judge.left_out = _Part(data, kept, count)
+            return judge, _Part(data, 0, kept)
         batches = list(data)
         cut = _last_samples(batches, outputs)
         if cut is None:  # a quarter of the data and more would be missed in the choice of weights
             return cls(batches[:1], outputs, seen=True, names=names), data
         rest, last = cut
-        return cls([last], outputs, names=names, whence="the last samples of the data"), rest
+        judge = cls([last], outputs, names=names, whence="the last samples of the data")
+        judge.left_out = judge.batches
+        return judge, rest
 
     @classmethod
     def given(cls, held_out: Iterable[Any], outputs: Outputs, most: int = _BATCHES, names: Names = tuple) -> Judge:
@@ -197,15 +205,9 @@ class Judge:
             before = f"; rows are compared by the index that chose them, {share:.0%} are chosen by both"
         if self.seen:
             return (self.whence or "on a batch that the methods see too: give five or more") + before
-        return f"{many} that neither calibration nor methods see{f' ({self.whence})' if self.whence else ''}{before}"
-
-    def sqnr(self, outputs: Outputs) -> float:
-        """Signal-to-noise ratio of ``outputs`` in dB; of several parts, the mean of the numbers of dB.
-
-        So a part counts for what it gains or loses itself, whether others are noisier or not: the scores of a detector are
-        not traded for its boxes. Noise more than 80 dB below its signal is beyond what matters and counts as 80 dB.
-        """
-        return mean_decibel(self.ratios(outputs))
+        return (
+            f"{many} that neither calibration nor methods had seen{f' ({self.whence})' if self.whence else ''}{before}"
+        )
 
     def ratios(self, outputs: Outputs) -> list[float]:
         """Noise over signal of each of :attr:`parts` that has a signal; infinite for all of them where one is NaN.
@@ -234,7 +236,7 @@ class Judge:
             for i, part in enumerate(self.parts):
                 w, f = own[part.output], found[part.output]
                 if is_judged(w, f):
-                    noise, signal = noise_and_signal(part.of(w), part.of(f))
+                    noise, signal = noise_and_signal(part.of(w), part.of(f), samples_in(batch))
                     noises, signals = sums.setdefault(i, ([], []))
                     noises.append(noise)
                     signals.append(signal)
@@ -274,8 +276,22 @@ class Rating:
 
     @property
     def sqnr(self) -> float:
-        """SQNR over all parts, as :meth:`Judge.sqnr`."""
+        """Signal-to-noise ratio of the outputs in dB; of several parts, the mean of the numbers of dB.
+
+        So a part counts for what it gains or loses itself, whether others are noisier or not: the scores of a detector are
+        not traded for its boxes. Noise more than 80 dB below its signal is beyond what matters and counts as 80 dB.
+        """
         return mean_decibel([10 ** (-part.sqnr / 10) for part in self.parts])
+
+    def gain_over(self, other: Rating) -> Gain:
+        """How much higher :attr:`sqnr` is than that of another simulation on the same samples, with an interval.
+
+        Parts of at least 80 dB in both neither gain nor vary.
+        """
+        before = {part.name: part for part in other.parts}
+        pairs = [(part, before[part.name]) for part in self.parts if part.name in before]
+        varying = [gain(*pair) for pair in pairs if min(part.sqnr for part in pair) < _BEYOND]
+        return gain_of_mean(_difference(self.sqnr, other.sqnr), varying, len(pairs))
 
     def loses_to(self, other: Rating) -> PartQuality | None:
         """The part in which ``other`` is better; ``None`` where this rating is at least as good.
@@ -306,6 +322,10 @@ def mean_decibel(ratios: Sequence[float]) -> float:
     return -10 * sum(math.log10(max(ratio, _LEAST_NOISE)) for ratio in ratios) / len(ratios)
 
 
+def _difference(after: float, before: float) -> float:
+    return 0.0 if after == before else after - before  # of infinite ones too
+
+
 @contextmanager
 def in_float(sites: SiteMap, which: Callable[[Site], bool]) -> Iterator[None]:
     """Context manager: disable some quantizers of a simulation."""
@@ -319,22 +339,22 @@ def in_float(sites: SiteMap, which: Callable[[Site], bool]) -> Iterator[None]:
         undo()
 
 
-class _First:
-    """The first ``count`` batches of data."""
+class _Part:
+    """The batches of data from ``begin`` to ``end``."""
 
-    def __init__(self, data: Iterable[Any], count: int) -> None:
-        self._data, self._length = data, count
+    def __init__(self, data: Iterable[Any], begin: int, end: int) -> None:
+        self._data, self._begin, self._end = data, begin, end
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self._data, self._length)
+        return itertools.islice(self._data, self._begin, self._end)
 
     def __len__(self) -> int:
-        return self._length
+        return self._end - self._begin
 
     @property
     def held(self) -> Sequence[Any] | None:
         """The batches, where the data are in memory."""
-        return self._data[: self._length] if isinstance(self._data, (list, tuple)) else None
+        return self._data[self._begin : self._end] if isinstance(self._data, (list, tuple)) else None
 
 
 def some_and_others(data: Iterable[Any], most: int) -> tuple[Sequence[Any], Sequence[Any] | None]:
@@ -342,7 +362,7 @@ def some_and_others(data: Iterable[Any], most: int) -> tuple[Sequence[Any], Sequ
     count = _count(data)
     if count <= most:
         return (), ()
-    held = data.held if isinstance(data, _First) else data if isinstance(data, (list, tuple)) else None
+    held = data.held if isinstance(data, _Part) else data if isinstance(data, (list, tuple)) else None
     places = _spread(0, count, most)
     if held is None:
         return [batch for place, batch in enumerate(data) if place in places], None

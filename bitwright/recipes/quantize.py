@@ -210,6 +210,7 @@ def quantize(
         plain = _never_worse_than_plain(done, tried)
         if fallback and has_sixteen_bits(opset):
             done = _with_more_bits(done, poor_below, tried)
+        done.take_in_held_out()
     sim = done.sim
     sim.origin = origin_of(done.preset, [step.name for step in steps], first, sim.calibration_log)
 

@@ -23,8 +23,9 @@ from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.config import read_file
 from bitwright.core.registry import Registry
 from bitwright.core.simulation.float_model import Undo
+from bitwright.core.simulation.output_quality import Gain
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, close_matches, with_article
-from bitwright.recipes.judge import Judge
+from bitwright.recipes.judge import Judge, Rating
 from bitwright.tables import Tabular, html_table, text_table
 
 logger = logging.getLogger("bitwright")
@@ -44,6 +45,7 @@ class Outcome:
         note: what the step says of itself, or why it was undone.
         kept: whether it is in effect.
         sqnr: signal-to-noise ratio of the outputs before and after it, in dB, where a judge was asked.
+        gain: the difference, with its interval.
         changed: whether it did anything.
         on_float: whether it is a step that works on the float model.
     """
@@ -56,6 +58,16 @@ class Outcome:
     sqnr: tuple[float, float] | None = None
     changed: bool = True
     on_float: bool = False
+    gain: Gain | None = None
+
+    @property
+    def judged(self) -> str:
+        """The judge's numbers in one phrase; empty where it was not asked."""
+        if self.sqnr is None:
+            return ""
+        found = self.gain
+        ends = "" if found is None or found.low is None else f" ({found.low:+.2f} to {found.high:+.2f})"
+        return f"output {self.sqnr[0]:.2f} -> {self.sqnr[1]:.2f} dB{ends}"
 
     @property
     def hurts(self) -> bool:
@@ -108,13 +120,16 @@ class RecipeReport(Tabular, Sequence[Outcome]):
             metric = "" if o.metric is None else f"{o.metric:.5g}"
             change = "" if o.change is None else f"{o.change:+.3g}"
             back = not o.kept and not o.note.startswith(_LEFT_OUT)
-            noise = "" if o.sqnr is None else f"; output {o.sqnr[0]:.2f} -> {o.sqnr[1]:.2f} dB"
-            told = f"{'undone: ' if back else ''}{o.note}{noise}"
+            told = f"{'undone: ' if back else ''}{o.note}{'; ' * bool(o.judged)}{o.judged}"
             rows.append([o.step, metric, change, told] if measured else [o.step, told])
         return ["step", "metric", "change", "note"] if measured else ["step", "note"], rows
 
     def _lines(self) -> list[str]:
-        return [f"outputs compared with float {self.judged}"] if self.judged else []
+        if not self.judged:
+            return []
+        has_interval = any(o.gain is not None and o.gain.low is not None for o in self.outcomes)
+        interval = "; in brackets the 95 % interval of the gain" if has_interval else ""
+        return [f"outputs compared with float {self.judged}{interval}"]
 
     def __str__(self) -> str:
         head, rows = self._cells()
@@ -181,6 +196,8 @@ class Kind:
         apart: whether the judge leaves weights in float where a step that rounds them comes later: their noise at nearest
             rounding, twenty times what the rounding leaves, would hide that of the activations.
         joined: whether it may lose alone if it gains together with the step that rounds weights after it.
+        fitted: whether what it chooses is fitted to samples, and may serve others worse: a gain must then be more than chance.
+            More bits and float make noise of no sample larger.
     """
 
     phase: Phase
@@ -190,6 +207,7 @@ class Kind:
     gain: float | None = None
     apart: bool = False
     joined: bool = False
+    fitted: bool = True
     run: Callable[..., Any] | str | None = None
 
 
@@ -293,6 +311,7 @@ _OWN: dict[str, Kind] = {
         ("layer_inputs", "activation_ranges"),
         gain=_WORTH,
         apart=True,
+        fitted=False,
     ),
     "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer", _RANGES, gain=0.0, joined=True),
     "gptq": _rounding("round weights column by column with error feedback"),
@@ -480,8 +499,8 @@ class Runner(ABC):
         """The metric of the simulation; before there is one, of one that is made for it and dropped."""
 
     @abstractmethod
-    def sqnr(self, *, float_weights: bool = False) -> float:
-        """SQNR of the simulation by the judge, or of one of the current float model, in dB.
+    def rate(self, *, float_weights: bool = False) -> Rating:
+        """The judge's rating of the simulation, or of one of the current float model.
 
         Args:
             float_weights: let the simulation's weights be in float meanwhile.
@@ -562,7 +581,7 @@ class _Run:
     """State of a running recipe: outcomes so far, and the judge's last rating.
 
     Attributes:
-        before: the judge's number for the state that is in effect; ``None`` where it is not known.
+        before: the judge's rating of the state that is in effect; ``None`` where it is not known.
         where: on what the judge compared outputs.
     """
 
@@ -571,7 +590,7 @@ class _Run:
         self.sign = -1.0 if lower_is_better else 1.0
         self.outcomes: list[Outcome] = []
         self.where = ""
-        self.before: float | None = None
+        self.before: Rating | None = None
         self._float_weights = False  # of `before`
         self._pending: Undo | None = None  # undoes a step that waits for the one it is judged with
 
@@ -580,7 +599,7 @@ class _Run:
         step: str,
         metric: float | None,
         note: str = "",
-        sqnr: tuple[float, float] | None = None,
+        compared: _Compared | None = None,
         changed: bool = True,
         on_float: bool = False,
     ) -> Outcome:
@@ -589,7 +608,9 @@ class _Run:
         # the float model is not a predecessor: its metric is the goal
         kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
         change = None if metric is None or not kept else self.sign * (metric - kept[-1])
-        self.outcomes.append(Outcome(step, metric, change, note, sqnr=sqnr, changed=changed, on_float=on_float))
+        sqnr, found = (None, None) if compared is None else (compared.sqnr, compared.gain)
+        outcome = Outcome(step, metric, change, note, sqnr=sqnr, changed=changed, on_float=on_float, gain=found)
+        self.outcomes.append(outcome)
         logger.info("%s: %s", step, note or "done")
         return self.outcomes[-1]
 
@@ -614,7 +635,7 @@ class _Run:
         runner, undo, both = self.runner, self.runner.keep(), self._pending
         try:
             note = runner.apply(step)
-            sqnr, kept, said = self._judged(step, undo, rounded_later)
+            compared, kept, said = self._judged(step, undo, rounded_later)
             value = runner.measure() if self.measured else None
         except KeyboardInterrupt as stop:
             stop.add_note(f"during the step {step} of the recipe")
@@ -626,7 +647,7 @@ class _Run:
             self._give_up()
             self.leave_out(step, error)
             return False
-        outcome = self.add(str(step), value, note + said, sqnr, runner.changed, step.kind.phase == "float")
+        outcome = self.add(str(step), value, note + said, compared, runner.changed, step.kind.phase == "float")
         if not kept:
             logger.info("%s is undone: the outputs did not gain", step)
             (both or undo)()
@@ -641,7 +662,7 @@ class _Run:
                 self._take_back()
         return False
 
-    def _judged(self, step: Step, undo: Undo, rounded_later: bool) -> tuple[tuple[float, float] | None, bool, str]:
+    def _judged(self, step: Step, undo: Undo, rounded_later: bool) -> tuple[_Compared | None, bool, str]:
         """The judge's ratings before and after the last step, whether the step is kept, and what the ratings measure."""
         runner, kind, both = self.runner, step.kind, self._pending
         if runner.judge is None or not runner.judge.possible or not (runner.changed or both):
@@ -654,11 +675,23 @@ class _Run:
         if self.before is None or apart != self._float_weights:
             again = runner.keep()
             (both or undo)()
-            self.before, self._float_weights = runner.sqnr(float_weights=apart), apart
+            self.before, self._float_weights = runner.rate(float_weights=apart), apart
             again()
-        before, after = self.before, runner.sqnr(float_weights=apart)
-        kept = after >= before + kind.gain
+        before, after = self.before, runner.rate(float_weights=apart)
+        found = after.gain_over(before)
+        doubtful = kind.fitted and found.is_doubtful
+        kept = found.decibel >= kind.gain and not doubtful
         self.before = after if kept else before
         self._pending = undo if kind.joined and rounded_later and not kept else None
         said = ("; with float weights" if apart else "") + ("; with the step before" if both is not None else "")
-        return (before, after), kept or self._pending is not None, said
+        if doubtful:
+            said += "; a gain that the samples do not tell from none"
+        return _Compared((before.sqnr, after.sqnr), found), kept or self._pending is not None, said
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What the judge saw of a step: dB before and after it, and the gain."""
+
+    sqnr: tuple[float, float]
+    gain: Gain

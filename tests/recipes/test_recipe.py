@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,12 +15,13 @@ from torch import nn
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec, find_preset
 from bitwright.core.numerics.statistics import Histogram, MinMax
+from bitwright.core.simulation.output_quality import quality
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.methods.activations import activation_ranges, keep_histograms
 from bitwright.recipes import attempt
 from bitwright.recipes.attempt import Attempt, Job
 from bitwright.recipes.default_recipe import EFFORTS, as_recipe, default_recipe
-from bitwright.recipes.judge import Judge
+from bitwright.recipes.judge import Judge, Rating
 from bitwright.recipes.recipe import KINDS, Step, load_recipe, parse_recipe, run_recipe
 from bitwright.torch import QuantizationSimModel, quantize
 
@@ -312,6 +314,12 @@ def test_a_range_method_of_the_users_is_kept():
     assert "activation_ranges" not in steps and "widen" in steps
 
 
+def rating_of(decibel, units=1, spread=0.0):
+    """A rating whose samples differ from each other by ``spread`` times their mean, by turns up and down."""
+    noise = 10 ** (-decibel / 10) * (1 + spread * (-1.0) ** np.arange(units))
+    return Rating((replace(quality("output", [noise], [np.ones(units)]), sqnr=decibel),))
+
+
 class Judged(Fake):
     """A fake whose outputs have the signal-to-noise ratio that its state says."""
 
@@ -319,9 +327,9 @@ class Judged(Fake):
         super().__init__(**worth)
         self.judge, self.asked = Judge([0], lambda batch: [np.zeros(1)]), 0
 
-    def sqnr(self, *, float_weights=False):
+    def rate(self, *, float_weights=False):
         self.asked += 1
-        return self.state
+        return rating_of(self.state)
 
 
 def test_a_judge_keeps_what_the_outputs_gain_by(caplog):
@@ -334,7 +342,31 @@ def test_a_judge_keeps_what_the_outputs_gain_by(caplog):
         None, (10.0, 9.0), None, (10.0, 10.05), (10.0, 12.0), (12.0, 11.5)
     ]  # fmt: skip
     assert "undone: gptq done; output 12.00 -> 11.50 dB" in str(report)
-    assert str(report).endswith("outputs compared with float on 1 batch that neither calibration nor methods see")
+    assert str(report).endswith("outputs compared with float on 1 batch that neither calibration nor methods had seen")
+
+
+@pytest.mark.parametrize(
+    ("step", "spread", "kept"),
+    [("gptq", 0.0, True), ("gptq", 0.2, True), ("gptq", 0.9, False), ("widen", 0.9, True), ("smooth", 0.9, False)],
+)
+def test_a_gain_of_a_fitted_step_must_be_more_than_chance(step, spread, kept):
+    """1 dB on eight samples: half of them gain, half lose, the more the larger the spread."""
+    runner = Judged(**{step: 1.0})
+    runner.rate = lambda *, float_weights=False: rating_of(runner.state, 8, spread if runner.state > 10 else 0.0)
+    (outcome,) = run_recipe(parse_recipe([step]), runner)
+    assert outcome.kept == kept and runner.state == (11.0 if kept else 10.0)
+    assert outcome.gain.decibel == pytest.approx(1.0)
+    half = 10 / math.log(10) * 2.365 * spread / math.sqrt(7)  # Student's t of seven degrees of freedom
+    assert outcome.gain.high - outcome.gain.low == pytest.approx(2 * half)
+    text = f"output 10.00 -> 11.00 dB ({1 - half:+.2f} to {1 + half:+.2f})"
+    assert outcome.judged == text
+    assert ("a gain that the samples do not tell from none" in outcome.note) == (not kept)
+
+
+def test_the_report_says_what_the_brackets_are():
+    runner = Judged(gptq=1.0)
+    runner.rate = lambda *, float_weights=False: rating_of(runner.state, 8)
+    assert str(run_recipe(parse_recipe(["gptq"]), runner)).endswith("; in brackets the 95 % interval of the gain")
 
 
 def test_a_step_that_did_nothing_is_not_put_to_the_judge():
@@ -366,9 +398,9 @@ def test_activations_are_judged_with_float_weights_where_these_are_rounded_later
 
     def measured(*, float_weights=False):
         seen.append(float_weights)
-        return float(len(seen))
+        return rating_of(float(len(seen)))
 
-    runner.sqnr = measured
+    runner.rate = measured
     report = run_recipe(parse_recipe(recipe), runner)
     assert seen == asked
     assert all(("with float weights" in o.note) == (o.step in ("widen()", "activation_ranges()") and asked[0])
@@ -530,39 +562,61 @@ def test_the_float_model_runs_once_and_only_when_asked():
     calls = []
     judge, _ = Judge.of([1.0, 2.0], lambda batch: calls.append(batch) or twice(batch))
     assert not calls
-    assert judge.sqnr(twice) == judge.sqnr(twice) == math.inf
+    assert judge.rate(twice).sqnr == judge.rate(twice).sqnr == math.inf
     assert calls == [1.0]
 
 
 def test_outputs_count_alike_whatever_their_size():
     judge = Judge([0], lambda batch: [np.float32([1000.0] * 50), np.float32([1.0])])
-    noisy = judge.sqnr(lambda batch: [np.float32([990.0] * 50), np.float32([0.9])])
+    noisy = judge.rate(lambda batch: [np.float32([990.0] * 50), np.float32([0.9])]).sqnr
     assert noisy == pytest.approx((40 + 20) / 2, abs=1e-4)
 
 
 def test_an_output_is_not_traded_for_a_noisier_one():
     judge = Judge([0], lambda batch: [np.ones(9), np.ones(9)])
-    before = judge.sqnr(lambda batch: [np.full(9, 1.001), np.full(9, 1.1)])  # 60 and 20 dB
-    after = judge.sqnr(lambda batch: [np.full(9, 1.002), np.full(9, 1.09)])  # 54 and 21 dB
+    before = judge.rate(lambda batch: [np.full(9, 1.001), np.full(9, 1.1)]).sqnr  # 60 and 20 dB
+    after = judge.rate(lambda batch: [np.full(9, 1.002), np.full(9, 1.09)]).sqnr  # 54 and 21 dB
     assert after < before
+
+
+def test_one_number_a_sample_is_a_sample_each():
+    judge = Judge([np.zeros((6, 3))], lambda batch: [np.arange(1.0, 7.0)])
+    (part,) = judge.rate(lambda batch: [np.arange(1.0, 7.0) + 0.1]).parts
+    assert part.units == 6 and part.low < part.sqnr < part.high
+    judge = Judge([np.zeros((2, 3))], lambda batch: [np.arange(1.0, 7.0)])  # six numbers of two samples
+    assert judge.rate(lambda batch: [np.arange(1.0, 7.0) + 0.1]).parts[0].units == 1
+
+
+def test_a_gain_is_that_of_the_mean_over_parts_whose_samples_are_the_same():
+    """What one part loses at a sample another gains there, so that their mean does not vary."""
+    judge = Judge([np.zeros((8, 2))], lambda batch: [np.ones((8, 50)), np.ones((8, 50))], names=lambda: ["a", "b"])
+    up = np.sqrt(1 + 0.5 * (-1.0) ** np.arange(8))[:, None]
+    down = np.sqrt(1 - 0.5 * (-1.0) ** np.arange(8))[:, None]
+    before = judge.rate(lambda batch: [np.full((8, 50), 1.1), np.full((8, 50), 1.1)])
+    mixed = judge.rate(lambda batch: [1 + 0.05 * up * np.ones((8, 50)), 1 + 0.05 * down * np.ones((8, 50))])
+    alike = judge.rate(lambda batch: [1 + 0.05 * up * np.ones((8, 50)), 1 + 0.05 * up * np.ones((8, 50))])
+    for rating, half in ((mixed, 0.0), (alike, 10 / math.log(10) * 2.365 * 0.5 / math.sqrt(7))):
+        found = rating.gain_over(before)
+        assert found.decibel == pytest.approx(20 * math.log10(2)) and found.half_width == pytest.approx(half, abs=1e-9)
+    assert before.gain_over(before).decibel == 0 and not before.gain_over(before).is_doubtful
 
 
 def test_an_output_without_noise_counts_as_80_db():
     judge = Judge([0], lambda batch: [np.ones(9), np.ones(9)])
-    assert judge.sqnr(lambda batch: [np.ones(9), np.full(9, 1.1)]) == pytest.approx((80 + 20) / 2)
-    assert judge.sqnr(lambda batch: [np.ones(9), np.ones(9)]) == math.inf
+    assert judge.rate(lambda batch: [np.ones(9), np.full(9, 1.1)]).sqnr == pytest.approx((80 + 20) / 2)
+    assert judge.rate(lambda batch: [np.ones(9), np.ones(9)]).sqnr == math.inf
 
 
 def test_what_is_not_finite_in_float_is_left_out_and_new_nan_is_the_worst():
     judge = Judge([0], lambda batch: [np.float32([1.0, np.inf])])
-    assert judge.sqnr(lambda batch: [np.float32([1.0, 5.0])]) == math.inf
-    assert judge.sqnr(lambda batch: [np.float32([np.nan, np.inf])]) == -math.inf
+    assert judge.rate(lambda batch: [np.float32([1.0, 5.0])]).sqnr == math.inf
+    assert judge.rate(lambda batch: [np.float32([np.nan, np.inf])]).sqnr == -math.inf
 
 
 def test_integers_and_lengths_that_depend_on_values_are_left_out():
     judge = Judge([0], lambda batch: [np.arange(3), np.float32([1, 2]), np.float32([4.0])])
     assert judge.possible
-    assert judge.sqnr(lambda batch: [np.arange(3)[::-1], np.float32([1]), np.float32([4.0])]) == math.inf
+    assert judge.rate(lambda batch: [np.arange(3)[::-1], np.float32([1]), np.float32([4.0])]).sqnr == math.inf
 
 
 def test_few_are_held_out_where_few_are_wanted():
@@ -585,7 +639,10 @@ def test_probabilities_are_not_hidden_behind_pixels_in_one_tensor():
 
 def test_a_step_that_kills_the_probabilities_loses():
     judge = Judge([0], lambda batch: boxes_and_scores())
-    assert judge.sqnr(lambda batch: boxes_and_scores(1.0, 0.01)) > judge.sqnr(lambda batch: boxes_and_scores(0.9, 0.5))
+    assert (
+        judge.rate(lambda batch: boxes_and_scores(1.0, 0.01)).sqnr
+        > judge.rate(lambda batch: boxes_and_scores(0.9, 0.5)).sqnr
+    )
 
 
 def test_the_worst_of_several_outputs_has_its_name():

@@ -15,10 +15,10 @@ from torch import nn
 import bitwright
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
-from bitwright.core.simulation.output_quality import PartQuality, parts_of
+from bitwright.core.simulation.output_quality import Gain, PartQuality, parts_of
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.recipes import attempt
-from bitwright.recipes.judge import Judge, Rating
+from bitwright.recipes.judge import Rating
 from bitwright.recipes.recipe import KINDS, Step
 from tests.onnx.nets import Net, body
 
@@ -64,7 +64,8 @@ def test_the_first_line_has_the_worst_output_with_an_interval_and_the_counts_fol
     first, second, gained, third, *_ = str(result).splitlines()
     assert first == result.headline and not result.poor
     assert (
-        f"{result.quality.worst.sqnr:.1f} dB (95 % interval" in first and "neither calibration nor methods see" in first
+        f"{result.quality.worst.sqnr:.1f} dB (95 % interval" in first
+        and "neither calibration nor methods had seen" in first
     )
     assert second == "metric: float 0.875 -> quantized 0.875 (+0)"
     gain = result.quality.worst.sqnr - result.plain.worst.sqnr
@@ -129,7 +130,7 @@ def test_an_interval_that_reaches_below_the_limit_is_said_first(front_end):
 def test_batches_of_ones_own_rate_and_calibration_has_all_of_the_data(front_end):
     far = data(3, 4.0)
     result = quantized(front_end, made(Plain), data(10), held_out=far)
-    assert result.poor and "on 3 batches that neither calibration nor methods see (of held_out)" in result.headline
+    assert result.poor and "on 3 batches that neither calibration nor methods had seen (of held_out)" in result.headline
     assert "the samples that judge leave the ranges of calibration" in result.headline  # 16 bits do not help there
     with pytest.raises(CalibrationError, match="held_out: it holds no batch"):
         quantized(front_end, made(Plain), data(10), held_out=[])
@@ -164,16 +165,41 @@ def test_16_bits_are_not_tried_where_weights_are_why():
 @both
 def test_a_recipe_that_is_worse_than_the_plain_simulation_is_undone(front_end, monkeypatch):
     """A judge whose verdicts on single steps are always yes lets ranges through that clip; the rating of the whole does not."""
-    numbers = iter(range(10**6))
-    monkeypatch.setattr(Judge, "sqnr", lambda self, outputs, **_: float(next(numbers)))
+    monkeypatch.setattr(Rating, "gain_over", lambda self, other: Gain(1.0))
     steps = (Step("fold"), Step("activation_ranges"))
     monkeypatch.setattr(attempt, "as_recipe", lambda recipe, *_, **__: steps)
     clip = replace(KINDS["activation_ranges"], run=clipping)
     monkeypatch.setitem(KINDS, "activation_ranges", clip)
-    result = quantized(front_end, made(Plain), data(10))
+    batches = data(10)
+    result = quantized(front_end, made(Plain), batches)
     assert "the recipe is undone, as it was worse than the plain simulation (" in str(result).splitlines()[0]
     assert result.quality == result.plain
     assert [o.step for o in result.report if o.kept] == ["fold()"]
+    monkeypatch.undo()
+    plain = quantized(front_end, made(Plain), batches, recipe=["fold"])
+    assert encodings(result) == encodings(plain), "calibrated on all data, as the plain simulation is"
+
+
+def encodings(result):
+    return {
+        name: (site.encoding.min.tolist(), site.encoding.max.tolist())
+        for name, site in result.sim.quantizers.items()
+        if site.encoding is not None and not site.quantizer.derived
+    }
+
+
+@both
+@pytest.mark.parametrize("count", [10, 2], ids=["batches", "samples"])
+def test_ranges_take_in_the_data_that_judged(front_end, count, monkeypatch):
+    """The last samples, which are held out, are four times as loud."""
+    monkeypatch.setattr(attempt, "as_recipe", lambda recipe, *_, **__: (Step("fold"), Step("gptq")))
+    batches = data(count)
+    batches[-1][-2:] *= 4
+    result = quantized(front_end, made(Plain), batches, fallback=False)
+    monkeypatch.undo()
+    plain = encodings(quantized(front_end, made(Plain), batches, recipe=["fold"]))
+    wide = {name: ends for name, ends in encodings(result).items() if result.sim.quantizers[name].role == "input"}
+    assert wide and all(ends == plain[name] for name, ends in wide.items())
 
 
 def clipping(sim):

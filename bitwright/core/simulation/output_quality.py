@@ -109,15 +109,16 @@ def matched_rows(one: Array, other: Array, both: Array, at: Array, axis: int) ->
     return own, found
 
 
-def noise_and_signal(wanted: Array, found: Array) -> tuple[Array, Array]:
+def noise_and_signal(wanted: Array, found: Array, samples: int = 1) -> tuple[Array, Array]:
     """Sums of squares of the error and of the values, for each row of the first axis, which samples are.
 
-    What is not finite in float is left out. Of an array of one axis all numbers are one row.
+    What is not finite in float is left out. Of an array of one axis all numbers are one row, unless they are one for each of
+    the ``samples`` of the batch.
     """
     finite = np.isfinite(wanted)
     reference = np.where(finite, wanted, 0.0).astype(np.float64)
     error = np.where(finite, reference - found, 0.0)
-    rows = wanted.shape[0] if wanted.ndim > 1 else 1
+    rows = wanted.shape[0] if wanted.ndim > 1 or wanted.shape == (samples,) else 1
     return (
         np.square(error).reshape(rows, -1).sum(1) if error.size else np.zeros(rows),
         np.square(reference).reshape(rows, -1).sum(1) if error.size else np.zeros(rows),
@@ -274,6 +275,12 @@ def quality(name: str, noise: Sequence[Array], signal: Sequence[Array]) -> PartQ
     return PartQuality(name, total, total - half, total + half, worst, count, each)
 
 
+_SURE, _SURE_OF_ALL = (
+    0.5,
+    1.0,
+)  # share of half an interval that a gain has at least: one standard error of the paired difference
+
+
 @dataclass(frozen=True)
 class Gain:
     """How much less noise one simulation makes than another on the same samples, in dB.
@@ -281,11 +288,23 @@ class Gain:
     Attributes:
         decibel: of all samples together.
         low, high: ends of the 95 % interval of it over data like these; ``None`` for fewer than two samples.
+        deviations: share of each sample in the deviation of the gain.
     """
 
     decibel: float
     low: float | None = None
     high: float | None = None
+    deviations: tuple[float, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval, in dB; 0 where there is none."""
+        return 0.0 if self.high is None else self.high - self.decibel
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it is a gain, of which half of the 95 % interval reaches below none."""
+        return 0 < self.decibel < _SURE * self.half_width
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
@@ -309,7 +328,33 @@ def gain(after: PartQuality, before: PartQuality) -> Gain | None:
     decibel = float(10 * np.log10(reference.sum() / n.sum()))
     if n.size < 2:
         return Gain(decibel)
-    half = _half_width(n / n.mean() - reference / reference.mean())
+    deviations = n / n.mean() - reference / reference.mean()
+    half = _half_width(deviations)
+    return Gain(decibel, decibel - half, decibel + half, tuple(deviations.tolist()))
+
+
+def gain_of_mean(decibel: float, gains: Sequence[Gain | None], count: int) -> Gain:
+    """The gain of the mean over parts, with the interval that those of the parts give.
+
+    The same samples rate all parts, so that their deviations are averaged sample by sample. Where parts have different samples
+    the mean of their half widths bounds that of the mean.
+
+    Args:
+        decibel: of the mean.
+        gains: of the parts that vary; ``None`` and no interval where one cannot be computed.
+        count: of the parts, with those that do not vary.
+
+    >>> parts = [Gain(1.0, 0.0, 2.0, (0.4, -0.4, 0.4, -0.4)), Gain(1.0, 0.0, 2.0, (-0.4, 0.4, -0.4, 0.4))]
+    >>> print(gain_of_mean(1.0, parts, 2))
+    +1.0 dB (95 % interval +1.0 to +1.0)
+    """
+    known = [part for part in gains if part is not None and part.deviations]
+    if not math.isfinite(decibel) or not known or len(known) < len(gains):
+        return Gain(decibel)
+    if len({len(part.deviations) for part in known}) == 1:
+        half = _half_width(np.sum([part.deviations for part in known], 0) / count)
+    else:
+        half = sum(part.half_width for part in known) / count
     return Gain(decibel, decibel - half, decibel + half)
 
 

@@ -478,11 +478,12 @@ def settle_lengths(model: ir.Model, feeds: Feeds) -> None:
     What stands for a tensor in iterations that do not compute it must have its shape (:meth:`Instrument.lift`).
     """
     lengths = lengths_of(model, feeds)
-    for node in all_nodes(model.graph) if lengths else ():
-        for value in node.outputs if node.graph is not model.graph else ():
-            if value.shape is not None and not value.shape.is_static():
-                axes = [n if isinstance(n, int) else lengths.get(str(n.value), n) for n in value.shape]
-                value.shape = ir.Shape(axes)
+    if not lengths:
+        return
+    made = (value for node in all_nodes(model.graph) if node.graph is not model.graph for value in node.outputs)
+    for value in made:
+        if value.shape is not None and not value.shape.is_static():
+            value.shape = ir.Shape([n if isinstance(n, int) else lengths.get(str(n.value), n) for n in value.shape])
 
 
 def _absent(value: ir.Value, neutral: Array, skipped: bool) -> Array:
