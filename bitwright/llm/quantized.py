@@ -35,6 +35,7 @@ from bitwright.llm.simulated import GRAPHS, check_graph, check_kind, simulation_
 from bitwright.methods.rounding.table import METHODS
 from bitwright.progress import progress as progress_bar
 from bitwright.tables import Tabular
+from bitwright.torch.adapters import adapter_layers
 
 logger = logging.getLogger("bitwright")
 
@@ -155,8 +156,9 @@ Rulings = Mapping[str, "str | Preset | QuantSpec | None"]
 
 
 def specs_of(
-    view: Transformer, spec: QuantSpec, rules: Rulings | None, embedding: Any = None, lm_head: Any = None
-) -> dict[str, QuantSpec]:
+    view: Transformer, spec: QuantSpec, rules: Rulings | None, embedding: Any = None, lm_head: Any = None,
+    *, adapters: Iterable[str] = (),
+) -> dict[str, QuantSpec]:  # fmt: skip
     """Parameter -> its spec; without those that stay in float.
 
     Args:
@@ -164,6 +166,7 @@ def specs_of(
         spec: of the matrices of blocks.
         rules: pattern (``role:down``, or a glob of names) -> preset, spec, or ``None`` for float; later ones win.
         embedding, lm_head: presets of the table of tokens and of the output layer.
+        adapters: names of layers with adapters of PEFT, which stay in float where no rule names them.
 
     Raises:
         ConfigError: a pattern that means no parameter.
@@ -175,6 +178,8 @@ def specs_of(
         for part in view.parts
         if part.role in QUANTIZED and len(part.shape) >= 2 and part.axis is not None
     }
+    beside = tuple(f"{name}.lora_" for name in adapters)
+    asked = {name: wanted for name, wanted in asked.items() if not name.startswith(beside)}
     ends = {"embedding": embedding, "lm_head": lm_head}
     given = {f"role:{role}": preset for role, preset in ends.items() if preset is not None and view.of(role)}
     for pattern, preset in (*given.items(), *(rules or {}).items()):
@@ -485,7 +490,8 @@ def quantize(
     with clock.stage("open"), torch.no_grad():
         source = _opened(model, tokenizer=isinstance(data, (str, os.PathLike)) or to is not None)
         view = view_by_blocks(source.runner)
-        specs = _fitted(specs_of(view, spec, rules, embedding, lm_head), to)
+        adapters = () if source.module is None else adapter_layers(source.module)
+        specs = _fitted(specs_of(view, spec, rules, embedding, lm_head, adapters=adapters), to)
         plans = [planned(part.name, part.shape, specs.get(part.name)) for part in view.parts]
         if to is not None:
             _check(source, plans, to, out)

@@ -26,15 +26,13 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FLOAT_FORMATS, FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor, PerToken
 from bitwright.core.numerics.serialize import encoding_from_json, encoding_to_json
-from bitwright.llm.packed import PackedWeight, float_values, halves, signed
+from bitwright.llm.coded import StoredWeight, linear
+from bitwright.llm.packed import PackedWeight, signed
 
 _ONE, _ZERO = np.ones((), np.float32), np.zeros((), np.int32)
 _FP8 = FLOAT_FORMATS["float8_e4m3"]
 _HALF = (torch.bfloat16, torch.float16)
 _INT4_GROUPS = (256, 128, 64, 32)  # that the kernel has
-_TORCH_FLOATS = {
-    "float8_e4m3": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "float16": torch.float16, "bfloat16": torch.bfloat16,
-}  # fmt: skip
 _CONVOLUTIONS = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
 Pair = tuple[Tensor, Tensor, Tensor]
 
@@ -137,68 +135,6 @@ def _(x: Tensor, written: str) -> Tensor:
     return torch.empty_like(x)
 
 
-class StoredWeight(nn.Module):
-    """Stores the codes of a weight, two in a byte for four bits or less; a call dequantizes them.
-
-    Args:
-        weight: codes and encoding.
-        dtype: of the dequantized weight.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor | None
-    numbers: Tensor | None
-
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
-        super().__init__()
-        fmt = weight.format
-        self.shape, self.dtype, self.described = weight.shape, dtype, weight.encoding
-        rows = weight.codes.reshape(len(weight.codes), -1) if weight.shape else weight.codes.reshape(1, -1)
-        self.halved = fmt.bits <= 4 and rows.shape[1] % 2 == 0
-        self.shift = 8 if self.halved and isinstance(fmt, IntFormat) and fmt.signed else 0
-        self.kind = _TORCH_FLOATS.get(fmt.name)
-        granularity = weight.encoding.granularity
-        self.view = granularity.view_shape(weight.shape)
-        scale = np.asarray(granularity.spread(weight.scale, weight.shape))
-        zero = np.asarray(granularity.spread(weight.encoding.zero, weight.shape)).astype(np.float32)
-        codes = torch.from_numpy(halves(rows) if self.halved else rows.copy())
-        self.register_buffer("codes", codes if self.kind is None else codes.view(self.kind))
-        self.register_buffer("scale", torch.from_numpy(np.array(scale, np.float32)))
-        zero = zero + self.shift
-        self.register_buffer("zero", torch.from_numpy(np.array(zero)) if zero.any() else None)
-        numbers = None
-        if isinstance(fmt, FloatFormat) and self.kind is None:
-            numbers = float_values(np.arange(1 << fmt.bits), fmt)
-        self.register_buffer("numbers", None if numbers is None else torch.from_numpy(numbers))
-
-    def forward(self) -> Tensor:
-        """The weight."""
-        return self._values(self.codes, self.zero, self.scale, self.view).reshape(self.shape)
-
-    def rows(self, index: Tensor) -> Tensor:
-        """The rows ``index`` of a table, ``[...]`` to ``[..., D]``; scales run along rows."""
-        own = self.scale.dim() > 0 and self.scale.shape[0] == self.shape[0]
-        scale = self.scale[index] if own else self.scale
-        zero = self.zero[index] if own and self.zero is not None else self.zero
-        values = self._values(self.codes[index], zero, scale, (*index.shape, *self.view[1:]))
-        return values.reshape(*index.shape, *self.shape[1:])
-
-    def _values(self, codes: Tensor, zero: Tensor | None, scale: Tensor, view: tuple[int, ...]) -> Tensor:
-        if self.halved:
-            codes = torch.stack((codes & 15, codes >> 4), -1)
-        if self.numbers is not None:
-            values = self.numbers[codes.int()]
-        else:
-            values = codes.float()
-        values = values.reshape(view)
-        return ((values if zero is None else values - zero) * scale).to(self.dtype)
-
-    def extra_repr(self) -> str:
-        """Shape and format."""
-        return f"{tuple(self.shape)}, {self.described.format.name}"
-
-
 @dataclass(frozen=True, eq=False)
 class Parts:
     """The parts of a layer.
@@ -256,11 +192,10 @@ class DequantizedLayer(PackedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Answer of the layer."""
         x = x if self.grid is None else self.grid(x)
-        weight = self.weight().to(x.dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.call == "linear":
-            return F.linear(x, weight, bias)
-        return _CONVOLUTIONS[self.call](x, weight, bias, **self.options)
+            return linear(x, self.bias, self.weight)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _CONVOLUTIONS[self.call](x, self.weight().to(x.dtype), bias, **self.options)
 
 
 class Int8Linear(PackedLayer):
@@ -417,25 +352,6 @@ class Fp8Linear(PackedLayer):
         made = torch._scaled_mm(codes, weight, scale, self.scale, out_dtype=torch.float32)
         made = made if self.bias is None else made + self.bias
         return made.reshape(*x.shape[:-1], -1).to(x.dtype)
-
-
-class PackedEmbedding(nn.Module):
-    """Gathers rows of a table of codes, and dequantizes only these."""
-
-    kernel = "rows"
-
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = StoredWeight(weight, dtype)
-        self.shape, self.described = weight.shape, weight.layout
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """``[...]`` indices to ``[..., D]`` numbers."""
-        return self.weight.rows(rows)
-
-    def extra_repr(self) -> str:
-        """Shape and format."""
-        return f"{tuple(self.shape)}, {self.described}"
 
 
 def int4_group(weight: PackedWeight) -> int:

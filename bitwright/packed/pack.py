@@ -32,8 +32,9 @@ from bitwright.core.numerics.serialize import (
 )
 from bitwright.errors import CalibrationError, ConfigError, ExportError, ModelError, checks_arguments
 from bitwright.export.files.atomic import atomic_files, settle
+from bitwright.llm.coded import CodedEmbedding, StoredWeight
 from bitwright.llm.packed import FloatWeight, PackedWeight, halves, packed_weights, unhalved
-from bitwright.packed.layers import Grid, PackedEmbedding, PackedLayer, Parts, StoredWeight, layer_of
+from bitwright.packed.layers import Grid, PackedLayer, Parts, layer_of
 from bitwright.packed.program import from_json, nodes_of, to_json
 from bitwright.tables import Tabular, text_table
 
@@ -605,8 +606,9 @@ def _built(contents: _Contents, model: nn.Module | None, dtype: torch.dtype | No
     layers = {name: _layer(contents, name, kind) for name in contents.layers}
     embedded = model is not None
     tables: dict[str, nn.Module] = {
-        place: (PackedEmbedding if embedded else StoredWeight)(contents.weights[name], kind)
+        place: CodedEmbedding(stored) if embedded else stored
         for place, name in contents.tables.items()
+        for stored in (StoredWeight(contents.weights[name], kind),)
     }
     made = {**{name: module for name, (module, _) in layers.items()}, **tables}
     root = _program(contents, kind, made) if model is None else _replaced(model, contents, kind, made)

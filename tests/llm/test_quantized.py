@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from torch import nn
 from transformers import (
     BloomConfig,
     Gemma2Config,
@@ -26,18 +27,20 @@ from transformers import (
 )
 
 from bitwright.core.numerics.affine import stored_scale
-from bitwright.core.numerics.spec import find_preset
+from bitwright.core.numerics.spec import QuantSpec, find_preset
+from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import ConfigError, ExportError, GranularityError
-from bitwright.llm import blocks, quantize, quantized
+from bitwright.llm import blocks, coded, quantize, quantized
 from bitwright.llm.blocks import of_checkpoint, view_by_blocks
 from bitwright.llm.checkpoint import open_checkpoint
-from bitwright.llm.coded import CodedLinear
+from bitwright.llm.coded import CodedEmbedding, CodedLinear, StoredWeight
 from bitwright.llm.files.table import read_checkpoint
 from bitwright.llm.likelihood import perplexity, split_tokens, text_tokens
-from bitwright.llm.packed import FloatWeight, PackedWeight
+from bitwright.llm.packed import FloatWeight, PackedWeight, of_rows
 from bitwright.llm.quantized import spec_of
 from bitwright.llm.roles import transformer
 from tests.llm.models import prompts, saved, text, tiny
+from tests.support.lora import PeftLinear
 
 ROW = 24
 _FOUR_BITS = (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
@@ -221,26 +224,104 @@ def test_a_module_computes_with_its_codes(in_place: bool):
     model = tiny(LlamaConfig)
     before = copy.deepcopy(model.state_dict())
     result = quantize(model, "w4g32", in_place=in_place, progress=False)
-    coded = [module for module in result.model.modules() if isinstance(module, CodedLinear)]
-    assert len(coded) == 14 and (result.model is model) == in_place
-    assert all(
-        module.codes.dtype == torch.uint8 and module.codes.shape[1] * 2 == module.in_features for module in coded
-    )
+    layers = {name: module for name, module in result.model.named_modules() if isinstance(module, CodedLinear)}
+    assert len(layers) == 14 and (result.model is model) == in_place
+    for module in layers.values():
+        codes = module.stored.codes
+        assert codes.dtype == torch.uint8 and codes.shape[1] * 2 == module.in_features
     if not in_place:
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     reference = tiny(LlamaConfig)
     with torch.no_grad():
-        for module in coded:
-            reference.get_parameter(module.name).copy_(module.weight)
+        for name, module in layers.items():
+            reference.get_parameter(f"{name}.weight").copy_(module.weight)
         assert torch.equal(reference(prompts(1)).logits, result.model(prompts(1)).logits)
 
 
-@pytest.mark.parametrize("preset", ["w4g32", "w4g32_asym", "w2g32", "w8", "nvfp4", "mxfp4", "fp8"])
+@pytest.mark.parametrize(
+    "preset",
+    ["w4g32", "w4g32_asym", "w4g32_float_zero", "w2g32", "w8", "w8g40", "nvfp4", "mxfp4", "fp8", "nf4", "q4_k_offset"],
+)
 def test_coded_layers_hold_what_the_codes_say(preset: str):
     values = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
-    packed = PackedWeight.nearest("weight", values, spec_of(preset))
-    layer = CodedLinear(packed, None, torch.float32)
-    assert np.array_equal(layer.packed().codes, packed.codes) and np.array_equal(layer.weight, packed.dequantize())
+    spec = spec_of(preset)
+    packed = PackedWeight("weight", *_rounded(values, spec))
+    layer = CodedLinear(StoredWeight(packed, torch.float32), None)
+    again = layer.stored.packed()
+    assert np.array_equal(again.codes, packed.codes) and again.encoding == packed.encoding
+    assert np.array_equal(layer.weight, packed.dequantize())
+    moved = copy.deepcopy(layer).half().stored.packed()  # the model's dtype is not that of the scales
+    assert moved.encoding == packed.encoding
+
+
+def _rounded(values: torch.Tensor, spec: QuantSpec) -> tuple[Any, Any]:
+    quantizer = Quantizer("weight", "weight", replace(spec, granularity=of_rows(spec.granularity, 2)))
+    quantizer.observe_once(values)
+    found = PackedWeight.encoded("weight", values, quantizer.required)
+    return found.codes, found.encoding
+
+
+def test_layers_that_hold_codes_pass_gradients_and_keep_no_float_weight(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(coded, "_AT_ONCE", 5 * 64)  # five rows at a time
+    values = torch.randn(33, 64, generator=torch.Generator().manual_seed(0))
+    layer = CodedLinear(
+        StoredWeight(PackedWeight.nearest("w", values, spec_of("w4g32")), torch.float32), torch.ones(33)
+    )
+    reference = nn.Linear(64, 33)
+    reference.weight.data, reference.bias.data = layer.weight, torch.ones(33)
+    x = torch.randn(2, 7, 64, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        found = layer(x)
+    assert not saved  # the gradient of the input needs the codes alone
+    torch.testing.assert_close(found, reference(x))
+    weight = torch.randn_like(found)
+    (mine,) = torch.autograd.grad(found, x, weight)
+    (expected,) = torch.autograd.grad(reference(x), x, weight)
+    torch.testing.assert_close(mine, expected)
+
+
+def test_adapters_train_beside_a_base_of_codes():
+    """Adapters stay in float and trained; the base takes its codes and scales, and no more (QLoRA)."""
+    model = tiny(LlamaConfig, hidden_size=128, intermediate_size=256)
+    for block in model.model.layers:
+        for owner, name in ((block.self_attn, "v_proj"), (block.mlp, "up_proj")):
+            layer = PeftLinear(getattr(owner, name))
+            layer.add("first", 4, 8)
+            nn.init.normal_(layer.lora_A["first"].weight)
+            nn.init.zeros_(layer.lora_B["first"].weight)
+            layer.set_adapter(["first"])
+            setattr(owner, name, layer)
+    model.requires_grad_(False)
+    adapters = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+    for parameter in adapters:
+        parameter.requires_grad_(True)
+    result = quantize(model, "w4g64", embedding="w4g64", lm_head="w4g64", in_place=True, progress=False)
+    assert len(result.rows) == 16 and not any("lora_" in row.name for row in result.rows)
+    mine = {id(parameter) for parameter in adapters}
+    held = [t for t in (*result.model.parameters(), *result.model.buffers()) if id(t) not in mine]
+    numbers = sum(
+        part.shape[0] * part.shape[1] for part in result.view.parts if any(part.name == r.name for r in result.rows)
+    )
+    assert sum(t.nbytes for t in held) <= 1.3 * numbers * (4 + 16 / 64) / 8
+    tokens = prompts(4)
+    optimizer = torch.optim.Adam(adapters, 1e-2)
+    losses = []
+    for _ in range(8):
+        loss = result.model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+def test_a_table_that_the_output_layer_shares_is_held_once():
+    model = tiny(LlamaConfig, tie_word_embeddings=True)
+    result = quantize(model, "w4g32", embedding="w4g32", in_place=True, progress=False)
+    table, output = result.model.get_input_embeddings(), result.model.lm_head
+    assert isinstance(table, CodedEmbedding) and isinstance(output, CodedLinear) and table.stored is output.stored
+    assert result.model(prompts(1)).logits.isfinite().all()
 
 
 def test_rules_by_role_and_by_name_and_ends(llama: Path):

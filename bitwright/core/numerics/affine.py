@@ -362,7 +362,7 @@ def _with_offset(encoding: Encoding, scale: NDArray[Any]) -> Encoding:
     assert isinstance(fmt, IntFormat) and isinstance(granularity, PerBlock) and granularity.axis is not None
     offset = scale.astype(np.float64) * encoding.zero.astype(np.float64)
     multiples, common = stored_offset(offset, encoding.scale_format, granularity.axis)
-    zero = (multiples * common).astype(np.float64) / encoding.scale
+    zero = ((multiples * common).astype(np.float64) / encoding.scale).astype(np.float32)
     whole = np.clip(np.rint(zero), fmt.qmin, fmt.qmax)
     return replace(encoding, zero_point=whole.astype(np.int64), shift=(zero - whole).astype(np.float32))
 

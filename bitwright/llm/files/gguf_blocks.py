@@ -422,7 +422,7 @@ def _with_free_offsets(name: str, blocks: Bytes, shape: Sequence[int], row: Bloc
     common = np.maximum(common, np.float32(2.0**-24))
     codes = np.where(scale.repeat(row.group, 1) > 0, codes, 0)  # groups without a scale are their offset
     scale = np.where(scale > 0, scale, common)
-    zero = offset.astype(np.float64) / scale
+    zero = (offset.astype(np.float64) / scale).astype(np.float32)
     whole = np.clip(np.rint(zero), fmt.qmin, fmt.qmax)
     scale, common = (np.broadcast_to(part, scale.shape).reshape(per_block) for part in (scale, common))
     shift = (zero - whole).astype(np.float32).reshape(per_block)

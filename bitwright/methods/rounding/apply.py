@@ -142,7 +142,8 @@ def require_torch(method: str) -> None:
 def _refuse_codes(sim: Any, method: str) -> None:
     """Refuse a model whose layers hold codes instead of float weights."""
     modules = getattr(getattr(sim, "model", None), "named_modules", None)
-    held = [name for name, module in modules() if hasattr(module, "codes")] if callable(modules) else []
+    codes = [name for name, module in modules() if hasattr(module, "codes")] if callable(modules) else []
+    held = [name.removesuffix(".stored").removesuffix(".weight") for name in codes]
     if held:
         raise ConfigError(
             method,

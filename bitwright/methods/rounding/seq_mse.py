@@ -122,7 +122,7 @@ def _scaled(start: Encoding, factors: Sequence[float]) -> Iterator[Encoding]:
 def _with_same_offset(start: Encoding, scale: np.ndarray) -> Encoding:
     """``start`` with other scales, whose lowest value stays, as it is stored."""
     assert isinstance(start.format, IntFormat)
-    zero = start.scale * start.zero.astype(np.float64) / scale
+    zero = (start.scale * start.zero.astype(np.float64) / scale).astype(np.float32)
     whole = np.clip(np.rint(zero), start.format.qmin, start.format.qmax)
     return replace(start, scale=scale, zero_point=whole.astype(np.int64), shift=(zero - whole).astype(np.float32))
 

@@ -20,7 +20,7 @@ from bitwright.core.numerics.affine import fake_quantize, is_sayable
 from bitwright.core.numerics.granularity import PerChannel
 from bitwright.core.numerics.spec import find_preset, weight_spec
 from bitwright.errors import CalibrationError, ConfigError, ExportError
-from bitwright.llm.coded import CodedLinear
+from bitwright.llm.coded import CodedLinear, StoredWeight
 from bitwright.llm.packed import PackedWeight
 from bitwright.methods.rounding import gptq
 from bitwright.methods.rounding.driver import Cache, Choice, RoundingReport, Store, Walk
@@ -516,7 +516,7 @@ def test_impossible_arguments(call, message):
 def test_layers_that_hold_codes_are_refused(method):
     weight = torch.randn(8, 16)
     packed = PackedWeight.nearest("0.weight", weight, weight_spec("int4", PerChannel(0)))
-    model = nn.Sequential(CodedLinear(packed, None, torch.float32), nn.Linear(8, 4)).eval()
+    model = nn.Sequential(CodedLinear(StoredWeight(packed, torch.float32), None), nn.Linear(8, 4)).eval()
     x = torch.randn(4, 16)
     sim = QuantizationSimModel(model, x, preset="w4")
     with pytest.raises(ConfigError, match=f"{method}: 1 layer with codes instead of float weights, 0 first"):
