@@ -1,28 +1,41 @@
-"""What methods for language models leave of the perplexity, format by format, against rounding to nearest.
+"""What methods for language models leave of the perplexity, format by format, against rounding to nearest and other tools.
 
-    make bench-llm                                                # some ten minutes of a quiet core
-    python benchmarks/llm_methods.py --rows mxfp4                  # one format
+    make bench-llm                                                 # goes on where it stopped; under an hour on a quiet core
+    python benchmarks/llm_methods.py --rows mxfp4 --methods gptq    # one format, one method
+    python benchmarks/llm_methods.py --table                        # the table of what was measured
 
-``stories260k`` on 128 stories, 32 to calibrate; 35 matrices of the blocks are quantized, embedding and output layer are
-in float. Weights of ``int`` rows are asymmetric in groups of 32, those of ``float zero`` rows have real zero points and
-ranges of least squared error. Activations of ``a8`` and ``a4`` rows are quantized per token, with ranges chosen at run
-time, where a matrix reads them; ``a4u`` with zero points. Bits per weight count scales, and zero points, as they are
-stored. ``--check`` ends with an error where a method leaves more than nearest rounding does. Needs the developer data
-set (see tests/support/data.py).
+Models: ``stories260k`` on 128 stories, 32 to calibrate; a mixture of experts (Mixtral, 8 experts, 2 for a token) and a GPT-2,
+both of about a million parameters and trained here on stories that ``stories260k`` tells; an LSTM of characters as contrast. The
+matrices of the blocks are quantized, embedding and output layer are in float. Weights of ``int`` rows are asymmetric in groups
+of 32 unless they say otherwise, those of ``float zero`` rows have real zero points and ranges of least squared error.
+Activations of ``a8`` and ``a4`` rows are quantized per token, with ranges chosen at run time, where a matrix reads them;
+``a4u`` with zero points. ``w8a8`` rows quantize every activation; ``kv`` rows the cache alone. Bits per weight count scales, and
+zero points, as they are stored. The interval is that of the change from float, 95 %, from the differences between rows of text.
+Memory is the largest anonymous memory beyond that before the methods. Rows are kept in ``build/llm_methods.jsonl``; ``--check``
+ends with an error where a method leaves more than nearest rounding does. Rows of other tools run where these are installed.
+Needs the developer data set (see tests/support/data.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
+import json
 import logging
+import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import measure  # first: it puts the repository on the path
 import torch
+from llm_memory import Anonymous
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import Tensor, nn
 
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, RangeMethod, dynamic_spec, find_preset, weight_spec
@@ -37,35 +50,49 @@ from bitwright.torch import (
 )
 from tests.support import data
 
+BUILD = Path(__file__).parent.parent / "build"
 
-def _grouped(bits: int) -> Preset:
-    return Preset(weight_spec(f"uint{bits}", PerBlock(32), symmetry="asymmetric"), None)
+
+def _grouped(bits: int, group: int = 32) -> Preset:
+    return Preset(weight_spec(f"uint{bits}", PerBlock(group), symmetry="asymmetric"), None)
 
 
 def _with(preset: Preset, activation: str) -> Preset:
     return Preset(preset.weight, dynamic_spec(activation))
 
 
-FORMATS = {
+FLOAT_PRESET = Preset(None, None)
+_PER_CHANNEL = {"granularity": "per_channel"}
+#: name -> preset, or the formats of keys and values
+FORMATS: dict[str, Any] = {
     "int4": _grouped(4),
+    "int4 g128": _grouped(4, 128),
     "int3": _grouped(3),
+    "int3 g64": _grouped(3, 64),
     "int4 float zero": find_preset("w4g32_float_zero"),
     "int3 float zero": find_preset("w3g32_float_zero"),
     "int2 float zero": find_preset("w2g32_float_zero"),
     "int4 hqq": Preset(replace(find_preset("w4g32_float_zero").weight, method=RangeMethod("hqq")), None),
+    "int3 hqq": Preset(replace(find_preset("w3g32_float_zero").weight, method=RangeMethod("hqq")), None),
     "mxfp4": PRESETS["mxfp4"],
     "nvfp4": PRESETS["nvfp4"],
     "nf4": PRESETS["nf4"],
     "lpbq": PRESETS["w4lpbq"],
     "fp8": Preset(PRESETS["fp8"].weight, None),
+    "w8a8 static": PRESETS["w8a8"],
+    "w8a8 dynamic": PRESETS["w8a8_dynamic"],
     "int4 a8": _with(_grouped(4), "int8"),
     "int4 a4": _with(_grouped(4), "int4"),
     "int4 float zero a8": _with(find_preset("w4g32_float_zero"), "int8"),
     "int4 float zero a4": _with(find_preset("w4g32_float_zero"), "int4"),
     "int4 float zero a4u": _with(find_preset("w4g32_float_zero"), "uint4"),
+    "vq 3 bits": PRESETS["w8"],
+    "kv int8": {"key": "int8", "value": "int8"},
+    "kv int4": {"key": {"format": "int4", **_PER_CHANNEL}, "value": {"format": "int4", "granularity": "per_token"}},
+    "kv fp8": {"key": "fp8", "value": "fp8"},
 }
 #: methods in order; "rotate" merges R1 and R2, "rotate+" puts R4 in front of down projections too; "transform" puts fitted
-#: products there, "transform+" in front of queries, keys, values and gates too
+#: products there, "transform+" in front of queries, keys, values and gates too; "recipe" is the default recipe of quantize
 METHODS = {
     "nearest": (),
     "awq": ("awq",),
@@ -89,22 +116,186 @@ ROTATED = {
     "rotate, transform, gptaq": ("rotate", "transform", "gptaq"),
     "rotate, transform+, gptaq": ("rotate", "transform+", "gptaq"),
 }
-#: perplexity of the model in float
-FLOAT = 3.558
+_PLAIN = {"nearest": (), "gptq": ("gptq",)}
 _NOISE = 0.02  # of two perplexities that mean the same
+#: format, method -> percent above float of stories260k that was aimed at
+GOALS = {
+    "w8a8 static": 1.0, "w8a8 dynamic": 0.4, "int4": 3.0, "int4 float zero": 3.0, "int4 float zero a8": 4.0, "int4 a8": 4.0,
+    "int4 float zero a4u": 10.0, "int3 float zero": 26.4, "mxfp4": 13.8, "nvfp4": 8.2, "kv int8": 0.5, "kv int4": 3.0,
+}  # fmt: skip
 
 
-def methods_for(format: str) -> dict[str, tuple[str, ...]]:
+def methods_for(model: str, format: str) -> dict[str, tuple[str, ...]]:
     """The methods whose rows a format has: rotations where activations have 4 bits."""
+    if format.startswith("kv"):
+        return {"nearest": ()}
+    if format.startswith("vq"):
+        return {"nearest": ("k-means",), "gptvq": ("gptvq",)}
+    if format == "w8a8 static":
+        return {"nearest": (), "recipe": ("recipe",)} if model != "mixture" else {"nearest": ()}
+    if model != "stories260k":
+        return _PLAIN
     if " a4" in format:
         return ROTATED
     if format in ("int3 float zero", "int2 float zero"):
         return METHODS | BRANCHED
-    return {"nearest": (), "gptq": ("gptq",)} if " a8" in format or "hqq" in format else METHODS
+    if format == "int4":
+        return METHODS | {"autoround": ("autoround",)}
+    return _PLAIN if " a8" in format or "hqq" in format or "w8a8" in format or " g" in format else METHODS
 
 
-def bits_per_weight(spec: QuantSpec, group: int = 64) -> float:
+#: of vectors of 2 and 64 entries of two bytes a layer, and a scale of 16 bits a row, for the 35 matrices
+_VECTOR_BITS = 3 + 64 * 16 * 7 / 45312 + 16 * 600 / 45312
+
+# ---- models
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of the table.
+
+    Attributes:
+        make: a fresh copy in float.
+        calibration: batches.
+        rows: tokens, ``[N, T + 1]``, that perplexity is measured on.
+        ends: patterns of tables and output layers, which stay in float.
+        formats: that its rows have.
+    """
+
+    make: Callable[[], nn.Module]
+    calibration: Callable[[], list[Tensor]]
+    rows: Callable[[], Tensor]
+    ends: tuple[str, ...]
+    formats: tuple[str, ...]
+
+
+class Logits(nn.Module):
+    """A model of transformers from tokens to logits."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Any:
+        """``[N, T]`` to ``[N, T, V]``."""
+        return self.model(tokens, use_cache=False).logits
+
+
+def _configured(name: str) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    if name == "mixture":
+        config = MixtralConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=256,
+        )  # fmt: skip
+        return MixtralForCausalLM(config)
+    gpt = GPT2Config(
+        vocab_size=512, n_embd=160, n_layer=4, n_head=4, n_positions=256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return GPT2LMHeadModel(gpt)
+
+
+def _trained(name: str) -> nn.Module:
+    """Train once, on stories that ``stories260k`` tells, and keep the weights."""
+    path = BUILD / f"llm_{name}.safetensors"
+    model = _configured(name)
+    if not path.exists():
+        BUILD.mkdir(exist_ok=True)
+        _train(model, _told(320))
+        save_model(model, str(path))
+    load_model(model, str(path))
+    return Logits(model).eval()
+
+
+@torch.no_grad()
+def _told(count: int, length: int = 129) -> Tensor:
+    """Stories that stories260k tells at temperature 1, kept for all models."""
+    path = BUILD / "llm_stories.safetensors"
+    if path.exists():
+        return load_file(path)["told"]
+    model, rows = data.stories_of_transformers(), torch.ones(count, 1, dtype=torch.int64)
+    torch.manual_seed(0)
+    told = model.generate(rows, do_sample=True, max_new_tokens=length - 1, min_new_tokens=length - 1, pad_token_id=0)
+    save_file({"told": told}, path)
+    return told
+
+
+def _train(model: Any, told: Tensor, steps: int = 300) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
+    model.train()
+    for step in range(steps):
+        rows = told[torch.randint(0, len(told), (16,))]
+        loss = model(rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 100 == 0:
+            print(f"training, step {step}: {float(loss.detach()):.3f}", file=sys.stderr, flush=True)
+
+
+def _characters(split: str, count: int) -> Tensor:
+    return data.shakespeare(split)[: count * 129].reshape(count, 129)
+
+
+def _stories(split: str = "test", count: int = 128, length: int = 257) -> Tensor:
+    return data.stories(split)[:count, :length]
+
+
+def _calibration(length: int = 256) -> list[Tensor]:
+    return list(data.stories("calib")[:, :length].split(8))
+
+
+_FEW = ("int4", "int3 float zero", "mxfp4", "w8a8 static", "w8a8 dynamic")
+SUBJECTS: dict[str, Subject] = {
+    "stories260k": Subject(
+        lambda: data.trained("stories260k"), _calibration, _stories, ("tok_embeddings*", "output*"), tuple(FORMATS)
+    ),
+    "mixture": Subject(
+        lambda: _trained("mixture"), lambda: _calibration(128), lambda: _stories(length=129),
+        ("*embed_tokens*", "*lm_head*"), _FEW,
+    ),
+    "gpt": Subject(
+        lambda: _trained("gpt"), lambda: _calibration(128), lambda: _stories(length=129), ("*wte*", "*wpe*", "*lm_head*"),
+        _FEW,
+    ),
+    "lstm": Subject(
+        lambda: data.trained("lstm_char"), lambda: list(_characters("train", 32)[:, :-1].split(8)),
+        lambda: _characters("test", 128), ("*embed*", "*head*"), ("int4", "w8a8 static"),
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def losses(model: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
+    """Mean loss of every row, ``[N]``, float64."""
+    found = []
+    for part in rows.split(32):
+        logits = model(part[:, :-1])
+        logits = logits if isinstance(logits, Tensor) else logits[0]
+        each = nn.functional.cross_entropy(logits.flatten(0, 1).float(), part[:, 1:].flatten(), reduction="none")
+        found.append(each.view(len(part), -1).double().mean(1))
+    return torch.cat(found)
+
+
+@functools.cache
+def float_losses(name: str) -> Tensor:
+    """:func:`losses` of the float model."""
+    subject = SUBJECTS[name]
+    return losses(subject.make(), subject.rows())
+
+
+# ---- measuring
+
+
+def bits_per_weight(format: Any, group: int = 64) -> float:
     """Bits of a weight with its share of scales, 16 bits each where they are plain floats, and zero points."""
+    spec: QuantSpec | None = format.weight if isinstance(format, Preset) else None
+    if spec is None:
+        return 32.0
     size = spec.granularity.size if isinstance(spec.granularity, PerBlock) else group
     scale = {"e8m0": 8, "e4m3": 8, "uint4": 4}.get(spec.scale_format.name, 16)
     zero = {"asymmetric": spec.format.bits, "float_zero_point": 16}.get(spec.symmetry, 0)
@@ -122,66 +313,263 @@ def _ranks(methods: Sequence[str]) -> list[int]:
     return [int(name.removeprefix("branch")) for name in methods if name.startswith("branch")]
 
 
-def score(preset: Preset, methods: Sequence[str], batches: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Perplexity of the simulation, and the seconds of CPU that the methods took."""
-    model = data.trained("stories260k")
+def quantized(subject: Subject, format: Any, methods: Sequence[str], batches: list[Tensor]) -> Callable[[Tensor], Any]:
+    """The simulation after the methods."""
+    model = subject.make()
+    if "recipe" in methods:
+        import bitwright
+
+        return bitwright.quantize(model, batches, preset=format, progress=False).sim.model  # type: ignore[no-any-return]
+    if isinstance(format, dict):
+        sim = QuantizationSimModel(model, batches[0][:1], preset=FLOAT_PRESET, kv_cache=format)
+        sim.compute_encodings(batches, progress=False)
+        return sim.model
     for rank in _ranks(methods):
         add_low_rank_branches(model, rank, layers="layers.*")
-    start = time.process_time()
     for name in methods:
         if name.startswith("rotate"):
             rotate_model(model, None, batches[0][:1], online=name.endswith("+"), progress=False)
         elif name.startswith("transform"):
             transform_model(model, batches, shared=name.endswith("+"), progress=False)
         elif name == "awq":
-            awq_model(model, batches, weight=preset.weight, progress=False)
-    sim = QuantizationSimModel(model, batches[0][:1], preset=preset)
-    for name in list(sim.quantizers):
-        if name.startswith(("tok_embeddings", "output")):
-            sim.quantizers[name].enabled = False
-    sim.compute_encodings()
+            awq_model(model, batches, weight=format.weight, progress=False)
+    sim = QuantizationSimModel(model, batches[0][:1], preset=format)
+    static = format.activation is not None and not format.activation.dynamic
+    _leave_ends(sim, () if static else subject.ends)
+    sim.compute_encodings(batches if static else None, progress=False)
     for name in methods:
         if name != "awq" and not name.startswith(("rotate", "transform", "branch")):
-            apply_reconstruction(sim, batches, name, progress=False)
+            options = {"rounds": 0, "match_float": False} if name == "k-means" else {}
+            apply_reconstruction(sim, batches, "gptvq" if name == "k-means" else name, progress=False, **options)
     if _ranks(methods):
         correct_errors(sim, model, batches, progress=False)
-    seconds = time.process_time() - start
-    with torch.no_grad():
-        return data.perplexity(sim.model, data.stories()), seconds
+    return sim.model
+
+
+def _leave_ends(sim: QuantizationSimModel, patterns: Sequence[str]) -> None:
+    from fnmatch import fnmatchcase
+
+    for name, site in sim.quantizers.items():
+        if site.role == "weight" and any(fnmatchcase(name, pattern) for pattern in patterns):
+            site.enabled = False
+
+
+# ---- other tools: the model with the weights that they make
+
+
+def _matrices(model: nn.Module) -> Iterator[nn.Linear]:
+    return (
+        m for n, m in model.named_modules() if isinstance(m, nn.Linear) and "output" not in n and "lm_head" not in n
+    )
+
+
+@torch.no_grad()
+def _torchao(bits: int) -> nn.Module:
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.quant_primitives import MappingType
+
+    model, kind = data.trained("stories260k"), getattr(torch, f"int{bits}")
+    kept = set(_matrices(model))
+    # groups of 32 do not divide the 172 inputs of the down projections, which torchao refuses: groups of 4 there
+    for group, ours in ((32, lambda m: m.in_features % 32 == 0), (4, lambda m: m.in_features % 32 != 0)):
+        config = IntxWeightOnlyConfig(
+            weight_dtype=kind, granularity=PerGroup(group), mapping_type=MappingType.ASYMMETRIC
+        )
+        quantize_(model, config, lambda m, _, ours=ours: m in kept and ours(m))
+    return model
+
+
+@torch.no_grad()
+def _hqq(bits: int) -> nn.Module:
+    from hqq.core.quantize import Quantizer
+
+    model = data.trained("stories260k")
+    for layer in _matrices(model):
+        group = 32 if layer.in_features % 32 == 0 else 43  # of 172
+        codes, meta = Quantizer.quantize(layer.weight.data, nbits=bits, group_size=group, axis=1, device="cpu",
+                                         compute_dtype=torch.float32)  # fmt: skip
+        layer.weight.data = Quantizer.dequantize(codes, meta).reshape(layer.weight.shape).float()
+    return model
+
+
+def _auto_round(bits: int) -> nn.Module:
+    from auto_round import AutoRound
+    from transformers import PreTrainedTokenizerFast
+
+    model = data.stories_of_transformers()
+    rows = [row[None] for row in data.stories("calib")[:, :256]]
+    made = AutoRound(
+        model, PreTrainedTokenizerFast, bits=bits, group_size=32, sym=False, iters=200, nsamples=32, seqlen=256,
+        dataset=[{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], device_map="cpu",
+        enable_torch_compile=False, amp=False,
+    )  # fmt: skip
+    found, _ = made.quantize()
+    return Logits(found).eval()
+
+
+def _nncf(bits: int) -> nn.Module:
+    import nncf
+
+    model = data.trained("stories260k")
+    mode = {4: nncf.CompressWeightsMode.INT4_ASYM, 8: nncf.CompressWeightsMode.INT8_ASYM}[bits]
+    example = data.stories("calib")[:1, :256]
+    found = nncf.compress_weights(
+        model, mode=mode, group_size=32, ratio=1.0, dataset=nncf.Dataset([example]),
+        ignored_scope=nncf.IgnoredScope(patterns=[".*output.*", ".*embeddings.*"], validate=False),
+    )  # fmt: skip
+    return found  # type: ignore[no-any-return]
+
+
+#: tool, format -> the model with its weights
+PEERS: dict[tuple[str, str], Callable[[], nn.Module]] = {
+    ("torchao", "int4"): lambda: _torchao(4),
+    ("torchao", "int3"): lambda: _torchao(3),
+    ("hqq", "int4 hqq"): lambda: _hqq(4),
+    ("hqq", "int3 hqq"): lambda: _hqq(3),
+    ("auto-round", "int4"): lambda: _auto_round(4),
+    ("nncf", "int4"): lambda: _nncf(4),
+}
+
+
+# ---- rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table; numbers are ``None`` where it failed, with the reason in ``note``."""
+
+    model: str
+    format: str
+    tool: str
+    method: str
+    bits: float | None = None
+    perplexity: float | None = None
+    above: float | None = None
+    interval: float | None = None
+    seconds: float | None = None
+    memory: float | None = None
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What it is a row of."""
+        return self.model, self.format, self.tool, self.method
+
+
+def wanted(options: argparse.Namespace) -> list[Row]:
+    """The rows that were asked for, in the order of the table."""
+    rows = []
+    for model in options.models:
+        subject = SUBJECTS[model]
+        for format in subject.formats:
+            rows += [Row(model, format, "bitwright", name) for name in methods_for(model, format)]
+            rows += [Row(model, format, tool, "") for tool, own in PEERS if own == format and model == "stories260k"]
+    chosen = [row for row in rows if row.format in options.rows]
+    named = ("nearest", "", *(options.methods or ()))
+    return [row for row in chosen if not options.methods or row.method in named]
+
+
+def measured(row: Row) -> Row:
+    """Make the model of a row and measure it."""
+    subject, format = SUBJECTS[row.model], FORMATS[row.format]
+    batches, base = subject.calibration(), float_losses(row.model)
+    gc.collect()
+    memory, start = Anonymous(), time.process_time()
+    methods = methods_for(row.model, row.format).get(row.method, ())
+    try:
+        made = (
+            PEERS[row.tool, row.format]() if row.tool != "bitwright" else quantized(subject, format, methods, batches)
+        )
+    except Exception as error:  # a row of another tool, or one that a model refuses, is not the end of the table
+        memory.stop()
+        return replace(row, note=f"{type(error).__name__}: {str(error).splitlines()[0][:150]}")
+    seconds, beyond = time.process_time() - start, memory.stop()["beyond"]
+    each = losses(made, subject.rows())
+    value, change = math.exp(float(each.mean())), each - base
+    half = 1.96 * float(change.std()) / math.sqrt(len(change))
+    above = 100 * (math.exp(float(change.mean())) - 1)
+    bits = bits_per_weight(format) + branch_bits(methods) if row.format != "vq 3 bits" else _VECTOR_BITS
+    return replace(
+        row, bits=bits, perplexity=value, above=above, interval=100 * half, seconds=seconds, memory=beyond / 2**20
+    )
+
+
+def stored(path: Path) -> dict[tuple[str, str, str, str], Row]:
+    """The rows that earlier runs measured."""
+    if not path.exists():
+        return {}
+    rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+    return {row.key: row for row in rows}
+
+
+def _cells(row: Row) -> list[str]:
+    names = [row.model, row.format, row.tool, row.method]
+    if row.perplexity is None:
+        return [*names, "", row.note, "", "", "", ""]
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    goal = ""
+    if row.model == "stories260k" and row.tool == "bitwright" and row.format in GOALS and row.above is not None:
+        goal = f"{'reached' if row.above <= GOALS[row.format] else 'not'} ({GOALS[row.format]:+.1f} %)"
+    change = f"{row.above:+.1f} %" + ("" if row.interval is None else f" ± {row.interval:.1f}")
+    return [*names, number(row.bits, ".2f"), number(row.perplexity, ".3f"), change, goal, number(row.seconds, ".1f"),
+            number(row.memory, ".0f")]  # fmt: skip
+
+
+def worse_than_nearest(rows: Sequence[Row]) -> list[str]:
+    """Rows of methods that leave more than rounding to nearest."""
+    nearest = {row.key[:2]: row.perplexity for row in rows if row.method == "nearest"}
+    return [
+        f"{row.model}, {row.format}, {row.method}: {row.perplexity:.3f} against {nearest[row.key[:2]]:.3f}"
+        for row in rows
+        if row.perplexity is not None and row.tool == "bitwright"
+        and row.perplexity > (nearest.get(row.key[:2]) or math.inf) + _NOISE
+    ]  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--rows", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--methods", nargs="+", help="these alone, beside nearest rounding")
+    parser.add_argument("--kept", type=Path, default=BUILD / "llm_methods.jsonl", help="where measured rows are kept")
+    parser.add_argument("--again", action="store_true", help="measure rows anew that were measured")
+    parser.add_argument("--table", action="store_true", help="measure nothing, show what was measured")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--check", action="store_true", help="fail where a method is worse than rounding to nearest")
     options = parser.parse_args(arguments)
     logging.getLogger("bitwright").setLevel(logging.ERROR)
-    batches = list(data.stories("calib")[:, :-1].split(8))
-    rows: list[list[str]] = []
-    raw: list[dict[str, object]] = []
-    worse: list[str] = []
-    for format in options.rows:
-        weight, nearest = FORMATS[format].weight, 0.0
-        assert weight is not None
-        bits = bits_per_weight(weight)
-        for name, methods in methods_for(format).items():
-            if options.methods and name not in ("nearest", *options.methods):
-                continue
-            found, seconds = score(FORMATS[format], methods, batches)
-            nearest = nearest or found
-            worse += [f"{format}, {name}: {found:.3f} against {nearest:.3f}"] if found > nearest + _NOISE else []
-            above = f"{100 * (found / FLOAT - 1):+.1f} %"
-            held = bits + branch_bits(methods)
-            rows.append([format, f"{held:.2f}", name, f"{found:.3f}", above, f"{seconds:.1f}"])
-            raw.append({"format": format, "bits": held, "method": name, "perplexity": found, "seconds": seconds})
-            print(*rows[-1], sep="\t", file=sys.stderr, flush=True)
-    title = "Perplexity of stories260k by format and method"
-    columns = ["format", "bits per weight", "method", "perplexity", "above float", "CPU s of the methods"]
-    measure.show(title, columns, rows)
-    measure.save(options.json, options.markdown, title, columns, rows, raw)
+    kept = stored(options.kept)
+    options.kept.parent.mkdir(exist_ok=True)
+    for row in [] if options.table else wanted(options):
+        if row.key in kept and not options.again:
+            continue
+        kept[row.key] = found = measured(row)
+        with options.kept.open("a") as file:
+            file.write(json.dumps(asdict(found)) + "\n")
+        print(*_cells(found), sep="\t", file=sys.stderr, flush=True)
+    rows = [kept[row.key] for row in wanted(options) if row.key in kept]
+    title = "Perplexity of language models by format and method"
+    columns = [
+        "model",
+        "format",
+        "tool",
+        "method",
+        "bits per weight",
+        "perplexity",
+        "above float",
+        "goal",
+        "CPU s",
+        "MiB",
+    ]
+    table = [_cells(row) for row in rows]
+    measure.show(title, columns, table)
+    measure.save(options.json, options.markdown, title, columns, table, [asdict(row) for row in rows])
+    worse = worse_than_nearest(rows)
     if options.check and worse:
         sys.exit("worse than rounding to nearest: " + "; ".join(worse))
 

@@ -326,6 +326,8 @@ def _written_out(node: ir.Node) -> tuple[Array, Array]:
 
     Returns: they, and the scale of each.
     """
+    if node.op_type == "Mul" and _maker(node, 0).op_type == "Reshape":
+        return _vectors_written_out(node)
     shape = constant_at(node, 1) if node.op_type == "Reshape" else None
     product = node if shape is None else _maker(node, 0)
     step, scale = _maker(product, 0), constant_at(product, 1)
@@ -335,6 +337,19 @@ def _written_out(node: ir.Node) -> tuple[Array, Array]:
     value = (other[codes.astype(np.int64)] if looked_up else codes.astype(np.float32) - other) * scale
     scales = np.broadcast_to(scale, value.shape)
     return (value, scales) if shape is None else (value.reshape(shape), scales.reshape(shape))
+
+
+def _vectors_written_out(node: ir.Node) -> tuple[Array, Array]:
+    """:func:`_written_out` of vectors of a codebook: Cast, Gather, perhaps Transpose, Reshape, and Mul by scales."""
+    whole, scale = _maker(node, 0), constant_at(node, 1)
+    before = _maker(whole, 0)
+    turned = before.op_type == "Transpose"
+    step = _maker(before, 0) if turned else before
+    table, index, shape = constant_at(step, 0), constant_at(_maker(step, 1), 0), constant_at(whole, 1)
+    assert table is not None and index is not None and shape is not None and scale is not None
+    numbers = table[index.astype(np.int64)]
+    value = (numbers.transpose(1, 2, 0) if turned else numbers).reshape(shape)
+    return value * scale, np.broadcast_to(scale, value.shape)
 
 
 def _compare_outputs(

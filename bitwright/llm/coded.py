@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -93,7 +94,7 @@ class StoredWeight(nn.Module):
     def parts(self) -> list[slice]:
         """Slices of rows of which each is dequantized at once; one where blocks lie along the rows."""
         whole = len(self.view) > len(self.shape) and self.view[0] != self.shape[0]
-        step = self.shape[0] if whole else max(1, _AT_ONCE // max(1, int(np.prod(self.shape[1:]))))
+        step = self.shape[0] if whole else max(1, _AT_ONCE // max(1, math.prod(self.shape[1:])))
         return [slice(start, start + step) for start in range(0, self.shape[0], step)]
 
     def _values(self, codes: Tensor, zero: Tensor | None, scale: Tensor, view: tuple[int, ...]) -> Tensor:
@@ -180,8 +181,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(x: Tensor, bias: Tensor | None, stored: StoredWeight) -> Tensor:
+    if torch.compiler.is_compiling():
+        return F.linear(x, stored().to(x.dtype), bias)
     parts = stored.parts()
-    if len(parts) == 1 or torch.compiler.is_compiling():
+    if len(parts) == 1:
         return F.linear(x, stored().to(x.dtype), bias)
     made = None
     for part in parts:

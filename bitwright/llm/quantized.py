@@ -173,13 +173,7 @@ def specs_of(
         GranularityError: groups that do not divide a row; names those that would.
     """
     refuse_unused(rules or {}, view)
-    asked: dict[str, QuantSpec | None] = {
-        part.name: spec
-        for part in view.parts
-        if part.role in QUANTIZED and len(part.shape) >= 2 and part.axis is not None
-    }
-    beside = tuple(f"{name}.lora_" for name in adapters)
-    asked = {name: wanted for name, wanted in asked.items() if not name.startswith(beside)}
+    asked: dict[str, QuantSpec | None] = dict.fromkeys(_matrices_of_blocks(view, adapters), spec)
     ends = {"embedding": embedding, "lm_head": lm_head}
     given = {f"role:{role}": preset for role, preset in ends.items() if preset is not None and view.of(role)}
     for pattern, preset in (*given.items(), *(rules or {}).items()):
@@ -189,6 +183,19 @@ def specs_of(
     for name, wanted in found.items():
         wanted.granularity.param_shape(shapes[name].shape, name)
     return found
+
+
+def _matrices_of_blocks(view: Transformer, adapters: Iterable[str]) -> Iterator[str]:
+    """Yield the names of matrices that are quantized unless a rule says otherwise."""
+    beside = tuple(f"{name}.lora_" for name in adapters)
+    for part in view.parts:
+        if (
+            part.role in QUANTIZED
+            and len(part.shape) >= 2
+            and part.axis is not None
+            and not part.name.startswith(beside)
+        ):
+            yield part.name
 
 
 def _fitted(specs: dict[str, QuantSpec], to: str | None) -> dict[str, QuantSpec]:

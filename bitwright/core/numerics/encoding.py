@@ -27,6 +27,9 @@ class Encoding:
             here are 1 and 0 and mean nothing, and nothing lies beyond ``min`` and ``max``, which are infinite.
         shift: float32, shape P: what the zero points are above ``zero_point``, of grids whose zero points are real numbers
             (``symmetry="float_zero_point"``; unsigned integers); ``None`` of all others.
+        vectors: ``(size, axis)`` of a weight whose codes are vectors of a codebook (:mod:`bitwright.methods.rounding.gptvq`):
+            so many neighbours, in memory (-1) or along the last axis but one (-2), are one of at most 256 vectors. Files may
+            store indices then; values do not depend on it.
 
     Two encodings are equal when every field is equal, bit for bit.
     """
@@ -39,6 +42,7 @@ class Encoding:
     common: NDArray[np.float32] | None = None
     dynamic: bool = False
     shift: NDArray[np.float32] | None = None
+    vectors: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         scale = np.array(self.scale, np.float32)
@@ -108,7 +112,7 @@ class Encoding:
         held = self.granularity
         if isinstance(held, PerChannel):
             assert held.axis is not None
-            return replace(self, granularity=PerChannel(axes.index(held.axis % len(axes))))
+            return replace(self, granularity=PerChannel(axes.index(held.axis % len(axes))), vectors=None)
         if not isinstance(held, PerBlock):
             return self
         assert held.axis is not None
@@ -129,6 +133,7 @@ class Encoding:
             and np.array_equal(self.zero_point, other.zero_point)
             and self.scale_format == other.scale_format
             and self.dynamic == other.dynamic
+            and self.vectors == other.vectors
             and (self.common is None) == (other.common is None)
             and (other.common is None or np.array_equal(np.asarray(self.common), other.common))
             and (self.shift is None) == (other.shift is None)

@@ -75,6 +75,7 @@ def encoding_to_json(encoding: Encoding) -> JsonDict:
         **_scale_format_to_json(encoding),
         **({} if encoding.shift is None else {"shift": encoding.shift.ravel().tolist()}),
         **({"dynamic": True} if encoding.dynamic else {}),
+        **({} if encoding.vectors is None else {"vectors": list(encoding.vectors)}),
     }
 
 
@@ -122,7 +123,13 @@ def encoding_from_json(data: JsonDict, site: str = "encoding") -> Encoding:
             shift = np.array(_numbers(data["shift"], int, float), np.float64).reshape(shape).astype(np.float32)
             if not isinstance(fmt, IntFormat) or fmt.signed or not np.isfinite(shift).all():
                 raise ValueError(f"its zero points are real numbers, which {fmt.name} has none of, or not finite")
-        encoding = Encoding(fmt, scale, zero_point, granularity, scale_format, common, dynamic, shift)
+        vectors = None
+        if "vectors" in data:
+            size, axis = _numbers(data["vectors"], int)
+            if not 1 <= size <= 8 or axis not in (-1, -2):
+                raise ValueError(f"vectors of {size} codes along axis {axis} are none of a codebook")
+            vectors = (int(size), int(axis))
+        encoding = Encoding(fmt, scale, zero_point, granularity, scale_format, common, dynamic, shift, vectors)
         if not is_sayable(encoding):
             raise ValueError(f"its scales are not of the format {scale_format.name}")
         return encoding

@@ -31,8 +31,8 @@ class Stored:
     """A constant in stored form; ``array`` has the stored dtype.
 
     What DequantizeLinear cannot say is written out: ``scale`` then broadcasts against the codes, which are indices into a
-    ``table`` (the numbers of a codebook), or have a float ``zero_point``; ``shape`` is that of the constant where codes are
-    divided into blocks.
+    ``table`` (the numbers of a codebook, or its vectors, ``[k, d]``), or have a float ``zero_point``; ``shape`` is that of the
+    constant where codes are divided into blocks or stand for vectors.
     """
 
     array: NDArray[Any]
@@ -96,7 +96,7 @@ def has_scale(encoding: Encoding) -> bool:
     """
     fmt = encoding.format
     if isinstance(fmt, IntFormat):
-        return fmt.bits <= 16 and encoding.shift is None
+        return fmt.bits <= 16 and encoding.shift is None and encoding.vectors is None
     return not fmt.codebook and fmt.name not in HALVES
 
 
@@ -126,6 +126,10 @@ def store_constant(
     array = np.asarray(array, np.float32)
     check_shape(encoding, array.shape, site)
     fmt = encoding.format
+    found = _by_vectors(array, encoding) if written_out else None
+    if found is not None:
+        return found
+    encoding, shown = replace(encoding, vectors=None), replace(shown, vectors=None)
     if fmt.name in HALVES:
         return Stored(np.asarray(quantize(array, encoding)).astype(HALVES[fmt.name].numpy()), None, None)
     if not has_scale(encoding):
@@ -145,6 +149,25 @@ def store_constant(
     ]
     shift = (1 << (fmt.bits - 1)) if shown.format != fmt else 0
     return _scaled((codes.astype(np.int64) + shift).astype(dtype.numpy()), shown, array.shape)
+
+
+def _by_vectors(array: NDArray[Any], encoding: Encoding) -> Stored | None:
+    """Indices of the vectors of a codebook for Gather, whose entries the scales multiply; ``None`` where there are none."""
+    if encoding.vectors is None:
+        return None
+    size, axis = encoding.vectors
+    codes, shape = np.asarray(quantize(array, encoding)), array.shape
+    if axis == -2:
+        codes = codes.swapaxes(-1, -2)
+    table, index = np.unique(codes.reshape(-1, size), axis=0, return_inverse=True)
+    if len(table) > 256:
+        return None
+    lead = codes.shape if len(shape) == 2 else (shape[0], math.prod(shape[1:]))
+    scale = encoding.scale
+    if isinstance(encoding.granularity, PerChannel):
+        scale = np.asarray(encoding.granularity.spread(scale, shape))
+    stored = index.reshape(lead[0], lead[1] // size).astype(D.UINT4.numpy() if len(table) <= 16 else np.uint8)
+    return Stored(stored, scale, None, axis, None, table.astype(np.float32), np.array(shape, np.int64))
 
 
 def _written_out(array: NDArray[Any], encoding: Encoding) -> Stored:
@@ -246,7 +269,7 @@ def transpose_encoding(encoding: Encoding, perm: Sequence[int]) -> Encoding:
     assert granularity.axis is not None
     axis = where[granularity.axis % len(perm)]
     if isinstance(granularity, PerChannel):
-        return replace(encoding, granularity=PerChannel(axis))
+        return replace(encoding, granularity=PerChannel(axis), vectors=None)
     channels = tuple(where[channel % len(perm)] for channel in granularity.channel_axes)
     moved = PerBlock(granularity.size, axis, channels)
     common = encoding.common

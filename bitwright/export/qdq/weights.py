@@ -224,11 +224,28 @@ def _written_out(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value],
     dtype = ir.DataType.FLOAT if small.table is None else ir.DataType.INT32
     cast = emit("Cast", [codes], "codes", dtype, to=int(dtype))
     numbers = emit(str(small.op), [cast, other] if small.table is None else [other, cast], "numbers", ir.DataType.FLOAT)
+    if small.table is not None and small.table.ndim == 2:
+        assert small.shape is not None
+        return _scaled_vectors(emit, small, numbers, scale, shape[0])
     numbers.shape = cast.shape
     value = emit("Mul", [numbers, scale], "dq" if small.shape is None else "blocks", ir.DataType.FLOAT)
     if small.shape is not None:
         value = emit("Reshape", [value, *shape], "dq", ir.DataType.FLOAT)
         value.shape = ir.Shape(small.shape.tolist())
+    return value
+
+
+def _scaled_vectors(emit: Any, small: Stored, numbers: ir.Value, scale: ir.Value, shape: ir.Value) -> ir.Value:
+    """Vectors of a codebook ``[R, C / d, d]`` in the shape of the constant, times its scales."""
+    assert small.shape is not None
+    if small.axis == -2:
+        numbers = emit("Transpose", [numbers], "turned", ir.DataType.FLOAT)
+        turning = numbers.producer()
+        assert turning is not None
+        turning.attributes["perm"] = ir.AttrInt64s("perm", [1, 2, 0])
+    whole = emit("Reshape", [numbers, shape], "grid", ir.DataType.FLOAT)
+    value: ir.Value = emit("Mul", [whole, scale], "dq", ir.DataType.FLOAT)
+    whole.shape = value.shape = ir.Shape(small.shape.tolist())
     return value
 
 

@@ -21,7 +21,7 @@ table of :mod:`bitwright.export.qdq.forms`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -142,6 +142,7 @@ def _run(w: Writing) -> QdqResult:
         round_after_pools(w)
     if w.target.runtime == "onnxruntime":
         fill_softmax(w.builder, all_nodes(w.model.graph))
+    _drop_vectors(w)
     if w.bias != "float":
         write_biases(w)
     for node in site_nodes(w.model):
@@ -165,6 +166,14 @@ def _run(w: Writing) -> QdqResult:
     w.check_opset(version, what)
     names = {site: tuple(str(v.name) for v in values) for site, values in w.tensors.items()}
     return QdqResult(w.model, names, tuple(note for note in w.notes if not _of_half_bias(w, note)), w.raised)
+
+
+def _drop_vectors(w: Writing) -> None:
+    """Store codes and not indices into codebooks where integer kernels read them, or nothing looks them up."""
+    marked = [node for node in site_nodes(w.model) if site_of(node) in w.encodings]
+    if w.target.gathers_codes and all(node.inputs[0] in w.constants for node in marked):
+        return
+    w.encodings.update({site: replace(e, vectors=None) for site, e in w.encodings.items() if e.vectors is not None})
 
 
 def _of_half_bias(w: Writing, note: Note) -> bool:

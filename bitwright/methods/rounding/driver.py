@@ -808,6 +808,7 @@ def _packed(choice: Choice, index: int) -> dict[str, NDArray[Any]]:
     return {
         **weight,
         **({} if common is None else {f"{index}.common": np.asarray(common)}),
+        **({} if choice.encoding.vectors is None else {f"{index}.vectors": np.asarray(choice.encoding.vectors)}),
         **({} if choice.encoding.shift is None else {f"{index}.shift": np.asarray(choice.encoding.shift)}),
         f"{index}.scale": np.asarray(choice.encoding.scale),
         f"{index}.zero_point": np.asarray(choice.encoding.zero_point, np.int64),
@@ -856,7 +857,9 @@ def _unpacked(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model:
     assert known is not None
     common = kept.get(f"{index}.common", known.common)
     shift = None if known.shift is None else kept[f"{index}.shift"]
-    encoding = replace(known, zero_point=kept[f"{index}.zero_point"], common=common, shift=shift)
+    vectors = kept.get(f"{index}.vectors")
+    pair = None if vectors is None or vectors.shape != (2,) else (int(vectors[0]), int(vectors[1]))
+    encoding = replace(known, zero_point=kept[f"{index}.zero_point"], common=common, shift=shift, vectors=pair)
     encoding = with_stored_scale(encoding, kept[f"{index}.scale"])
     before, after = kept[f"{index}.errors"].tolist()
     weight = kept.get(f"{index}.weight")

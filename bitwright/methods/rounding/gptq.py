@@ -302,7 +302,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     check_finite(layer, hessian)
     check_rows(task.walk, layer, rows, int(w.shape[2]))
     seen = bool(hessian.any())
-    target = _least_squares(w, found, settings) if settings.match_float and seen else w
+    target = least_squares(w, found, settings) if settings.match_float and seen else w
     if settings.sparsity > 0 or group_of_pattern(settings.pattern) is not None:
         if grid.free:
             raise ConfigError(
@@ -413,7 +413,7 @@ def _note(hessian: Tensor, nearest: Tensor) -> str:
     return "; ".join(notes)
 
 
-def _least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
+def least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
     """Weights whose outputs on quantized inputs are closest to the float outputs.
 
     Damping is at least the number of inputs over that of rows: of fewer rows than inputs every noise could be made up for, and
@@ -443,7 +443,7 @@ def solve_asymmetric(task: Task, settings: AsymmetricSettings) -> list[Choice]:
     check_rows(task.walk, layer, found.rows, int(w.shape[2]))
     plain = Settings(settings.damping, settings.act_order, settings.block)
     # of |Q x_q - W x|^2 what weights change: the distance from the weights that come nearest to the float model's outputs
-    target = _least_squares(w, Moments(hessian, w.double() @ drift, found.rows), plain) if hessian.any() else w
+    target = least_squares(w, Moments(hessian, w.double() @ drift, found.rows), plain) if hessian.any() else w
     problem = Problem(task, layer, hessian, found.rows, target)
     share = settings.share * drift
     return [problem.choice(w, settings.refit, lambda grid: round_columns(w.clone(), hessian, grid, plain, share))]

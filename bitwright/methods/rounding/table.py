@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from bitwright.errors import ConfigError, close_matches
 from bitwright.methods.bias_correction import first_samples
 from bitwright.methods.options import check_options, keyword_options
-from bitwright.methods.rounding import gptq, reconstruct, seq_mse
+from bitwright.methods.rounding import gptq, gptvq, reconstruct, seq_mse
 from bitwright.methods.rounding.driver import NO_CACHE, Cache, Method, RoundingReport, Task, Units, Walk, apply
 from bitwright.methods.rounding.program import SimulatedModel, Unit, layer_units
 from bitwright.methods.rounding.reconstruct import feasible
@@ -47,6 +47,7 @@ METHODS: dict[str, Row] = {
     **{name: _learned(variant) for name, variant in reconstruct.VARIANTS.items()},
     "gptq": Row(gptq.Settings, gptq.method, _alone),
     "gptaq": Row(gptq.AsymmetricSettings, gptq.asymmetric_method, _alone),
+    "gptvq": Row(gptvq.Settings, gptvq.method, _alone),
     "seq_mse": Row(seq_mse.Settings, seq_mse.method, _alone),
 }
 

@@ -1,0 +1,171 @@
+"""GPTVQ: codebooks of vectors on the weight's own grid, in both front ends and in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import bitwright.onnx as onnx_front
+import bitwright.torch as torch_front
+from bitwright.core.numerics.serialize import encoding_from_json, encoding_to_json
+from bitwright.errors import ConfigError, EncodingsError
+from bitwright.methods.rounding.gptq import inverse_factor, quadratic_error
+from bitwright.methods.rounding.gptvq import (
+    Matrix,
+    choose_vectors,
+    fitted_book,
+    moved_book,
+    nearest_vectors,
+    stored_by_vectors,
+)
+from tests.conformance.test_reconstruct import exported
+
+VECTORS = {"vector": 2, "entries": 16}
+
+
+def problem(inputs: int = 24, outputs: int = 20, size: int = 2) -> Matrix:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, inputs, generator=generator) @ torch.randn(inputs, inputs, generator=generator)
+    w = torch.randn(outputs, inputs, generator=generator)
+    hessian = (x.T @ x).double()
+    scale = (w.abs().amax(1, keepdim=True) / 127).expand(w.shape)
+    return Matrix(w, scale, hessian, inverse_factor(hessian[None], 0.01)[0].float(), (-128.0, 127.0), size)
+
+
+def test_a_codebook_of_as_many_entries_as_points_is_the_points():
+    points = torch.randn(7, 2, generator=torch.Generator().manual_seed(0))
+    found = fitted_book(points, torch.ones_like(points), 7, torch.Generator().manual_seed(1))
+    assert torch.equal(found.sort(0).values, points.sort(0).values)
+
+
+def test_the_weights_of_points_draw_entries():
+    points, weights = torch.tensor([[0.0], [1.0]]), torch.tensor([[3.0], [1.0]])
+    assert fitted_book(points, weights, 1, torch.Generator().manual_seed(0)).item() == pytest.approx(0.25)
+
+
+def test_vectors_of_one_weight_are_gptq_on_the_codebook():
+    """Columns one after the other, each error handed on: the recursion of GPTQ written out."""
+    matrix = problem(size=1)
+    book = torch.linspace(-120, 120, 9)[:, None].round()
+    w = matrix.target.clone()
+    expected = torch.empty_like(w)
+    for k in range(w.shape[1]):
+        ratio = w[:, k] / matrix.scale[:, k]
+        expected[:, k] = book[:, 0][(ratio[:, None] - book[:, 0]).abs().argmin(1)] * matrix.scale[:, k]
+        w[:, k:] -= ((w[:, k] - expected[:, k]) / matrix.upper[k, k])[:, None] * matrix.upper[k, k:]
+    torch.testing.assert_close(matrix.weight(book, choose_vectors(matrix, book)), expected)
+
+
+def test_feedback_beats_the_nearest_vectors_and_moved_entries_are_the_least_squares():
+    matrix = problem()
+    book = fitted_book(
+        matrix.vectors(matrix.target / matrix.scale), torch.ones(240, 2), 16, torch.Generator().manual_seed(0)
+    )
+    near, index = matrix.weight(book, nearest_vectors(matrix, book)), choose_vectors(matrix, book)
+    chosen = matrix.weight(book, index)
+    assert (chosen - matrix.target).square().sum() > (near - matrix.target).square().sum()
+    assert matrix.error(chosen) < 0.9 * matrix.error(near)
+    moved = moved_book(matrix, book, index)
+    least = matrix.error(matrix.weight(moved, index))
+    assert least < matrix.error(chosen)
+    for entry in (0, 7):  # no entry moved by itself gains
+        for step in (-0.5, 0.5):
+            other = moved.clone()
+            other[entry, 1] += step
+            assert matrix.error(matrix.weight(other, index)) >= least * (1 - 1e-6)
+
+
+def test_the_weights_are_codes_of_the_grid_and_never_worse_than_k_means():
+    matrix = problem()
+    weight, after, before = stored_by_vectors(matrix, 16, 2, torch.Generator().manual_seed(0))
+    codes = (weight / matrix.scale).reshape(-1, 2)
+    assert torch.allclose(codes, codes.round(), atol=1e-3) and len(codes.round().unique(dim=0)) <= 16
+    assert after < before
+    plain = stored_by_vectors(matrix, 16, 0, torch.Generator().manual_seed(0))
+    assert plain[1:] == (before, before)  # no round: k-means and nearest vectors
+    assert after == pytest.approx(float(quadratic_error((weight - matrix.target)[None], matrix.hessian[None]).sum()))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(30, 40), nn.Linear(40, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return list((torch.randn(256, 30, generator=generator) @ torch.randn(30, 30, generator=generator)).split(64))
+
+
+def test_a_module_is_stored_by_vectors_and_its_file_looks_them_up(tmp_path: Path):
+    model = Net().eval()
+    sim = torch_front.QuantizationSimModel(model, batches()[0], preset="w8")
+    report = torch_front.apply_reconstruction(sim, batches(), "gptvq", progress=False, **VECTORS)
+    assert all(layer.after < layer.before for layer in report)
+    assert "16 vectors of 2: 2.00 bits a weight" in str(report)
+    held = {name: site.encoding.vectors for name, site in sim.quantizers.items() if site.role == "weight"}
+    assert set(held.values()) == {(2, -1)}
+    sim.compute_encodings(progress=False)
+    made = sim.export(tmp_path, "model", batches()[0])
+    graph = onnx.load(made.qdq).graph
+    tables = [tensor for tensor in graph.initializer if tensor.name.endswith("_table")]
+    assert len(tables) == 2 and all(tuple(tensor.dims) == (16, 2) for tensor in tables)
+    report = sim.verify(batches()[0])
+    assert report.ok, str(report)
+
+
+def test_a_file_is_stored_by_vectors_along_its_inputs(tmp_path: Path):
+    proto = exported(Net().eval(), batches()[0][:, None])  # products with weights [inputs, outputs]
+    given = [{"x": batch[:, None].numpy()} for batch in batches()]
+    sim = onnx_front.QuantizationSimModel(proto, given[0], preset="w8")
+    report = onnx_front.apply_reconstruction(sim, given, "gptvq", progress=False, **VECTORS)
+    assert all(layer.after < layer.before for layer in report)
+    held = {site.encoding.vectors for site in sim.quantizers.values() if site.role == "weight"}
+    assert held == {(2, -2)}
+    sim.compute_encodings(progress=False)
+    made = sim.export(tmp_path, "model")
+    stored = [tensor for tensor in onnx.load(made.qdq).graph.initializer if tensor.name.endswith("_table")]
+    assert len(stored) == 2
+    assert sim.verify(given[0]).ok
+
+
+def test_with_quantized_activations_files_hold_integers(tmp_path: Path):
+    sim = torch_front.QuantizationSimModel(Net().eval(), batches()[0], preset="w8a8")
+    sim.compute_encodings(batches(), progress=False)
+    torch_front.apply_reconstruction(sim, batches(), "gptvq", progress=False, **VECTORS)
+    made = sim.export(tmp_path, "model", batches()[0])
+    ops = [node.op_type for node in onnx.load(made.qdq).graph.node]
+    assert "Gather" not in ops and ops.count("DequantizeLinear") >= 2
+
+
+def test_encodings_keep_vectors():
+    sim = torch_front.QuantizationSimModel(Net().eval(), batches()[0], preset="w8")
+    torch_front.apply_reconstruction(sim, batches(), "gptvq", progress=False, **VECTORS)
+    encoding = next(site.encoding for site in sim.quantizers.values() if site.role == "weight")
+    assert encoding_from_json(encoding_to_json(encoding)) == encoding
+    with pytest.raises(EncodingsError, match="vectors of 9 codes along axis -1 are none of a codebook"):
+        encoding_from_json({**encoding_to_json(encoding), "vectors": [9, -1]})
+
+
+@pytest.mark.parametrize(
+    "preset, options, message",
+    [
+        ("w8", {"entries": 257}, "entries: it is 257.*a whole number from 2 to 256"),
+        ("w8", {"vector": 0}, "vector: it is 0.*from 1 to 8"),
+        ("w4g10_asym", {}, "uint4, which has zero points, and rows of a codebook share its entries.*preset='w8'"),
+        ("nf4", {}, "nf4, which has no codes that are integers"),
+    ],
+)
+def test_what_cannot_be_stored_by_vectors_is_refused(preset: str, options: dict[str, int], message: str):
+    sim = torch_front.QuantizationSimModel(Net().eval(), batches()[0], preset=preset)
+    sim.compute_encodings(progress=False)
+    with pytest.raises(ConfigError, match=message):
+        torch_front.apply_reconstruction(sim, batches(), "gptvq", progress=False, **options)
