@@ -28,7 +28,7 @@ help:
 	@echo "make check   format, lint, types, examples in documentation and docstrings"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make docs    the documentation site, in build/docs"
-	@echo "make bench-llm   methods for language models, format by format (ten minutes)"
+	@echo "make bench-llm   methods for language models beside other tools, resumed (under an hour)"
 	@echo "make bench   speed and scaling tables (minutes)"
 	@echo "make reach   what works on architectures of transformers, diffusers and timm (half an hour)"
 	@echo "make mutants plant faults for 20 minutes and list those that no test sees"
