@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import bitwright
 from bitwright.compression.checks import checked_dependencies, masked_outputs
 from bitwright.compression.groups import Dependencies, components
 from bitwright.compression.prune import apply
+from bitwright.errors import ConfigError
 from bitwright.methods.front_end import Structured, front_end_of
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -272,6 +274,22 @@ def test_reasons(tmp_path: Path) -> None:
     assert checked_dependencies(front_end_of(model).structured(model, T, None), T, averaged=True).group(
         "b"
     ).averaged == ("norm",)
+
+
+def test_a_model_whose_path_depends_on_a_width_is_refused() -> None:
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 6), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            return self.b(h.tanh() if h.shape[-1] >= 6 else h)
+
+    with pytest.raises(
+        ConfigError, match="nothing can be removed: a: tanh.*the model takes another path after the cut"
+    ):
+        bitwright.compress(Deciding(), [T], {"macs": 0.5})
 
 
 def test_a_width_that_scales_the_result_is_refused() -> None:
