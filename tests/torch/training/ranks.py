@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitwright import compress
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.errors import BitwrightError
 from bitwright.torch import (
@@ -410,6 +411,12 @@ def recipe(rank: int, count: int) -> Any:
     return [weights(done.sim.model), digest(done.sim)]
 
 
+def pruned(rank: int, count: int) -> Any:
+    mine = gather_batches(spread("turns", rank, count))
+    done = compress(Net().eval(), mine, {"params": 0.8}, importance="activation", widths=1, progress=False)
+    return [weights(done.model), json.dumps(done.plan, sort_keys=True)]
+
+
 class Normed(nn.Module):
     """A batch norm behind another, whose inputs depend on it."""
 
@@ -501,6 +508,8 @@ CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
     "gptq alone": (2, gptq_alone),
     "recipe 1": (1, recipe),
     "recipe 2": (2, recipe),
+    "pruned 1": (1, pruned),
+    "pruned 2": (2, pruned),
     **{f"norms {count}": (count, norms("turns")) for count in (1, 2, 4)},
     "norms 2 last": (2, norms("last")),
     "norms nan": (2, message(norms_with_nan)),

@@ -98,6 +98,7 @@ def test_two_ranks_find_the_weights_and_statistics_of_one(found: Found, what: st
     [
         ("gptq 1", ("gptq 4", "gptq 2 last", "gptq 2 all")),
         ("recipe 1", ("recipe 2",)),
+        ("pruned 1", ("pruned 2",)),
         ("norms 1", ("norms 4", "norms 2 last")),
     ],
 )
