@@ -13,8 +13,9 @@ the mean of the seeds and the lowest and highest. *W8A8*: the tuned network (the
 folded, nearest rounding, bias correction. *ms*: ONNX Runtime, one thread, the first calibration batch, whole and pruned in
 turns; what was predicted is computed from milliseconds of the whole network's operators.
 
-Training is short: it brings a network of any start to about the same place, so that one which loses less without it, such as the
-spatial factors at half of the MACs, may end below where it began. Rows and cells that are not there were not measured.
+Images are trained on for two epochs of 4,000, by the distance from the outputs of the original, SGD at a rate of 0.02 on a cosine
+(``fine_tuned``). That is short: networks that begin at 19 to 83 % end at 77 to 82 %, and one that had 82.9 % without it ends lower.
+Rows and cells that are not there were not measured.
 
 ``random`` draws units anew with every seed. Torch-Pruning prunes by L2 norms and the same part of every layer, to the nearest
 part of the MACs that it reaches; it fits nothing and reads no ONNX files. Where it cannot prune a whole network (the padded
