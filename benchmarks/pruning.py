@@ -14,7 +14,7 @@ folded, nearest rounding, bias correction. *ms*: ONNX Runtime, one thread, the f
 turns; what was predicted is computed from milliseconds of the whole network's operators.
 
 Images are trained on for two epochs of 4,000, by the distance from the outputs of the original, SGD at a rate of 0.02 on a cosine
-(``fine_tuned``). That is short: networks that begin at 19 to 83 % end at 77 to 82 %, and one that had 82.9 % without it ends lower.
+(``fine_tuned``). That is short: networks that begin at 19 to 83 % end at 77 to 82 %, and one that had 82.9 % before ends lower.
 Rows and cells that are not there were not measured.
 
 ``random`` draws units anew with every seed. Torch-Pruning prunes by L2 norms and the same part of every layer, to the nearest
