@@ -36,7 +36,7 @@ class AttentionBlockTopology:
     Attributes:
         linears: role (``q``, ``k``, ``v``, ``kv``, ``qkv``, ``o``, ``gate``, ``up``, ``gate_up``, ``down``, ``expert``) ->
             names of nodes.
-        norms: names of the nodes of its normalisations.
+        norms: names of the nodes of its normalisations, several where one is written out.
     """
 
     linears: Mapping[str, tuple[str, ...]]
@@ -84,12 +84,16 @@ def analyze_llm_topology(model: Any, model_type: str | None = None, *, ir_model:
 def _blocks(named: Sequence[tuple[str, str]]) -> list[AttentionBlockTopology]:
     """The blocks of nodes and their roles in order; one begins where attention is projected again."""
     found: list[dict[str, tuple[str, ...]]] = []
+    before: tuple[str, ...] = ()  # norms in front of the next block, or after the last one
     for name, role in named:
         if role in _ATTENTION and (not found or not found[-1].keys().isdisjoint(("o", "down"))):
-            found.append({})
-        if found and role in (*_LINEAR, "norm"):
+            found.append({"norm": before})
+            before = ()
+        if role == "norm" and (not found or not found[-1].keys().isdisjoint(("down", "expert"))):
+            before = (*before, name)
+        elif role in (*_LINEAR, "norm") and found:
             found[-1][role] = (*found[-1].get(role, ()), name)
-    return [AttentionBlockTopology(block, block.pop("norm", ())) for block in found]
+    return [AttentionBlockTopology({r: n for r, n in block.items() if r != "norm"}, block["norm"]) for block in found]
 
 
 def _caches(graph: Graph) -> tuple[str, ...]:

@@ -176,6 +176,13 @@ def test_parts_of_a_decoder_are_found_and_get_formats() -> None:
     assert isinstance(topology, LlmTopology) and len(topology.blocks) == 2 and len(topology.lm_head) == 1
     assert all(set(block.linears) == {"q", "k", "v", "o", "gate", "up", "down"} for block in topology.blocks)
     assert set(topology.kv_cache) == {*PAST, *PRESENT}
+    order = [node.name for node in model.graph.node]
+    for block, following in zip(topology.blocks, [*topology.blocks[1:], None], strict=True):
+        norms, linears = sorted(map(order.index, block.norms)), {r: order.index(n) for r, (n,) in block.linears.items()}
+        first = [norm for norm in norms if norm < linears["q"]]  # several nodes for each of the two
+        assert 0 < len(first) < len(norms) and linears["q"] < linears["o"] < norms[len(first)]
+        assert norms[-1] < linears["up"] < linears["down"]
+        assert following is None or linears["down"] < min(map(order.index, following.norms))
     sim = OnnxSim(model, param_type="int8", activation_type="int16")
     configure_llm(
         sim, topology, kv_cache_type="int8", backbone_weight_type="int4", lm_head_weight_type=QSpec.per_channel("int8")
