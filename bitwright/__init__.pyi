@@ -1,3 +1,11 @@
+from bitwright import aimet_onnx as aimet_onnx
+from bitwright import aimet_torch as aimet_torch
+from bitwright import compression as compression
+from bitwright import llm as llm
+from bitwright import metrics as metrics
+from bitwright import onnx as onnx
+from bitwright import testing as testing
+from bitwright import torch as torch
 from bitwright.analysis.analyze import analyze as analyze
 from bitwright.analysis.layer_outputs import LayerOutputUtil as LayerOutputUtil
 from bitwright.compare.drift import drift as drift

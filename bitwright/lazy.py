@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ def how_to_install(error: ModuleNotFoundError) -> str | None:
 def published(package: str, file: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of a package whose public names ``__init__.pyi`` imports.
 
-    Type checkers read the same stub, so that each name is listed once.
+    Type checkers read the same stub, so that each name is listed once. Modules of the package load at first use too, so that
+    ``import bitwright`` is enough for ``bitwright.llm.quantize``; they are not in ``__all__``.
 
     Args:
         package: ``__name__`` of the package.
@@ -35,7 +37,7 @@ def published(package: str, file: str) -> tuple[list[str], Callable[[str], objec
     homes = {
         alias.asname or alias.name: (node.module, alias.name)
         for node in stub.body
-        if isinstance(node, ast.ImportFrom) and node.module is not None
+        if isinstance(node, ast.ImportFrom) and node.module not in (None, package)
         for alias in node.names
     }
 
@@ -43,7 +45,9 @@ def published(package: str, file: str) -> tuple[list[str], Callable[[str], objec
 
     def load(name: str) -> object:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            if name.startswith("_") or importlib.util.find_spec(f"{package}.{name}") is None:
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            return importlib.import_module(f"{package}.{name}")
         module, attribute = homes[name]
         try:
             value: object = getattr(importlib.import_module(module), attribute)

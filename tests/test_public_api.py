@@ -60,6 +60,14 @@ def test_unknown_name_is_an_attribute_error():
         bitwright.quantise  # noqa: B018
 
 
+def test_modules_of_the_package_load_at_first_use():
+    """``import bitwright`` is enough for ``bitwright.llm.quantize``, and loads no framework before."""
+    names = ("llm.quantize", "torch.QuantizationSimModel", "onnx.QuantizationSimModel", "compression", "testing.check")
+    names += ("metrics", "aimet_torch.quantsim", "aimet_onnx.quantsim")
+    program = "import sys, bitwright; assert 'torch' not in sys.modules; " + "; ".join(f"bitwright.{n}" for n in names)
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_unknown_name_gets_the_close_match():
     """Python proposes the close match from ``dir()`` when the error reaches the user."""
     run = subprocess.run([sys.executable, "-c", "import bitwright; bitwright.quantise"], capture_output=True, text=True)
