@@ -44,6 +44,7 @@ def _tagger(**options: object) -> tuple[_Tagger, list[torch.Tensor]]:
 def _session(path: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1  # with several, parts of a batch have ranges of their own
+    options.add_session_config_entry("session.x64quantprecision", "1")  # exact sums on CPUs without VNNI too
     return onnxruntime.InferenceSession(path, options)
 
 
@@ -96,6 +97,29 @@ def test_a_module_is_written_with_the_operator_and_equals_its_simulation(
     for one, other, given in zip(wanted, found, real, strict=True):
         assert sqnr(one.numpy(), other) > 100 and sqnr(given.numpy(), other) > 30
     assert sim.verify(batches[1], target="ort_cpu").ok
+
+
+def test_weights_are_stored_unsigned_where_signed_sums_may_saturate(tmp_path: Path) -> None:
+    """Pairs of products of uint8 and int8 saturate on CPUs without VNNI; two unsigned factors are summed exactly on every CPU."""
+    model, batches = _tagger(num_layers=2)
+    with torch.no_grad():
+        for weight in model.lstm.parameters():
+            weight.copy_(torch.where(torch.rand_like(weight) < 0.5, -0.4, 0.4) + 0.01 * torch.randn_like(weight))
+    sim = QuantizationSimModel(model, batches[0], config_file=RUN_TIME)
+    sim.compute_encodings(batches)
+    sim.export(tmp_path, "net", batches[0], target="ort_cpu", unsigned_weights=True)
+    graph = onnx.load(tmp_path / "net.onnx").graph
+    held = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+    layers = [node for node in graph.node if node.op_type == "DynamicQuantizeLSTM"]
+    assert len(layers) == 2 and all(held[name].dtype == np.uint8 for node in layers for name in node.input[1:3])
+    assert all((held[name] == 128).all() for node in layers for name in (node.input[9], node.input[11]))
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx", options)  # as a user opens it
+    with torch.no_grad():
+        wanted = sim.model(batches[1])
+    for one, other in zip(wanted, session.run(None, {session.get_inputs()[0].name: batches[1].numpy()}), strict=True):
+        assert sqnr(one.numpy(), other) > 60
 
 
 def _bidirectional(path: Path) -> list[dict[str, Array]]:

@@ -115,13 +115,16 @@ def _write_integer(builder: Builder, node: ir.Node, source: ir.Value, encoding: 
     return result
 
 
-def write_run_time_layers(builder: Builder, model: ir.Model, chosen: dict[ir.Value, tuple[ir.Value, Encoding]]) -> None:
+def write_run_time_layers(
+    builder: Builder, model: ir.Model, chosen: dict[ir.Value, tuple[ir.Value, Encoding]], *, unsigned_weights: bool
+) -> None:
     """Write LSTMs that choose the ranges of their input and hidden state at run time as ``DynamicQuantizeLSTM``.
 
     Args:
         builder: of the model.
         model: with native layers, whose metadata has :data:`bitwright.export.recurrent.AT_RUN_TIME`.
         chosen: result of a quantizer -> what it reads, and its encoding.
+        unsigned_weights: codes of weights are counted from 128: sums of the others saturate on CPUs without VNNI.
     """
     for node in tuple(all_nodes(model.graph)):
         if node.op_type != "LSTM" or node.domain or AT_RUN_TIME not in node.metadata_props:
@@ -135,10 +138,16 @@ def write_run_time_layers(builder: Builder, model: ir.Model, chosen: dict[ir.Val
             value = layer[port]
             assert value is not None
             codes, scale = _gates(value)
+            zero = np.zeros(scale.shape, np.int8)
+            if unsigned_weights:
+                codes, zero = (
+                    (codes.astype(np.int16) + _MIDDLE).astype(np.uint8),
+                    np.full(scale.shape, _MIDDLE, np.uint8),
+                )
             name = str(value.name)
             layer[port] = builder.initializer(f"{name}_codes", np.ascontiguousarray(codes.transpose(0, 2, 1)))
             layer.append(builder.initializer(f"{name}_steps", scale))
-            layer.append(builder.initializer(f"{name}_zero", np.zeros(scale.shape, np.int8)))
+            layer.append(builder.initializer(f"{name}_zero", zero))
         node.resize_inputs(len(layer))
         for port, value in enumerate(layer):
             node.replace_input_with(port, value)

@@ -274,7 +274,7 @@ def _write_integer_products(w: Writing) -> None:
 def _write_recurrent(w: Writing) -> None:
     """Write recurrent layers whose operands are quantized at run time as integer operators."""
     if w.at_run_time:
-        write_run_time_layers(w.builder, w.model, w.at_run_time)
+        write_run_time_layers(w.builder, w.model, w.at_run_time, unsigned_weights=w.unsigned_weights)
 
 
 def _write_as_simulated(w: Writing, found: list[ir.Node]) -> str:
