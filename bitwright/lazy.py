@@ -45,9 +45,7 @@ def published(package: str, file: str) -> tuple[list[str], Callable[[str], objec
 
     def load(name: str) -> object:
         if name not in homes:
-            if name.startswith("_") or importlib.util.find_spec(f"{package}.{name}") is None:
-                raise AttributeError(f"module {package!r} has no attribute {name!r}")
-            return importlib.import_module(f"{package}.{name}")
+            return _module(package, name)
         module, attribute = homes[name]
         try:
             value: object = getattr(importlib.import_module(module), attribute)
@@ -60,3 +58,10 @@ def published(package: str, file: str) -> tuple[list[str], Callable[[str], objec
         return value
 
     return names, load, lambda: list(names)
+
+
+def _module(package: str, name: str) -> object:
+    """The module ``name`` of ``package``; an :class:`AttributeError` where there is none."""
+    if name.startswith("_") or importlib.util.find_spec(f"{package}.{name}") is None:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return importlib.import_module(f"{package}.{name}")

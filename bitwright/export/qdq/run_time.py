@@ -30,6 +30,7 @@ from bitwright.export.qdq.nbits import is_plain, packed_weight, replace_product
 from bitwright.export.recurrent import AT_RUN_TIME
 
 D = ir.DataType
+Codes = NDArray[np.int8 | np.uint8]
 _MIDDLE = 128  # of codes that are counted from zero
 
 
@@ -137,13 +138,7 @@ def write_run_time_layers(
         for port in (1, 2):
             value = layer[port]
             assert value is not None
-            codes, scale = _gates(value)
-            zero = np.zeros(scale.shape, np.int8)
-            if unsigned_weights:
-                codes, zero = (
-                    (codes.astype(np.int16) + _MIDDLE).astype(np.uint8),
-                    np.full(scale.shape, _MIDDLE, np.uint8),
-                )
+            codes, scale, zero = _gates(value, unsigned=unsigned_weights)
             name = str(value.name)
             layer[port] = builder.initializer(f"{name}_codes", np.ascontiguousarray(codes.transpose(0, 2, 1)))
             layer.append(builder.initializer(f"{name}_steps", scale))
@@ -158,8 +153,8 @@ def write_run_time_layers(
             remove_unread(value)
 
 
-def _gates(value: ir.Value) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Signed codes ``[1, gates * H, K]`` of the weight of a layer, and its scales, ``[1]`` or ``[1, gates * H]``."""
+def _gates(value: ir.Value, *, unsigned: bool) -> tuple[Codes, NDArray[np.float32], Codes]:
+    """Codes ``[1, gates * H, K]`` of the weight of a layer, its scales ``[1]`` or ``[1, gates * H]``, and zero points."""
     maker = value.producer()
     assert maker is not None and maker.op_type in ("Mul", "DequantizeLinear"), value
     found, step, middle = (*maker.inputs, None)[:3]
@@ -169,10 +164,14 @@ def _gates(value: ir.Value) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     assert held is not None and held.const_value is not None and scale is not None and scale.const_value is not None
     steps = scale.const_value.numpy().reshape(-1)
     steps, codes = (steps if steps.size == 1 else steps[None]), held.const_value.numpy()
-    if codes.dtype == np.uint8:  # counted from the middle, as in bodies; the kernel of signed codes is faster
-        assert zero is not None and zero.const_value is not None and (zero.const_value.numpy() == _MIDDLE).all(), value
-        codes = (codes.astype(np.int16) - _MIDDLE).astype(np.int8)
-    return codes, steps
+    first = _MIDDLE if codes.dtype == np.uint8 else 0
+    assert not first or (
+        zero is not None and zero.const_value is not None and (zero.const_value.numpy() == _MIDDLE).all()
+    )
+    counted = codes.astype(np.int16) - first
+    if unsigned:
+        return (counted + _MIDDLE).astype(np.uint8), steps, np.full(steps.shape, _MIDDLE, np.uint8)
+    return counted.astype(np.int8), steps, np.zeros(steps.shape, np.int8)
 
 
 def _take_place(builder: Builder, node: ir.Node, result: ir.Value) -> None:
