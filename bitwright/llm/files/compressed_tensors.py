@@ -410,7 +410,7 @@ def _check(plans: Sequence[WeightPlan], extras: Extras) -> None:
             )
 
 
-FORMAT = FileFormat(
+FORMAT: FileFormat = FileFormat(
     name="compressed-tensors",
     engine="transformers, vLLM, SGLang",
     holds="integers of 2 to 8 bits per group, channel or tensor; float8_e4m3; NVFP4; MXFP4; MXFP8",

@@ -230,7 +230,7 @@ def fitted(spec: QuantSpec) -> QuantSpec:
     return dataclasses.replace(spec, scale_format=SCALE_FORMATS[name])
 
 
-FORMAT = FileFormat(
+FORMAT: FileFormat = FileFormat(
     name="gguf",
     engine="llama.cpp and programs built on it",
     holds=f"{', '.join(BLOCKS)} (groups of 32, of 16 in Q3_K and Q6_K; float16 scales), float16, bfloat16, float32",

@@ -376,7 +376,7 @@ def _row(kind: str, engine: str, holds: str) -> FileFormat:
     )
 
 
-FORMATS = (
+FORMATS: tuple[FileFormat, ...] = (
     _row(
         "gptq",
         "vLLM, transformers with gptqmodel",

@@ -185,7 +185,7 @@ def _size(plan: WeightPlan) -> float:
     return plan.elements * (4.0 if plan.layout is None or is_table(plan.name) else 1.25)
 
 
-FORMAT = FileFormat(
+FORMAT: FileFormat = FileFormat(
     name="torchao",
     engine="transformers with torchao",
     holds="integers of 2 to 8 bits per group, channel or tensor; float8_e4m3 per channel or tensor",
