@@ -76,7 +76,7 @@ def public_names(package: str) -> dict[str, str]:
     return {
         alias.asname or alias.name: str(node.module)
         for node in tree.body
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and node.module != package  # modules of the package
         for alias in node.names
     }
 
