@@ -34,6 +34,7 @@ import functools
 import inspect
 import linecache
 import math
+import operator
 import os
 import re
 import sys
@@ -750,8 +751,7 @@ def _fixed(traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: 
                 line_of(node),
                 "a number that Python reads there out of a computed tensor decides on what is computed next, and a file holds "
                 "one path",
-                "choose by tensors, torch.where(condition, a, b), give a loop a fixed number of turns, or leave the check "
-                "out while the model is exported",
+                _AS_FOUND if _is_found(node) else _BY_TENSORS,
             )
         if not learned:
             lines[line_of(node)] = None
@@ -764,6 +764,27 @@ def _fixed(traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: 
         "path: the file computes what the model computes of this example, also for inputs of which it would compute something "
         f"else: {'; '.join(lines)} reads numbers out of inputs, which are constants in the file"
     ]
+
+
+_BY_TENSORS = (
+    "choose by tensors, torch.where(condition, a, b), give a loop a fixed number of turns, or leave the check out while the "
+    "model is exported"
+)
+_AS_FOUND = (
+    "let this loop go over all parts, such as all experts, and not over those that nonzero found: for a part without rows it "
+    "adds nothing, and the outputs are the same"
+)
+_MOVES = frozenset((
+    _aten.select.int, _aten.unbind.int, _aten.squeeze.default, _aten.squeeze.dim, _aten.view.default, _aten.reshape.default,
+    _aten.flatten.using_ints, _aten.slice.Tensor, _aten.detach.default, _aten.to.dtype, operator.getitem,
+))  # fmt: skip
+
+
+def _is_found(node: fx.Node) -> bool:
+    """Whether a number that is read is the place of something that a condition found."""
+    while node.all_input_nodes and (node.target in _READS or node.target in _MOVES):
+        node = node.all_input_nodes[0]
+    return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
 
 
 def _of_inputs(

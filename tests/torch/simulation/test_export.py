@@ -327,6 +327,41 @@ def test_a_model_the_exporter_cannot_capture_keeps_the_cause() -> None:
     assert info.value.__cause__ is not None
 
 
+class Experts(nn.Module):
+    """Rows go to one of three layers, as in Switch Transformers: by a loop over those that have rows, or over all.
+
+    Args:
+        found: loop over those that have rows.
+    """
+
+    def __init__(self, found: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.found = nn.Linear(8, 3), found
+        self.experts = nn.ModuleDict({f"expert_{i}": nn.Linear(8, 8) for i in range(3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = nn.functional.one_hot(self.router(x).argmax(-1), 3)
+        made = torch.zeros_like(x)
+        hit = torch.greater(chosen.sum(0), 0).nonzero() if self.found else torch.arange(3)[:, None]
+        for which in hit if self.found else range(3):
+            number = which[0] if self.found else which
+            (rows,) = torch.where(chosen[:, number])
+            made = made.index_add(0, rows, self.experts[f"expert_{number}"](x[rows]))
+        return made
+
+
+def test_a_loop_over_what_was_found_is_named_and_one_over_all_is_the_remedy() -> None:
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    found, every = ((model := Experts(f).eval()) and QuantizationSimModel(model, x) for f in (True, False))
+    for sim in (found, every):
+        sim.compute_encodings([x])
+    assert torch.equal(found.model(x), every.model(x))
+    with pytest.raises(ExportError, match=r"test_export.py:\d+, in forward: .*Remedy: let this loop go over all parts"):
+        found.verify(x)
+    assert every.verify(x).ok
+
+
 class Filtered(nn.Module):
     """A filter bank and statistics in float64 before layers in float32, as audio front ends have."""
 
