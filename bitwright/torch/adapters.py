@@ -139,6 +139,10 @@ def _calibrate(sim: QuantizationSimModel, data: Any) -> None:
             site.frozen = False
 
 
+#: what PEFT raises of a folder, of which it checks little
+_OF_PEFT = (TypeError, ValueError, KeyError, AttributeError, RuntimeError)
+
+
 @checks_arguments
 def load_adapter(sim: QuantizationSimModel, folder: str | os.PathLike[str], name: str) -> tuple[str, ...]:
     """Read an adapter from PEFT's own folder into the model of a simulation, check it, and place it.
@@ -163,7 +167,8 @@ def load_adapter(sim: QuantizationSimModel, folder: str | os.PathLike[str], name
         raise ConfigError(
             name, "the model has an adapter of this name", f"choose another name than {', '.join(sorted(taken))}"
         )
-    ranks = {"r": config.get("r"), **config.get("rank_pattern", {})}
+    pattern = config.get("rank_pattern") or {}
+    ranks = {"r": config.get("r"), **(pattern if isinstance(pattern, dict) else {"rank_pattern": pattern})}
     for key, rank in ranks.items():
         if not isinstance(rank, int) or rank < 1:
             raise ConfigError(
@@ -172,7 +177,11 @@ def load_adapter(sim: QuantizationSimModel, folder: str | os.PathLike[str], name
                 "use a rank of 1 or more, and train the adapter with it",
             )
     _check_base(sim, place, shapes)
-    sim.model.load_adapter(str(place), name)  # type: ignore[operator]
+    try:
+        sim.model.load_adapter(str(place), name)  # type: ignore[operator]
+    except _OF_PEFT as error:
+        problem = f"PEFT cannot load it: {type(error).__name__}: {error!s:.200}"
+        raise ConfigError(str(place), problem, "write it again with model.save_pretrained(folder)") from error
     return place_adapters(sim)
 
 
@@ -188,7 +197,7 @@ def _stored(folder: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         with safe_open(folder / "adapter_model.safetensors", "pt") as file:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a mapping
-    except (ValueError, SafetensorError) as error:
+    except (ValueError, RecursionError, SafetensorError) as error:
         raise ConfigError(str(folder), f"it is damaged: {error}", "copy the folder once more") from error
     if not isinstance(config, dict):
         raise ConfigError(str(folder), "adapter_config.json holds no object", remedy)
@@ -225,6 +234,8 @@ def _misfit(layer: Any, path: str, key: str, shape: tuple[int, ...]) -> str:
     if weight is None:
         return f"it changes {path}, which the model does not have"
     axis = 1 if ".lora_A" in key else 0
+    if len(shape) < 2:
+        return f"{key} has shape {shape}, and a factor has two axes"
     sizes = tuple(weight.t().shape if hasattr(layer, "nf") or getattr(layer, "fan_in_fan_out", False) else weight.shape)
     if len(sizes) == 2 and shape[axis] != sizes[axis]:
         return f"{key} has shape {shape}, and {path} {sizes}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,12 @@ def test_a_file_takes_adapters_as_inputs(tmp_path: Path) -> None:
         export_adapters(sim, tmp_path / "n.onnx", tmp_path / "out")
 
 
+_NOT_READ = (
+    ("rank_pattern", [3], r"the rank rank_pattern is \[3\]"),
+    ("lora_alpha", [2], "PEFT cannot load it: TypeError"),
+)
+
+
 def test_what_does_not_fit_is_said(tmp_path: Path, caplog: Any) -> None:
     sim = simulated()
     sim.model.save_adapter(tmp_path / "rank", "first", r=0)
@@ -198,6 +206,18 @@ def test_what_does_not_fit_is_said(tmp_path: Path, caplog: Any) -> None:
     other.save_adapter(tmp_path / "side", "first")
     with pytest.raises(ConfigError, match="for another base: it changes side, which the model does not have"):
         load_adapter(sim, tmp_path / "side", "new")
+    for key, value, said in (
+        ("rank_pattern", [3], r"the rank rank_pattern is \[3\]"),
+        ("lora_alpha", [2], "PEFT cannot load it: TypeError"),
+    ):
+        shutil.copytree(tmp_path / "side", tmp_path / key)
+        sim.model.save_adapter(tmp_path / key, "first")
+        file = tmp_path / key / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+        with pytest.raises(ConfigError, match=said):
+            load_adapter(sim, tmp_path / key, key)
+    with pytest.raises(ConfigError, match=r"up.lora_A.weight has shape \(\), and a factor has two axes"):
+        _check_base(sim, tmp_path, {"up.lora_A.weight": ()})
     with pytest.raises(ConfigError, match="it has no adapter_config.json"):
         load_adapter(sim, tmp_path / "nowhere", "new")
     with pytest.raises(ConfigError, match="the model has an adapter of this name"):

@@ -747,12 +747,7 @@ def _fixed(traced: fx.GraphModule, parameters: Sequence[torch.Tensor], tensors: 
         if not (reads or finds) or _only_checks(node):
             continue
         if reads and learned:
-            raise ModelError(
-                line_of(node),
-                "a number that Python reads there out of a computed tensor decides on what is computed next, and a file holds "
-                "one path",
-                _AS_FOUND if _is_found(node) else _BY_TENSORS,
-            )
+            raise _two_paths(node)
         if not learned:
             lines[line_of(node)] = None
             found += [node] if finds else []
@@ -778,6 +773,14 @@ _MOVES = frozenset((
     _aten.select.int, _aten.unbind.int, _aten.squeeze.default, _aten.squeeze.dim, _aten.view.default, _aten.reshape.default,
     _aten.flatten.using_ints, _aten.slice.Tensor, _aten.detach.default, _aten.to.dtype, operator.getitem,
 ))  # fmt: skip
+
+
+def _two_paths(node: fx.Node) -> ModelError:
+    return ModelError(
+        line_of(node),
+        "a number that Python reads there out of a computed tensor decides on what is computed next, and a file holds one path",
+        _AS_FOUND if _is_found(node) else _BY_TENSORS,
+    )
 
 
 def _is_found(node: fx.Node) -> bool:
