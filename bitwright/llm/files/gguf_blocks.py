@@ -42,6 +42,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.files import open_regular
 from bitwright.core.numerics.affine import with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import BFLOAT16, FLOAT4_E2M1, FLOAT16, IntFormat, ScaleFormat, parse_scale_format
@@ -502,7 +503,7 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open(path, "rb") as file:
+        with open_regular(path, ExportError) as file:
             if file.read(4) != MAGIC:
                 raise self._damaged("it does not begin with GGUF")
             file.seek(0)

@@ -85,6 +85,9 @@ def test_what_llama_cpp_does_not_add_is_refused(tmp_path: Path):
     path = write_gguf_adapters(model, tmp_path)["far"]
     with pytest.raises(ConfigError, match="the adapter is for llama, and the model is of type qwen2"):
         read_gguf_adapter(path, tiny(Qwen2Config).config.to_dict())
+    for place in (tmp_path / "none.gguf", tmp_path):
+        with pytest.raises(ExportError, match="cannot be read: No such file|not a regular file|Is a directory"):
+            read_gguf_adapter(place, model.config.to_dict())  # type: ignore[operator, union-attr]
     (tmp_path / "cut.gguf").write_bytes(path.read_bytes()[:100])
     with pytest.raises(ExportError, match="header cannot be read"):
         read_gguf_adapter(tmp_path / "cut.gguf", model.config.to_dict())  # type: ignore[operator, union-attr]
