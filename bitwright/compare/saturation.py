@@ -189,6 +189,7 @@ def _scale_after(node: ir.Node) -> float | None:
 
 Feeds = Mapping[str, Array]
 
+_MARGIN = 1.125  # codes that other data may have, over those of the data that were looked at
 _ROWS = 256  # outputs per layer and batch whose sums are taken apart
 _BIAS_END = float(1 << 30)
 _TINY = float(np.finfo(np.float32).tiny)
@@ -211,6 +212,8 @@ class LayerSums:
         bias: largest absolute code of the bias.
         scale: smallest product of input and weight scale.
         seen: outputs that were looked at.
+        channels: output channels in which pairs saturated, or would for input codes an eighth larger (other data have them).
+        of: number of output channels.
     """
 
     site: str
@@ -223,6 +226,8 @@ class LayerSums:
     bias: int
     scale: float
     seen: int
+    channels: tuple[int, ...] = ()
+    of: int = 0
 
     _also = ("faults",)
 
@@ -285,7 +290,7 @@ class SaturationReport(Tabular):
         if self.guilty:
             yield (
                 f"pairs saturate in {len(self.guilty)} of {len(self.layers)} layers on CPUs without VNNI: "
-                "repair='saturation' gives their weights 7 bits"
+                "repair='saturation' gives the weights of their output channels that do 7 bits"
             )
         wide = [layer.site for layer in self.layers if layer.bound > INT32_MAX]
         if wide:
@@ -359,10 +364,11 @@ class _Count:
     touched: int = 0
     largest: int = 0
     lost: int = 0
+    near: Array | None = None
 
     def add(self, codes: Array, rows: int, rng: np.random.Generator) -> None:
         """Add the layer's inputs in one batch."""
-        product, weights = self.product, self.product.matrices()
+        product, weights, near = self.product, self.product.matrices(), list[Array]()
         biases = [np.zeros(1, np.int64)] * len(weights)
         if product.bias is not None:
             flat = product.bias.astype(np.int64).reshape(-1)
@@ -375,6 +381,11 @@ class _Count:
                 losses = [saturated(order(given), order(weight.T).T)[0] for order in product.orders()]
                 self.touched += max(int((lost != 0).sum()) for lost in losses)
                 self.lost = max(self.lost, *(int(np.abs(lost).max(initial=0)) for lost in losses))
+                larger = given * _MARGIN
+                near.append(np.any([saturated(order(larger), order(weight.T).T)[1].any(0) for order in product.orders()], 0))
+        if near:
+            found = np.concatenate(near)
+            self.near = found if self.near is None else self.near | found
 
     def layer(self) -> LayerSums:
         """The result for this layer."""
@@ -389,4 +400,6 @@ class _Count:
         return LayerSums(
             product.site, product.node.op_type, max(shares), self.touched / max(self.seen, 1), off, self.largest, bound, bias,
             product.input_scale * float(product.weight_scale.min()), self.seen,
+            () if self.near is None or not self.touched else tuple(np.flatnonzero(self.near).tolist()),
+            sum(weight.shape[1] for weight in weights),
         )  # fmt: skip

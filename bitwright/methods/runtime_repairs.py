@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,15 @@ from bitwright.export.targets import DEFAULT_TARGET, SlowStem, find_target
 from bitwright.tables import Tabular
 
 if TYPE_CHECKING:
-    from bitwright.compare.saturation import SaturationReport
+    from bitwright.compare.saturation import LayerSums, SaturationReport
+    from bitwright.core.simulation.quantizer import Quantizer
 
 REPAIRS = ("saturation",)
 _SATURATES = "ort_x64_avx2"  # the profile whose pairs of products saturate
 _BITS = 7
 _BATCHES = 4  # that sums are taken apart on
-_ROUNDS = 3  # a narrower weight changes what later layers read
+_ROUNDS = (False, False, False, True)  # a narrower weight changes what later layers read; at last whole layers are narrowed
+_WHY = "pairs of products saturate on CPUs without dot-product instructions"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class SaturationRepair(Tabular):
     """Result of ``repair="saturation"``.
 
     Attributes:
-        narrowed: weights that have 7 bits now.
+        narrowed: weights with 7 bits in some channels or in all.
         found: sums before.
         left: sums afterwards.
         before, after: accuracy of the simulation, whose sums never saturate: the metric, or without one the signal-to-noise
@@ -41,6 +43,7 @@ class SaturationRepair(Tabular):
         saturated, repaired: the same as the profile ``ort_x64_avx2`` computes the file, before and after: as ONNX Runtime does on
             a CPU without VNNI. ``None`` for files of other targets, and where nothing was narrowed.
         note: why these could not be computed.
+        channels: weight -> how many of its output channels have 7 bits, and of how many.
     """
 
     _rows = "narrowed"
@@ -53,15 +56,17 @@ class SaturationRepair(Tabular):
     saturated: float | None = None
     repaired: float | None = None
     note: str = ""
+    channels: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def to_text(self) -> str:
         """A few lines."""
         if not self.narrowed:
             return "saturation: no layer saturates on CPUs without VNNI"
         there = "" if self.saturated is None else f"; on CPUs without VNNI {self.saturated:.4g} and {self.repaired:.4g}"
+        each = (name if some == of else f"{name} in {some} of {of} channels" for name, (some, of) in self.channels.items())
         return (
             f"saturation: 7-bit weights in {len(self.narrowed)} of {len(self.found.layers)} layers "
-            f"({', '.join(self.narrowed)}); accuracy {self.before:.4g} before, {self.after:.4g} after{there}"
+            f"({', '.join(each)}); accuracy {self.before:.4g} before, {self.after:.4g} after{there}"
             f"{self.note and f'; on CPUs without VNNI: {self.note}'}"
         )
 
@@ -82,9 +87,10 @@ def check_repair(repair: str | None) -> None:
 def repair_saturation(
     sim: Any, batches: Iterable[Any], rate: Callable[[Any], float], **options: Any
 ) -> SaturationRepair:
-    """Give 7 bits to the weights of layers in which pairs of products saturate on ``batches``.
+    """Give 7 bits to the output channels of weights in which pairs of products saturate on ``batches``.
 
-    The range of a weight stays, its step doubles. With 7 bits no pair can saturate: ``2 * 255 * 64 < 2 ** 15``.
+    The range of a channel stays, its step doubles. With 7 bits no pair can saturate: ``2 * 255 * 64 < 2 ** 15``. Weights with
+    one scale have them in all channels.
 
     Args:
         sim: calibrated, of either front end.
@@ -97,25 +103,40 @@ def repair_saturation(
     there = options.get("target", DEFAULT_TARGET) == DEFAULT_TARGET
     before, found = rate(sim._metric_target), count()
     deployed, note = _deployed(computed_as, rate) if found.guilty and there else ([], "")
-    left, narrowed = found, dict[str, None]()
-    for _ in range(_ROUNDS):
-        guilty = [site for site in left.guilty if site in sim.quantizers and site not in narrowed]
+    left, done = found, dict[str, tuple[int, ...]]()
+    for last in _ROUNDS:
+        guilty = [each for each in left.layers if each.touched and each.site in sim.quantizers]
+        guilty = [each for each in guilty if len(done.get(each.site, ())) < each.of]
         if not guilty:
             break
-        for site in guilty:
-            sim.quantizers[site].quantizer.refine(
-                _BITS, "pairs of its products saturate on CPUs without dot-product instructions"
-            )
-            narrowed[site] = None
+        for layer in guilty:
+            done[layer.site] = _narrow(sim.quantizers[layer.site].quantizer, layer, done.get(layer.site, ()), last)
         left = count()
-    if not narrowed:
+    if not done:
         return SaturationRepair((), found, left, before, before)
     if deployed:
         more, note = _deployed(computed_as, rate)
         deployed += more
     saturated, repaired = deployed if len(deployed) == 2 else (None, None)
     after = rate(sim._metric_target)
-    return SaturationRepair(tuple(narrowed), found, left, before, after, saturated, repaired, note)
+    sizes = {layer.site: layer.of for layer in found.layers}
+    channels = {site: (len(narrow), sizes[site]) for site, narrow in done.items()}
+    return SaturationRepair(tuple(done), found, left, before, after, saturated, repaired, note, channels)
+
+
+def _narrow(quantizer: Quantizer, layer: LayerSums, had: tuple[int, ...], last: bool) -> tuple[int, ...]:
+    """Give 7 bits to more output channels, those in which pairs saturate, or to all of them; returns all that have them now.
+
+    All channels keep their range, and what lies beyond it is clipped, so that no pair can saturate. A channel alone gets a step
+    of twice the size in the format of 8 bits, where values that its range clipped have codes of more than 7 bits.
+    """
+    new = [channel for channel in layer.channels if channel not in had]
+    channels = tuple(sorted({*had, *new}))
+    why = f"{_BITS} bits in {len(channels)} of {layer.of} channels, in which {_WHY}"
+    if new and not last and len(channels) < layer.of and quantizer.coarsen(new, _BITS, why):
+        return channels
+    quantizer.refine(_BITS, _WHY)
+    return tuple(range(layer.of))
 
 
 def _deployed(

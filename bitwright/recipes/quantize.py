@@ -164,8 +164,8 @@ def quantize(
             as soon as calibration shows them. Weights need no data: they are quantized in either case.
         allow_float: go on with a model of which no layer is quantized, with a warning; otherwise that is an error. Rules of a
             ``config_file`` may leave all in float without it.
-        repair: ``"saturation"`` gives 7-bit weights to the layers whose products saturate on CPUs without VNNI, and to no
-            others; ``result.repair`` has accuracy before and after, in the simulation and as such a CPU computes it.
+        repair: ``"saturation"`` gives 7-bit weights to the output channels whose products saturate on CPUs without VNNI, and
+            to no others; ``result.repair`` has accuracy before and after, in the simulation and as such a CPU computes it.
         held_out: batches that judge, as far from ``data`` as what the model will see: other recordings, other days. Nothing is
             fitted to them. By default the last fifth of ``data`` is held out where no recipe is given (of fewer than five
             batches, the last fifth of the samples); a recipe of your own calibrates on all of ``data``, and some of it rates.

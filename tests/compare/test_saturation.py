@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,52 @@ def test_only_guilty_layers_are_narrowed(tmp_path: Path) -> None:
     assert "dot-product" in row.how
 
 
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_channels_that_do_not_saturate_keep_their_bits(front_end: str, tmp_path: Path) -> None:
+    """Weights of one sign saturate, small ones beside a large one do not; other data than those of the repair decide."""
+    made = net()
+    with torch.no_grad():
+        made[0].weight[4:].mul_(0.01)
+        made[0].weight[4:, 0, 0, 0] = 0.5
+    if front_end == "onnx":
+        sim = QuantizationSimModel(made, X)
+        sim.compute_encodings([X])
+        sim.export(tmp_path, "net", X)
+    source, batches = (made, [X]) if front_end == "torch" else (tmp_path / "net_float.onnx", [{"input": X.numpy()}])
+    plain, repaired = (
+        bitwright.quantize(source, batches, recipe=["fold"], repair=repair, progress=False, measure_speed=False)
+        for repair in (None, "saturation")
+    )
+    repair, name = repaired.repair, "0.weight" if front_end == "torch" else next(iter(repaired.repair.channels))
+    assert repair is not None and dict(repair.channels) == {name: (4, 16)} and f"{name} in 4 of 16 channels" in str(repair)
+    before, after = (done.sim.quantizers[name].encoding.scale.reshape(-1) for done in (plain, repaired))
+    assert np.array_equal(after / before, [2] * 4 + [1] * 12)
+    row = next(row for row in repaired.sim.coverage() if row.name == name)
+    assert "7 bits in 4 of 16 channels, in which pairs of products saturate" in row.how
+    x = (0.5 + 0.5 * torch.rand(64, 8, 8, 8, generator=torch.Generator().manual_seed(1))).numpy()
+    for done, equal in ((plain, False), (repaired, True)):
+        sessions = [done.sim.runs_as(profile) for profile in ("ort_x64", "ort_x64_avx2")]
+        found = [[session.run(None, {"input": rows})[0] for rows in np.split(x, 16)] for session in sessions]
+        assert np.array_equal(*found) == equal
+    assert repaired.sim.verify(batches[0]).ok
+
+
+def test_values_that_a_range_clipped_are_clipped_again(tmp_path: Path) -> None:
+    """Steps of twice the size bring values beyond the range back, which saturate: then the whole layer has 7 bits."""
+    made = net()
+    with torch.no_grad():
+        made[0].weight[1:].mul_(0.01)
+        made[0].weight[1:, 0, 0, 0] = 0.5
+    sim = QuantizationSimModel(made, X)
+    site = sim.quantizers["0.weight"]
+    sim.compute_encodings([X])
+    encoding = site.encoding
+    site.encoding = replace(encoding, scale=encoding.scale * np.where(np.arange(16) == 0, 0.3, 1).astype(np.float32))
+    repair = repair_saturation(sim, [X], lambda target: 0.0)
+    assert dict(repair.channels) == {"0.weight": (16, 16)} and repair.left.guilty == ()
+    assert site.encoding.format.bits == 7
+
+
 def test_a_repaired_model_answers_on_such_a_cpu_as_it_was_simulated() -> None:
     """The first layer's pairs saturate: outputs change on AVX2 without VNNI, and no longer with 7 bits in that layer alone."""
     x = 0.5 + 0.5 * torch.rand(64, 8, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -346,6 +393,7 @@ def test_export_says_how_fast_it_is_when_asked(tmp_path: Path, caplog: pytest.Lo
 
 _OUTPUTS = """
 import numpy as np
+from dataclasses import replace
 from pathlib import Path
 from tests.support.deployed import in_onnxruntime
 from tests.support.tasks import TASKS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from bitwright.core.health.report import check_parameters
 from bitwright.core.numerics import affine, ranges, statistics
 from bitwright.core.numerics.arrays import Array, to_numpy
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import FloatFormat, IntFormat
-from bitwright.core.numerics.granularity import PerTensor
+from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat
+from bitwright.core.numerics.granularity import PerChannel, PerTensor
 from bitwright.core.numerics.integer_sums import derive_bias_encoding, floor_weight_scale, underivable
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.core.placement.plan import RangeFrom, Role
@@ -177,6 +177,29 @@ class Quantizer(OnlyKnownAttributes):
         if self._encoding is None:  # no statistics: the encoding was given
             lo, hi = encoding.min, encoding.max
             self.encoding = affine.encode(lo, hi, self._spec, encoding.granularity, self.name)
+
+    def coarsen(self, channels: Sequence[int], bits: int, why: str) -> bool:
+        """Give some channels of a calibrated symmetric weight the steps of ``bits`` bits; the others keep theirs.
+
+        The format stays. Codes of these channels lie within ``bits`` bits as long as the range did not clip their values.
+
+        Args:
+            channels: indices of output channels.
+            bits: below those of the format.
+            why: what the coverage shows.
+
+        Returns:
+            Whether it could be done: there is one scale per output channel, and one step per float32.
+        """
+        encoding = self.required
+        held = isinstance(encoding.granularity, PerChannel) and encoding.scale_format == FLOAT32_SCALE
+        if not held or not encoding.symmetric or not isinstance(encoding.format, IntFormat):
+            return False
+        flat = encoding.scale.reshape(-1).copy()
+        flat[list(channels)] *= np.float32(2.0 ** (encoding.format.bits - bits))
+        self.encoding = affine.with_scale(encoding, flat.reshape(encoding.scale.shape))
+        self.range_note = why
+        return True
 
     def ask_as(self, other: Quantizer) -> None:
         """Take the requested spec of another quantizer, without what its calibration decided."""
