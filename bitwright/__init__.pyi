@@ -36,6 +36,8 @@ from bitwright.errors import ModelError as ModelError
 from bitwright.errors import RangeError as RangeError
 from bitwright.errors import UnknownArgumentError as UnknownArgumentError
 from bitwright.errors import UnknownAttributeError as UnknownAttributeError
+from bitwright.methods.data_free import GeneratedData as GeneratedData
+from bitwright.methods.data_free import generate_data as generate_data
 from bitwright.precision.auto import auto_quantize as auto_quantize
 from bitwright.precision.costs import measure_times as measure_times
 from bitwright.precision.manual import PrecisionRequest as PrecisionRequest

@@ -23,7 +23,7 @@ from tests.support.sources import statements
 
 PUBLIC = {
     "__version__", "quantize", "analyze", "mixed_precision", "measure_times", "auto_quantize", "drift", "LayerOutputUtil",
-    "compress", "model_costs", "register", "quantize_pipeline", "PipelineResult",
+    "compress", "model_costs", "register", "quantize_pipeline", "PipelineResult", "generate_data", "GeneratedData",
     "set_precisions", "PrecisionRequest",
     "QuantSpec", "RangeMethod", "Preset", "PRESETS", "Rule",
     "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate", "PerToken",

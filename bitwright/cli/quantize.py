@@ -44,6 +44,7 @@ from bitwright.cli.options import (
 from bitwright.errors import ConfigError
 
 _MOST_ALIKE = 3  # notes of one text that are printed one by one
+_GENERATED = 64  # samples of generated data
 _LARGE = 1 << 26  # bytes of the files that are verified without being asked
 
 
@@ -165,13 +166,16 @@ def quantize_model(
 
     Data may be a .npz file (arrays named after the inputs, samples along the
     first axis), a .npy file, a folder of them, a folder per input, a folder of .npz
-    files, a folder of pictures, or module:function that yields inputs. Without
-    --data, ranges come from random values, which shows the graph and no more.
+    files, a folder of pictures, or module:function that yields inputs. With
+    --data generate the model makes them itself: pictures from the statistics of
+    its batch norms, or text. Without --data, ranges come from random values,
+    which shows the graph and no more.
 
     \b
     Examples:
       bitwright quantize model.onnx --data samples.npz --out exported/
       bitwright quantize program.pt2 --data samples.npz --out exported/
+      bitwright quantize model.onnx --data generate --out exported/
       bitwright quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \\
           --std 0.229,0.224,0.225 --preset w8a16 --out exported/
       bitwright quantize model.onnx --data samples.npz --out exported/ \\
@@ -190,7 +194,8 @@ def quantize_model(
     from bitwright.core.numerics.spec import check_policy
     from bitwright.export.files.atomic import check_stem
     from bitwright.export.targets import target_for
-    from bitwright.onnx.model.data import random_feeds
+    from bitwright.methods.data_free import GENERATE, generate_data
+    from bitwright.onnx.model.data import example_feeds, random_feeds
     from bitwright.recipes.quantize import quantize
 
     policy = check_policy(non_finite, "--non-finite")
@@ -198,12 +203,15 @@ def quantize_model(
     given = read_model(model)
     if data is None:
         _warn_of_random_data(held_out, effort)
-        feeds: Iterator[Any] = map(given.batch, islice(random_feeds(given.specs, 4), reading.limit))
+        feeds: Iterable[Any] = map(given.batch, islice(random_feeds(given.specs, 4), reading.limit))
         recipe = recipe or "fold"  # rounding for random inputs would be rounding for nothing
+    elif data == GENERATE:
+        example = given.batch(example_feeds(given.specs))
+        feeds = generate_data(given.model, example, samples=min(reading.limit, _GENERATED), progress=not is_quiet())
     else:
         feeds = map(given.batch, reading.batches(data, given.specs))
     rating = None if held_out is None else list(map(given.batch, reading.batches(held_out, given.specs)))
-    scored = held_out or data
+    scored = held_out or (None if data == GENERATE else data)
 
     def to_score() -> list[Any]:
         if scored is None:

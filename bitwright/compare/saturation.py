@@ -290,7 +290,7 @@ class SaturationReport(Tabular):
         if self.guilty:
             yield (
                 f"pairs saturate in {len(self.guilty)} of {len(self.layers)} layers on CPUs without VNNI: "
-                "repair='saturation' gives the weights of their output channels that do 7 bits"
+                "repair='saturation' gives 7 bits to the weights of the output channels concerned"
             )
         wide = [layer.site for layer in self.layers if layer.bound > INT32_MAX]
         if wide:
@@ -382,7 +382,9 @@ class _Count:
                 self.touched += max(int((lost != 0).sum()) for lost in losses)
                 self.lost = max(self.lost, *(int(np.abs(lost).max(initial=0)) for lost in losses))
                 larger = given * _MARGIN
-                near.append(np.any([saturated(order(larger), order(weight.T).T)[1].any(0) for order in product.orders()], 0))
+                near.append(
+                    np.any([saturated(order(larger), order(weight.T).T)[1].any(0) for order in product.orders()], 0)
+                )
         if near:
             found = np.concatenate(near)
             self.near = found if self.near is None else self.near | found

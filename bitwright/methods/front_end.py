@@ -140,6 +140,14 @@ class GivenModel(ABC):
         """A copy of the model that steps change."""
 
     @abstractmethod
+    def example(self) -> Any:
+        """An input of random values, of a model that knows the shapes of its inputs but for the batch.
+
+        Raises:
+            ConfigError: it does not.
+        """
+
+    @abstractmethod
     def outputs(self, batch: Any) -> Sequence[Any]:
         """Outputs of the model, as arrays."""
 

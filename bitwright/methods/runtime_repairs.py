@@ -26,7 +26,12 @@ REPAIRS = ("saturation",)
 _SATURATES = "ort_x64_avx2"  # the profile whose pairs of products saturate
 _BITS = 7
 _BATCHES = 4  # that sums are taken apart on
-_ROUNDS = (False, False, False, True)  # a narrower weight changes what later layers read; at last whole layers are narrowed
+_ROUNDS = (
+    False,
+    False,
+    False,
+    True,
+)  # a narrower weight changes what later layers read; at last whole layers are narrowed
 _WHY = "pairs of products saturate on CPUs without dot-product instructions"
 
 
@@ -63,7 +68,9 @@ class SaturationRepair(Tabular):
         if not self.narrowed:
             return "saturation: no layer saturates on CPUs without VNNI"
         there = "" if self.saturated is None else f"; on CPUs without VNNI {self.saturated:.4g} and {self.repaired:.4g}"
-        each = (name if some == of else f"{name} in {some} of {of} channels" for name, (some, of) in self.channels.items())
+        each = (
+            name if some == of else f"{name} in {some} of {of} channels" for name, (some, of) in self.channels.items()
+        )
         return (
             f"saturation: 7-bit weights in {len(self.narrowed)} of {len(self.found.layers)} layers "
             f"({', '.join(each)}); accuracy {self.before:.4g} before, {self.after:.4g} after{there}"

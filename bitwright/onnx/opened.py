@@ -24,7 +24,7 @@ from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opene
 from bitwright.methods.layers import Layer
 from bitwright.onnx.depth import OnnxBlocks
 from bitwright.onnx.existing_quantizers import has_quantizers
-from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
+from bitwright.onnx.model.data import as_feeds, example_feeds, input_specs, random_feeds
 from bitwright.onnx.model.instrument import Instrument
 from bitwright.onnx.model.load import Loaded, Source, clone_model, load_model
 from bitwright.onnx.model.opset import modernize
@@ -433,6 +433,10 @@ class OnnxGiven(GivenModel):
     def copied(self, work: Loaded) -> Loaded:
         """Copy the model; both share the arrays of weights."""
         return replace(work, model=work.model.clone())
+
+    def example(self) -> Any:
+        """As the base class says."""
+        return example_feeds(self._float[1])
 
     @cached_property
     def _float(self) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from bitwright.export.opsets import check_versions, has_sixteen_bits
 from bitwright.export.qdq.half import check_half
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target
+from bitwright.methods.data_free import generated_of
 from bitwright.methods.folding.batch_norm_fold import FoldReport
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.runtime_repairs import SaturationRepair, StemReport, check_repair, repair_saturation
@@ -85,7 +86,7 @@ class Result(Reported):
 @checks_arguments
 def quantize(
     model: Any,
-    data: Iterable[Any],
+    data: Iterable[Any] | str,
     preset: str | Preset = "w8a8",
     *,
     recipe: RecipeLike | None = None,
@@ -127,7 +128,8 @@ def quantize(
             ``onnx.ModelProto`` or an ``onnx_ir.Model``. Left as it is; the work is done on a copy.
         data: calibration batches. Of a module each a tensor, a tuple of positional arguments, or a dict of keyword arguments;
             of an ONNX model a dict of feeds, an array for one input, or a tuple in the model's order. The first is also the
-            example input; a generator is fine.
+            example input; a generator is fine. ``"generate"`` makes them: see :func:`bitwright.generate_data`, whose result may
+            be given too; the first line of the result says so then.
         preset: a row of ``PRESETS`` or a :class:`Preset`.
         recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
             path of a file that lists them; :func:`bitwright.recipes.default_recipe.default_recipe` by default.
@@ -190,6 +192,7 @@ def quantize(
     edges_of(io, normalize)
     find_target(target)
     _check(poor_below, path, filename_prefix)
+    generated, data = generated_of(model, data, providers, progress)
     data, held_out, measured_on, labels = _labelled(named_of(metric), data, held_out, labels, transform)
     score, lower_is_better = scorer(metric, lower_is_better, given, measured_on, labels)
 
@@ -206,6 +209,8 @@ def quantize(
     job.divide(held_out, steps)
 
     done, plain, tried = Attempt(job, preset).run(), None, list[str]()
+    if generated is not None:
+        tried.append(f"CALIBRATED WITHOUT DATA, on {generated}")
     if recipe is None:
         plain = _never_worse_than_plain(done, tried)
         if fallback and has_sixteen_bits(opset):
@@ -213,6 +218,8 @@ def quantize(
         done.take_in_held_out()
     sim = done.sim
     sim.origin = origin_of(done.preset, [step.name for step in steps], first, sim.calibration_log)
+    if generated is not None:
+        sim.origin["generated_data"] = str(generated)
 
     form = {"weight_only": weight_only, "target": target}
     repaired = None if repair is None else _repaired(done, batches, **form)

@@ -257,6 +257,13 @@ class TorchGiven(GivenModel):
         """As the base class says."""
         return copied(work)
 
+    def example(self) -> Any:
+        """As the base class says: there is none, modules do not say what they take."""
+        problem = "a PyTorch module does not say the shape of its input"
+        raise ConfigError(
+            "generate_data", problem, "give an example: generate_data(model, torch.zeros(1, 3, 224, 224))"
+        )
+
     def outputs(self, batch: Any) -> Sequence[Any]:
         """As the base class says."""
         with same_draws():

@@ -242,7 +242,9 @@ def test_channels_that_do_not_saturate_keep_their_bits(front_end: str, tmp_path:
         for repair in (None, "saturation")
     )
     repair, name = repaired.repair, "0.weight" if front_end == "torch" else next(iter(repaired.repair.channels))
-    assert repair is not None and dict(repair.channels) == {name: (4, 16)} and f"{name} in 4 of 16 channels" in str(repair)
+    assert (
+        repair is not None and dict(repair.channels) == {name: (4, 16)} and f"{name} in 4 of 16 channels" in str(repair)
+    )
     before, after = (done.sim.quantizers[name].encoding.scale.reshape(-1) for done in (plain, repaired))
     assert np.array_equal(after / before, [2] * 4 + [1] * 12)
     row = next(row for row in repaired.sim.coverage() if row.name == name)

@@ -441,6 +441,19 @@ def random_feeds(specs: Sequence[InputSpec], count: int = 1, seed: int = 0) -> I
         yield {spec.name: random_array(spec, rng) for spec in specs}
 
 
+def example_feeds(specs: Sequence[InputSpec]) -> Feeds:
+    """Random data for a model whose lengths are known, but for that of the batch.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    for spec in specs:
+        if spec.shape is None or None in spec.shape[1:]:
+            problem = f"the input {spec} leaves more lengths open than that of the batch"
+            raise ConfigError("generate_data", problem, "give an example: generate_data(model, {name: array})")
+    return next(random_feeds(specs))
+
+
 def random_array(spec: InputSpec, rng: np.random.Generator) -> Array:
     """One value for an input.
 
