@@ -215,7 +215,7 @@ _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
 _RANGES = ("layer_inputs", "activation_ranges", "widen")
 #: what a step's function is given by name where it has a parameter of that name
 GIVEN = ("data", "dummy_input", "providers", "progress", "calibrate", "weight", "config_file", "quant_scheme")
-ROUNDING = ("gptq", "gptaq", "gptvq", "adaround", "brecq", "qdrop", "flexround", "learned_clipping", "autoround")
+ROUNDING = ("gptq", "gptaq", "gptvq", "adaround", "brecq", "qdrop", "flexround", "learned_clipping", "distill", "autoround")
 
 
 def _rounding(does: str) -> Kind:
@@ -322,6 +322,7 @@ _OWN: dict[str, Kind] = {
     "qdrop": _rounding("as brecq, with activation quantizers dropped at random"),
     "flexround": _rounding("learn scales and roundings together"),
     "learned_clipping": _rounding("learn the ends of weight ranges, block after block"),
+    "distill": _rounding("train the weights towards the float outputs, block after block, without labels"),
     "autoround": _rounding("learn roundings and ranges by signs of gradients, block after block"),
     "bias_correction": Kind("simulation", "take the mean error out of every layer's output", ROUNDING, gain=0.0),
 }

@@ -56,7 +56,8 @@ def batches(count: int = 3) -> list[dict[str, np.ndarray]]:
 
 
 #: steps that take long, and those that take away what random weights cannot do without
-_LITTLE = {name: {"iterations": 4} for name in ("adaround", "brecq", "qdrop", "flexround", "learned_clipping", "autoround")} | {
+_LEARNED = ("adaround", "brecq", "qdrop", "flexround", "learned_clipping", "distill", "autoround")
+_LITTLE = {name: {"iterations": 4} for name in _LEARNED} | {
     "prune": {"macs": 0.9, "widths": 1}, "svd": {"macs": 0.99}, "sparsify": {"sparsity": 0.02},
     "drop_blocks": {"count": 1},
 }  # fmt: skip

@@ -55,6 +55,7 @@ def apply_reconstruction(
     ``qdrop``             as ``brecq``, with activation quantizers dropped at random (arXiv:2203.05740)
     ``flexround``         learns what each weight is divided by, and the scale (arXiv:2306.00317)
     ``learned_clipping``  learns the ends of ranges (arXiv:2308.13137, without its transforms)
+    ``distill``           trains the weights themselves, block after block, without labels (arXiv:2407.11062, Block-AP)
     ``autoround``         learns what is added before rounding, and ranges, by signs of gradients (arXiv:2309.05516)
     ``gptq``              rounds column by column with error feedback (arXiv:2210.17323)
     ``gptaq``             the same, aiming at the outputs of the float model (arXiv:2504.02692)

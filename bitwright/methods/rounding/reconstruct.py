@@ -17,6 +17,10 @@ half a step, and the fractions of its range that each scale covers, by the signs
 
 OmniQuant's learnable weight clipping (Shao et al. 2023, arXiv:2308.13137, eq. 2) learns these fractions alone, by Adam. They are
 confined by clipping instead of a sigmoid. Its equivalent transformation is not learned: see AWQ and SmoothQuant.
+
+Distillation block by block trains the weights themselves, and their ranges, through the rounding (Chen et al. 2024,
+arXiv:2407.11062, section 3.2, Block-AP), where the others choose among the neighbours of a weight. Here the weights move in steps
+of their grid, so that one rate serves every layer.
 """
 
 from __future__ import annotations
@@ -283,6 +287,25 @@ class LearnedClipping(SignedRounding):
         return [{"params": self._ends(), "factor": 1.0}]
 
 
+class TrainedWeights(SignedRounding):
+    """One weight matrix that is trained, with the ends of its ranges, straight through the rounding.
+
+    ``offset`` is how far a weight has moved, in steps of its grid, without bounds.
+    """
+
+    def parameters(self) -> list[dict[str, Any]]:
+        """Parameter groups of the optimiser, each with a factor of the learning rate."""
+        moved, *ends = super().parameters()[0]["params"]
+        return [{"params": [moved], "factor": 1.0}, {"params": ends, "factor": 0.1}]
+
+    @torch.no_grad()
+    def confine(self) -> None:
+        """Clamp ranges to between half and all of their original width."""
+        moved = self.offset.clone()
+        super().confine()
+        self.offset.copy_(moved)
+
+
 logger = logging.getLogger("bitwright")
 
 _CHECK = 250  # iterations between two looks at whether everything is decided
@@ -369,6 +392,7 @@ VARIANTS: dict[str, Variant] = {
     "qdrop": Variant("block", AdaptiveRounding, drop=0.5),
     "flexround": Variant("block", LearnedDivision, drop=0.5, lr=2e-3),
     "learned_clipping": Variant("block", LearnedClipping, lr=5e-3),
+    "distill": Variant("block", TrainedWeights, lr=0.03),
     "autoround": Variant("block", SignedRounding, lr=None, signed=True, settings=SignedSettings),
 }
 

@@ -36,6 +36,7 @@ METHODS = {
     "qdrop": {"iterations": 150},
     "flexround": {"iterations": 150},
     "learned_clipping": {"iterations": 150},
+    "distill": {"iterations": 150},
     "autoround": {"iterations": 150},
     "gptq": {},
     "gptaq": {},
@@ -88,7 +89,7 @@ def error(model: nn.Module, sim: QuantizationSimModel) -> float:
     return float(torch.stack(parts).mean())
 
 
-@pytest.mark.quick_variants("qdrop", "gptq", "gptaq", "autoround", "learned_clipping")
+@pytest.mark.quick_variants("qdrop", "gptq", "gptaq", "autoround", "distill")
 @pytest.mark.parametrize("method", METHODS)
 def test_the_simulation_comes_nearer_to_the_float_model(method):
     model, sim = simulated()
