@@ -189,7 +189,7 @@ def _scale_after(node: ir.Node) -> float | None:
 
 Feeds = Mapping[str, Array]
 
-_MARGIN = 1.125  # codes that other data may have, over those of the data that were looked at
+_MARGIN = 8  # other data may have codes larger by this part than those that were looked at
 _ROWS = 256  # outputs per layer and batch whose sums are taken apart
 _BIAS_END = float(1 << 30)
 _TINY = float(np.finfo(np.float32).tiny)
@@ -378,16 +378,19 @@ class _Count:
             self.largest = max(self.largest, int(np.abs(exact).max(initial=0)))
             self.seen += exact.size
             if product.pairs:
-                losses = [saturated(order(given), order(weight.T).T)[0] for order in product.orders()]
-                self.touched += max(int((lost != 0).sum()) for lost in losses)
-                self.lost = max(self.lost, *(int(np.abs(lost).max(initial=0)) for lost in losses))
-                larger = given * _MARGIN
-                near.append(
-                    np.any([saturated(order(larger), order(weight.T).T)[1].any(0) for order in product.orders()], 0)
-                )
+                near.append(self._add_pairs(given, weight))
         if near:
             found = np.concatenate(near)
             self.near = found if self.near is None else self.near | found
+
+    def _add_pairs(self, given: Array, weight: Array) -> Array:
+        """Count pairs that saturate; returns the output channels in which one does, or would for larger codes."""
+        ordered = [(order(given), order(weight.T).T) for order in self.product.orders()]
+        losses = [saturated(codes, factors)[0] for codes, factors in ordered]
+        self.touched += max(int((lost != 0).sum()) for lost in losses)
+        self.lost = max(self.lost, *(int(np.abs(lost).max(initial=0)) for lost in losses))
+        near = [saturated(codes + codes // _MARGIN, factors)[1].any(0) for codes, factors in ordered]
+        return np.asarray(np.any(near, 0))
 
     def layer(self) -> LayerSums:
         """The result for this layer."""

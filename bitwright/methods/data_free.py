@@ -173,21 +173,17 @@ class _Source:
         arrays = list(arrays_in(example))
         floats = [i for i, array in enumerate(arrays) if array.ndim > 1 and "float" in str(array.dtype)]
         tokens = [i for i, array in enumerate(arrays) if array.ndim == 2 and "int" in str(array.dtype)]
-        if len(floats) > 1 or (not floats and len(tokens) > 1 and not _named(example)):
-            kind = "of floating-point numbers" if floats else "of token ids"
-            raise ConfigError(
-                "generate_data", f"the model has {len(floats or tokens)} inputs {kind}", "calibrate on data of your own"
-            )
-        if not floats and not tokens:
+        named = [] if floats else _token_ids(example)
+        places = floats or named or tokens
+        if not places:
             shapes = ", ".join(f"{array.dtype} of shape {tuple(array.shape)}" for array in arrays) or "no array"
-            raise ConfigError(
-                "generate_data",
-                f"no input is a batch of pictures or of token ids: {shapes}",
-                "calibrate on data of your own",
-            )
+            problem = f"no input is a batch of pictures or of token ids: {shapes}"
+            raise ConfigError("generate_data", problem, "calibrate on data of your own")
+        if len(places) > 1:
+            problem = f"the model has {len(places)} inputs of {'floating-point numbers' if floats else 'token ids'}"
+            raise ConfigError("generate_data", problem, "calibrate on data of your own")
         self.kind: Literal["pictures", "text"] = "pictures" if floats else "text"
-        self._place = floats[0] if floats else _named(example).get("input_ids", tokens[0])
-        self._made = [self._place]
+        self._place = places[0]
         self.shape = tuple(arrays[self._place].shape)
 
     @property
@@ -213,36 +209,38 @@ class _Source:
         return _replaced(self.example, lambda i, array: values if i == self._place else array)
 
 
-def _named(example: Any) -> dict[str, int]:
-    """Name of an input -> its place among the arrays, of a flat dict; empty otherwise."""
-    return (
-        {name: i for i, name in enumerate(example)} if isinstance(example, Mapping) and "input_ids" in example else {}
-    )
+def _token_ids(example: Any) -> list[int]:
+    """Place of ``input_ids`` among the arrays of a dict; empty otherwise."""
+    return [i for i, name in enumerate(example) if name == "input_ids"] if isinstance(example, Mapping) else []
 
 
 def _replaced(batch: Any, change: Callable[[int, Any], Any]) -> Any:
     """``batch`` with its arrays changed by ``change(number, array)``; tensors stay tensors of their dtype."""
     places = iter(range(len(list(arrays_in(batch)))))
 
-    def one(array: Any) -> Any:
-        found = change(next(places), array)
-        if found is array:
-            return array
-        if hasattr(array, "detach"):
-            import torch
+    def one(item: Any) -> Any:
+        if getattr(item, "shape", None) is None:
+            return item
+        found = change(next(places), item)
+        return item if found is item else _like(item, found)
 
-            return torch.as_tensor(found).to(array.device, array.dtype)
-        return np.asarray(found).astype(array.dtype)
-
-    if getattr(batch, "shape", None) is not None:
-        return one(batch)
     if isinstance(batch, Mapping):
-        return {k: one(v) if getattr(v, "shape", None) is not None else v for k, v in batch.items()}
+        return {name: one(item) for name, item in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(one(v) if getattr(v, "shape", None) is not None else v for v in batch)
-    raise ConfigError(
-        "generate_data", f"the example is {type(batch).__name__}", "give an array, or a tuple or dict of arrays"
-    )
+        return type(batch)(map(one, batch))
+    if getattr(batch, "shape", None) is None:
+        problem = f"the example is {type(batch).__name__}"
+        raise ConfigError("generate_data", problem, "give an array, or a tuple or dict of arrays")
+    return one(batch)
+
+
+def _like(array: Any, values: Any) -> Any:
+    """``values`` as an array or a tensor, as ``array`` is one."""
+    if not hasattr(array, "detach"):
+        return np.asarray(values).astype(array.dtype)
+    import torch
+
+    return torch.as_tensor(values).to(array.device, array.dtype)
 
 
 def _noise(rng: np.random.Generator, shape: Sequence[int], mean: Any, std: Any) -> Iterator[Array]:

@@ -110,15 +110,7 @@ def repair_saturation(
     there = options.get("target", DEFAULT_TARGET) == DEFAULT_TARGET
     before, found = rate(sim._metric_target), count()
     deployed, note = _deployed(computed_as, rate) if found.guilty and there else ([], "")
-    left, done = found, dict[str, tuple[int, ...]]()
-    for last in _ROUNDS:
-        guilty = [each for each in left.layers if each.touched and each.site in sim.quantizers]
-        guilty = [each for each in guilty if len(done.get(each.site, ())) < each.of]
-        if not guilty:
-            break
-        for layer in guilty:
-            done[layer.site] = _narrow(sim.quantizers[layer.site].quantizer, layer, done.get(layer.site, ()), last)
-        left = count()
+    left, done = _narrowed(sim, found, count)
     if not done:
         return SaturationRepair((), found, left, before, before)
     if deployed:
@@ -129,6 +121,22 @@ def repair_saturation(
     sizes = {layer.site: layer.of for layer in found.layers}
     channels = {site: (len(narrow), sizes[site]) for site, narrow in done.items()}
     return SaturationRepair(tuple(done), found, left, before, after, saturated, repaired, note, channels)
+
+
+def _narrowed(
+    sim: Any, found: SaturationReport, count: Callable[[], SaturationReport]
+) -> tuple[SaturationReport, dict[str, tuple[int, ...]]]:
+    """Narrow weights until no pair saturates; returns the last count, and the channels with 7 bits by weight."""
+    left, done = found, dict[str, tuple[int, ...]]()
+    for last in _ROUNDS:
+        guilty = [each for each in left.layers if each.touched and each.site in sim.quantizers]
+        guilty = [each for each in guilty if len(done.get(each.site, ())) < each.of]
+        if not guilty:
+            break
+        for layer in guilty:
+            done[layer.site] = _narrow(sim.quantizers[layer.site].quantizer, layer, done.get(layer.site, ()), last)
+        left = count()
+    return left, done
 
 
 def _narrow(quantizer: Quantizer, layer: LayerSums, had: tuple[int, ...], last: bool) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ def test_text_is_what_the_model_would_write(tmp_path: Path) -> None:
     )
     assert begun[0]["tokens"].dtype == torch.int32 and set(begun[0]["tokens"][:, 0].tolist()) == {5}
     path = tmp_path / "writer.onnx"
-    torch.onnx.export(Writer(), (torch.zeros(4, 9, dtype=torch.int64),), path, dynamo=True, verbose=False)
+    torch.onnx.export(Writer().eval(), (torch.zeros(4, 9, dtype=torch.int64),), path, dynamo=True, verbose=False)
     (feeds,) = bitwright.generate_data(path, samples=4, batch_size=4, progress=False)
     (written,) = feeds.values()
     assert set(np.unique(np.diff(written, axis=1) % 11)) <= {1, 2}
