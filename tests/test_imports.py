@@ -90,6 +90,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 EXTRA: dict[str, set[str]] = {
     "export/litert": {"ai_edge_litert", "flatbuffers"},
     "methods/rounding": {"torch"},
+    "methods/batch_norm_pictures.py": {"torch"},
     "recipes/site_cost.py": {"torch"},
     "recipes/widen.py": {"torch"},
     "core/compiled/loops.py": {"numba"},

@@ -238,9 +238,7 @@ def _like(array: Any, values: Any) -> Any:
     """``values`` as an array or a tensor, as ``array`` is one."""
     if not hasattr(array, "detach"):
         return np.asarray(values).astype(array.dtype)
-    import torch
-
-    return torch.as_tensor(values).to(array.device, array.dtype)
+    return values if hasattr(values, "detach") else array.new_tensor(values)  # of its dtype, on its device
 
 
 def _noise(rng: np.random.Generator, shape: Sequence[int], mean: Any, std: Any) -> Iterator[Array]:
