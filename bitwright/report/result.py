@@ -5,16 +5,43 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from bitwright.core.simulation.output_quality import gain
 from bitwright.core.simulation.sites import Site
+from bitwright.errors import ConfigError
 from bitwright.export.targets import find_target
 from bitwright.report.document import level
 from bitwright.report.page import simulation_report
 from bitwright.tables import Tabular
+
+_MOST_PARAM = 500  # characters of a parameter in MLflow
+
+
+def _tracker(logger: Any) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """How an experiment tracker takes a scalar, a text and a parameter.
+
+    Raises:
+        ConfigError: it is none that is known.
+    """
+    if hasattr(logger, "add_scalar"):
+        keep = getattr(logger, "add_text", lambda name, text: None)
+        # TensorBoard reads Markdown: indented lines keep their breaks
+        return (
+            lambda name, value, step: logger.add_scalar(name, value, step),
+            lambda name, text: keep(name, "\n".join(f"    {line}" for line in text.splitlines())),
+            keep,
+        )
+    if hasattr(logger, "log_metric"):
+        return (
+            lambda name, value, step: logger.log_metric(name, value, step=step),
+            lambda name, text: logger.log_text(text, f"{name}.txt"),
+            lambda name, value: logger.log_param(name, value[:_MOST_PARAM]),
+        )
+    problem = f"{type(logger).__name__} has neither add_scalar nor log_metric"
+    raise ConfigError("result.log", problem, "give a SummaryWriter of TensorBoard, or the module mlflow")
 
 
 class Reported(Tabular):
@@ -143,6 +170,39 @@ class Reported(Tabular):
         return simulation_report(
             self.sim, path, data, recipe=self.report, measured=self.metrics, notes=[*said, *notes], **options
         )
+
+    def log(self, logger: Any, prefix: str = "quantize") -> None:
+        """Write numbers and text of the result to an experiment tracker.
+
+        Scalars: dB of every part of the outputs, float and quantized metric, bytes of the files, and metric and dB after each
+        step of the recipe, whose number is the step of the curve. Text: the printed result. Parameters: preset, recipe and data.
+
+        Args:
+            logger: a ``SummaryWriter`` of TensorBoard, or what has its ``add_scalar(name, value, step)`` and ``add_text(name,
+                text)``; or the module ``mlflow``, inside a run, or what has its ``log_metric``, ``log_param`` and ``log_text``.
+            prefix: names begin with it.
+
+        Raises:
+            ConfigError: it has neither.
+        """
+        scalar, text, param = _tracker(logger)
+        for name, value, step in self._numbers():
+            scalar(f"{prefix}/{name}", value, step)
+        for name, value in self.sim.origin.items():
+            param(f"{prefix}.{name}", value)
+        text(f"{prefix}/result", str(self))
+
+    def _numbers(self) -> Iterator[tuple[str, float, int]]:
+        """Name, value and step of everything that is finite."""
+        found = [(f"sqnr_db/{part.name}", part.sqnr, 0) for part in self.quality.parts]
+        found += [(f"metric/{which}", value, 0) for which, value in self.metrics.items()]
+        found += [(f"bytes/{which}", size, 0) for which, size in zip(("float", "quantized"), self._sizes, strict=False)]
+        for step, outcome in enumerate(self.report):
+            found += [("recipe/metric", outcome.metric, step)] if outcome.metric is not None else []
+            found += (
+                [("recipe/sqnr_db", outcome.sqnr[1 if outcome.kept else 0], step)] if outcome.sqnr is not None else []
+            )
+        return ((name, float(value), step) for name, value, step in found if math.isfinite(value))
 
     def summary(self, verified: str | None = None) -> Iterator[str]:
         """The lines below the headline: metric, size, speed, verification, files, and what was done.

@@ -333,3 +333,62 @@ def test_the_first_line_says_where_the_file_is_larger_than_float(front_end, widt
     for file in result.exported.files:
         file.unlink()
     assert "LARGER" not in result.headline and f"the files written to {tmp_path} are there no more" in str(result)
+
+
+class Writer:
+    """The part of TensorBoard's SummaryWriter that results use."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+        self.texts: dict[str, str] = {}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def add_text(self, name: str, text: str) -> None:
+        self.texts[name] = text
+
+
+class Tracker:
+    """The part of the module mlflow that results use."""
+
+    def __init__(self) -> None:
+        self.metrics: list[tuple[str, float, int]] = []
+        self.params: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
+
+    def log_metric(self, key: str, value: float, step: int) -> None:
+        self.metrics.append((key, value, step))
+
+    def log_param(self, key: str, value: str) -> None:
+        self.params[key] = value
+
+    def log_text(self, text: str, artifact_file: str) -> None:
+        self.texts[artifact_file] = text
+
+
+def test_a_result_is_logged_to_trackers() -> None:
+    """Both get the same numbers: of the outputs, of the metric, and of each step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    data = [torch.randn(16, 8) for _ in range(3)]
+    result = bitwright.quantize(
+        net,
+        data,
+        recipe=["fold", "bias_correction"],
+        metric=lambda m: float(m(data[0]).detach().mean()),
+        progress=False,
+    )
+    writer, tracker = Writer(), Tracker()
+    result.log(writer)
+    result.log(tracker, prefix="q")
+    assert writer.scalars == [(f"quantize{name[1:]}", value, step) for name, value, step in tracker.metrics]
+    found = {(name, step): value for name, value, step in tracker.metrics}
+    assert found["q/metric/quantized", 0] == result.metrics["quantized"]
+    assert found["q/sqnr_db/output", 0] == pytest.approx(result.quality.worst.sqnr)
+    steps = {step: value for (name, step), value in found.items() if name == "q/recipe/metric"}
+    assert steps == {i: outcome.metric for i, outcome in enumerate(result.report)} and len(steps) == 4
+    assert tracker.params["q.preset"] == "w8a8" and tracker.texts["q/result.txt"] == str(result)
+    assert result.headline in writer.texts["quantize/result"]
+    with pytest.raises(ConfigError, match="object has neither add_scalar nor log_metric. Remedy: give a SummaryWriter"):
+        result.log(object())
