@@ -215,7 +215,9 @@ _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
 _RANGES = ("layer_inputs", "activation_ranges", "widen")
 #: what a step's function is given by name where it has a parameter of that name
 GIVEN = ("data", "dummy_input", "providers", "progress", "calibrate", "weight", "config_file", "quant_scheme")
-ROUNDING = ("gptq", "gptaq", "gptvq", "adaround", "brecq", "qdrop", "flexround", "learned_clipping", "distill", "autoround")
+ROUNDING = (
+    "gptq", "gptaq", "gptvq", "adaround", "brecq", "qdrop", "flexround", "learned_clipping", "distill", "autoround",
+)  # fmt: skip
 
 
 def _rounding(does: str) -> Kind:
