@@ -52,7 +52,7 @@ ROWS = {
         "methods.rounding.driver._reads",
     ),
     "gptq: moments": ("methods.rounding.driver.moments",),
-    "gptq: codes": ("methods.rounding.gptq.round_columns", "methods.rounding.gptq._least_squares"),
+    "gptq: codes": ("methods.rounding.gptq.round_columns", "methods.rounding.gptq.least_squares"),
     "gptq: rest": ("recipes.attempt.Attempt.choose_weights",),
 }
 

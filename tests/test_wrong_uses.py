@@ -298,7 +298,7 @@ FREE: dict[str, str] = {
     ),
     "names a wrong source itself": "load_model",
     "made by a simulation": "Site SiteGroup SiteMap",
-    "results, made by functions that check their arguments": "NcnnFile Packed",
+    "results, made by functions that check their arguments": "GeneratedData NcnnFile Packed",
     "methods of what algorithms edit; only they call them": "OnnxView TorchView",
     "methods of objects that are handed out; they read what the object holds": (
         "QuantizationSimModel.to_json "
@@ -308,7 +308,7 @@ FREE: dict[str, str] = {
 }
 #: parameters of any kind, and why
 ANYTHING: dict[str, str] = {
-    "what the model takes": "batch dummy_input feeds args input_shapes labels",
+    "what the model takes": "batch dummy_input example feeds args input_shapes labels",
     "of either front end, which says what it is not": "model",
     "read by a function that names the argument": ("config_file data reference value output times row"),
 }

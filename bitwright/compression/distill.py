@@ -140,7 +140,8 @@ class _Origin:
         self.channels: list[dict[str, tuple[int, ...]]] = []
         for axis in (0, 1):
             made = copy.deepcopy(teacher)
-            before = {id(module): path for path, module in walk_modules(made)}
+            modules = list(walk_modules(made))  # held, so that no new module takes the id of one that the plan removes
+            before = {id(module): path for path, module in modules}
             for _, tensor in named_state(made):
                 _number(tensor, axis)
             if plan is not None:

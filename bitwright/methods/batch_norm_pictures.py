@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.core.numerics.arrays import to_numpy
 from bitwright.errors import ConfigError
-from bitwright.methods.data_free import Array
 from bitwright.methods.rounding.program import Program, SimulatedModel, State, run_step
 from bitwright.progress import progress as progress_bar
 
+Array = NDArray[Any]
 _RATE = 0.1  # of Adam, in standard deviations of the input; falls to zero along half a cosine
 _LEAST = 1e-3  # of the mean variance of a layer, that is added to each channel's: some channels are constant
 

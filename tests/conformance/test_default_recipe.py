@@ -350,7 +350,7 @@ def test_the_default_recipe_runs_the_model_five_times_on_its_data():
 @pytest.mark.slow_variants("onnx")
 @both
 def test_the_simulation_that_judged_equalization_is_the_one_that_goes_on(front_end, monkeypatch):
-    """One simulation of the model before the step and one after it are calibrated, and no third to compare the result with."""
+    """One simulation before the step and one after it; the one that goes on takes in the held-out data at the end."""
     kind = bitwright.torch.QuantizationSimModel if front_end == "torch" else bitwright.onnx.QuantizationSimModel
     calibrated, compute = [], kind.compute_encodings
 
@@ -361,8 +361,8 @@ def test_the_simulation_that_judged_equalization_is_the_one_that_goes_on(front_e
     monkeypatch.setattr(kind, "compute_encodings", noted)
     result, _ = of_network(front_end, pictures(10))
     step = next(o for o in result.report if o.step.startswith("equalize("))
-    assert len({id(sim) for sim in calibrated}) == len(calibrated) == 2
-    assert result.sim is calibrated[1 if step.kept else 0]
+    assert len({id(sim) for sim in calibrated}) == 2 and len(calibrated) == 3
+    assert result.sim is calibrated[1 if step.kept else 0] is calibrated[2]
     assert result.plain is not None
 
 

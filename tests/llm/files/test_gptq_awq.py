@@ -74,7 +74,8 @@ def test_layouts_hold_the_simulation(kind, spec, version, tmp_path):
 @pytest.mark.parametrize("kind", ["compressed-tensors", "gguf", "torchao", "gptq", "awq"])
 def test_real_zero_points_are_refused_by_files_that_store_integers(tmp_path, kind):
     sim = weight_only(tiny(LlamaConfig), "w4g32_float_zero")
-    with pytest.raises(ExportError, match="zero points that are real numbers.*it stores zero points as integers"):
+    reason = "zero points that are real numbers n" if kind == "gguf" else "it stores zero points as integers"
+    with pytest.raises(ExportError, match=f"zero points that are real numbers.*{reason}"):
         write_simulation(tmp_path, sim, to=kind)
     assert not list(tmp_path.iterdir())
 

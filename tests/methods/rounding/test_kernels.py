@@ -119,7 +119,7 @@ def test_the_least_squares_step_makes_up_for_little_noise_that_other_rows_do_not
 
     seen, unseen, w = drawn(rows), drawn(2000), torch.randn(1, 8, 64, generator=generator)
     found = moments(layer, [(*seen, rows)], generator, w)
-    moved = gptq._least_squares(w, found, Settings())
+    moved = gptq.least_squares(w, found, Settings())
     error = [float((w[0] @ unseen[0].t() - v[0] @ unseen[1].t()).square().sum()) for v in (w, moved)]
     assert error[1] < 1.2 * error[0]  # by the damping of the settings alone 1.3 and 5.9 times
 
