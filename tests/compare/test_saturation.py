@@ -427,7 +427,7 @@ def test_a_trained_network_is_brought_back(shared_data: Path, tmp_path: Path) ->
 def test_points_lost_without_vnni_come_back(shared_data: Path, front_end: str) -> None:
     """The result tells the accuracy on such a CPU before and after, for metrics of modules and of sessions."""
     task = TASKS["resnet20_aux"]()
-    images = data.cifar()[slice(0, 200)]
+    images = data.cifar()[slice(0, 1000)]
 
     def metric(model: Any) -> float:
         return data.accuracy(model if front_end == "torch" else first_output(model), images)
