@@ -61,7 +61,8 @@ def quantized(front_end, model, batches, *args, **options):
 
 
 def decibels(model, run):
-    (unseen,) = data(1, seed=9)
+    """On 3,200 samples: one that is larger than all in calibration decides about a batch of 32 alone."""
+    unseen = torch.cat(data(100, seed=9))
     return sqnr(model(unseen).detach().numpy(), run(unseen))
 
 
