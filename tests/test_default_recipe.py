@@ -5,7 +5,7 @@ Needs the data folder (see tests/support/data.py).
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import numpy as np
 import onnxruntime
@@ -22,15 +22,26 @@ from tests.methods.transformer import with_outliers
 from tests.support import data
 from tests.support.data import accuracy, onnx_file, perplexity, shakespeare, stories, trained
 from tests.support.standins import denoiser, tone_detector
-from tests.support.tasks import TASKS, measured
+from tests.support.tasks import TASKS, Run, Task, measured
 
 pytestmark = pytest.mark.slow
 IMAGES = ("mobilenet_v2_cifar", "mobilenet_v1_025", "resnet20_aux")
 DIGITS = ("mnist_cntk", "mnist_pytorch")
-#: the distance from float that is allowed, in points: 0.3, and on 400 photographs what they can show. With float weights
-#: and eight bits of activations MobileNetV1 answers 7 in 100 otherwise than in float, as often for the better: the
-#: standard deviation of that chance is the root of their number. What the recipe is worth there, the outputs tell
-POINTS = {"mobilenet_v1_025": 100 * math.sqrt(0.07 * 400) / 400}
+#: the distance from float that is allowed, in points: 0.3, and what chance adds to the mean of three draws: twice the standard
+#: error of one draw's paired difference, over 400 photographs in eighteen views (0.2)
+POINTS = {"mobilenet_v1_025": 0.3 + 2 * 0.2}
+
+
+def task_of(name: str) -> Task:
+    """Photographs are scored in eighteen views: in one, accuracies of equal outputs (25.4 dB) differ by 1.5 points."""
+    task = TASKS[name]()
+    if name != "mobilenet_v1_025":
+        return task
+
+    def score(run: Run) -> float:
+        return float(np.mean([accuracy(run, view) for view in data.seen_otherwise(data.imagenet())]))
+
+    return replace(task, score=score)
 
 
 def assert_within_the_points(lost: float, name: str) -> None:
@@ -40,7 +51,7 @@ def assert_within_the_points(lost: float, name: str) -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_images_over_three_draws_of_calibration_data(shared_data, name):
-    task = TASKS[name]()
+    task = task_of(name)
     float_metric = measured(name, task, "torch", "w8a8", "float")
     found = [measured(name, task, "torch", "w8a8", None, seed) for seed in (0, 1, 2)]
     lost = float_metric - sum(found) / 3
@@ -56,7 +67,7 @@ def test_photographs_not_seen_come_out_with_far_less_noise(shared_data):
 
 @pytest.mark.parametrize("name", [*IMAGES, *DIGITS])
 def test_images_in_onnx(shared_data, name):
-    task = TASKS[name]()
+    task = task_of(name)
     float_metric = measured(name, task, "onnx", "w8a8", "float")
     # as in torch: draws of the calibration data differ by half a point
     draws = (0, 1, 2) if name in IMAGES else (0,)
@@ -67,7 +78,7 @@ def test_images_in_onnx(shared_data, name):
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_one_scale_per_tensor_within_a_point(shared_data, name):
-    task = TASKS[name]()
+    task = task_of(name)
     allowed = max(1.0, POINTS.get(name, 0.3))
     # the last bits of the factors, and the draw of the calibration data, move single results by half a point
     drops = []
