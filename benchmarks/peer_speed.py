@@ -12,6 +12,7 @@ import logging
 import sys
 import tempfile
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ A cell is the CPU time of the whole call, everything included, over the CPU time
 of the same batches for calibration, of one training step in float for training steps, of one forward pass of one batch for all
 else. Toolkits and float take turns in this process, one thread; the least time of the rounds is taken of each. Batch norms are
 folded in every model before, except for equalization, which folds them itself. A cell says "fails" where the toolkit raises an
-error, with its first line below the table.
+error, with its first line below the table, and "-" where it has no such step.
 """
 EXAMPLES = """\
 examples:
@@ -61,8 +62,11 @@ def quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-class Toolkit:
-    """The steps of one toolkit on one model; a method returns what is timed, its preparation done."""
+class Toolkit(ABC):
+    """The steps of one toolkit on one model.
+
+    A method returns what is timed, with its preparation done; ``None`` where the toolkit has no such step.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -79,11 +83,37 @@ class Toolkit:
         model = self.calibrated()
         return lambda: self.run(model, 1)
 
+    @abstractmethod
     def calibrated(self) -> nn.Module:
-        raise NotImplementedError
+        """A model that computes what the quantized one will, its ranges from one batch."""
+
+    @abstractmethod
+    def calibration(self, scheme: str) -> measure.Step | None:
+        """Creation and calibration on all batches."""
 
     def training_step(self) -> measure.Step:
+        """Forward, backward and update."""
         return training(self.calibrated(), self.bench.x)
+
+    def learned_ranges(self) -> measure.Step | None:
+        """The same with ranges that train."""
+        return None
+
+    def equalization(self) -> measure.Step | None:
+        """Cross-layer equalization of a copy of the model, its batch norms folded first."""
+        return None
+
+    def export(self) -> measure.Step | None:
+        """A file for a runtime."""
+        return None
+
+    def seq_mse(self) -> measure.Step | None:
+        """Ranges of 4-bit weights by the outputs of layers."""
+        return None
+
+    def adaround(self) -> measure.Step | None:
+        """Learned rounding of 4-bit weights."""
+        return None
 
 
 class Bitwright(Toolkit):
@@ -222,10 +252,9 @@ class Pt2e(Toolkit):
 
         return convert_pt2e(self.prepared(1))
 
-    def calibration(self, scheme: str) -> measure.Step:
-        if scheme != "min_max":  # its default observer counts a histogram; min-max comes with qat configurations only
-            return lambda: self.prepared(BATCHES)
-        raise NotImplementedError("the quantizer's observers are histograms")
+    def calibration(self, scheme: str) -> measure.Step | None:
+        # its observers count histograms
+        return None if scheme == "min_max" else lambda: self.prepared(BATCHES)
 
     def training_step(self) -> measure.Step:
         from torchao.quantization.pt2e import allow_exported_model_train_eval
@@ -245,10 +274,9 @@ class ModelOpt(Toolkit):
     def calibrated(self) -> nn.Module:
         return self.quantized(1)
 
-    def calibration(self, scheme: str) -> measure.Step:
-        if scheme != "min_max":
-            raise NotImplementedError("the configuration takes the largest value")
-        return lambda: self.quantized(BATCHES)
+    def calibration(self, scheme: str) -> measure.Step | None:
+        # the configuration takes the largest value
+        return (lambda: self.quantized(BATCHES)) if scheme == "min_max" else None
 
 
 TOOLKITS: dict[str, tuple[str, type[Toolkit]]] = {
@@ -258,7 +286,7 @@ TOOLKITS: dict[str, tuple[str, type[Toolkit]]] = {
     "modelopt": ("modelopt", ModelOpt),
 }
 # row -> (what is timed, the float work it is divided by)
-ROWS: dict[str, tuple[Callable[[Any], measure.Step], str]] = {
+ROWS: dict[str, tuple[Callable[[Any], measure.Step | None], str]] = {
     "forward": (lambda kit: kit.forward(), "forward"),
     "min-max": (lambda kit: kit.calibration("min_max"), "batches"),
     "tf_enhanced / histogram": (lambda kit: kit.calibration("tf_enhanced"), "batches"),
@@ -287,22 +315,28 @@ def base_of(bench: Bench, unit: str) -> measure.Step:
     return step
 
 
+def first_line(error: Exception) -> str:
+    """What a cell that fails says below the table."""
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+
+
 def measured(model: str, row: str, kits: Sequence[str], rounds: int) -> dict[str, Any]:
     """Ratio or error of every toolkit on one row; float and toolkits take turns."""
     bench = Bench(model, Settings(False, True, rounds, BATCHES))
     make, unit = ROWS[row]
-    base, steps, found = base_of(bench, unit), {}, {}
+    base, found = base_of(bench, unit), dict[str, Any]()
+    steps: dict[str, measure.Step] = {}
     for kit in kits:
         try:
             with quiet():
-                steps[kit] = make(TOOLKITS[kit][1](bench))
-                steps[kit]() if row not in LONG else None
-        except (AttributeError, NotImplementedError) as error:
-            found[kit] = f"- {error}"
-            steps.pop(kit, None)
+                step = make(TOOLKITS[kit][1](bench))
+                if step is not None and row not in LONG:
+                    step()
         except Exception as error:  # the failure of a toolkit is a result of the table
-            found[kit] = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
-            steps.pop(kit, None)
+            found[kit] = first_line(error)
+            continue
+        if step is not None:
+            steps[kit] = step
     base()
     floats: list[float] = []
     taken: dict[str, list[float]] = {kit: [] for kit in steps}
@@ -313,7 +347,7 @@ def measured(model: str, row: str, kits: Sequence[str], rounds: int) -> dict[str
                 with quiet():
                     taken[kit].append(measure.seconds(step))
             except Exception as error:  # as above
-                found[kit] = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+                found[kit] = first_line(error)
                 del steps[kit], taken[kit]
     return {**found, **{kit: min(times) / min(floats) for kit, times in taken.items()}}
 
@@ -328,10 +362,10 @@ def table(rows: Sequence[dict[str, Any]], kits: Sequence[str]) -> tuple[list[lis
     for row in rows:
         cells = []
         for kit in kits:
-            value = row["ratios"].get(kit, "-")
-            if isinstance(value, str) and not value.startswith("-"):
+            value = row["ratios"].get(kit)
+            if isinstance(value, str):
                 notes.append(f"{NAMES[kit]}, {row['row']}, {row['model']}: {value[:160]}")
-            cells.append(f"{value:.2f}" if not isinstance(value, str) else "-" if value.startswith("-") else "fails")
+            cells.append("-" if value is None else "fails" if isinstance(value, str) else f"{value:.2f}")
         lines.append([f"{row['model']}, {row['row']}", *cells])
     return lines, notes
 

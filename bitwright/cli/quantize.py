@@ -44,7 +44,6 @@ from bitwright.cli.options import (
 from bitwright.errors import ConfigError
 
 _MOST_ALIKE = 3  # notes of one text that are printed one by one
-_GENERATED = 64  # samples of generated data
 _LARGE = 1 << 26  # bytes of the files that are verified without being asked
 
 
@@ -194,7 +193,7 @@ def quantize_model(
     from bitwright.core.numerics.spec import check_policy
     from bitwright.export.files.atomic import check_stem
     from bitwright.export.targets import target_for
-    from bitwright.methods.data_free import GENERATE, generate_data
+    from bitwright.methods.data_free import GENERATE, SAMPLES, generate_data
     from bitwright.onnx.model.data import example_feeds, random_feeds
     from bitwright.recipes.quantize import quantize
 
@@ -207,7 +206,7 @@ def quantize_model(
         recipe = recipe or "fold"  # rounding for random inputs would be rounding for nothing
     elif data == GENERATE:
         example = given.batch(example_feeds(given.specs))
-        feeds = generate_data(given.model, example, samples=min(reading.limit, _GENERATED), progress=not is_quiet())
+        feeds = generate_data(given.model, example, samples=min(reading.limit, SAMPLES), progress=not is_quiet())
     else:
         feeds = map(given.batch, reading.batches(data, given.specs))
     rating = None if held_out is None else list(map(given.batch, reading.batches(held_out, given.specs)))

@@ -24,12 +24,14 @@ from bitwright.compression.widths import few_batches, output_noise
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, first_few
+from bitwright.methods.front_end import plan_of
 from bitwright.tables import Table, Tabular
 from bitwright.torch.calls.inputs import evaluation, model_device, outputs_of, tensors_in, to_device, walk_modules
 from bitwright.torch.pretrained import refuse_to_save
 from bitwright.torch.replaced import VARIANTS, Replaced, put_block
 from bitwright.torch.view import TorchView
 
+_COSTS = ("macs", "params", "bytes")
 _RIDGE = 1e-6  # of the mean of the inputs' squares
 
 
@@ -229,7 +231,7 @@ class ReplaceSpace(Space):
         self._weights = {name: W for name, (W, _) in fits.items()}
         whole, saved = size_costs(self._graph), {name: self._saved(name) for name in self.blocks}
         self.parts = [self._part(name, saved[name], variants) for name in self.blocks]
-        self.fixed = {cost: whole[cost] - sum(s[cost] for s in saved.values()) for cost in ("macs", "params", "bytes")}
+        self.fixed = {cost: whole[cost] - sum(s[cost] for s in saved.values()) for cost in _COSTS}
 
     def _outputs(self, batch: Any) -> list[Array]:
         with torch.no_grad(), evaluation(self.model):
@@ -246,14 +248,14 @@ class ReplaceSpace(Space):
         read = {value for op in left for _, value in op.sources()}
         values = {n: v for n, v in graph.values.items() if v.param is None or n in read}
         whole, rest = size_costs(graph), size_costs(Graph(left, values, graph.inputs, graph.outputs))
-        return {cost: whole[cost] - rest[cost] for cost in ("macs", "params", "bytes")}
+        return {cost: whole[cost] - rest[cost] for cost in _COSTS}
 
     def _part(self, name: str, saved: Mapping[str, float], variants: Sequence[str]) -> Part:
         block = self.blocks[name]
         size = block.width * (block.width + 1)
         first = self._wanted_rows(name)
         linear = {"macs": float(first * block.width**2), "params": float(size), "bytes": 4.0 * size}
-        free = dict.fromkeys(("macs", "params", "bytes"), 0.0)
+        free = dict.fromkeys(_COSTS, 0.0)
         options = [Option("as it was", dict(saved), 0.0)]
         for variant in variants:
             costs = linear if variant == "linear" else free
@@ -348,9 +350,9 @@ def replace_blocks(
         for name, what in picked.items()
         if what
     ]
-    plan = {"format": 1, "steps": steps}
+    plan = plan_of(steps)
     refuse_to_save(model, "blocks are replaced, which no configuration describes", plan)
-    before = {cost: space.original_costs()[cost] for cost in ("macs", "params", "bytes")}
+    before = {cost: space.original_costs()[cost] for cost in _COSTS}
     after = {cost: chosen.best.costs[cost] for cost in before}
     return ReplaceReport(rows, refused, before, after, chosen, plan)
 

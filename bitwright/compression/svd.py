@@ -36,7 +36,7 @@ from bitwright.core.graph.operators import TRAITS
 from bitwright.core.graph.windows import windows
 from bitwright.core.simulation.float_model import AddBias, Before, Chain, Edit, FloatModel, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, close_matches, first_few
-from bitwright.methods.front_end import Opened, front_end_of
+from bitwright.methods.front_end import Opened, front_end_of, plan_of
 from bitwright.methods.layers import Reversible
 from bitwright.tables import Table, Tabular, plain
 
@@ -919,8 +919,8 @@ def svd_report(space: SvdSpace, factored: Sequence[Factored], undo: Undo, chosen
         rows.append(SvdRow(layer.name, form, rank, (layer.macs, made[0]), (layer.params, made[1]), error))
         saved = _costs(layer.macs - made[0], layer.params - made[1])
         after = {name: after[name] - saved[name] for name in after}
-    steps = [space.plan_step(one) for one in factored]
-    plan: dict[str, Any] = {} if None in steps else {"format": 1, "steps": steps}
+    steps = [step for one in factored if (step := space.plan_step(one)) is not None]
+    plan = plan_of(steps) if len(steps) == len(factored) else {}
     saves = space.opened.undescribed(_NO_CONFIGURATION, plan) if factored else lambda: None
 
     def undo_both() -> None:

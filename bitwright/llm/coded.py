@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bitwright.core.numerics.affine import split_zero_point
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerBlock
@@ -114,12 +115,12 @@ class StoredWeight(nn.Module):
         codes = unhalved(codes, self.format) if self.halved else codes
         scale = self._of_param_shape(self.scale)
         zero = np.zeros(scale.shape) if self.zero is None else self._of_param_shape(self.zero) - self.shift
-        whole = zero
-        if self._free and isinstance(self.format, IntFormat):
-            whole = np.clip(np.rint(zero), self.format.qmin, self.format.qmax)
-        shift = (zero - whole).astype(np.float32) if self._free else None
+        zero_point, shift = zero.astype(np.int64), None
+        if self._free:
+            assert isinstance(self.format, IntFormat)
+            zero_point, shift = split_zero_point(zero, self.format)
         encoding = Encoding(
-            self.format, scale, whole.astype(np.int64), self.granularity, self._scale_format, self._common, shift=shift
+            self.format, scale, zero_point, self.granularity, self._scale_format, self._common, shift=shift
         )
         return PackedWeight(name, codes.reshape(self.shape), encoding)
 
@@ -181,10 +182,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(x: Tensor, bias: Tensor | None, stored: StoredWeight) -> Tensor:
-    if torch.compiler.is_compiling():
-        return F.linear(x, stored().to(x.dtype), bias)
-    parts = stored.parts()
-    if len(parts) == 1:
+    parts = [] if torch.compiler.is_compiling() else stored.parts()
+    if len(parts) < 2:
         return F.linear(x, stored().to(x.dtype), bias)
     made = None
     for part in parts:

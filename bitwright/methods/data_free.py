@@ -23,6 +23,7 @@ from bitwright.tables import Tabular
 
 Array = NDArray[Any]
 GENERATE = "generate"  # in place of data
+SAMPLES = 64
 _BATCH = 32
 
 
@@ -71,7 +72,7 @@ def generate_data(
     model: Any,
     example: Any = None,
     *,
-    samples: int = 64,
+    samples: int = SAMPLES,
     batch_size: int = _BATCH,
     iterations: int = 200,
     mean: float | Sequence[float] = 0.0,

@@ -257,6 +257,11 @@ class Blocks(ABC):
         """
 
 
+def plan_of(steps: Sequence[Mapping[str, Any]], not_in_config: str = "") -> dict[str, Any]:
+    """The plan of a compression, as plain data: its steps, and why no configuration describes the result, where none does."""
+    return {"format": 1, "steps": steps, **({"not_in_config": not_in_config} if not_in_config else {})}
+
+
 class Structured(ABC):
     """A model opened for the removal of channels; it is changed in place.
 
@@ -270,8 +275,7 @@ class Structured(ABC):
 
     def plan(self) -> dict[str, Any]:
         """What was done, as plain data."""
-        refusal = {"not_in_config": self.not_in_config} if self.not_in_config else {}
-        return {"format": 1, "steps": self.steps, **refusal}
+        return plan_of(self.steps, self.not_in_config)
 
     @abstractmethod
     def graph(self) -> Graph:

@@ -26,12 +26,7 @@ REPAIRS = ("saturation",)
 _SATURATES = "ort_x64_avx2"  # the profile whose pairs of products saturate
 _BITS = 7
 _BATCHES = 4  # that sums are taken apart on
-_ROUNDS = (
-    False,
-    False,
-    False,
-    True,
-)  # a narrower weight changes what later layers read; at last whole layers are narrowed
+_ROUNDS = 4  # a narrower weight changes what later layers read; in the last round whole layers are narrowed
 _WHY = "pairs of products saturate on CPUs without dot-product instructions"
 
 
@@ -128,13 +123,15 @@ def _narrowed(
 ) -> tuple[SaturationReport, dict[str, tuple[int, ...]]]:
     """Narrow weights until no pair saturates; returns the last count, and the channels with 7 bits by weight."""
     left, done = found, dict[str, tuple[int, ...]]()
-    for last in _ROUNDS:
+    for turn in range(_ROUNDS):
         guilty = [each for each in left.layers if each.touched and each.site in sim.quantizers]
         guilty = [each for each in guilty if len(done.get(each.site, ())) < each.of]
         if not guilty:
             break
         for layer in guilty:
-            done[layer.site] = _narrow(sim.quantizers[layer.site].quantizer, layer, done.get(layer.site, ()), last)
+            done[layer.site] = _narrow(
+                sim.quantizers[layer.site].quantizer, layer, done.get(layer.site, ()), turn == _ROUNDS - 1
+            )
         left = count()
     return left, done
 

@@ -40,7 +40,8 @@ Names = Callable[[], Sequence[str]]
 
 _EVERY, _BATCHES = 5, 16
 _FEW, _QUARTER = 4, 4  # a fifth of less than four samples makes no interval: a quarter is held out then, or four
-_LEAST_NOISE, _BEYOND = 1e-8, 80.0  # of the signal; the same in dB
+_LEAST_NOISE = 1e-8  # of the signal
+_BEYOND = -10 * math.log10(_LEAST_NOISE)  # dB
 _ENOUGH, _SAME = 50.0, 0.1  # dB of a part beyond which more is worth nothing; differences that are none
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.errors import ConfigError, ModelError
-from bitwright.methods.front_end import Blocks
+from bitwright.methods.front_end import Blocks, plan_of
 from bitwright.torch.calls.inputs import outputs_of, tensors_in, walk_modules
 from bitwright.torch.view import TorchView
 
@@ -134,7 +134,7 @@ class TorchBlocks(Blocks):
             for back in reversed(undos):
                 back()
             raise ModelError("drop_blocks", f"the model without {', '.join(names)}: {problem}", "exclude these blocks")
-        return {"format": 1, "steps": steps}
+        return plan_of(steps)
 
 
 def _drop(model: nn.Module, step: Mapping[str, Any]) -> Undo:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, close_matches, first_few
+from bitwright.methods.front_end import plan_of
 from bitwright.progress import progress as progress_bar
 from bitwright.tables import Table, Tabular
 from bitwright.torch.calls.inputs import evaluation, model_device, outputs_of, tensors_in, to_device, walk_modules
@@ -437,15 +438,14 @@ def drop_experts(
         )
     before = _size(model)
     _removed_and_checked(model, found, rows, to_device(batches[0], model_device(model)))
-    plan: dict[str, Any] = {"format": 1, "steps": [{"kind": "experts", "kept": {r.name: list(r.kept) for r in rows}}]}
+    steps: list[dict[str, Any]] = [{"kind": "experts", "kept": {r.name: list(r.kept) for r in rows}}]
     fit = fit_configuration(model, {(r.before, len(r.kept)) for r in rows}, batches[0])
     holders = configurations(model)
     for holder, numbers in fit.attributes.items():
         holders[holder].update(numbers)
     if fit.changed:
-        plan["steps"].append({"kind": "cut", "parameters": {}, "attributes": fit.attributes})
-    if fit.reason:
-        plan["not_in_config"] = fit.reason
+        steps.append({"kind": "cut", "parameters": {}, "attributes": fit.attributes})
+    plan = plan_of(steps, fit.reason)
     refuse_to_save(model, fit.reason, plan)
     return ExpertsReport(tuple(rows), before, _size(model), plan, fit.reason)
 

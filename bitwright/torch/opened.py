@@ -212,7 +212,7 @@ class TorchOpened(Opened):
 
     def undescribed(self, reason: str, plan: Mapping[str, Any]) -> Undo:
         """By its ``save_pretrained``, of models of transformers and diffusers."""
-        return refuse_to_save(self.model, reason, {**plan, "not_in_config": reason})
+        return refuse_to_save(self.model, reason, plan)
 
     def give_back(self) -> None:
         """Let the view read the module anew."""

@@ -175,7 +175,7 @@ class TorchStructure(Structured):
                 holders[holder].update(numbers)
             self.steps.append({"kind": "cut", "parameters": {}, "attributes": fit.attributes})
         self.not_in_config = fit.reason
-        refuse_to_save(self.model, fit.reason, {"format": 1, "steps": self.steps})
+        refuse_to_save(self.model, fit.reason, self.plan())
         return self.model
 
     def give_back(self) -> None:

@@ -267,8 +267,14 @@ def choose_float_zero_point(
     scale = np.where(one, size, np.maximum((upper - lower) / fmt.steps, size * 2.0**-20))
     scale = np.maximum(scale, _FLOAT32_TINY).astype(np.float32)
     zero = (fmt.qmin - lower / scale.astype(np.float64)).astype(np.float32)
-    zero_point = np.clip(np.rint(zero), fmt.qmin, fmt.qmax)
-    return scale, zero_point.astype(np.int64), (zero - zero_point).astype(np.float32)
+    return scale, *split_zero_point(zero, fmt)
+
+
+def split_zero_point(zero: ArrayLike, fmt: IntFormat) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Real zero points as the nearest codes of the grid, and what they are above these: ``zero_point`` and ``shift``."""
+    real = np.asarray(zero)
+    whole = np.clip(np.rint(real), fmt.qmin, fmt.qmax)
+    return whole.astype(np.int64), (real - whole).astype(np.float32)
 
 
 def power_of_two_scale(largest: ArrayLike, fmt: Format) -> Float64s:
@@ -363,8 +369,8 @@ def _with_offset(encoding: Encoding, scale: NDArray[Any]) -> Encoding:
     offset = scale.astype(np.float64) * encoding.zero.astype(np.float64)
     multiples, common = stored_offset(offset, encoding.scale_format, granularity.axis)
     zero = ((multiples * common).astype(np.float64) / encoding.scale).astype(np.float32)
-    whole = np.clip(np.rint(zero), fmt.qmin, fmt.qmax)
-    return replace(encoding, zero_point=whole.astype(np.int64), shift=(zero - whole).astype(np.float32))
+    zero_point, shift = split_zero_point(zero, fmt)
+    return replace(encoding, zero_point=zero_point, shift=shift)
 
 
 def with_stored_scale(encoding: Encoding, scale: ArrayLike) -> Encoding:

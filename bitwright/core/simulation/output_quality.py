@@ -275,10 +275,7 @@ def quality(name: str, noise: Sequence[Array], signal: Sequence[Array]) -> PartQ
     return PartQuality(name, total, total - half, total + half, worst, count, each)
 
 
-_SURE, _SURE_OF_ALL = (
-    0.5,
-    1.0,
-)  # share of half an interval that a gain has at least: one standard error of the paired difference
+_SURE = 0.5  # share of half an interval that a gain has at least: one standard error of the paired difference
 
 
 @dataclass(frozen=True)

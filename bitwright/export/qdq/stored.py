@@ -129,7 +129,8 @@ def store_constant(
     found = _by_vectors(array, encoding) if written_out else None
     if found is not None:
         return found
-    encoding, shown = replace(encoding, vectors=None), replace(shown, vectors=None)
+    if encoding.vectors is not None:
+        encoding, shown = replace(encoding, vectors=None), replace(shown, vectors=None)
     if fmt.name in HALVES:
         return Stored(np.asarray(quantize(array, encoding)).astype(HALVES[fmt.name].numpy()), None, None)
     if not has_scale(encoding):

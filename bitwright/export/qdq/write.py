@@ -170,10 +170,12 @@ def _run(w: Writing) -> QdqResult:
 
 def _drop_vectors(w: Writing) -> None:
     """Store codes and not indices into codebooks where integer kernels read them, or nothing looks them up."""
-    marked = [node for node in site_nodes(w.model) if site_of(node) in w.encodings]
-    if w.target.gathers_codes and all(node.inputs[0] in w.constants for node in marked):
+    held = {site: encoding for site, encoding in w.encodings.items() if encoding.vectors is not None}
+    if not held:
         return
-    w.encodings.update({site: replace(e, vectors=None) for site, e in w.encodings.items() if e.vectors is not None})
+    marked = [node for node in site_nodes(w.model) if site_of(node) in w.encodings]
+    if not w.target.gathers_codes or any(node.inputs[0] not in w.constants for node in marked):
+        w.encodings.update({site: replace(encoding, vectors=None) for site, encoding in held.items()})
 
 
 def _of_half_bias(w: Writing, note: Note) -> bool:

@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.files import open_regular
-from bitwright.core.numerics.affine import with_scale
+from bitwright.core.numerics.affine import split_zero_point, with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import BFLOAT16, FLOAT4_E2M1, FLOAT16, IntFormat, ScaleFormat, parse_scale_format
 from bitwright.core.numerics.granularity import PerBlock
@@ -315,12 +315,10 @@ def _shared_number(offset: NDArray[np.float64], name: str) -> tuple[NDArray[np.f
 def _unpack_with_offsets(data: Bytes, *, bits: int) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[Any]] | None:
     """``None`` where the offsets are not zero points of a symmetric grid."""
     middle = 1 << (bits - 1)
-    common, number = _from_half(data[:, :2]), _from_half(data[:, 2:4])
-    multiples, offsets = _from_six_bits(data[:, 4:16])
-    if not np.array_equal(offsets * number, multiples * common * middle):
+    codes, scale, common, offset = _unpack_with_free_offsets(data, bits=bits)
+    if not np.array_equal(offset, scale * middle):
         return None
-    numbers = _from_unsigned_codes(data, bits)
-    return (numbers.astype(np.int16) - middle).astype(np.int8), multiples * common, common
+    return (codes.astype(np.int16) - middle).astype(np.int8), scale, common
 
 
 def _unpack_with_free_offsets(data: Bytes, *, bits: int) -> tuple[NDArray[Any], ...]:
@@ -424,11 +422,10 @@ def _with_free_offsets(name: str, blocks: Bytes, shape: Sequence[int], row: Bloc
     codes = np.where(scale.repeat(row.group, 1) > 0, codes, 0)  # groups without a scale are their offset
     scale = np.where(scale > 0, scale, common)
     zero = (offset.astype(np.float64) / scale).astype(np.float32)
-    whole = np.clip(np.rint(zero), fmt.qmin, fmt.qmax)
+    zero_point, shift = split_zero_point(zero.reshape(per_block), fmt)
     scale, common = (np.broadcast_to(part, scale.shape).reshape(per_block) for part in (scale, common))
-    shift = (zero - whole).astype(np.float32).reshape(per_block)
     stored = parse_scale_format(row.scales[0])
-    made = Encoding(fmt, scale, whole.astype(np.int64).reshape(per_block), granularity, stored, common, shift=shift)
+    made = Encoding(fmt, scale, zero_point, granularity, stored, common, shift=shift)
     return PackedWeight(name, codes.astype(np.uint8).reshape(shape), made)
 
 

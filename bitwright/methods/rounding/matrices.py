@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.core.graph.windows import conv_pads
-from bitwright.core.numerics.affine import format_numbers, round_to_float, stored_scale, with_stored_scale
+from bitwright.core.numerics.affine import (
+    format_numbers,
+    round_to_float,
+    split_zero_point,
+    stored_scale,
+    with_stored_scale,
+)
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat, ScaleFormat
 
@@ -352,9 +358,8 @@ def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
         return np.asarray(firsts.reshape(granularity.param_shape(layer.shape)).cpu())
 
     if grid.free and isinstance(encoding.format, IntFormat):
-        fmt, zero = encoding.format, 0 - gathered(grid.lo)
-        whole = np.clip(np.rint(zero), fmt.qmin, fmt.qmax)
-        encoding = replace(encoding, zero_point=whole.astype(np.int64), shift=zero - whole)
+        zero_point, shift = split_zero_point(0 - gathered(grid.lo), encoding.format)
+        encoding = replace(encoding, zero_point=zero_point, shift=shift)
     elif grid.steps and isinstance(encoding.format, IntFormat):
         encoding = replace(encoding, zero_point=encoding.format.qmin - gathered(grid.lo).astype(np.int64))
     return with_stored_scale(encoding, gathered(grid.scale))

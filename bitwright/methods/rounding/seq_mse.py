@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitwright.core.numerics.affine import choose_float_zero_point, encode, is_sayable, stored_scale, with_stored_scale
+from bitwright.core.numerics.affine import (
+    choose_float_zero_point,
+    encode,
+    is_sayable,
+    split_zero_point,
+    stored_scale,
+    with_stored_scale,
+)
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerBlock
@@ -123,8 +130,8 @@ def _with_same_offset(start: Encoding, scale: np.ndarray) -> Encoding:
     """``start`` with other scales, whose lowest value stays, as it is stored."""
     assert isinstance(start.format, IntFormat)
     zero = (start.scale * start.zero.astype(np.float64) / scale).astype(np.float32)
-    whole = np.clip(np.rint(zero), start.format.qmin, start.format.qmax)
-    return replace(start, scale=scale, zero_point=whole.astype(np.int64), shift=(zero - whole).astype(np.float32))
+    zero_point, shift = split_zero_point(zero, start.format)
+    return replace(start, scale=scale, zero_point=zero_point, shift=shift)
 
 
 def _moved(start: Encoding, count: int) -> Iterator[Encoding]:
