@@ -20,7 +20,8 @@ from bitwright.executors.litert import FLAT_KERNELS
 from bitwright.executors.profile import Profile
 from bitwright.executors.tensors import Call, Grid, Tensor
 from bitwright.export.litert.flat import pack, schema
-from bitwright.runtimes.adapters import LitertSession, session_of
+from bitwright.runtimes.adapters import LitertSession, flat_edges, session_of
+from bitwright.runtimes.onnxruntime import as_file_inputs, as_values
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
@@ -44,6 +45,7 @@ class FlatExecutor:
 
     def __init__(self, content: bytes, profile: Profile, *, in_batches: bool = False) -> None:
         self.file, self.profile, self._in_batches = FlatFile(content), profile, in_batches
+        self._edges = flat_edges(content)
         graph, model = self.file.graph, self.file.model
         self._held: dict[int, Array] = {}
         for index, tensor in enumerate(graph.tensors):
@@ -75,7 +77,8 @@ class FlatExecutor:
         operands = [int(i) for i in op.inputs[_CODES_AT.get(kind, slice(2))]]
         if any(i < 0 or not _has_grid(tensors[i]) for i in operands) or not _has_grid(tensors[int(op.outputs[0])]):
             return False
-        allowed = (np.int8,) if kind in _EIGHT_BITS else (np.int8, np.int16)
+        allowed: tuple[Any, ...] = (np.int8,) if kind in _EIGHT_BITS else (np.int8, np.int16)
+        allowed = (*allowed, np.uint8) if kind == "QUANTIZE" else allowed
         return all(kind in allowed for kind in types)
 
     def run(
@@ -84,7 +87,7 @@ class FlatExecutor:
         """Graph outputs by name.
 
         Args:
-            feeds: by name of graph input.
+            feeds: by name of graph input; floats, also for a file that takes and returns codes or takes pixels.
             outputs: names of the wanted ones, all by default.
             seen: called with the name of each tensor of codes that an integer kernel writes, and what it wrote. Of a file with a
                 fixed batch it is called once for each batch of that size.
@@ -92,11 +95,12 @@ class FlatExecutor:
         Raises:
             ExportError: the file has another fixed length than the data.
         """
-        parts = [self._run_file(part, outputs, seen) for part in self._divided(feeds)]
-        if len(parts) == 1:
-            return parts[0]
-        count = len(next(iter(feeds.values())))
-        return {name: np.concatenate([part[name] for part in parts])[:count] for name in parts[0]}
+        given = as_file_inputs(self._edges.get("inputs", {}), feeds)
+        parts = [self._run_file(part, outputs, seen) for part in self._divided(given)]
+        found, count = parts[0], len(next(iter(feeds.values())))
+        if len(parts) > 1:
+            found = {name: np.concatenate([part[name] for part in parts])[:count] for name in parts[0]}
+        return as_values(self._edges.get("outputs", {}), found)
 
     def _divided(self, feeds: Feeds) -> list[Feeds]:
         """The data as the file takes it: in batches of its size where that is fixed and they count samples."""

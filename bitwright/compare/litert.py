@@ -34,8 +34,8 @@ from bitwright.executors.tensors import Call, Grid, Tensor
 from bitwright.export.litert.convert import METADATA, to_tflite
 from bitwright.export.litert.flat import pack, schema
 from bitwright.export.qdq.forms import read_metadata
-from bitwright.runtimes.adapters import LitertSession, find_runtime, session_of
-from bitwright.runtimes.onnxruntime import refusals
+from bitwright.runtimes.adapters import LitertSession, find_runtime, flat_edges, session_of
+from bitwright.runtimes.onnxruntime import as_values, refusals
 
 Array = NDArray[Any]
 
@@ -310,8 +310,7 @@ def verify_litert(
         ExportError: the file is damaged, or the runtime refuses it.
     """
     file, cut = FlatFile(content), cut_by_sites(model, values, {})
-    known = {(site, run): place for place in cut.places for site, run in place.facts["places"]}
-    found = [(site, known[site.places[0]]) for site in file.sites if site.places[0] in known]
+    found = _places(file, cut)
     feeds = {**graph_inputs, **{f"site:{i}": site.codes(place.expected) for i, (site, place) in enumerate(found)}}
     flat = file.cut([site for site, _ in found])
     session, by_reference = _ran(flat, True, feeds)
@@ -324,9 +323,17 @@ def verify_litert(
         if not all(a.ok for a in ends):
             ends = _measured(file, site, place, ends, codes, _before_rounding(cut, place, graph_inputs))
         rows += _rows(file, site, place, ends, specified)
-    ran = [_ran(content, reference, graph_inputs)[1] for reference in (True, False)]
+    edges = flat_edges(content).get("outputs", {})
+    ran = [as_values(edges, _ran(content, reference, graph_inputs)[1]) for reference in (True, False)]
     whole = tuple(OutputRow(name, *(level(array, one.get(name)) for one in ran)) for name, array in outputs.items())
     return VerifyReport(tuple(rows), whole, cut.unchecked, {}, {}, "litert")
+
+
+def _places(file: FlatFile, cut: Cut) -> list[tuple[_Site, Place]]:
+    """The sites that kernels make, each with its place; codes that the file is fed are made by none."""
+    known = {(site, run): place for place in cut.places for site, run in place.facts["places"]}
+    given = set(map(int, file.graph.inputs))
+    return [(s, known[s.places[0]]) for s in file.sites if s.places[0] in known and s.tensor not in given]
 
 
 def _rows(file: FlatFile, site: _Site, place: Place, ends: Sequence[Agreement], specified: _Specified) -> Iterator[Row]:

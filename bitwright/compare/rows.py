@@ -28,24 +28,33 @@ class RowMatch:
         orders: output -> the choice that orders its rows in the simulation; empty where nothing is chosen.
         model: the file, with its own choices among the outputs where an order is given.
         choices: names of these.
+        as_written: whether ``model`` is the file as it stands.
     """
 
     expected: Mapping[str, Array]
     orders: Mapping[str, RowOrder]
     model: ir.Model
     choices: frozenset[str] = frozenset()
+    as_written: bool = True
 
     @classmethod
-    def of(cls, model: ir.Model, expected: Mapping[str, Array], orders: Mapping[str, RowOrder] | None) -> RowMatch:
-        """For a file as ``to_qdq`` wrote it, which is not changed."""
+    def of(
+        cls,
+        model: ir.Model,
+        expected: Mapping[str, Array],
+        orders: Mapping[str, RowOrder] | None,
+        *,
+        as_written: bool = True,
+    ) -> RowMatch:
+        """For a file as ``to_qdq`` wrote it, which is not changed; without ``as_written`` one whose inputs were converted."""
         known = {name: order for name, order in (orders or {}).items() if name in expected}
         if not known:
-            return cls(expected, {}, model)
+            return cls(expected, {}, model, as_written=as_written)
         shown = copy_model(model)
         held = set(shown.graph.outputs)
         made = [node.outputs[1] for node in shown.graph if node.op_type == "TopK" and node.outputs[1].name]
         shown.graph.outputs.extend(value for value in made if value not in held)
-        return cls(expected, known, shown, frozenset(str(value.name) for value in made))
+        return cls(expected, known, shown, frozenset(str(value.name) for value in made), as_written=False)
 
     def level(self, name: str, found: Mapping[str, Array]) -> tuple[float, float | None]:
         """How near an output is to the simulation.

@@ -56,8 +56,8 @@ from bitwright.export.qdq.markers import copy_model
 from bitwright.export.qdq.trace import RANDOM
 from bitwright.export.samples import find_export, plain, read_orders, read_samples
 from bitwright.export.targets import find_target
-from bitwright.runtimes.adapters import check_not_empty, find_runtime, named_arrays, open_file
-from bitwright.runtimes.onnxruntime import refusals
+from bitwright.runtimes.adapters import check_not_empty, find_runtime, flat_edges, named_arrays, open_file
+from bitwright.runtimes.onnxruntime import as_values, refusals
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -397,10 +397,11 @@ def wrong_kernels(
         says.
     """
     runtime = find_target(target).runtime
-    loaded = with_float_edges(load(model))
+    source = load(model)
+    loaded = with_float_edges(source)
     inputs, outputs = ({name: plain(array) for name, array in given.items()} for given in (kept.inputs, kept.outputs))
     expected = {name: array for name, array in outputs.items() if array.dtype.kind == "f" and array.size}
-    match = RowMatch.of(loaded, expected, kept.orders)
+    match = RowMatch.of(loaded, expected, kept.orders, as_written=loaded is source)
     unable: tuple[type[Exception], ...] = (ConfigError, *_refused())  # not installed, or refused
     try:
         by_integer = _levels(runtime, "integer", model, match, inputs)
@@ -464,10 +465,11 @@ def _levels(
 ) -> dict[str, float]:
     """Output -> how far ``runtime`` is from the simulation, in dB; with exact sums, or as a default session adds."""
     if runtime == "litert" and mode == "integer":
-        found = open_file(runtime, file.with_suffix(".tflite")).run(inputs)
+        flat = file.with_suffix(".tflite")
+        found = as_values(flat_edges(flat.read_bytes()).get("outputs", {}), open_file(runtime, flat).run(inputs))
     else:
         entries = EXACT_SUMS if exact else None
-        written = None if match.choices else file
+        written = file if match.as_written else None
         found = named_arrays(run_in(runtime, match.model, inputs, mode, entries=entries, path=written))
     return {name: match.level(name, found)[0] for name in match.expected}
 

@@ -474,7 +474,8 @@ def _write(
         written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target, half=half,
         unsigned_weights=bool(unsigned_weights),
     )  # fmt: skip
-    notes = [*notes, *write_edges(result.model, edges)]
+    is_flat = find_target(target).format == "tflite"
+    notes = [*notes, *write_edges(result.model, edges, either_sign=is_flat)]
     for written_model in (result.model, stripped.model):
         bring_to(written_model, opset, ir_version)
     tensors = _tensors_of(sim, stripped.tensors)
@@ -487,7 +488,7 @@ def _write(
         "sites": f"{prefix}_sites.json",
         "manifest": f"{prefix}_manifest.json",
     }
-    if find_target(target).format == "tflite":
+    if is_flat:
         names["tflite"] = f"{prefix}.tflite"
     if samples is not None:
         names["samples"] = f"{prefix}_samples.npz"
@@ -516,7 +517,7 @@ def _write(
         if "tflite" in names:
             # a file whose batch has to be fixed takes that of the samples
             feeds = _named_inputs(result.model, data) if inputs is None else inputs
-            flat = to_tflite(load(staging / names["qdq"]), feeds, origin=origin)
+            flat = to_tflite(load(staging / names["qdq"]), feeds, origin=origin, edges=edges)
             (staging / names["tflite"]).write_bytes(flat.content)
             notes += flat.notes
         files = staging / names["qdq"], staging / f"{prefix}_samples.npz"
@@ -563,9 +564,6 @@ def _half(
     if asked is not None:
         problem = f"LiteRT files have no operators of {asked} here"
         raise ConfigError("half precision", problem, "leave rest and io in float32, or export for target='ort_cpu'")
-    if edges.integers:
-        problem = "LiteRT files take and return float32 here"
-        raise ConfigError("io, normalize", problem, "leave them out, or export for target='ort_cpu'")
     return None
 
 

@@ -21,7 +21,7 @@ from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.qdq.forms import METADATA, Builder, after, note_metadata, read_metadata
 from bitwright.export.qdq.markers import bypass, copy_model, remove_unread
 from bitwright.export.qdq.stored import HALVES
-from bitwright.runtimes.onnxruntime import IO_KEY, as_file_inputs, quantized
+from bitwright.runtimes.onnxruntime import IO_KEY, as_file_inputs, as_values, quantized
 
 Array = NDArray[Any]
 D = ir.DataType
@@ -101,6 +101,14 @@ class Edges:
     named: Mapping[str, str] = field(default_factory=dict)
     normalize: Normalization | None = None
 
+    def of_input(self, name: str) -> str:
+        """The type that was requested for an input."""
+        return self.named.get(name, self.inputs)
+
+    def of_output(self, name: str) -> str:
+        """The type that was requested for an output."""
+        return self.named.get(name, self.outputs)
+
     @property
     def changes(self) -> bool:
         """Whether any change was requested."""
@@ -147,7 +155,7 @@ def representable(edges: Edges, arrays: Mapping[str, Array]) -> dict[str, Array]
     found = dict(arrays)
     norm = edges.normalize
     for name, array in arrays.items():
-        kind = edges.named.get(name, edges.inputs)
+        kind = edges.of_input(name)
         if array.dtype.kind != "f":
             continue
         if norm is not None and array.ndim == _IMAGE and norm.input in ("", name):
@@ -161,8 +169,14 @@ def representable(edges: Edges, arrays: Mapping[str, Array]) -> dict[str, Array]
     return found
 
 
-def write_edges(model: ir.Model, edges: Edges) -> list[str]:
+def write_edges(model: ir.Model, edges: Edges, *, either_sign: bool = False) -> list[str]:
     """Give float32 inputs and outputs of ``model`` integer types, in place; returns notes.
+
+    Args:
+        model: as ``to_qdq`` wrote it.
+        edges: what is asked for.
+        either_sign: codes become inputs and outputs as the model has them, signed or not, whichever was asked for: the model
+            stands beside a file that has the other sign.
 
     Raises:
         ExportError: a name is not that of an input or output, no quantizer stands there, its codes have another type, or the
@@ -181,11 +195,11 @@ def write_edges(model: ir.Model, edges: Edges) -> list[str]:
         if name == pictures and edges.normalize is not None:
             facts["inputs"][name] = _take_pixels(builder, model, value, edges.normalize)
         else:
-            facts["inputs"][name] = _take_codes(builder, value, edges.named.get(name, edges.inputs))
+            facts["inputs"][name] = _take_codes(builder, value, edges.of_input(name), either_sign)
     for name, value in _of_integers(outputs, edges.outputs, edges):
-        facts["outputs"][name] = _give_codes(builder, model, value, edges.named.get(name, edges.outputs))
+        facts["outputs"][name] = _give_codes(builder, model, value, edges.of_output(name), either_sign)
     model.metadata_props[IO_KEY] = json.dumps(facts, sort_keys=True)
-    return [f"{name}: {_told(fact)}" for several in facts.values() for name, fact in several.items()]
+    return [f"{name}: {told(fact)}" for several in facts.values() for name, fact in several.items()]
 
 
 def _check_names(edges: Edges, known: Sequence[str]) -> None:
@@ -201,7 +215,8 @@ def _of_integers(values: Mapping[str, ir.Value], kind: str, edges: Edges) -> lis
     return [(name, value) for name, value, one in asked if one in INTEGERS and value.dtype == D.FLOAT]
 
 
-def _told(fact: Mapping[str, Any]) -> str:
+def told(fact: Mapping[str, Any]) -> str:
+    """What an input or output of integers means, in words."""
     if "mean" in fact:
         mean, std = (", ".join(f"{x:g}" for x in fact[k]) for k in ("mean", "std"))
         does = f"(pixel * {fact['pixel']:.6g} - mean) / std"
@@ -233,7 +248,7 @@ def _picture(norm: Normalization, inputs: Mapping[str, ir.Value]) -> str:
     return name
 
 
-def _sole_quantizer(value: ir.Value, kind: str, what: str) -> ir.Node:
+def _sole_quantizer(value: ir.Value, kind: str, either_sign: bool) -> ir.Node:
     """The QuantizeLinear that is the only reader of the input ``value``.
 
     Raises:
@@ -243,25 +258,30 @@ def _sole_quantizer(value: ir.Value, kind: str, what: str) -> ir.Node:
     nodes = [node for node in readers if node.op_type == "QuantizeLinear"]
     if len(readers) != len(nodes) or not nodes or value.is_graph_output():
         others = ", ".join(sorted({node.op_type for node in readers} - {"QuantizeLinear"})) or "the output itself"
-        problem = f"it has no codes of {kind}: no quantizer stands at this {what}, which {others} reads in float"
+        problem = f"it has no codes of {kind}: no quantizer stands at this input, which {others} reads in float"
         remedy = (
             f"leave it in float: io={{'{value.name}': 'float32'}}, or quantize it: a preset with quantized activations, and no "
             "rule that leaves it in float"
         )
         raise ExportError(str(value.name), problem, remedy)
-    _check_type(nodes[0], str(value.name), kind)
+    _check_type(nodes[0], str(value.name), kind, either_sign)
     if len({_grid(node) for node in nodes}) > 1:
         raise ExportError(str(value.name), "its readers quantize it to several grids", "leave this one in float32")
     return nodes[0]
 
 
-def _check_type(node: ir.Node, name: str, kind: str) -> None:
-    zero, scale = node.inputs[2] if len(node.inputs) > 2 else None, node.inputs[1]
-    made = "uint8" if zero is None or zero.dtype is None else zero.dtype.name.lower()
-    if made != kind:
+def _check_type(node: ir.Node, name: str, kind: str, either_sign: bool) -> None:
+    made, scale = _type_of(node), node.inputs[1]
+    if made != kind and not (either_sign and made.removeprefix("u") == kind.removeprefix("u")):
         raise ExportError(name, f"its codes are {made}, and {kind} were asked for", f"use io={{'{name}': '{made}'}}")
     if scale is None or scale.const_value is None or scale.const_value.numpy().size != 1:
         raise ExportError(name, "its quantizer has several scales, or one chosen at run time", "leave it in float32")
+
+
+def _type_of(node: ir.Node) -> str:
+    """The type of the codes of a QuantizeLinear or DequantizeLinear."""
+    zero = node.inputs[2] if len(node.inputs) > 2 else None
+    return "uint8" if zero is None or zero.dtype is None else zero.dtype.name.lower()
 
 
 def _grid(node: ir.Node) -> tuple[float, int]:
@@ -271,25 +291,25 @@ def _grid(node: ir.Node) -> tuple[float, int]:
     return float(scale.const_value.numpy().reshape(-1)[0]), point
 
 
-def _fact(node: ir.Node, kind: str) -> dict[str, Any]:
+def _fact(node: ir.Node) -> dict[str, Any]:
     scale, zero = _grid(node)
-    return {"type": kind, "scale": scale, "zero_point": zero}
+    return {"type": _type_of(node), "scale": scale, "zero_point": zero}
 
 
-def _take_codes(builder: Builder, value: ir.Value, kind: str) -> dict[str, Any]:
+def _take_codes(builder: Builder, value: ir.Value, kind: str, either_sign: bool) -> dict[str, Any]:
     """Let an input take the codes of its quantizer."""
-    fact = _fact(_sole_quantizer(value, kind, "input"), kind)
+    fact = _fact(_sole_quantizer(value, kind, either_sign))
     for node in list(dict.fromkeys(use.node for use in value.uses())):
         rest = node.inputs[1:]
         bypass(node, builder.outputs)
         for one in rest:
             if one is not None:
                 remove_unread(one)
-    value.type = ir.TensorType(_TYPES[kind])
+    value.type = ir.TensorType(_TYPES[fact["type"]])
     return fact
 
 
-def _give_codes(builder: Builder, model: ir.Model, value: ir.Value, kind: str) -> dict[str, Any]:
+def _give_codes(builder: Builder, model: ir.Model, value: ir.Value, kind: str, either_sign: bool) -> dict[str, Any]:
     """Let the file return the codes of a dequantized output."""
     node = value.producer()
     codes = node.inputs[0] if node is not None and node.op_type == "DequantizeLinear" else None
@@ -301,11 +321,11 @@ def _give_codes(builder: Builder, model: ir.Model, value: ir.Value, kind: str) -
             "with quantized activations"
         )
         raise ExportError(str(value.name), problem, remedy)
-    _check_type(node, str(value.name), kind)
-    fact, name, graph = _fact(node, kind), str(value.name), model.graph
+    _check_type(node, str(value.name), kind, either_sign)
+    fact, name, graph = _fact(node), str(value.name), model.graph
     value.name = builder.names.value(f"{name}_float")
     graph.outputs[list(graph.outputs).index(value)] = codes
-    codes.name, codes.type = name, ir.TensorType(_TYPES[kind])
+    codes.name, codes.type = name, ir.TensorType(_TYPES[fact["type"]])
     codes.shape = codes.shape if codes.shape is not None else value.shape
     remove_unread(value)
     return fact
@@ -475,4 +495,14 @@ def _pixels(builder: Builder, place: Any, outer: ir.Value, name: str, fact: Mapp
     return made
 
 
-__all__ = ["Edges", "Normalization", "as_file_inputs", "edges_of", "quantized", "with_float_edges", "write_edges"]
+__all__ = [
+    "Edges",
+    "Normalization",
+    "as_file_inputs",
+    "as_values",
+    "edges_of",
+    "quantized",
+    "told",
+    "with_float_edges",
+    "write_edges",
+]

@@ -5,6 +5,7 @@ A new runtime is a row of :data:`RUNTIMES`. ``verify``, ``drift`` and ``benchmar
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,7 +20,14 @@ from numpy.typing import NDArray
 
 from bitwright.core.registry import Registry
 from bitwright.errors import BitwrightError, ConfigError, ExportError, close_matches
-from bitwright.runtimes.onnxruntime import FLOAT_KERNELS, inputs_for, new_session, session_options
+from bitwright.runtimes.onnxruntime import (
+    FLOAT_KERNELS,
+    IO_KEY,
+    as_file_inputs,
+    inputs_for,
+    new_session,
+    session_options,
+)
 
 Array = NDArray[Any]
 
@@ -95,18 +103,21 @@ class LitertSession:
 
     Attributes:
         interpreter: of ``ai_edge_litert``.
+        edges: what the file says of its inputs and outputs; see :func:`flat_edges`.
     """
 
     interpreter: Any
+    edges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def run(self, feeds: Mapping[str, Array], outputs: Collection[str] | None = None) -> dict[str, Array]:
         """Outputs by name; inputs that the file does not have are left out.
 
         Args:
-            feeds: by name. Where a shape differs from the file's, its free axes take that length.
+            feeds: by name. Where a shape differs from the file's, its free axes take that length. Floats for an input of
+                codes or pixels are converted to them.
             outputs: names of the wanted ones, all by default.
         """
-        run = self.interpreter
+        run, feeds = self.interpreter, as_file_inputs(self.edges.get("inputs", {}), feeds)
         details = run.get_input_details()
         missing = [given["name"] for given in details if given["name"] not in feeds]
         if missing:
@@ -153,8 +164,20 @@ def session_of(content: bytes, *, threads: int = 1, reference: bool = False, kee
             if kind is kinds[-1] or "Didn't find op" not in str(error):
                 raise
         else:
-            return LitertSession(found)
+            return LitertSession(found, flat_edges(content))
     raise AssertionError("the last kind of kernels returns or raises")
+
+
+def flat_edges(content: bytes) -> dict[str, dict[str, Any]]:
+    """What a LiteRT file says of ``"inputs"`` and ``"outputs"`` of integers under :data:`IO_KEY`, by name; empty without any."""
+    from ai_edge_litert.schema_py_generated import Model
+
+    model = Model.GetRootAs(content, 0)
+    for entry in (model.Metadata(i) for i in range(model.MetadataLength())):
+        if entry.Name() == IO_KEY.encode():
+            found: dict[str, dict[str, Any]] = json.loads(model.Buffers(entry.Buffer()).DataAsNumpy().tobytes())
+            return found
+    return {}
 
 
 @dataclass(frozen=True)

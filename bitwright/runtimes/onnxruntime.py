@@ -165,6 +165,21 @@ def quantized(array: Array, fact: Mapping[str, Any]) -> Array:
     return np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)) if fact["layout"] == "NHWC" else pixels
 
 
+def as_values(facts: Mapping[str, Any], found: Mapping[str, Array]) -> dict[str, Array]:
+    """Convert outputs of the file to float32, as the model has them.
+
+    Args:
+        facts: name -> what the file says of an output under :data:`IO_KEY`.
+        found: name -> what the file returned; outputs without facts are returned as they are.
+    """
+    return {
+        name: (array.astype(np.float32) - fact["zero_point"]) * np.float32(fact["scale"])
+        if (fact := facts.get(name)) is not None
+        else array
+        for name, array in found.items()
+    }
+
+
 _FLOATS = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(double)": np.float64}
 
 
