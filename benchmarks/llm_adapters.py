@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import measure  # first: it puts the repository on the path
@@ -32,6 +33,11 @@ SIZE = {
 SMALL = {**SIZE, "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 2}  # fmt: skip
 TOKENS = 128
+TEXT = """\
+A generated Llama, rank 8 beside queries and values, one row of 128 tokens, AdamW, float32. `codes`: 4 bits and a number of
+16 bits for every group of 64. `rest`: the peak less base and adapters: activations, their gradients, and what is
+dequantized at a time. The last ratio: the peak without adapters and without what the same training needs beside the base in
+float. Command: `python benchmarks/llm_adapters.py --markdown benchmarks/results/llm_adapters.md` (needs peft)."""
 
 
 def adapted(size: dict[str, int], packed: bool) -> Any:
@@ -91,7 +97,7 @@ def _measured(kind: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", choices=["packed", "float"], help=argparse.SUPPRESS)
-    parser.add_argument("--markdown", help="write the table there")
+    parser.add_argument("--markdown", type=Path, help="write the table there")
     given = parser.parse_args()
     if given.one:
         print(json.dumps(run(given.one == "packed")))
@@ -115,10 +121,7 @@ def main() -> None:
     columns = ["base", "base MB", "adapters MB", "rest MB", "peak MB", "base / codes", "peak without adapters and the rest of "
                "float / codes", "CPU s a step"]  # fmt: skip
     measure.show(title, columns, rows)
-    if given.markdown:
-        from pathlib import Path
-
-        measure.save(None, Path(given.markdown), title, columns, rows, [])
+    measure.save(None, given.markdown, title, columns, rows, [], TEXT)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from bitwright.core.numerics.granularity import PerBlock
-from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, activation_spec, weight_spec
+from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, activation_spec, dynamic_spec, weight_spec
 from bitwright.core.placement.rules import Rule, default_rules
 from bitwright.llm import PackedWeight, packed_weights, read_checkpoint, write_simulation
 from bitwright.llm.packed import signed
@@ -38,6 +38,9 @@ ROWS: list[tuple[str, str, QuantSpec | str]] = [
     ("compressed-tensors", "uint4 g32 asymmetric", QuantSpec("uint4", G32, "asymmetric")),
     ("compressed-tensors", "int8 per channel", PRESETS["w8"].weight),  # type: ignore[list-item]
     ("compressed-tensors", "W8A8, static inputs", "w8a8"),
+    ("compressed-tensors", "W8A8, int8 per token", dynamic_spec("int8")),
+    ("compressed-tensors", "W8A8, uint8 per token", dynamic_spec("uint8")),
+    ("compressed-tensors", "fp8, inputs per token", PRESETS["fp8_dynamic"].activation),  # type: ignore[list-item]
     ("compressed-tensors", "NVFP4", PRESETS["nvfp4"].weight),  # type: ignore[list-item]
     ("compressed-tensors", "MXFP4", PRESETS["mxfp4"].weight),  # type: ignore[list-item]
     ("torchao", "int4 g32", QuantSpec("int4", G32)),
@@ -48,10 +51,14 @@ ROWS: list[tuple[str, str, QuantSpec | str]] = [
     ("gguf", "Q4_0", QuantSpec("int4", G32, scale_format="float16")),
     ("gguf", "Q4_1", QuantSpec("uint4", G32, "asymmetric", scale_format="float12")),
 ]
+#: format of inputs at run time -> format of the weights beside them
+_WEIGHTS = {"int8": "int8", "uint8": "int8", "float8_e4m3": "float8_e4m3"}
 
 
 def simulated(model: Any, kind: str, spec: QuantSpec | str) -> QuantizationSimModel:
-    rules: Any = Preset(spec, None) if isinstance(spec, QuantSpec) else None
+    rules: Any = None
+    if isinstance(spec, QuantSpec):  # of inputs, if it is dynamic
+        rules = Preset(weight_spec(_WEIGHTS[spec.format.name]), spec) if spec.dynamic else Preset(spec, None)
     batches = [batch[:, :-1] for batch in data.stories("calib").split(8)]
     config = None
     if rules is None:
@@ -107,6 +114,7 @@ def row_of(model: Any, kind: str, name: str, spec: QuantSpec | str) -> list[str]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=[name for _, name, _ in ROWS], help="these alone")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     options = parser.parse_args(arguments)
@@ -116,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"float: {data.perplexity(lambda x: model(x).logits, data.stories()[:32]):.4f}", file=sys.stderr)
     rows = []
     for kind, name, spec in ROWS:
+        if options.rows and name not in options.rows:
+            continue
         rows.append(row_of(model, kind, name, spec))
         print(*rows[-1], sep="\t", file=sys.stderr, flush=True)
     title = "Checkpoint files of stories260k, and what their engines compute"

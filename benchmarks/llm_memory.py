@@ -34,14 +34,15 @@ SIZES = {
 }
 
 
-def make(folder: Path, parameters: float) -> int:
-    """Write a Llama of that size, one layer a shard; its number of parameters."""
+def make(folder: Path, parameters: float, blocks: int | None = None) -> int:
+    """Write a Llama of that size, or of its widths with so many blocks, one block a shard; its number of parameters."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import BPE
 
     hidden, inner, layers, heads, keys, vocabulary = SIZES[parameters]
+    layers = blocks or layers
     folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner,
@@ -183,13 +184,14 @@ def main() -> None:
     parser.add_argument("--to", default="compressed-tensors")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--blocks", type=int, help="of the model, in place of those of its size")
     parser.add_argument("--folder", type=Path, help="where the model is, or is made")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.folder or Path(scratch) / "model"
         if not folder.exists():
-            print(f"{make(folder, given.parameters) / 1e9:.2f} B parameters in {folder}", flush=True)
+            print(f"{make(folder, given.parameters, given.blocks) / 1e9:.2f} B parameters in {folder}", flush=True)
         if given.one:
             print(json.dumps(run(folder, given.one, given.to, Path(scratch) / "out", given.rows, given.context)))
             return

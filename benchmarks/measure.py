@@ -126,9 +126,15 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table as Markdown, with the machine below it."""
-    lines = [f"# {title}", "", "| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+def markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text: str = "") -> str:
+    """The table as Markdown, with ``text`` above it and the machine below."""
+    lines = [
+        f"# {title}",
+        "",
+        *([text, ""] if text else []),
+        "| " + " | ".join(columns) + " |",
+        "|---|" + "---:|" * (len(columns) - 1),
+    ]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([*lines, "", ", ".join(f"{k}: {v}" for k, v in machine().items()), ""])
 
@@ -153,12 +159,13 @@ def save(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     raw: Any,
+    text: str = "",
 ) -> None:
-    """Write the raw numbers and the table where the command line asked for them."""
+    """Write the raw numbers and the table, with ``text`` above it, where the command line asked for them."""
     if json_path is not None:
         write(json_path, json.dumps({"machine": machine(), "results": raw}, indent=2) + "\n")
     if markdown_path is not None:
-        write(markdown_path, markdown(title, columns, rows))
+        write(markdown_path, markdown(title, columns, rows, text))
 
 
 def run_rows(

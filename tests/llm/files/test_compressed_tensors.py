@@ -13,7 +13,7 @@ from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.numerics.spec import PRESETS, QuantSpec, activation_spec, weight_spec
+from bitwright.core.numerics.spec import PRESETS, Preset, QuantSpec, activation_spec, dynamic_spec, weight_spec
 from bitwright.core.placement.rules import Rule, default_rules
 from bitwright.errors import ConfigError, ExportError, GranularityError
 from bitwright.llm import PackedWeight, packed_weights, read_checkpoint, write_checkpoint, write_simulation
@@ -160,6 +160,27 @@ def test_static_inputs_are_those_of_the_simulation(weight, inputs, symmetry, sto
         off, rounded = (expected - found).abs().amax((1, 2)), (expected - model(prompts()).logits).abs().max()
     assert off.sort().values[-2] < 1e-4 < rounded and off.max() < rounded / 10
     assert torch.equal(greedy(engine, prompts()), greedy(sim.model, prompts()))
+
+
+@pytest.mark.parametrize("weight, inputs", [("int8", "uint8"), ("float8_e4m3", "float8_e4m3")])
+def test_inputs_per_token_are_those_of_the_simulation(weight, inputs, tmp_path):
+    """Ranges that both choose at run time: the largest magnitude of a token, or its range with a zero point."""
+    pytest.importorskip("compressed_tensors")
+    model = tiny(Qwen2Config)
+    sim = QuantizationSimModel(
+        model, {"input_ids": prompts(1)}, preset=Preset(weight_spec(weight), dynamic_spec(inputs))
+    )
+    for site in sim.quantizers.values():
+        if "embed" in site.name or "lm_head" in site.name:
+            site.enabled = False
+    sim.compute_encodings(progress=False)
+    write_simulation(tmp_path, sim)
+    engine = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    with torch.no_grad():
+        expected, found = sim.model(prompts()).logits, engine(prompts()).logits
+        off, rounded = (expected - found).abs().amax((1, 2)), (expected - model(prompts()).logits).abs().max()
+    assert off.sort().values[-2] < 1e-4 < rounded and off.max() < rounded / 10  # one prompt on the border of two codes
+    assert (greedy(engine, prompts()) == greedy(sim.model, prompts())).all(1).sum() >= 7
 
 
 @pytest.mark.parametrize("name, kind", [("int8", "int"), ("fp8", "float")])
