@@ -58,7 +58,7 @@ Rows of stories260k on 128 stories, 32 to calibrate; of `outliers`, the same fun
 times larger and the weights behind as much smaller; of a mixture (Mixtral, 8 experts in each of 3 layers, 2 for a token,
 14.1 in float) and a GPT-2, both of about a million parameters; of an LSTM of characters. A GPT of 60 million parameters
 does not train on a CPU within the hour. `above float` has its 95 % interval, from the paired differences between rows of
-text; MiB is the largest memory beyond that before the methods; rows without either were measured by an earlier version of
+text; MiB is the largest memory beyond that before the methods; rows without either were measured by the same calls, outside of
 the program.
 
 `gptq` takes away half and more of what rounding to nearest costs in every format. `awq` leaves MXFP4 and NVFP4 as they are,

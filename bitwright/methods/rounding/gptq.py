@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -101,26 +101,47 @@ class AsymmetricSettings:
             raise ConfigError("share", f"it is {self.share!r}", "give a number from 0 (GPTQ) to 1")
 
 
+@dataclass(frozen=True)
+class Factored:
+    """What rounding reads of the inputs, which is the same for every grid.
+
+    Attributes:
+        order: of the columns, ``[G, K]``.
+        upper: ``U`` in that order, ``[K, K, G]`` float32.
+        moved: ``P`` of GPTAQ in that order, ``[G, K, K]`` float32.
+    """
+
+    order: Tensor
+    upper: Tensor
+    moved: Tensor | None
+
+
+def factored(hessian: Tensor, settings: Settings, drift: Tensor | None = None) -> Factored:
+    """:class:`Factored` of the arguments of :func:`round_columns`."""
+    order = _order(hessian, by_diagonal=settings.act_order and group_of_pattern(settings.pattern) is None)
+    factor = inverse_factor(_permuted(hessian, order), settings.damping)
+    moved = _correction(None if drift is None else _permuted(drift, order), factor)
+    return Factored(order, factor.float().movedim(0, 2).contiguous(), moved)
+
+
 def round_columns(
-    w: Tensor, hessian: Tensor, grid: Grid | None, settings: Settings, drift: Tensor | None = None
+    w: Tensor, hessian: Tensor | Factored, grid: Grid | None, settings: Settings, drift: Tensor | None = None
 ) -> Tensor:
     """Codes of ``w`` that keep ``(W - W_q) H (W - W_q)^T`` small.
 
     Args:
         w: ``[G, O, K]`` float32.
-        hessian: ``[G, K, K]`` float64, symmetric and positive semidefinite; any factor before it is without effect.
+        hessian: ``[G, K, K]`` float64, symmetric and positive semidefinite; any factor before it is without effect. Or what
+            was made of it, and of ``drift``, before.
         grid: of every weight; ``None`` rounds nothing, so that what is returned is weights: pruning alone.
         drift: ``sum of (x - x_q) x_q^T``, ``[G, K, K]`` float64, with the same factor as ``hessian``: GPTAQ.
 
     Returns:
         Codes, ``[G, O, K]`` float32. Columns whose inputs are all zero ("dead") are rounded to nearest.
     """
-    every = group_of_pattern(settings.pattern)
-    order = _order(hessian, by_diagonal=settings.act_order and every is None)
-    columns = order[:, None, :].expand(w.shape)
-    factor = inverse_factor(_permuted(hessian, order), settings.damping)
-    moved = _correction(None if drift is None else _permuted(drift, order), factor)
-    upper = factor.float().movedim(0, 2).contiguous()  # [K, K, G]
+    found = hessian if isinstance(hessian, Factored) else factored(hessian, settings, drift)
+    every, upper, moved = group_of_pattern(settings.pattern), found.upper, found.moved
+    columns = found.order[:, None, :].expand(w.shape)
     diagonal = torch.diagonal(upper).t().contiguous()[:, :, None]  # [K, G, 1]
     compiled = _compiled(w, grid, settings, moved)
     w = _by_column(w, columns)
@@ -275,14 +296,17 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     dead = diagonal == 0
     mean = diagonal.sum(1) / (~dead).sum(1).clamp(min=1)
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))
-    ones = torch.diag_embed(dead.to(hessian.dtype))
     while True:
-        damped = hessian + ones + torch.diag_embed((damping * mean)[:, None].expand(diagonal.shape) * ~dead)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        found = (
+            hessian.clone()
+        )  # one matrix of so many columns may take half a GiB: no more than two are held at a time
+        torch.diagonal(found, dim1=1, dim2=2).add_(dead + damping * mean[:, None] * ~dead)
+        found, failed = torch.linalg.cholesky_ex(found)
         if not failed.any():
-            inverse, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            found = torch.cholesky_inverse(found)
+            found, failed = torch.linalg.cholesky_ex(found, upper=True)
             if not failed.any():
-                return inverse
+                return found
         damping = max(damping, 1e-8) * 10
 
 
@@ -319,8 +343,8 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
         note = f"{float((codes == 0).float().mean()):.1%} of its weights are zero"
         weight = layer.tensor(grid.values(codes))
         return [Choice(layer.name, weight, task.encoding(layer), float(both[0]), float(both[1]), note)]
-    problem = Problem(task, layer, hessian, rows, target)
-    return [problem.choice(w, settings.refit, lambda grid: round_columns(target.clone(), hessian, grid, settings))]
+    problem, once = Problem(task, layer, hessian, rows, target), cache(lambda: factored(hessian, settings))
+    return [problem.choice(w, settings.refit, lambda grid: round_columns(target.clone(), once(), grid, settings))]
 
 
 @dataclass(frozen=True)
@@ -424,7 +448,8 @@ def least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
     share = (max(settings.damping, int(w.shape[2]) / found.rows) * diagonal.mean(1, keepdim=True)).expand(
         diagonal.shape
     )
-    damped = hessian + torch.diag_embed(torch.where(diagonal > 0, share, torch.ones_like(share)))
+    damped = hessian.clone()
+    torch.diagonal(damped, dim1=1, dim2=2).add_(torch.where(diagonal > 0, share, torch.ones_like(share)))
     wide = w.double()
     # move from W along what the inputs differ by, so that directions without data stay as they are
     assert found.moved is not None
@@ -445,8 +470,8 @@ def solve_asymmetric(task: Task, settings: AsymmetricSettings) -> list[Choice]:
     # of |Q x_q - W x|^2 what weights change: the distance from the weights that come nearest to the float model's outputs
     target = least_squares(w, Moments(hessian, w.double() @ drift, found.rows), plain) if hessian.any() else w
     problem = Problem(task, layer, hessian, found.rows, target)
-    share = settings.share * drift
-    return [problem.choice(w, settings.refit, lambda grid: round_columns(w.clone(), hessian, grid, plain, share))]
+    once = cache(lambda: factored(hessian, plain, settings.share * drift))
+    return [problem.choice(w, settings.refit, lambda grid: round_columns(w.clone(), once(), grid, plain))]
 
 
 def asymmetric_method(settings: AsymmetricSettings) -> Callable[[Task], Sequence[Choice]]:

@@ -7,10 +7,11 @@ nearest to its minimum that its format can store (coordinate descent), which nev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bitwright.methods.rounding.matrices import Grid
@@ -160,14 +161,25 @@ def _system(
     Returns:
         ``[M * O, n, n]`` and ``[M * O, n]``, float64.
     """
-    sums = torch.zeros(int(codes.shape[2]), len(members), dtype=codes.dtype, device=codes.device)
-    for group, columns in enumerate(members):
-        sums[columns, group] = 1.0
     bases = [codes, torch.ones_like(codes[:, :1])] if offsets else [codes]
+    over_groups = _summed_by_group(members, codes)
 
     def summed(part: Tensor) -> Tensor:
         """Each basis times ``part``, summed over the columns of each group."""
-        return torch.cat([((part * basis) @ sums).expand(*codes.shape[:2], -1) for basis in bases], 2).flatten(0, 1)
+        return torch.cat([over_groups(part * basis).expand(*codes.shape[:2], -1) for basis in bases], 2).flatten(0, 1)
 
     rows = [summed(basis[:, :, columns] @ hessian[:, columns]) for basis in bases for columns in members]
     return torch.stack(rows, 1), summed(target @ hessian)
+
+
+def _summed_by_group(members: list[Tensor], like: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that sums ``[..., K]`` over the columns of each group: neighbours where groups follow each other."""
+    count, columns, size = len(members), int(like.shape[-1]), len(members[0])
+    missing = count * size - columns
+    in_order = torch.equal(torch.cat(members), torch.arange(columns, device=like.device))
+    if in_order and all(len(own) == size for own in members[:-1]) and missing >= 0:
+        return lambda values: F.pad(values, (0, missing)).unflatten(-1, (count, size)).sum(-1)
+    sums = like.new_zeros(columns, count)
+    for group, own in enumerate(members):
+        sums[own, group] = 1.0
+    return lambda values: values @ sums

@@ -32,7 +32,7 @@ from bitwright.methods.rounding.reconstruct import (
     rectified_sigmoid,
     regulariser,
 )
-from bitwright.methods.rounding.refit import refitted
+from bitwright.methods.rounding.refit import _summed_by_group, refitted
 from bitwright.methods.rounding.seq_mse import Settings as SeqMseSettings
 from bitwright.torch import QuantizationSimModel, apply_reconstruction
 
@@ -595,6 +595,16 @@ def test_a_refit_finds_the_grid_that_weights_lie_on():
     assert errors[1] < 1e-2 * errors[0]
     alone = refitted(grid, codes, codes * wanted, torch.eye(24).double()[None])[0]  # no group depends on another
     torch.testing.assert_close(alone.scale, wanted)
+
+
+@pytest.mark.parametrize("order", ["as they come", "mixed"])
+def test_sums_by_group_hold_every_column_once(order):
+    """Of groups that follow each other, the last one shorter, without the product that has as many columns as groups."""
+    values = torch.randn(2, 3, 22).double()
+    groups = torch.arange(22) // 8 if order == "as they come" else torch.arange(22) % 3
+    members = [(groups == g).nonzero().flatten() for g in range(3)]
+    expected = torch.stack([values[..., own].sum(-1) for own in members], -1)
+    torch.testing.assert_close(_summed_by_group(members, values)(values), expected)
 
 
 def test_a_refit_of_whole_zero_points_moves_codes_with_them():
