@@ -387,7 +387,10 @@ def test_stacks_of_experts_are_refused_and_the_rule_of_the_message_leaves_them_i
         assert isinstance(weight, FloatWeight) and torch.equal(weight.values, model.get_parameter(name))
 
 
-def test_a_file_of_a_graph_holds_stacks_of_experts_as_blocks_of_four_bits(tmp_path: Path):
+@pytest.mark.slow
+def test_a_file_of_a_graph_holds_stacks_of_experts_as_blocks_of_four_bits_and_runs(tmp_path: Path):
+    from bitwright.compare.verify import verify_folder
+
     saved(tmp_path / "model", MixtralConfig, num_local_experts=4)
     result = quantize(tmp_path / "model", "w4g32", to="onnx", out=tmp_path / "out", progress=False)
     experts = {part.name for part in result.view.of("expert")}
@@ -395,3 +398,5 @@ def test_a_file_of_a_graph_holds_stacks_of_experts_as_blocks_of_four_bits(tmp_pa
     proto = onnx.load(tmp_path / "out" / "model.onnx")
     stacks = [held for held in proto.graph.initializer if len(held.dims) == 3 and held.data_type in _FOUR_BITS]
     assert len(stacks) == 4 and all(held.dims[0] == 4 for held in stacks)
+    report = verify_folder(tmp_path / "out")
+    assert [(row.tokens, row.equal + row.close) for row in report.generated] == [(32, 32)] * 4, report
