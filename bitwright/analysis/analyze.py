@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from bitwright.analysis import subject as targets
-from bitwright.analysis.causes import Trials, causes_of, most_enlarged
+from bitwright.analysis.causes import Trials, causes_of, choices_note, most_enlarged
 from bitwright.analysis.layer_errors import SiteValues, calibrated_bounds, grid_row
 from bitwright.analysis.result import Analysis, GroupRow, LayerRow, SiteRow, decibel
 from bitwright.analysis.sensitivity import Judged, judged, metric_name
@@ -278,8 +278,18 @@ class _Run:
 
         self.errors = output_errors(self.model, few, samples=samples, seed=seed)
         self.seen = observe(self.model, bar(few, "layers", self.show))
+        if self.seen.turned:
+            self.passes += 2 * self._share([few[i] for i in self.seen.turned])
+            self.notes += filter(None, [choices_note(self.seen, self._noise_of(few[i] for i in self.seen.turned))])
         # one run, one of the weights' effects, one back (as two), one of all quantizers; and what was counted
         self.passes += self._share(few) * (5 + self.seen.runs / max(self.seen.steps, 1))
+
+    def _noise_of(self, batches: Iterable[Any]) -> float | None:
+        """Noise of the model's outputs over their power."""
+        judge = Judged(self.subject, None, None, self.judge.better, ())
+        for batch in batches:
+            judge.batch(batch, None)
+        return judge.whole.ratio
 
     def totals(self) -> None:
         """Measure outputs and metric of the whole model on all data, or on as much as the time allows."""

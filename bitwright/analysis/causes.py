@@ -38,7 +38,7 @@ from bitwright.methods.scaling.smooth import smooth_model
 from bitwright.methods.switching import Clock
 
 if TYPE_CHECKING:
-    from bitwright.analysis.layer_errors import LayerErrors, SiteValues
+    from bitwright.analysis.layer_errors import LayerErrors, Lockstep, SiteValues
     from bitwright.methods.rounding.program import SimulatedModel
 
 _WIDE = 0.5  # share of the grid that the values should cover at least
@@ -53,7 +53,11 @@ _LARGE = 0.05  # share of the noise of all layers from which on one without a fa
 _TAIL = 8.0  # largest value over the root mean square: a step is then 6 % of it, and normal values reach 4 or 5 times
 _CANCELS = 8.0  # root mean square of what a sum reads over that of what it makes
 _ENLARGED = 6.0  # dB lost from the site to the outputs
+_FAR_ENLARGED = 12.0  # from which on it is told beside a fault
+_SMALL_AMONG = 3.0  # root mean square of what an operator reads over that of what it picks
 _GROWS = 3.0  # dB lost at one operator, which is then named
+_CHOICES_COST = 1.0  # dB of the outputs from which on choices that changed are told
+_NAMED = 4  # operators that a note names
 _MATTERS = 0.02  # share of the layer's noise below which a site is not asked
 
 REMEDIES = {
@@ -91,6 +95,7 @@ CAUSES = {
     "rounding": "no anomaly: rounding to a grid of this width",
     "output_grid": "the model's output itself is rounded to a grid",
     "dead_channels": "channels hold nothing but zeros",
+    "choice": "it chooses otherwise than in float",
     "passes_on": "the error arrives here and is not made here",
 }
 """Key of a cause -> what it means."""
@@ -195,6 +200,10 @@ def _why_enlarged(errors: LayerErrors) -> str:
     if kind in _FLAT:
         return "it makes small numbers of values near 1"
     if op_row(kind).kind == "movement":
+        read = max(errors.operands.values(), key=lambda one: one.signal)
+        before, after = math.sqrt(read.signal / max(read.count, 1)), errors.root_mean_square
+        if before > _SMALL_AMONG * after:
+            return f"it picks small values ({after:.2g}, root mean square) among large ones ({before:.2g}), and one grid held all"
         return "it picks other elements than in float, or those with the largest errors"
     if kind in TRAITS["activation"]:
         return "it makes little of most values, and what is left keeps its errors"
@@ -235,12 +244,24 @@ def causes_of(
         seen = values.get(name, SiteValues(subject.sites[name]))
         for cause in _of_site(_Seen(layer, op, subject.sites[name], seen, row, subject, errors, reciprocals, values)):
             found.setdefault(cause.cause, cause)
-    for cause in _of_layer(layer, op, subject):
+    for cause in (*_choices(layer, errors.get(layer.name)), *_of_layer(layer, op, subject)):
         found.setdefault(cause.cause, cause)
-    if not found.keys() - _HARMLESS and layer.sites and total >= _LARGE * whole:
+    if layer.sites and total >= _LARGE * whole:
         rounding = _rounding(layer, op, subject, rows, ranked, values, enlarging.get(layer.name))
-        found = {**({} if rounding is None else {rounding.cause: rounding}), **found}
+        found = _with_rounding(found, rounding)
     return tuple(found.values())
+
+
+def _with_rounding(found: dict[str, Cause], rounding: Cause | None) -> dict[str, Cause]:
+    """The causes with that of a costly layer: first where none is a fault, and second where what follows costs far more."""
+    if rounding is None:
+        return found
+    if not found.keys() - _HARMLESS:
+        return {rounding.cause: rounding, **found}
+    if rounding.cause != "enlarged" or rounding.evidence["here_db"] - rounding.evidence["outputs_db"] < _FAR_ENLARGED:
+        return found
+    first, *rest = found.items()
+    return dict([first, (rounding.cause, rounding), *rest])
 
 
 def _varies(values: SiteValues | None) -> bool:
@@ -521,6 +542,39 @@ _SITE_RULES: tuple[Rule, ...] = (
 
 
 # ---- of layers
+
+
+_REMEDY_OF_CHOICES = "16 bits for what is compared (step widen), or training, which moves the values apart"
+
+
+def _choices(layer: LayerRow, errors: LayerErrors | None) -> Iterator[Cause]:
+    """Experts, codes, groups, rows: a small error turns a choice between nearly equal values, and what follows is another."""
+    if errors is None or not errors.changed:
+        return
+    share = errors.changed / errors.decided
+    text = f"{layer.name}: {share:.1%} of its {errors.decided} choices differ from those of the float model"
+    yield Cause("choice", text, {"changed": share, "choices": errors.decided, "tries": []}, _REMEDY_OF_CHOICES)
+
+
+def choices_note(seen: Lockstep, noise: float | None) -> str:
+    """What choices that differ from those of the float model cost; empty where they cost little.
+
+    Estimates of single quantizers do not hold it: a choice has no derivative.
+
+    Args:
+        seen: of each operator.
+        noise: of the outputs of the batches in which a choice changed, over their power.
+    """
+    without, kept = decibel(noise), decibel(seen.kept_ratio)
+    if without is None or kept is None or kept - without < _CHOICES_COST:
+        return ""
+    turned = sorted((e for e in seen.layers.items() if e[1].changed), key=lambda e: -e[1].changed / e[1].decided)
+    named = ", ".join(f"{name} ({e.changed / e.decided:.1%} of {e.decided})" for name, e in turned[:_NAMED])
+    more = f" and {len(turned) - _NAMED} more" if len(turned) > _NAMED else ""
+    return (
+        f"choices that differ from those of the float model cost {kept - without:.1f} dB: with the same choices the outputs "
+        f"of their batches are at {kept:.1f} dB, not {without:.1f} dB. They differ at {named}{more}. Remedy: {_REMEDY_OF_CHOICES}"
+    )
 
 
 def _of_layer(layer: LayerRow, op: Op, subject: Subject) -> Iterator[Cause]:

@@ -9,7 +9,7 @@ On the way it collects statistics of the values at every quantizer site, and of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -334,6 +334,8 @@ class LayerErrors:
         operand_reach: the largest magnitude of each value that it reads.
         weighted: of an elementwise product or quotient of two values, the error of each that it reads, where the other
             factor weighs errors and values alike.
+        decided, changed: of results that are no numbers but choices (indices, truth values, classes) made from such numbers:
+            how many there are, and how many differ from those of the float model.
     """
 
     type: str = ""
@@ -344,6 +346,8 @@ class LayerErrors:
     elements: int = 0
     operand_reach: dict[int, float] = field(default_factory=dict)
     weighted: dict[int, Ratio] = field(default_factory=dict)
+    decided: int = 0
+    changed: int = 0
 
     @property
     def arrived(self) -> float | None:
@@ -364,6 +368,10 @@ class LayerErrors:
         return math.sqrt(self.after.signal / self.elements) if self.elements else 0.0
 
 
+_Pair = Callable[[Step, State, State, Mapping[int, Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]]
+"""(step, values of the float run, values of the quantized one, constants) -> what it makes in each."""
+
+
 class Lockstep:
     """Runs batches and accumulates statistics of every layer and site.
 
@@ -375,6 +383,8 @@ class Lockstep:
         sites: site -> its values.
         runs: operator runs so far.
         steps: steps of the programs so far: what one forward pass of the same batches would have run.
+        turned: numbers of the batches in which a choice changed.
+        kept: of these batches, the error of each output with every choice as in the float model.
     """
 
     def __init__(self, model: SimulatedModel) -> None:
@@ -383,23 +393,54 @@ class Lockstep:
         self.layers: dict[str, LayerErrors] = {}
         self.sites: dict[str, SiteValues] = {}
         self.runs = self.steps = 0
+        self.batches = 0
+        self.turned: list[int] = []
+        self.kept: dict[int, Ratio] = {}
 
     def batch(self, program: Program, inputs: State) -> None:
         """Add one batch."""
-        real: State = dict(inputs)
-        found: State = dict(inputs)
-        end = program.last_read
         self.steps += len(program.steps)
+        before = sum(layer.changed for layer in self.layers.values())
         with torch.no_grad():
-            for i, step in enumerate(program.steps):
-                wanted, results = self._step(step, real, found, program.constants)
-                for value in step.reads:
-                    if end.get(value) == i:
-                        real.pop(value, None)
-                        found.pop(value, None)
-                for value, w, f in zip(step.writes, wanted, results, strict=True):
-                    if end.get(value, -1) > i:
-                        real[value], found[value] = w, f
+            for _ in self._side_by_side(program, inputs, self._step):
+                pass
+            if sum(layer.changed for layer in self.layers.values()) > before:
+                self.turned.append(self.batches)
+                for value, wanted, found in self._side_by_side(program, inputs, self._with_choices):
+                    if value in program.outputs:
+                        self.kept.setdefault(program.outputs.index(value), Ratio()).add(wanted, found)
+        self.batches += 1
+
+    def _side_by_side(self, program: Program, inputs: State, do: _Pair) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Run each step in both runs, and give every value and what it is in each."""
+        real, found = dict(inputs), dict(inputs)
+        for i, step in enumerate(program.steps):
+            wanted, results = do(step, real, found, program.constants)
+            yield from zip(step.writes, wanted, results, strict=True)
+            program.settle(real, i, wanted)
+            program.settle(found, i, results)
+
+    @property
+    def kept_ratio(self) -> float | None:
+        """Noise over signal with every choice kept, the mean over outputs; ``None`` where no choice changed."""
+        ratios = [r for one in self.kept.values() if (r := one.value) is not None]
+        return sum(ratios) / len(ratios) if ratios else None
+
+    def _with_choices(
+        self, step: Step, real: State, found: State, constants: Mapping[int, Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Run a step in float, and quantized with the choices that it makes in float."""
+        wanted = run_step(step, real, constants)
+        results = list(run_step(step, found, constants, self._steps.quantize))
+        self.runs += 2
+        if _chooses(step, real):
+            picked = next((w for w in wanted if _is_choice(w)), None)
+            for i, w in enumerate(wanted):
+                if _is_choice(w):
+                    results[i] = w
+                elif picked is not None and (axis := _axis_of(real.get(step.reads[0]), picked, w)) is not None:
+                    results[i] = _taken(found[step.reads[0]], picked, axis)
+        return wanted, results
 
     def _step(
         self, step: Step, real: State, found: State, constants: Mapping[int, Tensor]
@@ -417,6 +458,7 @@ class Lockstep:
             self._see_inside(step, real, constants)
         if step.op:
             self._note(step, real, found, (wanted, alone, passed, after))
+            _note_reach(self.layers[step.op], [real.get(v, constants.get(v)) for v in dict.fromkeys(step.reads)])
         self._see(step, real, constants, wanted)
         return wanted, after
 
@@ -427,10 +469,9 @@ class Lockstep:
             if value in real:
                 operand = errors.operands.setdefault(slot, Ratio())
                 operand.add(*_counting(op, real[value], found[value]))
-                if isinstance(real[value], Tensor) and real[value].is_floating_point() and real[value].numel():
-                    largest = float(torch.linalg.vector_norm(real[value], float("inf")))
-                    errors.operand_reach[slot] = max(errors.operand_reach.get(slot, 0.0), largest)
         _weigh(errors, [(real.get(v), found.get(v)) for v in step.reads])
+        if _chooses(step, real):
+            _count_choices(errors, real.get(step.reads[0]), made[0], made[3])
         for wanted, alone, passed, after in zip(*made, strict=True):
             errors.made.add(wanted, alone)
             errors.made_quantized.add(passed, after)
@@ -467,6 +508,14 @@ class Lockstep:
             values.add(x, self._steps.quantize(name, x))
 
 
+def _note_reach(errors: LayerErrors, read: Sequence[Any]) -> None:
+    """Keep the largest magnitude of each value that an operator reads, constants (a class token) too."""
+    for slot, value in enumerate(read):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            largest = float(torch.linalg.vector_norm(value, float("inf")))
+            errors.operand_reach[slot] = max(errors.operand_reach.get(slot, 0.0), largest)
+
+
 def _weigh(errors: LayerErrors, pairs: Sequence[tuple[Any, Any]]) -> None:
     """Add the errors of two factors, each times the other factor of the float run; of a divisor, the errors alone."""
     if (
@@ -482,6 +531,62 @@ def _weigh(errors: LayerErrors, pairs: Sequence[tuple[Any, Any]]) -> None:
                 return
             other = other.reciprocal()
         errors.weighted.setdefault(slot, Ratio()).add(wanted * other, found * other)
+
+
+def _is_choice(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
+
+
+def _chooses(step: Step, state: State) -> bool:
+    """Whether a step may make choices: it reads numbers."""
+    return any(isinstance(x := state.get(v), Tensor) and x.is_floating_point() for v in step.reads)
+
+
+def _count_choices(errors: LayerErrors, read: Any, made: Sequence[Any], found: Sequence[Any]) -> None:
+    """Compare the choices of two runs; of indices that are chosen together along an axis, the order does not count."""
+    picked = next((w for w in made if _is_choice(w)), None)
+    if picked is None:
+        return
+    axes = (_axis_of(read, picked, w) for w in made if not _is_choice(w))
+    axis = next((a for a in axes if a is not None and a < picked.ndim), None)
+    for wanted, after in zip(made, found, strict=True):
+        if _is_choice(wanted):
+            errors.decided += wanted.numel()
+            errors.changed += _turned(wanted, after, axis)
+
+
+def _turned(wanted: Tensor, after: Tensor, axis: int | None) -> int:
+    """How many choices differ."""
+    if wanted is after:
+        return 0
+    if wanted.shape != after.shape:
+        return wanted.numel()
+    pair = (wanted, after) if axis is None else (wanted.sort(axis).values, after.sort(axis).values)
+    return int((pair[0] != pair[1]).sum())
+
+
+def _taken(values: Tensor, indices: Tensor, axis: int) -> Tensor:
+    """The values at ``indices`` along ``axis``, which the indices may lack."""
+    if indices.ndim == values.ndim:
+        return values.gather(axis, indices)
+    return values.gather(axis, indices.unsqueeze(axis)).squeeze(axis)
+
+
+def _axis_of(values: Any, indices: Any, made: Any) -> int | None:
+    """The axis along which ``made`` are the values at ``indices``; ``None`` of any other operator."""
+    if (
+        not isinstance(values, Tensor)
+        or indices.dtype != torch.int64
+        or indices.shape != made.shape
+        or not made.numel()
+    ):
+        return None
+    for axis in range(values.ndim):
+        rest = [n for i, n in enumerate(values.shape) if i != axis]
+        own = [n for i, n in enumerate(indices.shape) if i != axis] if indices.ndim == values.ndim else [*indices.shape]
+        if rest == own and int(indices.max()) < values.shape[axis] and torch.equal(_taken(values, indices, axis), made):
+            return axis
+    return None
 
 
 def _counting(op: Op, wanted: Any, found: Any) -> tuple[Any, Any]:

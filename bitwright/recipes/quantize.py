@@ -35,7 +35,7 @@ from bitwright.recipes.default_recipe import RecipeLike
 from bitwright.recipes.judge import Rating
 from bitwright.recipes.recipe import OnHarm, RecipeReport, checked_metric, integer_bits, metric_of
 from bitwright.report.document import POOR
-from bitwright.report.result import Reported
+from bitwright.report.result import Reported, main_causes
 
 logger = logging.getLogger("bitwright")
 
@@ -60,6 +60,7 @@ class Result(Reported):
         tried: what was done because the recipe or the preset gave a worse result than something else; empty for nothing.
         asked: steps that the user's recipe names and that changed nothing, with what they say.
         metric: both values of a metric by name, and how sure their difference is.
+        causes: why a poor result is poor: what :func:`bitwright.analyze` says of the layers that cost most.
     """
 
     sim: Any
@@ -76,6 +77,7 @@ class Result(Reported):
     tried: str = ""
     asked: tuple[str, ...] = ()
     metric: MetricRow | None = None
+    causes: tuple[str, ...] = ()
 
     @property
     def model(self) -> Any:
@@ -215,8 +217,8 @@ def quantize(
         plain = _never_worse_than_plain(done, tried)
         if fallback and has_sixteen_bits(opset):
             done = _with_more_bits(done, poor_below, tried)
-        done.take_in_held_out()
-    sim = done.sim
+    sim, causes = done.sim, _causes(done, poor_below)
+    done.take_in_held_out()
     sim.origin = origin_of(done.preset, [step.name for step in steps], first, sim.calibration_log)
     if generated is not None:
         sim.origin["generated_data"] = str(generated)
@@ -239,7 +241,7 @@ def quantize(
     return Result(
         sim, done.folds, exported, metrics, done.report, measured, repaired, done.stem,
         done.rating, plain, poor_below, "; ".join(tried), () if recipe is None else done.report.idle,
-        row_of(score, sim._metric_target),
+        row_of(score, sim._metric_target), causes,
     )  # fmt: skip
 
 
@@ -311,6 +313,17 @@ def _never_worse_than_plain(done: Attempt, tried: list[str]) -> Rating:
     done.sim, done.report = sim, replace(done.report, outcomes=undone)
     done.rating = done.rated(done.sim)
     return plain
+
+
+_ANALYZED = 2  # batches
+
+
+def _causes(done: Attempt, poor_below: float) -> tuple[str, ...]:
+    """Why a result is poor, on the samples that rate it; empty for any other."""
+    worst = done.rating.worst
+    if worst is None or worst.sqnr >= poor_below:
+        return ()
+    return main_causes(done.sim, list(done.job.judge.batches[:_ANALYZED]))
 
 
 _GAIN = 3.0  # dB of the worst part that 16 bits must bring

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import bitwright.onnx
 from bitwright import PRESETS, PerTensor
 from bitwright.analysis import causes as remedies
 from bitwright.analysis.causes import CAUSES, REMEDIES
-from bitwright.analysis.layer_errors import LayerErrors, Ratio
+from bitwright.analysis.layer_errors import LayerErrors, Ratio, _count_choices
 from bitwright.analysis.result import Cause
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.torch import QuantizationSimModel
@@ -404,6 +405,76 @@ def test_a_product_that_keeps_small_values_with_the_errors_of_large_ones_is_name
     assert told and all(c.cause == "enlarged" for c in told)
     named_at = {layer.name: layer for layer in found.layers}
     assert all(named_at[c.evidence["most_at"]].op == "Mul" for c in told)
+
+
+class Chosen(nn.Module):
+    """Rows choose an expert by a score, by the best of it or the best two, and get what it holds."""
+
+    def __init__(self, count: int = 1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.count, self.a, self.scores = count, nn.Linear(8, 16), nn.Linear(16, 12)
+        self.experts = nn.Parameter(torch.randn(12, 6))
+
+    def forward(self, x):
+        scores = self.scores(torch.tanh(self.a(x)))
+        if self.count == 1:
+            return self.experts[scores.argmax(-1)]
+        held, chosen = scores.topk(self.count)
+        return (torch.softmax(held, -1)[..., None] * self.experts[chosen]).sum(-2)
+
+
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+@pytest.mark.parametrize("count", [1, 2], ids=["best", "best two"])
+def test_choices_that_differ_from_those_of_the_float_model_are_named_with_what_they_cost(front_end, count):
+    """No estimate by derivatives shows them: a choice has none."""
+    data, model = [x.flatten(0, 1) for x in _rows(*[1.0] * 16)], Chosen(count).eval()
+    if front_end == "torch":
+        sim = QuantizationSimModel(model, data[0])
+    else:
+        proto, data = exported(model, data[0]), [x.numpy() for x in data]
+        sim = bitwright.onnx.QuantizationSimModel(proto, data[0])
+    sim.compute_encodings(data, progress=False)
+    found = bitwright.analyze(sim, data, mode="fast")
+    layers = {layer.name: layer for layer in found.layers if any(c.cause == "choice" for c in layer.causes)}
+    assert {layer.op for layer in layers.values()} & {"ArgMax", "argmax", "TopK"}
+    (note,) = [note for note in found.notes if note.startswith("choices that differ")]
+    kept, lost = (float(n) for n in re.search(r"batches are at (-?[0-9.]+) dB, not (-?[0-9.]+) dB", note).groups())
+    assert kept > lost + 3 and kept > 30, "with the same choices only the rounding of scores and experts is left"
+    assert any(f"They differ at {name}" in note for name in layers) and "(step widen)" in note
+
+
+def test_the_order_of_choices_made_together_and_equal_choices_are_no_difference():
+    errors, scores = LayerErrors("TopK"), torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]])
+    held, picked = scores.topk(2)
+    _count_choices(errors, scores, (held, picked), (held.flip(-1), picked.flip(-1)))
+    assert (errors.decided, errors.changed) == (4, 0)
+    _count_choices(errors, scores, (held, picked), (held, torch.tensor([[0, 2], [2, 1]])))
+    assert (errors.decided, errors.changed) == (8, 1)
+    alone = LayerErrors("argsort")
+    _count_choices(alone, scores, (picked,), (picked.flip(-1),))
+    assert (alone.decided, alone.changed) == (4, 4), "without the values nothing tells that they were chosen together"
+    _count_choices(alone, scores, (picked,), (picked[:1],))
+    assert alone.changed == 8, "another number of choices"
+
+
+def test_small_values_that_are_picked_from_a_grid_with_large_ones_are_named():
+    """A class token that is small beside the patches: the join and what picks the token again are told."""
+
+    class Token(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.token, self.a, self.head = nn.Parameter(torch.randn(1, 1, 8) * 0.05), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            rows = torch.cat([self.token.expand(len(x), -1, -1), self.a(x) * 4], 1)
+            rows = rows + 0.1 * rows.mean(1, keepdim=True).tanh() * self.token
+            return self.head(nn.functional.layer_norm(rows[:, 0], (8,)))
+
+    _, found = causes(Token(), _rows(1.0, 1.0))
+    texts = [c.text for layer in found.layers for c in layer.causes]
+    assert named(found, "unlike_join") and any("among large ones" in text for text in texts)
 
 
 def test_operands_of_a_product_count_by_their_relative_errors():
