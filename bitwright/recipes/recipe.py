@@ -216,7 +216,7 @@ _RANGES = ("layer_inputs", "activation_ranges", "widen")
 #: what a step's function is given by name where it has a parameter of that name
 GIVEN = ("data", "dummy_input", "providers", "progress", "calibrate", "weight", "config_file", "quant_scheme")
 ROUNDING = (
-    "gptq", "gptaq", "gptvq", "adaround", "brecq", "qdrop", "flexround", "learned_clipping", "distill", "autoround",
+    "gptq", "gptaq", "gptvq", "codebook", "adaround", "brecq", "qdrop", "flexround", "learned_clipping", "distill", "autoround",
 )  # fmt: skip
 
 
@@ -318,6 +318,7 @@ _OWN: dict[str, Kind] = {
     "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer", _RANGES, gain=0.0, joined=True),
     "gptq": _rounding("round weights column by column with error feedback"),
     "gptvq": _rounding("as gptq, by vectors of a codebook for neighbouring weights on the grid of 8 bits"),
+    "codebook": _rounding("as gptq, by a codebook of 2 to 256 numbers a layer on the grid of 8 bits"),
     "gptaq": _rounding("as gptq, aiming at the outputs of the float model"),
     "adaround": _rounding("learn each weight's rounding, layer after layer"),
     "brecq": _rounding("learn each weight's rounding, block after block"),

@@ -60,6 +60,7 @@ def apply_reconstruction(
     ``gptq``              rounds column by column with error feedback (arXiv:2210.17323)
     ``gptaq``             the same, aiming at the outputs of the float model (arXiv:2504.02692)
     ``gptvq``             vectors of a codebook for neighbouring weights, with error feedback (arXiv:2402.15319)
+    ``codebook``          a codebook of 2 to 256 numbers a layer, with error feedback or by k-means (arXiv:2306.07629)
     ``seq_mse``           chooses the range only, by the layer's output error
     ====================  ==========================================================================================
 
@@ -83,7 +84,7 @@ def apply_reconstruction(
         options: of the method: ``iterations``, ``batch``, ``lr``, ``reg_param``, ``beta_range``, ``warm_start``, ``rows``,
             ``drop`` (learned methods); ``damping``, ``act_order``, ``block``, ``match_float`` (``gptq``), ``share``
             (``gptaq``), ``refit`` (both);
-            ``vector``, ``entries``, ``rounds`` (``gptvq``);
+            ``vector``, ``entries`` (``gptvq``), ``bits`` (``codebook``), ``rounds`` (both);
             ``num_candidates``, ``loss_fn`` (``mse``, ``l1``, ``sqnr``), ``inp_symmetry`` (``symqt``, ``symfp``, ``asym``;
             ``seq_mse``).
 

@@ -1,4 +1,4 @@
-"""GPTVQ: neighbouring weights of a row become a vector of a codebook, chosen with error feedback.
+"""GPTVQ: neighbouring weights of a row become a vector of a codebook, chosen with error feedback; codebooks of single weights.
 
 Van Baalen et al. 2024, arXiv:2402.15319. Letters of the paper: ``W [O, K]``, ``H [K, K]``, and ``U``, the upper Cholesky factor
 of the inverse of ``H``. A codebook of ``k`` vectors of ``d`` codes is fitted to a layer by k-means in which every column weighs
@@ -8,6 +8,10 @@ the columns still to come make up for the error (section 3.1); the vectors then 
 
 Entries are whole codes of the weight's own grid, so that the result is a weight on this grid like that of any other method, of at
 most ``k`` different vectors: 8-bit integers for runtimes that know no codebooks, indices where a file can hold them.
+
+``codebook`` is the same with ``d = 1``, by bits. Without rounds it is k-means in which a weight counts by its sensitivity, as in
+SqueezeLLM (Kim et al. 2023, arXiv:2306.07629, section 4.1), with the diagonal of ``H`` in place of squared gradients: how much
+the squared error of the layer's outputs grows with that of the weight.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from bitwright.methods.rounding.gptq import Settings as Rounded
 from bitwright.methods.rounding.gptq import inverse_factor, least_squares, quadratic_error
 from bitwright.methods.rounding.matrices import Grid, Layer
 
-_POINTS = 1 << 15  # vectors that a codebook is fitted to at most
+_POINTS = 1 << 15  # vectors that a codebook is fitted to at most, and that are compared with it at once
 _SWEEPS = 25  # of k-means
 _DESCENTS = 20  # steps of conjugate gradients
 _MOST = 256  # entries: an index is a byte
@@ -41,7 +45,8 @@ class Settings:
     Attributes:
         vector: neighbouring weights of a row that one index stands for; fewer where they do not divide the inputs of a layer.
         entries: vectors of the codebook of a layer; ``log2(entries) / vector`` bits a weight.
-        rounds: how often vectors are chosen, each time followed by a move of the codebook; 0: k-means and nearest vectors.
+        rounds: how often vectors are chosen, each time followed by a move of the codebook; 0: k-means and nearest vectors,
+            every weight counted by its sensitivity where the outputs gain.
         damping, match_float, rows_per_input: as of ``gptq``.
     """
 
@@ -57,6 +62,31 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or not least <= value <= most:
                 raise ConfigError(name, f"it is {value!r}", f"give a whole number from {least} to {most}")
+
+
+@dataclass(frozen=True)
+class ScalarSettings:
+    """Options of ``codebook``.
+
+    Attributes:
+        bits: of an index; the codebook of a layer has ``2 ** bits`` numbers.
+        rounds, damping, match_float, rows_per_input: as of :class:`Settings`.
+    """
+
+    bits: int = 4
+    rounds: int = 3
+    damping: float = 0.01
+    match_float: bool = True
+    rows_per_input: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
+            raise ConfigError("bits", f"it is {self.bits!r}", "give a whole number from 1 to 8")
+        self.of_vectors()  # which checks the others
+
+    def of_vectors(self) -> Settings:
+        """The same as options of GPTVQ."""
+        return Settings(1, 1 << self.bits, self.rounds, self.damping, self.match_float, self.rows_per_input)
 
 
 @dataclass(frozen=True)
@@ -121,10 +151,13 @@ def fitted_book(points: Tensor, weights: Tensor, entries: int, generator: torch.
     return book
 
 
-def nearest_vectors(matrix: Matrix, book: Tensor) -> Tensor:
-    """The nearest entry of every vector, ``[O, K / d]``, without data."""
+def nearest_vectors(matrix: Matrix, book: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The nearest entry of every vector, ``[O, K / d]``, in the squared distance that ``weights`` multiply, by default 1."""
     ratio = matrix.vectors(matrix.target / matrix.scale)
-    return ((book**2).sum(1) - 2 * ratio @ book.t()).argmin(1).view(len(matrix.target), -1)
+    weights = torch.ones_like(ratio) if weights is None else weights
+    parts = zip(ratio.split(_POINTS), weights.split(_POINTS), strict=True)
+    found = [(w @ (book**2).t() - 2 * (w * part) @ book.t()).argmin(1) for part, w in parts]
+    return torch.cat(found).view(len(matrix.target), -1)
 
 
 def choose_vectors(matrix: Matrix, book: Tensor) -> Tensor:
@@ -179,6 +212,12 @@ def stored_by_vectors(
     plain = matrix.whole(fitted_book(ratio, own, entries, generator))
     best = matrix.weight(plain, nearest_vectors(matrix, plain))
     before = least = matrix.error(best)
+    if not rounds:
+        sensitivity = own * matrix.vectors(matrix.hessian.diagonal().float().expand_as(matrix.target))
+        book = matrix.whole(fitted_book(ratio, sensitivity, entries, generator))
+        weight = matrix.weight(book, nearest_vectors(matrix, book, sensitivity))
+        error = matrix.error(weight)
+        return (weight, error, before) if error < before else (best, before, before)
     felt = matrix.upper.diagonal().square().reciprocal().expand_as(matrix.target)
     for book in (plain, matrix.whole(fitted_book(ratio, own * matrix.vectors(felt), entries, generator))):
         for _ in range(rounds):
@@ -218,7 +257,8 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     ]
     weight = torch.stack([part[0] for part in made])
     after, before = (sum(errors) / found.rows for errors in ([part[1] for part in made], [part[2] for part in made]))
-    note = f"{entries} vectors of {size}: {math.log2(entries) / size:.2f} bits a weight"
+    several = "numbers" if size == 1 else f"vectors of {size}"
+    note = f"{entries} {several}: {math.log2(entries) / size:.2f} bits a weight"
     unseen = int((found.own.diagonal(dim1=1, dim2=2).sum(1) == 0).sum())
     if unseen:
         note += f"; {unseen} of {len(w)} matrices saw no input"
@@ -250,3 +290,8 @@ def _axis(layer: Layer) -> int:
 def method(settings: Settings) -> Callable[[Task], Sequence[Choice]]:
     """:func:`solve` for :func:`bitwright.methods.rounding.driver.apply`."""
     return lambda task: solve(task, settings)
+
+
+def scalar_method(settings: ScalarSettings) -> Callable[[Task], Sequence[Choice]]:
+    """:func:`solve` with codebooks of single weights."""
+    return method(settings.of_vectors())

@@ -48,6 +48,7 @@ METHODS: dict[str, Row] = {
     "gptq": Row(gptq.Settings, gptq.method, _alone),
     "gptaq": Row(gptq.AsymmetricSettings, gptq.asymmetric_method, _alone),
     "gptvq": Row(gptvq.Settings, gptvq.method, _alone),
+    "codebook": Row(gptvq.ScalarSettings, gptvq.scalar_method, _alone),
     "seq_mse": Row(seq_mse.Settings, seq_mse.method, _alone),
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -86,7 +88,7 @@ def test_the_weights_are_codes_of_the_grid_and_never_worse_than_k_means():
     assert torch.allclose(codes, codes.round(), atol=1e-3) and len(codes.round().unique(dim=0)) <= 16
     assert after < before
     plain = stored_by_vectors(matrix, 16, 0, torch.Generator().manual_seed(0))
-    assert plain[1:] == (before, before)  # no round: k-means and nearest vectors
+    assert plain[2] == before and after < plain[1] <= before  # no round: k-means and nearest vectors
     assert after == pytest.approx(float(quadratic_error((weight - matrix.target)[None], matrix.hessian[None]).sum()))
 
 
@@ -137,6 +139,67 @@ def test_a_file_is_stored_by_vectors_along_its_inputs(tmp_path: Path):
     assert sim.verify(given[0]).ok
 
 
+def test_without_rounds_weights_count_by_their_sensitivity():
+    """Two groups of columns with weights of their own; inputs of the second are a hundred times as large."""
+    w = torch.cat((torch.randn(40, 12), 30 + torch.randn(40, 12)), 1)
+    felt = torch.cat((torch.full((12,), 1e-4), torch.ones(12)))
+    hessian = torch.diag(felt).double()
+    matrix = Matrix(w, torch.ones_like(w), hessian, inverse_factor(hessian[None], 0.01)[0].float(), (-128.0, 127.0), 1)
+    weight, after, before = stored_by_vectors(matrix, 4, 0, torch.Generator().manual_seed(0))
+    assert after < 0.7 * before
+    near = (weight - w).square().mean(0)
+    assert near[12:].mean() < 0.7 * near[:12].mean()
+
+
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 12, 3), nn.Linear(12 * 36, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)).flatten(1))
+
+
+@pytest.mark.parametrize("bits, rounds", [(1, 3), (3, 0), (6, 3)])
+def test_codebook_weights_are_indices_that_a_gather_looks_up(bits: int, rounds: int, tmp_path: Path):
+    pictures = list(torch.randn(96, 3, 8, 8, generator=torch.Generator().manual_seed(1)).split(32))
+    sim = torch_front.QuantizationSimModel(Pictures().eval(), pictures[0], preset="w8")
+    report = torch_front.apply_reconstruction(
+        sim, pictures, "codebook", bits=bits, rounds=rounds, progress=False, num_samples=64
+    )
+    assert f"{2**bits} numbers: {bits}.00 bits a weight" in str(report)
+    assert all(layer.after <= layer.before for layer in report)
+    sim.compute_encodings(progress=False)
+    made = sim.export(tmp_path, "model", pictures[2])
+    graph = onnx.load(made.qdq).graph
+    held = {tensor.name: tensor for tensor in graph.initializer}
+    lookups = [node for node in graph.node if node.op_type == "Gather"]
+    assert len(lookups) == 2 and not [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    stored = onnx.TensorProto.UINT4 if bits <= 4 else onnx.TensorProto.UINT8
+    casts = {node.output[0]: held[node.input[0]].data_type for node in graph.node if node.op_type == "Cast"}
+    for node in lookups:
+        assert held[node.input[0]].dims[0] <= 2**bits
+        assert casts[node.input[1]] == stored
+    with torch.no_grad():
+        wanted = sim.model(pictures[2])
+    session = onnxruntime.InferenceSession(made.qdq)
+    (found,) = session.run(None, {session.get_inputs()[0].name: pictures[2].numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-4, atol=1e-5)
+    assert sim.verify(pictures[2]).ok
+
+
+def test_a_file_gets_codebook_weights_by_a_recipe(tmp_path: Path):
+    proto = exported(Net().eval(), batches()[0][:, None])
+    given = [{"x": batch[:, None].numpy()} for batch in batches()]
+    steps = [{"codebook": {"bits": 3}}]
+    result = onnx_front.quantize(proto, given, "w8", recipe=steps, path=tmp_path, progress=False)
+    assert result.exported is not None
+    graph = onnx.load(result.exported.qdq).graph
+    assert [node.op_type for node in graph.node].count("Gather") == 2
+    assert result.sim.verify(given[0]).ok
+
+
 def test_with_quantized_activations_files_hold_integers(tmp_path: Path):
     sim = torch_front.QuantizationSimModel(Net().eval(), batches()[0], preset="w8a8")
     sim.compute_encodings(batches(), progress=False)
@@ -158,14 +221,16 @@ def test_encodings_keep_vectors():
 @pytest.mark.parametrize(
     "preset, options, message",
     [
+        ("w8", {"method": "codebook", "bits": 9}, "bits: it is 9.*a whole number from 1 to 8"),
+        ("w8", {"method": "codebook", "rounds": -1}, "rounds: it is -1.*from 0 to 100"),
         ("w8", {"entries": 257}, "entries: it is 257.*a whole number from 2 to 256"),
         ("w8", {"vector": 0}, "vector: it is 0.*from 1 to 8"),
         ("w4g10_asym", {}, "uint4, which has zero points, and rows of a codebook share its entries.*preset='w8'"),
         ("nf4", {}, "nf4, which has no codes that are integers"),
     ],
 )
-def test_what_cannot_be_stored_by_vectors_is_refused(preset: str, options: dict[str, int], message: str):
+def test_what_cannot_be_stored_by_vectors_is_refused(preset: str, options: dict[str, Any], message: str):
     sim = torch_front.QuantizationSimModel(Net().eval(), batches()[0], preset=preset)
     sim.compute_encodings(progress=False)
     with pytest.raises(ConfigError, match=message):
-        torch_front.apply_reconstruction(sim, batches(), "gptvq", progress=False, **options)
+        torch_front.apply_reconstruction(sim, batches(), **{"method": "gptvq", "progress": False, **options})
