@@ -330,6 +330,22 @@ def _softmax(call: Call) -> Array:
     return np.where(kept, np.clip(codes, *grid.ends), grid.ends[0]).astype(grid.dtype)
 
 
+def _softmax_table(call: Call) -> Array:
+    """LiteRT's default kernel: a float32 table of exponentials, their sum in order, a product with its reciprocal.
+
+    Source: ``tensorflow/lite/kernels/internal/optimized/optimized_ops.h``, ``Softmax`` of ``In`` and ``Out`` and
+    ``PopulateSoftmaxLookupTable``.
+    """
+    source, grid = call.read(0), call.grid
+    slope = np.float32(-source.step * np.float32(call.attributes.get("beta", 1.0)))
+    table = np.exp((slope * np.arange(256, dtype=np.float32)).astype(np.float64)).astype(np.float32)
+    x = source.values.astype(np.int64)
+    powers = table[x.max(-1, keepdims=True) - x]
+    total = np.add.accumulate(powers, axis=-1, dtype=np.float32)[..., -1:]
+    share = powers * (np.float32(1) / (total * grid.scale))
+    return grid.store(rounded_away(share))
+
+
 def _function_input(call: Call) -> tuple[Array, Array, int]:
     """Codes from zero on, the same with 27 fractional bits, and the code beyond which the function is flat."""
     source = call.read(0)
@@ -515,7 +531,7 @@ FLAT_KERNELS: dict[str, dict[str, Kernel]] = {
     "ADD": {**_variants(partial(_sum, 1), *_FIXED), "shifted": partial(_sum_shifted, 1)},
     "SUB": {**_variants(partial(_sum, -1), *_FIXED), "shifted": partial(_sum_shifted, -1)},
     "LEAKY_RELU": {**_variants(_leaky_relu, *_FIXED, _DOUBLES), "q8_single": _leaky_relu_short},
-    "SOFTMAX": {"fixed": _softmax},
+    "SOFTMAX": {"fixed": _softmax, "table": _softmax_table},
     "LOGISTIC": {"fixed": _logistic, "table": partial(_table, lambda x: 1 / (1 + np.exp(-x)))},
     "TANH": {"fixed": _tanh, "table": partial(_table, np.tanh)},
     "AVERAGE_POOL_2D": {"integer": _average_pool},
