@@ -36,14 +36,14 @@ def test_imports_are_rewritten_and_nothing_else(before, after):
 def test_what_is_missing_and_what_differs_is_listed_by_line():
     found = migrate(
         "import aimet_torch\n"
-        "from aimet_torch.gptvq import GPTVQ\n"
+        "from aimet_torch.winnow import ReShape\n"
         "from aimet_torch.batch_norm_fold import fold_all_batch_norms, fold_all_batch_norms_to_scale\n"
         "aimet_torch.nn.QuantizedLinear(1, 1)\n"
         "aimet_torch.nn.QuantizedNonsense\n"
         "sim.export('.', 'x', export_to_torchscript=True)\n"
     )
     assert [(f.line, f.name) for f in found.missing] == [
-        (2, "aimet_torch.gptvq.GPTVQ"),
+        (2, "aimet_torch.winnow.ReShape"),
         (5, "aimet_torch.nn.QuantizedNonsense"),
     ]
     assert {(f.line, f.name) for f in found.findings if not f.missing} == {(6, "export"), (6, "export_to_torchscript")}
@@ -68,7 +68,7 @@ def test_command_writes_the_script_and_answers_with_its_exit_code(tmp_path):
     result = CliRunner().invoke(app, ["migrate", str(script)])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "ptq_bitwright.py").read_text().startswith("from bitwright.aimet_torch.quantsim import")
-    script.write_text("from aimet_torch.gptvq import GPTVQ\n")
+    script.write_text("from aimet_torch.winnow import ReShape\n")
     result = CliRunner().invoke(app, ["migrate", str(script), "--output", str(tmp_path / "new.py")])
     assert result.exit_code == 1 and "no counterpart" in result.output
     assert (tmp_path / "new.py").exists()
@@ -110,7 +110,7 @@ def test_notebook_is_rewritten_cell_by_cell():
         {"cell_type": "markdown", "source": ["import aimet_torch"], "metadata": {}},
         code(["%matplotlib inline\n", "from aimet_torch.quantsim import QuantizationSimModel\n", "!pip list"]),
         code("%%bash\nimport aimet_torch"),
-        code("%%time\nfrom aimet_torch.gptvq import GPTVQ"),
+        code("%%time\nfrom aimet_torch.winnow import ReShape"),
     ]
     notebook = {"cells": cells, "metadata": {"ü": 1}, "nbformat": 4, "nbformat_minor": 5}
     content, found = migrate_file(json.dumps(notebook).encode(), "a.ipynb")
@@ -119,7 +119,7 @@ def test_notebook_is_rewritten_cell_by_cell():
     expected[1]["source"] = [
         "%matplotlib inline\n", "from bitwright.aimet_torch.quantsim import QuantizationSimModel\n", "!pip list",
     ]  # fmt: skip
-    expected[3]["source"] = "%%time\nfrom bitwright.aimet_torch.gptvq import GPTVQ"
+    expected[3]["source"] = "%%time\nfrom bitwright.aimet_torch.winnow import ReShape"
     assert new == notebook | {"cells": expected}
     assert found.changed == 2 and [f.where for f in found.missing] == ["cell 3:2"]
     with pytest.raises(ConfigError, match=r"not a notebook: TypeError.*format 4"):
@@ -164,7 +164,7 @@ def test_import_that_may_fail_is_not_missing():
     found = migrate(
         "try:\n    from aimet_torch.v1.quantsim import QuantizationSimModel\n"
         "except (ImportError, KeyError):\n    from aimet_torch.quantsim import QuantizationSimModel\n"
-        "try:\n    import aimet_torch.gptvq\nexcept KeyError:\n    pass\n"
+        "try:\n    import aimet_torch.winnow\nexcept KeyError:\n    pass\n"
     )
     assert [(f.line, f.missing) for f in found.findings] == [(2, False), (6, True)]
     assert "except clause" in found.findings[0].note

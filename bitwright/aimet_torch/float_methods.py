@@ -17,7 +17,7 @@ from torch import nn
 
 from bitwright import torch as front
 from bitwright.aimet_common import sites
-from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.absent import absent_names, differs
 from bitwright.aimet_common.sites import ClsSetInfo, ClsSetInfos, GraphOp
 from bitwright.aimet_torch.module_quantizers import record_of
 from bitwright.aimet_torch.quantsim import QuantizationSimModel, QuantParams
@@ -36,11 +36,12 @@ from bitwright.torch.training.batch_norm import fold_to_scale
 from bitwright.torch.view import BATCH_NORMS, TorchView
 
 __all__ = [
-    "BatchNormFold", "ClsSetInfo", "ConnectedGraph", "CrossLayerScaling", "FoldedPairs", "GraphSearchUtils",
-    "HighBiasFold", "QuantParams", "SUPPORTED_MODULE_DICT", "SpinQuant", "SpinQuantConfig", "VLMSpinQuantConfig",
-    "apply_spinquant", "correct_bias", "equalize_bn_folded_model", "equalize_model", "find_all_batch_norms_to_fold",
-    "find_standalone_batchnorm_ops", "fold_all_batch_norms", "fold_all_batch_norms_to_scale",
-    "fold_given_batch_norms", "prepare_model", "prepare_pt_transformer_for_quantsim",
+    "BatchNormFold", "ClsSetInfo", "ConnectedGraph", "CrossLayerScaling", "FPTQuant", "FPTQuantConfig", "FoldedPairs",
+    "GraphSearchUtils", "HighBiasFold", "QuantParams", "SUPPORTED_MODULE_DICT", "SpinQuant", "SpinQuantConfig",
+    "VLMSpinQuantConfig", "apply_spinquant", "correct_bias", "equalize_bn_folded_model", "equalize_model",
+    "find_all_batch_norms_to_fold", "find_standalone_batchnorm_ops", "fold_all_batch_norms",
+    "fold_all_batch_norms_to_scale", "fold_given_batch_norms", "fptquant_model_config_dict", "prepare_model",
+    "prepare_pt_transformer_for_quantsim",
 ]  # fmt: skip
 
 __getattr__ = absent_names(__name__)
@@ -575,17 +576,24 @@ def apply_spinquant(
     Raises:
         ModelError: no ``dummy_input`` and no embedding of tokens in the model.
     """
-    if dummy_input is None:
-        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        if not embeddings:
-            raise ModelError(
-                "apply_spinquant", "the model has no embedding of tokens, so that it is not a language model",
-                "pass an example: apply_spinquant(model, dummy_input)",
-            )  # fmt: skip
-        largest = max(embeddings, key=lambda module: module.num_embeddings)
-        tokens = torch.arange(8, device=largest.weight.device)
-        dummy_input = tokens.remainder(largest.num_embeddings).unsqueeze(0)
+    dummy_input = _tokens(model, "apply_spinquant") if dummy_input is None else dummy_input
     return front.apply_spinquant(model, dummy_input, enable_r1=enable_r1, enable_r2=enable_r2, **options)
+
+
+def _tokens(model: nn.Module, call: str) -> torch.Tensor:
+    """Eight tokens, shape [1, 8].
+
+    Raises:
+        ModelError: no embedding of tokens in the model.
+    """
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if not embeddings:
+        raise ModelError(
+            call, "the model has no embedding of tokens, so that it is not a language model",
+            f"pass an example: {call}(model, dummy_input=...)",
+        )  # fmt: skip
+    largest = max(embeddings, key=lambda module: module.num_embeddings)
+    return torch.arange(8, device=largest.weight.device).remainder(largest.num_embeddings).unsqueeze(0)
 
 
 class SpinQuant:
@@ -598,9 +606,48 @@ class SpinQuantConfig(SimpleNamespace):
     """Where the parts of a model are, by keywords; accepted, and not read: they are found in the graph."""
 
 
-VLMSpinQuantConfig = SpinQuantConfig
-#: AIMET's registry of models; entries of scripts are accepted and not needed
+VLMSpinQuantConfig = FPTQuantConfig = SpinQuantConfig
+#: AIMET's registries of models; entries of scripts are accepted and not needed
 SUPPORTED_MODULE_DICT: dict[Any, Any] = {}
+fptquant_model_config_dict: dict[Any, Any] = {}
+
+
+class FPTQuant:
+    """Rotations of a language model that its weights take in, and one in front of each down projection."""
+
+    @staticmethod
+    def insert_fpt_quant_transforms(model: nn.Module, config: Any = None, *, dummy_input: Any = None) -> Any:
+        """:func:`bitwright.torch.rotate_model` with ``online=True``, in place: merged at once.
+
+        AIMET also scales queries, keys and up projections, and fits all transforms to the weights;
+        :func:`bitwright.torch.transform_model` fits such scales to data. ``config`` is not read; eight tokens are used without
+        a ``dummy_input``.
+
+        Returns:
+            Our report of what was rotated (AIMET returns nothing).
+
+        Raises:
+            ModelError: no ``dummy_input`` and no embedding of tokens in the model.
+        """
+        differs(
+            "insert_fpt_quant_transforms",
+            "rotates the residual stream, values and inputs of down projections by Hadamard matrices, merged at once; "
+            "scales fitted to data are those of bitwright.torch.transform_model(model, data)",
+        )
+        example = _tokens(model, "insert_fpt_quant_transforms") if dummy_input is None else dummy_input
+        return front.rotate_model(model, None, example, online=True)
+
+    @staticmethod
+    def merge_fpt_quant_transforms(model: nn.Module) -> None:
+        """Nothing is left to be merged."""
+
+    @staticmethod
+    def insert_nonmergeable_down_project_transform(
+        model: nn.Module, config: Any = None, *, dummy_input: Any = None
+    ) -> Any:
+        """Rotate what down projections read, at run time, and nothing else: ``rotate_model(online=True)``."""
+        example = _tokens(model, "insert_nonmergeable_down_project_transform") if dummy_input is None else dummy_input
+        return front.rotate_model(model, None, example, streams=False, heads=False, online=True)
 
 
 # ---------------------------------------------------------------------------------------------------- preparation

@@ -1,6 +1,6 @@
-"""Methods that choose the weights of a simulation, under AIMET's names: AdaRound, SeqMSE, AdaScale.
+"""Methods that choose the weights of a simulation, under AIMET's names: AdaRound, SeqMSE, AdaScale, GPTVQ.
 
-Home of ``aimet_torch.adaround.adaround_weight``, ``seq_mse``, ``adascale`` and ``experimental.omniquant``.
+Home of ``aimet_torch.adaround.adaround_weight``, ``seq_mse``, ``adascale``, ``gptvq`` and ``experimental.omniquant``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from bitwright.aimet_torch.quantsim import QuantizationSimModel
 from bitwright.aimet_torch.utils import Unlabelled, default_forward_fn, remove_activation_quantizers
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, close_matches
 from bitwright.export.encodings.of_simulation import site_records
 from bitwright.export.encodings.write import write_encodings
 from bitwright.export.files.atomic import check_destination
-from bitwright.methods.rounding import seq_mse
+from bitwright.methods.rounding import gptvq, seq_mse
 from bitwright.torch.calls.inputs import walk_modules
 from bitwright.torch.simulation.quantsim import copied
 
 __all__ = [
-    "AdaScale", "AdaScaleModelConfig", "Adaround", "AdaroundParameters", "Omniquant", "SeqMseParams", "SequentialMse",
-    "adascale_model_config_dict", "apply_adascale", "apply_omniquant", "apply_seq_mse", "get_candidates",
-    "optimize_module",
+    "AdaScale", "AdaScaleModelConfig", "Adaround", "AdaroundParameters", "GPTVQ", "GPTVQParameters", "Omniquant",
+    "SeqMseParams", "SequentialMse", "adascale_model_config_dict", "apply_adascale", "apply_omniquant", "apply_seq_mse",
+    "get_candidates", "optimize_module",
 ]  # fmt: skip
 
 __getattr__ = absent_names(__name__)
@@ -429,3 +429,134 @@ class Omniquant:
     """The function as a method, as AIMET has it too."""
 
     apply_omniquant = staticmethod(apply_omniquant)
+
+
+# ------------------------------------------------------------------------------------ GPTVQ
+
+
+@dataclass
+class GPTVQParameters:
+    """Options of :meth:`GPTVQ.apply_gptvq`.
+
+    Attributes:
+        data_loader: batches; the second element of a batch of two is dropped as its labels, unless there is a ``forward_fn``.
+        forward_fn: ``forward_fn(model, batch)``, when the model is not called as ``model(batch)``.
+        row_axis, col_axis: outputs and inputs of a weight; vectors lie along the inputs.
+        rows_per_block, cols_per_block: weights that share a codebook in AIMET; here a layer has one.
+        vector_dim: neighbouring weights that one index stands for, 1 to 8.
+        vector_bw: bits of the codes of a codebook.
+        vector_stride: 1, the weights of a vector lie side by side.
+        index_bw: bits of an index, 1 to 8.
+        num_of_kmeans_iterations, assignment_chunk_size: not read: k-means runs 25 times, on all vectors at once.
+
+    Raises:
+        ConfigError: (a ValueError) another axis or stride, or a number out of its range.
+    """
+
+    data_loader: Iterable[Any]
+    forward_fn: Any = default_forward_fn
+    row_axis: int = 0
+    col_axis: int = 1
+    rows_per_block: int = 32
+    cols_per_block: int = 256
+    vector_dim: int = 2
+    vector_bw: int = 8
+    vector_stride: int = 1
+    index_bw: int = 6
+    num_of_kmeans_iterations: int = 100
+    assignment_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        lies = (self.row_axis, self.col_axis, self.vector_stride)
+        if lies != (0, 1, 1):
+            raise ConfigError(
+                "GPTVQParameters", f"row_axis, col_axis and vector_stride are {lies}",
+                "leave them at 0, 1 and 1: the weights of a vector are neighbours along the inputs of a layer",
+            )  # fmt: skip
+        if self.index_bw not in range(1, 9):
+            raise ConfigError("index_bw", f"it is {self.index_bw!r}", "give 1 to 8 bits: an index is at most a byte")
+        gptvq.Settings(vector=self.vector_dim, entries=2**self.index_bw)
+
+
+class GPTVQ:
+    """Vectors of a codebook in place of the weights of linear layers."""
+
+    @classmethod
+    def apply_gptvq(
+        cls,
+        model: nn.Module,
+        dummy_input: Any,
+        gptvq_params: GPTVQParameters,
+        param_encoding_path: str | Path,
+        module_names_to_exclude: Sequence[str] | None = None,
+        block_level_module_names: Sequence[Sequence[str]] | None = None,
+        file_name_prefix: str = "gptvq",
+        config_file_path: str | Path | None = None,
+        **options: Any,
+    ) -> QuantizationSimModel:
+        """A simulation of ``model`` whose linear layers have weights of a codebook, frozen.
+
+        ``<param_encoding_path>/<file_name_prefix>.encodings`` has the grids of these weights (version 0.6.1), for
+        ``sim.set_and_freeze_param_encodings`` of another simulation.
+
+        Args:
+            model: left as it is.
+            dummy_input: one input, as :class:`QuantizationSimModel` takes it.
+            gptvq_params: data and sizes.
+            param_encoding_path, file_name_prefix: where the encodings are written.
+            module_names_to_exclude: linear layers that stay as they are.
+            block_level_module_names: linear layers that are treated, in lists (which are flattened: every layer reads what
+                the treated ones before it compute); all without it.
+            config_file_path: rules, as for :class:`QuantizationSimModel`.
+            options: as for :func:`bitwright.torch.apply_reconstruction`.
+
+        Returns:
+            The simulation; its activations are still to be calibrated.
+
+        Raises:
+            ConfigError: a name that is not a linear layer with a quantized weight, or a prefix that cannot begin the name of
+                a file; weights that are not quantized symmetrically.
+            CalibrationError, ModelError: as for :func:`bitwright.torch.apply_reconstruction`.
+            ExportError: the encodings cannot be written.
+
+        Reference: van Baalen et al. 2024, arXiv:2402.15319.
+        """
+        check_destination(param_encoding_path, file_name_prefix)
+        sizes = f"{gptvq_params.rows_per_block} x {gptvq_params.cols_per_block}"
+        differs("apply_gptvq", f"a layer has one codebook, where AIMET has one for {sizes} weights")
+        sim = QuantizationSimModel(
+            model, dummy_input, QuantScheme.post_training_tf, default_param_bw=gptvq_params.vector_bw,
+            config_file=None if config_file_path is None else str(config_file_path),
+        )  # fmt: skip
+        treated = _linear_sites(sim, block_level_module_names, module_names_to_exclude or ())
+        forward = None if gptvq_params.forward_fn is default_forward_fn else gptvq_params.forward_fn
+        front.apply_reconstruction(
+            sim, _batches(gptvq_params.data_loader, forward), "gptvq", vector=gptvq_params.vector_dim,
+            entries=2**gptvq_params.index_bw, include=[site.op for site in treated], forward_fn=forward, **options,
+        )  # fmt: skip
+        names = {site.name for site in treated}
+        records = [record for record in site_records(sim) if record.name in names]
+        write_encodings(Path(param_encoding_path, f"{file_name_prefix}.encodings"), records, "0.6.1", quantizer_args={})
+        return sim
+
+
+def _linear_sites(
+    sim: QuantizationSimModel, wanted: Sequence[Sequence[str]] | None, excluded: Sequence[str]
+) -> list[Site]:
+    """The weights of linear modules, of all or of those in the lists, without the excluded ones.
+
+    Raises:
+        ConfigError: a name in either is no linear module with a quantized weight.
+    """
+    modules = {name: module for name, module in walk_modules(sim.model) if isinstance(module, nn.Linear)}
+    paths = {sim.graph.op(site.op).module: site for site in sim.quantizers.values() if site.role == "weight"}
+    held = {name: paths[name] for name in modules if name in paths}
+    given = list(held) if wanted is None else list(itertools.chain.from_iterable(wanted))
+    unknown = [name for name in (*given, *excluded) if name not in held]
+    if unknown:
+        raise ConfigError(
+            "apply_gptvq",
+            f"{unknown[0]!r} is no linear layer with a quantized weight{close_matches(unknown[0], held)}",
+            "name nn.Linear modules of the model that was given",
+        )
+    return [held[name] for name in given if name not in excluded]

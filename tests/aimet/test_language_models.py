@@ -22,14 +22,17 @@ from bitwright.aimet_onnx.llm_configurator import configure_llm
 from bitwright.aimet_onnx.llm_topology import LlmTopology, analyze_llm_topology
 from bitwright.aimet_torch import QuantizationSimModel
 from bitwright.aimet_torch.adascale import AdaScaleModelConfig, apply_adascale
+from bitwright.aimet_torch.experimental.fptquant.fptquant_optimizer import FPTQuant
 from bitwright.aimet_torch.experimental.omniquant import apply_omniquant
 from bitwright.aimet_torch.experimental.spinquant.spinquant_optimizer import (
     SUPPORTED_MODULE_DICT,
     SpinQuantConfig,
     apply_spinquant,
 )
+from bitwright.aimet_torch.gptvq.defs import GPTVQParameters
+from bitwright.aimet_torch.gptvq.gptvq_weight import GPTVQ
 from bitwright.aimet_torch.quantization.affine import QuantizeDequantize
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, ModelError
 
 SIZES = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False, use_cache=False)  # fmt: skip
@@ -71,6 +74,48 @@ def test_rotations_keep_the_model_and_registries_take_entries(kind: str) -> None
         assert not torch.equal(model.model.layers[0].self_attn.q_proj.weight, weight)
     finally:
         SUPPORTED_MODULE_DICT.clear()
+
+
+def test_transforms_of_fptquant_keep_the_model() -> None:
+    model, plain = decoder(), decoder()
+    with torch.no_grad():
+        for some in (model, plain):
+            some.model.layers[0].mlp.up_proj.weight[3] *= 30  # one loud channel of what the down projection reads
+        wanted = model(input_ids=TOKENS).logits
+        with pytest.warns(
+            DifferenceWarning, match="rotates the residual stream, values and inputs of down projections"
+        ):
+            report = FPTQuant.insert_fpt_quant_transforms(model, model.config)
+        FPTQuant.merge_fpt_quant_transforms(model)
+        assert len(report.streams) == 1 and len(report.heads) == len(report.online) == 2
+        torch.testing.assert_close(model(input_ids=TOKENS).logits, wanted, rtol=1e-3, atol=1e-3)
+        only = FPTQuant.insert_nonmergeable_down_project_transform(plain, plain.config)
+        assert not only.streams and len(only.online) == 2
+        torch.testing.assert_close(plain(input_ids=TOKENS).logits, wanted, rtol=1e-3, atol=1e-3)
+    with pytest.raises(
+        ModelError, match=r"no embedding of tokens.*insert_fpt_quant_transforms\(model, dummy_input=...\)"
+    ):
+        FPTQuant.insert_fpt_quant_transforms(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"vector_stride": 2}, r"vector_stride are \(0, 1, 2\).*neighbours along the inputs"),
+        ({"index_bw": 9}, "index_bw: it is 9.*1 to 8 bits"),
+        ({"vector_dim": 9}, "vector: it is 9.*from 1 to 8"),
+    ],
+)
+def test_sizes_of_vectors_are_checked(given: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GPTVQParameters([], **given)
+
+
+@pytest.mark.filterwarnings("ignore::bitwright.aimet_common.absent.DifferenceWarning")
+def test_layers_that_vectors_cannot_stand_for_are_refused(tmp_path: Path) -> None:
+    model, data = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Linear(4, 4)), [torch.randn(3, 2, 4)]
+    with pytest.raises(ConfigError, match="'0' is no linear layer with a quantized weight.*name nn.Linear modules"):
+        GPTVQ.apply_gptvq(model, data[0], GPTVQParameters(data), tmp_path, block_level_module_names=[["0"], ["1"]])
 
 
 @pytest.mark.parametrize("method", ["omniquant", "adascale"])

@@ -73,6 +73,32 @@ def adascale():
     sim.compute_encodings(lambda model: [model(x) for x in data])
 
 
+def gptvq_warns():
+    from aimet_torch import QuantizationSimModel
+    from aimet_torch.gptvq.defs import GPTVQParameters
+    from aimet_torch.gptvq.gptvq_weight import GPTVQ
+
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(32, 16, generator=generator) for _ in range(2)]
+    model = Mlp().eval()
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    params = GPTVQParameters(data_loader=data, forward_fn=lambda m, x: m(x), vector_dim=2, index_bw=4)
+    sim = GPTVQ.apply_gptvq(
+        model, data[0], params, param_encoding_path="./", module_names_to_exclude=linears[1:], file_name_prefix="vq"
+    )
+    with open("vq.encodings") as file:
+        assert set(json.load(file)["param_encodings"]) == {f"{linears[0]}.weight"}
+    layer = sim.model.get_submodule(linears[0])
+    quantizer = layer.param_quantizers["weight"]
+    codes = (layer.weight / quantizer.get_scale()).round().reshape(-1, 2)
+    assert len(codes.unique(dim=0)) <= 16 and not quantizer.is_overwrite_allowed()
+    again = QuantizationSimModel(sim.get_original_model(sim.model), data[0])
+    again.set_and_freeze_param_encodings(encoding_path="./vq.encodings")
+    for each in (sim, again):
+        each.compute_encodings(lambda m: [m(x) for x in data])
+    torch.testing.assert_close(sim.model(data[0]), again.model(data[0]))
+
+
 def auto_quant_warns():
     """AutoQuant as in the versions of AIMET that had it."""
     from aimet_common.defs import QuantScheme
