@@ -645,9 +645,9 @@ class FPTQuant:
     def insert_nonmergeable_down_project_transform(
         model: nn.Module, config: Any = None, *, dummy_input: Any = None
     ) -> Any:
-        """Rotate what down projections read, at run time, and nothing else: ``rotate_model(online=True)``."""
+        """Rotate what down projections read, at run time, and the residual stream, by which they are found; not values."""
         example = _tokens(model, "insert_nonmergeable_down_project_transform") if dummy_input is None else dummy_input
-        return front.rotate_model(model, None, example, streams=False, heads=False, online=True)
+        return front.rotate_model(model, None, example, heads=False, online=True)
 
 
 # ---------------------------------------------------------------------------------------------------- preparation

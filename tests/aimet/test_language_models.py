@@ -90,7 +90,7 @@ def test_transforms_of_fptquant_keep_the_model() -> None:
         assert len(report.streams) == 1 and len(report.heads) == len(report.online) == 2
         torch.testing.assert_close(model(input_ids=TOKENS).logits, wanted, rtol=1e-3, atol=1e-3)
         only = FPTQuant.insert_nonmergeable_down_project_transform(plain, plain.config)
-        assert not only.streams and len(only.online) == 2
+        assert len(only.streams) == 1 and not only.heads and len(only.online) == 2
         torch.testing.assert_close(plain(input_ids=TOKENS).logits, wanted, rtol=1e-3, atol=1e-3)
     with pytest.raises(
         ModelError, match=r"no embedding of tokens.*insert_fpt_quant_transforms\(model, dummy_input=...\)"
