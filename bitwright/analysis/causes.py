@@ -54,6 +54,7 @@ _TAIL = 8.0  # largest value over the root mean square: a step is then 6 % of it
 _CANCELS = 8.0  # root mean square of what a sum reads over that of what it makes
 _ENLARGED = 6.0  # dB lost from the site to the outputs
 _FAR_ENLARGED = 12.0  # from which on it is told beside a fault
+_CREDIBLE = 4.0  # noise that a factor is said to leave, over what is there
 _SMALL_AMONG = 3.0  # root mean square of what an operator reads over that of what it picks
 _GROWS = 3.0  # dB lost at one operator, which is then named
 _CHOICES_COST = 1.0  # dB of the outputs from which on choices that changed are told
@@ -168,8 +169,8 @@ def _lost(one: Enlarged) -> float:
 def _picked(name: str, errors: LayerErrors, slot: int) -> Enlarged | None:
     """A product whose other factor is small where this one is large: windows, gates, bases of splines."""
     read, left = errors.operands.get(slot), errors.weighted[slot]
-    if read is None or not read.value or not left.value:
-        return None
+    if read is None or not read.value or not left.value or left.value > _CREDIBLE * (errors.after.value or 0.0):
+        return None  # errors of both factors, together small or large, cancel
     why = "its other factor is small where this one is large, and what is left are small values with the errors of large ones"
     return Enlarged(name, decibel(read.value) or 0.0, decibel(left.value) or 0.0, why)
 

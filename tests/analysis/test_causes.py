@@ -15,7 +15,7 @@ import bitwright
 import bitwright.onnx
 from bitwright import PRESETS, PerTensor
 from bitwright.analysis import causes as remedies
-from bitwright.analysis.causes import CAUSES, REMEDIES
+from bitwright.analysis.causes import CAUSES, REMEDIES, _enlarged_by
 from bitwright.analysis.layer_errors import LayerErrors, Ratio, _count_choices
 from bitwright.analysis.result import Cause
 from bitwright.core.numerics.formats import IntFormat
@@ -475,6 +475,14 @@ def test_small_values_that_are_picked_from_a_grid_with_large_ones_are_named():
     _, found = causes(Token(), _rows(1.0, 1.0))
     texts = [c.text for layer in found.layers for c in layer.causes]
     assert named(found, "unlike_join") and any("among large ones" in text for text in texts)
+
+
+@pytest.mark.parametrize(("noise", "told"), [(0.5, True), (0.01, False)], ids=["arrives", "cancels"])
+def test_a_factor_is_named_only_where_its_errors_arrive(noise, told):
+    """Sums of a linear attention are zero together with their divisor: one over it alone would make any error huge."""
+    errors = LayerErrors("Div", operands={0: Ratio(1.0, 1000.0, 10)}, weighted={0: Ratio(0.6, 1.0, 10)})
+    errors.after = Ratio(noise, 1.0, 10)
+    assert ("its other factor is small" in str(_enlarged_by("div", errors))) == told
 
 
 def test_operands_of_a_product_count_by_their_relative_errors():

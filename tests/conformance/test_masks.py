@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx.parser
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bitwright.core.simulation.float_model import sqnr
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, check_model
 from tests.onnx.nets import run
@@ -361,3 +364,45 @@ def test_accuracy_holds(mask, weights, low):
     assert noise < 1e-3, f"{-10 * np.log10(noise):.1f} dB"
     scores = [s.encoding for s in sim.quantizers.values() if s.enabled and s.value != "mask"]
     assert all(float(e.min.min()) > -1000 for e in scores)
+
+
+class InParts(nn.Module):
+    """An attention whose softmax takes the keys in two parts, with a running maximum that begins at -1e38 (FlashAttention)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        top, above, below = x[..., :1] * 0 - 1e38, torch.zeros_like(v), torch.zeros_like(x[..., :1])
+        for part in (slice(0, 3), slice(3, 6)):
+            scores = q @ k[:, part].transpose(1, 2)
+            new = torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights, old = torch.exp(scores - new), torch.exp(top - new)
+            above, below, top = old * above + weights @ v[:, part], old * below + weights.sum(-1, keepdim=True), new
+        return above / below
+
+
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_a_running_maximum_that_begins_at_a_large_negative_number_has_no_grid(front_end: str) -> None:
+    net, data = (
+        InParts().eval(),
+        [torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(i)) * 2 for i in range(3)],
+    )
+    if front_end == "torch":
+        sim: Any = QuantizationSimModel(net, data[0])
+        sim.compute_encodings(data, progress=False)
+        found = sim.model(data[0]).detach().numpy()
+    else:
+        file = io.BytesIO()
+        torch.onnx.export(net, (data[0],), file, dynamo=False, input_names=["x"])
+        sim = OnnxSim(onnx.load_from_string(file.getvalue()), {"x": data[0].numpy()})
+        sim.compute_encodings([{"x": x.numpy()} for x in data], progress=False)
+        (found,) = sim.run({"x": data[0].numpy()})
+    held = [
+        s for s in sim.quantizers.values() if s.enabled and s.role in ("input", "output") and s.encoding is not None
+    ]
+    assert held and all(float(s.encoding.min.min()) > -1e4 for s in held)
+    assert sqnr(net(data[0]).detach().numpy(), found) > 25

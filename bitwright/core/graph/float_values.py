@@ -46,22 +46,41 @@ def mask_values(graph: Graph) -> set[str]:
     """The values used only as masks, by functions that turn a large negative number into zero; linear time.
 
     A value is one when it is not returned by the model and each of its readers is a softmax, a sigmoid or an exponential, or
-    hands it on to values that are.
+    hands it on to values that are; in a loop, whose runs share operators, to itself.
     """
     found: set[str] = set()
-    for op in reversed(graph.ops):
-        for value in op.outputs:
-            if _forgotten(graph, value, found):
-                found.add(value)
-    found.update(v for v in graph.inputs if _forgotten(graph, v, found))
+    read: dict[str, list[str]] = {}  # by operators that hand it on
+    for value in dict.fromkeys((*graph.inputs, *(v for op in graph.ops for v in op.outputs))):
+        telling = [(op, port) for op, port in graph.consumers(value) if op.type not in _NEUTRAL and not asks(graph, op)]
+        for op, _ in telling:
+            read.setdefault(op.name, []).append(value)
+        if _forgotten(graph, value, telling):
+            found.add(value)
+    _drop_before_others(graph, found, read)
     return found
 
 
-def _forgotten(graph: Graph, value: str, found: set[str]) -> bool:
-    if graph.is_output(value) or not graph.values[value].is_float:
+def _drop_before_others(graph: Graph, found: set[str], read: dict[str, list[str]]) -> None:
+    """Take out what operators hand on to values that are not in ``found``."""
+    others = [op for op in graph.ops if not found.issuperset(op.outputs)]
+    while others:
+        op = others.pop()
+        for value in read.pop(op.name, ()) if op.type not in _FORGETS else ():
+            found.discard(value)
+            maker = graph.producer(value)
+            others += [maker] if maker is not None else []
+
+
+def _forgotten(graph: Graph, value: str, readers: list[tuple[Op, int]]) -> bool:
+    """Whether a large negative number is nothing to each reader, or to what reads its results.
+
+    A running maximum begins at such a number (RWKV, softmax by parts), and is subtracted from what an exponential reads.
+    """
+    if not readers or graph.is_output(value) or not graph.values[value].is_float:
         return False
-    telling = [(op, port) for op, port in graph.consumers(value) if op.type not in _NEUTRAL and not asks(graph, op)]
-    return bool(telling) and all(_forgets(op, port, found) for op, port in telling)
+    maker = graph.producer(value)
+    first = ("Sub",) if maker is not None and maker.type == "Max" else ()
+    return all(op.type in first or _forgets(op, port) for op, port in readers)
 
 
 def asks(graph: Graph, op: Op) -> bool:
@@ -69,12 +88,11 @@ def asks(graph: Graph, op: Op) -> bool:
     return bool(op.outputs) and all(graph.values[v].dtype == "bool" for v in op.outputs)
 
 
-def _forgets(op: Op, port: int, found: set[str]) -> bool:
+def _forgets(op: Op, port: int) -> bool:
     if op.type in _FORGETS:
         return True
-    row = op_row(op.type)
-    passes = op.type in _PASSES or (row.kind == "movement" and port == 0) or (op.type in _FIRST and port == 0)
-    return passes and bool(op.outputs) and found.issuperset(op.outputs)
+    movement = op_row(op.type).kind == "movement" and port == 0
+    return bool(op.outputs) and (op.type in _PASSES or movement or (op.type in _FIRST and port == 0))
 
 
 def holds_mask(statistics: Statistics | None) -> bool:
@@ -83,7 +101,7 @@ def holds_mask(statistics: Statistics | None) -> bool:
         return False
     bounds = bounds_of(statistics)
     with np.errstate(over="ignore", invalid="ignore"):
-        wide = (bounds.count > 0) & (bounds.hi - bounds.lo > WIDE)
+        wide = (bounds.count > 0) & ((bounds.hi - bounds.lo > WIDE) | (bounds.hi < -WIDE))
     return bool(wide.any() or bounds.neg_inf_count.any())
 
 

@@ -37,6 +37,19 @@ def test_values_on_their_way_to_a_softmax():
     assert not {"q", "k", "v", "weights.output[0]", "top.output[0]", "out.output[0]"} & found
 
 
+def test_a_running_maximum_that_is_subtracted_goes_to_exponentials_too():
+    """RWKV and a softmax by parts: ``exp(a - max(m, a))`` and ``exp(m - max(m, a))``, where ``m`` begins at -1e38."""
+    b = Build()
+    first, a = b.input("m", (4, 4)), b.input("a", (4, 4))
+    top = b.op("Max", first, a, name="top")
+    parts = [b.op("Exp", b.op("Sub", x, top, name=f"shifted_{n}"), name=n) for n, x in (("old", first), ("new", a))]
+    found = mask_values(b.graph(b.op("Add", *parts, name="out")))
+    assert {"m", "a", "top.output[0]", "shifted_old.output[0]"} <= found and "old.output[0]" not in found
+    c = Build()
+    top = c.op("Max", c.input("m", (4, 4)), c.input("a", (4, 4)), name="top")
+    assert "top.output[0]" not in mask_values(c.graph(c.op("Relu", c.op("Sub", "a", top, name="s"), name="out")))
+
+
 @pytest.mark.parametrize("other", ["Relu", "MatMul", "output"])
 def test_a_value_that_somebody_else_reads_is_none(other):
     b = Build()
@@ -58,6 +71,7 @@ def test_a_value_that_somebody_else_reads_is_none(other):
         ([-10.0, 20.0], False),
         ([-300.0, 500.0], False),
         ([-1e4, 3.0], True),
+        ([-1e38, -1e38], True),
         ([-3.4e38, 3.4e38], True),
         ([-np.inf, 3.0], True),
         ([-np.inf, -np.inf], True),
