@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +219,36 @@ def test_simulations_of_both_front_ends_run_as_a_target(exported: dict[str, Path
     other.compute_encodings([X])
     assert sim.runs_as(profile).run(["output"], {"x": X})[0].shape == (6, 5)
     assert other.runs_as(profile).run(["output"], {"x": X})[0].shape == (6, 5)
+
+
+def _cpu_seconds(run: Callable[[], Any]) -> float:
+    """The least CPU time of three runs: what else the machine does makes a run longer, never shorter."""
+    found = []
+    for _ in range(3):
+        start = time.process_time()
+        run()
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+@pytest.mark.parametrize(
+    "target, profile",
+    [("ort_cpu", "ort_x64"), ("ort_cpu", "ort_x64_avx2"), ("litert", "litert_reference"), ("litert", "cmsis_nn")],
+)
+def test_a_run_as_a_target_costs_at_most_twenty_float_passes(
+    exported: dict[str, Path], target: str, profile: str
+) -> None:
+    pytest.importorskip("ai_edge_litert")
+    pictures = np.random.default_rng(0).standard_normal((256, 3, 12, 12)).astype(np.float32)
+    net, threads = Net().eval(), torch.get_num_threads()
+    session = open_target(exported[target], profile)
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            one_pass = _cpu_seconds(lambda: net(torch.from_numpy(pictures)))
+    finally:
+        torch.set_num_threads(threads)
+    assert _cpu_seconds(lambda: session.run(None, {"x": pictures})) < 20 * one_pass
 
 
 def test_the_command_measures_float_file_and_target(
