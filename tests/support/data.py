@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,14 +91,14 @@ def imagenet(split: str = "test") -> Images:
 
 
 def seen_otherwise(images: Images, pixels: int = 6) -> Iterator[Images]:
-    """``images`` as they are and moved to eight sides, each also mirrored: eighteen times as many.
+    """``images`` as they are and moved along the diagonal, each also mirrored: six times as many.
 
     Of few pictures accuracies differ by chance where outputs hardly do; chance is another one in every view.
     """
     padded = F.pad(images.x, (pixels,) * 4, mode="replicate")
     height, width = images.x.shape[2:]
-    for top, left in product((0, pixels, 2 * pixels), repeat=2):
-        moved = padded[:, :, top : top + height, left : left + width]
+    for start in (0, pixels, 2 * pixels):
+        moved = padded[:, :, start : start + height, start : start + width]
         yield Images(moved, images.y)
         yield Images(moved.flip(3), images.y)
 
