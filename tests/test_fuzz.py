@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -80,3 +81,15 @@ def test_what_is_not_an_answer_is_found():
         ["raises:0", "KeyError"], ["ends:1", "crash, exit code 3"], ["waits:2", "hang"], ["grows:3", "memory"],
     ]  # fmt: skip
     assert every_case_ran
+
+
+def test_tensors_without_elements_are_damaged_too(monkeypatch):
+    """A tensor that was cut to nothing may be cut again."""
+    import torch
+
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import fuzz_readers
+
+    for shape in ((), (0,), (0, 3), (3, 0), (2, 3)):
+        made = [fuzz_readers._other(torch.zeros(shape), np.random.default_rng(seed), torch) for seed in range(40)]
+        assert len({tuple(tensor.shape) for tensor in made}) > 1 or shape == (0,)

@@ -90,7 +90,7 @@ def _other(tensor: Any, rng: Random, torch: Any) -> Any:
     if kind == 7 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
         limits = torch.iinfo(tensor.dtype)
         return torch.full_like(tensor, max(limits.min, min(limits.max, pick(_NUMBERS, rng))))
-    return tensor[:-1].clone() if tensor.ndim and len(tensor) else tensor.reshape(1)
+    return tensor[:-1].clone() if tensor.ndim and len(tensor) else flat.clone()
 
 
 def damage(path: Path, rng: Random) -> None:
