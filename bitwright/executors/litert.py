@@ -207,19 +207,24 @@ def _mul(call: Call) -> Array:
     return stored(call, _times(call, a.centred * b.centred, factor))
 
 
-def _sum(sign: int, call: Call) -> Array:
+def _sum(sign: int, call: Call, first: str | None = None) -> Array:
+    """Both operands on one grid, by the variant ``first``, and their sum on that of the output, by the variant of the call."""
     a, b, grid = call.read(0), call.read(1), call.grid
     bits = _ADD_SHIFT[grid.dtype]
     twice = 2 * np.float64(max(a.step, b.step))
-    one, other = (_times(call, t.centred << bits, np.float64(t.step) / twice) for t in (a, b))
+    before = replace(call, variant=first or call.variant)
+    one, other = (_times(before, t.centred << bits, np.float64(t.step) / twice) for t in (a, b))
     factor = twice / np.float64(np.float32(1 << bits) * grid.scale)
     return stored(call, _times(call, one + sign * other, factor))
 
 
 def _sum_shifted(sign: int, call: Call) -> Array:
-    """XNNPACK: multipliers of 21 bits and one shift, a half upwards; it leaves 16 bits to LiteRT's own kernel."""
+    """XNNPACK: multipliers of 21 bits and one shift, a half upwards.
+
+    It leaves 16 bits to LiteRT's own kernels. That of sums rounds once what it adds, where the reference kernel rounds twice.
+    """
     if _wide(call):
-        return _sum(sign, replace(call, variant="q31_double"))
+        return _sum(sign, replace(call, variant="q31_double"), None if sign < 0 else "q31_single")
     a, b, grid = call.read(0), call.read(1), call.grid
     ratios = [np.float32(t.step / grid.scale) for t in (a, b)]
     shift = 20 - (int(np.frexp(max(ratios))[1]) - 1)
