@@ -1,7 +1,7 @@
 """Execute a LiteRT file as a target would, without the target: integer operators by the executors of a profile.
 
-Operators that only move codes, those in float, and integer ones that the profile does not name are computed by LiteRT's reference
-kernel of that one operator.
+Operators that only move codes, those in float, and integer ones that the profile does not name are computed by LiteRT's kernel of
+that one operator: the reference kernel, or under ``xnnpack`` the default one, whose float functions have other last bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FlatExecutor:
             a file with a fixed batch takes is divided, and filled up with its first sample.
 
     Attributes:
-        by_reference: kinds of integer operators that the profile does not name; LiteRT's reference kernel computes them.
+        by_reference: kinds of integer operators that the profile does not name; a kernel of LiteRT computes them.
     """
 
     def __init__(self, content: bytes, profile: Profile, *, in_batches: bool = False) -> None:
@@ -168,14 +168,14 @@ class FlatExecutor:
         return self.file.tensor(index, values)
 
     def _by_runtime(self, index: int, values: Mapping[int, Array]) -> list[Array]:
-        """One operator by LiteRT's reference kernel."""
+        """One operator by the kernel of LiteRT that the profile takes for those it does not name."""
         op, tensors = self.file.graph.operators[index], self.file.graph.tensors
         given = [int(i) for i in dict.fromkeys(int(i) for i in op.inputs) if i >= 0 and not tensors[int(i)].isVariable]
         fed = [i for i in given if i not in self._held]
         if not fed:  # a session needs an input: one constant is given as one
             fed = given[:1]
         if index not in self._sessions:
-            self._sessions[index] = session_of(self._alone(index, fed), reference=True)
+            self._sessions[index] = session_of(self._alone(index, fed), reference=self.profile.others == "reference")
         session = self._sessions[index]
         found = session.run({f"in{i}": values[i] for i in fed})
         return [_as_noted(tensors[int(i)], found[f"out{int(i)}"]) for i in op.outputs]

@@ -72,7 +72,7 @@ class TargetSession:
         notes = [f"{key}: no public document of {self.profile.name} settles it" for key in self.profile.assumed]
         if isinstance(executor, FlatExecutor) and executor.by_reference:
             kinds = ", ".join(executor.by_reference)
-            notes.append(f"{kinds}: computed by LiteRT's reference kernel, as the profile does not name it")
+            notes.append(f"{kinds}: computed by LiteRT's {self.profile.others} kernel, as the profile does not name it")
         if exported is not None and exported != self.profile.target:
             notes.append(
                 f"the file was exported for {exported}, and {self.profile.name} computes files for {self.profile.target}: "

@@ -41,6 +41,8 @@ class Profile:
         bias: ``"int32"`` adds the stored codes, ``"float32"`` the bias that they stand for, after the sum is a float.
         relu: ``"redundant"``: Relu and Clip join a kernel where the grid after them clips alike; ``"always"``: whatever it is.
         signed: int8 activations are computed as such; else kernels shift them to uint8.
+        others: of LiteRT files, whose kernels compute operators in float and those that ``kernels`` does not name:
+            ``"reference"``, or ``"default"`` where the target is LiteRT with its default delegate.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Profile:
     bias: str = "int32"
     relu: str = "redundant"
     signed: bool = False
+    others: str = "reference"
 
 
 def exact_kernels(profile: Profile) -> Profile:
@@ -138,6 +141,7 @@ def _check(site: str, found: Profile) -> None:
     one_of("accumulator", found.accumulator, _ACCUMULATORS)
     one_of("bias", found.bias, ("int32", "float32"))
     one_of("relu", found.relu, _RELU)
+    one_of("others", found.others, ("reference", "default"))
     table = VARIANTS[found.reads]
     for operator, variant in found.kernels.items():
         if operator not in table:

@@ -128,6 +128,19 @@ def test_sums_of_16_bits_are_met_where_operands_round_once(kind: str) -> None:
     assert kind == "SUB" or other  # else these draws would not tell the kernels apart
 
 
+def test_functions_in_float_have_the_last_bits_of_the_target() -> None:
+    """XNNPACK's softmax of floats has an exponential of its own, and a last bit decides on the border of two codes."""
+    flat = FlatModel()
+    x, y = (flat.tensor(name, (64, 32), "float32") for name in "xy")
+    flat.op("SOFTMAX", [x], [y], {"table": "SoftmaxOptions", "beta": 1.0})
+    content = flat.finish({"x": x}, {"y": y}, {"bitwright": '{"sites": []}'})
+    feeds = {"x": np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32) * 3}
+    made = {p: FlatExecutor(content, find_profile(p)).run(feeds)["y"] for p in ("litert_reference", "xnnpack")}
+    for profile, found in made.items():
+        np.testing.assert_array_equal(found, answer(profile, content, feeds))
+    assert (made["xnnpack"] != made["litert_reference"]).any()
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_resized_images_are_met_for_every_size_and_option(profile: str) -> None:
     rng, row = np.random.default_rng(1), find_profile(profile)
