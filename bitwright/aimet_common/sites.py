@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.numerics.affine import choose_qparams, encode, grid, scale_multiples, with_scale
+from bitwright.core.numerics.affine import choose_qparams, encode, grid, with_scale
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import (
-    FLOAT32_SCALE,
-    FloatFormat,
-    Format,
-    IntFormat,
-    ScaleFormat,
-    parse_scale_format,
-)
+from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat, ScaleFormat, parse_scale_format
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
-from bitwright.core.numerics.ranges import find_range_method
-from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod, activation_spec, weight_spec
-from bitwright.core.simulation.sites import Site, SiteMap, values_on_grids
+from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.simulation.sites import Site, values_on_grids
 from bitwright.errors import ConfigError
-
-__all__ = [
-    "Encoding", "FLOAT32_SCALE", "FloatFormat", "Format", "Granularity", "IntFormat", "PerBlock", "PerChannel",
-    "PerTensor", "Preset", "QuantSpec", "RangeMethod", "Site", "SiteMap", "activation_spec", "aimet_blocks",
-    "aimet_shape", "asked_format", "encode", "find_range_method", "granularity_of", "grouped_bits",
-    "grouped_scale_format", "int_format", "range_encoding", "scale_multiples", "signed_as", "steps_format",
-    "weight_spec",
-]  # fmt: skip
-
 
 # ------------------------------------------------------------------------------------ grids
 
@@ -97,6 +80,20 @@ def grouped_bits(scale_format: ScaleFormat) -> int | None:
 def asked_format(spec: QuantSpec) -> Format:
     """The grid that ``spec`` makes of its format for a range that reaches below zero."""
     return grid(spec.format, spec.symmetry, -1.0)
+
+
+def affine_records(
+    version: str, bits: int, symmetric: bool, kind: str, ends: tuple[Sequence[float], Sequence[float]],
+    scale: Sequence[float], offset: Sequence[float],
+) -> Any:  # fmt: skip
+    """An encoding as AIMET's files have it: a list of records, one per scale (0.6.1), or one record of a ``kind`` (1.0.0)."""
+    offsets = [int(o) for o in offset]
+    if version == "0.6.1":
+        return [
+            {"bitwidth": bits, "dtype": "int", "is_symmetric": str(symmetric), "max": hi, "min": lo, "offset": o, "scale": s}
+            for lo, hi, s, o in zip(*ends, scale, offsets, strict=True)
+        ]  # fmt: skip
+    return {"bw": bits, "dtype": "INT", "enc_type": kind, "is_sym": symmetric, "offset": offsets, "scale": list(scale)}
 
 
 def signed_as(encoding: Encoding, signed: bool) -> Encoding:
@@ -360,12 +357,8 @@ def fit_products(sim: Any) -> None:
 
 #: operators whose output has the grid of what they read, as AIMET ties them: of one reader alone, or of all
 _TIED = {
-    "Concat": True,
-    "ScatterElements": True,
-    "ScatterND": True,
-    "AveragePool": False,
-    "Resize": False,
-    "Upsample": False,
+    **dict.fromkeys(("Concat", "ScatterElements", "ScatterND"), True),
+    **dict.fromkeys(("AveragePool", "Resize", "Upsample"), False),
 }
 
 

@@ -24,31 +24,29 @@ __getattr__ = absent_names(__name__)
 # ------------------------------------------------------------------------------------ helpers
 
 
+def moved_model(source: Path, target: Path) -> Path:
+    """Give a model's file another name; weights in a file of their own go with it."""
+    if not source.with_name(f"{source.name}.data").exists():
+        return source.replace(target)
+    import onnx
+
+    onnx.save(onnx.load(str(source)), str(target), save_as_external_data=True, location=f"{target.name}.data")
+    return target
+
+
+def _areas() -> Any:
+    """AIMET's areas of logging."""
+    names = (
+        "Quant Svd Test Utils CompRatioSelect ChannelPruning Winnow ConnectedGraph CrosslayerEqualization MixedPrecision "
+        "AutoQuant Nas NasPipeline DeviceFramework BatchNormFolding ModelPreparer LayerOutputs QuantAnalyzer SeqMse"
+    )
+    return Enum("LogAreas", {name: name.replace("Crosslayer", "CrossLayer") for name in names.split()})
+
+
 class AimetLogger:
     """Loggers by area; all of them lie below the logger ``bitwright``."""
 
-    class LogAreas(Enum):
-        """AIMET's areas."""
-
-        Quant = "Quant"
-        Svd = "Svd"
-        Test = "Test"
-        Utils = "Utils"
-        CompRatioSelect = "CompRatioSelect"
-        ChannelPruning = "ChannelPruning"
-        Winnow = "Winnow"
-        ConnectedGraph = "ConnectedGraph"
-        CrosslayerEqualization = "CrossLayerEqualization"
-        MixedPrecision = "MixedPrecision"
-        AutoQuant = "AutoQuant"
-        Nas = "Nas"
-        NasPipeline = "NasPipeline"
-        DeviceFramework = "DeviceFramework"
-        BatchNormFolding = "BatchNormFolding"
-        ModelPreparer = "ModelPreparer"
-        LayerOutputs = "LayerOutputs"
-        QuantAnalyzer = "QuantAnalyzer"
-        SeqMse = "SeqMse"
+    LogAreas: Any = _areas()
 
     @staticmethod
     def get_area_logger(area: Any) -> logging.Logger:

@@ -12,7 +12,7 @@ import numpy as np
 
 from bitwright.aimet_common.absent import absent_attribute, absent_names
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, kind_of, number_format, qtype, range_method
-from bitwright.aimet_common.sites import SiteView, grouped_bits, grouped_scale_format
+from bitwright.aimet_common.sites import SiteView, affine_records, grouped_bits, grouped_scale_format
 from bitwright.aimet_onnx import defs
 from bitwright.core.numerics.affine import fake_quantize, scale_multiples
 from bitwright.core.numerics.arrays import to_numpy
@@ -399,19 +399,12 @@ class QcQuantizeOp(SiteView):
             return None if encoding is None else record_2_0_0(encoding) or None
         if isinstance(self._format, FloatFormat):
             return [{"bitwidth": self.bitwidth, "dtype": "float"}]
-        if encoding_version == "0.6.1":
-            return [
-                {"bitwidth": e.bw, "dtype": "int", "is_symmetric": str(self.symmetric), "max": e.max, "min": e.min,
-                 "offset": int(e.offset), "scale": e.delta}
-                for e in found
-            ]  # fmt: skip
-        if grouped_bits(self._spec.scale_format) is not None:
+        if encoding_version == "1.0.0" and grouped_bits(self._spec.scale_format) is not None:
             return self._grouped_record()
         kind = "PER_BLOCK" if self.block_size else "PER_CHANNEL" if len(found) > 1 else "PER_TENSOR"
-        return {
-            "bw": self.bitwidth, "dtype": "INT", "enc_type": kind, "is_sym": self.symmetric,
-            "offset": [int(e.offset) for e in found], "scale": [e.delta for e in found],
-        }  # fmt: skip
+        ends, scale = ([e.min for e in found], [e.max for e in found]), [e.delta for e in found]
+        offset = [e.offset for e in found]
+        return affine_records(encoding_version, self.bitwidth, self.symmetric, kind, ends, scale, offset)
 
     def _grouped_record(self) -> dict[str, Any]:
         encoding = self._site.encoding

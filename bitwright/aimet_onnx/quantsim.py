@@ -23,9 +23,9 @@ from bitwright.aimet_common.defs import (
     qtype,
     range_method,
     supported_kernels,
-)
+)  # fmt: skip
 from bitwright.aimet_common.sites import ConnectedGraph, fit_products, grouped_scale_format, tie_joined
-from bitwright.aimet_common.utils import file_version
+from bitwright.aimet_common.utils import file_version, moved_model
 from bitwright.aimet_onnx import defs
 from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp, quantized_constant, quantizer_of
 from bitwright.aimet_onnx.utils import build_session, proto_of, simulated_proto, wrapped
@@ -72,14 +72,6 @@ def export_files(
         if export_model:
             moved_model(made.float_model, folder / f"{prefix}.onnx")
             moved_model(made.qdq, folder / f"{prefix}_qdq.onnx")
-
-
-def moved_model(source: Path, target: Path) -> None:
-    """Give a model's file another name; weights in a file of their own go with it."""
-    if not source.with_name(f"{source.name}.data").exists():
-        os.replace(source, target)
-        return
-    onnx.save(onnx.load(str(source)), str(target), save_as_external_data=True, location=f"{target.name}.data")
 
 
 def qdq_model(write: Callable[..., Any], options: dict[str, Any]) -> onnx.ModelProto:
@@ -250,19 +242,9 @@ def set_param_type(
 
 _NOT_GIVEN = object()
 _LEGACY = (
-    "dummy_input",
-    "quant_scheme",
-    "rounding_mode",
-    "default_param_bw",
-    "default_activation_bw",
-    "use_symmetric_encodings",
-    "use_cuda",
-    "device",
-    "config_file",
-    "default_data_type",
-    "user_onnx_libs",
-    "path",
-)
+    "dummy_input", "quant_scheme", "rounding_mode", "default_param_bw", "default_activation_bw", "use_symmetric_encodings",
+    "use_cuda", "device", "config_file", "default_data_type", "user_onnx_libs", "path",
+)  # fmt: skip
 
 
 class QuantizationSimModel(front.QuantizationSimModel):

@@ -15,7 +15,7 @@ from bitwright.aimet_torch.quantizers import (
     is_float,
     plain_tensor,
     with_encoding,
-)
+)  # fmt: skip
 from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat
 from bitwright.errors import FormatError, with_article
 from bitwright.export.encodings.records import check_version
@@ -48,6 +48,8 @@ def float_format(exponent_bits: int, mantissa_bits: int, finite: bool = False) -
 class FloatEncoding(EncodingBase):
     """A float format with its scale."""
 
+    mapping = "float"
+
     def __init__(
         self,
         mantissa_bits: int,
@@ -63,11 +65,6 @@ class FloatEncoding(EncodingBase):
         self.finite, self.unsigned_zero = finite, unsigned_zero
         self.scale, self.block_size = scale, block_size
         self.format = float_format(exponent_bits, mantissa_bits, finite)
-
-    @property
-    def mapping(self) -> str:
-        """``float``."""
-        return "float"
 
     @property
     def maxval(self) -> torch.Tensor:

@@ -47,7 +47,7 @@ from bitwright.aimet_torch.quantizers import (
     QuantizerBase,
     SqnrEncodingAnalyzer,
     with_encoding,
-)
+)  # fmt: skip
 from bitwright.core.numerics.affine import power_of_two_scale
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FLOAT_FORMATS, FloatFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel
@@ -506,19 +506,11 @@ PUBLIC = ("param_quantizers", "input_quantizers", "output_quantizers")
 REGISTERED: dict[type, type] = {}
 #: methods of quantized modules that the modules of a simulation have too
 METHODS = (
-    "compute_encodings",
-    "compute_param_encodings",
-    "export_input_encodings",
-    "export_output_encodings",
-    "export_param_encodings",
-    "fold_param_quantizers",
-    "get_original_module",
-    "import_input_encodings",
-    "import_output_encodings",
-    "import_param_encodings",
-    "set_weight_quantizer_to_mxfp4_int8",
+    "compute_encodings", "compute_param_encodings", "export_input_encodings", "export_output_encodings",
+    "export_param_encodings", "fold_param_quantizers", "get_original_module", "import_input_encodings",
+    "import_output_encodings", "import_param_encodings", "set_weight_quantizer_to_mxfp4_int8",
     "set_weight_quantizer_to_nvfp4_int8",
-)
+)  # fmt: skip
 
 
 class Slot:
@@ -685,6 +677,11 @@ def _grouped(ops: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
     return found
 
 
+def at_edges(kind: type) -> bool:
+    """Whether a script's quantized class of modules with sub-modules says that they are quantized at their edges alone."""
+    return kind in REGISTERED and getattr(REGISTERED[kind], "_at_edges", True)
+
+
 def attach(sim: Any) -> None:
     """Set a record on every module of ``sim.model``, and the lists of quantizers on those without sub-modules."""
     modules = dict(walk_modules(sim.model))
@@ -692,7 +689,7 @@ def attach(sim: Any) -> None:
     below_module = _grouped(sim.graph.ops, lambda op: _nearest(op.module, modules))
     by_param, by_op = _sites_by_place(sim)
     device = model_device(sim.model)
-    whole = {path for path, m in modules.items() if type(m) in REGISTERED and not is_leaf(m)}
+    whole = {path for path, m in modules.items() if not is_leaf(m) and at_edges(type(m))}
     below = tuple(f"{path}." for path in whole)
     for path, module in modules.items():
         inputs, outputs = QuantizerList(()), QuantizerList(())
@@ -963,6 +960,14 @@ def original_model(model: nn.Module, qdq_weights: bool) -> nn.Module:
     return made
 
 
+def twin(module: nn.Module, kind: type | None = None) -> Any:
+    """A module of class ``kind``, its own by default, with the same parameters and sub-modules in lists of its own."""
+    own: Any = kind or type(module)
+    made = own.__new__(own)
+    made.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()})
+    return made
+
+
 def detach(model: nn.Module) -> None:
     """Remove the attributes of this package from the modules of a model."""
     for _, module in walk_modules(model):
@@ -979,54 +984,6 @@ def detach(model: nn.Module) -> None:
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NVFP4_BLOCK = 16
-
-
-def set_weight_quantizer_to_mxfp4_int8(module: nn.Module, params: Any, block_size: int = 32) -> None:
-    """Round a module's weight to MXFP4 and give it a symmetric int8 quantizer per channel.
-
-    Args:
-        module: a Linear or convolution; others without a weight stay as they are.
-        params: its ``param_quantizers``.
-        block_size: input channels that share a power of two as their scale.
-
-    Raises:
-        FormatError: (a ValueError) another kind of layer.
-        GranularityError: (a ValueError) blocks that do not divide its input channels.
-    """
-    weight = _weight_of(module, params, "MXFP4")
-    if weight is not None:
-        _check_blocks(weight, block_size, "mxfp4")
-        _set(module, params, weight, mxfp4_scales(weight.detach(), block_size), block_size)
-
-
-def set_weight_quantizer_to_nvfp4_int8(
-    module: nn.Module, params: Any, scale_q: torch.Tensor, meta_scale: torch.Tensor | float
-) -> None:
-    """Round a module's weight to NVFP4 with given scales and give it a symmetric int8 quantizer per channel.
-
-    Args:
-        module, params: as for :func:`set_weight_quantizer_to_mxfp4_int8`.
-        scale_q: float8_e4m3fn, ``(out_channels, in_channels // 16, 1, ...)``: one scale per block of 16.
-        meta_scale: what all of them are multiplied by.
-
-    Raises:
-        FormatError, GranularityError: as there; or scales of another dtype or shape.
-    """
-    weight = _weight_of(module, params, "NVFP4")
-    if weight is None:
-        return
-    if scale_q.dtype != torch.float8_e4m3fn:
-        raise FormatError("scale_q", f"it is {scale_q.dtype}", "give the scales as torch.float8_e4m3fn")
-    _check_blocks(weight, _NVFP4_BLOCK, "nvfp4")
-    wanted = (weight.shape[0], weight.shape[1] // _NVFP4_BLOCK, *(1 for _ in weight.shape[2:]))
-    meta = torch.as_tensor(meta_scale, dtype=torch.float32, device=weight.device)
-    if tuple(scale_q.shape) != wanted or meta.ndim:
-        raise GranularityError(
-            "scale_q",
-            f"scales of shape {tuple(scale_q.shape)} and a meta scale of shape {tuple(meta.shape)}",
-            f"give shape {wanted} and a single number",
-        )
-    _set(module, params, weight, meta * scale_q.to(weight.device, torch.float32), _NVFP4_BLOCK)
 
 
 def _weight_of(module: Any, params: Any, name: str) -> torch.Tensor | None:
@@ -1047,7 +1004,7 @@ def _check_blocks(weight: torch.Tensor, size: int, name: str) -> None:
 
 
 @torch.no_grad()
-def _set(module: Any, params: Any, weight: torch.Tensor, scales: torch.Tensor, size: int) -> None:
+def _set(params: Any, weight: torch.Tensor, scales: torch.Tensor, size: int) -> None:
     grid = FloatEncoding(1, 2, True, False, scales, (1, size, *weight.shape[2:]))
     quantizer = QuantizeDequantize((weight.shape[0], *(1,) * (weight.ndim - 1)), -128, 127, True)
     params["weight"] = quantizer  # first: it refuses where the place has none
@@ -1143,6 +1100,26 @@ def _records(name: str, given: Any) -> list[Any]:
 # ------------------------------------------------------------------------------------ methods of modules with quantizers
 
 
+def _encodings_of(kind: str, key: str) -> tuple[Callable[..., dict[str, Any]], Callable[..., None]]:
+    """``export_<kind>_encodings`` and ``import_<kind>_encodings``, by ``key``."""
+
+    def exported(self: Any, encoding_version: str) -> dict[str, Any]:
+        return export_encodings(getattr(self, f"{kind}_quantizers"), encoding_version)
+
+    def imported(self: Any, encodings: Mapping[str, Any], strict: bool, partial: bool, requires_grad: bool | None,
+                 allow_overwrite: bool) -> None:  # fmt: skip
+        import_encodings(
+            getattr(self, f"{kind}_quantizers"), encodings, strict, partial, requires_grad, allow_overwrite
+        )
+
+    exported.__doc__ = f"Encodings of the {kind}s by {key}, as encodings files have them."
+    imported.__doc__ = f"Take encodings of the {kind}s by {key} (:func:`import_encodings`)."
+    for method, verb in ((exported, "export"), (imported, "import")):
+        method.__name__ = f"{verb}_{kind}_encodings"  # by which pickle finds it
+        method.__qualname__ = f"QuantizedModule.{method.__name__}"
+    return exported, imported
+
+
 class QuantizedModule:
     """Methods of modules with quantizers.
 
@@ -1160,67 +1137,56 @@ class QuantizedModule:
         return self
 
     def set_weight_quantizer_to_mxfp4_int8(self, block_size: int = 32) -> None:
-        """Round the weight to MXFP4 and quantize it to int8 per channel.
+        """Round the weight to MXFP4 and give it a symmetric int8 quantizer per channel; without a weight, do nothing.
+
+        Args:
+            block_size: input channels that share a power of two as their scale.
 
         Raises:
-            FormatError, GranularityError: (ValueErrors) another kind of layer, or blocks that do not divide it.
+            FormatError: (a ValueError) no Linear or convolution.
+            GranularityError: (a ValueError) blocks that do not divide its input channels.
         """
-        set_weight_quantizer_to_mxfp4_int8(self._parametrized, self.param_quantizers, block_size)
+        weight = _weight_of(self._parametrized, self.param_quantizers, "MXFP4")
+        if weight is not None:
+            _check_blocks(weight, block_size, "mxfp4")
+            _set(self.param_quantizers, weight, mxfp4_scales(weight.detach(), block_size), block_size)
 
     def set_weight_quantizer_to_nvfp4_int8(self, scale_q: torch.Tensor, meta_scale: torch.Tensor | float) -> None:
-        """Round the weight to NVFP4 with given scales and quantize it to int8 per channel.
+        """Round the weight to NVFP4 with given scales and give it a symmetric int8 quantizer per channel.
+
+        Args:
+            scale_q: float8_e4m3fn, ``(out_channels, in_channels // 16, 1, ...)``: one scale per block of 16.
+            meta_scale: what all of them are multiplied by.
 
         Raises:
-            FormatError, GranularityError: (ValueErrors) another kind of layer, or scales that do not fit it.
+            FormatError, GranularityError: (ValueErrors) as there; or scales of another dtype or shape.
         """
-        set_weight_quantizer_to_nvfp4_int8(self._parametrized, self.param_quantizers, scale_q, meta_scale)
+        weight = _weight_of(self._parametrized, self.param_quantizers, "NVFP4")
+        if weight is None:
+            return
+        if scale_q.dtype != torch.float8_e4m3fn:
+            raise FormatError("scale_q", f"it is {scale_q.dtype}", "give the scales as torch.float8_e4m3fn")
+        _check_blocks(weight, _NVFP4_BLOCK, "nvfp4")
+        wanted = (weight.shape[0], weight.shape[1] // _NVFP4_BLOCK, *(1 for _ in weight.shape[2:]))
+        meta = torch.as_tensor(meta_scale, dtype=torch.float32, device=weight.device)
+        if tuple(scale_q.shape) != wanted or meta.ndim:
+            raise GranularityError(
+                "scale_q",
+                f"scales of shape {tuple(scale_q.shape)} and a meta scale of shape {tuple(meta.shape)}",
+                f"give shape {wanted} and a single number",
+            )
+        _set(self.param_quantizers, weight, meta * scale_q.to(weight.device, torch.float32), _NVFP4_BLOCK)
 
-    # -- encodings
+    def compute_param_encodings(self) -> None:
+        """Find the ranges of the parameters' quantizers."""
+        for name, quantizer in self.param_quantizers.items():
+            if quantizer is not None:
+                with quantizer.compute_encodings():
+                    quantizer(self._parametrized._parameters[name].detach())
 
-    def export_input_encodings(self, encoding_version: str) -> dict[str, Any]:
-        """Encodings of the inputs by index, as encodings files have them."""
-        return export_encodings(self.input_quantizers, encoding_version)
-
-    def export_output_encodings(self, encoding_version: str) -> dict[str, Any]:
-        """Encodings of the outputs by index, as encodings files have them."""
-        return export_encodings(self.output_quantizers, encoding_version)
-
-    def export_param_encodings(self, encoding_version: str) -> dict[str, Any]:
-        """Encodings of the parameters by name, as encodings files have them."""
-        return export_encodings(self.param_quantizers, encoding_version)
-
-    def import_input_encodings(
-        self,
-        encodings: Mapping[str, Any],
-        strict: bool,
-        partial: bool,
-        requires_grad: bool | None,
-        allow_overwrite: bool,
-    ) -> None:
-        """Take encodings of the inputs by index (:func:`import_encodings`)."""
-        import_encodings(self.input_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
-
-    def import_output_encodings(
-        self,
-        encodings: Mapping[str, Any],
-        strict: bool,
-        partial: bool,
-        requires_grad: bool | None,
-        allow_overwrite: bool,
-    ) -> None:
-        """Take encodings of the outputs by index (:func:`import_encodings`)."""
-        import_encodings(self.output_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
-
-    def import_param_encodings(
-        self,
-        encodings: Mapping[str, Any],
-        strict: bool,
-        partial: bool,
-        requires_grad: bool | None,
-        allow_overwrite: bool,
-    ) -> None:
-        """Take encodings of the parameters by name (:func:`import_encodings`)."""
-        import_encodings(self.param_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
+    export_input_encodings, import_input_encodings = _encodings_of("input", "index")
+    export_output_encodings, import_output_encodings = _encodings_of("output", "index")
+    export_param_encodings, import_param_encodings = _encodings_of("param", "name")
 
 
 def broadcastable(values: Any, granularity: Granularity, shape: tuple[int, ...]) -> torch.Tensor:

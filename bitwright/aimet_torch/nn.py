@@ -14,6 +14,7 @@ from bitwright.aimet_torch.quantized_modules import (
     QuantizationMixin,
     UnknownModuleError,
     compute_encodings,
+    is_own,
     quantized_class,
 )
 from bitwright.aimet_torch.quantizers import QuantizerBase
@@ -37,7 +38,7 @@ def compute_param_encodings(model: nn.Module) -> None:
     if record is not None:
         record.sim.compute_param_encodings()
         return
-    own = [module for module in model.modules() if BaseQuantizationMixin in type(module).__mro__]
+    own = [module for module in model.modules() if is_own(module)]
     if not own:
         raise ModelError(
             "compute_param_encodings",

@@ -8,7 +8,6 @@ simulations quantize functional calls.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,49 +30,30 @@ from bitwright.aimet_torch.module_quantizers import (
     fold_parameters,
     is_quantized,
     record_of,
-)
+    twin,
+)  # fmt: skip
 from bitwright.errors import ModelError, with_article
 from bitwright.torch.calls.inputs import walk_modules
 
 # ------------------------------------------------------------------------------------ quantized classes
 
 
-#: torch.nn class -> how many tensors it takes; one where it is not named
+#: class -> how many tensors it takes; one where it is not named
 INPUTS = {
-    "Embedding": 0,
-    "EmbeddingBag": 1,
-    "Bilinear": 2,
-    "CosineSimilarity": 2,
-    "PairwiseDistance": 2,
-    "MSELoss": 2,
-    "L1Loss": 2,
-    "BCELoss": 2,
-    "BCEWithLogitsLoss": 2,
-    "CrossEntropyLoss": 2,
-    "NLLLoss": 1,
-    "KLDivLoss": 2,
-    "SmoothL1Loss": 2,
-    "HuberLoss": 2,
-    "TripletMarginLoss": 3,
-    "CosineEmbeddingLoss": 2,
-    "GaussianNLLLoss": 3,
-    "MarginRankingLoss": 2,
-    "PoissonNLLLoss": 2,
-    "TripletMarginWithDistanceLoss": 3,
-    "RNN": 2,
-    "GRU": 2,
-    "LSTM": 3,
-    "RNNCell": 2,
-    "GRUCell": 2,
-    "LSTMCell": 3,
-    "DynamicConv2d": 3,
-    "GatherNd": 2,
-    "ScatterND": 3,
-    "RoiAlign": 2,
-    "RotaryEmbedding": 4,
-}
+    name: count
+    for count, names in enumerate((
+        "Embedding",
+        "EmbeddingBag NLLLoss",
+        "Bilinear CosineSimilarity PairwiseDistance MSELoss L1Loss BCELoss BCEWithLogitsLoss CrossEntropyLoss KLDivLoss "
+        "SmoothL1Loss HuberLoss CosineEmbeddingLoss MarginRankingLoss PoissonNLLLoss RNN GRU RNNCell GRUCell GatherNd",
+        "TripletMarginLoss GaussianNLLLoss TripletMarginWithDistanceLoss LSTM LSTMCell DynamicConv2d ScatterND RoiAlign "
+        "MultiheadAttention",
+        "RotaryEmbedding",
+    ))
+    for name in names.split()
+}  # fmt: skip
 #: the same for outputs: recurrent modules return their states too
-OUTPUTS = {"RNN": 2, "GRU": 2, "LSTM": 3, "LSTMCell": 2}
+OUTPUTS = {"RNN": 2, "GRU": 2, "LSTM": 3, "LSTMCell": 2, "MultiheadAttention": 2}
 
 
 class UnknownModuleError(ModelError):
@@ -117,6 +97,7 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
 
     _abstract = True
     _plain: Any = None
+    _at_edges = True  # whether simulations quantize modules of the float class with sub-modules at their edges alone
     cls_to_qcls: dict[type, type] = REGISTERED
     qcls_to_cls: dict[type, type] = {}
 
@@ -174,9 +155,7 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
         if quantized is None and (module._modules or kind is nn.Module):
             raise UnknownModuleError(kind, cls)
         own: Any = quantized or quantized_class(kind)
-        made: Any = own.__new__(own)
-        made.__dict__.update({key: copy.copy(value) if isinstance(value, dict) else value
-                              for key, value in module.__dict__.items()})  # fmt: skip
+        made = twin(module, own)
         made.__quant_init__()
         return made
 
@@ -192,10 +171,7 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
     def get_original_module(self) -> nn.Module:
         """The float module, with the same parameters."""
         own: Any = self
-        plain: Any = type(self)._plain or type(self).__mro__[2]
-        made: Any = plain.__new__(plain)
-        made.__dict__.update({key: copy.copy(value) if isinstance(value, dict) else value
-                              for key, value in own.__dict__.items()})  # fmt: skip
+        made: nn.Module = twin(own, type(self)._plain or type(self).__mro__[2])
         for name in PUBLIC:
             made._modules.pop(name, None)
         return made
@@ -238,8 +214,9 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
         several = [*self.param_quantizers.values(), *self.input_quantizers, *self.output_quantizers]
         return [quantizer for quantizer in several if quantizer is not None]
 
-    def _without(self, *holders: Any) -> Handle:
+    def _without(self, *kinds: str) -> Handle:
         """Take quantizers away; they come back at the end of a ``with`` block."""
+        holders = [getattr(self, f"{kind}_quantizers") for kind in kinds]
         kept = [
             (holder, key, quantizer)
             for holder in holders
@@ -254,20 +231,11 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
             holder[key] = None
         return Handle(put_back)
 
-    def _remove_input_quantizers(self) -> Handle:
-        return self._without(self.input_quantizers)
-
-    def _remove_output_quantizers(self) -> Handle:
-        return self._without(self.output_quantizers)
-
-    def _remove_param_quantizers(self) -> Handle:
-        return self._without(self.param_quantizers)
-
-    def _remove_activation_quantizers(self) -> Handle:
-        return self._without(self.input_quantizers, self.output_quantizers)
-
-    def _remove_all_quantizers(self) -> Handle:
-        return self._without(self.input_quantizers, self.output_quantizers, self.param_quantizers)
+    _remove_input_quantizers = functools.partialmethod(_without, "input")
+    _remove_output_quantizers = functools.partialmethod(_without, "output")
+    _remove_param_quantizers = functools.partialmethod(_without, "param")
+    _remove_activation_quantizers = functools.partialmethod(_without, "input", "output")
+    _remove_all_quantizers = functools.partialmethod(_without, "input", "output", "param")
 
     @contextmanager
     def compute_encodings(self) -> Iterator[None]:
@@ -282,14 +250,6 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
                 if quantizer.is_overwrite_allowed():
                     stack.enter_context(quantizer.compute_encodings())
             yield
-
-    def compute_param_encodings(self) -> None:
-        """Find the ranges of the parameters' quantizers."""
-        own: Any = self
-        for name, quantizer in self.param_quantizers.items():
-            if quantizer is not None:
-                with quantizer.compute_encodings():
-                    quantizer(own._parameters[name])
 
     @torch.no_grad()
     def fold_param_quantizers(self) -> None:
@@ -307,6 +267,11 @@ class QuantizationMixin(BaseQuantizationMixin):
     _abstract = True
     cls_to_qcls = BaseQuantizationMixin.cls_to_qcls
     qcls_to_cls = BaseQuantizationMixin.qcls_to_cls
+
+
+def is_own(module: Any) -> bool:
+    """Whether a module is one of these classes itself; modules of simulations are instances of them, and are not."""
+    return BaseQuantizationMixin in type(module).__mro__
 
 
 def _quantized(quantizer: Any, value: Any) -> Any:
@@ -333,6 +298,7 @@ def quantized_class(module_cls: type[nn.Module]) -> type:
             {
                 "_plain": module_cls,
                 "_abstract": False,
+                "_at_edges": False,
                 "__module__": "bitwright.aimet_torch.nn",
                 "__doc__": f"A quantized ``{module_cls.__name__}``.",
             },
@@ -349,7 +315,7 @@ def check_plain(model: nn.Module) -> None:
         ModelError: with the first one.
     """
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, nn.Module) and BaseQuantizationMixin in type(module).__mro__:
+        if is_own(module):
             own: Any = module
             if own._quantizers():
                 raise ModelError(
@@ -414,7 +380,7 @@ def compute_encodings(model: nn.Module) -> Iterator[None]:
         ModelError: no model of a simulation of this layer.
     """
     record = record_of(model)
-    own_modules: list[Any] = [m for m in model.modules() if BaseQuantizationMixin in type(m).__mro__]
+    own_modules: list[Any] = [m for m in model.modules() if is_own(m)]
     if record is not None:
         with _others_kept(record.sim, model), _observed(record.sim):
             yield
@@ -495,25 +461,13 @@ class ModuleCalls(QuantizedModule):
         """Find the ranges of this module's quantizers from what passes inside the block; all others are kept."""
         return compute_encodings(self._module)
 
-    def compute_param_encodings(self) -> None:
-        """Find the ranges of the parameters' quantizers."""
-        quantizers: Any = self._record.params
-        for name, quantizer in quantizers.items():
-            if quantizer is not None:
-                parameter: Any = self._module._parameters[name]
-                with quantizer.compute_encodings():
-                    quantizer(parameter.detach())
-
     def fold_param_quantizers(self) -> None:
         """Write the quantized values into the parameters and switch their quantizers off."""
         fold_parameters([self._record])
 
     def get_original_module(self) -> nn.Module:
         """The module without quantizers, outside of the simulation, with the same parameters."""
-        plain = copy.copy(self._module)
-        plain.__dict__.update(
-            {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(self._module).items()}
-        )
+        plain: nn.Module = twin(self._module)
         detach(plain)
         return plain
 
@@ -895,6 +849,104 @@ _missing = absent_names("bitwright.aimet_torch.nn.modules.custom")
 @functools.cache
 def _quantized_function(name: str) -> type:
     return quantized_class(_MADE[name])
+
+
+@QuantizationMixin.implements(nn.MultiheadAttention)
+class QuantizedMultiheadAttention(QuantizationMixin, nn.MultiheadAttention):
+    """Attention with quantizers inside too.
+
+    Attributes:
+        input_quantizers: of query, key and value.
+        output_quantizers: of the result, and of the attention weights that are returned.
+        param_quantizers: of the projections of the inputs; that of the outputs, ``out_proj``, has its own.
+        qk_matmul: the product of queries and keys; its inputs are the projected queries, already scaled, and keys.
+        softmax: of the product, with masks added.
+        av_matmul: the product of attention weights and projected values.
+    """
+
+    _at_edges = False
+    _parts = ("qk_matmul", "softmax", "av_matmul", "out_proj")
+    out_proj: Any
+
+    def __quant_init__(self) -> None:
+        super().__quant_init__()
+        self.qk_matmul, self.av_matmul = (_quantized_function("MatMul")() for _ in range(2))
+        self.softmax = quantized_class(nn.Softmax)(-1)
+        self.out_proj = self.out_proj if is_own(self.out_proj) else QuantizationMixin.from_module(self.out_proj)
+
+    def get_original_module(self) -> nn.Module:
+        """The float module, with the same parameters."""
+        made: Any = super().get_original_module()
+        for name in self._parts[:-1]:
+            del made._modules[name]
+        made.out_proj = self.out_proj.get_original_module()
+        return made
+
+    @contextmanager
+    def compute_encodings(self) -> Iterator[None]:
+        """Find the ranges of all quantizers, those inside too, from the tensors that pass inside the block."""
+        with ExitStack() as stack:
+            for name in self._parts:
+                stack.enter_context(getattr(self, name).compute_encodings())
+            with super().compute_encodings():
+                yield
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True, attn_mask: torch.Tensor | None = None, average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """As :meth:`torch.nn.MultiheadAttention.forward`; ``is_causal`` says something about ``attn_mask``, and is not read."""
+        batched = query.dim() == 3
+        taken = [_quantized(q, x) for q, x in zip(self.input_quantizers, (query, key, value), strict=True)]
+        taken = [self._swapped(x) if batched else x.unsqueeze(0) for x in taken]
+        with self._patch_quantized_parameters():
+            q, k, v = (self._heads(x) for x in self._projected(taken))
+        mask = self._mask(attn_mask, key_padding_mask, k.shape[-2], q)
+        scores = self.qk_matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
+        weights = self.softmax(scores if mask is None else scores + mask)
+        weights = F.dropout(weights, self.dropout, self.training)
+        made = self.out_proj(self.av_matmul(weights, v).transpose(1, 2).flatten(2))
+        made = _quantized(self.output_quantizers[0], self._swapped(made) if batched else made.squeeze(0))
+        if not need_weights:
+            return made, None
+        shown = weights.mean(1) if average_attn_weights else weights
+        return made, _quantized(self.output_quantizers[1], shown if batched else shown.squeeze(0))
+
+    def _projected(self, taken: Any) -> list[torch.Tensor]:
+        """Queries, keys and values, ``[batch, length, embed_dim]``, with the rows that the module adds."""
+        own: Any = self
+        several = own.in_proj_weight.chunk(3) if own._qkv_same_embed_dim else (
+            own.q_proj_weight, own.k_proj_weight, own.v_proj_weight)  # fmt: skip
+        biases = (None,) * 3 if own.in_proj_bias is None else own.in_proj_bias.chunk(3)
+        found = [F.linear(x, weight, bias) for x, weight, bias in zip(taken, several, biases, strict=True)]
+        for i, extra in ((1, own.bias_k), (2, own.bias_v)):
+            if extra is not None:
+                found[i] = torch.cat([found[i], extra.expand(len(found[i]), 1, -1)], 1)
+            if own.add_zero_attn:
+                found[i] = F.pad(found[i], (0, 0, 0, 1))
+        return found
+
+    def _swapped(self, x: torch.Tensor) -> torch.Tensor:
+        """The first two axes in the other order, unless the batch is first outside too."""
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, length, embed_dim]`` as ``[batch, heads, length, head_dim]``."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _mask(self, attn_mask: Any, padding: Any, length: int, q: torch.Tensor) -> torch.Tensor | None:
+        """What is added to the product, ``[batch or 1, heads or 1, queries or 1, length]``; to rows of the module's own: 0."""
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
+        padding = None if padding is None else padding.reshape(-1, 1, 1, padding.shape[-1])
+        found = None
+        for mask in (mask for mask in (attn_mask, padding) if mask is not None):
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, -torch.inf)
+            mask = F.pad(mask, (0, length - mask.shape[-1]))
+            found = mask if found is None else found + mask
+        return found
 
 
 def __getattr__(name: str) -> Any:

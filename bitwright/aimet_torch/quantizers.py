@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.aimet_common.sites import granularity_of, int_format, steps_format
+from bitwright.aimet_common.sites import affine_records, granularity_of, int_format, steps_format
 from bitwright.core.numerics.affine import encode
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT_FORMATS, IntFormat
@@ -45,8 +45,9 @@ __all__ = [
 
 
 class EncodingBase(abc.ABC):
-    """A number format with its scale, as tensors."""
+    """A number format with its scale, as tensors; ``mapping`` is ``affine`` or ``float``."""
 
+    mapping: str
     format: Any
     scale: torch.Tensor
     block_size: tuple[int, ...] | None
@@ -55,11 +56,6 @@ class EncodingBase(abc.ABC):
     @abc.abstractmethod
     def bitwidth(self) -> int:
         """Bits of the format."""
-
-    @property
-    @abc.abstractmethod
-    def mapping(self) -> str:
-        """``affine`` or ``float``."""
 
     @property
     def granularity(self) -> str:
@@ -702,23 +698,17 @@ class AffineEncoding(EncodingBase):
         scale: input units per step.
         offset: minus our zero point.
         qmin, qmax: ends of the grid.
+        symmetry: whether the zero point is kept in the middle.
+        zero_point_shift: always 0: shifts are not supported.
     """
+
+    mapping, zero_point_shift = "affine", 0.0
 
     def __init__(self, scale: torch.Tensor, offset: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("producer", None)
         self.qmin, self.qmax, rest = split_grid(args, kwargs, ("symmetry", "block_size", "zero_point_shift"))
         self.scale, self.offset = scale, offset
-        self._symmetry, self.block_size = bool(rest.get("symmetry", False)), rest.get("block_size")
-
-    @property
-    def mapping(self) -> str:
-        """``affine``."""
-        return "affine"
-
-    @property
-    def zero_point_shift(self) -> float:
-        """Always 0: shifts are not supported."""
-        return 0.0
+        self.symmetry, self.block_size = bool(rest.get("symmetry", False)), rest.get("block_size")
 
     @property
     def num_steps(self) -> int:
@@ -734,11 +724,6 @@ class AffineEncoding(EncodingBase):
     def max(self) -> torch.Tensor:
         """Highest representable value."""
         return (self.qmax + self.offset) * self.scale
-
-    @property
-    def symmetry(self) -> bool:
-        """Whether the zero point is kept in the middle."""
-        return self._symmetry
 
     @property
     def bitwidth(self) -> int:
@@ -851,29 +836,9 @@ def qnn_dict(encoding: AffineEncoding, version: str) -> Any:
     lo, hi, scale, offset = (
         t.detach().flatten().tolist() for t in (encoding.min, encoding.max, encoding.scale, encoding.offset + shift)
     )
-    if version == "0.6.1":
-        return [
-            {
-                "bitwidth": encoding.bitwidth,
-                "dtype": "int",
-                "is_symmetric": str(encoding.symmetry),
-                "max": h,
-                "min": low,
-                "offset": int(o),
-                "scale": s,
-            }
-            for low, h, s, o in zip(lo, hi, scale, offset, strict=True)
-        ]
-    kind = {"pertensor": "PER_TENSOR", "perchannel": "PER_CHANNEL", "blockwise": "PER_BLOCK"}
-    record = {
-        "bw": encoding.bitwidth,
-        "dtype": "INT",
-        "enc_type": kind[encoding.granularity],
-        "is_sym": encoding.symmetry,
-        "offset": [int(o) for o in offset],
-        "scale": scale,
-    }
-    if encoding.block_size is not None:
+    kind = {"pertensor": "PER_TENSOR", "perchannel": "PER_CHANNEL", "blockwise": "PER_BLOCK"}[encoding.granularity]
+    record = affine_records(version, encoding.bitwidth, encoding.symmetry, kind, (lo, hi), scale, offset)
+    if version == "1.0.0" and encoding.block_size is not None:
         record["block_size"] = max(encoding.block_size)
     return record
 

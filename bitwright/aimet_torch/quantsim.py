@@ -28,7 +28,7 @@ from bitwright.aimet_common.absent import absent_attribute, differs
 from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method, supported_kernels
 from bitwright.aimet_common.sites import ConnectedGraph, fit_products
-from bitwright.aimet_common.utils import file_version
+from bitwright.aimet_common.utils import file_version, moved_model
 from bitwright.aimet_torch.float_quantizers import FloatQuantizeDequantize
 from bitwright.aimet_torch.module_quantizers import (
     SiteQuantizer,
@@ -42,7 +42,7 @@ from bitwright.aimet_torch.module_quantizers import (
     show_all_ends,
     switched_off,
     view_of,
-)
+)  # fmt: skip
 from bitwright.aimet_torch.quantized_modules import attach_calls, calibrate, calibrate_parameters, check_plain
 from bitwright.aimet_torch.quantizers import GroupedBlockQuantizeDequantize, QuantizeDequantize, core_encoding
 from bitwright.core.graph.graph import Op
@@ -202,45 +202,6 @@ def _without_encoding(sim: front.QuantizationSimModel, loaded: Sequence[str]) ->
 _IGNORED = ("opset_version", "training")
 
 
-def export_files(
-    sim: Any, write: Callable[..., Any], call: tuple[Any, Any, Any, Any], form: dict[str, Any], options: dict[str, Any]
-) -> tuple[Path, ...]:
-    """Write AIMET's files: the float ``<prefix>.onnx``, ``<prefix>.encodings`` and ``<prefix>_torch.encodings``.
-
-    Every tensor that lies on a grid has an entry; ``<prefix>_sites.json`` says which are a simulation's own.
-    ``<prefix>_qdq.onnx``, with QuantizeLinear and DequantizeLinear, is what other runtimes load.
-
-    Returns:
-        The files.
-
-    Raises:
-        ConfigError: TorchScript is asked for.
-    """
-    path, prefix, dummy_input, onnx_export_args = call
-    if form["export_to_torchscript"]:
-        raise ConfigError("export_to_torchscript", "TorchScript is not written here", "leave it out: ONNX is written")
-    if form["use_embedded_encodings"]:
-        differs("export(use_embedded_encodings=True)", f"{prefix}_qdq.onnx has the encodings embedded, always")
-    if onnx_export_args is not None:
-        named = onnx_export_args if isinstance(onnx_export_args, dict) else vars(onnx_export_args)
-        options = {**onnx_options(named), **options}
-    encodings = form["filename_prefix_encodings"] or prefix
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        options = {"every_tensor": True, **options, "encoding_version": file_version(options.get("encoding_version"))}
-        made = write(work, prefix, dummy_input, samples=False, **options)
-        _tell_fixed_batch(made, options)
-        target = folder / f"{encodings}_torch.encodings"
-        sim.save_encodings(target, options["encoding_version"])
-        files = [target, _moved(made.encodings, folder / f"{encodings}.encodings")]
-        files.append(_moved(made.sites, folder / f"{encodings}_sites.json"))
-        if form["export_model"]:
-            files.append(_moved_model(made.float_model, folder / f"{prefix}.onnx"))
-            files.append(_moved_model(made.qdq, folder / f"{prefix}_qdq.onnx"))
-    return tuple(files)
-
-
 def onnx_options(arguments: dict[str, Any]) -> dict[str, Any]:
     """Options of Bitwright's export for keywords of ``torch.onnx.export``; a keyword without a counterpart warns."""
     found: dict[str, Any] = {}
@@ -261,21 +222,6 @@ def _tell_fixed_batch(made: Any, options: dict[str, Any]) -> None:
     for note in made.notes if options.get("dynamic_batch") else ():
         if note.startswith("batch:"):
             differs("export(dynamic_axes=...)", note)
-
-
-def _moved(source: Path, target: Path) -> Path:
-    os.replace(source, target)
-    return target
-
-
-def _moved_model(source: Path, target: Path) -> Path:
-    """Rename a model file, with its external data."""
-    if not source.with_name(f"{source.name}.data").exists():
-        return _moved(source, target)
-    import onnx
-
-    onnx.save(onnx.load(str(source)), str(target), save_as_external_data=True, location=f"{target.name}.data")
-    return target
 
 
 class OnnxExporter:
@@ -306,9 +252,9 @@ class OnnxExporter:
         )
         with work:
             target = Path(f)
-            _moved(made.encodings, target.with_suffix(".encodings"))
-            _moved(made.sites, target.with_name(f"{target.stem}_sites.json"))
-            _moved_model(made.float_model, target)
+            made.encodings.replace(target.with_suffix(".encodings"))
+            made.sites.replace(target.with_name(f"{target.stem}_sites.json"))
+            moved_model(made.float_model, target)
 
 
 def export(
@@ -346,7 +292,7 @@ def export(
         if isinstance(f, io.IOBase):
             f.write(made.qdq.read_bytes())
         else:
-            _moved_model(made.qdq, Path(f))
+            moved_model(made.qdq, Path(f))
 
 
 def _export_modules(model: Any, args: Any, f: Any, bias: bool, activation: str | None, kwargs: dict[str, Any]) -> None:
@@ -666,20 +612,47 @@ class QuantizationSimModel(front.QuantizationSimModel):
         filename_prefix_encodings: str | None = None,
         **options: Any,
     ) -> Any:
-        """Write the artefacts of :meth:`bitwright.torch.QuantizationSimModel.export`; see there for ``options``."""
-        return export_files(
-            self,
-            self.write_artefacts,
-            (path, filename_prefix, dummy_input, onnx_export_args),
-            {
-                "propagate_encodings": propagate_encodings,
-                "export_to_torchscript": export_to_torchscript,
-                "use_embedded_encodings": use_embedded_encodings,
-                "export_model": export_model,
-                "filename_prefix_encodings": filename_prefix_encodings,
-            },
-            options,
-        )
+        """Write AIMET's files: the float ``<prefix>.onnx``, ``<prefix>.encodings`` and ``<prefix>_torch.encodings``.
+
+        Every tensor that lies on a grid has an entry; ``<prefix>_sites.json`` says which are a simulation's own.
+        ``<prefix>_qdq.onnx``, with QuantizeLinear and DequantizeLinear, is what other runtimes load.
+
+        Args:
+            options: of :meth:`bitwright.torch.QuantizationSimModel.export`.
+
+        Returns:
+            The files.
+
+        Raises:
+            ConfigError: TorchScript is asked for.
+        """
+        if export_to_torchscript:
+            raise ConfigError(
+                "export_to_torchscript", "TorchScript is not written here", "leave it out: ONNX is written"
+            )
+        if use_embedded_encodings:
+            differs(
+                "export(use_embedded_encodings=True)", f"{filename_prefix}_qdq.onnx has the encodings embedded, always"
+            )
+        if onnx_export_args is not None:
+            named = onnx_export_args if isinstance(onnx_export_args, dict) else vars(onnx_export_args)
+            options = {**onnx_options(named), **options}
+        prefix = filename_prefix_encodings or filename_prefix
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            version = file_version(options.get("encoding_version"))
+            options = {"every_tensor": True, **options, "encoding_version": version}
+            made = self.write_artefacts(work, filename_prefix, dummy_input, samples=False, **options)
+            _tell_fixed_batch(made, options)
+            target = folder / f"{prefix}_torch.encodings"
+            self.save_encodings(target, version)
+            files = [target, made.encodings.replace(folder / f"{prefix}.encodings")]
+            files.append(made.sites.replace(folder / f"{prefix}_sites.json"))
+            if export_model:
+                files.append(moved_model(made.float_model, folder / f"{filename_prefix}.onnx"))
+                files.append(moved_model(made.qdq, folder / f"{filename_prefix}_qdq.onnx"))
+        return tuple(files)
 
     def write_artefacts(self, path: str | Path, filename_prefix: str, dummy_input: Any, **options: Any) -> Any:
         """:meth:`bitwright.torch.QuantizationSimModel.export`, as it is there."""

@@ -93,6 +93,8 @@ class Adaround:
         ignore_quant_ops_list: Sequence[nn.Module] | None = None,
         default_quant_scheme: Any = QuantScheme.post_training_tf_enhanced,
         default_config_file: str | Path | None = None,
+        cached_dataset: Any = None,
+        checkpoints_config: str | None = None,
         **options: Any,
     ) -> nn.Module:
         """A copy of ``model`` with rounded weights; ``<path>/<filename_prefix>.encodings`` has their grids.
@@ -110,6 +112,8 @@ class Adaround:
             ignore_quant_ops_list: modules whose weights stay in float; those without a weight have no effect.
             default_quant_scheme: how the ranges are chosen.
             default_config_file: rules, as for :class:`QuantizationSimModel`.
+            cached_dataset, checkpoints_config: of :meth:`apply_adaround_with_cache`; not read, since no layer is computed from
+                the model's input again.
             options: as for :func:`bitwright.torch.apply_reconstruction`.
 
         Raises:
@@ -118,6 +122,8 @@ class Adaround:
             ExportError: the encodings cannot be written.
         """
         check_destination(path, filename_prefix)
+        if checkpoints_config is not None:
+            differs("apply_adaround_with_cache(checkpoints_config=...)", "not needed and not read")
         sim = front.QuantizationSimModel(
             copied(model), dummy_input, range_method(default_quant_scheme), default_param_bw=default_param_bw,
             config_file=default_config_file or "default", in_place=True,
@@ -137,30 +143,7 @@ class Adaround:
         write_encodings(Path(path, f"{filename_prefix}.encodings"), records, "0.6.1", quantizer_args={})
         return sim.remove()
 
-    @classmethod
-    def apply_adaround_with_cache(
-        cls,
-        model: nn.Module,
-        dummy_input: Any,
-        params: AdaroundParameters,
-        path: str | Path,
-        filename_prefix: str,
-        default_param_bw: int = 4,
-        param_bw_override_list: Sequence[tuple[nn.Module, int]] | None = None,
-        ignore_quant_ops_list: Sequence[nn.Module] | None = None,
-        default_quant_scheme: Any = QuantScheme.post_training_tf_enhanced,
-        default_config_file: str | Path | None = None,
-        cached_dataset: Any = None,
-        checkpoints_config: str | None = None,
-        **options: Any,
-    ) -> nn.Module:
-        """:meth:`apply_adaround`: no layer is computed from the model's input again, so that there is nothing to cache."""
-        if checkpoints_config is not None:
-            differs("apply_adaround_with_cache(checkpoints_config=...)", "not needed and not read")
-        return cls.apply_adaround(
-            model, dummy_input, params, path, filename_prefix, default_param_bw, param_bw_override_list,
-            ignore_quant_ops_list, default_quant_scheme, default_config_file, **options,
-        )  # fmt: skip
+    apply_adaround_with_cache = apply_adaround
 
 
 def _keep_weights(
