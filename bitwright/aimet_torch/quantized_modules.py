@@ -873,6 +873,7 @@ class QuantizedMultiheadAttention(QuantizationMixin, nn.MultiheadAttention):
         self.qk_matmul, self.av_matmul = (_quantized_function("MatMul")() for _ in range(2))
         self.softmax = quantized_class(nn.Softmax)(-1)
         self.out_proj = self.out_proj if is_own(self.out_proj) else QuantizationMixin.from_module(self.out_proj)
+        self._qkv_same_embed_dim = False  # or nn.TransformerEncoderLayer calls a kernel instead of this module
 
     def get_original_module(self) -> nn.Module:
         """The float module, with the same parameters."""
@@ -880,6 +881,7 @@ class QuantizedMultiheadAttention(QuantizationMixin, nn.MultiheadAttention):
         for name in self._parts[:-1]:
             del made._modules[name]
         made.out_proj = self.out_proj.get_original_module()
+        made._qkv_same_embed_dim = made.in_proj_weight is not None
         return made
 
     @contextmanager
@@ -916,7 +918,7 @@ class QuantizedMultiheadAttention(QuantizationMixin, nn.MultiheadAttention):
     def _projected(self, taken: Any) -> list[torch.Tensor]:
         """Queries, keys and values, ``[batch, length, embed_dim]``, with the rows that the module adds."""
         own: Any = self
-        several = own.in_proj_weight.chunk(3) if own._qkv_same_embed_dim else (
+        several = own.in_proj_weight.chunk(3) if own.in_proj_weight is not None else (
             own.q_proj_weight, own.k_proj_weight, own.v_proj_weight)  # fmt: skip
         biases = (None,) * 3 if own.in_proj_bias is None else own.in_proj_bias.chunk(3)
         found = [F.linear(x, weight, bias) for x, weight, bias in zip(taken, several, biases, strict=True)]

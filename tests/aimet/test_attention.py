@@ -106,6 +106,21 @@ def test_quantizers_inside_are_calibrated_and_used() -> None:
         assert torch.equal(module(*inputs)[0], before)
 
 
+def test_layers_of_transformers_call_it_in_evaluation_too() -> None:
+    """Where torch's layer would compute everything in one kernel, which knows no quantizers."""
+    torch.manual_seed(3)
+    layer: Any = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x, padding = r(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        wanted = layer(x, src_key_padding_mask=padding)
+        layer.self_attn = QuantizationMixin.from_module(layer.self_attn)
+        torch.testing.assert_close(layer(x, src_key_padding_mask=padding)[0], wanted[0], rtol=1e-5, atol=1e-5)
+        layer.self_attn.softmax.output_quantizers[0] = QuantizeDequantize((), 2, False)
+        with compute_encodings(layer):
+            layer(x)
+        assert (layer(x, src_key_padding_mask=padding)[0] - wanted[0]).abs().max() > 1e-3
+
+
 def test_encodings_inside_are_in_the_file_and_its_answers_are_those_of_the_module() -> None:
     module, inputs = on_grids()
     buffer = io.BytesIO()
