@@ -24,16 +24,6 @@ __getattr__ = absent_names(__name__)
 # ------------------------------------------------------------------------------------ helpers
 
 
-def moved_model(source: Path, target: Path) -> Path:
-    """Give a model's file another name; weights in a file of their own go with it."""
-    if not source.with_name(f"{source.name}.data").exists():
-        return source.replace(target)
-    import onnx
-
-    onnx.save(onnx.load(str(source)), str(target), save_as_external_data=True, location=f"{target.name}.data")
-    return target
-
-
 def _areas() -> Any:
     """AIMET's areas of logging."""
     names = (

@@ -25,7 +25,7 @@ from bitwright.aimet_common.defs import (
     supported_kernels,
 )  # fmt: skip
 from bitwright.aimet_common.sites import ConnectedGraph, fit_products, grouped_scale_format, tie_joined
-from bitwright.aimet_common.utils import file_version, moved_model
+from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_onnx import defs
 from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp, quantized_constant, quantizer_of
 from bitwright.aimet_onnx.utils import build_session, proto_of, simulated_proto, wrapped
@@ -36,6 +36,7 @@ from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 from bitwright.errors import ConfigError, EncodingsError, GranularityError
 from bitwright.export.encodings.of_simulation import exported_names
 from bitwright.export.encodings.read import read_encodings
+from bitwright.export.files.onnx_file import moved_model
 from bitwright.runtimes.onnxruntime import CPU, new_session, register_operators
 
 __all__ = [

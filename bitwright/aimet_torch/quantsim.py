@@ -28,7 +28,7 @@ from bitwright.aimet_common.absent import absent_attribute, differs
 from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method, supported_kernels
 from bitwright.aimet_common.sites import ConnectedGraph, fit_products
-from bitwright.aimet_common.utils import file_version, moved_model
+from bitwright.aimet_common.utils import file_version
 from bitwright.aimet_torch.float_quantizers import FloatQuantizeDequantize
 from bitwright.aimet_torch.module_quantizers import (
     SiteQuantizer,
@@ -51,7 +51,7 @@ from bitwright.core.numerics.spec import RangeMethod
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError, with_article
 from bitwright.export.artefacts import rename_ports
-from bitwright.export.files.onnx_file import save_model
+from bitwright.export.files.onnx_file import moved_model, save_model
 from bitwright.export.qdq.write import to_qdq
 from bitwright.torch.calls.inputs import evaluation, walk_modules
 from bitwright.torch.quantizers.fake_quantize import Grid as TensorGrid

@@ -433,3 +433,11 @@ def _field(tag: bytes, length: int) -> bytes:
         varint.append(rest & 0x7F | 0x80)
         rest >>= 7
     return tag + bytes((*varint, rest))
+
+
+def moved_model(source: Path, target: Path) -> Path:
+    """Give a model's file another name; weights in a file of their own go with it."""
+    if not source.with_name(f"{source.name}.data").exists():
+        return source.replace(target)
+    onnx.save(onnx.load(str(source)), str(target), save_as_external_data=True, location=f"{target.name}.data")
+    return target
