@@ -217,6 +217,12 @@ def _metrics_have_a_value_per_sample(name: str) -> None:
 
 
 #: kind -> name of the check -> what runs it
+def _rules_name_channels(name: str) -> None:
+    rule = table_of("channel_rules")[name]
+    names = {axis for term in rule.inputs for axis in term if axis != axis.lower()}
+    _require(bool(names), "no axis of an input has a capital letter, so that nothing can be cut")
+
+
 _TESTS: dict[str, dict[str, Callable[..., None]]] = {
     "range_methods": {
         "finite": _ranges_are_finite, "inside": _ranges_lie_inside, "scale": _ranges_scale,
@@ -230,6 +236,7 @@ _TESTS: dict[str, dict[str, Callable[..., None]]] = {
     "targets": {"verifies": _targets_verify},
     "runtimes": {"computes": _runtimes_compute},
     "metrics": {"values": _metrics_have_a_value_per_sample},
+    "channel_rules": {"names a channel": _rules_name_channels},
 }  # fmt: skip
 CHECKS: dict[str, tuple[str, ...]] = {kind: tuple(tests) for kind, tests in _TESTS.items()}
 """Kind of plug-in -> names of its checks. Those of metrics give scores of five classes, and labels."""

@@ -37,6 +37,18 @@ def compress_model(
         str | None,
         methods_option(help="Bytes of parameters and of activations at the peak, as 0.5 or 256KiB; with prune."),
     ] = None,
+    cache: Annotated[
+        str | None,
+        methods_option(
+            "--cache-bytes", help="Bytes of keys and values of attention that may be left, as 0.5; with prune."
+        ),
+    ] = None,
+    active: Annotated[
+        float | None,
+        methods_option(
+            "--active-params", help="Part of the parameters that one token reads, of experts those chosen; with prune."
+        ),
+    ] = None,
     ms: Annotated[
         float | None, methods_option(help="Part of the milliseconds in ONNX Runtime that may be left; with prune.")
     ] = None,
@@ -77,7 +89,15 @@ def compress_model(
         raise ConfigError(
             "--method", f"there is no method {method!r}{close_matches(method, _METHODS)}", f"use {', '.join(_METHODS)}"
         )  # fmt: skip
-    target = _target(method, {"macs": macs, "params": params, "bytes": size, "memory": memory, "ms": ms}, count)
+    asked = {
+        "macs": macs,
+        "params": params,
+        "active_params": active,
+        "bytes": size,
+        "memory": memory,
+        "cache_bytes": cache,
+    }
+    target = _target(method, {**asked, "ms": ms}, count)
     levels = _bits(method, bits)
     from bitwright.export.files.onnx_file import save_model
     from bitwright.onnx import load_model
@@ -127,7 +147,11 @@ def _target(method: str, given: dict[str, float | str | None], count: int | None
         raise ConfigError("--macs", "zeros leave as many multiplications", "write --sparsity 0.5, or --method svd")
     if method in ("svd", "drop_blocks") and not target.keys() <= {"macs", "params"}:
         what = "low-rank factors are" if method == "svd" else "blocks are"
-        raise ConfigError("--bytes, --memory, --ms", f"{what} chosen by --macs and --params", "write --macs 0.5")
+        raise ConfigError(
+            "--bytes, --memory, --cache-bytes, --active-params, --ms",
+            f"{what} chosen by --macs and --params",
+            "write --macs 0.5",
+        )
     return target
 
 

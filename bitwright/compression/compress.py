@@ -22,15 +22,16 @@ from bitwright.compression.widths import few_batches, output_noise
 from bitwright.core.simulation.calibration import samples_in
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.export.files.atomic import write_json
+from bitwright.methods.details import Detailed
 from bitwright.methods.front_end import Structured, front_end_of
 from bitwright.metrics.labels import inputs_and_labels
 from bitwright.metrics.metric import Scorer, needs_labels, scorer
 from bitwright.recipes.recipe import checked_metric, metric_of
-from bitwright.tables import Table, Tabular
+from bitwright.tables import Table
 
 
 @dataclass(frozen=True)
-class Compressed(Tabular):
+class Compressed(Detailed):
     """Result of :func:`compress`; prints as a headline and a table of the groups.
 
     Attributes:
@@ -111,6 +112,16 @@ class Compressed(Tabular):
             said += [f"  {refusal}" for refusal in self.refused]
         return "\n".join(said)
 
+    def report_html(self, path: str | os.PathLike[str], title: str = "Compressed model") -> Path:
+        """Write an HTML file: costs before and after, every group, the choices that were measured, and what was not touched.
+
+        Raises:
+            ExportError: the file cannot be written.
+        """
+        from bitwright.report import write_report
+
+        return write_report({}, path, title=title, compression=[self.details()])
+
     def save(self, folder: str | os.PathLike[str], name: str = "model") -> list[Path]:
         """Write the model: ``<name>.onnx``; or ``<name>.safetensors`` and ``<name>.plan.json``, which rebuild the module.
 
@@ -163,8 +174,10 @@ def compress(
         model: a ``torch.nn.Module``, or an ONNX model as a path, a message or an ``onnx_ir`` model; left as it is.
         data: batches, as :func:`bitwright.quantize` takes them; the first checks the cut, all of them serve reconstruction.
         target: cost -> the part of it that may be left, ``{"macs": 0.5}``, or several that are met together: ``macs``,
-            ``params``, ``bytes``, ``activation_bytes`` at the peak, ``memory`` (both), ``ms`` in ONNX Runtime on one thread. What
-            is counted in bytes may be given in bytes, ``{"memory": "256KiB"}``; activations are those of one sample.
+            ``params``, ``active_params`` (of experts those that one token reads), ``bytes``, ``activation_bytes`` at the peak,
+            ``memory`` (both), ``cache_bytes`` (keys and values of attention), ``ms`` in ONNX Runtime on one thread. What
+            is counted in bytes may be given in bytes, ``{"memory": "256KiB"}``; activations, keys and values are those of one
+            sample.
             Milliseconds are estimated from those of every operator and measured after the cut, which is repeated where they were
             missed.
         metric: a name of :data:`bitwright.metrics.metric.NAMED` or ``{name: options}``, an object of torchmetrics, or

@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from bitwright.core.graph.active import active_shares, cached_numbers
 from bitwright.core.graph.cost import as_bound, counts_bytes, lifetimes, multiplications, size
-from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.methods.front_end import front_end_of
 from bitwright.tables import Table, Tabular, html_table
@@ -23,10 +24,15 @@ COSTS: dict[str, str] = {
     "macs": "multiplications",
     "bytes": "bytes of parameters",
     "params": "parameters",
+    "active_params": "parameters that one token reads, of experts those that are chosen",
+    "cache_bytes": "bytes of keys and values of attention",
     "activation_bytes": "bytes of activations at the peak",
     "memory": "bytes of parameters and of activations at the peak",
     "ms": "milliseconds in ONNX Runtime on one thread",
 }
+
+
+_HEADS = {"active_params": "active", "cache_bytes": "keys, values", "ms": "ms"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class OpCost:
         op, type: the operator.
         macs: multiplications.
         params, bytes: of the parameters that it is the first to read.
+        active_params: those of them that one token reads, where it chooses among experts.
+        cache_bytes: of the keys or values that it reads, as a product of attention.
         activation_bytes: of everything that is kept while it runs, its own outputs included.
         ms: measured in ONNX Runtime; ``None`` where it was not.
     """
@@ -48,6 +56,8 @@ class OpCost:
     bytes: float
     activation_bytes: float
     ms: float | None = None
+    active_params: float = 0.0
+    cache_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,15 +99,29 @@ class ModelCosts(Tabular):
 
     def table(self) -> Table:
         """Operators that multiply or hold parameters, then the whole model."""
-        head = ["operator", "type", "MACs", "params", "bytes", "activations"] + ["ms"] * (self.ms is not None)
-        rows = [self._cells(row) for row in self.rows if row.macs or row.params or (row.ms or 0) > 0]
-        whole = OpCost("all", "", self["macs"], self["params"], self["bytes"], self["activation_bytes"], self.ms)
+        more = [name for name, shown in self._columns().items() if shown]
+        head = ["operator", "type", "MACs", "params", "bytes", "activations", *(_HEADS[name] for name in more)]
+        rows = [self._cells(row, more) for row in self.rows if row.macs or row.params or (row.ms or 0) > 0]
+        whole = OpCost(
+            "all", "", self["macs"], self["params"], self["bytes"], self["activation_bytes"], self.ms,
+            self["active_params"], self["cache_bytes"],
+        )  # fmt: skip
         title = f"Costs of a run of {self.samples} sample{'s' * (self.samples != 1)}"
-        return Table(head, [*rows, self._cells(whole)], title, right=range(2, len(head)))
+        return Table(head, [*rows, self._cells(whole, more)], title, right=range(2, len(head)))
 
-    def _cells(self, row: OpCost) -> list[str]:
+    def _columns(self) -> dict[str, bool]:
+        """Columns beside those that every model has -> whether this one has them: experts, attention, measured times."""
+        return {
+            "active_params": self["active_params"] != self["params"],
+            "cache_bytes": self["cache_bytes"] > 0,
+            "ms": self.ms is not None,
+        }
+
+    def _cells(self, row: OpCost, more: Sequence[str]) -> list[str]:
         numbers = [f"{n:,.0f}" for n in (row.macs, row.params, row.bytes, row.activation_bytes)]
-        return [row.op, row.type, *numbers] + ["" if row.ms is None else f"{row.ms:.3f}"] * (self.ms is not None)
+        others = {"active_params": f"{row.active_params:,.0f}", "cache_bytes": f"{row.cache_bytes:,.0f}"}
+        others["ms"] = "" if row.ms is None else f"{row.ms:.3f}"
+        return [row.op, row.type, *numbers, *(others[name] for name in more)]
 
     def __str__(self) -> str:
         return str(self.table())
@@ -169,16 +193,28 @@ def graph_costs(graph: Graph, samples: int = 1) -> ModelCosts:
         kept[span.start] += amount
         kept[min(span.stop, len(graph.ops))] -= amount
     live = np.cumsum(kept)[:-1]
-    seen: set[str] = set()
+    shares, cached, owned = active_shares(graph), cached_numbers(graph), _first_read(graph)
     rows = []
     for i, op in enumerate(graph.ops):
-        held = [graph.values[v] for _, v in op.sources() if graph.values[v].param is not None]
-        own = {str(v.param): v for v in held if v.param not in seen}
-        seen.update(own)
-        params = sum(float(math.prod(v.shape)) for v in own.values())
-        stored = sum(float(math.prod(v.shape)) * _width(v.dtype) for v in own.values())
-        rows.append(OpCost(op.name, op.type, operator_macs(graph, op), params, stored, float(live[i])))
+        own = owned[op.name]
+        counts = {name: float(math.prod(v.shape)) for name, v in own.items()}
+        params, active = sum(counts.values()), sum(n * shares.get(name, 1.0) for name, n in counts.items())
+        stored = sum(n * _width(own[name].dtype) for name, n in counts.items())
+        kept_numbers = _stored(graph, cached[op.name]) if op.name in cached else 0.0
+        macs = operator_macs(graph, op)
+        rows.append(OpCost(op.name, op.type, macs, params, stored, float(live[i]), None, active, kept_numbers))
     return ModelCosts(tuple(rows), samples)
+
+
+def _first_read(graph: Graph) -> dict[str, dict[str, Value]]:
+    """Operator -> parameters that it is the first to read."""
+    seen: set[str] = set()
+    found = {}
+    for op in graph.ops:
+        held = [graph.values[v] for _, v in op.sources() if graph.values[v].param is not None]
+        found[op.name] = {str(v.param): v for v in held if v.param not in seen}
+        seen.update(found[op.name])
+    return found
 
 
 class Prices:
@@ -189,7 +225,7 @@ class Prices:
         names: costs that are wanted beside ``macs``, ``params`` and ``bytes``.
         times: operator -> milliseconds, for ``ms``: an operator takes as much less as it multiplies less, or where it does not
             multiply, as it makes less.
-        samples: in the recorded run; ``activation_bytes`` and ``memory`` are of one sample.
+        samples: in the recorded run; ``activation_bytes``, ``memory`` and ``cache_bytes`` are of one sample.
     """
 
     def __init__(
@@ -212,12 +248,21 @@ class Prices:
             kept = graph_costs(graph)["activation_bytes"] / self._samples
             more = {"activation_bytes": kept, "memory": found["bytes"] + kept}
             found |= {name: more[name] for name in more if name in self._names}
+        if "active_params" in self._names:
+            shares = active_shares(graph)
+            counts = {v.param: math.prod(v.shape) for v in graph.values.values() if v.param is not None}
+            found["active_params"] = sum(n * shares.get(str(name), 1.0) for name, n in counts.items())
+        if "cache_bytes" in self._names:
+            found["cache_bytes"] = sum(_stored(graph, v) for v in cached_numbers(graph).values()) / self._samples
         if "ms" in self._names:
             found["ms"] = sum(_work(graph, op) * self._ms[op.name] for op in graph.ops)
         return found
 
     def parts(self, target: Mapping[str, float | str]) -> dict[str, float]:
         """A target in parts of the whole, bytes too; 1 where the whole is within it. Parts of ``ms`` stay as they are."""
+        if "cache_bytes" in target and not self.whole["cache_bytes"]:
+            problem = "the model has no attention, so that it keeps no keys and values"
+            raise ConfigError("target", problem, "leave cache_bytes out")
         bounds = {name: as_bound(name, asked, "target") for name, asked in target.items()}
         return {n: min(b / self.whole[n], 1.0) if b > 1 or isinstance(target[n], str) else b for n, b in bounds.items()}
 
@@ -241,6 +286,11 @@ def size_costs(graph: Graph, bits: Mapping[str, int] | None = None) -> dict[str,
         "params": sum(counts.values()),
         "bytes": sum(n * (stored.get(name) or _width(held[name].dtype)) for name, n in counts.items()),
     }
+
+
+def _stored(graph: Graph, value: str) -> float:
+    """Bytes of a value."""
+    return size(graph, value) * _width(graph.values[value].dtype)
 
 
 def _work(graph: Graph, op: Op) -> float:

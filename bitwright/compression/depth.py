@@ -19,9 +19,10 @@ from bitwright.compression.widths import few_batches, output_noise
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.float_model import Array
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, first_few
+from bitwright.methods.details import Detailed
 from bitwright.methods.front_end import Blocks, front_end_of
 from bitwright.progress import progress as progress_bar
-from bitwright.tables import Table, Tabular
+from bitwright.tables import Table
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Dropped:
 
 
 @dataclass(frozen=True)
-class DepthReport(Tabular):
+class DepthReport(Detailed):
     """Result of :func:`drop_blocks`; prints as a table.
 
     Attributes:

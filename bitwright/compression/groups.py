@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.compression.rules import CHANNEL_RULES, ChannelRule
 from bitwright.compression.states import STATE_PORTS, final_states, from_input, given_states
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS, op_row
@@ -412,13 +413,59 @@ class Dependencies:
             return self._move(op)
         if op_row(op.type).kind == "pointwise" or op.type in _SAME or op.type in _MERGES_BY_ELEMENT:
             return self._pointwise(op)
+        if op.type in CHANNEL_RULES:
+            return self._taught(op, CHANNEL_RULES[op.type])
         for value in op.inputs:
             self._stay(
                 self.axes(value),
-                f"{op.name} is {with_article(op.type)}, which the dependency graph has no rule for",
+                f"{op.name} is {with_article(op.type)}, which the dependency graph has no rule for: see docs/plugins.md",
                 op,
             )
         return [self._all_stay(v) for v in op.outputs]
+
+    def _taught(self, op: Op, rule: ChannelRule) -> list[Axes]:
+        """An operator whose rule a user gave."""
+        values = [str(v) for v in op.inputs if v is not None]
+        terms = self._named(rule.inputs, values)
+        ends = self._named(rule.outputs, op.outputs)
+        if terms is None or ends is None or len(ends) < len(op.outputs):
+            return self._refuse(op, "has another number of operands or axes than its rule")
+        roles = self._taught_roles(values, terms, ends)
+        joined: dict[str, list[Index | None]] = {name: [] for name in roles}
+        for value, term in zip(values, terms, strict=False):
+            self._join_named(op, value, term, roles, joined)
+        for value in values[len(terms) :]:
+            self._stay(self.axes(value), f"the rule of {op.type} does not name it", op)
+        found = {name: self._all_joined(atoms, op) for name, atoms in joined.items()}
+        self._contracted += [found[n] for n, role in roles.items() if role == "in" and found[n] is not None]
+        return [[found.get(name) for name in term] for term in ends]
+
+    def _join_named(
+        self, op: Op, value: str, term: Sequence[str], roles: Mapping[str, str], joined: dict[str, list[Index | None]]
+    ) -> None:
+        """Take in the axes of an operand: those without a name stay."""
+        for axis, (name, atoms) in enumerate(zip(term, self.axes(value), strict=True)):
+            if name:
+                joined[name].append(atoms)
+                self._role(value, axis, roles[name], op)
+            else:
+                self._stay((atoms,), f"the rule of {op.type} leaves this axis as it is", op)
+
+    def _named(self, terms: Sequence[Sequence[str]], values: Sequence[str]) -> list[tuple[str, ...]] | None:
+        """The channels on the axes of values; ``None`` where a rule is for others."""
+        ranks = [len(self.graph.values[value].shape) for value in values]
+        found = [ChannelRule.axes(term, rank) for term, rank in zip(terms, ranks, strict=False)]
+        known = [term for term in found if term is not None]
+        return known if len(known) == len(terms) else None
+
+    def _taught_roles(
+        self, values: Sequence[str], terms: Sequence[Sequence[str]], ends: Sequence[Sequence[str]]
+    ) -> dict[str, str]:
+        """Channels -> what their axes of parameters do with them: make them, read them, or go with them."""
+        made = {name for term in ends for name in term}
+        read = {n for value, term in zip(values, terms, strict=False) if not self._is_stored(value) for n in term}
+        names = {name for term in terms for name in term if name}
+        return {n: "in" if n not in made else "with" if n in read else "out" for n in names}
 
     def _pointwise(self, op: Op) -> list[Axes]:
         if not op.outputs:

@@ -24,8 +24,9 @@ from bitwright.compression.widths import few_batches, output_noise
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, first_few
+from bitwright.methods.details import Detailed
 from bitwright.methods.front_end import plan_of
-from bitwright.tables import Table, Tabular
+from bitwright.tables import Table
 from bitwright.torch.calls.inputs import evaluation, model_device, outputs_of, tensors_in, to_device, walk_modules
 from bitwright.torch.pretrained import refuse_to_save
 from bitwright.torch.replaced import VARIANTS, Replaced, put_block
@@ -66,7 +67,7 @@ class ReplacedRow:
 
 
 @dataclass(frozen=True)
-class ReplaceReport(Tabular):
+class ReplaceReport(Detailed):
     """Result of :func:`replace_blocks`; prints as a table.
 
     Attributes:

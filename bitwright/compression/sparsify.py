@@ -30,9 +30,10 @@ from bitwright.core.graph.graph import Op, Value
 from bitwright.core.graph.operators import TRAITS
 from bitwright.core.simulation.float_model import FloatModel, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, close_matches
+from bitwright.methods.details import Detailed
 from bitwright.methods.front_end import front_end_of
 from bitwright.methods.layers import Reversible
-from bitwright.tables import Table, Tabular, plain
+from bitwright.tables import Table, plain
 
 Array = NDArray[Any]
 _RECURRENT = ("LSTM", "GRU", "RNN")
@@ -276,7 +277,7 @@ class SparseRow:
 
 
 @dataclass(frozen=True)
-class SparsityReport(Reversible, Tabular):
+class SparsityReport(Reversible, Detailed):
     """Zeros per weight; a table when printed.
 
     Attributes:
@@ -306,10 +307,15 @@ class SparsityReport(Reversible, Tabular):
         found: dict[str, Any] = plain({"rows": self.rows, "refused": self.refused})
         return found
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """All weights."""
         rows = [(r.layer, r.param, f"{r.sparsity:.1%}", f"{r.error:.2%}") for r in self.rows]
-        table = str(Table(("layer", "parameter", "zeros", "error"), rows, right=(2, 3)))
-        return "\n".join([table, self.summary, *(f"not touched: {n}: {why}" for n, why in self.refused.items())])
+        return Table(("layer", "parameter", "zeros", "error"), rows, right=(2, 3))
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [str(self.table()), self.summary, *(f"not touched: {n}: {why}" for n, why in self.refused.items())]
+        )
 
 
 @checks_arguments

@@ -36,9 +36,10 @@ from bitwright.core.graph.operators import TRAITS
 from bitwright.core.graph.windows import windows
 from bitwright.core.simulation.float_model import AddBias, Before, Chain, Edit, FloatModel, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments, close_matches, first_few
+from bitwright.methods.details import Detailed
 from bitwright.methods.front_end import Opened, front_end_of, plan_of
 from bitwright.methods.layers import Reversible
-from bitwright.tables import Table, Tabular, plain
+from bitwright.tables import Table, plain
 
 Array = NDArray[Any]
 _DAMPING = 1e-6  # of the mean diagonal of G, so that directions without data stay finite
@@ -846,7 +847,7 @@ class SvdRow:
 
 
 @dataclass(frozen=True)
-class SvdReport(Reversible, Tabular):
+class SvdReport(Reversible, Detailed):
     """The factorised layers; a table when printed.
 
     Attributes:
@@ -871,6 +872,11 @@ class SvdReport(Reversible, Tabular):
     def changed(self) -> bool:
         """Whether any layer was factorised."""
         return any(row.form for row in self.rows)
+
+    @property
+    def choice(self) -> Chosen | None:
+        """As :attr:`chosen`."""
+        return self.chosen
 
     @property
     def summary(self) -> str:

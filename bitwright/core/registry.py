@@ -76,7 +76,7 @@ def register(kind: str, name: str, row: Any = None) -> Any:
     """Add a row to a table of this process; without ``row`` it is a decorator.
 
     Args:
-        kind: ``range_methods``, ``steps``, ``formats``, ``targets``, ``runtimes`` or ``metrics``.
+        kind: ``range_methods``, ``steps``, ``formats``, ``targets``, ``runtimes``, ``metrics`` or ``channel_rules``.
         name: what options take.
         row: see ``docs/plugins.md`` for each kind. Worker processes load rows by entry points only.
 
@@ -103,6 +103,7 @@ _TABLES = {
     "targets": ("bitwright.export.targets", "TARGETS"),
     "runtimes": ("bitwright.runtimes.adapters", "RUNTIMES"),
     "metrics": ("bitwright.metrics.metric", "NAMED"),
+    "channel_rules": ("bitwright.compression.rules", "CHANNEL_RULES"),
 }
 KINDS = tuple(_TABLES)
 

@@ -17,7 +17,7 @@ from bitwright.core.numerics.spec import NonFinite, Preset
 from bitwright.core.simulation.calibration import fewer_samples, samples_in, slice_samples
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import ModelError
+from bitwright.errors import ConfigError, ModelError
 from bitwright.export.targets import find_target, rules_for
 from bitwright.methods.activations import between_layers, keep_histograms
 from bitwright.methods.attention import has_attention
@@ -361,8 +361,12 @@ class Attempt(Runner):
         """Refuse options the step's function does not have, and values it does not take, before any work is done.
 
         Raises:
-            ConfigError: see :func:`bitwright.methods.options.check_options`; or torch is missing.
+            ConfigError: see :func:`bitwright.methods.options.check_options`; or torch is missing, or an ONNX file has not what
+                the step works on.
         """
+        if step.kind.modules and not hasattr(self.model, "state_dict"):
+            problem = f"an ONNX file has no {step.kind.modules}"
+            raise ConfigError(step.name, problem, "take the step out, or quantize the PyTorch model and export it")
         _, _, options = self._function(step)
         check_options(step.name, step.options, options)
 
@@ -379,6 +383,8 @@ class Attempt(Runner):
         else:
             report = function(target, **bound, **step.options)
         self.changed = bool(getattr(report, "changed", True))
+        details = getattr(report, "details", None)
+        self.details = details() if callable(details) else None
         if target is self.model and self.changed:
             self._state = replace(self._state, altered=self._state.altered or step.name != "fold")
         return "" if report is None else str(getattr(report, "summary", None) or str(report).partition("\n")[0])

@@ -48,6 +48,7 @@ class Outcome:
         gain: the difference, with its interval.
         changed: whether it did anything.
         on_float: whether it is a step that works on the float model.
+        details: of a step of compression, what became of every part: see :class:`bitwright.methods.details.Detailed`.
     """
 
     step: str
@@ -59,6 +60,7 @@ class Outcome:
     changed: bool = True
     on_float: bool = False
     gain: Gain | None = None
+    details: Mapping[str, Any] | None = None
 
     @property
     def judged(self) -> str:
@@ -198,6 +200,7 @@ class Kind:
         joined: whether it may lose alone if it gains together with the step that rounds weights after it.
         fitted: whether what it chooses is fitted to samples, and may serve others worse: a gain must then be more than chance.
             More bits and float make noise of no sample larger.
+        modules: what it works on, such as "experts", where only a PyTorch model has that.
     """
 
     phase: Phase
@@ -209,9 +212,11 @@ class Kind:
     joined: bool = False
     fitted: bool = True
     run: Callable[..., Any] | str | None = None
+    modules: str = ""
 
 
 _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
+_BLOCKS = ("drop_blocks", "drop_experts", "replace_blocks")
 _RANGES = ("layer_inputs", "activation_ranges", "widen")
 #: what a step's function is given by name where it has a parameter of that name
 GIVEN = ("data", "dummy_input", "providers", "progress", "calibrate", "weight", "config_file", "quant_scheme")
@@ -250,22 +255,35 @@ _OWN: dict[str, Kind] = {
         "whole residual blocks and layers of transformers taken out",
         run="bitwright.compression.depth.drop_blocks",
     ),
+    "drop_experts": Kind(
+        "float",
+        "fewer experts in mixtures, those of the least saliency taken out; PyTorch",
+        run="bitwright.torch.experts.drop_experts",
+        modules="experts",
+    ),
+    "replace_blocks": Kind(
+        "float",
+        "blocks replaced by linear layers that are fitted to them, or by nothing; PyTorch",
+        ("drop_blocks",),
+        run="bitwright.compression.replace.replace_blocks",
+        modules="blocks that are modules",
+    ),
     "prune": Kind(
         "float",
         "fewer channels, heads and hidden units, fitted to the original",
-        ("drop_blocks",),
+        _BLOCKS,
         run="bitwright.compression.compress.prune_model",
     ),
     "svd": Kind(
         "float",
         "layers as smaller ones in a row, by low-rank factors",
-        ("fold", "drop_blocks", "prune"),
+        ("fold", *_BLOCKS, "prune"),
         run="bitwright.compression.svd.svd_model",
     ),
     "sparsify": Kind(
         "float",
         "zeros in weights, by magnitude, Wanda or SparseGPT",
-        ("fold", "drop_blocks", "prune", "svd", "equalize", "smooth", "rotate", "awq"),
+        ("fold", *_BLOCKS, "prune", "svd", "equalize", "smooth", "rotate", "awq"),
         run="bitwright.compression.sparsify.sparsify_model",
     ),
     "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold", "prune"), gain=0.0),
@@ -478,10 +496,12 @@ class Runner(ABC):
     Attributes:
         judge: says what a step is worth; ``None`` keeps every step.
         changed: whether the last step did anything.
+        details: of the last step, see :attr:`Outcome.details`.
     """
 
     judge: Judge | None
     changed: bool
+    details: Mapping[str, Any] | None = None
 
     @abstractmethod
     def check(self, step: Step) -> None:
@@ -607,6 +627,7 @@ class _Run:
         compared: _Compared | None = None,
         changed: bool = True,
         on_float: bool = False,
+        details: Mapping[str, Any] | None = None,
     ) -> Outcome:
         """Record the outcome of a step."""
         metric = metric if metric is None else checked_metric(step, metric)
@@ -614,7 +635,7 @@ class _Run:
         kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
         change = None if metric is None or not kept else self.sign * (metric - kept[-1])
         sqnr, found = (None, None) if compared is None else (compared.sqnr, compared.gain)
-        outcome = Outcome(step, metric, change, note, sqnr=sqnr, changed=changed, on_float=on_float, gain=found)
+        outcome = Outcome(step, metric, change, note, True, sqnr, changed, on_float, found, details)
         self.outcomes.append(outcome)
         logger.info("%s: %s", step, note or "done")
         return self.outcomes[-1]
@@ -652,7 +673,8 @@ class _Run:
             self._give_up()
             self.leave_out(step, error)
             return False
-        outcome = self.add(str(step), value, note + said, compared, runner.changed, step.kind.phase == "float")
+        on_float = step.kind.phase == "float"
+        outcome = self.add(str(step), value, note + said, compared, runner.changed, on_float, runner.details)
         if not kept:
             logger.info("%s is undone: the outputs did not gain", step)
             (both or undo)()

@@ -43,6 +43,7 @@ SECTIONS = (
     "output",
     "coverage",
     "recipe",
+    "compression",
     "health",
     "verification",
     "pareto",
@@ -59,6 +60,7 @@ def report_document(
     network: Mapping[str, Any] | None = None,
     coverage: Any = None,
     recipe: Any = None,
+    compression: Any = None,
     health: Any = None,
     verification: Any = None,
     pareto: Any = None,
@@ -76,6 +78,7 @@ def report_document(
         network: ``{"layers": [...], "sites": [...], "model": {...}}`` with the columns of an analysis, in execution order
             (:func:`bitwright.report.document.network_of`); what ``analysis`` says of the same names is added.
         coverage, recipe, health, verification: reports, or their dictionaries.
+        compression: results of :meth:`bitwright.methods.details.Detailed.details`; by default those of the recipe's steps.
         pareto: a result of ``mixed_precision``, or ``{"x": label, "y": label, "points": [{"x", "y", "label", "chosen"}]}``.
         measured: ``{"float", "quantized"}``, a metric without interval, shown where the analysis has none.
         output: ``{"name", "sqnr_db"}`` of the worst output, shown where the analysis has none.
@@ -100,6 +103,7 @@ def report_document(
     document["layers"] = in_order(joined(known.get("layers", ()), document["layers"]))
     parts = {"coverage": coverage, "recipe": recipe, "health": health, "verification": verification}
     document |= {name: dictionary_of(part) for name, part in parts.items() if part is not None}
+    document["compression"] = _compressed(document, compression)
     document |= {"pareto": pareto_of(dictionary_of(pareto) or {})} if pareto is not None else {}
     if measured and "quantized" in measured and document["metric"] is None:
         document["metric"] = {"name": "metric", "better": None, "difference": None, **measured}
@@ -108,6 +112,15 @@ def report_document(
     document["files"] += [dict(file) for file in files]
     document["notes"] += list(notes)
     return document
+
+
+def _compressed(document: Document, given: Any) -> list[Mapping[str, Any]] | None:
+    """What is known of a compression: as given, or what the steps of a recipe say that are in effect."""
+    known = given or document["compression"]
+    if known:
+        return list(known)
+    steps = [step for step in (document["recipe"] or {}).get("outcomes") or () if step.get("details")]
+    return [{**step["details"], "step": step["step"]} for step in steps if step.get("kept", True)] or None
 
 
 def _rated_output(analysed: Mapping[str, Any] | None, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -200,7 +200,14 @@ def _static(document: Document) -> str:
     ]
     head = ("layer", "operator", "error made", "arrived", "after")
     shown = html_table(head, rows, "Layers that cost most", document["notes"]) if rows else ""
+    shown += "".join(map(_compressed, document["compression"] or ()))
     return "".join(f"<p>{escape(line)}</p>" for line in verdict(document)) + shown
+
+
+def _compressed(done: Mapping[str, Any]) -> str:
+    """What a step of compression did: a table of parts, and one of what was not touched."""
+    text = html_table(done["table"]["head"], done["table"]["rows"][:_ROWS], done["summary"])
+    return text + (html_table(("not touched", "why"), done["refused"][:_ROWS]) if done["refused"] else "")
 
 
 def verdict(document: Mapping[str, Any]) -> list[str]:

@@ -23,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from bitwright.core.simulation.float_model import Array, Undo
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, close_matches, first_few
+from bitwright.methods.details import Detailed
 from bitwright.methods.front_end import plan_of
 from bitwright.progress import progress as progress_bar
-from bitwright.tables import Table, Tabular
+from bitwright.tables import Table
 from bitwright.torch.calls.inputs import evaluation, model_device, outputs_of, tensors_in, to_device, walk_modules
 from bitwright.torch.pretrained import configurations, fit_configuration, refuse_to_save
 
@@ -74,7 +75,7 @@ class ExpertsRow:
 
 
 @dataclass(frozen=True)
-class ExpertsReport(Tabular):
+class ExpertsReport(Detailed):
     """Result of :func:`drop_experts`; prints as a table.
 
     Attributes:

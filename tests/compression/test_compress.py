@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,19 @@ def test_pruned_then_quantized_by_one_recipe(net: Net, form: str, tmp_path: Path
     costs = bitwright.model_costs(str(tmp_path / "out" / "model.onnx"), [data[0]])
     assert costs["macs"] <= 0.6 * bitwright.model_costs(model, [data[0]])["macs"] * 1.001
     assert net.conv1.weight.shape == (16, 3, 3, 3)
+
+
+def test_the_page_of_a_compression(net: Net, tmp_path: Path) -> None:
+    """Every group with its units before and after, the front, and what was not touched with its reason."""
+    result = bitwright.compress(net, DATA, {"macs": 0.5}, metric=lambda model: 0.5, widths=2, progress=False)
+    done = result.details()
+    assert [row[0] for row in done["table"]["rows"]] == [row.name for row in result.rows]
+    best = next(one for one in done["tried"] if one["chosen"])
+    assert best["left"]["macs"] <= 0.5 and best["metric"] == 0.5
+    page = result.report_html(tmp_path / "page.html", "Half of it").read_text()
+    refused = result.refused[0]
+    for words in ("Half of it", result.headline, result.rows[0].name, refused.name, refused.reason):
+        assert escape(words) in page
 
 
 def test_the_choice_goes_on_after_a_kill(net: Net, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import bitwright
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.torch import drop_experts, rebuild
 from bitwright.torch.experts import mixtures, saliencies
@@ -164,3 +165,12 @@ def test_bad_input() -> None:
     assert len(net.blocks[0].experts) == 6 == net.blocks[0].num_experts == net.blocks[0].gate.weight.shape[0]
     with pytest.raises(ModelError, match="fewer experts in experts"):
         drop_experts(Numbered(), DATA, keep=0.5, progress=False)
+
+
+def test_a_step_of_a_recipe() -> None:
+    torch.manual_seed(0)
+    net = Net().eval()
+    result = bitwright.quantize(net, DATA, recipe=[{"drop_experts": {"keep": 0.5}}, "bias_correction"], progress=False)
+    assert "6 of 12 experts left" in result.report[0].note and result.report[0].details is not None
+    assert result.report[0].details["table"]["rows"][0][1:3] == ["6", "3"]
+    assert len(result.sim.model.blocks[0].experts) == 3 and len(net.blocks[0].experts) == 6

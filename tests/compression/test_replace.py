@@ -12,6 +12,7 @@ from torch import nn
 
 import bitwright
 from bitwright.errors import CalibrationError, ConfigError, ExportError
+from bitwright.report import report_document
 from bitwright.torch import rebuild, replace_blocks
 
 
@@ -112,3 +113,24 @@ def test_bad_input(net: Net) -> None:
     options = {"variant": "none", "width": 8, "images": False, "results": 0, "reads": ""}
     with pytest.raises(ConfigError, match="no such block"):
         rebuild(net, {"format": 1, "steps": [{"kind": "replace", "module": "other", "with": options}]})
+
+
+def test_a_step_of_a_recipe_says_in_the_report_what_it_did(net: Net, tmp_path: Path) -> None:
+    """The same blocks as the function replaces, and the page names them, the choices and what was not touched."""
+    recipe = [{"replace_blocks": {"params": 0.75, "include": ["branches.*"]}}, "bias_correction"]
+    result = bitwright.quantize(net, DATA, recipe=recipe, progress=False)
+    assert "1 of 3 blocks replaced" in result.report[0].note
+    done = report_document(recipe=result.report)["compression"][0]
+    assert [row[1] for row in done["table"]["rows"]].count("linear") == 1
+    assert {name: after / before for name, before, after in done["costs"]}["params"] <= 0.75
+    assert sum(one["chosen"] for one in done["tried"]) == 1 and done["step"].startswith("replace_blocks")
+    page = result.report_html(tmp_path / "page.html", DATA[:1]).read_text()
+    assert "branches.1" in page and "1 of 3 blocks replaced" in page
+    assert isinstance(net.branches[1], Branch)
+
+
+def test_files_have_no_such_blocks(net: Net, tmp_path: Path) -> None:
+    torch.onnx.export(net, (DATA[0],), tmp_path / "net.onnx", dynamo=False)
+    for step, what in (("replace_blocks", "blocks that are modules"), ("drop_experts", "experts")):
+        with pytest.raises(ConfigError, match=f"an ONNX file has no {what}.*quantize the PyTorch model and export it"):
+            bitwright.quantize(tmp_path / "net.onnx", [DATA[0].numpy()], recipe=[step], progress=False)

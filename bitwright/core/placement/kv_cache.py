@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from bitwright.core.graph.attention import MOVES, attention_products
+from bitwright.core.graph.active import unrepeated
+from bitwright.core.graph.attention import attention_products
 from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, parse_format
@@ -224,18 +225,7 @@ def with_heads(encoding: Encoding, heads: int) -> Encoding:
 
 def _per_token(graph: Graph, value: str, tokens: int) -> int:
     """Numbers per token of the tensor that is repeated and moved to ``value``, for one sequence of the batch."""
-    least = math.prod(graph.values[value].shape)
-    while (
-        (op := graph.producer(value)) is not None
-        and op.type in MOVES
-        and op.type != "Concat"
-        and op.inputs[0] is not None
-    ):
-        value = op.inputs[0]
-        size = math.prod(graph.values[value].shape)
-        if size > least:  # a part of a larger tensor
-            break
-        least = size
+    least = math.prod(graph.values[unrepeated(graph, value)].shape)
     first = next((graph.values[name].shape for name in graph.inputs if graph.values[name].shape), (1,))
     return max(1, least // max(1, tokens * first[0]))
 

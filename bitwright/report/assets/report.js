@@ -621,25 +621,43 @@ function recipe() {
   section('recipe', 'Recipe', doc.recipe.judged ? el('p', {}, `Outputs compared with float ${doc.recipe.judged}.`) : null,
     plainTable(columns.map(([name]) => name), steps.map(step => columns.map(([, text]) => text(step)))));
 }
+function compression() {
+  const parts = (doc.compression || []).map(done => {
+    const tried = done.tried || [], costs = [...new Set(tried.flatMap(one => Object.keys(one.left)))], first = costs[0];
+    const points = tried.filter(one => isNumber(one.sqnr_db) && isNumber(one.left[first]));
+    const drawn = points.map(one => ({x: 100 * one.left[first], y: one.sqnr_db, label: 'choice', chosen: one.chosen}));
+    return el('div', {}, done.step ? el('h3', {}, done.step) : null, el('p', {}, done.summary),
+      done.costs.length ? plainTable(['cost', 'before', 'after', 'left'], done.costs.map(([name, before, after]) => [name, before, after, percent(after / before)])) : null,
+      done.table.rows.length ? plainTable(done.table.head, done.table.rows) : null,
+      drawn.length > 1 ? el('div', {}, el('h3', {}, 'Choices that were measured'), scatter(drawn, `% of the ${first}`, 'dB of the outputs', 'Choices that were measured')) : null,
+      tried.length ? lazily(`${tried.length} choices`, () => plainTable([...costs.map(name => `${name} left`), 'outputs', 'metric', 'chosen'], tried.map(one => [...costs.map(name => percent(one.left[name])), db(one.sqnr_db), one.metric, one.chosen ? 'yes' : '']))) : null,
+      done.refused.length ? el('div', {}, el('h3', {}, 'Not touched'), plainTable(['part', 'why'], done.refused)) : null);
+  });
+  section('compression', 'Compression', ...parts);
+}
 function remedies() {
   if (doc.remedies.length) section('remedies', 'Remedies tried', plainTable(['remedy', 'layers', 'before', 'after', 'metric before', 'metric after', 'kept'], doc.remedies.map(row => [row.remedy, (row.layers || []).join(', '), db(row.before_db), db(row.after_db), row.metric_before, row.metric_after, row.kept ? 'yes' : 'no'])));
   if (doc.groups.length) section('groups', 'Groups of sites', plainTable(['group', 'sites', 'costs at the outputs', 'only this', 'all but this'], doc.groups.map(row => [row.name, (row.sites || []).length, db(costOf(row.noise)), db(row.only_db), db(row.without_db)])));
 }
-function pareto() {
-  const points = doc.pareto && doc.pareto.points;
-  if (!points || !points.length) return;
+/** A chart of points, with what each axis is. */
+function scatter(points, xTitle, yTitle, label) {
   const w = 640, h = 300, xs = points.map(p => p.x), ys = points.map(p => p.y);
   const [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
   const x = v => 50 + (v - x0) / ((x1 - x0) || 1) * (w - 90), y = v => h - 40 - (v - y0) / ((y1 - y0) || 1) * (h - 70);
-  const box = svg('svg', {viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': 'Pareto points'});
+  const box = svg('svg', {viewBox: `0 0 ${w} ${h}`, role: 'img', 'aria-label': label});
   box.append(svg('line', {class: 'axis', x1: 40, x2: w - 20, y1: h - 30, y2: h - 30}), svg('line', {class: 'axis', x1: 40, x2: 40, y1: 20, y2: h - 30}));
   for (const p of points) {
     const dot = svg('circle', {class: p.chosen ? 'point chosen' : 'point', cx: x(p.x), cy: y(p.y), r: p.chosen ? 7 : 5});
     dot.append(svg('title', {}, `${p.label || ''}: ${short(p.x)}, ${short(p.y)}`));
     box.append(dot);
   }
-  box.append(svg('text', {x: w - 20, y: h - 12, 'text-anchor': 'end'}, `${doc.pareto.x || ''}: ${short(x0)} … ${short(x1)}`), svg('text', {x: 4, y: 14}, `${doc.pareto.y || ''}: ${short(y0)} … ${short(y1)}`));
-  section('pareto', 'Pareto points', box, plainTable(['point', doc.pareto.x || 'x', doc.pareto.y || 'y', 'chosen'], points.map(p => [p.label || '', p.x, p.y, p.chosen ? 'yes' : ''])));
+  box.append(svg('text', {x: w - 20, y: h - 12, 'text-anchor': 'end'}, `${xTitle}: ${short(x0)} … ${short(x1)}`), svg('text', {x: 4, y: 14}, `${yTitle}: ${short(y0)} … ${short(y1)}`));
+  return box;
+}
+function pareto() {
+  const points = doc.pareto && doc.pareto.points;
+  if (!points || !points.length) return;
+  section('pareto', 'Pareto points', scatter(points, doc.pareto.x || '', doc.pareto.y || '', 'Pareto points'), plainTable(['point', doc.pareto.x || 'x', doc.pareto.y || 'y', 'chosen'], points.map(p => [p.label || '', p.x, p.y, p.chosen ? 'yes' : ''])));
 }
 function verification() {
   const found = doc.verification;
@@ -725,7 +743,7 @@ if (layers.length) {
   if (listed.length) choose(standIn(listed[0]));
   fit();
 }
-coverage(); recipe(); remedies(); pareto(); verification(); health(); filesOf();
+compression(); coverage(); recipe(); remedies(); pareto(); verification(); health(); filesOf();
 for (const part of document.querySelectorAll('section:not([hidden])')) $('nav').append(el('a', {href: '#' + part.id}, part.querySelector('h2').textContent));
 $('theme').addEventListener('click', () => {
   const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
