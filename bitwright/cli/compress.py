@@ -62,6 +62,7 @@ def compress_model(
     resume: Annotated[
         Path | None, output_option(help="Folder that keeps what prune measures, to resume from after a kill.")
     ] = None,
+    workers: Annotated[int, methods_option(min=1, help="With prune: processes that measure parts of the model.")] = 1,
     sparsity: Annotated[float, methods_option(help="With sparsify: the part of each weight that becomes zero.")] = 0.5,
     pattern: Annotated[
         str, methods_option(help="With sparsify: unstructured, 2:4, or blocks of outputs and inputs as 4x1.")
@@ -111,7 +112,9 @@ def compress_model(
     if method == "prune":
         from bitwright.compression.compress import compress
 
-        report = compress(model, batches, target, metric=score, lower_is_better=lower, bits=levels, resume=resume)
+        report = compress(
+            model, batches, target, metric=score, lower_is_better=lower, bits=levels, resume=resume, workers=workers
+        )
         report.save(out, name)
         print_report(str(report))
     else:

@@ -15,9 +15,10 @@ from bitwright.analysis.result import decibel
 from bitwright.compression.bits import check_bits
 from bitwright.compression.costs import Prices, check_target, compare_ms, operator_times, parts_left
 from bitwright.compression.groups import Refusal
-from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, prune
+from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, measure_share, prune
 from bitwright.compression.ratios import Chosen
 from bitwright.compression.reconstruct import Fit, Original, estimate_batch_norms, reconstruct
+from bitwright.compression.trials import Share, measured_shares
 from bitwright.compression.widths import few_batches, output_noise
 from bitwright.core.simulation.calibration import samples_in
 from bitwright.errors import CalibrationError, ConfigError, checks_arguments
@@ -26,6 +27,7 @@ from bitwright.methods.details import Detailed
 from bitwright.methods.front_end import Structured, front_end_of
 from bitwright.metrics.labels import inputs_and_labels
 from bitwright.metrics.metric import Scorer, needs_labels, scorer
+from bitwright.precision.executors import find_executor
 from bitwright.recipes.recipe import checked_metric, metric_of
 from bitwright.tables import Table
 
@@ -164,6 +166,8 @@ def compress(
     seed: int = 0,
     deadline: float | None = None,
     resume: str | Path | None = None,
+    workers: int = 1,
+    executor: str = "local",
     providers: Any = None,
     path: str | Path | None = None,
     progress: bool = True,
@@ -209,6 +213,9 @@ def compress(
         seed: of ``importance="random"``.
         deadline: seconds after which no further choice is measured, for ``ranking="exact"``.
         resume: folder that keeps what the choice measures: the same call goes on from there after a kill.
+        workers: processes that measure parts of the model, for ``ranking="exact"``; 1 measures all in this one. What is measured
+            is the same.
+        executor: ``local``, or ``ray`` for a cluster, whose processes need access to ``resume``.
         providers: for ONNX models, as ONNX Runtime takes them.
         path: folder to write to, as :meth:`Compressed.save` does.
         progress: show progress bars on a terminal.
@@ -241,8 +248,12 @@ def compress(
     )
     if options.bits and ranking != "exact":
         raise ConfigError("bits", f"ranking={ranking!r} chooses widths alone", "leave ranking out, or bits")
+    find_executor(executor, workers)
+    if workers > 1 and ranking != "exact":
+        raise ConfigError("workers", f"ranking={ranking!r} measures nothing", "leave workers out")
     search = Search(metric=score, lower_is_better=lower, deadline=deadline, resume=resume, progress=progress)
     job = _Job("compress", model, batches, options, search, reconstruction, batch_norms, providers, loss)
+    job = replace(job, processes=(workers, executor))
     if score is not None:
         job = job.from_metric(checked_metric("float", metric_of(score, given.metric_target())))
     result = job.within_ms(target) if "ms" in target else job.pruned(target)
@@ -273,6 +284,7 @@ class _Job:
     providers: Any
     loss: Callable[[Any], Any] | None = None
     in_place: bool = False
+    processes: tuple[int, str] = (1, "local")
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -313,6 +325,10 @@ class _Job:
         samples = max(samples_in(batches[0]), 1)
         prices, judged = Prices(structure.graph(), set(target) - {"ms"}, None, samples), few_batches(batches)
         wanted = [structure.outputs(batch) for batch in judged]
+        workers, executor = self.processes
+        alone = replace(self, search=Search(progress=False), processes=(1, "local"))
+        measure = partial(_measure_share, alone, dict(target), times)
+        shared = partial(measured_shares, measure, workers, executor, self.search.resume)
         score = self.search.metric
         if isinstance(score, Scorer):
             score = score.reading(structure.narrowed)
@@ -323,6 +339,7 @@ class _Job:
             metric=score,
             times=times,
             wanted=wanted,
+            shared=shared if workers > 1 or executor != "local" else None,
         )
         gradients = None if self.loss is None else partial(structure.gradients, self.loss)
         report = prune(structure, batches, target, self.options, search, gradients)
@@ -369,6 +386,20 @@ class _Job:
             rules=report.rules,
             not_in_config=structure.not_in_config,
         )
+
+
+def _measure_share(
+    job: _Job, target: Mapping[str, float | str], times: Mapping[str, float] | None, share: Share, folder: Path
+) -> None:
+    """Measure the share of another process, which keeps it in ``folder``."""
+    structure = job._opened(False)
+    wanted = [structure.outputs(batch) for batch in few_batches(job.batches)]
+    search = replace(
+        job.search, original=job.original if job.reconstruction else None, batch_norms=job.batch_norms, times=times,
+        wanted=wanted, resume=folder,
+    )  # fmt: skip
+    gradients = None if job.loss is None else partial(structure.gradients, job.loss)
+    measure_share(structure, job.batches, target, job.options, search, gradients, share.has)
 
 
 @checks_arguments

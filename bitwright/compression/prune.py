@@ -6,8 +6,9 @@ import fnmatch
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from bitwright.compression.checks import checked_dependencies, difference, maske
 from bitwright.compression.costs import Prices, check_target, nearest_part
 from bitwright.compression.groups import Dependencies, Group, Refusal
 from bitwright.compression.importance import Evidence, comparable, criterion, mean_squares
-from bitwright.compression.ratios import Chosen, Record, choose
+from bitwright.compression.ratios import Chosen, Record, choose, sensitivities
 from bitwright.compression.reconstruct import Original
 from bitwright.compression.widths import WidthSpace, counts_of, cut_graph, few_batches, lost
 from bitwright.core.graph.cost import counts_bytes
@@ -333,6 +334,7 @@ class Search:
         times: operator -> milliseconds, for a target of ``ms``.
         wanted: the model's outputs for the first batches before any cut (:func:`~bitwright.compression.widths.few_batches`);
             computed where they are not given.
+        shared: folders in which other processes have measured shares of the sensitivities, for the length of a ``with`` block.
     """
 
     original: Any = None
@@ -345,6 +347,7 @@ class Search:
     progress: bool = True
     times: Mapping[str, float] | None = None
     wanted: Sequence[Sequence[Array]] | None = None
+    shared: Callable[[], AbstractContextManager[Iterable[Path]]] | None = None
 
 
 def prune(
@@ -369,23 +372,14 @@ def prune(
         ConfigError: a target or an option that cannot be met; nothing can be removed, with the layers and the reasons.
         ModelError: the cut model does not compute what the whole one does with the same channels at zero.
     """
-    wanted, score, widths = check_target(target), criterion(options.importance), options.kernels
-    found, groups = _groups(structure, batches[0], options)
-    evidence = _evidence(structure, found, groups, batches, options, gradients)
-    scores = {g.name: np.asarray(score(g, evidence)) for g in groups}
-    prices = Prices(found.graph, wanted, search.times, max(samples_in(batches[0]), 1))
-    parts = prices.parts(wanted)
-    selector = Selector(
-        found, prices, groups, scores, cap=options.cap, widths=widths,
-        ranking=options.ranking, alike=structure.one_configuration() if options.alike is None else options.alike,
-    )  # fmt: skip
-    weights = BitSpace(structure, options.bits) if options.bits else None
-    level, choice = _first(selector, parts, weights)
-    chosen, bits = None, {} if weights is None else weights.all_at(level)
+    plan = _planned(structure, batches, target, options, search, gradients)
+    found, groups, selector, prices, choice = plan.found, plan.groups, plan.selector, plan.prices, plan.choice
+    weights = plan.weights
+    chosen, bits = None, {} if weights is None else weights.all_at(plan.level)
     if options.ranking == "exact":
-        chosen, removed, bits = _exact(structure, selector, batches, parts, choice, search, options, weights, level)
+        chosen, removed, bits = _exact(structure, plan, batches, search, options)
         selector.prices = prices.at(bits)
-        removed = selector.refilled(removed, parts)
+        removed = selector.refilled(removed, plan.parts)
         choice = Choice(removed, selector.left(removed))
     removed = dict(choice.removed)
     cut = found.cut(removed)
@@ -404,6 +398,59 @@ def prune(
     shapes = {n: found.graph.values[n].shape for n in (*found.given, *found.states) if cut.axes(n)}
     states = {name: (shape, cut.shape(name, shape)) for name, shape in shapes.items()}
     return PruneReport(rows, found.refused, choice.costs, chosen, readers, norms, states, weights, bits)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is known before anything is chosen exactly: the same part of every group within the target, and what it costs."""
+
+    found: Dependencies
+    groups: list[Group]
+    selector: Selector
+    prices: Prices
+    parts: dict[str, float]
+    weights: BitSpace | None
+    level: int
+    choice: Choice
+
+
+def _planned(
+    structure: Structured, batches: Sequence[Any], target: Mapping[str, float | str], options: PruneOptions, search: Search,
+    gradients: Callable[[Sequence[str]], Mapping[str, Array]] | None,
+) -> _Plan:  # fmt: skip
+    wanted, score, widths = check_target(target), criterion(options.importance), options.kernels
+    found, groups = _groups(structure, batches[0], options)
+    evidence = _evidence(structure, found, groups, batches, options, gradients)
+    scores = {g.name: np.asarray(score(g, evidence)) for g in groups}
+    prices = Prices(found.graph, wanted, search.times, max(samples_in(batches[0]), 1))
+    parts = prices.parts(wanted)
+    selector = Selector(
+        found, prices, groups, scores, cap=options.cap, widths=widths,
+        ranking=options.ranking, alike=structure.one_configuration() if options.alike is None else options.alike,
+    )  # fmt: skip
+    weights = BitSpace(structure, options.bits) if options.bits else None
+    level, choice = _first(selector, parts, weights)
+    return _Plan(found, groups, selector, prices, parts, weights, level, choice)
+
+
+def measure_share(
+    structure: Structured,
+    batches: Sequence[Any],
+    target: Mapping[str, float | str],
+    options: PruneOptions,
+    search: Search,
+    gradients: Callable[[Sequence[str]], Mapping[str, Array]] | None,
+    measures: Callable[[int], bool],
+) -> None:
+    """Measure some of what :func:`prune` measures to choose, and keep it in the folder ``search.resume``.
+
+    Args:
+        structure, batches, target, options, search, gradients: as for :func:`prune`; the model is as it was afterwards.
+        measures: whether a part is measured, by its number.
+    """
+    plan = _planned(structure, batches, target, options, search, gradients)
+    space, of = _space(structure, plan, batches, search, options)
+    sensitivities(space, search.progress, Record(search.resume, space, *of), measures)
 
 
 def _groups(structure: Structured, batch: Any, options: PruneOptions) -> tuple[Dependencies, list[Group]]:
@@ -453,24 +500,36 @@ def _first(selector: Selector, target: Mapping[str, float], weights: BitSpace | 
     return level, selector.choose(target)
 
 
-def _exact(
-    structure: Structured, selector: Selector, batches: Sequence[Any], target: Mapping[str, float], uniform: Choice,
-    search: Search, options: PruneOptions, weights: BitSpace | None, level: int,
-) -> tuple[Chosen, dict[str, Array], dict[str, int]]:  # fmt: skip
-    """The numbers of units, and of bits, within the target of least output noise.
-
-    Equal parts of all groups are also tried, with all weights at the same ``level`` of bits.
-    """
+def _space(
+    structure: Structured, plan: _Plan, batches: Sequence[Any], search: Search, options: PruneOptions
+) -> tuple[WidthSpace | JointSpace, tuple[Any, ...]]:
+    """What is chosen from, and what measurements depend on beside it."""
     few = few_batches(batches)
     original = None if search.original is None else Original(search.original, few)
-    widths = WidthSpace(structure, selector, few, original, search.batch_norms, search.wanted)
-    space = widths if weights is None else JointSpace(widths, weights)
-    start = [*widths.nearest(uniform.removed), *[level] * (len(space.parts) - len(widths.parts))]
-    record = Record(search.resume, space, options, search.batch_norms, original is None, space.fingerprint)
+    widths = WidthSpace(structure, plan.selector, few, original, search.batch_norms, search.wanted)
+    space = widths if plan.weights is None else JointSpace(widths, plan.weights)
+    return space, (options, search.batch_norms, original is None, space.fingerprint)
+
+
+def _exact(
+    structure: Structured, plan: _Plan, batches: Sequence[Any], search: Search, options: PruneOptions
+) -> tuple[Chosen, dict[str, Array], dict[str, int]]:
+    """The numbers of units, and of bits, within the target of least output noise.
+
+    Equal parts of all groups are also tried, with all weights at the same level of bits.
+    """
+    space, of = _space(structure, plan, batches, search, options)
+    widths = space if isinstance(space, WidthSpace) else space.widths
+    start = [*widths.nearest(plan.choice.removed), *[plan.level] * (len(space.parts) - len(widths.parts))]
+    record = Record(search.resume, space, *of)
+    if search.shared is not None:
+        with search.shared() as folders:
+            for folder in folders:
+                record.take(Record(folder, space, *of))
     if search.baseline is not None:
         record.get("score", lambda: float(search.baseline or 0.0))
     chosen = choose(
-        space, target, metric=search.metric, lower_is_better=search.lower_is_better, deadline=search.deadline,
+        space, plan.parts, metric=search.metric, lower_is_better=search.lower_is_better, deadline=search.deadline,
         start=start, record=record, progress=search.progress,
     )  # fmt: skip
     best = chosen.best.choice

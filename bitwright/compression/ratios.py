@@ -289,11 +289,26 @@ class Curve:
         return self.noise * np.where(x <= 1, x, np.maximum(x, 1.0) ** self.power)
 
 
-def sensitivities(space: Space, progress: bool = True, record: Record | None = None) -> list[Curve]:
-    """Noise of the outputs by the error of each part, from two options of it alone: near half of its cost, and the smallest."""
+def sensitivities(
+    space: Space,
+    progress: bool = True,
+    record: Record | None = None,
+    measures: Callable[[int], bool] = lambda part: True,
+) -> list[Curve]:
+    """Noise of the outputs by the error of each part, from two options of it alone: near half of its cost, and the smallest.
+
+    Args:
+        space: whose parts are measured.
+        progress: show a progress bar.
+        record: keeps what is measured.
+        measures: whether a part is measured here, by its number.
+    """
     record = record or Record()
     found, floor = [], space.floor()
     for i, part in enumerate(progress_bar(list(space.parts), "sensitivity of layers", enabled=progress)):
+        if not measures(i):
+            found.append(Curve())
+            continue
         others = [k for k in range(1, len(part.options)) if part.options[k].error > _TINY]
         measured: list[tuple[float, float]] = []
         if others:
@@ -324,6 +339,11 @@ class Record:
         named = "" if space is None else repr([(p.name, [(o.name, o.error) for o in p.options]) for p in space.parts])
         self._kept = Kept(folder, hashlib.sha256(repr((named, *of)).encode()).hexdigest()[:16], "compression.json")
         self._known = self._kept.load()
+
+    def take(self, other: Record) -> None:
+        """Take in the numbers of another process."""
+        self._known.update(other._known)
+        self._kept.save(lambda: self._known, now=True)
 
     def get(self, name: str, measure: Callable[[], float]) -> float:
         """The stored number, or measured and stored."""

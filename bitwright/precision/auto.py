@@ -25,20 +25,10 @@ from bitwright.export.files.kept import read_kept, write_kept
 from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.precision.choice import undominated
 from bitwright.precision.costs import COSTS, check_cost, check_rows, table_of_times, timed
+from bitwright.precision.executors import find_executor
 from bitwright.precision.result import confirmed
 from bitwright.precision.search import INTERRUPTED, check_options, judged_data
-from bitwright.precision.trials import (
-    FIRST,
-    Job,
-    Trial,
-    claim,
-    find_executor,
-    identity,
-    read_trial,
-    remove_partial,
-    simulate,
-    waves,
-)
+from bitwright.precision.trials import FIRST, Job, Trial, claim, identity, read_trial, remove_partial, simulate, waves
 from bitwright.tables import Table, Tabular, text_table
 
 row_logger = logging.getLogger("bitwright.trials")

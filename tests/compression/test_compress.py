@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import bitwright
+from bitwright.compression import trials
 from bitwright.compression.bits import BitSpace, JointSpace
 from bitwright.compression.checks import checked_dependencies
 from bitwright.compression.costs import Prices
@@ -33,6 +34,7 @@ from bitwright.compression.reconstruct import Original
 from bitwright.compression.widths import WidthSpace, few_batches
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.methods.front_end import front_end_of
+from bitwright.precision.executors import in_process
 from bitwright.torch import load_compressed, rebuild
 from bitwright.torch.structure import save_compressed
 
@@ -326,6 +328,42 @@ def test_pruned_then_quantized_by_one_recipe(net: Net, form: str, tmp_path: Path
     costs = bitwright.model_costs(str(tmp_path / "out" / "model.onnx"), [data[0]])
     assert costs["macs"] <= 0.6 * bitwright.model_costs(model, [data[0]])["macs"] * 1.001
     assert net.conv1.weight.shape == (16, 3, 3, 3)
+
+
+def _apart(net: Net, form: str, tmp_path: Path) -> None:
+    """Two processes have measured what one would, each its own parts, and the choice is the same."""
+    model, data = given(net, form, tmp_path)
+    options: dict[str, Any] = {"widths": 2, "progress": False}
+    alone = bitwright.compress(model, data, {"macs": 0.5}, **options)
+    shared = bitwright.compress(model, data, {"macs": 0.5}, workers=2, resume=tmp_path / "kept", **options)
+    assert shared.rows == alone.rows and shared.choice is not None and alone.choice is not None
+    assert shared.choice.sensitivity == pytest.approx(alone.choice.sensitivity, rel=1e-6)
+    files = [tmp_path / "kept" / f"share {i} of 2" / "compression.json" for i in (1, 2)]
+    one, other, every = (
+        json.loads(file.read_text())["measured"] for file in (*files, tmp_path / "kept" / "compression.json")
+    )
+    assert one and other and not one.keys() & other.keys() and (one | other).items() <= every.items()
+
+
+def test_processes_share_what_is_measured(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "find_executor", lambda name, workers: in_process)
+    _apart(net, "torch", tmp_path)
+
+
+@pytest.mark.slow
+def test_real_processes_measure_a_file(net: Net, tmp_path: Path) -> None:
+    _apart(net, "onnx", tmp_path)
+
+
+def test_processes_that_cannot_be(net: Net) -> None:
+    with pytest.raises(ConfigError, match="0 is not a number of processes"):
+        bitwright.compress(net, DATA, {"macs": 0.5}, workers=0)
+    with pytest.raises(ConfigError, match="there is no executor 'rai' \\(did you mean 'ray'"):
+        bitwright.compress(net, DATA, {"macs": 0.5}, executor="rai")
+    with pytest.raises(ConfigError, match="ranking='uniform' measures nothing"):
+        bitwright.compress(net, DATA, {"macs": 0.5}, workers=2, ranking="uniform")
+    with pytest.raises(ConfigError, match="cannot be sent to another process.*use workers=1"):
+        bitwright.compress(net, DATA, {"macs": 0.5}, workers=2, importance="taylor", loss=lambda m: m(DATA[0]).sum())
 
 
 def test_the_page_of_a_compression(net: Net, tmp_path: Path) -> None:
