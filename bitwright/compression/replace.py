@@ -1,54 +1,28 @@
-"""Cheaper modules in place of blocks: a linear layer that was fitted to the block, the input as it is, or nothing.
+"""Something cheaper in place of blocks: a linear layer that was fitted to the block, the input as it is, or nothing.
 
-A block is an innermost module of several layers that makes a tensor of the shape that it reads: attention, a feed-forward
-network, a residual block of convolutions. Its linear variant is the least-squares fit of its result, on real inputs: what
-training it alone against its block converges to. Which block becomes what is chosen exactly from the noise in the outputs.
+A block makes a tensor of the shape that it reads: attention, a feed-forward network, a residual block of convolutions. Of a
+module it is an innermost module of several layers, of an ONNX model a branch that a residual sum adds to what it reads. Its
+linear variant is the least-squares fit of its result, on real inputs: what training it alone against its block converges to.
+Which block becomes what is chosen exactly from the noise in the outputs.
 
 Reference: Bercovich et al. 2024, arXiv:2411.19146 (Puzzle): block-wise local distillation, and a choice by integer programming.
 """
 
 from __future__ import annotations
 
-import fnmatch
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-
-from bitwright.compression.costs import check_target, parts_left, size_costs
+from bitwright.compression.costs import check_target, parts_left
 from bitwright.compression.ratios import Chosen, Option, Part, Space, choose
-from bitwright.compression.widths import few_batches, output_noise
-from bitwright.core.graph.graph import Graph
-from bitwright.core.simulation.float_model import Array, Undo
-from bitwright.errors import CalibrationError, ConfigError, checks_arguments, first_few
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.methods.details import Detailed
-from bitwright.methods.front_end import plan_of
 from bitwright.tables import Table
-from bitwright.torch.calls.inputs import evaluation, model_device, outputs_of, tensors_in, to_device, walk_modules
-from bitwright.torch.pretrained import refuse_to_save
-from bitwright.torch.replaced import VARIANTS, Replaced, put_block
-from bitwright.torch.view import TorchView
 
-_COSTS = ("macs", "params", "bytes")
-_RIDGE = 1e-6  # of the mean of the inputs' squares
-
-
-@dataclass(frozen=True)
-class Block:
-    """A module that can be replaced: how it is called; see :class:`Replaced`."""
-
-    name: str
-    width: int
-    images: bool
-    results: int
-    reads: str
-
-    def made(self, variant: str) -> Replaced:
-        """A module in its place."""
-        return Replaced(variant, self.width, self.images, self.results, self.reads)
+COSTS = ("macs", "params", "bytes")
+VARIANTS = ("linear", "identity", "none")
 
 
 @dataclass(frozen=True)
@@ -72,10 +46,10 @@ class ReplaceReport(Detailed):
 
     Attributes:
         rows: all blocks.
-        refused: modules that could not be replaced -> why.
+        refused: what could not be replaced -> why.
         before, after: ``macs``, ``params`` and ``bytes``.
         choice: what was measured.
-        plan: what :func:`bitwright.torch.rebuild` takes.
+        plan: what :func:`bitwright.torch.rebuild` takes, for modules.
     """
 
     _rows = "rows"
@@ -102,214 +76,53 @@ class ReplaceReport(Detailed):
         return "\n".join([str(self.table()), *(f"not touched: {name}: {why}" for name, why in self.refused.items())])
 
 
-class _Watch:
-    """A hook that notes how a module is called, and sums the products that the linear fit needs.
+class ReplaceSpace(Space):
+    """Blocks of a model, each as it is or replaced by one of its variants.
 
     Attributes:
-        block: how it is called; ``None`` where it cannot be replaced.
-        reason: why not.
+        errors: block -> error of its linear variant, in parts of its result.
+        refused: what is no block -> why.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.reason = name, "it does not run"
-        self.block: Block | None = None
-        self._runs, self._fits = 0, False
-        self._gram: Any = None
-        self._cross: Any = None
-        self._energy = 0.0
+    errors: Mapping[str, float]
+    refused: Mapping[str, str]
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
-        if self._fits:
-            self._add(args, kwargs, made)
-            return
-        self._runs += 1
-        reads = "" if args else next((key for key, v in kwargs.items() if isinstance(v, torch.Tensor)), "")
-        x = args[0] if args else kwargs.get(reads)
-        results = made if isinstance(made, tuple) else (made,)
-        self.block, self.reason = None, self._problem(module, x, results)
-        if not self.reason:
-            images = x.dim() == 4 and any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules())
-            width = x.shape[1] if images else x.shape[-1]
-            self.block = Block(self.name, width, images, len(results) if isinstance(made, tuple) else 0, reads)
+    def picked(self, choice: Sequence[int]) -> dict[str, str]:
+        """Block -> the variant in its place; empty where it stays."""
+        return {p.name: p.options[k].what or "" for p, k in zip(self.parts, choice, strict=True)}
 
-    def _problem(self, module: nn.Module, x: Any, results: Sequence[Any]) -> str:
-        """Why a module cannot be replaced; empty where it can."""
-        tensors = isinstance(x, torch.Tensor) and isinstance(results[0], torch.Tensor)
-        reasons = {
-            "it runs several times": self._runs > 1,
-            "it does not read and make a tensor first": not tensors,
-            "it makes another shape than it reads": tensors
-            and (x.shape != results[0].shape or x.dtype != results[0].dtype or x.dim() < 2),
-            "it makes several results": any(r is not None for r in results[1:]),
-            "caches count the tokens of the first layer": getattr(module, "layer_idx", None) == 0,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
-
-    def collect(self) -> None:
-        """From now on, sum products."""
-        self._fits = True
-
-    def _add(self, args: Any, kwargs: Any, made: Any) -> None:
-        block = self.block
-        assert block is not None
-        x, y = (kwargs[block.reads] if block.reads else args[0]), tensors_in(made)[0]
-        X, Y = (self._rows(t) for t in (x, y))
-        X = torch.cat([X, X.new_ones(len(X), 1)], 1)
-        gram, cross = X.T @ X, X.T @ Y
-        self._gram = gram if self._gram is None else self._gram + gram
-        self._cross = cross if self._cross is None else self._cross + cross
-        self._energy += float(Y.square().sum())
-
-    def _rows(self, t: torch.Tensor) -> torch.Tensor:
-        assert self.block is not None
-        t = t.movedim(1, -1) if self.block.images else t
-        return t.detach().reshape(-1, self.block.width).double()
-
-    def fitted(self) -> tuple[torch.Tensor, float]:
-        """``[width, width + 1]``, the last column the bias, and the error in parts of the result's norm."""
-        gram = self._gram + _RIDGE * self._gram.diagonal().mean() * torch.eye(len(self._gram), dtype=torch.float64)
-        W = torch.linalg.solve(gram, self._cross)
-        left = self._energy - 2 * float((W * self._cross).sum()) + float((W * (self._gram @ W)).sum())
-        return W.T, float(np.sqrt(max(left, 0.0) / max(self._energy, 1e-300)))
+    @abstractmethod
+    def finished(self, choice: Sequence[int]) -> dict[str, Any]:
+        """Make the choice, which is applied, the user's model; returns its plan, empty where none is needed."""
 
 
-def _candidates(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Modules of several layers, but the model itself and lists."""
-    modules = (
-        (path, m) for path, m in walk_modules(model) if path and not isinstance(m, (nn.ModuleList, nn.ModuleDict))
-    )
-    several = [path for path, module in modules if sum(bool(m._parameters) for m in module.modules()) > 1]
-    return [path for path in several if any(fnmatch.fnmatchcase(path, p) for p in patterns)]
+def part_of(
+    name: str, saved: Mapping[str, float], rows: int, width: int, error: float, variants: Sequence[str]
+) -> Part:
+    """The variants of a block.
 
-
-def _watched(
-    model: nn.Module, patterns: Sequence[str], batches: Sequence[Any]
-) -> tuple[dict[str, _Watch], dict[str, str]]:
-    """The innermost blocks, with what their linear fits need; and why other modules are none.
-
-    Raises:
-        ConfigError: there is no block.
+    Args:
+        name: of the block.
+        saved: costs that go with it.
+        rows, width: of what it reads in the example.
+        error: of its linear fit.
+        variants: what it may become, where that is cheaper.
     """
-    watches = {name: _Watch(name) for name in _candidates(model, patterns)}
-    _hooked(model, watches, batches[:1])
-    refused = {name: watch.reason for name, watch in watches.items() if watch.block is None}
-    fitting = [name for name in watches if name not in refused]
-    inner = {n: watches[n] for n in fitting if not any(other.startswith(f"{n}.") for other in fitting)}
-    if not inner:
-        reasons = first_few([f"{name}: {why}" for name, why in refused.items()], 6) or "no module has several layers"
-        problem = f"the model has no block that can be replaced: {reasons}"
-        raise ConfigError("replace_blocks", problem, "prune widths instead")
-    for watch in inner.values():
-        watch.collect()
-    _hooked(model, inner, batches)
-    return inner, refused
-
-
-def _hooked(model: nn.Module, watches: Mapping[str, _Watch], batches: Iterable[Any]) -> None:
-    modules = dict(walk_modules(model))
-    handles = [modules[name].register_forward_hook(watch, with_kwargs=True) for name, watch in watches.items()]
-    try:
-        with torch.no_grad(), evaluation(model):
-            for batch in batches:
-                outputs_of(model, to_device(batch, model_device(model)))
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class ReplaceSpace(Space):
-    """Blocks of a model, each as it is or replaced by one of its variants."""
-
-    def __init__(
-        self, model: nn.Module, watches: Mapping[str, _Watch], batches: Sequence[Any], variants: Sequence[str]
-    ) -> None:
-        self.model, self._batches = model, batches
-        self._graph = TorchView(model, [batches[0]]).graph()
-        self._wanted = [self._outputs(batch) for batch in batches]
-        self.blocks: dict[str, Block] = {n: w.block for n, w in watches.items() if w.block is not None}
-        fits = {name: watches[name].fitted() for name in self.blocks}
-        self.errors = {name: error for name, (_, error) in fits.items()}
-        self._weights = {name: W for name, (W, _) in fits.items()}
-        whole, saved = size_costs(self._graph), {name: self._saved(name) for name in self.blocks}
-        self.parts = [self._part(name, saved[name], variants) for name in self.blocks]
-        self.fixed = {cost: whole[cost] - sum(s[cost] for s in saved.values()) for cost in _COSTS}
-
-    def _outputs(self, batch: Any) -> list[Array]:
-        with torch.no_grad(), evaluation(self.model):
-            return [np.array(y) for y in outputs_of(self.model, to_device(batch, model_device(self.model)))]
-
-    def _saved(self, name: str) -> dict[str, float]:
-        """Costs of the operators inside a block, and of the parameters that they alone read."""
-        graph = self._graph
-        left = [
-            op
-            for op in graph.ops
-            if not f"{op.name}.".startswith(f"{name}.") and not f"{op.module}.".startswith(f"{name}.")
-        ]
-        read = {value for op in left for _, value in op.sources()}
-        values = {n: v for n, v in graph.values.items() if v.param is None or n in read}
-        whole, rest = size_costs(graph), size_costs(Graph(left, values, graph.inputs, graph.outputs))
-        return {cost: whole[cost] - rest[cost] for cost in _COSTS}
-
-    def _part(self, name: str, saved: Mapping[str, float], variants: Sequence[str]) -> Part:
-        block = self.blocks[name]
-        size = block.width * (block.width + 1)
-        first = self._wanted_rows(name)
-        linear = {"macs": float(first * block.width**2), "params": float(size), "bytes": 4.0 * size}
-        free = dict.fromkeys(_COSTS, 0.0)
-        options = [Option("as it was", dict(saved), 0.0)]
-        for variant in variants:
-            costs = linear if variant == "linear" else free
-            if all(costs[n] < saved[n] for n in ("macs", "params")):
-                error = self.errors[name] if variant == "linear" else 1.0
-                ratio = costs["macs"] / max(saved["macs"], 1.0)
-                options.append(Option(variant, costs, error, ratio, (name, variant)))
-        return Part(name, tuple(options))
-
-    def _wanted_rows(self, name: str) -> int:
-        """How many rows of channels a block reads in the example."""
-        made = [op for op in self._graph.ops if f"{op.name}.".startswith(f"{name}.") and op.outputs]
-        shapes = [self._graph.values[op.outputs[0]].shape for op in made[-1:]]
-        return int(np.prod(shapes[0])) // self.blocks[name].width if shapes else 1
-
-    def replaced(self, name: str, variant: str) -> Replaced:
-        """A module in place of a block, with its weights."""
-        made = self.blocks[name].made(variant)
-        first = next(self.model.parameters())
-        if made.linear is not None:
-            W = self._weights[name]
-            with torch.no_grad():
-                made.linear.weight.copy_(W[:, :-1])
-                made.linear.bias.copy_(W[:, -1])
-        return made.to(first.device, first.dtype).train(self.model.training)
-
-    def apply(self, choice: Sequence[int]) -> Undo:
-        """Put modules in place of blocks."""
-        picked = [part.options[k].what for part, k in zip(self.parts, choice, strict=True) if k]
-        undos = [put_block(self.model, name, self.replaced(name, variant)) for name, variant in picked]
-
-        def undo() -> None:
-            for back in reversed(undos):
-                back()
-
-        return undo
-
-    def outputs(self, batch: Any) -> list[Array]:
-        """Outputs of the present model."""
-        return self._outputs(batch)
-
-    def noise(self) -> float:
-        """Noise-to-signal power ratio of the outputs, mean over batches and outputs."""
-        return output_noise(self, self._batches, self._wanted) or 0.0  # type: ignore[arg-type]
-
-    def runnable(self) -> Any:
-        """The module."""
-        return self.model
+    size = width * (width + 1)
+    linear = {"macs": float(rows * width**2), "params": float(size), "bytes": 4.0 * size}
+    free = dict.fromkeys(COSTS, 0.0)
+    options = [Option("as it was", dict(saved), 0.0)]
+    for variant in variants:
+        costs = linear if variant == "linear" else free
+        if all(costs[n] < saved[n] for n in ("macs", "params")):
+            ratio = costs["macs"] / max(saved["macs"], 1.0)
+            options.append(Option(variant, costs, error if variant == "linear" else 1.0, ratio, variant))
+    return Part(name, tuple(options))
 
 
 @checks_arguments
 def replace_blocks(
-    model: nn.Module,
+    model: Any,
     data: Iterable[Any],
     *,
     macs: float | None = None,
@@ -318,19 +131,21 @@ def replace_blocks(
     variants: Iterable[str] = ("linear", "none"),
     metric: Callable[[Any], Any] | None = None,
     lower_is_better: bool = False,
+    providers: Any = None,
     progress: bool = True,
 ) -> ReplaceReport:
-    """Replace blocks of a module by linear layers or by nothing, in place, until a target is met.
+    """Replace blocks by linear layers or by nothing, in place, until a target is met.
 
     Args:
-        model: a module.
+        model: a module, or a loaded ONNX model.
         data: batches of real inputs: linear layers are fitted to all of them, outputs compared on the first 64 samples.
         macs, params: the part that may be left.
-        include: patterns for paths of blocks, ``*self_attn`` for attention.
+        include: patterns for blocks: paths of modules, ``*self_attn`` for attention; names of residual sums in an ONNX model.
         variants: what a block may become: ``linear``, ``identity`` (what it reads), ``none`` (zeros, behind which a residual sum
             stays).
-        metric: ``metric(model) -> float``: decides between the choices of least noise.
+        metric: ``metric(model) -> float``, of a session for an ONNX model: decides between the choices of least noise.
         lower_is_better: of the metric.
+        providers: where ONNX Runtime computes.
         progress: show progress bars.
 
     Raises:
@@ -340,22 +155,27 @@ def replace_blocks(
     target = {name: part for name, part in (("macs", macs), ("params", params)) if part is not None}
     batches, asked, patterns = list(data), tuple(variants), tuple(include)
     _check(target, batches, asked)
-    watches, refused = _watched(model, patterns, batches)
-    space = ReplaceSpace(model, watches, few_batches(batches), asked)
+    space = _space(model, batches, patterns, asked, providers)
     chosen = choose(space, target, metric=metric, lower_is_better=lower_is_better, progress=progress)
-    space.apply(chosen.best.choice)
-    picked = {p.name: p.options[k].what for p, k in zip(space.parts, chosen.best.choice, strict=True)}
-    rows = tuple(ReplacedRow(name, what[1] if what else "", space.errors[name]) for name, what in picked.items())
-    steps = [
-        {"kind": "replace", "module": name, "with": {"variant": what[1], **_arguments(space.blocks[name])}}
-        for name, what in picked.items()
-        if what
-    ]
-    plan = plan_of(steps)
-    refuse_to_save(model, "blocks are replaced, which no configuration describes", plan)
-    before = {cost: space.original_costs()[cost] for cost in _COSTS}
+    choice = chosen.best.choice
+    space.apply(choice)
+    rows = tuple(ReplacedRow(name, variant, space.errors[name]) for name, variant in space.picked(choice).items())
+    before = {cost: space.original_costs()[cost] for cost in COSTS}
     after = {cost: chosen.best.costs[cost] for cost in before}
-    return ReplaceReport(rows, refused, before, after, chosen, plan)
+    return ReplaceReport(rows, space.refused, before, after, chosen, space.finished(choice))
+
+
+def _space(
+    model: Any, batches: Sequence[Any], patterns: Sequence[str], variants: Sequence[str], providers: Any
+) -> ReplaceSpace:
+    """The blocks of a model of either front end."""
+    if hasattr(model, "state_dict"):
+        from bitwright.compression.replace_modules import module_space
+
+        return module_space(model, batches, patterns, variants)
+    from bitwright.compression.replace_branches import branch_space
+
+    return branch_space(model, batches, patterns, variants, providers)
 
 
 def _check(target: Mapping[str, float], batches: Sequence[Any], variants: Sequence[str]) -> None:
@@ -368,7 +188,3 @@ def _check(target: Mapping[str, float], batches: Sequence[Any], variants: Sequen
     if wrong or not variants:
         problem = f"{wrong[0]!r} is not a variant" if wrong else "none is given"
         raise ConfigError("variants", problem, f"use {', '.join(VARIANTS)}")
-
-
-def _arguments(block: Block) -> dict[str, Any]:
-    return {"width": block.width, "images": block.images, "results": block.results, "reads": block.reads}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,8 @@ class OnnxBlocks(Blocks):
         left = {str(node.name) for node in self._cut(names).graph.all_nodes()}
         return {op.name for op in self._graph.ops if op.name not in left}
 
-    def _cut(self, names: Sequence[str]) -> ir.Model:
+    def _cut(self, names: Sequence[str], put: Mapping[str, Any] | None = None) -> ir.Model:
+        """A copy without blocks; with ``put`` in place of some: see :meth:`replaced`."""
         model = clone_model(self._loaded.model)
         nodes = {str(node.name): node for node in model.graph.all_nodes()}
         for name in names:
@@ -62,6 +63,13 @@ class OnnxBlocks(Blocks):
             made = node.outputs[0]
             source = node.inputs[self._sums[name]]
             assert source is not None
+            added = (put or {}).get(name)
+            if added is not None:
+                branch = node.inputs[1 - self._sums[name]]
+                assert branch is not None
+                node.replace_input_with(1 - self._sums[name], self._added(name, node, source, added))
+                remove_unread(branch)
+                continue
             move_uses(made, source)
             remove_unread(made)
         for name, value in list(model.graph.initializers.items()):
@@ -82,6 +90,79 @@ class OnnxBlocks(Blocks):
         """Outputs of the model."""
         feeds = as_feeds(batch, input_specs(self._model))
         return [np.asarray(a) for a in run_session(open_session(self._model, self._providers), feeds, "batch")]
+
+    def ends(self, name: str) -> tuple[str, str]:
+        """The values that a block reads and makes."""
+        op, port = self._graph.op(name), self._sums[name]
+        return str(op.inputs[port]), str(op.inputs[1 - port])
+
+    def channel_axis(self, name: str) -> int:
+        """Of what a block reads: the second axis of images, or the last one."""
+        images = len(self._graph.values[self.ends(name)[0]].shape) == 4
+        convolved = any(self._graph.op(op).type == "Conv" for op in self.gone([name]))
+        return 1 if images and convolved else -1
+
+    def values(self, batch: Any, names: Sequence[str]) -> dict[str, Array]:
+        """Values of the whole model, by name."""
+        model = clone_model(self._loaded.model)
+        known = {
+            str(v.name): v for v in (*model.graph.inputs, *(v for n in model.graph.all_nodes() for v in n.outputs))
+        }
+        returned = {str(v.name) for v in model.graph.outputs}
+        wanted = list(dict.fromkeys(names))
+        for name in wanted:
+            if name not in returned and not known[name].is_graph_input():
+                model.graph.outputs.append(known[name])
+        feeds = as_feeds(batch, input_specs(self._loaded.model))
+        made = run_session(open_session(model, self._providers), feeds, "batch")
+        found = dict(zip((str(v.name) for v in model.graph.outputs), made, strict=True))
+        return {name: np.asarray(feeds[name] if name in feeds else found[name]) for name in wanted}
+
+    def _added(self, name: str, node: ir.Node, source: ir.Value, what: Any) -> ir.Value:
+        """What a sum adds in place of a block: its source again, or a linear layer of it."""
+        if isinstance(what, str):
+            return source
+        graph, kind = node.graph, self._graph.values[self.ends(name)[0]].dtype
+        assert graph is not None
+        images, W = self.channel_axis(name) == 1, np.asarray(what, kind)
+        parts = {"weight": W[:, :-1, None, None] if images else W[:, :-1].T, "bias": W[:, -1]}
+        held = {}
+        for part, array in parts.items():
+            tensor = ir.tensor(np.ascontiguousarray(array), name=f"{name}.linear.{part}")
+            held[part] = ir.Value(
+                name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape
+            )
+            graph.register_initializer(held[part])
+        if images:
+            made = [ir.node("Conv", [source, held["weight"], held["bias"]], name=f"{name}.linear")]
+        else:
+            product = ir.node("MatMul", [source, held["weight"]], name=f"{name}.linear")
+            made = [product, ir.node("Add", [product.outputs[0], held["bias"]], name=f"{name}.linear.sum")]
+        for one in made:
+            one.outputs[0].name = f"{one.name}.output"
+        graph.insert_before(node, made)
+        return made[-1].outputs[0]
+
+    def replaced(self, put: Mapping[str, Any]) -> Undo:
+        """The outputs of a copy with something in place of blocks.
+
+        Args:
+            put: block -> a matrix ``[width, width + 1]``, the bias in its last column; ``"identity"``; or ``None`` for nothing.
+        """
+        before, self._model = self._model, self._cut(list(put), put)
+
+        def undo() -> None:
+            self._model = before
+
+        return undo
+
+    def put(self, put: Mapping[str, Any]) -> None:
+        """Replace blocks for good, as :meth:`replaced` does."""
+        self._put(replace(self._loaded, model=self._cut(list(put), put)))
+
+    def session(self) -> Any:
+        """A session of the current model."""
+        return open_session(self._model, self._providers)
 
     def remove(self, names: Sequence[str], batch: Any) -> dict[str, Any]:
         """Remove the blocks; an ONNX file needs no plan besides."""

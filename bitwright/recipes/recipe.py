@@ -263,10 +263,9 @@ _OWN: dict[str, Kind] = {
     ),
     "replace_blocks": Kind(
         "float",
-        "blocks replaced by linear layers that are fitted to them, or by nothing; PyTorch",
+        "blocks replaced by linear layers that are fitted to them, or by nothing",
         ("drop_blocks",),
         run="bitwright.compression.replace.replace_blocks",
-        modules="blocks that are modules",
     ),
     "prune": Kind(
         "float",

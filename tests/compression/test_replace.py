@@ -6,12 +6,16 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
 
 import bitwright
 from bitwright.errors import CalibrationError, ConfigError, ExportError
+from bitwright.onnx import load_model
 from bitwright.report import report_document
 from bitwright.torch import rebuild, replace_blocks
 
@@ -129,8 +133,59 @@ def test_a_step_of_a_recipe_says_in_the_report_what_it_did(net: Net, tmp_path: P
     assert isinstance(net.branches[1], Branch)
 
 
-def test_files_have_no_such_blocks(net: Net, tmp_path: Path) -> None:
+def test_branches_of_a_file_are_replaced_too(net: Net, tmp_path: Path) -> None:
+    """The linear branch goes without loss, the file costs what the report says, and a step of a recipe does the same."""
+    torch.onnx.export(
+        net, (DATA[0],), tmp_path / "net.onnx", dynamo=False, dynamic_axes={"x": {0: "n"}}, input_names=["x"]
+    )
+    data = [x.numpy() for x in DATA]
+    model = load_model(tmp_path / "net.onnx")
+    report = bitwright.onnx.replace_blocks(model, data, params=0.75, progress=False)
+    assert [row.variant for row in report.rows] == ["", "linear", ""] and report.plan == {}
+    assert report.rows[1].error < 1e-3 < report.rows[0].error
+    unseen = torch.randn(16, 6)
+    proto = ir.to_proto(model.model)
+    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"x": unseen.numpy()})[0], net(unseen).detach(), atol=1e-3, rtol=1e-3)
+    costs = bitwright.model_costs(proto, [data[0]])
+    assert report.after["params"] == costs["params"] <= 0.75 * report.before["params"]
+    assert report.after["macs"] == costs["macs"]
+    recipe = [{"replace_blocks": {"params": 0.75}}]
+    result = bitwright.quantize(tmp_path / "net.onnx", data, recipe=recipe, progress=False)
+    assert "1 of 3 blocks replaced" in result.report[0].note
+    with pytest.raises(ConfigError, match="no block that can be replaced: it has no residual sum"):
+        bitwright.onnx.replace_blocks(load_model(tmp_path / "net.onnx"), data, params=0.75, include=["no_such"])
+
+
+@pytest.mark.parametrize("variant", ["linear", "none", "identity"])
+def test_a_branch_of_convolutions_in_a_file(variant: str, tmp_path: Path) -> None:
+    """Channels of images are the second axis; what stands in place of the branch is what its name says."""
+
+    class Image(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+            self.up, self.down = nn.Conv2d(4, 32, 1), nn.Conv2d(32, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            return self.head(x + self.down(self.up(x)))
+
+    torch.manual_seed(0)
+    net, x = Image().eval(), torch.randn(4, 3, 6, 6)
+    torch.onnx.export(net, (x,), tmp_path / "net.onnx", dynamo=False)
+    model = load_model(tmp_path / "net.onnx")
+    report = bitwright.onnx.replace_blocks(model, [x.numpy()], macs=0.6, variants=[variant], progress=False)
+    assert [row.variant for row in report.rows] == [variant]
+    held = net.stem(x)
+    with torch.no_grad():
+        wanted = net.head({"linear": held + net.down(net.up(held)), "none": held, "identity": 2 * held}[variant])
+    session = ort.InferenceSession(ir.to_proto(model.model).SerializeToString(), providers=["CPUExecutionProvider"])
+    made = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    np.testing.assert_allclose(made, wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_files_have_no_experts(net: Net, tmp_path: Path) -> None:
     torch.onnx.export(net, (DATA[0],), tmp_path / "net.onnx", dynamo=False)
-    for step, what in (("replace_blocks", "blocks that are modules"), ("drop_experts", "experts")):
-        with pytest.raises(ConfigError, match=f"an ONNX file has no {what}.*quantize the PyTorch model and export it"):
-            bitwright.quantize(tmp_path / "net.onnx", [DATA[0].numpy()], recipe=[step], progress=False)
+    with pytest.raises(ConfigError, match="an ONNX file has no experts.*quantize the PyTorch model and export it"):
+        bitwright.quantize(tmp_path / "net.onnx", [DATA[0].numpy()], recipe=["drop_experts"], progress=False)

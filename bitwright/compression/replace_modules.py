@@ -1,0 +1,272 @@
+"""Blocks of a module that can be replaced: innermost modules of several layers that make a tensor of the shape that they read."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bitwright.compression.costs import size_costs
+from bitwright.compression.replace import COSTS, ReplaceSpace, part_of
+from bitwright.compression.widths import few_batches, output_noise
+from bitwright.core.graph.graph import Graph
+from bitwright.core.simulation.float_model import Array, Undo
+from bitwright.errors import ConfigError, first_few
+from bitwright.methods.front_end import plan_of
+from bitwright.torch.calls.inputs import evaluation, model_device, outputs_of, tensors_in, to_device, walk_modules
+from bitwright.torch.pretrained import refuse_to_save
+from bitwright.torch.replaced import Replaced, put_block
+from bitwright.torch.view import TorchView
+
+_RIDGE = 1e-6  # of the mean of the inputs' squares
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module that can be replaced: how it is called; see :class:`Replaced`."""
+
+    name: str
+    width: int
+    images: bool
+    results: int
+    reads: str
+
+    def made(self, variant: str) -> Replaced:
+        """A module in its place."""
+        return Replaced(variant, self.width, self.images, self.results, self.reads)
+
+
+class _Watch:
+    """A hook that notes how a module is called, and sums the products that the linear fit needs.
+
+    Attributes:
+        block: how it is called; ``None`` where it cannot be replaced.
+        reason: why not.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.reason = name, "it does not run"
+        self.block: Block | None = None
+        self._runs, self._fits = 0, False
+        self._gram: Any = None
+        self._cross: Any = None
+        self._energy = 0.0
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
+        if self._fits:
+            self._add(args, kwargs, made)
+            return
+        self._runs += 1
+        reads = "" if args else next((key for key, v in kwargs.items() if isinstance(v, torch.Tensor)), "")
+        x = args[0] if args else kwargs.get(reads)
+        results = made if isinstance(made, tuple) else (made,)
+        self.block, self.reason = None, self._problem(module, x, results)
+        if not self.reason:
+            images = x.dim() == 4 and any(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules())
+            width = x.shape[1] if images else x.shape[-1]
+            self.block = Block(self.name, width, images, len(results) if isinstance(made, tuple) else 0, reads)
+
+    def _problem(self, module: nn.Module, x: Any, results: Sequence[Any]) -> str:
+        """Why a module cannot be replaced; empty where it can."""
+        tensors = isinstance(x, torch.Tensor) and isinstance(results[0], torch.Tensor)
+        reasons = {
+            "it runs several times": self._runs > 1,
+            "it does not read and make a tensor first": not tensors,
+            "it makes another shape than it reads": tensors
+            and (x.shape != results[0].shape or x.dtype != results[0].dtype or x.dim() < 2),
+            "it makes several results": any(r is not None for r in results[1:]),
+            "caches count the tokens of the first layer": getattr(module, "layer_idx", None) == 0,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def collect(self) -> None:
+        """From now on, sum products."""
+        self._fits = True
+
+    def _add(self, args: Any, kwargs: Any, made: Any) -> None:
+        block = self.block
+        assert block is not None
+        x, y = (kwargs[block.reads] if block.reads else args[0]), tensors_in(made)[0]
+        X, Y = (self._rows(t) for t in (x, y))
+        X = torch.cat([X, X.new_ones(len(X), 1)], 1)
+        gram, cross = X.T @ X, X.T @ Y
+        self._gram = gram if self._gram is None else self._gram + gram
+        self._cross = cross if self._cross is None else self._cross + cross
+        self._energy += float(Y.square().sum())
+
+    def _rows(self, t: torch.Tensor) -> torch.Tensor:
+        assert self.block is not None
+        t = t.movedim(1, -1) if self.block.images else t
+        return t.detach().reshape(-1, self.block.width).double()
+
+    def fitted(self) -> tuple[torch.Tensor, float]:
+        """``[width, width + 1]``, the last column the bias, and the error in parts of the result's norm."""
+        gram = self._gram + _RIDGE * self._gram.diagonal().mean() * torch.eye(len(self._gram), dtype=torch.float64)
+        W = torch.linalg.solve(gram, self._cross)
+        left = self._energy - 2 * float((W * self._cross).sum()) + float((W * (self._gram @ W)).sum())
+        return W.T, float(np.sqrt(max(left, 0.0) / max(self._energy, 1e-300)))
+
+
+def _candidates(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Modules of several layers, but the model itself and lists."""
+    modules = (
+        (path, m) for path, m in walk_modules(model) if path and not isinstance(m, (nn.ModuleList, nn.ModuleDict))
+    )
+    several = [path for path, module in modules if sum(bool(m._parameters) for m in module.modules()) > 1]
+    return [path for path in several if any(fnmatch.fnmatchcase(path, p) for p in patterns)]
+
+
+def _watched(
+    model: nn.Module, patterns: Sequence[str], batches: Sequence[Any]
+) -> tuple[dict[str, _Watch], dict[str, str]]:
+    """The innermost blocks, with what their linear fits need; and why other modules are none.
+
+    Raises:
+        ConfigError: there is no block.
+    """
+    watches = {name: _Watch(name) for name in _candidates(model, patterns)}
+    _hooked(model, watches, batches[:1])
+    refused = {name: watch.reason for name, watch in watches.items() if watch.block is None}
+    fitting = [name for name in watches if name not in refused]
+    inner = {n: watches[n] for n in fitting if not any(other.startswith(f"{n}.") for other in fitting)}
+    if not inner:
+        reasons = first_few([f"{name}: {why}" for name, why in refused.items()], 6) or "no module has several layers"
+        problem = f"the model has no block that can be replaced: {reasons}"
+        raise ConfigError("replace_blocks", problem, "prune widths instead")
+    for watch in inner.values():
+        watch.collect()
+    _hooked(model, inner, batches)
+    return inner, refused
+
+
+def _hooked(model: nn.Module, watches: Mapping[str, _Watch], batches: Iterable[Any]) -> None:
+    modules = dict(walk_modules(model))
+    handles = [modules[name].register_forward_hook(watch, with_kwargs=True) for name, watch in watches.items()]
+    try:
+        with torch.no_grad(), evaluation(model):
+            for batch in batches:
+                outputs_of(model, to_device(batch, model_device(model)))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class ModuleSpace(ReplaceSpace):
+    """Blocks of a module.
+
+    Args:
+        model: changed by :meth:`apply`.
+        watches: by block, with what they have summed up.
+        refused: modules that are no blocks -> why.
+        batches: on which outputs are compared.
+        variants: what a block may become.
+    """
+
+    def __init__(
+        self, model: nn.Module, watches: Mapping[str, _Watch], refused: Mapping[str, str], batches: Sequence[Any],
+        variants: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.model, self._batches, self.refused = model, batches, refused
+        self._graph = TorchView(model, [batches[0]]).graph()
+        self._wanted = [self._outputs(batch) for batch in batches]
+        self.blocks: dict[str, Block] = {n: w.block for n, w in watches.items() if w.block is not None}
+        fits = {name: watches[name].fitted() for name in self.blocks}
+        self.errors = {name: error for name, (_, error) in fits.items()}
+        self._weights = {name: W for name, (W, _) in fits.items()}
+        whole, saved = size_costs(self._graph), {name: self._saved(name) for name in self.blocks}
+        self.parts = [
+            part_of(name, saved[name], self._wanted_rows(name), block.width, self.errors[name], variants)
+            for name, block in self.blocks.items()
+        ]
+        self.fixed = {cost: whole[cost] - sum(s[cost] for s in saved.values()) for cost in COSTS}
+
+    def _outputs(self, batch: Any) -> list[Array]:
+        with torch.no_grad(), evaluation(self.model):
+            return [np.array(y) for y in outputs_of(self.model, to_device(batch, model_device(self.model)))]
+
+    def _saved(self, name: str) -> dict[str, float]:
+        """Costs of the operators inside a block, and of the parameters that they alone read."""
+        graph = self._graph
+        left = [
+            op
+            for op in graph.ops
+            if not f"{op.name}.".startswith(f"{name}.") and not f"{op.module}.".startswith(f"{name}.")
+        ]
+        read = {value for op in left for _, value in op.sources()}
+        values = {n: v for n, v in graph.values.items() if v.param is None or n in read}
+        whole, rest = size_costs(graph), size_costs(Graph(left, values, graph.inputs, graph.outputs))
+        return {cost: whole[cost] - rest[cost] for cost in COSTS}
+
+    def _wanted_rows(self, name: str) -> int:
+        """How many rows of channels a block reads in the example."""
+        made = [op for op in self._graph.ops if f"{op.name}.".startswith(f"{name}.") and op.outputs]
+        shapes = [self._graph.values[op.outputs[0]].shape for op in made[-1:]]
+        return int(np.prod(shapes[0])) // self.blocks[name].width if shapes else 1
+
+    def replaced(self, name: str, variant: str) -> Replaced:
+        """A module in place of a block, with its weights."""
+        made = self.blocks[name].made(variant)
+        first = next(self.model.parameters())
+        if made.linear is not None:
+            W = self._weights[name]
+            with torch.no_grad():
+                made.linear.weight.copy_(W[:, :-1])
+                made.linear.bias.copy_(W[:, -1])
+        return made.to(first.device, first.dtype).train(self.model.training)
+
+    def apply(self, choice: Sequence[int]) -> Undo:
+        """Put modules in place of blocks."""
+        picked = self.picked(choice)
+        undos = [
+            put_block(self.model, name, self.replaced(name, variant)) for name, variant in picked.items() if variant
+        ]
+
+        def undo() -> None:
+            for back in reversed(undos):
+                back()
+
+        return undo
+
+    def outputs(self, batch: Any) -> list[Array]:
+        """Outputs of the present model."""
+        return self._outputs(batch)
+
+    def noise(self) -> float:
+        """Noise-to-signal power ratio of the outputs, mean over batches and outputs."""
+        return output_noise(self, self._batches, self._wanted) or 0.0  # type: ignore[arg-type]
+
+    def runnable(self) -> Any:
+        """The module."""
+        return self.model
+
+    def finished(self, choice: Sequence[int]) -> dict[str, Any]:
+        """The plan; the model refuses to be saved as its class from now on."""
+        steps = [
+            {"kind": "replace", "module": name, "with": {"variant": variant, **_arguments(self.blocks[name])}}
+            for name, variant in self.picked(choice).items()
+            if variant
+        ]
+        plan = plan_of(steps)
+        refuse_to_save(self.model, "blocks are replaced, which no configuration describes", plan)
+        return plan
+
+
+def _arguments(block: Block) -> dict[str, Any]:
+    return {"width": block.width, "images": block.images, "results": block.results, "reads": block.reads}
+
+
+def module_space(
+    model: nn.Module, batches: Sequence[Any], patterns: Sequence[str], variants: Sequence[str]
+) -> ModuleSpace:
+    """The blocks of a module, with their linear fits.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    watches, refused = _watched(model, patterns, batches)
+    return ModuleSpace(model, watches, refused, few_batches(batches), variants)
