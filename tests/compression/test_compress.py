@@ -330,9 +330,12 @@ def test_pruned_then_quantized_by_one_recipe(net: Net, form: str, tmp_path: Path
     assert net.conv1.weight.shape == (16, 3, 3, 3)
 
 
-def _apart(net: Net, form: str, tmp_path: Path) -> None:
+def _apart(form: str, tmp_path: Path) -> None:
     """Two processes have measured what one would, each its own parts, and the choice is the same."""
-    model, data = given(net, form, tmp_path)
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()  # two groups
+    chain: Any = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(256, 4)).eval()
+    model, data = given(chain, form, tmp_path)
     options: dict[str, Any] = {"widths": 2, "progress": False}
     alone = bitwright.compress(model, data, {"macs": 0.5}, **options)
     shared = bitwright.compress(model, data, {"macs": 0.5}, workers=2, resume=tmp_path / "kept", **options)
@@ -345,14 +348,14 @@ def _apart(net: Net, form: str, tmp_path: Path) -> None:
     assert one and other and not one.keys() & other.keys() and (one | other).items() <= every.items()
 
 
-def test_processes_share_what_is_measured(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "find_executor", lambda name, workers: in_process)
-    _apart(net, "torch", tmp_path)
+    _apart("torch", tmp_path)
 
 
 @pytest.mark.slow
-def test_real_processes_measure_a_file(net: Net, tmp_path: Path) -> None:
-    _apart(net, "onnx", tmp_path)
+def test_real_processes_measure_a_file(tmp_path: Path) -> None:
+    _apart("onnx", tmp_path)
 
 
 def test_processes_that_cannot_be(net: Net) -> None:
