@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.compression.rules import CHANNEL_RULES, ChannelRule
+from bitwright.compression.rules import ChannelRule, rule_of
 from bitwright.compression.states import STATE_PORTS, final_states, from_input, given_states
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS, op_row
@@ -406,15 +406,16 @@ class Dependencies:
     # -- rules
 
     def _rule(self, op: Op) -> list[Axes]:
-        rule = _RULES.get(op.type)
-        if rule is not None:
-            return rule(self, op)
+        own = _RULES.get(op.type)
+        if own is not None:
+            return own(self, op)
         if op.type in _MOVES:
             return self._move(op)
         if op_row(op.type).kind == "pointwise" or op.type in _SAME or op.type in _MERGES_BY_ELEMENT:
             return self._pointwise(op)
-        if op.type in CHANNEL_RULES:
-            return self._taught(op, CHANNEL_RULES[op.type])
+        rule = rule_of(op.type)
+        if rule is not None:
+            return self._taught(op, rule)
         for value in op.inputs:
             self._stay(
                 self.axes(value),

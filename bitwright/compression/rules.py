@@ -91,3 +91,8 @@ def _checked(name: str, row: Any) -> ChannelRule:
 
 #: type of an operator, as messages of :func:`bitwright.compress` name it -> its rule
 CHANNEL_RULES: Registry[ChannelRule] = Registry("channel_rules", {}, _checked)
+
+
+def rule_of(kind: str) -> ChannelRule | None:
+    """The rule of a type of operator; ``gate`` is also that of the overload ``gate.default``."""
+    return next((CHANNEL_RULES[name] for name in (kind, kind.partition(".")[0]) if name in CHANNEL_RULES), None)

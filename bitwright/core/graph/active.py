@@ -51,7 +51,7 @@ def _stacked(graph: Graph, choices: Mapping[int, tuple[int, float]]) -> dict[str
 
 def _listed(graph: Graph, choices: Mapping[int, tuple[int, float]]) -> dict[str, float]:
     """Layers of one shape that are called alike but for a number."""
-    found = {}
+    found: dict[str, float] = {}
     for members in _alike(graph).values():
         rows = sum(_rows(graph, op) for _, op in members.values())
         fits = [k for count, (k, all_of) in choices.items() if max(members) < count and rows == all_of]
