@@ -152,7 +152,7 @@ class Job:
 
     def run(self, trial: Trial, given_up: str = "") -> None:
         """As :func:`run_trial`."""
-        run_trial(self, trial, given_up)
+        run_trial(self, trial, *filter(None, [given_up]))
 
     @cached_property
     def float_side(self) -> FloatSide:

@@ -15,8 +15,7 @@ import pytest
 
 from bitwright.compare.verify import verify_folder
 from bitwright.errors import BitwrightError
-from bitwright.precision import trials
-from bitwright.precision import trials as executors
+from bitwright.precision import executors, trials
 from bitwright.precision.auto import AutoResult, auto_quantize
 from bitwright.precision.trials import FIRST, Trial, waves
 from tests.precision.nets import accuracy, batches, model
@@ -70,7 +69,7 @@ def test_the_search_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.M
         done.append(trial.name)
         real(job, trial)
 
-    monkeypatch.setattr(executors, "run_trial", stopped)
+    monkeypatch.setattr(trials, "run_trial", stopped)
     first = search("onnx", tmp_path / "parts")
     assert "Ctrl-C ended the search" in first.reason and [r.name for r in first.trials] == [FIRST.name]
     assert first.best is not None
