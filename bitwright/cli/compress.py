@@ -9,7 +9,7 @@ from bitwright.cli.app import command, methods_option, output_option, print_repo
 from bitwright.cli.options import Data, JsonFile, Metric, OnnxFile, Reading, write_json
 from bitwright.errors import ConfigError, close_matches
 
-_METHODS = ("prune", "svd", "drop_blocks", "sparsify")
+_METHODS = ("prune", "svd", "drop_blocks", "replace_blocks", "sparsify")
 
 
 @command("compress")
@@ -23,7 +23,7 @@ def compress_model(
         str,
         methods_option(
             help="prune: remove channels, heads and hidden units; svd: low-rank factors; drop_blocks: take out branches of "
-            "residual sums; sparsify: zeros (half of each weight).",
+            "residual sums; replace_blocks: make them linear layers, or take them out; sparsify: zeros (half of each weight).",
             autocompletion=lambda incomplete: [m for m in _METHODS if m.startswith(incomplete)],
         ),
     ] = "prune",
@@ -84,6 +84,7 @@ def compress_model(
       bitwright compress model.onnx --data samples.npz --method svd --params 0.6 \\
           --metric accuracy --labels labels.npy --out small/
       bitwright compress model.onnx --data samples.npz --method drop_blocks --count 2 --out small/
+      bitwright compress model.onnx --data samples.npz --method replace_blocks --macs 0.8 --out small/
       bitwright compress model.onnx --data samples.npz --method sparsify --pattern 2:4 --out small/
     """
     if method not in _METHODS:
@@ -119,6 +120,7 @@ def compress_model(
         print_report(str(report))
     else:
         from bitwright.compression.depth import drop_blocks
+        from bitwright.compression.replace import replace_blocks
         from bitwright.compression.sparsify import sparsify_model
         from bitwright.compression.svd import svd_model
 
@@ -126,6 +128,8 @@ def compress_model(
             report = svd_model(loaded, batches, macs=macs, params=params, metric=score, lower_is_better=lower)
         elif method == "drop_blocks":
             report = drop_blocks(loaded, batches, count=count, macs=macs, params=params)
+        elif method == "replace_blocks":
+            report = replace_blocks(loaded, batches, macs=macs, params=params, metric=score, lower_is_better=lower)
         else:
             report = sparsify_model(loaded, batches, sparsity=sparsity, pattern=pattern)
         out.mkdir(parents=True, exist_ok=True)
@@ -148,7 +152,7 @@ def _target(method: str, given: dict[str, float | str | None], count: int | None
         raise ConfigError("--macs", "no target is given", remedy)
     if target and method == "sparsify":
         raise ConfigError("--macs", "zeros leave as many multiplications", "write --sparsity 0.5, or --method svd")
-    if method in ("svd", "drop_blocks") and not target.keys() <= {"macs", "params"}:
+    if method in ("svd", "drop_blocks", "replace_blocks") and not target.keys() <= {"macs", "params"}:
         what = "low-rank factors are" if method == "svd" else "blocks are"
         raise ConfigError(
             "--bytes, --memory, --cache-bytes, --active-params, --ms",

@@ -12,8 +12,10 @@ import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import bitwright
+from bitwright.cli import app
 from bitwright.errors import CalibrationError, ConfigError, ExportError
 from bitwright.onnx import load_model
 from bitwright.report import report_document
@@ -155,6 +157,25 @@ def test_branches_of_a_file_are_replaced_too(net: Net, tmp_path: Path) -> None:
     assert "1 of 3 blocks replaced" in result.report[0].note
     with pytest.raises(ConfigError, match="no block that can be replaced: it has no residual sum"):
         bitwright.onnx.replace_blocks(load_model(tmp_path / "net.onnx"), data, params=0.75, include=["no_such"])
+
+
+def test_the_command_replaces_branches(net: Net, tmp_path: Path) -> None:
+    torch.onnx.export(net, (DATA[0],), tmp_path / "net.onnx", dynamo=False, input_names=["x"])
+    np.savez(tmp_path / "data.npz", x=DATA[0].numpy())
+    command = [
+        "compress",
+        str(tmp_path / "net.onnx"),
+        "--data",
+        str(tmp_path / "data.npz"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = CliRunner().invoke(app, [*command, "--method", "replace_blocks", "--params", "0.75"])
+    assert done.exit_code == 0 and "1 of 3 blocks replaced" in done.output, done.output
+    costs = [bitwright.model_costs(tmp_path / folder / "net.onnx") for folder in (".", "out")]
+    assert costs[1]["params"] <= 0.75 * costs[0]["params"]
+    refused = CliRunner().invoke(app, [*command, "--method", "replace_blocks", "--bytes", "0.5"])
+    assert refused.exit_code == 2 and "blocks are chosen by --macs and --params" in refused.output
 
 
 @pytest.mark.parametrize("variant", ["linear", "none", "identity"])
