@@ -438,7 +438,8 @@ class Dependencies:
         for value in values[len(terms) :]:
             self._stay(self.axes(value), f"the rule of {op.type} does not name it", op)
         found = {name: self._all_joined(atoms, op) for name, atoms in joined.items()}
-        self._contracted += [found[n] for n, role in roles.items() if role == "in" and found[n] is not None]
+        summed = (found[name] for name, role in roles.items() if role == "in")
+        self._contracted += [atoms for atoms in summed if atoms is not None]
         return [[found.get(name) for name in term] for term in ends]
 
     def _join_named(

@@ -130,7 +130,7 @@ class OnnxBlocks(Blocks):
         for part, array in parts.items():
             tensor = ir.tensor(np.ascontiguousarray(array), name=f"{name}.linear.{part}")
             held[part] = ir.Value(
-                name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape
+                name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape)
             )
             graph.register_initializer(held[part])
         if images:
