@@ -69,9 +69,14 @@ class BranchSpace(ReplaceSpace):
         self.fixed = {cost: whole[cost] - sum(s[cost] for s in saved.values()) for cost in COSTS}
 
     def _put(self, choice: Sequence[int]) -> dict[str, Any]:
-        """Branch -> what is added in its place: a matrix, the source itself (``"identity"``), or ``None`` for nothing."""
-        made = {"linear": self._weights.get, "identity": lambda name: "identity", "none": lambda name: None}
-        return {name: made[variant](name) for name, variant in self.picked(choice).items() if variant}
+        """Branch -> what is added in its place: see :meth:`_instead`."""
+        return {name: self._instead(name, variant) for name, variant in self.picked(choice).items() if variant}
+
+    def _instead(self, name: str, variant: str) -> Array | str | None:
+        """A matrix, the source itself (``"identity"``), or ``None`` for nothing."""
+        if variant == "linear":
+            return self._weights[name]
+        return variant if variant == "identity" else None
 
     def apply(self, choice: Sequence[int]) -> Undo:
         """Run a copy with the variants."""
