@@ -297,9 +297,8 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     mean = diagonal.sum(1) / (~dead).sum(1).clamp(min=1)
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))
     while True:
-        found = (
-            hessian.clone()
-        )  # one matrix of so many columns may take half a GiB: no more than two are held at a time
+        # one matrix of so many columns may take half a GiB: no more than two are held at a time
+        found = hessian.clone()
         torch.diagonal(found, dim1=1, dim2=2).add_(dead + damping * mean[:, None] * ~dead)
         found, failed = torch.linalg.cholesky_ex(found)
         if not failed.any():
