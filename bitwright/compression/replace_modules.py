@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bitwright.compression.costs import size_costs
-from bitwright.compression.replace import COSTS, ReplaceSpace, part_of
+from bitwright.compression.replace_space import COSTS, ReplaceSpace, part_of
 from bitwright.compression.widths import few_batches, output_noise
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.float_model import Array, Undo

@@ -79,7 +79,7 @@ def test_every_option_of_every_step_refuses_what_it_cannot_be(front):
     for step in KINDS:
         with pytest.raises(ConfigError) as found:
             quantize(front, [{step: {"": 0}}])
-        if "it takes none" in str(found.value):
+        if "it takes none" in str(found.value) or "an ONNX file has no" in str(found.value):
             continue
         for option in found.value.remedy.removeprefix("use ").split(", "):
             with pytest.raises(ConfigError, match=rf"^{step}: the option '{option}' is <object .*Remedy: give "):

@@ -31,7 +31,7 @@ class Fake:
 
     def __init__(self, **worth):
         self.worth, self.state, self.log, self.simulated = worth, 10.0, [], False
-        self.judge, self.changed = None, True
+        self.judge, self.changed, self.details = None, True, None
 
     def check(self, step):
         for option in step.options:
