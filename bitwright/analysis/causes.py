@@ -261,8 +261,9 @@ def _with_rounding(found: dict[str, Cause], rounding: Cause | None) -> dict[str,
         return {rounding.cause: rounding, **found}
     if rounding.cause != "enlarged" or rounding.evidence["here_db"] - rounding.evidence["outputs_db"] < _FAR_ENLARGED:
         return found
-    first, *rest = found.items()
-    return dict([first, (rounding.cause, rounding), *rest])
+    first, *rest = found.items()  # whose remedies come before those of what enlarges every error
+    told = replace(rounding, evidence={**rounding.evidence, "tries": []})
+    return dict([first, (told.cause, told), *rest])
 
 
 def _varies(values: SiteValues | None) -> bool:
