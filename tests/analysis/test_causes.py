@@ -117,6 +117,17 @@ def causes(model, data, **options):
     return sim, bitwright.analyze(sim, data)
 
 
+def analysed(front_end, model, data):
+    """A quick analysis of a model, quantized by either front end."""
+    if front_end == "torch":
+        sim = QuantizationSimModel(model, data[0])
+    else:
+        proto, data = exported(model, data[0]), [x.numpy() for x in data]
+        sim = bitwright.onnx.QuantizationSimModel(proto, data[0])
+    sim.compute_encodings(data, progress=False)
+    return bitwright.analyze(sim, data, mode="fast")
+
+
 def named(found, key):
     return [layer.name for layer in found.layers if any(cause.cause == key for cause in layer.causes)]
 
@@ -357,13 +368,7 @@ class Masked(nn.Module):
 def test_a_softmax_behind_a_mask_is_told_with_the_error_of_the_scores_that_count(front_end):
     data = _rows(1.0, 1.0, 1.0, 1.0)
     model = Masked().eval()
-    if front_end == "torch":
-        sim = QuantizationSimModel(model, data[0])
-    else:
-        proto, data = exported(model, data[0]), [x.numpy() for x in data]
-        sim = bitwright.onnx.QuantizationSimModel(proto, data[0])
-    sim.compute_encodings(data, progress=False)
-    found = bitwright.analyze(sim, data, mode="fast")
+    found = analysed(front_end, model, data)
     softmax = next(layer for layer in found.layers if layer.op == "Softmax")
     assert 10 < softmax.arrived_db < 60, "the mask is no signal"
     enlarged = [c for layer in found.layers for c in layer.causes if c.evidence.get("most_at") == softmax.name]
@@ -394,13 +399,7 @@ class Splines(nn.Module):
 def test_a_product_that_keeps_small_values_with_the_errors_of_large_ones_is_named(front_end):
     """Distances to all knots are on one grid, and a base is zero but for the nearest ones."""
     data, model = [torch.rand(16, 8) * 2 - 1 for _ in range(2)], Splines().eval()
-    if front_end == "torch":
-        sim = QuantizationSimModel(model, data[0])
-    else:
-        proto, data = exported(model, data[0]), [x.numpy() for x in data]
-        sim = bitwright.onnx.QuantizationSimModel(proto, data[0])
-    sim.compute_encodings(data, progress=False)
-    found = bitwright.analyze(sim, data, mode="fast")
+    found = analysed(front_end, model, data)
     told = [c for layer in found.layers for c in layer.causes if "its other factor is small" in c.text]
     assert told and all(c.cause == "enlarged" for c in told)
     named_at = {layer.name: layer for layer in found.layers}
@@ -429,13 +428,7 @@ class Chosen(nn.Module):
 def test_choices_that_differ_from_those_of_the_float_model_are_named_with_what_they_cost(front_end, count):
     """No estimate by derivatives shows them: a choice has none."""
     data, model = [x.flatten(0, 1) for x in _rows(*[1.0] * 16)], Chosen(count).eval()
-    if front_end == "torch":
-        sim = QuantizationSimModel(model, data[0])
-    else:
-        proto, data = exported(model, data[0]), [x.numpy() for x in data]
-        sim = bitwright.onnx.QuantizationSimModel(proto, data[0])
-    sim.compute_encodings(data, progress=False)
-    found = bitwright.analyze(sim, data, mode="fast")
+    found = analysed(front_end, model, data)
     layers = {layer.name: layer for layer in found.layers if any(c.cause == "choice" for c in layer.causes)}
     assert {layer.op for layer in layers.values()} & {"ArgMax", "argmax", "TopK"}
     (note,) = [note for note in found.notes if note.startswith("choices that differ")]
