@@ -11,19 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.compression.costs import size_costs
-from bitwright.compression.replace_space import COSTS, ReplaceSpace, part_of
+from bitwright.compression.replace_space import LinearFit, ReplaceSpace, no_block
 from bitwright.compression.widths import few_batches, output_noise
-from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.float_model import Array, Undo
-from bitwright.errors import ConfigError, first_few
 from bitwright.methods.front_end import plan_of
 from bitwright.torch.calls.inputs import evaluation, model_device, outputs_of, tensors_in, to_device, walk_modules
 from bitwright.torch.pretrained import refuse_to_save
 from bitwright.torch.replaced import Replaced, put_block
 from bitwright.torch.view import TorchView
-
-_RIDGE = 1e-6  # of the mean of the inputs' squares
 
 
 @dataclass(frozen=True)
@@ -47,19 +43,18 @@ class _Watch:
     Attributes:
         block: how it is called; ``None`` where it cannot be replaced.
         reason: why not.
+        fit: of what it makes by what it reads, from :meth:`collect` on.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.reason = name, "it does not run"
         self.block: Block | None = None
-        self._runs, self._fits = 0, False
-        self._gram: Any = None
-        self._cross: Any = None
-        self._energy = 0.0
+        self.fit: LinearFit | None = None
+        self._runs = 0
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
-        if self._fits:
-            self._add(args, kwargs, made)
+        if self.fit is not None:
+            self._add(self.fit, args, kwargs, made)
             return
         self._runs += 1
         reads = "" if args else next((key for key, v in kwargs.items() if isinstance(v, torch.Tensor)), "")
@@ -86,30 +81,18 @@ class _Watch:
 
     def collect(self) -> None:
         """From now on, sum products."""
-        self._fits = True
+        assert self.block is not None
+        self.fit = LinearFit(self.block.width)
 
-    def _add(self, args: Any, kwargs: Any, made: Any) -> None:
+    def _add(self, fit: LinearFit, args: Any, kwargs: Any, made: Any) -> None:
         block = self.block
         assert block is not None
-        x, y = (kwargs[block.reads] if block.reads else args[0]), tensors_in(made)[0]
-        X, Y = (self._rows(t) for t in (x, y))
-        X = torch.cat([X, X.new_ones(len(X), 1)], 1)
-        gram, cross = X.T @ X, X.T @ Y
-        self._gram = gram if self._gram is None else self._gram + gram
-        self._cross = cross if self._cross is None else self._cross + cross
-        self._energy += float(Y.square().sum())
+        fit.add(*(self._rows(t) for t in (kwargs[block.reads] if block.reads else args[0], tensors_in(made)[0])))
 
-    def _rows(self, t: torch.Tensor) -> torch.Tensor:
+    def _rows(self, t: torch.Tensor) -> Array:
         assert self.block is not None
         t = t.movedim(1, -1) if self.block.images else t
-        return t.detach().reshape(-1, self.block.width).double()
-
-    def fitted(self) -> tuple[torch.Tensor, float]:
-        """``[width, width + 1]``, the last column the bias, and the error in parts of the result's norm."""
-        gram = self._gram + _RIDGE * self._gram.diagonal().mean() * torch.eye(len(self._gram), dtype=torch.float64)
-        W = torch.linalg.solve(gram, self._cross)
-        left = self._energy - 2 * float((W * self._cross).sum()) + float((W * (self._gram @ W)).sum())
-        return W.T, float(np.sqrt(max(left, 0.0) / max(self._energy, 1e-300)))
+        return t.detach().reshape(-1, self.block.width).double().cpu().numpy()
 
 
 def _candidates(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -135,9 +118,7 @@ def _watched(
     fitting = [name for name in watches if name not in refused]
     inner = {n: watches[n] for n in fitting if not any(other.startswith(f"{n}.") for other in fitting)}
     if not inner:
-        reasons = first_few([f"{name}: {why}" for name, why in refused.items()], 6) or "no module has several layers"
-        problem = f"the model has no block that can be replaced: {reasons}"
-        raise ConfigError("replace_blocks", problem, "prune widths instead")
+        raise no_block(refused, "no module has several layers")
     for watch in inner.values():
         watch.collect()
     _hooked(model, inner, batches)
@@ -171,49 +152,25 @@ class ModuleSpace(ReplaceSpace):
         self, model: nn.Module, watches: Mapping[str, _Watch], refused: Mapping[str, str], batches: Sequence[Any],
         variants: Sequence[str],
     ) -> None:  # fmt: skip
-        self.model, self._batches, self.refused = model, batches, refused
-        self._graph = TorchView(model, [batches[0]]).graph()
+        self.model, self._batches = model, batches
+        graph = TorchView(model, [batches[0]]).graph()
         self._wanted = [self._outputs(batch) for batch in batches]
         self.blocks: dict[str, Block] = {n: w.block for n, w in watches.items() if w.block is not None}
-        fits = {name: watches[name].fitted() for name in self.blocks}
-        self.errors = {name: error for name, (_, error) in fits.items()}
-        self._weights = {name: W for name, (W, _) in fits.items()}
-        whole, saved = size_costs(self._graph), {name: self._saved(name) for name in self.blocks}
-        self.parts = [
-            part_of(name, saved[name], self._wanted_rows(name), block.width, self.errors[name], variants)
-            for name, block in self.blocks.items()
-        ]
-        self.fixed = {cost: whole[cost] - sum(s[cost] for s in saved.values()) for cost in COSTS}
+        inside = {name: [op for op in graph.ops if _is_inside(op, name)] for name in self.blocks}
+        rows = {name: _rows(graph, block) for name, block in self.blocks.items()}
+        fits = {name: w.fit for name, w in watches.items() if w.fit is not None}
+        super().__init__(graph, inside, rows, fits, variants, refused)
 
     def _outputs(self, batch: Any) -> list[Array]:
         with torch.no_grad(), evaluation(self.model):
             return [np.array(y) for y in outputs_of(self.model, to_device(batch, model_device(self.model)))]
-
-    def _saved(self, name: str) -> dict[str, float]:
-        """Costs of the operators inside a block, and of the parameters that they alone read."""
-        graph = self._graph
-        left = [
-            op
-            for op in graph.ops
-            if not f"{op.name}.".startswith(f"{name}.") and not f"{op.module}.".startswith(f"{name}.")
-        ]
-        read = {value for op in left for _, value in op.sources()}
-        values = {n: v for n, v in graph.values.items() if v.param is None or n in read}
-        whole, rest = size_costs(graph), size_costs(Graph(left, values, graph.inputs, graph.outputs))
-        return {cost: whole[cost] - rest[cost] for cost in COSTS}
-
-    def _wanted_rows(self, name: str) -> int:
-        """How many rows of channels a block reads in the example."""
-        made = [op for op in self._graph.ops if f"{op.name}.".startswith(f"{name}.") and op.outputs]
-        shapes = [self._graph.values[op.outputs[0]].shape for op in made[-1:]]
-        return int(np.prod(shapes[0])) // self.blocks[name].width if shapes else 1
 
     def replaced(self, name: str, variant: str) -> Replaced:
         """A module in place of a block, with its weights."""
         made = self.blocks[name].made(variant)
         first = next(self.model.parameters())
         if made.linear is not None:
-            W = self._weights[name]
+            W = torch.from_numpy(self.weights[name])
             with torch.no_grad():
                 made.linear.weight.copy_(W[:, :-1])
                 made.linear.bias.copy_(W[:, -1])
@@ -254,6 +211,18 @@ class ModuleSpace(ReplaceSpace):
         plan = plan_of(steps)
         refuse_to_save(self.model, "blocks are replaced, which no configuration describes", plan)
         return plan
+
+
+def _is_inside(op: Op, name: str) -> bool:
+    """Whether an operator is one of a module, or of a module in it."""
+    return f"{op.name}.".startswith(f"{name}.") or f"{op.module}.".startswith(f"{name}.")
+
+
+def _rows(graph: Graph, block: Block) -> int:
+    """How many rows of channels a block reads in the example."""
+    made = [op for op in graph.ops if f"{op.name}.".startswith(f"{block.name}.") and op.outputs]
+    shapes = [graph.values[op.outputs[0]].shape for op in made[-1:]]
+    return int(np.prod(shapes[0])) // block.width if shapes else 1
 
 
 def _arguments(block: Block) -> dict[str, Any]:

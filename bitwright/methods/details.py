@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from bitwright.tables import Table, Tabular
 
 
-class Detailed(Tabular):
+class Detailed(Tabular, ABC):
     """Base class of reports of compression: they have ``summary`` and ``table()``, and those of these attributes that apply.
 
     Attributes:
@@ -20,13 +21,13 @@ class Detailed(Tabular):
     """
 
     @property
+    @abstractmethod
     def summary(self) -> str:
         """One line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def table(self) -> Table:
         """What became of every part."""
-        raise NotImplementedError
 
     def details(self) -> dict[str, Any]:
         """Plain data for a report: ``summary``, ``costs``, ``table``, ``tried`` (the front) and ``refused``."""

@@ -22,6 +22,7 @@ from bitwright.export.targets import find_target, rules_for
 from bitwright.methods.activations import between_layers, keep_histograms
 from bitwright.methods.attention import has_attention
 from bitwright.methods.bias_correction import BiasReport, apply_bias_correction, first_samples
+from bitwright.methods.details import Detailed
 from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_all_batch_norms
 from bitwright.methods.front_end import GivenModel, front_end_of
 from bitwright.methods.options import Options, check_options, keyword_options
@@ -383,8 +384,7 @@ class Attempt(Runner):
         else:
             report = function(target, **bound, **step.options)
         self.changed = bool(getattr(report, "changed", True))
-        details = getattr(report, "details", None)
-        self.details = details() if callable(details) else None
+        self.details = report.details() if isinstance(report, Detailed) else None
         if target is self.model and self.changed:
             self._state = replace(self._state, altered=self._state.altered or step.name != "fold")
         return "" if report is None else str(getattr(report, "summary", None) or str(report).partition("\n")[0])
