@@ -15,19 +15,24 @@ from __future__ import annotations
 import importlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.graph.graph import Graph, Op, Value
+from bitwright.core.graph.operators import OPS, OpRow
 from bitwright.core.numerics.affine import fake_quantize, format_numbers
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import FLOAT_FORMATS, IntFormat
-from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerChannel
+from bitwright.core.numerics.formats import FLOAT_FORMATS, SCALE_FORMATS, Format, IntFormat
+from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerBlock, PerChannel
 from bitwright.core.numerics.ranges import RANGE_METHODS, choose_range
 from bitwright.core.numerics.spec import QuantSpec, RangeMethod
 from bitwright.core.numerics.statistics import measure, merge
+from bitwright.core.placement.config import default_rules
+from bitwright.core.placement.place import place
 from bitwright.core.registry import table_of
 from bitwright.errors import BitwrightError, ConfigError, close_matches
 
@@ -137,6 +142,102 @@ def _torch_rounds_alike(name: str) -> None:
     _require(np.array_equal(ours, np.asarray(theirs)), "numpy and torch give other bits")
 
 
+def _around(name: str, row: OpRow) -> Graph:
+    """A graph of a convolution, the operator, and a convolution; every port of the operator that the row names is fed."""
+    ports = {0, *(row.activations or ()), *row.params, *(p for p in (row.weight, row.bias) if p is not None)}
+    stored = {*row.params, *(p for p in (row.weight, row.bias) if p is not None)} - {*(row.activations or ())}
+    rank = max([2, *(axis + 1 for axis in row.axes or () if axis is not None)])
+    image, values, operands = (1, 8, 8, 8), {"x": Value("x", "input", (1, 8, 8, 8))}, []
+    for port in range(max(ports) + 1):
+        operand = f"param{port}" if port in stored else "first.out" if port in ports else None
+        operands.append(operand)
+        if port in stored:
+            shape = (8,) * rank if port == row.weight else (8,)
+            values[f"param{port}"] = Value(f"param{port}", "param", shape, param=f"param{port}")
+    for weight in ("first.weight", "last.weight"):
+        values[weight] = Value(weight, "param", (8, 8, 1, 1), param=weight)
+    values.update((made, Value(made, "activation", image)) for made in ("first.out", "op.out", "last.out"))
+    ops = [
+        Op("first", "Conv", ("x", "first.weight"), ("first.out",)),
+        Op("op", name, tuple(operands), ("op.out",)),
+        Op("last", "Conv", ("op.out", "last.weight"), ("last.out",)),
+    ]
+    return Graph(ops, values, ["x"], ["last.out"])
+
+
+def _operators_are_placed(name: str) -> None:
+    row = OPS[name]
+    made = place(_around(name, row), default_rules())
+    own = {site.value: site for site in made.sites.values() if site.op == "op"}
+    quantized = row.integer and row.kind not in ("movement", "merge")
+    _require("op.out" in own or not quantized, "integer kernels compute it, and its output has no grid")
+    _require(row.kind != "float" or not own, f"it is computed in float, and these have a grid: {', '.join(own)}")
+    moved = row.kind != "movement" or made.shared.get("op.out") == "first.output[0]"
+    _require(moved, f"it moves data, and its output is not on the grid of what it moves: {made.floats.get('op.out')}")
+    if row.kind == "compute" and row.weight is not None and row.weight not in (row.activations or ()):
+        weight = own.get(f"param{row.weight}")
+        _require(weight is not None, "its weight has no grid")
+        axis = row.axes[0] if row.axes is not None else None
+        scales = getattr(weight.spec.granularity, "axis", None) if weight is not None else None
+        _require(axis is None or scales == axis, f"scales of its weight lie along axis {scales}, not {axis}")
+
+
+#: layouts of weights, of which a kind of files stores some
+_LAYOUTS: tuple[tuple[Format, Granularity, str, str], ...] = tuple(
+    (IntFormat(bits), granularity, symmetry, scales)
+    for bits in (4, 8, 2, 3)
+    for granularity in (PerBlock(32), PerChannel(0), PER_TENSOR)
+    for symmetry in ("symmetric", "asymmetric")
+    for scales in ("float32", "float16", "bfloat16")
+) + tuple(
+    (fmt, granularity, "symmetric", scales)
+    for fmt in (FLOAT_FORMATS["float8_e4m3"], FLOAT_FORMATS["float4_e2m1"])
+    for granularity in (PerBlock(16), PerBlock(32), PerChannel(0))
+    for scales in SCALE_FORMATS
+)  # fmt: skip
+
+
+def _stored_layouts(name: str) -> list[QuantSpec]:
+    """Up to four layouts that files of a kind store."""
+    packed, refuses = importlib.import_module("bitwright.llm.packed"), table_of("files")[name].refuses
+    specs = (
+        QuantSpec(fmt, granularity, symmetry, scale_format=scales)  # type: ignore[arg-type]
+        for fmt, granularity, symmetry, scales in _LAYOUTS
+    )
+    return list(islice((spec for spec in specs if not refuses(packed.planned(_WEIGHT, (32, 64), spec))), 4))
+
+
+_WEIGHT = "model.layers.0.mlp.up_proj.weight"
+_CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_BESIDE = 65536  # bytes of headers and configuration
+
+
+def _files_give_back(name: str) -> None:
+    llm, torch = importlib.import_module("bitwright.llm"), importlib.import_module("torch")
+    kinds = importlib.import_module("bitwright.llm.files.table")
+    values = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+    specs = _stored_layouts(name)
+    _require(bool(specs), "it stores none of the layouts that are tried: 2 to 8 bits, float8, float4")
+    for spec in specs:
+        norm = llm.FloatWeight("model.layers.0.input_layernorm.weight", torch.linspace(0.5, 1.5, 64))
+        given = [llm.PackedWeight.nearest(_WEIGHT, values, spec), norm]
+        with tempfile.TemporaryDirectory() as folder:
+            llm.write_checkpoint(folder, given, _CONFIG, to=name)
+            kind = kinds.kind_of(Path(folder))
+            _require(kind is not None and kind.name == name, f"its files are taken for {kind.name if kind else 'none'}")
+            found = {weight.name: weight for weight in llm.read_checkpoint(folder)}
+            size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        _require(found.keys() == {weight.name for weight in given}, f"weights come back as {sorted(found)}")
+        for weight in given:
+            same = np.array_equal(found[weight.name].dequantize(), weight.dequantize())
+            _require(same, f"{weight.name} ({weight.plan.layout or 'float'}) comes back as other numbers")
+        told = sum(table_of("files")[name].size(weight.plan) for weight in given)
+        _require(told > 0 and size < told + _BESIDE, f"files of {size} bytes are told to take {told:.0f}")
+
+
 def _network() -> tuple[Any, list[Any]]:
     torch = importlib.import_module("torch")
     generator = torch.Generator().manual_seed(0)
@@ -216,13 +317,13 @@ def _metrics_have_a_value_per_sample(name: str) -> None:
     _require(not worse, f"right answers have {best:g}, random ones {whole.mean():g}, and {metric.better} is better")
 
 
-#: kind -> name of the check -> what runs it
 def _rules_name_channels(name: str) -> None:
     rule = table_of("channel_rules")[name]
     names = {axis for term in rule.inputs for axis in term if axis != axis.lower()}
     _require(bool(names), "no axis of an input has a capital letter, so that nothing can be cut")
 
 
+#: kind -> name of the check -> what runs it
 _TESTS: dict[str, dict[str, Callable[..., None]]] = {
     "range_methods": {
         "finite": _ranges_are_finite, "inside": _ranges_lie_inside, "scale": _ranges_scale,
@@ -233,6 +334,8 @@ _TESTS: dict[str, dict[str, Callable[..., None]]] = {
         "torch": _torch_rounds_alike,
     },
     "steps": {"runs": _steps_run},
+    "operators": {"placed": _operators_are_placed},
+    "files": {"gives back": _files_give_back},
     "targets": {"verifies": _targets_verify},
     "runtimes": {"computes": _runtimes_compute},
     "metrics": {"values": _metrics_have_a_value_per_sample},

@@ -94,5 +94,6 @@ CHANNEL_RULES: Registry[ChannelRule] = Registry("channel_rules", {}, _checked)
 
 
 def rule_of(kind: str) -> ChannelRule | None:
-    """The rule of a type of operator; ``gate`` is also that of the overload ``gate.default``."""
-    return next((CHANNEL_RULES[name] for name in (kind, kind.partition(".")[0]) if name in CHANNEL_RULES), None)
+    """The rule of a type of operator; ``gate`` is also that of the overload ``gate.default``, and of ``mylib::gate``."""
+    names = (kind, kind.partition(".")[0], kind.rpartition("::")[2])
+    return next((CHANNEL_RULES[name] for name in names if name in CHANNEL_RULES), None)

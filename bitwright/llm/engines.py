@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import ConfigError, ModelError
-from bitwright.llm.files.table import FILE_FORMATS
+from bitwright.llm.files.table import FILE_FORMATS, kind_of
 from bitwright.llm.openvino_export import AS_SIMULATED
 
 _MOST_LISTED = 16_384  # tokens whose probabilities llama.cpp is asked for in one answer
@@ -222,7 +222,8 @@ def open_engine(folder: str | os.PathLike[str]) -> Engine:
             str(folder), "it holds no language model: no config.json, genai_config.json, *.gguf or openvino_model.xml",
             "name the folder that `bitwright llm quantize` wrote with --out",
         )  # fmt: skip
-    if FILE_FORMATS["gptq"].recognises(place) or FILE_FORMATS["awq"].recognises(place):
+    kind = kind_of(place)
+    if kind is not None and (kind.name in ("gptq", "awq") or kind.name not in FILE_FORMATS.own):
         from bitwright.llm.opened import coded_model
 
         return Transformers(coded_model(place), "bitwright, with the codes of the folder")

@@ -200,7 +200,7 @@ def _matrices_of_blocks(view: Transformer, adapters: Iterable[str]) -> Iterator[
 
 def _fitted(specs: dict[str, QuantSpec], to: str | None) -> dict[str, QuantSpec]:
     """Specs as files of a kind hold them."""
-    if to not in FILE_FORMATS:
+    if to is None or to not in FILE_FORMATS:
         return specs
     return {name: FILE_FORMATS[to].fitted(asked) for name, asked in specs.items()}
 

@@ -15,11 +15,8 @@ from bitwright.core.numerics.spec import Preset, weight_spec
 from bitwright.core.placement.config import make_rules
 from bitwright.errors import ConfigError, close_matches
 from bitwright.llm.checkpoint import check_room
-from bitwright.llm.files.table import FILE_FORMATS
+from bitwright.llm.files.table import FILE_FORMATS, GRAPHS
 from bitwright.llm.packed import PackedWeight
-
-#: files of a whole model in memory, which are made of a simulation
-GRAPHS = ("genai", "onnx", "openvino")
 
 
 def check_kind(to: str) -> None:

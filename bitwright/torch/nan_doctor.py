@@ -40,7 +40,7 @@ from bitwright.core.health.report import (
 from bitwright.core.simulation.calibration import refuse_empty, refuse_one_batch
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError
 from bitwright.progress import progress as shown
-from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM
+from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, function_of
 from bitwright.torch.calls.inputs import (
     as_call,
     evaluation,
@@ -212,7 +212,7 @@ class Doctor(Recorder):
         func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
         self.count += 1
-        if func not in FUNCTIONS:
+        if function_of(func) is None:
             op_type = _TYPES.get(label, op_type)
         written = _written(func, args, kwargs)
         before = _copy_of(written)
@@ -438,7 +438,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _operands(func: Callable[..., Any], op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Tensors and numbers in port order, with the states and parameters of a recurrent layer."""
-    row = FUNCTIONS.get(func)
+    row = function_of(func)
     if row is None or op_type in _RECURRENT or op_type == "RNN":
         return tensors_in((args, kwargs))
     return [value for _, value in row.operands(row.bind(args, kwargs))]

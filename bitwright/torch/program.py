@@ -24,7 +24,7 @@ from bitwright.errors import ModelError
 from bitwright.methods.rounding.driver import parameter_readers
 from bitwright.methods.rounding.program import Program, Quantize, State, Step, run
 from bitwright.torch.calls import recurrent
-from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
+from bitwright.torch.calls.functions import SET_ITEM, Function, function_of
 from bitwright.torch.calls.inputs import (
     as_call,
     evaluation,
@@ -134,7 +134,7 @@ class _Tracer(Handler):
 
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any other call."""
-        row = FUNCTIONS.get(func)
+        row = function_of(func)
         name = getattr(func, "__name__", "call")
         if row is None and name in ACCESS:
             return func(*args, **kwargs)

@@ -29,7 +29,7 @@ from bitwright.core.simulation.float_model import (
     carry_out,
 )
 from bitwright.errors import ModelError, checks_arguments
-from bitwright.torch.calls.functions import FUNCTIONS
+from bitwright.torch.calls.functions import function_of
 from bitwright.torch.calls.inputs import (
     as_call,
     evaluation,
@@ -260,7 +260,8 @@ class TorchView:
 
             args, kwargs = map_arguments(call.args, call.kwargs, fill, Slot)
             if op in self._added:
-                row = FUNCTIONS[call.func]
+                row = function_of(call.func)
+                assert row is not None
                 args, kwargs = row.replace(args, kwargs, {2: self._tensors[self._added[op]]})
             with torch.no_grad():
                 return np.array(call.func(*args, **kwargs).float().cpu().numpy())

@@ -8,6 +8,8 @@ NAMES = {
     "range_methods": "three_sigma",
     "formats": "float5_e2m2",
     "steps": "shrink_weights",
+    "operators": "bitwright_example::project",
+    "files": "example_npz",
     "targets": "example_chip",
     "runtimes": "onnx_reference",
     "metrics": "margin",

@@ -136,6 +136,8 @@ def test_unknown_names_are_refused_with_the_list(call):
         ),
         ("steps", "x", lambda other: None, "its first parameter is 'other'"),
         ("targets", "x", TARGETS["packed"], "is not a Target of that name"),
+        ("files", "x", 1, "1 is not a FileFormat of that name"),
+        ("files", "onnx", replace(table_of("files")["gguf"], name="onnx"), "are made of a simulation"),
         ("runtimes", "x", 1, "1 is not a Runtime of that name"),
         ("metrics", "x", 1, "1 is not a metric"),
     ],
@@ -155,6 +157,10 @@ def test_a_plug_in_that_breaks_a_conformance_test_is_told_which(tables):
     bitwright.register("range_methods", "fails", RangeRow(lambda stats, fmt, symmetry: stats.no, "minmax"))
     with pytest.raises(ConfigError, match="it fails in the conformance test 'finite': AttributeError"):
         check("range_methods", "fails")
+    lossy = replace(table_of("files")["torchao"], name="lossy", read=lambda folder: iter(()))
+    bitwright.register("files", "lossy", lossy)
+    with pytest.raises(ConfigError, match="'gives back': its files are taken for torchao"):
+        check("files", "lossy")
     wrong = OutputMetric("wrong", "lower", lambda y, w, right: (y[0].argmax(1) == right).astype(float), True)
     bitwright.register("metrics", "wrong", wrong)
     with pytest.raises(ConfigError, match="'values': right answers have 1, random ones .* lower is better"):
@@ -162,7 +168,9 @@ def test_a_plug_in_that_breaks_a_conformance_test_is_told_which(tables):
 
 
 OWN = [
-    (kind, name) for kind in ("range_methods", "formats", "runtimes", "targets") for name in sorted(table_of(kind).own)
+    (kind, name)
+    for kind in ("range_methods", "formats", "files", "runtimes", "targets")
+    for name in sorted(table_of(kind).own)
 ]
 OWN += [("metrics", name) for name in ("accuracy", "f1", "kl", "agreement")]
 

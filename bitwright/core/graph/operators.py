@@ -1,7 +1,8 @@
 """The operator table: the facts that quantization needs about each operator, by canonical (ONNX) type.
 
 A row of :data:`OPS` says which ports are parameters, where a weight has its output channels, whether the operator only
-moves data, and whether integer runtimes have a kernel for it. Adding an operator is adding a row.
+moves data, and whether integer runtimes have a kernel for it. Adding an operator is adding a row; other packages add those of
+their own operators, by domain and type (``mylib::Gate``) in ONNX and by namespace and name in PyTorch.
 
 :data:`TRAITS` lists the operators that share a property which a pass asks for: ``op.type in TRAITS["identity"]``. Facts
 about one runtime, AIMET's configuration or a file format stay with that code. An operator without any trait stands in
@@ -10,12 +11,15 @@ about one runtime, AIMET's configuration or a file format stay with that code. A
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
+from bitwright.core.registry import Registry
+from bitwright.errors import ConfigError, close_matches
 
 Trait = Literal[
     "identity",
@@ -113,6 +117,8 @@ class OpRow:
             what is small, values within its ``domain``, a ``phase``, a ``position`` in an image, the very numbers that are
             compared or counted with (``identity``), the ``order`` of values that are nearly equal, where its indices decide
             what is computed; see :mod:`bitwright.core.graph.float_values`.
+        axes: ``(channel_axis, block_axis)`` of the weight, where :func:`weight_axes` has no rule of its own for the operator:
+            the axis of output channels, and the one that is summed over; ``None`` for no such axis.
     """
 
     kind: Kind
@@ -123,6 +129,7 @@ class OpRow:
     integer: bool = False
     fixed_range: tuple[float, float] | None = None
     exact: Mapping[int, Need] = field(default_factory=dict)
+    axes: tuple[int | None, int | None] | None = None
 
 
 _WB = {1: "weight", 2: "bias"}
@@ -147,7 +154,41 @@ _RECURRENT = OpRow(
 
 _REGIONS = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool")
 
-OPS: dict[str, OpRow] = {
+_NAME = re.compile(r"(\w[\w.]*::)?\w+")
+
+
+def _checked(name: str, row: Any) -> OpRow:
+    """A row of another package."""
+    if not isinstance(row, OpRow):
+        raise ConfigError(
+            f"operator {name!r}", f"{row!r:.100} is not an OpRow",
+            'register an OpRow, as OpRow("pointwise", activations=(0,), integer=True)',
+        )  # fmt: skip
+    problem = "" if _NAME.fullmatch(name) else "its name is not a domain and a type, as 'mylib::Gate'"
+    problem = problem or _problem(row)
+    if problem:
+        raise ConfigError(f"operator {name!r}", problem, "see bitwright.core.graph.operators.OpRow")
+    return row
+
+
+def _problem(row: OpRow) -> str:
+    """What is wrong in a row; empty where nothing is."""
+    kinds, needs = get_args(Kind), get_args(Need)
+    if row.kind not in kinds:
+        return f"there is no kind {row.kind!r}{close_matches(str(row.kind), kinds)}; kinds are {', '.join(kinds)}"
+    unknown = next((need for need in row.exact.values() if need not in needs), None)
+    if unknown is not None:
+        return f"there is no need {unknown!r}; needs are {', '.join(needs)}"
+    named = (row.weight, row.bias, *row.params, *row.exact, *(row.activations or ()))
+    wrong = [port for port in named if port is not None and (type(port) is not int or port < 0)]
+    if wrong:
+        return f"{wrong[0]!r} is no port; ports are counted from 0"
+    if row.fixed_range is not None and not row.fixed_range[0] < row.fixed_range[1]:
+        return f"its fixed range is {row.fixed_range}; the lower end comes first"
+    return "it has axes of a weight and no weight" if row.axes is not None and row.weight is None else ""
+
+
+_ROWS: dict[str, OpRow] = {
     "Conv": OpRow("compute", _WB, weight=1, bias=2, activations=(0,), integer=True),
     "ConvTranspose": OpRow("compute", _WB, weight=1, bias=2, activations=(0,), integer=True),
     "Gemm": OpRow("compute", _WB, weight=1, bias=2, activations=(0,), integer=True),
@@ -238,12 +279,15 @@ OPS: dict[str, OpRow] = {
     "Attention": OpRow("float"),
 }
 
+OPS: Registry[OpRow] = Registry("operators", _ROWS, _checked)
+
 _UNKNOWN = OpRow("float")
 
 
 def op_row(op_type: str) -> OpRow:
     """The row of ``op_type``; an operator without a row is treated as ``float``."""
-    return OPS.get(op_type, _UNKNOWN)
+    row = OPS.get(op_type)  # of those that are loaded: this is asked a hundred times for each operator
+    return row if row is not None else OPS[op_type] if op_type in OPS else _UNKNOWN
 
 
 #: operator -> the second operand that leaves the first one as it is
@@ -296,6 +340,7 @@ def weight_axes(op_type: str, attrs: Mapping[str, Any], port: int, rank: int) ->
     Gather         as Embedding: its table
     LSTM, GRU, RNN the one before the last       last
     channel norms  0                             none
+    others         ``axes`` of their row, at the port of their weight
     ============== ============================= =============
 
     Channel norms are batch, instance and group normalisation, with their scale and shift.
@@ -307,8 +352,10 @@ def weight_axes(op_type: str, attrs: Mapping[str, Any], port: int, rank: int) ->
         return _product_axes(op_type, attrs, port, rank)
     if op_type == "PRelu" or (op_type in _CHANNEL_NORMS and rank == 1):
         return 0, None
-    # rows of gates: [gates * hidden, in], and [1, gates * hidden, in] in ONNX
-    return (rank - 2, rank - 1) if op_type in CELLS and rank > 1 else (None, None)
+    if op_type in CELLS:  # rows of gates: [gates * hidden, in], and [1, gates * hidden, in] in ONNX
+        return (rank - 2, rank - 1) if rank > 1 else (None, None)
+    row = op_row(op_type)
+    return row.axes if row.axes is not None and port == row.weight else (None, None)
 
 
 def _product_axes(op_type: str, attrs: Mapping[str, Any], port: int, rank: int) -> tuple[int | None, int | None]:

@@ -54,7 +54,7 @@ _TYPES = {
     "BatchToSpace": "DepthToSpace",
     "SpaceToBatch": "SpaceToDepth",
 }
-_CANONICAL = {name.lower(): name for name in OPS} | {name.lower(): to for name, to in _TYPES.items()}
+_CANONICAL = {name.lower(): name for name, _ in OPS.items()} | {name.lower(): to for name, to in _TYPES.items()}
 # types that AIMET's files name and that never appear in a recorded graph as an operator on floats
 _KNOWN_ABSENT = ("Cast", "NonMaxSuppression", "NonZero", "Shape", "MaxRoiPool", "SplitToSequence")
 _PASSES = {"MatmulAdd": MATMUL_ADD, "MaskedSoftmax": MASKED_SOFTMAX}

@@ -1,4 +1,4 @@
-"""The kinds of checkpoint files, one row each, and the two calls that use them."""
+"""The kinds of checkpoint files, one row each, and the two calls that use them; other packages add kinds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.registry import Registry
 from bitwright.errors import ConfigError, ExportError, ModelError, close_matches
 from bitwright.export.files.atomic import AnyPath, settle
 from bitwright.llm.files import compressed_tensors, gguf, gptq_awq, torchao
@@ -15,9 +16,25 @@ from bitwright.llm.files.common import Extras, FileFormat, check_folder, check_r
 from bitwright.llm.packed import LayerInput, PackedWeight, Weight, WeightPlan, layer_inputs, packed_weights
 from bitwright.llm.packed import plans as planned_weights
 
-FILE_FORMATS: dict[str, FileFormat] = {
-    row.name: row for row in (compressed_tensors.FORMAT, gguf.FORMAT, torchao.FORMAT, *gptq_awq.FORMATS)
-}
+#: files of a whole model in memory, which are made of a simulation
+GRAPHS = ("genai", "onnx", "openvino")
+_OWN = (compressed_tensors.FORMAT, gguf.FORMAT, torchao.FORMAT, *gptq_awq.FORMATS)
+
+
+def _checked_row(name: str, row: Any) -> FileFormat:
+    """A row of another package, or a function that returns it."""
+    found = row() if callable(row) and not isinstance(row, FileFormat) else row
+    if not isinstance(found, FileFormat) or found.name != name:
+        raise ConfigError(
+            f"files {name!r}", f"{found!r:.100} is not a FileFormat of that name", "register a FileFormat of that name"
+        )
+    if name in GRAPHS:
+        problem = "files of that name are made of a simulation"
+        raise ConfigError(f"files {name!r}", problem, f"give it a name other than {', '.join(GRAPHS)}")
+    return found
+
+
+FILE_FORMATS: Registry[FileFormat] = Registry("files", {row.name: row for row in _OWN}, _checked_row)
 
 
 #: what numpy, torch and the interpreter raise where fields of damaged files do not go together
@@ -155,6 +172,12 @@ def _checked(weights: Iterable[Weight], row: FileFormat) -> Iterator[Weight]:
         yield weight
 
 
+def kind_of(folder: Path) -> FileFormat | None:
+    """The kind of the files in a folder, ours before those of other packages; ``None`` where no row recognises them."""
+    rows = (FILE_FORMATS[name] for name in FILE_FORMATS)
+    return next((row for row in rows if folder.is_dir() and row.recognises(folder)), None)
+
+
 def read_checkpoint(folder: AnyPath) -> Iterator[Weight]:
     """The weights of a folder that :func:`write_checkpoint` or another tool wrote, one at a time.
 
@@ -163,9 +186,9 @@ def read_checkpoint(folder: AnyPath) -> Iterator[Weight]:
     """
     place = Path(folder)
     settle(place)
-    for row in FILE_FORMATS.values():
-        if place.is_dir() and row.recognises(place):
-            return _fitting(row.read(place), place, row)
+    row = kind_of(place)
+    if row is not None:
+        return _fitting(row.read(place), place, row)
     raise ExportError(
         str(folder),
         "it holds no quantized checkpoint of a kind that is read here",

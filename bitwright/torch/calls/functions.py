@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bitwright.core.graph.float_values import WIDE
-from bitwright.core.graph.operators import OpRow, is_neutral, op_row
+from bitwright.core.graph.operators import OPS, OpRow, is_neutral, op_row
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import DECOMPOSITIONS
 
@@ -439,7 +439,46 @@ def function_of(func: Any) -> Function | None:
     row = FUNCTIONS.get(func)
     if row is None and isinstance(func, torch._ops.OpOverloadPacket):
         row = _BY_LABEL.get(_OPERATORS.get(func._qualified_op_name, ""))
+    if row is None and isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        row = _OF_USERS.get(func)
+        if row is None and not torch.compiler.is_compiling():  # a call that is compiled was recorded before
+            row = _registered(func)
     return row
+
+
+#: operators of ``torch.library`` that had a row when they were called
+_OF_USERS: dict[Any, Function] = {}
+
+
+def _registered(func: Any) -> Function | None:
+    """The row of an operator of ``torch.library`` whose name (``mylib::gate``) another package added to the op table.
+
+    Its ports are its tensors, in the order of its schema. Operators that write into their arguments have none.
+    """
+    overload = getattr(func, func.overloads()[0]) if isinstance(func, torch._ops.OpOverloadPacket) else func
+    name = overload._schema.name
+    if overload.namespace in ("aten", "prims") or name not in OPS or overload._schema.is_mutable:
+        return None
+    return _OF_USERS.setdefault(func, _of_schema(overload))
+
+
+def _of_schema(func: torch._ops.OpOverload[..., Any]) -> Function:
+    signature, ports, plain = [], [], []
+    for argument in func._schema.arguments:
+        several = str(argument.type) in ("List[Tensor]", "List[Optional[Tensor]]")
+        signature.append(f"*{argument.name}" if several else argument.name)
+        if several or str(argument.type) in ("Tensor", "Optional[Tensor]"):
+            ports.append(signature[-1])
+            if several:  # it takes the ports from here
+                break
+        else:
+            plain.append(argument.name)
+    label = func._schema.name.rpartition("::")[2]
+
+    def attributes(bound: Arguments) -> dict[str, Any]:
+        return {name: bound[name] for name in plain if isinstance(bound.get(name), (bool, int, float, str))}
+
+    return Function(label, func._schema.name, tuple(signature), tuple(ports), attributes)
 
 
 def applies_mask(row: Function, bound: Arguments, result: torch.Tensor) -> bool:

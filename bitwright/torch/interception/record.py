@@ -22,7 +22,7 @@ from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.operators import op_row
 from bitwright.core.graph.recurrence import CELLS, inner_values
 from bitwright.errors import ModelError
-from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
+from bitwright.torch.calls.functions import SET_ITEM, Function, function_of
 from bitwright.torch.calls.inputs import (
     ARRAYS,
     as_call,
@@ -184,7 +184,7 @@ class Recorder(Handler):
 
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run any other call; it becomes an op when it computes tensors from tensors that depend on the input."""
-        row = FUNCTIONS.get(func)
+        row = function_of(func)
         if row is not None:
             key = frame.movement_key(row.label)
             return self.call(frame, key, row, func, args, kwargs)

@@ -62,7 +62,7 @@ from bitwright.core.graph.operators import TRAITS, op_row
 from bitwright.errors import BusyError, ModelError
 from bitwright.export.files.onnx_file import all_nodes
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE, is_site, site_of
-from bitwright.torch.calls.functions import FUNCTIONS, Function
+from bitwright.torch.calls.functions import Function, function_of
 from bitwright.torch.calls.inputs import map_tensors, named_state, same_draws, tensors_in
 from bitwright.torch.interception.intercept import Frame, Handler, Key, scripted_code
 from bitwright.torch.simulation.complex_pairs import complex_as_pairs
@@ -616,7 +616,7 @@ class _Noting(Handler):
 
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As the other handler; notes counted data movement, since some of it has a quantizer."""
-        row = FUNCTIONS.get(func)
+        row = function_of(func)
         counted = ("moves", None if row is None else row.label)
         before = frame.counts.get(counted, 0)
         output = self._handler.other(frame, func, args, kwargs)

@@ -33,7 +33,7 @@ from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import EXPORTABLE
-from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function, applies_mask, writes_first
+from bitwright.torch.calls.functions import SET_ITEM, Function, applies_mask, function_of, writes_first
 from bitwright.torch.calls.inputs import flatten_tensors, map_arguments, map_tensors, tensors_in
 from bitwright.torch.interception.intercept import ACCESS, Frame, Handler, Key, constant_for_compilers
 from bitwright.torch.interception.record import refuse_nested, refuse_transforms
@@ -330,10 +330,10 @@ class Simulator(Handler, Observer):
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run calls without quantizers, except data movement that joins several grids."""
         watching = self.moving or self.taps is not None or self.repairs
-        row = FUNCTIONS.get(func) if watching else None
+        row = function_of(func) if watching else None
         if row is None:
             name = getattr(func, "__name__", "call")
-            known = func in FUNCTIONS or name in ACCESS
+            known = function_of(func) is not None or name in ACCESS
             if known or not (self.repairs or self.unlisted or self.taps is not None):
                 return func(*args, **kwargs)
             return self._unlisted(self.plans.get(frame.other_key(name), CallPlan("")), func, args, kwargs)
@@ -383,7 +383,7 @@ class Simulator(Handler, Observer):
 
     def simulated_at(self, key: Key, func: Callable[..., Any]) -> Callable[..., Any]:
         """``func`` as the simulation runs it at the call ``key``."""
-        plan, row = self.plans.get(key), FUNCTIONS.get(func)
+        plan, row = self.plans.get(key), function_of(func)
         func = self._mended(plan, func)
         if plan is None or row is None or func is recurrent.layer or not (plan.operands or plan.outputs):
             return func

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,15 @@ from typing import Any
 import numpy as np
 
 from bitwright import FloatFormat
+from bitwright.core.graph.operators import OpRow
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerChannel
 from bitwright.core.numerics.ranges import RangeRow
 from bitwright.core.numerics.statistics import bounds_of
 from bitwright.export.targets import TARGETS, Target
+from bitwright.llm.files.common import Extras, FileFormat, copy_tokenizer
+from bitwright.llm.packed import FloatWeight, PackedWeight, Weight, WeightPlan
 from bitwright.metrics.metric import OutputMetric
 from bitwright.runtimes.adapters import Runtime, Session
 
@@ -42,6 +49,68 @@ def shrink_weights(sim: Any, *, factor: float = 0.999) -> str:
     for site in weights:
         site.encoding = replace(site.encoding, scale=site.encoding.scale * np.float32(factor))
     return f"{len(weights)} scales of weights"
+
+
+#: ``y = project(x, w)``: rows of ``w`` are output channels, and its columns are summed over
+PROJECT = OpRow("compute", {1: "weight"}, weight=1, activations=(0,), integer=True, axes=(0, 1))
+
+
+def _refuses(plan: WeightPlan) -> str:
+    layout = plan.layout
+    if layout is None:
+        return ""
+    fits = (layout.format, layout.group, layout.symmetric) == (IntFormat(8), "channel", True)
+    return "" if fits and layout.scale_format == "float32" else "it holds symmetric int8 with a float32 scale per row"
+
+
+def _write(folder: Path, weights: Iterable[Weight], extras: Extras) -> None:
+    """One file per weight, and the configuration."""
+    config = {**extras.config, "quantization_config": {"quant_method": "example_npz"}}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    copy_tokenizer(extras.tokenizer, folder)
+    for number, weight in enumerate(weights):
+        path = folder / f"{number:05}.npz"
+        if isinstance(weight, PackedWeight):
+            np.savez(path, name=weight.name, codes=weight.codes, scale=weight.encoding.scale)
+        else:
+            np.savez(path, name=weight.name, values=weight.dequantize())
+
+
+def _read(folder: Path) -> Iterator[Weight]:
+    import torch
+
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path) as stored:
+            name = str(stored["name"])
+            if "values" in stored:
+                yield FloatWeight(name, torch.from_numpy(stored["values"]))
+                continue
+            scale = stored["scale"]
+            encoding = Encoding(IntFormat(8), scale, np.zeros(scale.shape, np.int32), PerChannel(0))
+            yield PackedWeight(name, stored["codes"], encoding)
+
+
+def _recognises(folder: Path) -> bool:
+    config = folder / "config.json"
+    if not config.is_file():
+        return False
+    found = json.loads(config.read_text(encoding="utf-8")).get("quantization_config") or {}
+    return found.get("quant_method") == "example_npz"
+
+
+def npz() -> FileFormat:
+    """Files of numpy that an engine of one's own reads."""
+    return FileFormat(
+        name="example_npz",
+        engine="the engine of the example",
+        holds="symmetric int8, a float32 scale per row",
+        refuses=_refuses,
+        size=lambda plan: plan.elements * (4.0 if plan.layout is None else 1.1) + 1024,
+        write=_write,
+        read=_read,
+        recognises=_recognises,
+        check=lambda plans, extras: None,
+    )
 
 
 def chip() -> Target:
