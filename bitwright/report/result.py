@@ -109,15 +109,21 @@ class Reported(Tabular):
         wrong = [f"{step}, which the recipe names, changed nothing" for step in self.asked]
         if self.poor:
             wrong.append(f"POOR, below {self.poor_below:g} dB")
-        elif worst is not None and worst.low is not None and worst.low < self.poor_below:
-            wrong.append(
-                f"UNCERTAIN, the interval reaches below {self.poor_below:g} dB: more held-out samples would tell"
-            )
+        elif worst is not None and (why := self._uncertain(worst)):
+            wrong.append(f"UNCERTAIN, {why}: more held-out samples would tell")
         wrong += [self.tried] if self.tried else []
         sizes = self._sizes
         if sizes and sizes[1] > sizes[0]:
             wrong.append(f"the file is LARGER than the float file by {sizes[1] - sizes[0]:,} bytes")
         return "; ".join([*wrong, figure])
+
+    def _uncertain(self, worst: Any) -> str:
+        """Why other data may be poor though the samples that judge are not; empty where their interval says that they are not."""
+        if math.isinf(worst.sqnr):
+            return ""
+        if worst.low is None:
+            return "a single sample judges, and others may be worse"
+        return f"the interval reaches below {self.poor_below:g} dB" if worst.low < self.poor_below else ""
 
     @property
     def _sizes(self) -> list[int]:

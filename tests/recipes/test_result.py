@@ -128,6 +128,16 @@ def test_an_interval_that_reaches_below_the_limit_is_said_first(front_end):
 
 
 @both
+def test_a_figure_of_a_single_sample_is_no_verdict(front_end):
+    """Of three batches of two rows the last row alone is unseen."""
+    result = quantized(front_end, made(Plain), data(3, rows=2), effort="quick")
+    assert result.quality.worst.low is None and not result.poor
+    assert result.headline.startswith(
+        "UNCERTAIN, a single sample judges, and others may be worse: more held-out samples"
+    )
+
+
+@both
 def test_batches_of_ones_own_rate_and_calibration_has_all_of_the_data(front_end):
     far = data(3, 4.0)
     result = quantized(front_end, made(Plain), data(10), held_out=far)
