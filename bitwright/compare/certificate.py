@@ -289,10 +289,14 @@ def compare_certificates(first: str | os.PathLike[str], second: str | os.PathLik
 
     Raises:
         ExportError: one is missing, of another version, or was changed.
-        ConfigError: both are the same file.
+        ConfigError: both are the same file, or one is a manifest.
     """
     if Path(first).resolve() == Path(second).resolve():
         raise ConfigError("diff", f"both are {os.fspath(first)}", "name two certificates")
+    for path in (first, second):
+        if is_manifest(path):
+            remedy = "name two certificates; two manifests are compared with each other"
+            raise ConfigError("diff", f"{os.fspath(path)} is a manifest, not a certificate", remedy)
     return _compared(read_certificate(first), read_certificate(second), os.fspath(first), os.fspath(second))
 
 

@@ -268,14 +268,16 @@ def evaluate_target(
         prefix: stem of the files; needed only where a folder holds several exports.
 
     Raises:
-        ConfigError, ExportError: see :func:`open_target`; the data is of another model.
+        ConfigError, ExportError: see :func:`open_target`; the data is of another model; a model file was changed since it was
+            exported.
     """
-    target = open_target(path, profile, prefix)
     place, rows = Path(path), list[TargetRow]()
     files = {"file": place}
     if place.is_dir():
         stem = find_export(place, prefix)
+        _check_unchanged(place, stem)
         files = {"float": place / f"{stem}_float.onnx", "file": place / f"{stem}.onnx"}
+    target = open_target(path, profile, prefix)
     reference: list[Array] = []
     for how, file in files.items():
         if file.is_file():
@@ -291,6 +293,20 @@ def evaluate_target(
     if not np.isfinite([row.score for row in rows]).all():
         raise ConfigError("metric", "it is not a finite number", "check the data and the labels")
     return TargetReport(tuple(rows), target.profile.name, target.notes)
+
+
+def _check_unchanged(folder: Path, stem: str) -> None:
+    """Refuse model files that are not those of the export: the float file, the file and the target would be three models."""
+    manifest = folder / f"{stem}_manifest.json"
+    if not manifest.is_file():
+        return
+    changed = [
+        problem
+        for problem in read_manifest(manifest).problems(folder)
+        if problem.startswith((f"{stem}.", f"{stem}_float.")) and not problem.endswith(" is missing")
+    ]
+    if changed:
+        raise ExportError(str(manifest), "; ".join(changed), "export again, or restore the files")
 
 
 class _Checked:

@@ -170,6 +170,12 @@ def test_wrong_certificates_are_refused(folder: Path, tmp_path: Path) -> None:
         read_certificate(later)
     with pytest.raises(ConfigError, match="both are .*Remedy: name two certificates"):
         compare_certificates(mine, mine)
+    manifest = folder / "net_manifest.json"
+    with pytest.raises(
+        ConfigError, match="net_manifest.json is a manifest, not a certificate.*two manifests are compared"
+    ):
+        compare_certificates(mine, manifest)
+    assert app(["diff", str(manifest), str(mine)], standalone_mode=False) == 2
     with pytest.raises(ExportError, match="there is no such file|cannot be read|No such file"):
         read_certificate(tmp_path / "none.json")
     bare = tmp_path / "bare"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from bitwright.cli.app import app
 from bitwright.compare.executed import CodeExecutor
 from bitwright.compare.executed_flat import FlatExecutor
 from bitwright.compare.runtime import EXACT_SUMS
-from bitwright.compare.target import open_target
+from bitwright.compare.target import evaluate_target, open_target
 from bitwright.errors import ConfigError, ExportError
 from bitwright.executors.profile import find_profile
 from bitwright.export.litert.flat import FlatModel, Grid
@@ -260,6 +261,20 @@ def test_the_command_measures_float_file_and_target(
     app([*arguments, "--labels", str(tmp_path / "y.npy")], standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("ort_x64: ") and [line.split()[0] for line in lines[3:]] == ["float", "file", "ort_x64"]
+
+
+@pytest.mark.parametrize("name", ["net.onnx", "net_float.onnx", "net.tflite"])
+def test_a_file_that_was_changed_since_its_export_is_not_measured(
+    exported: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    folder = Path(shutil.copytree(exported["litert" if name == "net.tflite" else "ort_cpu"], tmp_path / "copy"))
+    (folder / "net_samples.npz").unlink()  # which an evaluation does not read
+    assert len(evaluate_target(folder, "ort_x64", lambda session: 1.0).rows) == 3
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(ExportError, match=f"{name} has another content than was written. Remedy: export again"):
+        evaluate_target(folder, "ort_x64", lambda session: 1.0)
 
 
 def test_wrong_input_is_named(exported: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
