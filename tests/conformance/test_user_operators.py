@@ -30,6 +30,11 @@ def distance(x: torch.Tensor, w: torch.Tensor, factor: float = 1.0) -> torch.Ten
     return (x[:, None] - w).square().sum(-1) * factor
 
 
+@distance.register_fake
+def _(x: torch.Tensor, w: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    return x.new_empty(len(x), len(w))
+
+
 class Net(nn.Module):
     """Distances by an operator of the user."""
 
@@ -89,6 +94,18 @@ def test_an_operator_of_the_user_is_quantized_by_its_row(table: None, front_end:
     found = sim.model(torch.from_numpy(X[1])).detach().numpy() if front_end == "torch" else sim.run({"x": X[1]})[0]
     np.testing.assert_allclose(found, expected, atol=float(sites["distance.output[0]"].encoding.scale) * 1.01)
     assert np.mean(np.abs(found - expected) > 1e-6) < 0.01  # sums are rounded in another order
+
+
+@pytest.mark.parametrize("row", [None, DISTANCE], ids=["float", "quantized"])
+def test_a_simulation_with_an_operator_of_the_user_is_compiled_whole(table: None, row: OpRow | None) -> None:
+    if row is not None:
+        bitwright.register("operators", NAMES["torch"], row)
+    sim = _simulation("torch")
+    sim.compute_encodings([torch.from_numpy(x) for x in X], progress=False)
+    x = torch.from_numpy(X[0])
+    with torch.no_grad():
+        compiled = torch.compile(sim.model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), sim.model(x))
 
 
 def test_attributes_of_an_operator_are_in_the_graph(table: None) -> None:

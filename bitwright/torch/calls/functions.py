@@ -617,8 +617,14 @@ _SEVERAL = {
 _OPERATOR_SPACES = (torch, torch._C._nn, torch.Tensor)
 
 
+#: operators without an equivalent function that were called; a compiler that traces a call cannot read their names
+_UNCHANGED: dict[Any, bool] = {}
+
+
 def as_function(func: torch._ops.OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call of an aten operator as a call of the equivalent torch function; unchanged where the tables have none."""
+    if func in _UNCHANGED:
+        return func, args, kwargs
     name = func._schema.name.removeprefix("aten::")
     if name in _REORDERED:
         function, wanted, names = _REORDERED[name]
@@ -630,7 +636,10 @@ def as_function(func: torch._ops.OpOverload[..., Any], args: tuple[Any, ...], kw
         function, found = translate(**dict(zip(arguments, args, strict=False)), **kwargs)
         return function, (), found
     known = _function(_ALIASES.get(name, name)) if func.namespace == "aten" else None
-    return (func, args, kwargs) if known is None else (known, args, _without_layout(name, kwargs))
+    if known is None:
+        _UNCHANGED[func] = True
+        return func, args, kwargs
+    return known, args, _without_layout(name, kwargs)
 
 
 def _without_layout(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
