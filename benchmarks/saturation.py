@@ -49,7 +49,7 @@ from tests.support.deployed import first_output, in_onnxruntime
 from tests.support.sessions import integer_session
 from tests.support.tasks import TASKS
 torch.set_num_threads(1)
-task, folder = TASKS[sys.argv[2]](), Path(sys.argv[3])
+task, folder = TASKS[sys.argv[1]](), Path(sys.argv[2])
 runs = {"default": in_onnxruntime(folder / "model.onnx"), "exact": first_output(integer_session(folder / "model.onnx"))}
 batch = task.batches(0)[0]
 for name, run in runs.items():
