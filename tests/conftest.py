@@ -11,7 +11,7 @@ import random
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -127,4 +127,24 @@ def signed_weights() -> Iterator[None]:
     """Exports of tests store signed weights on every CPU: those of one without VNNI would be unsigned where sums saturate."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bitwright.compare.verify._lost_to_saturation", lambda *args, **options: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_registry() -> Iterator[None]:
+    """``torch.onnx.export`` reads the signatures of its 500 translations once for all tests: 0.7 s of every export."""
+    import copy
+    from functools import cache
+
+    from torch.onnx._internal.exporter import _registration
+
+    made = cache(_registration.ONNXRegistry.from_torchlib)
+
+    def from_torchlib(**options: Any) -> _registration.ONNXRegistry:
+        registry = copy.copy(made(**options))
+        registry.functions = {target: list(rows) for target, rows in registry.functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_registration.ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
         yield

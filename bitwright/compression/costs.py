@@ -409,7 +409,7 @@ def _timed(models: Mapping[str, Any], example: Any, ops: Sequence[str], rounds: 
         feeds: dict[str, Any] = {}
         for name, model in models.items():
             if hasattr(model, "state_dict"):
-                from bitwright.torch.factors import export_float
+                from bitwright.torch.simulation.export import export_float
 
                 feeds = export_float(model, example, paths[name])
             else:

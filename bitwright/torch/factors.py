@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from torch.nn.utils.rnn import PackedSequence
 from bitwright.core.graph.operators import ROTATION
 from bitwright.core.simulation.float_model import Array, Before, Chain
 from bitwright.errors import ConfigError
-from bitwright.torch.calls.inputs import as_call, evaluation, flatten_tensors
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -265,15 +263,3 @@ def chain_of_modules(module: nn.Module, chain: Chain) -> nn.Module:
 
 def _tensor(values: Array) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
-
-
-def export_float(model: nn.Module, example: Any, path: Path) -> dict[str, Array]:
-    """Write a module as an ONNX file; returns the tensors of ``example`` by the names of its inputs."""
-    args, kwargs = as_call(example)
-    with torch.no_grad(), evaluation(model):
-        program = torch.onnx.export(model, args, kwargs=kwargs or None, dynamo=True, verbose=False)
-    assert program is not None
-    program.save(path)
-    names = [str(value.name) for value in program.model.graph.inputs]
-    given = [tensor.detach().cpu().numpy() for _, tensor in flatten_tensors((args, kwargs))]
-    return dict(zip(names, given, strict=True))

@@ -229,7 +229,7 @@ class NoiseSearch:
             low_end = 0.0
         inside = np.clip(codes, number(low_end), number(low_end + self._steps))
         codes -= inside
-        if self._free:  # places without a value cost nothing
+        if self._free and np.isnan(values).any():  # places without a value cost nothing
             np.nan_to_num(codes, copy=False)
             np.nan_to_num(inside, copy=False)
         clipped = np.einsum("rcn,rcn->rc", codes, codes)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import onnx_ir as ir
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from bitwright.compare.benchmark import measured
@@ -48,7 +49,7 @@ from bitwright.export.artefacts import (
 from bitwright.export.edges import Edges, edges_of, representable
 from bitwright.export.encodings.records import GATED, to_onnx_order
 from bitwright.export.files.atomic import Spool, Spooled, check_destination
-from bitwright.export.files.onnx_file import all_nodes
+from bitwright.export.files.onnx_file import all_nodes, save_in_one_file
 from bitwright.export.kernel_types import compute_in_float
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.half import check_half, half_for
@@ -496,6 +497,21 @@ def exported_module(
     forget_origins(model)
     compute_in_float(model)
     return model
+
+
+def export_float(model: nn.Module, example: Any, path: Path) -> dict[str, NDArray[Any]]:
+    """Write a module as an ONNX file; returns the tensors of ``example`` by the names of its inputs.
+
+    Raises:
+        ExportError: ``torch.export`` or the ONNX exporter fails.
+    """
+    args, kwargs = as_call(example)
+    with evaluation(model):
+        made = exported_module(model, args, kwargs)
+    save_in_one_file(made, path)
+    names = [str(value.name) for value in made.graph.inputs]
+    given = [tensor.detach().cpu().numpy() for _, tensor in flatten_tensors((args, kwargs))]
+    return dict(zip(names, given, strict=True))
 
 
 def _refused(
