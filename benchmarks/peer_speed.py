@@ -31,7 +31,8 @@ A cell is the CPU time of the whole call, everything included, over the CPU time
 of the same batches for calibration, of one training step in float for training steps, of one forward pass of one batch for all
 else. Toolkits and float take turns in this process, one thread; the least time of the rounds is taken of each. Batch norms are
 folded in every model before, except for equalization, which folds them itself. A cell says "fails" where the toolkit raises an
-error, with its first line below the table, and "-" where it has no such step.
+error, with its first line below the table, and "-" where it has no such step. The row of numbers counts the tensors that a
+toolkit puts on a grid in one forward pass: a toolkit that leaves more in float does less.
 """
 EXAMPLES = """\
 examples:
@@ -79,6 +80,16 @@ class Toolkit(ABC):
             for x in self.bench.batches[:batches]:
                 model(x)
 
+    def called(self, kind: type[nn.Module], acts: Callable[[nn.Module], bool] = lambda module: True) -> int:
+        """Modules of a class that are called, and act, in one forward pass."""
+        seen: set[nn.Module] = set()
+        model = self.calibrated()
+        for module in model.modules():
+            if isinstance(module, kind) and acts(module):
+                module.register_forward_hook(lambda module, args, output: seen.add(module))
+        self.run(model, 1)
+        return len(seen)
+
     def forward(self) -> measure.Step:
         model = self.calibrated()
         return lambda: self.run(model, 1)
@@ -107,6 +118,10 @@ class Toolkit(ABC):
         """A file for a runtime."""
         return None
 
+    @abstractmethod
+    def quantizers(self) -> int:
+        """Tensors that the quantized model puts on a grid in one forward pass."""
+
     def seq_mse(self) -> measure.Step | None:
         """Ranges of 4-bit weights by the outputs of layers."""
         return None
@@ -127,6 +142,9 @@ class Bitwright(Toolkit):
         sim = self.sim()
         sim.compute_encodings(self.bench.batches[:1], progress=False)
         return sim.model
+
+    def quantizers(self) -> int:
+        return sum(site.enabled for site in self.sim().quantizers.values())
 
     def calibration(self, scheme: str) -> measure.Step:
         return lambda: self.sim(scheme).compute_encodings(self.bench.batches, progress=False)
@@ -190,6 +208,11 @@ class Aimet(Toolkit):
     def calibrated(self) -> nn.Module:
         return self.encode(self.sim(), 1).model
 
+    def quantizers(self) -> int:
+        from aimet_torch.v2.quantization.base import QuantizerBase
+
+        return self.called(QuantizerBase)
+
     def calibration(self, scheme: str) -> measure.Step:
         return lambda: self.encode(self.sim(scheme), BATCHES)
 
@@ -252,6 +275,9 @@ class Pt2e(Toolkit):
 
         return convert_pt2e(self.prepared(1))
 
+    def quantizers(self) -> int:
+        return sum("dequantize_per" in str(node.target) for node in self.calibrated().graph.nodes)
+
     def calibration(self, scheme: str) -> measure.Step | None:
         # its observers count histograms
         return None if scheme == "min_max" else lambda: self.prepared(BATCHES)
@@ -273,6 +299,11 @@ class ModelOpt(Toolkit):
 
     def calibrated(self) -> nn.Module:
         return self.quantized(1)
+
+    def quantizers(self) -> int:
+        from modelopt.torch.quantization.nn import TensorQuantizer
+
+        return self.called(TensorQuantizer, lambda quantizer: bool(quantizer.is_enabled))
 
     def calibration(self, scheme: str) -> measure.Step | None:
         # the configuration takes the largest value
@@ -298,6 +329,7 @@ ROWS: dict[str, tuple[Callable[[Any], measure.Step | None], str]] = {
     "seq_mse": (lambda kit: kit.seq_mse(), "forward"),
     "adaround": (lambda kit: kit.adaround(), "forward"),
 }
+COUNT = "tensors on a grid, number"
 LONG = ("seq_mse", "adaround", "export", "equalization")  # at most two rounds, without one that is not measured
 FIRST_ONLY = {"equalization": ("resnet18", "mobilenet_v2")}  # rows that need batch norms
 
@@ -352,6 +384,18 @@ def measured(model: str, row: str, kits: Sequence[str], rounds: int) -> dict[str
     return {**found, **{kit: min(times) / min(floats) for kit, times in taken.items()}}
 
 
+def counted(model: str, kits: Sequence[str]) -> dict[str, Any]:
+    """Tensors on a grid, or error, of every toolkit."""
+    bench, found = Bench(model, Settings(False, True, 1, BATCHES)), dict[str, Any]()
+    for kit in kits:
+        try:
+            with quiet():
+                found[kit] = TOOLKITS[kit][1](bench).quantizers()
+        except Exception as error:  # the failure of a toolkit is a result of the table
+            found[kit] = first_line(error)
+    return found
+
+
 def installed() -> list[str]:
     return [kit for kit, (package, _) in TOOLKITS.items() if importlib.util.find_spec(package) is not None]
 
@@ -365,7 +409,8 @@ def table(rows: Sequence[dict[str, Any]], kits: Sequence[str]) -> tuple[list[lis
             value = row["ratios"].get(kit)
             if isinstance(value, str):
                 notes.append(f"{NAMES[kit]}, {row['row']}, {row['model']}: {value[:160]}")
-            cells.append("-" if value is None else "fails" if isinstance(value, str) else f"{value:.2f}")
+            shown = "fails" if isinstance(value, str) else str(value) if isinstance(value, int) else f"{value or 0:.2f}"
+            cells.append("-" if value is None else shown)
         lines.append([f"{row['model']}, {row['row']}", *cells])
     return lines, notes
 
@@ -376,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=HELP, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+    parser.add_argument("--rows", nargs="+", choices=[COUNT, *ROWS], default=[COUNT, *ROWS], metavar="ROW")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON lines; rows in it are not measured again")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
@@ -387,7 +432,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in chosen.rows:
             if (model, row) in known or model not in FIRST_ONLY.get(row, SUBJECTS):
                 continue
-            known[model, row] = {"model": model, "row": row, "ratios": measured(model, row, kits, chosen.rounds)}
+            found = counted(model, kits) if row == COUNT else measured(model, row, kits, chosen.rounds)
+            known[model, row] = {"model": model, "row": row, "ratios": found}
             print(json.dumps(known[model, row]), file=sys.stderr, flush=True)
             if chosen.results:
                 with chosen.results.open("a", encoding="utf-8") as file:
