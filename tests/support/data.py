@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -88,19 +87,6 @@ def imagenet(split: str = "test") -> Images:
     order = order[:100] if split == "calibration" else order[100:]
     pixels = np.stack([np.asarray(Image.open(io.BytesIO(jpeg[offset[i] : offset[i + 1]]))) for i in order])
     return Images(torch.from_numpy(_nchw(pixels) / 127.5 - 1), torch.from_numpy(labels[order]))
-
-
-def seen_otherwise(images: Images, pixels: int = 6) -> Iterator[Images]:
-    """``images`` as they are and moved along the diagonal, each also mirrored: six times as many.
-
-    Of few pictures accuracies differ by chance where outputs hardly do; chance is another one in every view.
-    """
-    padded = F.pad(images.x, (pixels,) * 4, mode="replicate")
-    height, width = images.x.shape[2:]
-    for start in (0, pixels, 2 * pixels):
-        moved = padded[:, :, start : start + height, start : start + width]
-        yield Images(moved, images.y)
-        yield Images(moved.flip(3), images.y)
 
 
 @cache
@@ -184,6 +170,16 @@ def accuracy(model: Callable[[Tensor], Any], images: Images, output: int = 0, ba
         logits = logits if isinstance(logits, Tensor) else logits[output]
         hits += int((logits.argmax(1) == y).sum())
     return 100 * hits / len(images)
+
+
+@torch.no_grad()
+def confidence(model: Callable[[Tensor], Any], images: Images, batch: int = 100) -> float:
+    """Mean probability of the right class in percent.
+
+    Of 400 photographs its paired differences have a standard error of 0.1 to 0.2 points, those of the accuracy 0.7.
+    """
+    parts = zip(images.x.split(batch), images.y.split(batch), strict=True)
+    return 100 * float(torch.cat([model(x).softmax(1).gather(1, y[:, None]) for x, y in parts]).mean())
 
 
 @torch.no_grad()

@@ -378,8 +378,8 @@ def test_the_limit_is_one_that_a_recursion_over_blocks_would_meet() -> None:
 
 
 @pytest.mark.slow
-def test_twenty_thousand_blocks() -> None:
-    check({False: 5_000, True: 20_000}, 1000)
+def test_ten_thousand_blocks() -> None:
+    check({False: 2_000, True: 10_000}, 1000)
 
 
 CASES = [pytest.param(case, id=name) for name, case in ZOO.items()]
