@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -32,7 +33,8 @@ of the same batches for calibration, of one training step in float for training 
 else. Toolkits and float take turns in this process, one thread; the least time of the rounds is taken of each. Batch norms are
 folded in every model before, except for equalization, which folds them itself. A cell says "fails" where the toolkit raises an
 error, with its first line below the table, and "-" where it has no such step. The row of numbers counts the tensors that a
-toolkit puts on a grid in one forward pass: a toolkit that leaves more in float does less.
+toolkit puts on a grid in one forward pass: a toolkit that leaves more in float does less. The fused kernel of torch's encoder
+layers is turned off, for float too: with it AIMET and ModelOpt compute such layers in float, and their quantizers change nothing.
 """
 EXAMPLES = """\
 examples:
@@ -43,6 +45,7 @@ examples:
 BATCHES = 8
 ADAROUND_ITERATIONS = 100
 NAMES = {"bitwright": "Bitwright", "aimet": "AIMET", "pt2e": "torchao PT2E", "modelopt": "ModelOpt"}
+DISTRIBUTIONS = {"bitwright": "bitwright", "aimet": "aimet-torch", "pt2e": "torchao", "modelopt": "nvidia-modelopt"}
 Work = Callable[[], measure.Step]
 
 
@@ -426,6 +429,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON lines; rows in it are not measured again")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
     chosen = parser.parse_args(arguments)
+    torch.backends.mha.set_fastpath_enabled(False)
     kits = installed()
     known = {(row["model"], row["row"]): row for row in (measure.read_rows(chosen.results) if chosen.results else [])}
     for model in chosen.models:
@@ -442,7 +446,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     columns = ["CPU time over float", *(NAMES[kit] for kit in kits)]
     measure.show("Steps of quantization, everything included", columns, lines)
     if chosen.markdown:
-        text = measure.markdown("Steps of quantization beside other toolkits, CPU time over float", columns, lines)
+        versions = ", ".join(f"{NAMES[kit]} {importlib.metadata.version(DISTRIBUTIONS[kit])}" for kit in kits)
+        told = HELP.split("\n\n", 1)[1] + f"\n{versions}. Command: `python benchmarks/peer_speed.py`."
+        title = "Steps of quantization beside other toolkits, CPU time over float"
+        text = measure.markdown(title, columns, lines, told)
         measure.write(chosen.markdown, text + "".join(f"\n- {note}" for note in notes) + ("\n" if notes else ""))
     return 0
 
