@@ -64,6 +64,9 @@ class _Rebuilt:
         """
         if node.op in ("placeholder", "output"):
             self.made[node] = self.graph.node_copy(node, self._now)
+            self.made[
+                node
+            ].name = node.name  # which the signature has; a copy of `input`, a function of Python, is `input_1`
         elif node.op != "call_function":
             raise _NoRowError
         elif node.target in _ROWS:

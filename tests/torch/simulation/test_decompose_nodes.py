@@ -77,8 +77,12 @@ def as_onnx(program: Any) -> ir.Model:
     [
         (Pictures(), (torch.randn(2, 3, 8, 8),)),
         (Rows(), (torch.arange(10).reshape(2, 5) % 9, torch.ones(2, 5, dtype=torch.bool))),
+        (
+            nn.Sequential(nn.Linear(8, 4), nn.ReLU()),
+            (torch.randn(2, 8),),
+        ),  # its input bears the name of a function of Python
     ],
-    ids=["pictures", "rows"],
+    ids=["pictures", "rows", "sequential"],
 )
 def test_the_model_is_that_of_the_retraced_program(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     model.eval()
