@@ -57,6 +57,7 @@ class Compressed(Detailed):
         not_in_config: why ``from_pretrained`` of a model of transformers or diffusers could not load the compressed one: no
             numbers of its configuration describe it. Its ``save_pretrained`` refuses then, but for checkpoints of a ``Trainer``;
             :meth:`save` writes any model. Empty where ``save_pretrained`` writes what ``from_pretrained`` loads.
+        missed: the target of measured milliseconds that was not met, and what was; empty where all were.
     """
 
     _rows = "rows"
@@ -77,6 +78,7 @@ class Compressed(Detailed):
     bits: Mapping[str, int] = field(default_factory=dict, repr=False)
     rules: Mapping[str, Any] = field(default_factory=dict, repr=False)
     not_in_config: str = ""
+    missed: str = ""
 
     @property
     def summary(self) -> str:
@@ -85,14 +87,15 @@ class Compressed(Detailed):
 
     @property
     def headline(self) -> str:
-        """One line: costs left, SQNR against the original model, and the metric."""
+        """One line: a target that was missed, costs left, SQNR against the original model, and the metric."""
         metric = ""
         if "compressed" in self.metrics:
             metric = f"; metric {self.metrics['float']:.4g} -> {self.metrics['compressed']:.4g}"
             if self.metrics["pruned"] != self.metrics["compressed"]:
                 metric += f" ({self.metrics['pruned']:.4g} without reconstruction)"
         outputs = "" if self.sqnr is None else f"; outputs {self.sqnr:.1f} dB before training"
-        return f"{parts_left(self.before, self.after)}{outputs}{metric}"
+        missed = f"MISSED, {self.missed}; " if self.missed else ""
+        return f"{missed}{parts_left(self.before, self.after)}{outputs}{metric}"
 
     def table(self) -> Table:
         """Groups, with units before and after."""
@@ -316,7 +319,12 @@ class _Job:
                 break
             part /= missed
             asked["ms"] = part
-        return replace(result, before={**result.before, "ms": ms["before"]}, after={**result.after, "ms": ms["after"]})
+        return replace(
+            result,
+            before={**result.before, "ms": ms["before"]},
+            after={**result.after, "ms": ms["after"]},
+            missed=f"{missed * wanted:.1%} of the ms measured where {wanted:.1%} was asked" if missed > 1 else "",
+        )
 
     def pruned(self, target: Mapping[str, float | str], times: Mapping[str, float] | None = None) -> Compressed:
         """Prune the model, and fit the rest to the original."""

@@ -188,6 +188,18 @@ def test_several_targets_at_once(net: Net, form: str, tmp_path: Path) -> None:
     assert 0 < result.after["ms"] < 2 * result.before["ms"]
 
 
+def test_a_target_of_measured_milliseconds_that_is_missed_is_said_first(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other costs are computed and met, or refused before; milliseconds of small layers hardly follow their widths."""
+    monkeypatch.setattr(
+        "bitwright.compression.compress.compare_ms", lambda models, example: {"before": 1.0, "after": 0.9}
+    )
+    result = bitwright.compress(net, DATA, {"ms": 0.8}, widths=2, progress=False)
+    assert result.headline.startswith("MISSED, 90.0% of the ms measured where 80.0% was asked; ")
+    assert result.after["ms"] == 0.9
+
+
 def test_bytes_are_met_and_the_nearest_that_can_be_is_named(net: Net) -> None:
     """A bound in bytes is met together with others, for one sample whatever the batch; what the message names can be met."""
 

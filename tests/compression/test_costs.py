@@ -10,6 +10,7 @@ from torch import nn
 
 import bitwright
 from bitwright import model_costs
+from bitwright.compression.costs import compare_ms
 from bitwright.errors import ConfigError
 
 
@@ -123,3 +124,9 @@ def test_milliseconds_are_measured_node_by_node(tmp_path):
 def test_a_module_without_data_is_refused():
     with pytest.raises(ConfigError, match="does not say the shapes of its inputs"):
         model_costs(nn.Linear(2, 2))
+
+
+def test_models_in_bfloat16_are_timed_in_float32() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).bfloat16()
+    ms = compare_ms({"one": model}, torch.randn(2, 8).bfloat16(), rounds=3)
+    assert ms["one"] > 0 and model[0].weight.dtype == torch.bfloat16
