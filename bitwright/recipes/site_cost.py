@@ -25,6 +25,7 @@ from torch import Tensor
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.simulation.calibration import samples_in, slice_samples, with_samples
 from bitwright.core.simulation.output_quality import OutputPart, parts_of
+from bitwright.errors import ModelError
 from bitwright.methods.rounding.program import Program, SimulatedModel, State, Step, run, run_step
 
 _SAMPLES = 32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
@@ -70,6 +71,9 @@ def output_errors(
         batches: data; only as much of it is read as holds ``samples``.
         samples: how many rows of outputs are looked at; no fewer, and more where a batch cannot be divided.
         seed: of the random signs.
+
+    Raises:
+        ModelError: an operator has no gradient.
     """
     watch, rows = _Watch(model, seed), 0
     for batch in with_samples(batches):
@@ -130,6 +134,23 @@ def _same_samples(one: Sequence[Any], several: Sequence[Any], count: int) -> boo
         and torch.allclose(a[0].double(), b[0].double(), rtol=1e-3, atol=1e-4 * float(b.abs().max()), equal_nan=True)
         for a, b in zip(one, several, strict=True)
     )
+
+
+def _backward(ends: list[Tensor], gradients: list[Tensor], inputs: list[Tensor]) -> None:
+    """Backpropagate ``gradients`` of ``ends`` to the leaves ``inputs``.
+
+    Raises:
+        ModelError: an operator of the user's own has no gradient.
+    """
+    try:
+        torch.autograd.backward(ends, gradients, inputs=inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ModelError(
+            "the model", f"torch has no gradient of it: {error}",
+            "register the gradient of the operator (torch.library.register_autograd), or leave out what needs gradients",
+        ) from error  # fmt: skip
 
 
 class _Watch:
@@ -203,9 +224,7 @@ class _Watch:
         before = {v: t for v, t in state.items() if isinstance(t, Tensor) and t.requires_grad}
         roots = [v for v in gradients if ends[v].requires_grad]
         if roots:
-            torch.autograd.backward(
-                [ends[v] for v in roots], [gradients[v] for v in roots], inputs=[*self._leaves, *before.values()]
-            )
+            _backward([ends[v] for v in roots], [gradients[v] for v in roots], [*self._leaves, *before.values()])
         return {v: t.grad for v, t in before.items() if t.grad is not None}
 
     def _measure(self, program: Program, state: State, wanted: Mapping[int, Tensor]) -> float:

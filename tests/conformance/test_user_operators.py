@@ -15,7 +15,7 @@ from torch import nn
 import bitwright
 from bitwright.core.graph.operators import OPS, OpRow
 from bitwright.core.numerics.affine import fake_quantize
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, ModelError
 from bitwright.testing import check
 
 RNG = np.random.default_rng(0)
@@ -159,3 +159,15 @@ def test_a_row_that_contradicts_itself_breaks_its_conformance_test(table: None) 
 def test_operators_of_this_package_conform() -> None:
     for name in OPS:
         check("operators", name)
+
+
+def test_the_default_recipe_goes_on_without_gradients_of_an_operator_and_analyze_says_what_is_missing() -> None:
+    """An operator of ``torch.library`` has no gradient until one is registered."""
+    batches = [torch.from_numpy(x[:8]) for x in X] * 4
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Net(), nn.Linear(6, 4)).eval()
+    result = bitwright.quantize(model, batches, progress=False)
+    assert result.quality.worst.sqnr > 20
+    left_out = [outcome.note for outcome in result.report.outcomes if "torch has no gradient" in outcome.note]
+    assert left_out and "torch.library.register_autograd" in left_out[0]
+    with pytest.raises(ModelError, match="torch has no gradient of it: .*register_autograd"):
+        bitwright.analyze(result.sim, batches, progress=False)
