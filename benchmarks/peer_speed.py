@@ -442,7 +442,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if chosen.results:
                 with chosen.results.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(known[model, row]) + "\n")
-    lines, notes = table(list(known.values()), kits)
+    order = list(SUBJECTS), [COUNT, *ROWS]
+    lines, notes = table([known[key] for key in sorted(known, key=lambda k: tuple(map(list.index, order, k)))], kits)
     columns = ["CPU time over float", *(NAMES[kit] for kit in kits)]
     measure.show("Steps of quantization, everything included", columns, lines)
     if chosen.markdown:
