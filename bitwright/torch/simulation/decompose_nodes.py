@@ -63,10 +63,10 @@ class _Rebuilt:
             _NoRowError: it has no row.
         """
         if node.op in ("placeholder", "output"):
-            self.made[node] = self.graph.node_copy(node, self._now)
-            self.made[
-                node
-            ].name = node.name  # which the signature has; a copy of `input`, a function of Python, is `input_1`
+            made = self.made[node] = self.graph.node_copy(node, self._now)
+            made.name = (
+                node.name
+            )  # the signature has it; a copy of `input`, also a function of Python, is named `input_1`
         elif node.op != "call_function":
             raise _NoRowError
         elif node.target in _ROWS:

@@ -77,10 +77,7 @@ def as_onnx(program: Any) -> ir.Model:
     [
         (Pictures(), (torch.randn(2, 3, 8, 8),)),
         (Rows(), (torch.arange(10).reshape(2, 5) % 9, torch.ones(2, 5, dtype=torch.bool))),
-        (
-            nn.Sequential(nn.Linear(8, 4), nn.ReLU()),
-            (torch.randn(2, 8),),
-        ),  # its input bears the name of a function of Python
+        (nn.Sequential(nn.Linear(8, 4), nn.ReLU()), (torch.randn(2, 8),)),  # its input is named as a function of Python
     ],
     ids=["pictures", "rows", "sequential"],
 )
