@@ -276,8 +276,7 @@ def _check_flat(folder: Path, stem: str) -> None:
     names = (f"{stem}{_FLAT.suffix}", f"{stem}.onnx")
     if not (folder / names[0]).is_file():
         return
-    problems = read_manifest(folder / f"{stem}_manifest.json").problems(folder)
-    told = [problem for problem in problems if problem.startswith(tuple(f"{name} " for name in names))]
+    told = read_manifest(folder / f"{stem}_manifest.json").problems(folder, names)
     if told:
         remedy = f"export again, or compare {names[1]}@{_FLAT.name}, which is converted anew"
         raise ExportError(str(folder / names[0]), "; ".join(told), remedy)

@@ -300,11 +300,9 @@ def _check_unchanged(folder: Path, stem: str) -> None:
     manifest = folder / f"{stem}_manifest.json"
     if not manifest.is_file():
         return
-    changed = [
-        problem
-        for problem in read_manifest(manifest).problems(folder)
-        if problem.startswith((f"{stem}.", f"{stem}_float.")) and not problem.endswith(" is missing")
-    ]
+    known = read_manifest(manifest)
+    models = {entry.name for entry in known.files if entry.name.startswith((f"{stem}.", f"{stem}_float."))}
+    changed = known.problems(folder, {name for name in models if (folder / name).is_file()})
     if changed:
         raise ExportError(str(manifest), "; ".join(changed), "export again, or restore the files")
 

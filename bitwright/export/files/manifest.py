@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -74,10 +74,12 @@ class Manifest:
     created: str | None = None
     version: int = VERSION
 
-    def problems(self, folder: AnyPath) -> list[str]:
-        """The files in ``folder`` that are missing or have changed since they were written."""
+    def problems(self, folder: AnyPath, names: Container[str] | None = None) -> list[str]:
+        """The files in ``folder``, only of ``names`` if given, that are missing or have changed since they were written."""
         found = []
         for entry in self.files:
+            if names is not None and entry.name not in names:
+                continue
             path = Path(folder, entry.name)
             if not path.is_file():
                 found.append(f"{entry.name} is missing")
