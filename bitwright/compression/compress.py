@@ -314,16 +314,16 @@ class _Job:
         for last in (*[False] * (_TIMED - 1), True):
             result = self.pruned(asked, times)
             ms = compare_ms({"before": model, "after": result.model}, example)
-            missed = ms["after"] / ms["before"] / wanted
-            if missed <= 1 or last:
+            left = ms["after"] / ms["before"]
+            if left <= wanted or last:
                 break
-            part /= missed
+            part *= wanted / left
             asked["ms"] = part
         return replace(
             result,
             before={**result.before, "ms": ms["before"]},
             after={**result.after, "ms": ms["after"]},
-            missed=f"{missed * wanted:.1%} of the ms measured where {wanted:.1%} was asked" if missed > 1 else "",
+            missed=f"{left:.1%} of the ms measured where {wanted:.1%} was asked" if left > wanted else "",
         )
 
     def pruned(self, target: Mapping[str, float | str], times: Mapping[str, float] | None = None) -> Compressed:

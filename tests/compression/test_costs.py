@@ -126,7 +126,7 @@ def test_a_module_without_data_is_refused():
         model_costs(nn.Linear(2, 2))
 
 
-def test_models_in_bfloat16_are_timed_in_float32() -> None:
+def test_models_in_bfloat16_are_timed() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).bfloat16()
     ms = compare_ms({"one": model}, torch.randn(2, 8).bfloat16(), rounds=3)
     assert ms["one"] > 0 and model[0].weight.dtype == torch.bfloat16

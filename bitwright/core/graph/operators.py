@@ -287,7 +287,9 @@ _UNKNOWN = OpRow("float")
 def op_row(op_type: str) -> OpRow:
     """The row of ``op_type``; an operator without a row is treated as ``float``."""
     row = OPS.get(op_type)  # of those that are loaded: this is asked a hundred times for each operator
-    return row if row is not None else OPS[op_type] if op_type in OPS else _UNKNOWN
+    if row is None and op_type in OPS:
+        row = OPS[op_type]
+    return row or _UNKNOWN
 
 
 #: operator -> the second operand that leaves the first one as it is

@@ -63,10 +63,9 @@ class _Rebuilt:
             _NoRowError: it has no row.
         """
         if node.op in ("placeholder", "output"):
+            # fx names the copy of `input`, which is also a built-in of Python, `input_1`; the signature keeps the old name
             made = self.made[node] = self.graph.node_copy(node, self._now)
-            made.name = (
-                node.name
-            )  # the signature has it; a copy of `input`, also a function of Python, is named `input_1`
+            made.name = node.name
         elif node.op != "call_function":
             raise _NoRowError
         elif node.target in _ROWS:

@@ -6,7 +6,6 @@ Parameters, inputs and outputs have the model's names in the file, whatever torc
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import io
 import logging
@@ -501,24 +500,17 @@ def exported_module(
 
 
 def export_float(model: nn.Module, example: Any, path: Path) -> dict[str, NDArray[Any]]:
-    """Write a module as an ONNX file; returns the tensors of ``example`` by the names of its inputs.
-
-    A model in bfloat16, which ONNX Runtime has no kernels for on CPUs, is written in float32.
+    """Write a module as an ONNX file; returns the tensors of ``example`` by the names of its inputs, bfloat16 as float32.
 
     Raises:
         ExportError: ``torch.export`` or the ONNX exporter fails.
     """
     args, kwargs = as_call(example)
-    given = [tensor for _, tensor in flatten_tensors((args, kwargs))]
-    if any(tensor.dtype == torch.bfloat16 for tensor in (*given, *model.parameters(), *model.buffers())):
-        model = copy.deepcopy(model).float()
-        args, kwargs = map_tensors((args, kwargs), lambda t: t.float() if t.dtype == torch.bfloat16 else t)
-        given = [tensor for _, tensor in flatten_tensors((args, kwargs))]
     with evaluation(model):
         made = exported_module(model, args, kwargs)
     save_in_one_file(made, path)
     names = [str(value.name) for value in made.graph.inputs]
-    return dict(zip(names, (tensor.detach().cpu().numpy() for tensor in given), strict=True))
+    return dict(zip(names, (_array(tensor) for _, tensor in flatten_tensors((args, kwargs))), strict=True))
 
 
 def _refused(
