@@ -38,24 +38,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
-def _is_long(item: pytest.Item) -> bool:
-    variant = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
-    slow, quick = item.get_closest_marker("slow_variants"), item.get_closest_marker("quick_variants")
-    return bool(slow and variant in slow.args or quick and variant not in quick.args)
+# Tests that take more than 0.1 s of CPU time, as measured: tools/test_time.py writes the list.
+_COSTLY = Path(__file__).with_name("costly.txt")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Trained models and real pictures are slow tests, and so are the variants that a test names as such."""
-    unknown: dict[str, set[str]] = {}
+    """Mark tests of trained models and real pictures as slow, and those of the list as costly."""
+    costly = {f"tests/{name}" for name in _COSTLY.read_text(encoding="utf-8").splitlines()}
+    found = {item.nodeid.partition("[")[0] for item in items}
     for item in items:
-        if "shared_data" in getattr(item, "fixturenames", ()) or _is_long(item):
+        if "shared_data" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
-        test, _, variant = item.nodeid.removesuffix("]").partition("[")
-        for marker in (*item.iter_markers("slow_variants"), *item.iter_markers("quick_variants")):
-            unknown.setdefault(test, set(marker.args)).discard(variant)
-    if any(unknown.values()) and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"no variants of these names: { {t: v for t, v in unknown.items() if v} }")
+        if item.nodeid.partition("[")[0] in costly:
+            item.add_marker(pytest.mark.costly)
+    files = {name.partition("::")[0] for name in found}
+    gone = {name for name in costly - found if name.partition("::")[0] in files}
+    if gone and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(
+            f"{_COSTLY} names tests that do not exist: {sorted(gone)}. Remove these lines, or rename them."
+        )
 
 
 def pytest_collection_finish() -> None:

@@ -544,7 +544,6 @@ def test_doctor_on_what_it_cannot_use(own_module, arguments, problem):
     assert problem in result.output and "remedy:" in result.output
 
 
-@pytest.mark.quick_variants("error-2-batch 2, share", "skipp-2-did you mean 'skip'?")
 @pytest.mark.parametrize(
     "policy, code, text",
     [
@@ -584,7 +583,6 @@ main()
     assert "from C" in process.stderr
 
 
-@pytest.mark.slow_variants("2")
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_program_without_stdout_or_stderr_still_runs(closed: int) -> None:
     code = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, '-m', 'bitwright.cli', '--version'])"
@@ -821,7 +819,6 @@ def test_the_best_model_is_on_disk_and_every_trial_was_told(saved: Path, tmp_pat
     assert again.exit_code == 0 and "w8a8-fast" in again.output
 
 
-@pytest.mark.slow_variants("accuracy", "kl")
 @pytest.mark.parametrize("metric", [("agreement",), ("accuracy", "--labels"), ("kl",)], ids=lambda m: m[0])
 def test_metrics_by_name(metric: tuple[str, ...], saved: Path, tmp_path: Path) -> None:
     labels = [saved / "labels.npy"] if metric[1:] else []
@@ -850,7 +847,6 @@ def test_a_folder_of_something_else_is_refused_and_both_remedies_work(saved: Pat
     assert auto(saved, tmp_path / "a").exit_code == 0
 
 
-@pytest.mark.slow_variants("constant metric", "an error as the metric", "a score as an error")
 @pytest.mark.parametrize(
     "options, problem",
     [

@@ -61,7 +61,6 @@ def sims(tmp_path_factory):
     return sim, onnx
 
 
-@pytest.mark.slow_variants("torch")
 @pytest.mark.parametrize("which", [0, 1], ids=["torch", "onnx"])
 def test_a_simulation_and_its_reports_are_tables_in_a_notebook(sims, which):
     sim = sims[which]
@@ -167,7 +166,6 @@ def reports_of(sim) -> list[object]:
     return [sim, sim.quantizers, sim.coverage(), sim.health(), sim.verify(), sim.calibration_log]
 
 
-@pytest.mark.slow_variants("torch")
 @pytest.mark.parametrize("which", [0, 1], ids=["torch", "onnx"])
 def test_reports_are_plain_data_too(sims, which):
     sim = sims[which]

@@ -188,15 +188,22 @@ def test_impossible_arguments_are_refused(script, arguments, message):
     assert message in ran.stderr
 
 
-def test_times_of_tests_are_added_up_by_folder(tmp_path):
+def test_times_of_tests_are_added_up_and_costly_tests_written(tmp_path):
     lines = ["1.00s call     tests/a.py::test_x[one]", "0.20s setup    tests/a.py::test_x[two words]"]
-    lines += ["0.70s call     tests/a.py::test_x[two words]", "3.00s call     tests/b/c.py::test_y"]
+    lines += [
+        "0.70s call     tests/a.py::test_x[two words]",
+        "3.00s call     tests/b/c.py::test_y",
+        "0.90s call     tests/b/c.py::test_z",
+    ]
     (tmp_path / "log").write_text("\n".join(lines))
-    tool = run("../tools/test_time.py", str(tmp_path / "log"), "--seconds", "0.8")
-    assert [line.split("s  ", 1) for line in tool.stdout.splitlines()[:4]] == [
-        ["   1.00 ", "tests/a.py::test_x[one]"], ["   0.90 ", "tests/a.py::test_x[two words]"],
-        ["    3.0 ", "tests/b"], ["    1.9 ", "tests"],
+    tool = run(
+        "../tools/test_time.py", str(tmp_path / "log"), "--seconds", "0.92", "--write", str(tmp_path / "costly.txt")
+    )
+    assert tool.stdout.splitlines() == [
+        "   3.00 s in   1 variants  tests/b/c.py::test_y", "   1.90 s in   2 variants  tests/a.py::test_x",
+        "    3.9 s  tests/b", "    1.9 s  tests", "    5.8 s  together, 4.9 s of it in 2 costly tests",
     ]  # fmt: skip
+    assert (tmp_path / "costly.txt").read_text() == "a.py::test_x\nb/c.py::test_y\n"
 
 
 ROOT = Path(__file__).parents[1]

@@ -60,7 +60,6 @@ def forward(model: Any, batch: Any) -> Any:
     return model(input_ids=batch)
 
 
-@pytest.mark.slow_variants("qwen2")
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_rotations_keep_the_model_and_registries_take_entries(kind: str) -> None:
     model = decoder(kind)

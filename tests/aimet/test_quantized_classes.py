@@ -240,7 +240,6 @@ class Several(nn.Module):
         return outputs
 
 
-@pytest.mark.quick_variants("norms", "moves")
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning", "ignore:`NLLLoss2d` has been:FutureWarning")
 @pytest.mark.parametrize("home, group, calls", [pytest.param(*row, id=row[1]) for row in GROUPS])
 def test_file_of_a_quantized_class_computes_its_values(home: str, group: str, calls: Calls) -> None:

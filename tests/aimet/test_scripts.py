@@ -38,13 +38,6 @@ def migrated(path: Path) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.slow_variants(
-    "onnx-auto_quant_warns", "onnx-mixed_precision_automatic", "onnx-mixed_precision_sensitivity", "onnx-onnx_qdq",
-    "onnx-quant_analyzer", "onnx-sensitivity_of_layers", "onnx-sensitivity_of_quantizers",
-    "torch-auto_quant_warns", "torch-export_every_tensor", "torch-export_files", "torch-export_names", "torch-export_warns",
-    "torch-layer_outputs", "torch-load_encodings_to_sim", "torch-mixed_precision_automatic", "torch-onnx_export",
-    "torch-ptq_whole", "torch-range_learning_warns", "torch-seq_mse_losses",
-)  # fmt: skip
 @pytest.mark.parametrize("path, name", [pytest.param(p, n, id=f"{p.stem.partition('_')[0]}-{n}") for p, n in SCRIPTS])
 def test_script_runs(path, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

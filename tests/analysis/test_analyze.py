@@ -33,7 +33,6 @@ from tests.support.cost import steps
 from tests.support.zoo import chain, chain_input
 
 
-@pytest.mark.slow_variants("onnx")
 def test_rows_of_sites_and_layers_are_there_worst_first(case):
     found = bitwright.analyze(case.sim, case.data, mode="fast")
     assert {row.name for row in found.sites} == set(case.sim.quantizers)
@@ -44,7 +43,6 @@ def test_rows_of_sites_and_layers_are_there_worst_first(case):
     assert found.worst(2) == found.layers[:2]
 
 
-@pytest.mark.slow_variants("onnx")
 def test_the_dictionary_is_json_and_comes_back(case):
     found = bitwright.analyze(case.sim, case.data, mode="fast")
     content = json.loads(found.to_json())
@@ -53,7 +51,6 @@ def test_the_dictionary_is_json_and_comes_back(case):
     assert found._repr_html_().startswith("<table>") and case.conv1 in str(found)
 
 
-@pytest.mark.slow_variants("onnx")
 def test_the_simulation_is_as_it_was(case):
     before = {name: (site.enabled, site.encoding) for name, site in case.sim.quantizers.items()}
     bitwright.analyze(case.sim, case.data, mode="fast")
@@ -89,7 +86,6 @@ def test_values_at_a_site_are_those_that_pass_it(torch_case):
 # ---- the end of it
 
 
-@pytest.mark.slow_variants("onnx")
 def test_auto_measures_the_worst_and_estimates_all(case):
     found = bitwright.analyze(case.sim, case.data)
     assert found.mode == "auto"
@@ -97,7 +93,6 @@ def test_auto_measures_the_worst_and_estimates_all(case):
     assert {row.name for row in found.groups} == {"all weights", "all activations"}
 
 
-@pytest.mark.slow_variants("onnx")
 def test_a_deadline_ends_it_with_what_there_is(case):
     found = bitwright.analyze(case.sim, case.data, deadline=1e-9)
     assert all(row.noise is not None for row in found.sites if row.role != "bias")
@@ -106,7 +101,6 @@ def test_a_deadline_ends_it_with_what_there_is(case):
     assert any("outputs were compared on 16 of 64 samples" in note for note in found.notes)
 
 
-@pytest.mark.slow_variants("onnx")
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on_from_there(case, tmp_path, monkeypatch):
     from bitwright.analysis import exact
 
@@ -159,7 +153,6 @@ def test_a_damaged_file_of_measurements_is_named(torch_case, tmp_path, content, 
 # ---- metrics
 
 
-@pytest.mark.quick_variants("torch-accuracy-higher")
 @pytest.mark.parametrize("metric, better", [("agreement", "higher"), ("kl", "lower"), ("accuracy", "higher")])
 def test_named_metrics_are_read_off_the_outputs(case, metric, better):
     labels = np.arange(64) % 5
@@ -171,7 +164,6 @@ def test_named_metrics_are_read_off_the_outputs(case, metric, better):
         assert found.metric.float == 0 < found.metric.quantized == pytest.approx(found.output["kl"])
 
 
-@pytest.mark.slow_variants("onnx")
 def test_a_function_that_returns_a_value_per_sample_has_an_interval(case):
     labels = np.arange(64) % 5
 
@@ -217,7 +209,6 @@ def simulated(model, data=None):
     return sim, data
 
 
-@pytest.mark.slow_variants("constant", "text")
 @pytest.mark.parametrize(
     "options, error, message",
     [
@@ -401,7 +392,6 @@ def test_what_is_not_distinguishable_says_how_many_samples_would_tell():
     assert more[0].distinguishable, "with as many samples as were named, the same difference is told"
 
 
-@pytest.mark.slow_variants("numbers")
 @pytest.mark.parametrize("kind", ["binary", "numbers"])
 def test_intervals_cover_the_truth_about_as_often_as_they_say(kind):
     generator = np.random.default_rng(3)
@@ -522,7 +512,6 @@ def test_quantizers_inside_recurrent_layers_are_switched_too(front_end):
     agree(sim, data[:1], 0.3, "LSTM")
 
 
-@pytest.mark.slow_variants("onnx")
 def test_groups_are_measured_together(case):
     found = bitwright.analyze(case.sim, case.data[:1], groups={"first two": ["*conv1*", "*conv2*"]})
     rows = {row.name: row for row in found.groups}
@@ -606,7 +595,6 @@ def made(tmp_path_factory):
     return {"torch": (sim, x), "onnx": (onnx, feed), "folder": folder}
 
 
-@pytest.mark.slow_variants("torch")
 @pytest.mark.parametrize("which", ["torch", "onnx"])
 def test_float_and_simulated_values_are_those_of_the_model(made, which, tmp_path):
     sim, batch = made[which]

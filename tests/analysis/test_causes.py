@@ -24,7 +24,6 @@ from tests.analysis.conftest import Net, batches, exported, make
 from tests.support.plant import PLANTS, layer_sites
 
 
-@pytest.mark.quick_variants("torch-range too wide")
 @pytest.mark.parametrize("kind", PLANTS)
 def test_a_planted_fault_is_named_first_with_its_cause(case, kind):
     plant = PLANTS[kind]
@@ -38,7 +37,6 @@ def test_a_planted_fault_is_named_first_with_its_cause(case, kind):
     assert all(key in REMEDIES for key in worst.causes[0].evidence["tries"])
 
 
-@pytest.mark.quick_variants("torch-range clipped")
 @pytest.mark.parametrize("kind", PLANTS)
 def test_the_remedy_of_a_planted_fault_is_measured_and_the_simulation_is_as_before(case, kind):
     plant = PLANTS[kind]
@@ -69,7 +67,6 @@ def test_remedies_that_are_kept_stay_in_the_simulation():
     assert best.metric_after < best.metric_before
 
 
-@pytest.mark.slow_variants("True")
 @pytest.mark.parametrize("keep", [False, True])
 def test_after_the_deadline_no_remedy_is_begun_and_each_is_named(keep, monkeypatch):
     """The first layer's first remedy is measured and judged; what was not begun in time stands in the notes."""
@@ -570,7 +567,6 @@ def state(sim, data):
     return sites, np.array(outputs)
 
 
-@pytest.mark.quick_variants("smooth-torch")
 @pytest.mark.parametrize("front_end", ["torch", "onnx"])
 @pytest.mark.parametrize("remedy", MODELS)
 def test_a_remedy_of_the_float_model_is_measured_and_the_simulation_stays(remedy, front_end):

@@ -196,7 +196,6 @@ RUNS = {  # model -> feeds, a site in a body, how often it runs
 }
 
 
-@pytest.mark.slow_variants("scan", "backward-scan", "handed-on")
 @pytest.mark.parametrize("build, given, site, count", RUNS.values(), ids=RUNS)
 def test_every_run_in_a_body_is_compared(build, given, site, count):
     sim, feeds = prepared(build, **given)

@@ -140,20 +140,6 @@ def drop_clip(graph: onnx.GraphProto) -> None:
     graph.node.remove(node)
 
 
-@pytest.mark.slow_variants(
-    "chain-weight-float-onnxruntime",
-    "chain-weight-file-file",
-    "chain-weight-file-litert",
-    "residual-weight-float-onnxruntime",
-    "residual-weight-file-file",
-    "residual-weight-float-litert",
-    "residual-weight-file-litert",
-    "residual-bias-file-litert",
-    "residual-clip-float-litert",
-    "residual-clip-file-litert",
-    "perceptron-weight-float-onnxruntime",
-    "perceptron-weight-file-file",
-)
 @pytest.mark.parametrize(
     "side, how", [("float", "onnxruntime"), ("file", "file"), ("float", "litert"), ("file", "litert")]
 )
@@ -191,12 +177,6 @@ def for_profiles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int
     return made
 
 
-@pytest.mark.slow_variants(
-    *(f"{name}-{cause}" for name in ("litert_reference", "xnnpack") for cause in ("rounding", "saturation", "bias")),
-    "ort_arm-bias",
-    "ort_x64-bias",
-    "htp-bias",
-)
 @pytest.mark.parametrize("cause", ["rounding", "saturation", "bias"])
 @pytest.mark.parametrize("name", profile_names())
 def test_what_was_planted_in_a_profile_is_named(
@@ -252,7 +232,6 @@ def test_a_profile_beside_a_runtime_and_in_memory(for_profiles: Callable[[str, i
         drift(f"{folder}@file", str(tmp_path / "none.toml"))
 
 
-@pytest.mark.slow_variants("chain-litert", "residual-litert", "perceptron-litert")
 @pytest.mark.parametrize("how", ["file", "litert"])
 def test_another_grid_is_named(exported: Path, tmp_path: Path, how: str) -> None:
     codes = next(
@@ -267,7 +246,6 @@ def test_another_grid_is_named(exported: Path, tmp_path: Path, how: str) -> None
     assert report.first.name in source
 
 
-@pytest.mark.slow_variants("chain", "residual")
 def test_what_was_not_changed_agrees(exported: Path) -> None:
     for a, b in (
         ("simulation", "file"),
@@ -310,7 +288,6 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
-@pytest.mark.slow_variants("both-ways", "two")
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"num_layers": 2}], ids=["one", "both-ways", "two"])
 def test_an_lstm_in_litert(tmp_path: Path, options: dict[str, Any]) -> None:
     """Lengths and states of zeros follow from the shape of the input: no values to feed, and none to compare."""
@@ -454,7 +431,6 @@ class PreNorm(nn.Module):
         return x + self.second(self.norms[2](self.norms[1](x)))
 
 
-@pytest.mark.slow_variants("file")
 @pytest.mark.parametrize("runtime", ["file", "onnxruntime"])
 def test_a_tensor_that_is_rounded_for_one_of_its_readers_alone(runtime: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
@@ -544,7 +520,6 @@ def test_sums_that_saturate_elsewhere_do_not_in_litert(tmp_path: Path) -> None:
     assert lines == ["True saturation"] * 3
 
 
-@pytest.mark.slow_variants("w8", "w4")
 @pytest.mark.parametrize("preset", ["w8", "w4", "w4g32"])
 def test_litert_quantizes_no_activations_by_itself(preset: str, tmp_path: Path) -> None:
     pytest.importorskip("ai_edge_litert")
@@ -773,7 +748,6 @@ class Experts(nn.Module):
         return (torch.softmax(self.gate(x), -1) * torch.tanh(self.experts(x))).sum(-1, keepdim=True)
 
 
-@pytest.mark.quick_variants("Experts-shape3-3.0")
 @pytest.mark.parametrize(
     ("model", "shape", "size"),
     [
@@ -816,7 +790,6 @@ def layers(*sizes: tuple[int, int]) -> nn.Module:
     return nn.Sequential(*(part for size in sizes for part in (nn.Linear(*size, bias=False), nn.Tanh())))
 
 
-@pytest.mark.quick_variants("layer")
 @pytest.mark.parametrize(
     "build", [lambda: layers((64, 128)), lambda: layers((64, 128), (128, 96), (96, 32)), Skip, Heads],
     ids=["layer", "layers", "skip", "heads"],
@@ -832,7 +805,6 @@ def test_products_fused_with_activations_that_nobody_quantized_are_named(build, 
         assert report.first is not None and report.first.cause == "4-bit fusion", report.to_text()
 
 
-@pytest.mark.quick_variants("three-axes")
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

@@ -87,7 +87,6 @@ def test_a_row_is_all_that_a_runtime_takes(folder: Path, monkeypatch: pytest.Mon
     assert found.ok and found.b.endswith("@reference") and len(found.rows) == 4
 
 
-@pytest.mark.slow_variants("w4", "w8")
 @pytest.mark.parametrize("preset", ["w4g32", "w4", "w8"])
 def test_weights_beside_float_activations_in_openvino(preset: str, tmp_path: Path) -> None:
     """Rows of 33 codes do not end with a byte, and data of three axes takes another kernel than that of two."""
@@ -107,7 +106,6 @@ def test_weights_beside_float_activations_in_openvino(preset: str, tmp_path: Pat
         assert kinds == ({eight} if preset == "w8" else {eight, four}), "rows of even length take 4 bits"
 
 
-@pytest.mark.slow_variants("w4")
 @pytest.mark.parametrize("preset", ["w4", "w8"])
 def test_the_export_says_what_a_session_of_ones_own_needs(preset: str, tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")

@@ -155,7 +155,6 @@ for inner in (64, 65, 576):
 """
 
 
-@pytest.mark.slow_variants("SSE41", "AVX2")
 @pytest.mark.parametrize("instructions", ["SSE41", "AVX2", "AVX512_CORE"])
 def test_pairing_is_that_of_openvino_without_dot_products(instructions: str) -> None:
     pytest.importorskip("openvino")

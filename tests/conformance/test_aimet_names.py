@@ -233,7 +233,6 @@ def decoder() -> onnx.ModelProto:
     return exported(Decoder(), tokens(8))
 
 
-@pytest.mark.quick_variants("False-True")
 @pytest.mark.parametrize("r1, r2", [(True, False), (False, True), (True, True)])
 def test_spinquant_rotates_what_is_asked_for(r1, r2, decoder):
     model, other, x = Decoder(), copy.deepcopy(decoder), tokens(8)

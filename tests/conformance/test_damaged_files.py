@@ -204,7 +204,6 @@ DOCUMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_variants("config-yaml")
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_documents(kind: str, tmp_path: Path) -> None:
     row, rng, tally = DOCUMENTS[kind], np.random.default_rng(list(kind.encode())), Tally()
@@ -480,7 +479,6 @@ def simulate(path: Path) -> Any:
     return sim.run(feeds)
 
 
-@pytest.mark.slow_variants("external-data")
 @pytest.mark.parametrize("external", [False, True], ids=["one-file", "external-data"])
 def test_onnx_models(external: bool, tmp_path: Path) -> None:
     path, rng, tally = tmp_path / "m.onnx", np.random.default_rng(16 + external), Tally()

@@ -70,7 +70,6 @@ both = pytest.mark.parametrize("front_end", ["torch", "onnx"])
 raised = pytest.mark.parametrize(("target", "text"), [("ort_cpu", "float at"), ("packed", "16 bits at")])
 
 
-@pytest.mark.quick_variants("torch-packed-16 bits at")
 @raised
 @both
 def test_a_site_that_spoils_the_output_is_found_and_raised(front_end, target, text):
@@ -88,7 +87,6 @@ def test_a_site_that_spoils_the_output_is_found_and_raised(front_end, target, te
     assert any(grid in how and "of the outputs' noise" in how for how in reasons)
 
 
-@pytest.mark.slow_variants("torch")
 @both
 def test_what_is_raised_is_exported_and_runs_as_simulated(front_end, tmp_path):
     model = Spoiled().eval()
@@ -104,7 +102,6 @@ class Hidden(Spoiled):
         return self.last(torch.cat([self.body(x), 0.35 * x[:, :1]], 1))
 
 
-@pytest.mark.slow_variants("onnx")
 @both
 def test_noise_that_a_later_rounding_repairs_hides_no_site(front_end):
     """For a target without a table of times: in a network of microseconds every conversion is beyond the allowance."""
@@ -134,7 +131,6 @@ class Saturating(nn.Module):
         return self.body(torch.tanh(300 * y * y * y))
 
 
-@pytest.mark.slow_variants("onnx")
 @both
 def test_what_only_elementwise_operators_read_is_left_in_float(front_end):
     model = Saturating().eval()
@@ -174,7 +170,6 @@ def test_options_are_checked(front_end):
         quantized(front_end, Plain().eval(), data(2), recipe=["fold", {"widen": {"allowence": 2}}])
 
 
-@pytest.mark.slow_variants("onnx")
 @both
 def test_a_method_that_spoils_unseen_data_is_taken_back(front_end):
     """All batches but the one held out lie on a line, along which alone the rounding is then made right."""
@@ -191,7 +186,6 @@ def test_a_method_that_spoils_unseen_data_is_taken_back(front_end):
     assert decibels(model, run) > decibels(model, harmed) + 1
 
 
-@pytest.mark.slow_variants("1-onnx", "3-onnx")
 @both
 @pytest.mark.parametrize("count", [1, 3])
 def test_samples_of_few_batches_judge_what_the_methods_did_not_see(front_end, count):
@@ -210,7 +204,6 @@ def test_samples_of_few_batches_judge_what_the_methods_did_not_see(front_end, co
     assert result.quality.worst.sqnr > result.plain.worst.sqnr - 0.1
 
 
-@pytest.mark.slow_variants("onnx")
 @both
 def test_samples_that_are_not_computed_apart_are_said_to_be_seen(front_end):
     class Mixed(Plain):
@@ -222,7 +215,6 @@ def test_samples_that_are_not_computed_apart_are_said_to_be_seen(front_end):
     assert result.report.judged == "on a batch that the methods see too: give five or more"
 
 
-@pytest.mark.slow_variants("onnx")
 @both
 def test_ranges_follow_the_least_error_where_the_outputs_gain(front_end):
     """A few values a hundred times as large as the others."""
@@ -240,7 +232,6 @@ def test_ranges_follow_the_least_error_where_the_outputs_gain(front_end):
     assert np.isfinite(step.sqnr[1])
 
 
-@pytest.mark.quick_variants("quick-torch")
 @both
 @pytest.mark.parametrize("effort", ["quick", "thorough"])
 def test_every_effort_stays_above_nearest_rounding_and_says_what_it_did(front_end, effort):
@@ -348,7 +339,6 @@ def test_the_default_recipe_runs_the_model_five_times_on_its_data():
     assert any(o.step.startswith("equalize(") and o.sqnr is not None for o in result.report)
 
 
-@pytest.mark.slow_variants("onnx")
 @both
 def test_the_simulation_that_judged_equalization_is_the_one_that_goes_on(front_end, monkeypatch):
     """One simulation before the step and one after it; the one that goes on takes in the held-out data at the end."""

@@ -152,7 +152,6 @@ def test_every_expert_has_block_scales_of_its_own(how: str) -> None:
         assert found == [(2, (0, 1), (EXPERTS, 32, 2)), (2, (0, 1), (EXPERTS, 64, 1))]
 
 
-@pytest.mark.slow_variants("w4g32")
 @pytest.mark.parametrize("preset", ["w4g32", "w4lpbq"])
 def test_block_scales_of_experts_go_through_files(preset: str, tmp_path: Path) -> None:
     sim = blocked("grouped", preset)
@@ -175,7 +174,6 @@ def test_experts_whose_width_the_blocks_do_not_divide_have_a_shorter_last_block(
     assert granularities == {PerBlock(24, 1, (0, 2)), PerBlock(32, 1, (0, 2))}
 
 
-@pytest.mark.slow_variants("adaround", "brecq")
 @pytest.mark.parametrize("method", ["gptq", "seq_mse", "adaround", "brecq"])
 def test_methods_of_rounding_treat_every_expert_with_its_own_rows(method: str) -> None:
     sim = blocked("grouped")

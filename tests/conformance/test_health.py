@@ -76,7 +76,6 @@ def test_what_only_looks_like_a_fault_is_not_accused(front, case):
     assert report.ok and report.exit_code == 0, report
 
 
-@pytest.mark.quick_variants("softmax without its maximum taken off")
 @pytest.mark.parametrize(
     "name",
     [
@@ -150,7 +149,6 @@ def simulations():
     }
 
 
-@pytest.mark.slow_variants("torch-skip-minmax", "torch-skip-percentile", "torch-skip-mse")
 @pytest.mark.parametrize("method", RANGE_METHODS)
 @pytest.mark.parametrize("policy", ["skip", "clamp"])
 @pytest.mark.parametrize("front", ["torch", "onnx"])

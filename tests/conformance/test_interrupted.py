@@ -97,7 +97,6 @@ def interruptions(
     raise AssertionError("it never gets through")
 
 
-@pytest.mark.slow_variants("equalize", "awq")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_module_is_as_it_was(name, monkeypatch):
     make, x, call, _ = CALLS[name]
@@ -113,7 +112,6 @@ def test_a_module_is_as_it_was(name, monkeypatch):
     torch.testing.assert_close(model(x), before, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.quick_variants("norms")
 @pytest.mark.parametrize("name", CALLS)
 def test_an_onnx_model_is_as_it_was(name, monkeypatch, as_onnx):
     make, x, _, call = CALLS[name]
@@ -127,7 +125,6 @@ def test_an_onnx_model_is_as_it_was(name, monkeypatch, as_onnx):
     torch.testing.assert_close(run(model, x), reference, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.quick_variants("equalize")
 @pytest.mark.parametrize("name", ["equalize", "rotate"])
 def test_a_loaded_model_that_is_changed_in_place_computes_the_same(name, monkeypatch, as_onnx):
     make, x, _, call = CALLS[name]
@@ -171,7 +168,6 @@ def test_an_export_that_is_stopped_anywhere_leaves_the_old_or_the_new_one(tmp_pa
         assert set(outcomes[:switch]) == {"old"} and set(outcomes[switch:]) == {"new"}
 
 
-@pytest.mark.slow_variants("500")
 @pytest.mark.parametrize("limit", [500, 9000])
 def test_a_full_temporary_folder_is_named(tmp_path: Path, limit: int) -> None:
     """The limit on file sizes stands for a full disk: ONNX Runtime writes its optimised model into a temporary folder."""

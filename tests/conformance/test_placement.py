@@ -89,9 +89,6 @@ def moving_sites(plan, graph):
     return sum(graph.values[s.value].kind != "constant" for s in sites)
 
 
-@pytest.mark.slow_variants(
-    "mobilenet-v3-block", "densenet", "vit-bmm", "shared-twice", "super-resolution", "chain-residual"
-)
 @pytest.mark.parametrize("name", NAMES)
 def test_both_front_ends_plan_alike(name):
     case = ZOO[name]
@@ -148,7 +145,6 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, onnx.Mode
     return model, onnx.load(path)
 
 
-@pytest.mark.slow_variants("w8a8-min_max", "w8a8-percentile", "w8a8-tf_enhanced")
 @pytest.mark.parametrize("scheme", ["min_max", "percentile", "tf_enhanced", "entropy"])
 @pytest.mark.parametrize("preset", ["w8a8", "w4a16"])
 def test_encodings_of_both_front_ends(both, scheme, preset):
@@ -295,7 +291,6 @@ def pooled(name: str, run_on: Callable[[int], list[Array]]) -> list[Array]:
     return [np.concatenate([array.ravel() for array in arrays]) for arrays in zip(*found, strict=True)]
 
 
-@pytest.mark.slow_variants("mobilenet-v3-block", "nested-names")
 @pytest.mark.parametrize("name", COMPARED)
 def test_both_simulations_compute_alike(name):
     case = ZOO[name]

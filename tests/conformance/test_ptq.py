@@ -174,7 +174,6 @@ def _layers(sim: TorchSim | OnnxSim) -> list[str]:
     return [layer.op for layer in Layers(sim.graph).of.values() if layer.kind == "layer"]
 
 
-@pytest.mark.slow_variants("no-bias")
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_smoothing_and_rotation_find_the_same(bias):
     model, x = Decoder(bias=bias), tokens(16)
@@ -192,7 +191,6 @@ def test_smoothing_and_rotation_find_the_same(bias):
     torch.testing.assert_close(run(other, x), before, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow_variants("no-bias")
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_the_search_of_channel_scales_finds_the_same(bias):
     model, x = Decoder(tied=False, bias=bias), tokens(32)

@@ -74,7 +74,6 @@ def test_each_step_has_its_line_and_the_whole_gains(case):
     assert result.report[4].change > 0
 
 
-@pytest.mark.quick_variants("torch-bias_correction", "onnx-gptq")
 @pytest.mark.parametrize("step", ["seq_mse", "gptq", "bias_correction"])
 def test_a_step_that_hurts_is_taken_back(case, step):
     wanted, calls = case.error(), []

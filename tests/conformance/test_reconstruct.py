@@ -88,7 +88,6 @@ def error(model: nn.Module, run) -> float:
         return float(np.mean([np.square(model(x).numpy() - run(x)).mean() for x in data(1)]))
 
 
-@pytest.mark.quick_variants("seq_mse")
 @pytest.mark.parametrize("method", OPTIONS)
 def test_both_front_ends_come_equally_near_to_float(method, both):
     model, proto = both
@@ -109,7 +108,6 @@ def test_both_front_ends_come_equally_near_to_float(method, both):
     assert error(model, onnx_run) == pytest.approx(after, rel=0.3)
 
 
-@pytest.mark.slow_variants("flexround")
 @pytest.mark.parametrize("method", ["gptq", "flexround"])
 def test_the_exported_file_computes_what_the_simulation_computes(method, both, tmp_path):
     _, proto = both
@@ -197,7 +195,6 @@ def with_sequences() -> onnx.ModelProto:
     return net.model(net("ReduceMean", x, axes=[2, 3], keepdims=0, name="mean"))
 
 
-@pytest.mark.slow_variants("gptq")
 @pytest.mark.parametrize("method", ["gptq", "brecq"])
 def test_layers_around_sequences_of_tensors_are_treated(method, tmp_path):
     random = np.random.default_rng(0)
@@ -279,7 +276,6 @@ class TwoLayers(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
-@pytest.mark.slow_variants("seq_mse")
 @pytest.mark.parametrize("method", ["seq_mse", "gptq"])
 def test_a_recurrent_layer_reads_what_the_chosen_weights_of_the_one_before_make(method):
     torch.manual_seed(5)

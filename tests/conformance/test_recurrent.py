@@ -75,7 +75,6 @@ def pair(request, tmp_path_factory) -> tuple[TorchSim, OnnxSim, Path, Path]:
     return ours, theirs, files.qdq, theirs.export(folder / "onnx", "net").qdq
 
 
-@pytest.mark.slow_variants("lstm-stacked-both-ways", "gru")
 def test_the_same_sites(pair):
     ours, theirs, *_ = pair
     for one, other in zip(layers(ours), layers(theirs), strict=True):
@@ -90,7 +89,6 @@ def test_the_same_sites(pair):
         assert named[ours] == named[theirs]
 
 
-@pytest.mark.slow_variants("lstm-stacked-both-ways")
 def test_the_same_encodings(pair):
     ours, theirs, *_ = pair
     for one, other in zip(layers(ours), layers(theirs), strict=True):
@@ -125,7 +123,6 @@ def test_the_same_outputs(pair):
     assert {name: sqnr(expected, y) > 40 for name, y in found.items()} == dict.fromkeys(found, True)
 
 
-@pytest.mark.slow_variants("lstm-stacked-both-ways", "gru")
 def test_every_step_of_both_files(pair):
     ours, theirs, *_ = pair
     for sim, x in ((ours, batches(5)[4]), (theirs, batches(5)[4].numpy())):

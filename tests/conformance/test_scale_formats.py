@@ -60,7 +60,6 @@ def onnx_net() -> onnx.ModelProto:
     return make.make_model(graph, opset_imports=[make.make_opsetid("", 21)], ir_version=10)
 
 
-@pytest.mark.quick_variants("mxfp4", "mxfp6_e2m3", "mxfp8")
 @pytest.mark.parametrize("preset", SCALED)
 def test_both_front_ends_export_and_read_back(preset: str, onnx_net: onnx.ModelProto, tmp_path: Path) -> None:
     sim = bt.QuantizationSimModel(Net(), X, preset=preset)

@@ -272,9 +272,6 @@ def run(model: onnx.ModelProto | str, feed: Any) -> list[Any]:
     return list(session.run(None, {session.get_inputs()[0].name: feed}))
 
 
-@pytest.mark.quick_variants(
-    "division by zero", "log of a negative number", "exp overflow", "overflow in double precision"
-)
 @pytest.mark.parametrize("name", REPAIRED)
 def test_a_repaired_simulation_calibrates_and_its_files_are_healthy(name: str, tmp_path: Path) -> None:
     model, data, sim = planted(name)

@@ -164,7 +164,6 @@ def carry_out(sim: Any, front: FrontEnd, names: list[str]) -> None:
             assert name == "interrupted" or state(sim, front) == before, name
 
 
-@pytest.mark.slow_variants("onnx")
 @pytest.mark.parametrize("front", FRONT_ENDS)
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(list(CHANGES)), max_size=4), st.lists(st.sampled_from(list(CHANGES)), max_size=5))

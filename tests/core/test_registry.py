@@ -175,9 +175,6 @@ OWN = [
 OWN += [("metrics", name) for name in ("accuracy", "f1", "kl", "agreement")]
 
 
-@pytest.mark.slow_variants(
-    "targets-litert", "targets-openvino_cpu", "targets-tensorrt", "targets-ncnn", "targets-qnn", "targets-packed"
-)
 @pytest.mark.parametrize("kind, name", OWN, ids=[f"{kind}-{name}" for kind, name in OWN])
 def test_rows_of_this_package_conform(kind, name):
     if kind == "runtimes":

@@ -176,7 +176,6 @@ def exported(tmp_path_factory):
     return written(tmp_path_factory.mktemp("plain"), measure_speed=False)
 
 
-@pytest.mark.slow_variants("speed0-True")
 @pytest.mark.parametrize(
     ("speed", "warned"), [(Ratio(0.5, 0.48, 0.53), True), (Ratio(0.5, 0.4, 0.6), False), (Ratio(2.0, 1.9, 2.1), False)]
 )

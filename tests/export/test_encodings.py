@@ -247,7 +247,6 @@ def axes(granularity):
     return (1 - granularity.axis, granularity.axis) if isinstance(granularity, PerBlock) else (0, 1)
 
 
-@pytest.mark.slow_variants("0.6.1", "1.0.0")
 @pytest.mark.parametrize("version", VERSIONS)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(originals=st.lists(encodings(), max_size=4))
@@ -690,7 +689,6 @@ def mutated(rng, value):
     return value
 
 
-@pytest.mark.slow_variants("0.6.1", "1.0.0")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_damaged_files_are_read_or_refused_by_name(tmp_path, version):
     text = write(tmp_path, EXAMPLES, version).path.read_text()

@@ -53,7 +53,6 @@ def simulated() -> QuantizationSimModel:
     return quantize(net(), BATCHES, "w4a8", recipe=["fold"]).sim
 
 
-@pytest.mark.slow_variants("ort_cpu-int8", "packed-int4")
 @pytest.mark.parametrize(("target", "stored"), [("ort_cpu", "int8"), ("openvino_cpu", "int8"), ("packed", "int4")])
 def test_4_bit_weights_stay_4_bit_in_everything_but_their_storage(simulated, tmp_path, target, stored):
     exported = simulated.export(tmp_path, "model", BATCHES[0], target=target)
@@ -121,7 +120,6 @@ class Recurrent(nn.Module):
 STEPS = [torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
 
-@pytest.mark.slow_variants("LSTM-w4a8")
 @pytest.mark.parametrize(("kind", "preset"), [(nn.LSTM, "w4a8"), (nn.GRU, "w8a8")])
 def test_quantize_simulates_recurrent_layers_as_the_target_computes_them(tmp_path, kind, preset):
     result = quantize(Recurrent(kind).eval(), STEPS, preset, recipe=["fold"], path=tmp_path, progress=False)
@@ -150,7 +148,6 @@ def test_recurrent_weights_are_constants_for_the_runtime(tmp_path: Path) -> None
     assert "GRU" in kinds.values() and not {"Cast", "Sub", "Mul"} & set(kinds.values())
 
 
-@pytest.mark.slow_variants("per_gate")
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_gate"])
 def test_folded_weights_of_every_granularity(tmp_path: Path, granularity: str) -> None:
     rules = {"recurrent": "boundary_only", "rules": [{"op": "LSTM", "weight": {"granularity": granularity}}]}
@@ -184,7 +181,6 @@ def test_steps_that_are_quantized_inside_stay_a_scan_and_the_notes_say_what_is_f
     assert "recurrent: boundary_only" in note and "recurrent='native'" in note
 
 
-@pytest.mark.slow_variants("native", "scan")
 @pytest.mark.parametrize(
     ("inside", "options", "told"),
     [
@@ -262,7 +258,6 @@ def test_openvino_loads_recurrent_layers(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, result.sim.model(STEPS[0]).detach().numpy(), atol=2e-2)
 
 
-@pytest.mark.quick_variants("gru")
 @pytest.mark.parametrize(
     ("kind", "options", "rules"),
     [
@@ -315,7 +310,6 @@ def weights_dequantized_in_every_run(path: Path) -> int:
     )
 
 
-@pytest.mark.quick_variants("ort_cpu")
 @pytest.mark.parametrize("target", ["ort_cpu", "openvino_cpu", "packed"])
 def test_weights_of_convolutions_in_float_are_computed_when_the_file_loads(tmp_path: Path, target: str) -> None:
     """A DequantizeLinear in every run keeps the float kernels from arranging them: 10 microseconds became 51."""
@@ -334,7 +328,6 @@ def test_weights_of_convolutions_in_float_are_computed_when_the_file_loads(tmp_p
     assert sum(s.role == "weight" and s.encoding is not None for s in read.quantizers.values()) == 3
 
 
-@pytest.mark.slow_variants("w8a8")
 @pytest.mark.parametrize("preset", ["w8a8", "w8a16"])
 def test_weights_of_convolutions_between_two_grids_are_not(tmp_path: Path, preset: str) -> None:
     """ONNX Runtime quantizes a float weight there by itself, with one scale: 0.1 off where the output is about 1."""
@@ -344,7 +337,6 @@ def test_weights_of_convolutions_between_two_grids_are_not(tmp_path: Path, prese
     assert sim.verify(BATCHES[0]).ok
 
 
-@pytest.mark.slow_variants("w8")
 @pytest.mark.parametrize("preset", ["w8", "w4g32"])
 def test_weights_beside_float_activations_are_constants_for_the_runtime(tmp_path: Path, preset: str) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 32, 3), nn.ReLU(), nn.ConvTranspose2d(32, 8, 2))

@@ -65,7 +65,6 @@ def simulation(model: nn.Module, preset: str = "w4g32") -> QuantizationSimModel:
     return sim
 
 
-@pytest.mark.quick_variants("llama")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_generates_what_its_simulation_generates(name: str, tmp_path: Path) -> None:
     made = export_decoder(simulation(decoder(name)), tmp_path)

@@ -112,7 +112,6 @@ class Attending(nn.Module):
 MULTI_HEAD = {"by hand": Attending, "fused": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)}
 
 
-@pytest.mark.slow_variants("onnx-by hand", "onnx-fused")
 @pytest.mark.parametrize("make", MULTI_HEAD.values(), ids=list(MULTI_HEAD))
 @pytest.mark.parametrize("front", ["torch", "onnx"])
 def test_every_layer_behind_an_attention_reads_a_grid(make, front):

@@ -73,7 +73,6 @@ def quantize(front: str, recipe: Any) -> Any:
     return bitwright.onnx.quantize(onnx_network(), [X], recipe=recipe, progress=False)
 
 
-@pytest.mark.slow_variants("torch")
 @pytest.mark.parametrize("front", ["torch", "onnx"])
 def test_every_option_of_every_step_refuses_what_it_cannot_be(front):
     for step in KINDS:

@@ -147,7 +147,6 @@ class Pooled(nn.Module):
         return x + self.second(x)
 
 
-@pytest.mark.slow_variants("plain")
 @pytest.mark.parametrize("pool", [False, True], ids=["plain", "pooled"])
 def test_a_pool_costs_nothing_in_float_and_a_sum_three_transposes(pool: bool) -> None:
     result = quantized(Pooled(pool), pictures())

@@ -83,7 +83,6 @@ def expected(sim: QuantizationSimModel, data: list[Any]) -> dict[str, tuple[dict
     return result
 
 
-@pytest.mark.slow_variants("images-min_max", "images-percentile")
 @pytest.mark.parametrize("scheme", ["min_max", "percentile"])
 @pytest.mark.parametrize("build", [images, features])
 def test_what_is_found_is_exact_whatever_the_order_of_batches(build, scheme) -> None:

@@ -104,7 +104,6 @@ def test_our_own_files_are_read_back_whole(tmp_path, preset, activation):
     assert all(site.frozen for site in again.quantizers.values() if site.enabled and site.role != "bias")
 
 
-@pytest.mark.slow_variants("float6_e3m2")
 @pytest.mark.parametrize(
     "format",
     ["int3", "uint5", "int6n", "int8n", "uint12", "uint20", "float4_e2m1", "float6_e2m3", "float6_e3m2", "float8_e5m2"],

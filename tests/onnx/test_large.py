@@ -69,7 +69,6 @@ def outcome(folder: Path, model: onnx.ModelProto, scheme: str, budget: int) -> A
     return encodings, sim.run(data[0]), exported
 
 
-@pytest.mark.quick_variants("products-2000-min_max")
 @pytest.mark.parametrize("scheme", ["min_max", "percentile"])
 @pytest.mark.parametrize("name, budget", [("products", 2000), ("convolutions", 30_000)])
 def test_large_models_give_the_same_encodings_outputs_and_files(tmp_path, monkeypatch, scheme, name, budget):
@@ -82,7 +81,6 @@ def test_large_models_give_the_same_encodings_outputs_and_files(tmp_path, monkey
         assert getattr(large[2], name).read_bytes() == getattr(small[2], name).read_bytes(), name
 
 
-@pytest.mark.quick_variants("True-products")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("large", [False, True])
 def test_no_message_holds_the_weights_of_a_large_model(tmp_path, monkeypatch, name, large):

@@ -250,7 +250,6 @@ def chain(count: int, *, bad: bool) -> tuple[onnx.ModelProto, list[np.ndarray]]:
     return net.model(h), [np.full((2, 2), -1, np.float32)]
 
 
-@pytest.mark.slow_variants("faulty")
 @pytest.mark.parametrize("bad", [False, True], ids=["healthy", "faulty"])
 def test_cost_is_linear_in_the_size_of_the_model(bad):
     small, large = (steps(lambda n=n: check_model(*chain(n, bad=bad))) for n in (60, 240))

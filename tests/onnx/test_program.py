@@ -119,7 +119,6 @@ def recurrent_sim(v: Variant, **options: Any) -> QuantizationSimModel:
     return sim
 
 
-@pytest.mark.slow_variants("both directions")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_traced_step_computes_what_the_node_does(name: str) -> None:
     v = VARIANTS[name]
@@ -147,7 +146,6 @@ def test_a_function_that_nobody_knows_stays_with_the_runtime() -> None:
     assert RecurrentLayer.of(node) is None
 
 
-@pytest.mark.slow_variants("GRU-1", "LSTM-0")
 @pytest.mark.parametrize("op, layout", [("RNN", 0), ("GRU", 1), ("LSTM", 0)])
 def test_every_site_of_a_native_layer_has_an_estimate(op: str, layout: int) -> None:
     """Weights, states and what is inside the steps: each alone makes about the noise that was estimated."""

@@ -314,7 +314,6 @@ def test_a_layer_in_a_branch():
 # --------------------------------------------------------------------------------------------- files and export
 
 
-@pytest.mark.slow_variants("1.0.0", "2.0.0")
 @pytest.mark.parametrize("version", ["0.6.1", "1.0.0", "2.0.0"])
 def test_encodings_go_through_a_file(tmp_path, version):
     v = Variant("LSTM", "bidirectional", states=True)
@@ -326,7 +325,6 @@ def test_encodings_go_through_a_file(tmp_path, version):
         np.testing.assert_array_equal(one, again)
 
 
-@pytest.mark.quick_variants("scan-0.6.1-RNN", "native-1.0.0-RNN", "scan-2.0.0-RNN")
 @pytest.mark.parametrize("op_type", TYPES)
 @pytest.mark.parametrize("form, version", [("scan", "0.6.1"), ("native", "1.0.0"), ("scan", "2.0.0")])
 def test_exported_encodings_load_back(op_type, version, form, tmp_path):
@@ -339,15 +337,6 @@ def test_exported_encodings_load_back(op_type, version, form, tmp_path):
         np.testing.assert_array_equal(one, again)
 
 
-@pytest.mark.slow_variants(
-    "float-kernels-bidirectional-RNN",
-    "float-kernels-bidirectional-GRU",
-    "float-kernels-bidirectional-LSTM",
-    "default-mode-reverse-LSTM",
-    "default-mode-bidirectional-RNN",
-    "default-mode-bidirectional-GRU",
-    "default-mode-bidirectional-LSTM",
-)
 @pytest.mark.parametrize("op_type", TYPES)
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 @pytest.mark.parametrize("exact", [True, False], ids=["float-kernels", "default-mode"])
@@ -372,7 +361,6 @@ def test_one_step_of_the_exported_file_is_within_one_code(op_type, bits, tmp_pat
     check_codes(sim, run_model(model, feeds(v, 9), exact=False), sim.run(feeds(v, 9)))
 
 
-@pytest.mark.quick_variants("per_gate")
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_gate", "per_channel"])
 def test_exported_weights_of_every_granularity(granularity, tmp_path):
     v = Variant("GRU", length=1, batch=100, states=True)
@@ -387,7 +375,6 @@ def test_exported_weights_of_every_granularity(granularity, tmp_path):
             check_codes(sim, run_model(model, feeds(v, 9), exact=False), sim.run(feeds(v, 9)))
 
 
-@pytest.mark.slow_variants("GRU", "LSTM")
 @pytest.mark.parametrize("op_type", TYPES)
 def test_native_export(op_type, tmp_path):
     v = Variant(op_type, "bidirectional", states=True)
@@ -421,14 +408,6 @@ def test_gates_of_weights_are_those_of_onnx():
 # ------------------------------------------------------------------------------------------------ verification
 
 
-@pytest.mark.quick_variants(
-    "full-forward-RNN",
-    "full-forward-GRU",
-    "full-reverse-RNN",
-    "full-reverse-GRU",
-    "lengths-forward-RNN",
-    "lengths-reverse-RNN",
-)
 @pytest.mark.parametrize("op_type", TYPES)
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 @pytest.mark.parametrize("lengths", [None, (7, 1, 4, 0)], ids=["full", "lengths"])

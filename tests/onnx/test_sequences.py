@@ -103,7 +103,6 @@ def batches(count=4):
     return [{"x": random.standard_normal((2, 8)).astype(np.float32)} for _ in range(count)]
 
 
-@pytest.mark.slow_variants("grown_in_a_loop")
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_simulated_calibrated_exported_and_verified(build, tmp_path):
     proto, data = build(), batches()
@@ -143,7 +142,6 @@ def test_types_with_maps_are_in_every_file_and_message(tmp_path):
     assert next(o for o in proto.graph.output if o.name == "scores") == scores
 
 
-@pytest.mark.quick_variants("classifier")
 @pytest.mark.parametrize("build", (classifier, grown_in_a_loop, split_within), ids=lambda b: b.__name__)
 def test_the_default_recipe_runs_and_its_export_verifies(build, tmp_path):
     bitwright.onnx.quantize(build(), batches(6), path=tmp_path, progress=False)
@@ -151,7 +149,6 @@ def test_the_default_recipe_runs_and_its_export_verifies(build, tmp_path):
     assert report.ok, str(report)
 
 
-@pytest.mark.slow_variants("classifier")
 @pytest.mark.parametrize("build", (classifier, returns_a_sequence), ids=lambda b: b.__name__)
 def test_the_analysis_measures_the_numbers_in_them(build):
     sim = QuantizationSimModel(build(), batches()[0])
@@ -159,7 +156,6 @@ def test_the_analysis_measures_the_numbers_in_them(build):
     assert "dB" in str(bitwright.analyze(sim, batches()))
 
 
-@pytest.mark.quick_variants("adaround")
 @pytest.mark.parametrize("method", ("adaround", "gptq", "seq_mse", "bias_correction"))
 def test_weight_methods_on_a_sequence_and_a_map(method):
     for build in (returns_a_sequence, classifier):

@@ -114,7 +114,6 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.quick_variants("\\xff\\xfe-auto.json", "\\xff\\xfe-float.json", "[]-auto.json", "[]-float.json")
 @pytest.mark.parametrize("name", ["auto.json", "float.json", f"trials/{FIRST.name}/trial.json"])
 @pytest.mark.parametrize("content", [b'{"a": ', b"\xff\xfe", b"[]"])
 def test_a_damaged_file_of_a_search_is_named(name: str, content: bytes, searched: Path, tmp_path: Path) -> None:
@@ -151,7 +150,6 @@ def test_the_deadline_ends_the_search_with_a_model(tmp_path: Path) -> None:
     assert result.best is not None
 
 
-@pytest.mark.slow_variants("seed")
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -309,7 +307,6 @@ class Wrong(Right):
         return 1.0 - super().__call__(target)
 
 
-@pytest.mark.slow_variants("torch")
 @pytest.mark.parametrize("front", ["torch", "onnx"])
 def test_an_error_as_the_metric_is_noticed_and_the_remedy_works(front: str, tmp_path: Path) -> None:
     two = Trial("w2", "w8a8", recipe=("fold",))

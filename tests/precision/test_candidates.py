@@ -231,7 +231,6 @@ def opened(tied: bool) -> tuple[Subject, list[dict[str, Any]]]:
     return open_subject(sim), data
 
 
-@pytest.mark.slow_variants("False")
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_that_a_node_computes_are_rounded_at_each_width_and_brought_back(tied: bool) -> None:
     subject, data = opened(tied)

@@ -43,7 +43,6 @@ def every(knapsack: Knapsack) -> list[tuple[int, ...]]:
     return list(itertools.product(*knapsack.allowed))
 
 
-@pytest.mark.slow_variants("1-the largest of four sums", "3-the largest of four sums", "5-the largest of four sums")
 @pytest.mark.parametrize(
     "rows, pairs", [(1, 0), (4, 0), (1, 4), (4, 2)], ids=["a sum", "the largest of four sums", "pairs", "both"]
 )
@@ -297,7 +296,6 @@ def test_a_search_with_measured_times_ends_on_what_is_fast(times: Any) -> None:
     assert result.chosen is not None and result.chosen.costs["ms"] > 0
 
 
-@pytest.mark.quick_variants("machine")
 @pytest.mark.parametrize("change, message", [
     (
         lambda found: {**found, "of": {**found["of"], "machine": "another"}},

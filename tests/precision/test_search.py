@@ -59,7 +59,6 @@ def test_groups_are_the_operands_of_kernels_and_what_sums_join(front: str) -> No
     assert any("body" in layer for layer in joined.layers) and len(joined.activations) == 2
 
 
-@pytest.mark.slow_variants("onnx")
 @pytest.mark.parametrize("front", FRONTS)
 def test_the_cheapest_precisions_within_a_drop(front: str) -> None:
     metric = accuracy(front)
@@ -79,7 +78,6 @@ def test_the_cheapest_precisions_within_a_drop(front: str) -> None:
     assert uniform
 
 
-@pytest.mark.slow_variants("torch")
 @pytest.mark.parametrize("front", FRONTS)
 def test_the_best_precisions_within_a_budget_beat_the_uniform_ones_of_the_same_cost(front: str) -> None:
     sim, data = simulation(front), batches(front)
@@ -95,7 +93,6 @@ def test_the_best_precisions_within_a_budget_beat_the_uniform_ones_of_the_same_c
         assert result.chosen.sqnr_db >= w4.sqnr_db - 0.5
 
 
-@pytest.mark.quick_variants("activation_bytes")
 @pytest.mark.parametrize("cost", ["weight_bytes", "bit_ops", "activation_bytes", "ms"])
 def test_every_cost_goes_down_as_less_quality_is_asked_for(cost: str) -> None:
     times = {kind: {"w8a16": 3.0, "w8a8": 2.0, "w4a8": 1.0} for kind in ("Conv", "Gemm", "Add", "MatMul")}
@@ -176,18 +173,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_variants(
-    "budget too small",
-    "unknown cost",
-    "no times",
-    "times with holes",
-    "a candidate without time",
-    "a row of a slip",
-    "strange drop",
-    "NaN",
-    "short deadline",
-    "no labels",
-)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case: str) -> None:
     options, message = BAD[case]
@@ -226,7 +211,6 @@ def test_named_metrics_stop_early_where_the_drop_is_beyond_doubt() -> None:
     assert dropped and result.evaluations < len([p for p in result.points if p.metric is not None])
 
 
-@pytest.mark.slow_variants("onnx")
 @pytest.mark.parametrize("front", FRONTS)
 def test_weights_that_are_frozen_are_told(front: str) -> None:
     """As after a default `quantize`, whose weights were rounded at eight bits."""
@@ -240,7 +224,6 @@ def test_weights_that_are_frozen_are_told(front: str) -> None:
     assert any("keep the width at which they were rounded" in note for note in result.notes)
 
 
-@pytest.mark.quick_variants("torn")
 @pytest.mark.parametrize(
     "content, problem",
     [
@@ -258,7 +241,6 @@ def test_a_damaged_table_of_times_is_named(tmp_path: Any, content: str | None, p
         mixed_precision(simulation("torch"), batches("torch"), ["w8a8", "w4a8"], cost="ms", budget=1e9, times=path)
 
 
-@pytest.mark.slow_variants("LSTM")
 @pytest.mark.parametrize("op", ["LSTM", "GRU"])
 def test_recurrent_layers_of_onnx_are_estimated_not_measured_one_by_one(op: str) -> None:
     """Without estimates every group was measured alone at every candidate before the search began."""
@@ -299,7 +281,6 @@ def test_constants_are_estimated_not_measured_one_by_one() -> None:
     assert not any("one group at a time" in note for note in result.notes)
 
 
-@pytest.mark.slow_variants("onnx")
 @pytest.mark.parametrize("front", FRONTS)
 def test_the_least_possible_budget_that_an_error_names_works(front: str) -> None:
     options: dict[str, Any] = {"rounding": False, "evaluations": 2}
@@ -358,7 +339,6 @@ def test_a_table_of_times_may_know_more_operators(caplog: pytest.LogCaptureFixtu
     assert found.met and "times of relu count nothing" in caplog.text
 
 
-@pytest.mark.slow_variants("onnx")
 @pytest.mark.parametrize("front", FRONTS)
 def test_costs_of_a_simulation_as_it_stands_are_those_of_the_choice(front: str) -> None:
     times = {
@@ -452,7 +432,6 @@ class World:
         return len(self.book.seen)
 
 
-@pytest.mark.slow_variants("1", "2", "3")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_few_points_come_close_to_the_best_choice(seed: int) -> None:
     world = World(seed, allowed=0.02)
@@ -466,7 +445,6 @@ def test_a_few_points_come_close_to_the_best_choice(seed: int) -> None:
     assert count <= GROUPS * (PROPOSED - 1) / 3  # a third of one group at a time
 
 
-@pytest.mark.slow_variants("0", "2")
 @pytest.mark.parametrize("seed", range(3))
 def test_only_the_quietest_point_is_good(seed: int) -> None:
     """It is measured after a few that were bad, whatever the estimates say of the others."""

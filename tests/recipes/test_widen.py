@@ -246,7 +246,6 @@ def test_each_site_alone_makes_the_noise_that_was_estimated(calibrated):
     assert errors.measured == pytest.approx(noise(sim, batches), rel=1e-2)
 
 
-@pytest.mark.slow_variants("w8a8")
 @pytest.mark.parametrize("preset", ["w8a8", "w4a8"])
 def test_sites_inside_recurrent_layers_are_estimated(preset):
     """Every tensor of a step, in both directions, and the weights, whose error goes on from step to step."""

@@ -58,7 +58,6 @@ def made(tmp_path_factory):
     return {"torch": (sim, xs), "onnx": (onnx, feeds), "folder": folder}
 
 
-@pytest.mark.slow_variants("torch")
 @pytest.mark.parametrize("which", ["torch", "onnx"])
 def test_a_simulation_has_a_report(made, tmp_path, which):
     sim, data = made[which]
@@ -131,7 +130,6 @@ def test_without_scripts_the_verdict_and_the_worst_layers_are_there(tmp_path):
         assert words in html, words
 
 
-@pytest.mark.slow_variants("1000-1024")
 @pytest.mark.parametrize("sites, channels", [(1000, 8), (1000, 1024)])
 def test_a_thousand_sites_fit(sites, channels):
     html = page(report_document(analysis(sites // 2, channels), **parts()))

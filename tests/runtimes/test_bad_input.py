@@ -55,7 +55,6 @@ OTHERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_variants("verify-shape", "verify-type")
 @pytest.mark.parametrize("what", OTHERS)
 @pytest.mark.parametrize("call", ["verify", "drift", "benchmark"])
 def test_data_of_another_model_is_not_blamed_on_the_exporter(sim, call, what):

@@ -86,7 +86,6 @@ def test_profile_says_why_an_operator_is_in_float(folder: Path) -> None:
     assert tanh.kind == "float" and tanh.why == "the runtime has no integer kernel for Tanh"
 
 
-@pytest.mark.quick_variants("w8-its input .* is in float")
 @pytest.mark.parametrize(
     ("preset", "why"),
     [("w8a16", "its input has uint16 codes, and the kernels take 8 bits"), ("w8", "its input .* is in float")],
@@ -134,7 +133,6 @@ class Steps(nn.Module):
         return self.head(self.gru(x)[0])
 
 
-@pytest.mark.slow_variants("packed")
 @pytest.mark.parametrize("target", ["ort_cpu", "packed"])
 def test_a_suggestion_changes_one_thing_and_keeps_the_form_of_recurrent_layers(target, tmp_path, monkeypatch):
     torch.manual_seed(0)

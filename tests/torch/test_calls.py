@@ -173,7 +173,6 @@ def with_registry(program: Any) -> ir.Model:
     return by_registry(program, translations._registry(len(torch._C._dispatch_get_all_op_names())))
 
 
-@pytest.mark.quick_variants("dropout")
 @pytest.mark.parametrize("name", _CASES)
 def test_the_model_is_that_of_the_exporter(name: str) -> None:
     case = ZOO[name]
@@ -181,7 +180,6 @@ def test_the_model_is_that_of_the_exporter(name: str) -> None:
     assert exported(model, call, False, to_onnx) == exported(model, call, False, with_registry)
 
 
-@pytest.mark.slow_variants("rnn-projected-lstm")
 @pytest.mark.parametrize("name", ["layer-loop", "rnn-projected-lstm"])
 def test_so_it_is_with_a_free_axis(name: str) -> None:
     case = ZOO[name]
@@ -189,7 +187,6 @@ def test_so_it_is_with_a_free_axis(name: str) -> None:
     assert exported(model, call, True, to_onnx) == exported(model, call, True, with_registry)
 
 
-@pytest.mark.slow_variants("free")
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
 def test_so_it_is_of_tensors_that_are_written_into(free: bool) -> None:
     torch.manual_seed(0)

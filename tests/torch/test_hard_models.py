@@ -410,7 +410,6 @@ def test_sixteen_bits_change_nothing_a_person_would_see(case: Case) -> None:
         assert sqnr(old.float().numpy(), new.float().numpy()) > (20 if low else 45)
 
 
-@pytest.mark.slow_variants("vit-half")
 @pytest.mark.parametrize("case", CASES)
 def test_the_model_keeps_its_class_its_state_and_its_function_in_float(case: Case) -> None:
     model = case.build()
@@ -426,33 +425,6 @@ def test_the_model_keeps_its_class_its_state_and_its_function_in_float(case: Cas
             torch.testing.assert_close(new, old, rtol=2e-2 if low else 1e-4, atol=5e-2 if low else 1e-4)
 
 
-@pytest.mark.slow_variants(
-    "resnet18",
-    "mobilenet-v2",
-    "unet",
-    "audio-net",
-    "depthwise-separable",
-    "mobilenet-v3-block",
-    "densenet",
-    "encoder-post-norm",
-    "vit-sdpa",
-    "vit-bmm",
-    "vit-einsum",
-    "vit-matmul",
-    "masked-lm",
-    "masked-lm-sdpa",
-    "llama",
-    "llama-cached",
-    "cell-loop",
-    "activations",
-    "norms",
-    "resnet18-half",
-    "vit-half",
-    "resnet18-bfloat16",
-    "vit-bfloat16",
-    "chain",
-    "chain-residual",
-)
 @pytest.mark.parametrize("case", CASES)
 def test_copies_and_repeats_are_bit_identical(case: Case) -> None:
     sim = simulated(case)
@@ -477,7 +449,6 @@ def test_every_float_value_is_accounted_for(case: Case) -> None:
     assert {p.name for p in sim.plan.sites.values()} == sites
 
 
-@pytest.mark.slow_variants("mobilenet-v2", "unet", "vit-einsum")
 @pytest.mark.parametrize("case", [c for c in CASES if "half" not in c.id and "bfloat" not in c.id])
 def test_gradients_reach_every_trained_parameter_the_float_model_trains(case: Case) -> None:
     sim = simulated(case)

@@ -27,7 +27,6 @@ def repeated(model: TorchSimulation, batch: object, *, quantized: bool) -> list[
     return [state[v] if v in state else program.constants[v] for v in program.outputs]
 
 
-@pytest.mark.slow_variants("mobilenet-v2")
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_the_simulation_bit_for_bit(case: Case) -> None:
     sim = simulated(case)
@@ -40,19 +39,6 @@ def test_steps_are_the_simulation_bit_for_bit(case: Case) -> None:
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-@pytest.mark.slow_variants(
-    "resnet18",
-    "mobilenet-v2",
-    "unet",
-    "llama",
-    "llama-cached",
-    "activations",
-    "resnet18-half",
-    "resnet18-bfloat16",
-    "vit-bfloat16",
-    "chain",
-    "chain-residual",
-)
 @pytest.mark.parametrize("case", CASES)
 def test_gptq_treats_or_lists_every_layer(case: Case) -> None:
     sim = simulated(case, default_param_bw=4)

@@ -224,7 +224,6 @@ def simulated(module: nn.Module, *batches: Any, **options: Any) -> QuantizationS
     return sim
 
 
-@pytest.mark.slow_variants("gru-both", "lstm-both")
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_packed_batch_is_its_sequences_one_by_one(kind: str, bidirectional: bool) -> None:
@@ -422,7 +421,6 @@ def loads_back(sim: QuantizationSimModel, module: nn.Module, x: Tensor, file: Pa
     return again
 
 
-@pytest.mark.quick_variants("RNN-scan-2.0.0")
 @pytest.mark.parametrize(
     "kind, form, version",
     [("LSTM", "scan", "0.6.1"), ("LSTM", "native", "1.0.0"), ("GRU", "native", "2.0.0"), ("GRU", "scan", "1.0.0"),
@@ -438,7 +436,6 @@ def test_exported_encodings_load_back(kind: str, form: Any, version: str, tmp_pa
             assert again.quantizers[site.name].encoding == site.encoding, site.name
 
 
-@pytest.mark.quick_variants("per_gate-1.0.0")
 @pytest.mark.parametrize(
     "granularity, version", [("per_gate", "1.0.0"), ({"per_block": 2}, "1.0.0"), ({"per_block": 2}, "2.0.0")]
 )
@@ -635,7 +632,6 @@ def simulation_of(case: Recurrent, model: nn.Module, length: int = 5) -> Quantiz
     return sim
 
 
-@pytest.mark.quick_variants("quasi-rnn", "halting", "siamese", "stateful")
 @pytest.mark.parametrize("case", CASES)
 def test_it_runs_at_any_length_with_the_same_sites(case: Recurrent) -> None:
     model = build(case)
@@ -649,7 +645,6 @@ def test_it_runs_at_any_length_with_the_same_sites(case: Recurrent) -> None:
         assert list(simulation_of(case, build(case), length).quantizers) == list(sim.quantizers)
 
 
-@pytest.mark.slow_variants("teacher-forcing")
 @pytest.mark.parametrize("case", CASES)
 def test_it_stays_near_the_float_model(case: Recurrent) -> None:
     sim = simulation_of(case, build(case))
@@ -663,7 +658,6 @@ def test_it_stays_near_the_float_model(case: Recurrent) -> None:
     assert np.median(ratios) > case.sqnr, ratios
 
 
-@pytest.mark.slow_variants("residual")
 @pytest.mark.parametrize("case", CASES)
 def test_it_can_be_trained(case: Recurrent) -> None:
     sim = simulation_of(case, build(case))
@@ -780,7 +774,6 @@ NOT_EQUAL = {"beams"}
 EXPORTED_QUICKLY = {"residual", "siamese"}
 
 
-@pytest.mark.slow_variants("residual")
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in EXPORTED_QUICKLY else pytest.mark.slow)
     for name in RECURRENT_ZOO if name not in NOT_EXPORTED | NOT_EQUAL
@@ -800,7 +793,6 @@ def test_a_loop_as_long_as_an_integer_input_says_is_exported_with_that_length(tm
     assert "recurrent_zoo.py" in note and "in forward" in note
 
 
-@pytest.mark.slow_variants("halting-choose by tensors")
 @pytest.mark.parametrize(
     ("name", "remedy"), [("speech", "make the part it names independent"), ("halting", "choose by tensors")]
 )
@@ -810,7 +802,6 @@ def test_what_cannot_be_exported_says_why(name: str, remedy: str) -> None:
         simulation_of(case, build(case)).verify(case.example(5, 7))
 
 
-@pytest.mark.slow_variants("per_channel-scan")
 @pytest.mark.parametrize("form", ["scan", "native"])
 @pytest.mark.parametrize("granularity", [
     pytest.param("per_tensor", marks=pytest.mark.slow), pytest.param("per_gate", marks=pytest.mark.slow), "per_channel",

@@ -221,7 +221,6 @@ class Residual(nn.Module):
         return x
 
 
-@pytest.mark.quick_variants("plain-float")
 @pytest.mark.parametrize("in_float", [False, True], ids=["codes", "float"])
 @pytest.mark.parametrize("pool", [False, True], ids=["plain", "pool"])
 def test_onnx_runtime_transposes_so(tmp_path: Path, pool: bool, in_float: bool) -> None:

@@ -111,7 +111,6 @@ def test_one_sided_negative_ranges_use_the_extra_code():
     assert choose_qparams(-2.0, 2.0, IntFormat(8), symmetric=True)[0] == np.float32(2 / 127)
 
 
-@pytest.mark.slow_variants("int4", "uint16")
 @pytest.mark.parametrize("fmt", INTS, ids=name)
 @given(bounds)
 def test_zero_is_always_on_an_asymmetric_grid_that_covers_the_range(fmt, ends):
@@ -123,7 +122,6 @@ def test_zero_is_always_on_an_asymmetric_grid_that_covers_the_range(fmt, ends):
     assert float(enc.min) <= max(lo, -FLOAT32.max) + float(scale) and float(enc.max) >= hi - float(scale)
 
 
-@pytest.mark.slow_variants("int24-asymmetric")
 @pytest.mark.parametrize("symmetry", [s for s in SYMMETRIES if s != "float_zero_point"])
 @pytest.mark.parametrize("fmt", FORMATS, ids=name)
 @settings(max_examples=15)
@@ -225,7 +223,6 @@ def test_integers_on_the_grid_survive(fmt, granularity, seed):
     assert same_bits(quantize(dequantize(codes, enc, dtype), enc), codes)
 
 
-@pytest.mark.slow_variants("int2", "int4", "int8n", "uint8", "uint16")
 @pytest.mark.parametrize("fmt", INTS, ids=name)
 @given(st.data())
 def test_values_in_range_move_by_at_most_half_a_step(fmt, data):

@@ -89,7 +89,6 @@ def test_every_method_gives_a_valid_range_on_degenerate_data(data, method, symme
                 assert np.isfinite(encode(lo, hi, spec, granularity).scale).all()
 
 
-@pytest.mark.slow_variants("mse", "sqnr", "entropy", "percentile-99")
 @pytest.mark.parametrize("method", METHODS)
 @given(hnp.arrays(np.float32, (2, 9), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
 @settings(max_examples=40, deadline=None)
@@ -281,7 +280,6 @@ def test_searches_win_clearly_on_heavy_tails(method, fmt, symmetry, share):
 
 
 # the grid of a float format is coarse where the few outliers lie, and a bin blurs where exactly they do
-@pytest.mark.slow_variants("float8_e4m3-1.1")
 @pytest.mark.parametrize("fmt, slack", [("int3", 1.02), ("int4", 1.02), ("int8", 1.02), ("float8_e4m3", 1.1)])
 def test_the_search_finds_the_best_of_itscandidate_grids(fmt, slack):
     x, spec = heavy_tailed(), spec_of("mse", fmt)
@@ -712,7 +710,6 @@ def tensors(name):
     )
 
 
-@pytest.mark.slow_variants("float32", "float16")
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @given(data=st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -63,7 +63,6 @@ def all_of(kind, arrays, granularity):
 # ---- merging
 
 
-@pytest.mark.quick_variants("minmax-per-channel-1")
 @pytest.mark.parametrize("granularity", GRANULARITIES.values(), ids=GRANULARITIES)
 @pytest.mark.parametrize("kind", EXACT)
 @given(batches, st.randoms())
@@ -77,7 +76,6 @@ def test_order_and_grouping_do_not_matter(kind, granularity, arrays, random):
     assert merge(*ranks) == merge(*ranks[::-1]) == whole
 
 
-@pytest.mark.slow_variants("histogram")
 @pytest.mark.parametrize("kind", EXACT)
 @given(batches)
 @settings(max_examples=60, deadline=None)
@@ -86,7 +84,6 @@ def test_batches_count_as_their_concatenation(kind, arrays):
     assert all_of(kind, arrays, PerChannel(1)) == measure(kind, np.concatenate(arrays), PerChannel(1))
 
 
-@pytest.mark.quick_variants("per-tensor-minmax", "per-channel-1-minmax", "per-block-minmax")
 @pytest.mark.parametrize("kind", EXACT)
 @pytest.mark.parametrize("granularity", GRANULARITIES.values(), ids=GRANULARITIES)
 @given(hnp.arrays(np.float32, (3, 4), elements=any_float))
@@ -137,7 +134,6 @@ def test_histograms_of_rows_leave_out_what_is_not_finite():
 # ---- bounds
 
 
-@pytest.mark.quick_variants("per-channel-0")
 @pytest.mark.parametrize("granularity", GRANULARITIES.values(), ids=GRANULARITIES)
 @given(hnp.arrays(np.float32, (3, 4), elements=any_float))
 @settings(deadline=None)

@@ -680,7 +680,6 @@ def any_graph(seed: int) -> Graph:
 COMMON = ("Mystery", "Conv", "Add", "Relu", "MatMul", "Softmax", "Concat", "Reshape", "BatchNormalization")
 
 
-@pytest.mark.quick_variants("None")
 @pytest.mark.parametrize("name", [None, "htp_v73", "enpu_v6"])
 def test_every_graph_has_a_complete_plan(name):
     rules = load_config(name)

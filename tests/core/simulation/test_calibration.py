@@ -103,7 +103,6 @@ def test_what_the_doctor_finds_harmless_is_clamped():
     assert log.clamped == [1] and bounds_of(found[0].statistics).hi == 100
 
 
-@pytest.mark.slow_variants("mse-skip", "mse-clamp")
 @pytest.mark.parametrize("policy", ["skip", "clamp"])
 @pytest.mark.parametrize("method", ["minmax", "mse"])
 def test_the_order_of_batches_does_not_matter(policy, method):

@@ -332,7 +332,6 @@ def test_a_stem_that_can_be_a_name_is_taken(stem):
     assert check_stem(stem) == stem
 
 
-@pytest.mark.slow_variants("a set-None", "a set-ValueError")
 @pytest.mark.parametrize("error", [None, ValueError])
 @pytest.mark.parametrize("writes", ["a file", "a set"])
 def test_ctrl_c_at_any_moment_leaves_the_old_files_or_the_new_ones(tmp_path, writes, error):

@@ -422,7 +422,6 @@ def test_activations_of_16_bits(tmp_path: Path) -> None:
     assert min(min(end.as_float, end.as_integer) for end in report.outputs) > 70
 
 
-@pytest.mark.quick_variants("w8")
 @pytest.mark.parametrize("preset", ["w8a8", "w8a16", "w8"])
 def test_convolutions_without_a_bias(tmp_path: Path, preset: str) -> None:
     """The runtime refuses a CONV_2D of two inputs, on integers too."""

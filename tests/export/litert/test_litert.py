@@ -81,7 +81,6 @@ def exported(folder: Path, preset: str) -> None:
     )
 
 
-@pytest.mark.slow_variants("w8a8")
 @pytest.mark.parametrize("preset", ["w8a8", "w8a16"])
 def test_reference_kernels_compute_what_is_specified_bit_for_bit(tmp_path: Path, preset: str) -> None:
     exported(tmp_path, preset)

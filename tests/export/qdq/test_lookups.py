@@ -180,7 +180,6 @@ def shows_no_whole_table(path: Any) -> ir.Model:
     return model
 
 
-@pytest.mark.quick_variants("w4g32-True")
 @pytest.mark.parametrize(("preset", "tied"), [("w8a8", True), ("w4a8", False), ("w4g32", True)])
 def test_language_models_of_torch(tmp_path: Path, preset: str, tied: bool) -> None:
     files, ids, sim = exported(tmp_path, preset, tied)
@@ -203,7 +202,6 @@ def language_model(tied: bool) -> ir.Model:
     return g.model(g.op("MatMul", x, head, name="y"))
 
 
-@pytest.mark.slow_variants("w4a8-own head", "w4a8-tied head", "fp8-own head")
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("preset", ["w8a8", "w8a8_per_tensor", "w4a8", "w4", "w4g32", "w8", "w4lpbq", "fp8"])
 def test_language_models_of_onnx(tmp_path: Path, preset: str, tied: bool) -> None:

@@ -38,7 +38,6 @@ def simulated(shape: tuple[int, ...], preset: str) -> tuple[QuantizationSimModel
     return sim, x
 
 
-@pytest.mark.slow_variants("matmul in blocks")
 @pytest.mark.parametrize(
     ("preset", "shape"), [("w4g32", (2, 3, 64)), ("w4", (3, 64))], ids=["matmul in blocks", "gemm per channel"]
 )
@@ -81,7 +80,6 @@ def test_the_target_decides(tmp_path: Path) -> None:
     assert counts["ort_cpu"] > 0 and not sum(counts.values()) - counts["ort_cpu"], counts
 
 
-@pytest.mark.quick_variants("w8-packed-(MatMulNBits has no form for them)")
 @pytest.mark.parametrize(
     ("preset", "target", "said"),
     [

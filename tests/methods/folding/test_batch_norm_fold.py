@@ -914,7 +914,6 @@ class CountingGraph(Graph):
         return super().producer(value)
 
 
-@pytest.mark.quick_variants("_fan_out")
 @pytest.mark.parametrize("build", [_blocks, _norms, _norms_before, _tied, _tied_unfoldable, _fan_out])
 def test_looking_for_folds_takes_a_linear_number_of_steps(build):
     steps = []

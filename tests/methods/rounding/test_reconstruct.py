@@ -89,7 +89,6 @@ def error(model: nn.Module, sim: QuantizationSimModel) -> float:
     return float(torch.stack(parts).mean())
 
 
-@pytest.mark.quick_variants("qdrop", "gptq", "gptaq", "autoround", "distill")
 @pytest.mark.parametrize("method", METHODS)
 def test_the_simulation_comes_nearer_to_the_float_model(method):
     model, sim = simulated()
@@ -100,7 +99,6 @@ def test_the_simulation_comes_nearer_to_the_float_model(method):
     assert "stem" in str(report) and report.summary.startswith("7 layers")
 
 
-@pytest.mark.quick_variants("gptq")
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "seq_mse"])
 def test_weights_lie_on_frozen_grids(method):
     _, sim = simulated()
@@ -161,7 +159,6 @@ def test_seq_mse_then_adaround_beats_either():
     assert error(model, sim) < alone
 
 
-@pytest.mark.quick_variants("gptq")
 @pytest.mark.parametrize("method", ["adaround", "qdrop", "gptq"])
 def test_same_seed_same_result(method):
     found = []
@@ -303,7 +300,6 @@ def test_interrupted_work_is_not_done_twice(tmp_path):
     assert len(list((tmp_path / "done").iterdir())) == 14  # other data, other files
 
 
-@pytest.mark.slow_variants("device")
 @pytest.mark.parametrize("kind", ["device", "pipe"])
 def test_a_cache_entry_that_is_no_file_is_refused(tmp_path, kind):
     """A link to a device is read without end, a pipe waited for."""
@@ -315,7 +311,6 @@ def test_a_cache_entry_that_is_no_file_is_refused(tmp_path, kind):
         apply_reconstruction(simulated()[1], data(), "seq_mse", cache_dir=tmp_path)
 
 
-@pytest.mark.quick_variants("weight-<lambda>-its weight is int32")
 @pytest.mark.parametrize(
     "part, change, says",
     [
@@ -377,7 +372,6 @@ def same(one, other):
     return one[0] == other[0] and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
-@pytest.mark.quick_variants("no memory for torch")
 @pytest.mark.parametrize(
     "error, seen",
     [

@@ -419,7 +419,6 @@ def legacy_net(op: str, **attrs: object) -> onnx.ModelProto:
     return n.model(y, opset=8, ir_version=3)
 
 
-@pytest.mark.slow_variants("Crop-{'border': [1, 2, 0, 0], 'scale': [4, 5]}")
 @pytest.mark.parametrize(
     ("op", "attrs"),
     [
@@ -455,7 +454,6 @@ def training_net(opset: int, *more: str) -> onnx.ModelProto:
     return n.model("y", *more, opset=opset)
 
 
-@pytest.mark.slow_variants("9", "13")
 @pytest.mark.parametrize("opset", [7, 9, 13])
 def test_batch_norms_in_training_mode_below_opset_14(opset: int, tmp_path: Path) -> None:
     model = training_net(opset)
@@ -578,7 +576,6 @@ def test_others_are_converted_and_compared():
     assert np.allclose(run(loaded.model, feeds_for(model))[0], run(model, feeds_for(model))[0], atol=1e-7)
 
 
-@pytest.mark.slow_variants("if_", "loop")
 @pytest.mark.parametrize("name", CASES)
 def test_operators_of_every_opset_are_converted_to_the_same_function(name):
     for opset in turning_points(name):

@@ -778,7 +778,6 @@ def channels_last(size):
     return net, y
 
 
-@pytest.mark.quick_variants("oblong-inside")
 @pytest.mark.parametrize("returned", (True, False), ids=("returned", "inside"))
 @pytest.mark.parametrize("size", ((5, 6), (4, 4)), ids=("oblong", "as-many-pixels-as-channels"))
 def test_values_of_a_channels_last_model_keep_their_layout(size, returned, tmp_path):

@@ -99,7 +99,6 @@ def no_fused_attention() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.slow_variants("attention", "steps")
 @pytest.mark.parametrize("name", MODELS)
 def test_training_and_inference_are_one_graph_each_and_bit_equal(name: str) -> None:
     sim, x = simulated(*MODELS[name])
@@ -192,7 +191,6 @@ class Recurrent(nn.Module):
         return self.fc(x)
 
 
-@pytest.mark.quick_variants("two-ways-inference")
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(
     ("net", "backend"),

@@ -147,7 +147,6 @@ def _shared(kind: str) -> nn.Module:
     return {"functional": Functional, "module": Module, "block": Block}[kind]().eval()
 
 
-@pytest.mark.quick_variants("block")
 @pytest.mark.parametrize("kind", ["functional", "module", "block"])
 def test_layers_in_a_row_that_share_a_weight_have_grids_of_their_own(kind: str) -> None:
     model, x = _shared(kind), torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
@@ -398,7 +397,6 @@ CHAINS = {
 }
 
 
-@pytest.mark.slow_variants("residual", "parameter", "block")
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_has_grids_of_its_own_for_every_turn_and_one_weight(name: str) -> None:
     torch.manual_seed(0)

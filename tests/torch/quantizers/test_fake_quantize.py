@@ -26,7 +26,6 @@ def apply(x: torch.Tensor, encoding: Encoding, overwrite: bool = False) -> torch
     return fake_quantize(x, encoding, grid, overwrite=overwrite)
 
 
-@pytest.mark.slow_variants("fp8")
 @pytest.mark.parametrize(
     "name",
     [

@@ -293,17 +293,6 @@ def results(model: nn.Module, x: object, bits: int, learned: bool = False) -> li
     )
 
 
-@pytest.mark.slow_variants(
-    "lstm-padded-8-learned",
-    "lstm-padded-16-learned",
-    "lstm-packed-8-learned",
-    "lstm-packed-4-fixed",
-    "lstm-packed-4-learned",
-    "lstm-packed-16-fixed",
-    "lstm-packed-16-learned",
-    "gru-padded-8-learned",
-    "gru-padded-4-fixed",
-)
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("bits", [8, 4, 16])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -377,7 +366,6 @@ def test_a_cell_prepares_nothing_for_many_steps(monkeypatch: pytest.MonkeyPatch)
     assert not asked
 
 
-@pytest.mark.slow_variants("packed-8")
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_compiled_steps_of_an_lstm_are_those_of_array_functions(packed, bits, monkeypatch):

@@ -42,7 +42,6 @@ def sites(sim: QuantizationSimModel) -> set[str]:
 # ---------------------------------------------------------------------------------------------------- torch.compile
 
 
-@pytest.mark.slow_variants("whole")
 @pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
 def test_compiled_modules_are_unwrapped(part: bool) -> None:
     plain, compiled = mlp(), torch.compile(mlp(), backend="eager")

@@ -137,7 +137,6 @@ def test_float_graph_and_encodings_speak_of_the_same_tensors(sim, data, tmp_path
     )
 
 
-@pytest.mark.slow_variants("integer-kernels")
 @pytest.mark.parametrize("simulate", [True, False], ids=["float-kernels", "integer-kernels"])
 def test_the_exported_network_computes_what_the_simulation_does(sim, data, tmp_path, simulate):
     exported = sim.export(tmp_path, "net", data[0])
@@ -148,7 +147,6 @@ def test_the_exported_network_computes_what_the_simulation_does(sim, data, tmp_p
     assert np.abs(got["output.logits"] - expected["logits"].numpy()).max() <= step * 1.01
 
 
-@pytest.mark.slow_variants("0.6.1", "1.0.0")
 @pytest.mark.parametrize("version", ["0.6.1", "1.0.0", "2.0.0"])
 def test_exported_encodings_in_a_fresh_simulation_give_the_same_bits(sim, data, tmp_path, version):
     exported = sim.export(tmp_path, "net", data[0], encoding_version=version)
@@ -406,7 +404,6 @@ def test_a_recurrent_layer_in_bfloat16_gets_the_remedy() -> None:
 NOT_CAPTURED = {"branch": "GuardOnDataDependentSymNode", "gru-packed": "cannot be exported"}
 
 
-@pytest.mark.quick_variants("resnet18", "vit-sdpa", "lstm", "gru-packed", "branch", "activations", "norms")
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in ZOO.items()])
 def test_every_layer_of_the_zoo_agrees_with_the_runtime(case: Case) -> None:
     model = case.build()
@@ -444,7 +441,6 @@ class HalfParts(nn.Module):
         return self.c(x.mean((2, 3)))
 
 
-@pytest.mark.slow_variants("16")
 @pytest.mark.parametrize("bits", [8, 16])
 def test_parts_in_half_precision_verify_within_what_it_rounds(bits: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -508,7 +504,6 @@ def test_an_output_that_is_transposed_and_quantized_verifies_and_inputs_keep_the
     assert report.ok, str(report)
 
 
-@pytest.mark.slow_variants("plain")
 @pytest.mark.parametrize("returned", ["plain", "dict"])
 def test_an_input_named_output_keeps_its_name(returned: str, tmp_path: Path) -> None:
     class Named(nn.Module):
@@ -637,7 +632,6 @@ def test_files_bear_the_names_and_agree(tmp_path: Path) -> None:
     assert scales[0] == scales[1]
 
 
-@pytest.mark.quick_variants("inputs0-outputs0-input_names: 3 names for 2 tensors.*name x, shift")
 @pytest.mark.parametrize(
     ("inputs", "outputs", "message"),
     [

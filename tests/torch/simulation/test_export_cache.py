@@ -56,7 +56,6 @@ def test_a_cache_holds_tensors_and_is_copied_for_every_call() -> None:
     assert given["past_key_values"].get_seq_length() == 3
 
 
-@pytest.mark.slow_variants("w8a8")
 @pytest.mark.parametrize("preset", ["w4g32", "w8a8"])
 def test_lengths_vary_whatever_the_example_is_of(preset: str, tmp_path: Path) -> None:
     """The example of one new token would fix that axis in ``torch.export``; a prefill has no past at all."""

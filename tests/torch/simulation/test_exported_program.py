@@ -128,7 +128,6 @@ class Net(nn.Module):
         ]
 
 
-@pytest.mark.slow_variants("True")
 @pytest.mark.parametrize("free", [False, True])
 def test_the_file_computes_what_torch_does(free: bool, tmp_path: Path) -> None:
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
@@ -389,7 +388,6 @@ class Permuted(nn.Module):
         return self.linear(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-@pytest.mark.slow_variants("bias")
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_a_linear_after_a_permutation_is_a_product_on_integers(tmp_path: Path, bias: bool) -> None:
     torch.manual_seed(0)

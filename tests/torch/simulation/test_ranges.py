@@ -409,7 +409,6 @@ class Branch(nn.Module):
         return self.second(y) if self.both else y
 
 
-@pytest.mark.slow_variants("3-compiled")
 @pytest.mark.parametrize("form", ["made", "copied", "compiled"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_loops_that_clear_the_gradients_of_the_model_alone_train_as_others(form, accumulate):
@@ -466,7 +465,6 @@ def test_weights_that_others_were_rounded_for_keep_their_ranges(caplog):
     assert "0.weight" in sim.learn_ranges().learned  # what trains goes on
 
 
-@pytest.mark.slow_variants("Adam")
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_ranges_train_with_the_optimizers_that_people_use(make_optimizer):
     """A range three times too wide at four bits comes to where the output is nearer to that of the float model."""

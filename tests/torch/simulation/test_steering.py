@@ -419,7 +419,6 @@ def simulated(name: str) -> QuantizationSimModel:
     return sim
 
 
-@pytest.mark.quick_variants("scaled-learned")
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_integers_in_simulation_and_file_and_trained_ones_verify(name, learned, tmp_path):

@@ -113,7 +113,6 @@ def optimizer_of(sim: QuantizationSimModel, learned: bool) -> torch.optim.Optimi
     return torch.optim.SGD(groups, lr=1e-2)
 
 
-@pytest.mark.slow_variants("lstm-learned", "gru-learned")
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_reads_no_number(name, learned, elsewhere, monkeypatch):
@@ -132,7 +131,6 @@ def test_a_training_step_reads_no_number(name, learned, elsewhere, monkeypatch):
     assert (waits.found, scalars.found) == ([], 0)
 
 
-@pytest.mark.quick_variants("lstm-fixed")
 @pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_steps_are_those_of_the_host(name: str, learned: bool, elsewhere: Callable[[], None]) -> None:

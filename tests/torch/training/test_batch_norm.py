@@ -201,7 +201,6 @@ def test_the_folded_simulation_exports_and_verifies():
     assert sim.verify(X).ok
 
 
-@pytest.mark.slow_variants("False-checkpoint", "True-checkpoint")
 @pytest.mark.parametrize("through", ["checkpoint", "state"])
 @pytest.mark.parametrize("learned", [False, True])
 def test_a_folded_simulation_goes_on_in_a_fresh_one_that_is_folded_in_either_way(learned, through, tmp_path):
