@@ -83,7 +83,7 @@ class Judge:
         Where a fifth is fewer than four samples, a quarter is held out, at most four: the interval of two samples is four
         times as wide as that of four. Of fewer than five batches the last samples are held out, where the model computes the
         samples of the last batch apart from each other, which a run shows. Otherwise nothing is held out, and the first
-        batch judges.
+        batches judge (:meth:`of_seen`).
 
         Args:
             data: batches; gone through anew by every method.
@@ -107,11 +107,28 @@ class Judge:
         batches = list(data)
         cut = _last_samples(batches, outputs)
         if cut is None:  # a quarter of the data and more would be missed in the choice of weights
-            return cls(batches[:1], outputs, seen=True, names=names), data
+            return cls.of_seen(batches[0], batches, outputs, names), data
         rest, last = cut
         judge = cls([last], outputs, names=names, whence="the last samples of the data")
         judge.left_out = judge.batches
         return judge, rest
+
+    @classmethod
+    def of_seen(
+        cls, first: Any, data: Iterable[Any], outputs: Outputs, names: Names = tuple, whence: str = ""
+    ) -> Judge:
+        """A judge of the first batches of ``data``, which the methods see too: as many as hold four samples.
+
+        ``data`` is not read where ``first``, its first batch, is enough.
+        """
+        batches, count = [first], samples_in(first)
+        if count < _FEW:
+            for batch in itertools.islice(data, 1, None):
+                batches.append(batch)
+                count += samples_in(batch)
+                if count >= _FEW:
+                    break
+        return cls(batches, outputs, seen=True, names=names, whence=whence)
 
     @classmethod
     def given(cls, held_out: Iterable[Any], outputs: Outputs, most: int = _BATCHES, names: Names = tuple) -> Judge:
@@ -205,7 +222,7 @@ class Judge:
             share = self._matched[0] / self._matched[1]
             before = f"; rows are compared by the index that chose them, {share:.0%} are chosen by both"
         if self.seen:
-            return (self.whence or "on a batch that the methods see too: give five or more") + before
+            return f"{many} that {self.whence or 'the methods see too: give five or more'}{before}"
         return (
             f"{many} that neither calibration nor methods had seen{f' ({self.whence})' if self.whence else ''}{before}"
         )

@@ -212,7 +212,7 @@ def test_samples_that_are_not_computed_apart_are_said_to_be_seen(front_end):
 
     result, _ = quantized(front_end, Mixed().eval(), data(1))
     assert result.plain is not None and result.quality.seen
-    assert result.report.judged == "on a batch that the methods see too: give five or more"
+    assert result.report.judged == "on 1 batch that the methods see too: give five or more"
 
 
 @both

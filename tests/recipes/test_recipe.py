@@ -522,8 +522,16 @@ class Unknown:
 @pytest.mark.parametrize("count", [1, 4])
 def test_of_few_batches_none_is_held_out_and_that_is_said(count):
     judge, rest = Judge.of([3.0] * count, twice)
-    assert judge.seen and judge.batches == [3.0] and list(rest) == [3.0] * count
-    assert judge.where == "on a batch that the methods see too: give five or more"
+    assert judge.seen and judge.batches == [3.0] * count and list(rest) == [3.0] * count
+    many = {1: "1 batch", 4: "4 batches"}[count]
+    assert judge.where == f"on {many} that the methods see too: give five or more"
+
+
+@pytest.mark.parametrize(("rows", "judging"), [(1, 4), (2, 2), (3, 2), (8, 1)])
+def test_batches_that_methods_see_are_rated_on_four_samples_at_least(rows, judging):
+    batches = [np.full((rows, 3), i) for i in range(20)]
+    judge = Judge.of_seen(batches[0], batches, twice)
+    assert judge.seen and [int(batch[0, 0]) for batch in judge.batches] == [*range(judging)]
 
 
 @pytest.mark.parametrize(
@@ -563,7 +571,7 @@ def test_the_float_model_runs_once_and_only_when_asked():
     judge, _ = Judge.of([1.0, 2.0], lambda batch: calls.append(batch) or twice(batch))
     assert not calls
     assert judge.rate(twice).sqnr == judge.rate(twice).sqnr == math.inf
-    assert calls == [1.0]
+    assert calls == [1.0, 2.0]
 
 
 def test_outputs_count_alike_whatever_their_size():
