@@ -13,7 +13,16 @@ from typing import Any
 
 from bitwright.analysis.result import decibel
 from bitwright.compression.bits import check_bits
-from bitwright.compression.costs import Prices, check_target, compare_ms, operator_times, parts_left
+from bitwright.compression.costs import (
+    Prices,
+    changed_ms,
+    check_target,
+    compare_ms,
+    operator_times,
+    parts_left,
+    slower,
+    with_ms,
+)
 from bitwright.compression.groups import Refusal
 from bitwright.compression.prune import Pruned, PruneOptions, Ranking, Search, measure_share, prune
 from bitwright.compression.ratios import Chosen
@@ -40,7 +49,7 @@ class Compressed(Detailed):
         model: the compressed model: a module, or an ``onnx.ModelProto``.
         rows: what became of every group of channels.
         refused: layers that were not touched, and why.
-        before, after: ``macs`` of the example batch, ``params`` and ``bytes``.
+        before, after: ``macs`` of the example batch, ``params`` and ``bytes``; ``ms`` where they were measured.
         metrics: ``{"float": ..., "pruned": ..., "compressed": ...}`` when a metric was given: before, after the cut, and after
             reconstruction.
         choice: what the exact choice has measured.
@@ -87,14 +96,14 @@ class Compressed(Detailed):
 
     @property
     def headline(self) -> str:
-        """One line: a target that was missed, costs left, SQNR against the original model, and the metric."""
+        """One line: a target that was missed or a slower model, costs left, SQNR against the original, and the metric."""
         metric = ""
         if "compressed" in self.metrics:
             metric = f"; metric {self.metrics['float']:.4g} -> {self.metrics['compressed']:.4g}"
             if self.metrics["pruned"] != self.metrics["compressed"]:
                 metric += f" ({self.metrics['pruned']:.4g} without reconstruction)"
         outputs = "" if self.sqnr is None else f"; outputs {self.sqnr:.1f} dB before training"
-        missed = f"MISSED, {self.missed}; " if self.missed else ""
+        missed = f"MISSED, {self.missed}; " if self.missed else slower(self.before, self.after)
         return f"{missed}{parts_left(self.before, self.after)}{outputs}{metric}"
 
     def table(self) -> Table:
@@ -172,6 +181,7 @@ def compress(
     workers: int = 1,
     executor: str = "local",
     providers: Any = None,
+    milliseconds: bool | None = None,
     path: str | Path | None = None,
     progress: bool = True,
 ) -> Compressed:
@@ -220,6 +230,8 @@ def compress(
             is the same.
         executor: ``local``, or ``ray`` for a cluster, whose processes need access to ``resume``.
         providers: for ONNX models, as ONNX Runtime takes them.
+        milliseconds: measure a run of the first batch before and after the cut, as for a target of ``ms``; by default of ONNX
+            models, as a module has to be exported for it. A model that became slower says so first.
         path: folder to write to, as :meth:`Compressed.save` does.
         progress: show progress bars on a terminal.
 
@@ -259,7 +271,10 @@ def compress(
     job = replace(job, processes=(workers, executor))
     if score is not None:
         job = job.from_metric(checked_metric("float", metric_of(score, given.metric_target())))
+    timed = not hasattr(model, "state_dict") if milliseconds is None else milliseconds
     result = job.within_ms(target) if "ms" in target else job.pruned(target)
+    if timed and "ms" not in target:
+        result = job.timed(result)
     result = replace(result, seconds=time.perf_counter() - started)
     if path is not None:
         result.save(path)
@@ -305,10 +320,18 @@ class _Job:
     def _opened(self, in_place: bool) -> Structured:
         return front_end_of(self.model).structured(self.model, self.batches[0], self.providers, in_place)
 
+    @property
+    def _readable(self) -> Any:
+        return os.fspath(self.model) if isinstance(self.model, os.PathLike) else self.model
+
+    def timed(self, result: Compressed) -> Compressed:
+        """The result with milliseconds before and after."""
+        ms = changed_ms(self._readable, result.model, self.batches[0])
+        return replace(result, **with_ms(result.before, result.after, ms))
+
     def within_ms(self, target: Mapping[str, float | str]) -> Compressed:
         """Cut, measure, and cut again by the remaining difference to the target."""
-        model = os.fspath(self.model) if isinstance(self.model, os.PathLike) else self.model
-        example, asked = self.batches[0], dict(target)
+        model, example, asked = self._readable, self.batches[0], dict(target)
         wanted = part = float(target["ms"])
         times = operator_times(model, self._opened(False).graph(), example)
         for last in (*[False] * (_TIMED - 1), True):
@@ -319,12 +342,8 @@ class _Job:
                 break
             part *= wanted / left
             asked["ms"] = part
-        return replace(
-            result,
-            before={**result.before, "ms": ms["before"]},
-            after={**result.after, "ms": ms["after"]},
-            missed=f"{left:.1%} of the ms measured where {wanted:.1%} was asked" if left > wanted else "",
-        )
+        missed = f"{left:.1%} of the ms measured where {wanted:.1%} was asked" if left > wanted else ""
+        return replace(result, missed=missed, **with_ms(result.before, result.after, ms))
 
     def pruned(self, target: Mapping[str, float | str], times: Mapping[str, float] | None = None) -> Compressed:
         """Prune the model, and fit the rest to the original."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -379,6 +380,15 @@ def _loaded(model: Any) -> Any:
     return model
 
 
+def untouched(model: Any) -> Any:
+    """A copy of a model that is about to be changed, for :func:`changed_ms`; of an ONNX model it shares the weights."""
+    if hasattr(model, "state_dict"):
+        return copy.deepcopy(model)
+    from bitwright.onnx.model.load import Loaded, clone_model, load_model
+
+    return replace(model, model=clone_model(model.model)) if isinstance(model, Loaded) else load_model(model)
+
+
 def measure_ms(model: Any, example: Any, ops: Iterable[str], rounds: int = 15) -> tuple[Mapping[str, float], float]:
     """Milliseconds of operators, and of the whole model, in ONNX Runtime on one thread.
 
@@ -389,20 +399,65 @@ def measure_ms(model: Any, example: Any, ops: Iterable[str], rounds: int = 15) -
         rounds: runs that are timed; the least counts.
     """
     ops = [] if hasattr(model, "state_dict") else list(ops)
-    found = _timed({"model": model}, example, ops, rounds)["model"]
+    found = _timed(model, example, ops, rounds)
     return found.layers if ops else {}, float(found.whole)
 
 
 def compare_ms(models: Mapping[str, Any], example: Any, rounds: int = 15) -> dict[str, float]:
-    """Name -> milliseconds of each model in ONNX Runtime on one thread, from interleaved runs."""
-    return {name: float(found.whole) for name, found in _timed(models, example, (), rounds).items()}
+    """Name -> milliseconds of each model in ONNX Runtime on one thread, from interleaved runs; the least of each counts."""
+    from bitwright.runtimes.onnxruntime import whole_times
+
+    with _files(models, example) as (paths, feeds):
+        return whole_times(paths, feeds, rounds=rounds)
 
 
-def _timed(models: Mapping[str, Any], example: Any, ops: Sequence[str], rounds: int) -> Mapping[str, Any]:
+_FEW = 7  # rounds that tell a model apart that became clearly faster
+_CHANCE = 1.03  # two measurements of one file differ by as much on a busy machine
+
+
+def changed_ms(before: Any, after: Any, example: Any) -> dict[str, float]:
+    """Milliseconds of a model ``before`` and ``after`` a change; what seems slower is measured again, for longer."""
+    models = {"before": before, "after": after}
+    ms = compare_ms(models, example, _FEW)
+    if ms["after"] <= ms["before"]:
+        return ms
+    again = compare_ms(models, example)
+    return {name: min(ms[name], again[name]) for name in ms}
+
+
+def with_ms(
+    before: Mapping[str, float], after: Mapping[str, float], ms: Mapping[str, float]
+) -> dict[str, Mapping[str, float]]:
+    """``before`` and ``after`` of a report, with their milliseconds."""
+    return {"before": {**before, "ms": ms["before"]}, "after": {**after, "ms": ms["after"]}}
+
+
+def slower(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """What a report says first where the milliseconds rose by more than chance; empty elsewhere.
+
+    >>> slower({"macs": 2.0, "ms": 1.0}, {"macs": 1.0, "ms": 1.25})
+    'SLOWER, 125.0% of the ms measured; '
+    >>> slower({"macs": 2.0, "ms": 1.0}, {"macs": 1.0, "ms": 0.8})
+    ''
+    """
+    if "ms" not in before or after["ms"] <= _CHANCE * before["ms"]:
+        return ""
+    return f"SLOWER, {after['ms'] / before['ms']:.1%} of the ms measured; "
+
+
+def _timed(model: Any, example: Any, ops: Sequence[str], rounds: int) -> Any:
+    from bitwright.runtimes.onnxruntime import layer_times
+
+    with _files({"model": model}, example) as (paths, feeds):
+        return layer_times(paths, feeds, ops, rounds=rounds)["model"]
+
+
+@contextmanager
+def _files(models: Mapping[str, Any], example: Any) -> Iterator[tuple[dict[str, Path], dict[str, Any]]]:
+    """Name -> file of each model, and the input that all of them take, for the length of a ``with`` block."""
     from bitwright.export.files.onnx_file import save_in_one_file
     from bitwright.onnx import load_model
     from bitwright.onnx.model.data import as_feeds, input_specs
-    from bitwright.runtimes.onnxruntime import layer_times
 
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder, f"{i}.onnx") for i, name in enumerate(models)}
@@ -416,7 +471,7 @@ def _timed(models: Mapping[str, Any], example: Any, ops: Sequence[str], rounds: 
                 loaded = model if hasattr(model, "model") else load_model(model)
                 save_in_one_file(loaded.model, paths[name])
                 feeds = dict(as_feeds(example, input_specs(loaded.model)))
-        return layer_times(paths, feeds, ops, rounds=rounds)
+        yield paths, feeds
 
 
 def operator_times(model: Any, graph: Graph, example: Any, rounds: int = 15) -> dict[str, float]:

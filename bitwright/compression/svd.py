@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.compression.costs import graph_costs
+from bitwright.compression.costs import changed_ms, graph_costs, slower, untouched, with_ms
 from bitwright.compression.ratios import Chosen, Option, Part, Space, choose
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.operators import TRAITS
@@ -853,7 +853,7 @@ class SvdReport(Reversible, Detailed):
     Attributes:
         rows: one per layer that could be factored.
         refused: layer -> why it could not.
-        before, after: costs of the whole model.
+        before, after: costs of the whole model; ``ms`` where they were measured.
         chosen: the search, where ratios were chosen.
         plan: of a module, what :func:`bitwright.torch.rebuild` takes to give one of the original class these layers.
     """
@@ -880,10 +880,10 @@ class SvdReport(Reversible, Detailed):
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """One line; it begins with milliseconds where they rose."""
         count = sum(bool(row.form) for row in self.rows)
         shares = ", ".join(f"{name} {self.after[name] / max(self.before[name], 1e-300):.3f}" for name in self.after)
-        return f"{count} of {len(self.rows)} layers in factors: {shares} of before"
+        return f"{slower(self.before, self.after)}{count} of {len(self.rows)} layers in factors: {shares} of before"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, without what undoes the change."""
@@ -1022,6 +1022,7 @@ def svd_model(
     lower_is_better: bool = False,
     deadline: float | None = None,
     providers: Any = None,
+    milliseconds: bool | None = None,
     progress: bool = True,
 ) -> SvdReport:
     """Factorise layers of a PyTorch or ONNX model into two or three smaller ones, in place.
@@ -1045,6 +1046,8 @@ def svd_model(
         lower_is_better: of the metric.
         deadline: seconds after which no further choice is measured.
         providers: where ONNX Runtime computes.
+        milliseconds: measure a run of the first batch before and after, in ONNX Runtime on one thread; by default of ONNX models,
+            as a module has to be exported for it. Fewer multiplications in more layers can take longer: the report says so first.
         progress: show progress bars on a terminal.
 
     Returns:
@@ -1061,10 +1064,14 @@ def svd_model(
     if not batches:
         raise CalibrationError("svd_model", "the data held no batch", "give some batches of real data")
     example = batches[0] if dummy_input is None else dummy_input
+    timed = not hasattr(model, "state_dict") if milliseconds is None else milliseconds
+    whole = untouched(model) if timed else None
     opened = front_end_of(model).open_model(model, None, example, "svd_model", providers)
     report = svd(
         opened, batches, macs=macs, params=params, ratios=ratios, forms=forms, multiple=multiple, exclude=exclude,
         data_aware=data_aware, metric=metric, lower_is_better=lower_is_better, deadline=deadline, progress=progress,
     )  # fmt: skip
     opened.finish(report)
+    if timed:
+        report = replace(report, **with_ms(report.before, report.after, changed_ms(whole, model, batches[0])))
     return report

@@ -383,13 +383,16 @@ def layer_times(
         nodes = {
             name: {node: min(taken) / 1e3 for (node, _), taken in one.times().items()} for name, one in profiled.items()
         }
+    whole = whole_times(files, feeds, rounds=rounds)
+    return {name: _attributed(profiled[name].graph, taken, {*layers}, whole[name]) for name, taken in nodes.items()}
+
+
+def whole_times(files: Mapping[str, Path], feeds: Mapping[str, Array], *, rounds: int = _ROUNDS) -> dict[str, float]:
+    """Milliseconds of one run of each file on one thread: all files in turns, the least of each."""
     sessions = {name: new_session(path, session_options()) for name, path in files.items()}
     steps = {name: (lambda session=session: run_named(session, feeds)) for name, session in sessions.items()}
     whole = interleaved(steps, rounds=rounds, clock=time.process_time)
-    return {
-        name: _attributed(profiled[name].graph, taken, {*layers}, 1e3 * min(whole[name].rounds))
-        for name, taken in nodes.items()
-    }
+    return {name: 1e3 * min(times.rounds) for name, times in whole.items()}
 
 
 def _attributed(graph: Any, taken: Mapping[str, float], layers: set[str], whole: float) -> LayerTimes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import logging
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 import bitwright
-from bitwright.compression import trials
+from bitwright.compression import costs, trials
 from bitwright.compression.bits import BitSpace, JointSpace
 from bitwright.compression.checks import checked_dependencies
 from bitwright.compression.costs import Prices
@@ -31,9 +32,11 @@ from bitwright.compression.importance import Evidence, criterion
 from bitwright.compression.prune import PruneOptions, Search, Selector, prune
 from bitwright.compression.ratios import Tables, choose, sensitivities
 from bitwright.compression.reconstruct import Original
+from bitwright.compression.svd import svd_model
 from bitwright.compression.widths import WidthSpace, few_batches
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.methods.front_end import front_end_of
+from bitwright.onnx import load_model
 from bitwright.precision.executors import in_process
 from bitwright.torch import load_compressed, rebuild
 from bitwright.torch.structure import save_compressed
@@ -198,6 +201,26 @@ def test_a_target_of_measured_milliseconds_that_is_missed_is_said_first(
     result = bitwright.compress(net, DATA, {"ms": 0.8}, widths=2, progress=False)
     assert result.headline.startswith("MISSED, 90.0% of the ms measured where 80.0% was asked; ")
     assert result.after["ms"] == 0.9
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+@pytest.mark.parametrize("after", [0.9, 1.25])
+def test_what_became_slower_says_so_first(
+    net: Net, form: str, after: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Narrower layers and factors alike; files are timed by default, modules where it is asked for."""
+    model, data = given(net, form, tmp_path)
+    timed = None if form == "onnx" else True
+    monkeypatch.setattr(costs, "compare_ms", lambda *given: {"before": 1.0, "after": after})
+    narrow = bitwright.compress(
+        model, data, {"macs": 0.7}, ranking="uniform", reconstruction=False, milliseconds=timed, progress=False
+    )
+    work = copy.deepcopy(net) if form == "torch" else load_model(model)
+    factors = svd_model(work, data, macs=0.9, milliseconds=timed, progress=False)
+    for report in (narrow, factors):
+        assert report.after["ms"] / report.before["ms"] == after
+        assert report.summary.startswith("SLOWER, 125.0% of the ms measured; ") == (after > 1)
+    assert "ms" not in svd_model(work, data, macs=0.99, milliseconds=False, progress=False).after
 
 
 def test_bytes_are_met_and_the_nearest_that_can_be_is_named(net: Net) -> None:
