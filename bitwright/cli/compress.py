@@ -9,7 +9,12 @@ from bitwright.cli.app import command, methods_option, output_option, print_repo
 from bitwright.cli.options import Data, JsonFile, Metric, OnnxFile, Reading, write_json
 from bitwright.errors import ConfigError, close_matches
 
-_METHODS = ("prune", "svd", "drop_blocks", "replace_blocks", "sparsify")
+_METHODS = ("prune", "svd", "drop_blocks", "drop_experts", "replace_blocks", "sparsify")
+#: method -> why it takes no target, and the remedy
+_WITHOUT_TARGET = {
+    "drop_experts": ("experts are taken out by their number", "write --keep 0.75"),
+    "sparsify": ("zeros leave as many multiplications", "write --sparsity 0.5, or --method svd"),
+}
 
 
 @command("compress")
@@ -23,7 +28,8 @@ def compress_model(
         str,
         methods_option(
             help="prune: remove channels, heads and hidden units; svd: low-rank factors; drop_blocks: take out branches of "
-            "residual sums; replace_blocks: make them linear layers, or take them out; sparsify: zeros (half of each weight).",
+            "residual sums; drop_experts: take experts out of mixtures; replace_blocks: make branches linear layers, or take "
+            "them out; sparsify: zeros (half of each weight).",
             autocompletion=lambda incomplete: [m for m in _METHODS if m.startswith(incomplete)],
         ),
     ] = "prune",
@@ -59,6 +65,7 @@ def compress_model(
     count: Annotated[
         int | None, methods_option(help="With drop_blocks: how many blocks go, in place of --macs or --params.")
     ] = None,
+    keep: Annotated[float, methods_option(help="With drop_experts: the part of the experts that stays.")] = 0.5,
     resume: Annotated[
         Path | None, output_option(help="Folder that keeps what prune measures, to resume from after a kill.")
     ] = None,
@@ -84,6 +91,7 @@ def compress_model(
       bitwright compress model.onnx --data samples.npz --method svd --params 0.6 \\
           --metric accuracy --labels labels.npy --out small/
       bitwright compress model.onnx --data samples.npz --method drop_blocks --count 2 --out small/
+      bitwright compress model.onnx --data samples.npz --method drop_experts --keep 0.75 --out small/
       bitwright compress model.onnx --data samples.npz --method replace_blocks --macs 0.8 --out small/
       bitwright compress model.onnx --data samples.npz --method sparsify --pattern 2:4 --out small/
     """
@@ -120,6 +128,7 @@ def compress_model(
         print_report(str(report))
     else:
         from bitwright.compression.depth import drop_blocks
+        from bitwright.compression.experts import drop_experts
         from bitwright.compression.replace import replace_blocks
         from bitwright.compression.sparsify import sparsify_model
         from bitwright.compression.svd import svd_model
@@ -128,6 +137,8 @@ def compress_model(
             report = svd_model(loaded, batches, macs=macs, params=params, metric=score, lower_is_better=lower)
         elif method == "drop_blocks":
             report = drop_blocks(loaded, batches, count=count, macs=macs, params=params)
+        elif method == "drop_experts":
+            report = drop_experts(loaded, batches, keep=keep)
         elif method == "replace_blocks":
             report = replace_blocks(loaded, batches, macs=macs, params=params, metric=score, lower_is_better=lower)
         else:
@@ -147,11 +158,11 @@ def _target(method: str, given: dict[str, float | str | None], count: int | None
     target = {name: _number(part) for name, part in given.items() if part is not None}
     if count is not None and method != "drop_blocks":
         raise ConfigError("--count", f"{method} takes no blocks out", "write --method drop_blocks, or --macs 0.5")
-    if not target and count is None and method != "sparsify":
+    if not target and count is None and method not in _WITHOUT_TARGET:
         remedy = "write --count 2 or --macs 0.7" if method == "drop_blocks" else "write --macs 0.5 or --params 0.5"
         raise ConfigError("--macs", "no target is given", remedy)
-    if target and method == "sparsify":
-        raise ConfigError("--macs", "zeros leave as many multiplications", "write --sparsity 0.5, or --method svd")
+    if target and method in _WITHOUT_TARGET:
+        raise ConfigError("--macs", *_WITHOUT_TARGET[method])
     if method in ("svd", "drop_blocks", "replace_blocks") and not target.keys() <= {"macs", "params"}:
         what = "low-rank factors are" if method == "svd" else "blocks are"
         raise ConfigError(

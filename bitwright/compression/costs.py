@@ -425,9 +425,7 @@ def changed_ms(before: Any, after: Any, example: Any) -> dict[str, float]:
     return {name: min(ms[name], again[name]) for name in ms}
 
 
-def with_ms(
-    before: Mapping[str, float], after: Mapping[str, float], ms: Mapping[str, float]
-) -> dict[str, Mapping[str, float]]:
+def with_ms(before: Mapping[str, float], after: Mapping[str, float], ms: Mapping[str, float]) -> dict[str, Any]:
     """``before`` and ``after`` of a report, with their milliseconds."""
     return {"before": {**before, "ms": ms["before"]}, "after": {**after, "ms": ms["after"]}}
 

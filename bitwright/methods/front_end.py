@@ -397,6 +397,41 @@ def kept_axes(rank: int, result: int, gone: set[int]) -> tuple[int | None, ...]:
     return tuple(kept.index(i) if i in kept and kept.index(i) < result else None for i in range(rank))
 
 
+class Mixtures(ABC):
+    """The mixtures of a model of one front end, which is changed in place."""
+
+    #: where they were looked for, for the message that there is none
+    looked_for: str
+
+    @abstractmethod
+    def counts(self) -> Mapping[str, int]:
+        """Name of each mixture -> number of its experts."""
+
+    @abstractmethod
+    def saliencies(self, names: Sequence[str], needed: bool, progress: bool) -> list[tuple[Array, Array]]:
+        """``(saliency, tokens)`` of the experts of every mixture.
+
+        Raises:
+            ModelError: the results of experts cannot be told apart, and saliencies are ``needed``; else they are 0.
+        """
+
+    @abstractmethod
+    def without(self, gone: Mapping[str, Sequence[int]]) -> list[Array]:
+        """Outputs for the first batch of the model that never chooses these experts."""
+
+    @abstractmethod
+    def size(self) -> float:
+        """Number of parameters."""
+
+    @abstractmethod
+    def remove(self, kept: Mapping[str, Sequence[int]]) -> tuple[list[Array], Undo]:
+        """Take experts out; the outputs for the first batch, and what puts them back."""
+
+    @abstractmethod
+    def finish(self, kept: Mapping[str, Sequence[int]]) -> tuple[Mapping[str, Any], str]:
+        """Let the caller's model be the changed one; its plan, and why no configuration describes it."""
+
+
 class FrontEnd(ABC):
     """A front end for methods: opens its models and simulations; one object each."""
 
@@ -440,6 +475,14 @@ class FrontEnd(ABC):
 
         Raises:
             ModelError: it cannot be read or run; or in place, it is a path.
+        """
+
+    @abstractmethod
+    def mixtures(self, model: Any, batches: Sequence[Any], providers: Any) -> Mixtures:
+        """The mixtures of experts of a model, which is changed in place.
+
+        Raises:
+            ModelError: it cannot be read or run, or is a path.
         """
 
     @abstractmethod

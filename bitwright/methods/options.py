@@ -69,6 +69,28 @@ def check_options(site: str, given: Mapping[str, Any], known: Options) -> None:
             raise ConfigError(site, f"the option {option!r} is {value!r:.100}", f"give {phrase(known[option])}")
 
 
+def check_required(site: str, function: Callable[..., Any], given: Collection[str], known: Options) -> None:
+    """Refuse a call without the keywords that ``function`` has no default for.
+
+    Args:
+        site: the step or method.
+        function: that is going to be called.
+        given: names that have a value.
+        known: see :func:`keyword_options`.
+
+    Raises:
+        ConfigError: names the first of them, and what it takes.
+
+    >>> def halve(*, keep: float) -> None: ...
+    >>> check_required("halve", halve, [], {"keep": float})
+    Traceback (most recent call last):
+    bitwright.errors.ConfigError: halve: the option 'keep' is not given. Remedy: give a number
+    """
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty and name not in given:
+            raise ConfigError(site, f"the option {name!r} is not given", f"give {phrase(known.get(name, Any))}")
+
+
 def takes(annotation: Any, value: Any) -> bool:
     """Whether ``value``, from Python or from a file, matches ``annotation``; for other classes, an instance."""
     origin = get_origin(annotation)

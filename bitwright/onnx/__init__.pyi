@@ -1,5 +1,6 @@
 from bitwright.compression.compress import prune_model as prune_model
 from bitwright.compression.depth import drop_blocks as drop_blocks
+from bitwright.compression.experts import drop_experts as drop_experts
 from bitwright.compression.replace import replace_blocks as replace_blocks
 from bitwright.compression.sparsify import sparsify_model as sparsify_model
 from bitwright.compression.svd import svd_model as svd_model

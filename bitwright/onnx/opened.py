@@ -24,6 +24,7 @@ from bitwright.methods.front_end import Correctable, FrontEnd, GivenModel, Opene
 from bitwright.methods.layers import Layer
 from bitwright.onnx.depth import OnnxBlocks
 from bitwright.onnx.existing_quantizers import has_quantizers
+from bitwright.onnx.experts import OnnxMixtures
 from bitwright.onnx.model.data import as_feeds, example_feeds, input_specs, random_feeds
 from bitwright.onnx.model.instrument import Instrument
 from bitwright.onnx.model.load import Loaded, Source, clone_model, load_model
@@ -545,6 +546,12 @@ class OnnxFrontEnd(FrontEnd):
     def part(self, model: Source) -> OnnxPart:
         """As the base class says."""
         return OnnxPart(model)
+
+    def mixtures(self, model: Model, batches: Sequence[Any], providers: Any) -> OnnxMixtures:
+        """As the base class says."""
+        loaded = _loaded(model, "drop_experts")
+        own = replace(loaded, model=clone_model(loaded.model)) if loaded is model else loaded
+        return OnnxMixtures(own, batches, providers, partial(_put_into, model))
 
     def blocks(self, model: Model, first: Any, providers: Any) -> OnnxBlocks:
         """As the base class says."""

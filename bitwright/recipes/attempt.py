@@ -17,7 +17,7 @@ from bitwright.core.numerics.spec import NonFinite, Preset
 from bitwright.core.simulation.calibration import fewer_samples, samples_in, slice_samples
 from bitwright.core.simulation.float_model import Undo
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import ConfigError, ModelError
+from bitwright.errors import ModelError
 from bitwright.export.targets import find_target, rules_for
 from bitwright.methods.activations import between_layers, keep_histograms
 from bitwright.methods.attention import has_attention
@@ -25,7 +25,7 @@ from bitwright.methods.bias_correction import BiasReport, apply_bias_correction,
 from bitwright.methods.details import Detailed
 from bitwright.methods.folding.batch_norm_fold import FoldReport, fold_all_batch_norms
 from bitwright.methods.front_end import GivenModel, front_end_of
-from bitwright.methods.options import Options, check_options, keyword_options
+from bitwright.methods.options import Options, check_options, check_required, keyword_options
 from bitwright.methods.rounding.apply import apply_reconstruction, require_torch
 from bitwright.methods.runtime_repairs import StemReport, leave_stem_in_float
 from bitwright.methods.scaling.equalize import EqualizeReport, equalize_opened
@@ -363,14 +363,11 @@ class Attempt(Runner):
         """Refuse options the step's function does not have, and values it does not take, before any work is done.
 
         Raises:
-            ConfigError: see :func:`bitwright.methods.options.check_options`; or torch is missing, or an ONNX file has not what
-                the step works on.
+            ConfigError: see :func:`bitwright.methods.options.check_options`; or torch is missing.
         """
-        if step.kind.modules and not hasattr(self.model, "state_dict"):
-            problem = f"an ONNX file has no {step.kind.modules}"
-            raise ConfigError(step.name, problem, "take the step out, or quantize the PyTorch model and export it")
-        _, _, options = self._function(step)
+        function, bound, options = self._function(step)
         check_options(step.name, step.options, options)
+        check_required(step.name, function, {*bound, *step.options}, options)
 
     def apply(self, step: Step) -> str:
         """Run the step; returns one line on what it did."""

@@ -200,7 +200,6 @@ class Kind:
         joined: whether it may lose alone if it gains together with the step that rounds weights after it.
         fitted: whether what it chooses is fitted to samples, and may serve others worse: a gain must then be more than chance.
             More bits and float make noise of no sample larger.
-        modules: what it works on, such as "experts", where only a PyTorch model has that.
     """
 
     phase: Phase
@@ -212,7 +211,6 @@ class Kind:
     joined: bool = False
     fitted: bool = True
     run: Callable[..., Any] | str | None = None
-    modules: str = ""
 
 
 _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
@@ -257,9 +255,8 @@ _OWN: dict[str, Kind] = {
     ),
     "drop_experts": Kind(
         "float",
-        "fewer experts in mixtures, those of the least saliency taken out; PyTorch",
-        run="bitwright.torch.experts.drop_experts",
-        modules="experts",
+        "fewer experts in mixtures, those of the least saliency taken out",
+        run="bitwright.compression.experts.drop_experts",
     ),
     "replace_blocks": Kind(
         "float",

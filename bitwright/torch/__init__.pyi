@@ -1,5 +1,6 @@
 from bitwright.compression.compress import prune_model as prune_model
 from bitwright.compression.depth import drop_blocks as drop_blocks
+from bitwright.compression.experts import drop_experts as drop_experts
 from bitwright.compression.replace import replace_blocks as replace_blocks
 from bitwright.compression.sparsify import sparsify_model as sparsify_model
 from bitwright.compression.svd import svd_model as svd_model
@@ -34,7 +35,6 @@ from bitwright.torch.adapters import place_adapters as place_adapters
 from bitwright.torch.calls.inputs import Inputs as Inputs
 from bitwright.torch.error_correction import add_low_rank_branches as add_low_rank_branches
 from bitwright.torch.error_correction import correct_errors as correct_errors
-from bitwright.torch.experts import drop_experts as drop_experts
 from bitwright.torch.masks import keep_masks as keep_masks
 from bitwright.torch.ranks import gather_batches as gather_batches
 from bitwright.torch.simulation.quantsim import QuantizationSimModel as QuantizationSimModel

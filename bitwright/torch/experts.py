@@ -10,9 +10,9 @@ Reference: Lasby et al. 2025, arXiv:2510.13999 (REAP).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from bitwright.core.simulation.float_model import Array, Undo
-from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, close_matches, first_few
-from bitwright.methods.details import Detailed
-from bitwright.methods.front_end import plan_of
+from bitwright.errors import ConfigError, ModelError
+from bitwright.methods.front_end import Mixtures, plan_of
 from bitwright.progress import progress as progress_bar
-from bitwright.tables import Table
 from bitwright.torch.calls.inputs import evaluation, model_device, outputs_of, tensors_in, to_device, walk_modules
 from bitwright.torch.pretrained import configurations, fit_configuration, refuse_to_save
 
@@ -53,65 +51,6 @@ class Mixture:
     router: str
     experts: int
     stacked: bool
-
-
-@dataclass(frozen=True)
-class ExpertsRow:
-    """What became of a mixture.
-
-    Attributes:
-        name: path of its experts.
-        before: number of experts.
-        kept: their numbers.
-        scores: of all experts; 0 for one that no token reached.
-        tokens: that were routed to each.
-    """
-
-    name: str
-    before: int
-    kept: tuple[int, ...]
-    scores: tuple[float, ...] = field(repr=False)
-    tokens: tuple[int, ...] = field(repr=False)
-
-
-@dataclass(frozen=True)
-class ExpertsReport(Detailed):
-    """Result of :func:`drop_experts`; prints as a table.
-
-    Attributes:
-        rows: a mixture each.
-        before, after: ``params``.
-        plan: what :func:`bitwright.torch.rebuild` takes.
-        not_in_config: as :attr:`bitwright.compression.compress.Compressed.not_in_config`.
-    """
-
-    _rows = "rows"
-
-    rows: tuple[ExpertsRow, ...]
-    before: Mapping[str, float]
-    after: Mapping[str, float]
-    plan: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    not_in_config: str = ""
-
-    @property
-    def summary(self) -> str:
-        """One line."""
-        kept, all_of = sum(len(row.kept) for row in self.rows), sum(row.before for row in self.rows)
-        return f"{kept} of {all_of} experts left: {self.after['params'] / self.before['params']:.1%} of the params"
-
-    def table(self) -> Table:
-        """The mixtures."""
-        rows = [[r.name, str(r.before), str(len(r.kept)), f"{_lost(r):.1%}"] for r in self.rows]
-        return Table(["experts", "before", "after", "saliency lost"], rows, self.summary, right=(1, 2, 3))
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-
-def _lost(row: ExpertsRow) -> float:
-    """Share of the saliency, over all tokens, of the experts that went."""
-    weighted = np.multiply(row.scores, row.tokens)
-    return 1 - float(weighted[list(row.kept)].sum()) / max(float(weighted.sum()), 1e-300)
 
 
 def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -254,14 +193,6 @@ def saliencies(
     return [(one.sums / np.maximum(one.tokens, 1), one.tokens) for one in watching]
 
 
-#: name -> score of every expert from saliency, tokens, and a seed
-CRITERIA: dict[str, Callable[[Array, Array, int], Array]] = {
-    "reap": lambda saliency, tokens, seed: saliency,
-    "frequency": lambda saliency, tokens, seed: tokens.astype(float),
-    "random": lambda saliency, tokens, seed: np.random.default_rng(seed).random(len(tokens)),
-}
-
-
 # ------------------------------------------------------------------------------------------------- removal
 
 
@@ -380,105 +311,66 @@ def _checked_step(step: Mapping[str, Any]) -> Mapping[str, list[int]]:
     return kept
 
 
-@checks_arguments
-def drop_experts(
-    model: nn.Module,
-    data: Iterable[Any],
-    *,
-    keep: float,
-    importance: str = "reap",
-    exclude: Iterable[str] = (),
-    seed: int = 0,
-    progress: bool = True,
-) -> ExpertsReport:
-    """Take experts out of the mixtures of a module, in place: the least salient of each, as many everywhere.
+class TorchMixtures(Mixtures):
+    """The mixtures of a module.
 
     Args:
-        model: a module with mixtures: experts in a ``ModuleList``, or stacked as in transformers, beside a router.
-        data: batches of real inputs.
-        keep: part of the experts that stays, of each mixture, rounded up.
-        importance: ``reap``, ``frequency`` (tokens that are routed to an expert), or ``random``.
-        exclude: paths of experts that stay.
-        seed: of ``random``.
-        progress: show a progress bar.
-
-    Returns:
-        The report; the configuration of a model of transformers has the new number.
-
-    Raises:
-        CalibrationError: no data.
-        ConfigError: the model has no mixture, a part that is none, an unknown criterion.
-        ModelError: without the experts the model does not compute what it does when they are never chosen; it is as it was.
-
-    Reference: Lasby et al. 2025, arXiv:2510.13999. Gates are measured, as derivatives of the sum, and not read from a router.
+        model: changed in place.
+        batches: of real inputs.
     """
-    batches = list(data)
-    if not batches:
-        raise CalibrationError("drop_experts", "the data held no batch", "give some batches of real data")
-    if not 0 < keep < 1:
-        raise ConfigError("keep", f"{keep!r} is not a part of the experts", "write a number between 0 and 1")
-    if importance not in CRITERIA:
-        known = f"use {', '.join(CRITERIA)}"
-        raise ConfigError(
-            "importance", f"there is no criterion {importance!r}{close_matches(importance, CRITERIA)}", known
-        )
-    found = [mixture for mixture in mixtures(model) if mixture.name not in set(exclude)]
-    if not found:
-        raise ConfigError(
-            "drop_experts", "the model has no module with experts, in a list or stacked, beside a router with a row for each",
-            "use compress() for other models",
-        )  # fmt: skip
-    measured = saliencies(model, found, batches, progress)
-    rows = []
-    for i, (mixture, (saliency, tokens)) in enumerate(zip(found, measured, strict=True)):
-        scores = CRITERIA[importance](saliency, tokens, seed + i)
-        count = int(np.ceil(keep * mixture.experts - 1e-9))
-        kept = sorted(np.argsort(-scores, kind="stable")[:count].tolist())
-        rows.append(
-            ExpertsRow(mixture.name, mixture.experts, tuple(kept), tuple(saliency.tolist()), tuple(tokens.tolist()))
-        )
-    before = _size(model)
-    _removed_and_checked(model, found, rows, to_device(batches[0], model_device(model)))
-    steps: list[dict[str, Any]] = [{"kind": "experts", "kept": {r.name: list(r.kept) for r in rows}}]
-    fit = fit_configuration(model, {(r.before, len(r.kept)) for r in rows}, batches[0])
-    holders = configurations(model)
-    for holder, numbers in fit.attributes.items():
-        holders[holder].update(numbers)
-    if fit.changed:
-        steps.append({"kind": "cut", "parameters": {}, "attributes": fit.attributes})
-    plan = plan_of(steps, fit.reason)
-    refuse_to_save(model, fit.reason, plan)
-    return ExpertsReport(tuple(rows), before, _size(model), plan, fit.reason)
 
+    looked_for = "the model has no module with experts, in a list or stacked, beside a router with a row for each"
 
-def _removed_and_checked(model: nn.Module, found: Sequence[Mixture], rows: Sequence[ExpertsRow], batch: Any) -> None:
-    """Remove, and compare with the model that never chooses these experts."""
-    gone = {m: [i for i in range(m.experts) if i not in set(row.kept)] for m, row in zip(found, rows, strict=True)}
-    with torch.no_grad(), evaluation(model), _never_chosen(model, gone):
-        wanted = outputs_of(model, batch)
-    undos = [undo for m, row in zip(found, rows, strict=True) for undo in _remove(model, m, row.kept)]
-    try:
-        with torch.no_grad(), evaluation(model):
-            made = outputs_of(model, batch)
-        same = all(_near(a, b) for a, b in zip(made, wanted, strict=True))
-        problem = "" if same else "its outputs are not those of the model that never chooses these experts"
-    except Exception as error:  # of the model's code
-        problem = f"it fails: {error}".splitlines()[0]
-    if problem:
-        for undo in reversed(undos):
+    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
+        self._model, self._batches = model, batches
+        self._first = to_device(batches[0], model_device(model))
+        self._found = {mixture.name: mixture for mixture in mixtures(model)}
+
+    def counts(self) -> Mapping[str, int]:
+        """As the base class says."""
+        return {name: mixture.experts for name, mixture in self._found.items()}
+
+    def saliencies(self, names: Sequence[str], needed: bool, progress: bool) -> list[tuple[Array, Array]]:
+        """As :func:`saliencies`."""
+        return saliencies(self._model, [self._found[name] for name in names], self._batches, progress)
+
+    def _outputs(self) -> list[Array]:
+        with torch.no_grad(), evaluation(self._model):
+            return list(outputs_of(self._model, self._first))
+
+    def without(self, gone: Mapping[str, Sequence[int]]) -> list[Array]:
+        """As the base class says."""
+        with torch.no_grad(), _never_chosen(self._model, {self._found[name]: i for name, i in gone.items()}):
+            return self._outputs()
+
+    def size(self) -> float:
+        """As the base class says."""
+        return float(sum(parameter.numel() for parameter in self._model.parameters()))
+
+    def remove(self, kept: Mapping[str, Sequence[int]]) -> tuple[list[Array], Undo]:
+        """As the base class says; a model that fails is as it was."""
+        undos = [undo for name, left in kept.items() for undo in _remove(self._model, self._found[name], left)]
+
+        def undo() -> None:
+            for step in reversed(undos):
+                step()
+
+        try:
+            return self._outputs(), undo
+        except BaseException:
             undo()
-        names = first_few([mixture.name for mixture in found])
-        raise ModelError(
-            "drop_experts", f"with fewer experts in {names}: {problem}", "keep more of them, or exclude these experts"
-        )
+            raise
 
-
-def _near(one: Array, other: Array) -> bool:
-    if one.shape != other.shape:
-        # logits of routers have fewer columns
-        return one.ndim == other.ndim and one.shape[:-1] == other.shape[:-1] and one.shape[-1] < other.shape[-1]
-    return bool(np.allclose(one, other, rtol=0, atol=1e-4 * max(float(np.abs(other).max(initial=0)), 1e-6)))
-
-
-def _size(model: nn.Module) -> dict[str, float]:
-    return {"params": float(sum(parameter.numel() for parameter in model.parameters()))}
+    def finish(self, kept: Mapping[str, Sequence[int]]) -> tuple[Mapping[str, Any], str]:
+        """The plan; the configuration of a model of transformers follows."""
+        steps: list[dict[str, Any]] = [{"kind": "experts", "kept": {name: list(left) for name, left in kept.items()}}]
+        counts = {(self._found[name].experts, len(left)) for name, left in kept.items()}
+        fit = fit_configuration(self._model, counts, self._batches[0])
+        holders = configurations(self._model)
+        for holder, numbers in fit.attributes.items():
+            holders[holder].update(numbers)
+        if fit.changed:
+            steps.append({"kind": "cut", "parameters": {}, "attributes": fit.attributes})
+        plan = plan_of(steps, fit.reason)
+        refuse_to_save(self._model, fit.reason, plan)
+        return plan, fit.reason

@@ -37,6 +37,7 @@ from bitwright.torch.calls.inputs import (
 )
 from bitwright.torch.captured import as_module
 from bitwright.torch.depth import TorchBlocks
+from bitwright.torch.experts import TorchMixtures
 from bitwright.torch.interception.intercept import Frame, Key
 from bitwright.torch.pretrained import refuse_to_save
 from bitwright.torch.program import Forward, TorchSimulation
@@ -359,6 +360,16 @@ class TorchFrontEnd(FrontEnd):
     def part(self, model: nn.Module) -> TorchPart:
         """As the base class says."""
         return TorchPart(model)
+
+    def mixtures(self, model: nn.Module, batches: Sequence[Any], providers: Any) -> TorchMixtures:
+        """As the base class says.
+
+        Raises:
+            ConfigError: ``providers`` are given.
+        """
+        refuse_providers(providers)
+        require_module(model)
+        return TorchMixtures(model, batches)
 
     def blocks(self, model: nn.Module, first: Any, providers: Any) -> TorchBlocks:
         """As the base class says.

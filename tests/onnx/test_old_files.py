@@ -83,7 +83,7 @@ def test_a_recipe_works_at_every_opset(opset, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [7, 10, 12, 17, 26])
-@pytest.mark.parametrize("step", [None, *(name for name, kind in KINDS.items() if not kind.modules)])
+@pytest.mark.parametrize("step", [None, *(name for name in KINDS if name != "drop_experts")])  # the classifier has none
 def test_every_method_works_on_old_files(step, opset, tmp_path):
     steps = None if step is None else list(dict.fromkeys(("fold", step)))
     recipe = steps and [{name: _LITTLE[name]} if name in _LITTLE else name for name in steps]
