@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +394,31 @@ def test_a_tuple_of_a_class_of_its_own_is_not_asked_for_its_length() -> None:
     assert map_tensors((held, B), lambda t: t)[0] is held
     model = torch.nn.Linear(4, 4)
     model.kind = OwnLength((1, -1))  # type: ignore[assignment]
+    sim = QuantizationSimModel(model, torch.randn(2, 4))
+    sim.compute_encodings([torch.randn(2, 4)], progress=False)
+    assert sim.model(torch.randn(2, 4)).shape == (2, 4)
+
+
+@dataclass
+class Guarded:
+    """As configurations of transformers with layers of unlike sizes, which refuse to say one size for all."""
+
+    size: int
+    weight: torch.Tensor
+    later: int = field(init=False)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "size":
+            raise RuntimeError("it differs from layer to layer")
+        return super().__getattribute__(name)
+
+
+def test_fields_of_a_dataclass_are_read_where_they_are_stored() -> None:
+    held = Guarded(3, A)
+    assert [path for path, _ in flatten_tensors({"config": held})] == ["config.weight"]
+    assert tensors_in(held)[0] is A
+    model = torch.nn.Linear(4, 4)
+    model.config = Guarded(3, torch.ones(1))  # type: ignore[assignment]
     sim = QuantizationSimModel(model, torch.randn(2, 4))
     sim.compute_encodings([torch.randn(2, 4)], progress=False)
     assert sim.model(torch.randn(2, 4)).shape == (2, 4)

@@ -402,20 +402,23 @@ class Task:
         """The float weights of a layer as a matrix, float32."""
         return layer.matrix(self.walk.model.weight(layer.site).float()).contiguous()
 
-    def moments(self, layer: Layer, rows_per_input: int | None = None, *, weight: Tensor | None = None) -> Moments:
+    def moments(
+        self, layer: Layer, rows_per_input: int | None = None, *, weight: Tensor | None = None, few: bool = False
+    ) -> Moments:
         """Second moments of a layer's input, over all rows, or over a number of rows per input of one output.
 
         Args:
             layer: of the unit.
             rows_per_input: how many are drawn, evenly from the data; never fewer than 1024 in all.
             weight: of the layer, where the float inputs are looked at too; otherwise the quantized ones are in their place.
+            few: whether the moments may be :class:`FewRows`.
         """
         most = math.inf if rows_per_input is None else _rows_wanted(layer, rows_per_input)
         drawn = (
             (quantized if weight is None else real, quantized, most * share)
             for real, quantized, share in self.walk.shares(layer)
         )
-        return moments(layer, drawn, self.generator, weight)
+        return moments(layer, drawn, self.generator, weight, few=few)
 
 
 def _pairs_alone(x: Tensor, x_q: Tensor, layer: Layer) -> Tensor:

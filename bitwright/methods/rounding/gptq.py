@@ -14,6 +14,7 @@ columns still to come make up for them as for errors of rounding.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,11 +25,13 @@ from torch import Tensor
 from bitwright.core.compiled.loops import loops
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.methods.rounding.driver import Choice, Task, check_finite, check_rows
-from bitwright.methods.rounding.matrices import Grid, Layer, Moments, grid_encoding
+from bitwright.methods.rounding.matrices import FewRows, Grid, Layer, Moments, grid_encoding
 from bitwright.methods.rounding.refit import refitted
 
 _COARSE = 4  # bits up to which a refit of the grid lowers the error by more than it costs
 _REFITS = 3
+#: damping from which on few rows stand for their matrix; with less, rounding errors fill the inverse of one without full rank
+LEAST_DAMPING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -101,27 +104,75 @@ class AsymmetricSettings:
             raise ConfigError("share", f"it is {self.share!r}", "give a number from 0 (GPTQ) to 1")
 
 
-@dataclass(frozen=True)
-class Factored:
+Hessian = Tensor | FewRows
+
+
+class Factored(ABC):
     """What rounding reads of the inputs, which is the same for every grid.
 
     Attributes:
         order: of the columns, ``[G, K]``.
-        upper: ``U`` in that order, ``[K, K, G]`` float32.
         moved: ``P`` of GPTAQ in that order, ``[G, K, K]`` float32.
     """
 
     order: Tensor
-    upper: Tensor
-    moved: Tensor | None
+    moved: Tensor | None = None
+
+    @abstractmethod
+    def blocks(self, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield ``size`` columns at a time, and their rows of ``U`` from the first of them on: ``[columns, rest, G]`` float32."""
 
 
-def factored(hessian: Tensor, settings: Settings, drift: Tensor | None = None) -> Factored:
-    """:class:`Factored` of the arguments of :func:`round_columns`."""
-    order = _order(hessian, by_diagonal=settings.act_order and group_of_pattern(settings.pattern) is None)
-    factor = inverse_factor(_permuted(hessian, order), settings.damping)
-    moved = _correction(None if drift is None else _permuted(drift, order), factor)
-    return Factored(order, factor.float().movedim(0, 2).contiguous(), moved)
+class FactoredMatrix(Factored):
+    """:class:`Factored` of a matrix: ``U`` is kept whole."""
+
+    def __init__(self, hessian: Tensor, settings: Settings, drift: Tensor | None = None) -> None:
+        self.order = _order(hessian, settings)
+        factor = inverse_factor(_permuted(hessian, self.order), settings.damping)
+        self.moved = _correction(None if drift is None else _permuted(drift, self.order), factor)
+        self._upper = factor.float().movedim(0, 2).contiguous()
+
+    def blocks(self, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the matrix."""
+        count = len(self._upper)
+        for start in range(0, count, size):
+            here = slice(start, min(start + size, count))
+            yield here, self._upper[here, start:]
+
+
+class FactoredRows(Factored):
+    """:class:`Factored` of few rows: neither the matrix nor ``U`` is made.
+
+    The inverse of the damped matrix of the columns still to come is ``(I - X^T S X) / d`` with ``S = (X X^T + d I)^-1``, as small
+    as the rows are few (Woodbury's identity); the first rows of its factor follow from its first rows.
+    """
+
+    def __init__(self, hessian: FewRows, settings: Settings) -> None:
+        self.order = _order(hessian, settings)
+        self._x = hessian.x.gather(2, self.order[:, None, :].expand(hessian.x.shape))
+        diagonal = hessian.diagonal()
+        mean = diagonal.sum(1) / (diagonal > 0).sum(1).clamp(min=1)
+        self._damping = settings.damping * torch.where(mean > 0, mean, torch.ones_like(mean))[:, None]
+
+    def blocks(self, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Computed one after the other, anew in every call."""
+        inner, count = self._x @ self._x.transpose(1, 2), int(self._x.shape[2])
+        for start in range(0, count, size):
+            here = slice(start, min(start + size, count))
+            x, rest = self._x[:, :, here], self._x[:, :, start:]
+            damped = inner.clone()
+            torch.diagonal(damped, dim1=1, dim2=2).add_(self._damping)
+            inverse = -torch.cholesky_solve(x, torch.linalg.cholesky(damped)).transpose(1, 2) @ rest
+            torch.diagonal(inverse, dim1=1, dim2=2).add_(1.0)
+            inverse /= self._damping[:, :, None]
+            lower = torch.linalg.cholesky(inverse[:, :, : here.stop - start])
+            yield here, torch.linalg.solve_triangular(lower, inverse, upper=False).float().movedim(0, 2).contiguous()
+            inner -= x @ x.transpose(1, 2)
+
+
+def factored(hessian: Hessian, settings: Settings) -> Factored:
+    """:class:`Factored` of ``H``; of few rows with a damping of at least :data:`LEAST_DAMPING`."""
+    return FactoredRows(hessian, settings) if isinstance(hessian, FewRows) else FactoredMatrix(hessian, settings)
 
 
 def round_columns(
@@ -139,54 +190,58 @@ def round_columns(
     Returns:
         Codes, ``[G, O, K]`` float32. Columns whose inputs are all zero ("dead") are rounded to nearest.
     """
-    found = hessian if isinstance(hessian, Factored) else factored(hessian, settings, drift)
-    every, upper, moved = group_of_pattern(settings.pattern), found.upper, found.moved
+    found = hessian if isinstance(hessian, Factored) else FactoredMatrix(hessian, settings, drift)
+    every, moved = group_of_pattern(settings.pattern), found.moved
     columns = found.order[:, None, :].expand(w.shape)
-    diagonal = torch.diagonal(upper).t().contiguous()[:, :, None]  # [K, G, 1]
     compiled = _compiled(w, grid, settings, moved)
     w = _by_column(w, columns)
     codes = torch.empty_like(w)
-    rounded: Callable[[Tensor, slice, Tensor, Tensor], None]
+    rounded: Callable[[Tensor, slice, Tensor, Tensor, Tensor], None]
     if compiled is not None and grid is not None:
         numbers = tuple(_by_column(t, columns) for t in _numbers(grid))
-        rounded = partial(_round_compiled, compiled, numbers, upper, diagonal)
+        rounded = partial(_round_compiled, compiled, numbers)
     else:
-        rounded = partial(_round_block, _grids(grid, columns), upper, diagonal, settings, moved)
+        rounded = partial(_round_block, _grids(grid, columns), settings, moved)
     n = len(w)
     size = settings.block if every is None else max(settings.block // every[1], 1) * every[1]
-    for start in range(0, n, size):
-        here = slice(start, min(start + size, n))
+    for here, upper in found.blocks(size):
         block, errors = w[here].clone(), torch.empty_like(w[here])
-        rounded(block, here, codes[here], errors)
-        w[here.stop :] -= torch.einsum("jgo,jkg->kgo", errors, upper[here, here.stop :])
+        rounded(block, here, codes[here], errors, upper[:, : len(block)])
+        w[here.stop :] -= torch.einsum("jgo,jkg->kgo", errors, upper[:, len(block) :])
         _correct(w[here.stop :], block, moved, here, slice(here.stop, n))
     return torch.empty_like(codes.permute(1, 2, 0)).scatter_(2, columns, codes.permute(1, 2, 0))
 
 
 def _round_compiled(
-    compiled: Callable[..., None], numbers: Sequence[Tensor], upper: Tensor, diagonal: Tensor, block: Tensor, here: slice,
-    codes: Tensor, errors: Tensor,
+    compiled: Callable[..., None], numbers: Sequence[Tensor], block: Tensor, here: slice, codes: Tensor, errors: Tensor,
+    upper: Tensor,
 ) -> None:  # fmt: skip
     """:func:`_round_block` in one call."""
-    own = (*(t[here] for t in numbers), upper[here, here].contiguous(), diagonal[here, :, 0])
+    own = (*(t[here] for t in numbers), upper.contiguous(), torch.diagonal(upper).t().contiguous())
     compiled(*(t.numpy() for t in (block, codes, errors, *own)))
 
 
 def _round_block(
-    grids: Sequence[Grid | None], upper: Tensor, diagonal: Tensor, settings: Settings, moved: Tensor | None, block: Tensor,
-    here: slice, codes: Tensor, errors: Tensor,
+    grids: Sequence[Grid | None], settings: Settings, moved: Tensor | None, block: Tensor, here: slice, codes: Tensor,
+    errors: Tensor, upper: Tensor,
 ) -> None:  # fmt: skip
-    """Round the columns ``here`` in place to dequantized values; fills in ``codes`` and ``errors``."""
-    every, stop = group_of_pattern(settings.pattern), here.stop
-    gone = _gone(block, diagonal[here], settings, every)
-    for j, k in enumerate(range(here.start, stop)):
+    """Round the columns ``here`` in place to dequantized values; fills in ``codes`` and ``errors``.
+
+    ``upper`` is ``U`` of these columns, ``[columns, columns, G]``.
+    """
+    every, diagonal = (
+        group_of_pattern(settings.pattern),
+        torch.diagonal(upper).t().contiguous()[:, :, None],
+    )  # [columns, G, 1]
+    gone = _gone(block, diagonal, settings, every)
+    for j, k in enumerate(range(here.start, here.stop)):
         if every is not None and k % every[1] == 0:
-            _drop_group(gone[j:], block[j:], diagonal[k:stop], every)
+            _drop_group(gone[j:], block[j:], diagonal[j:], every)
         column = block[j]
         codes[j], value = _rounded(column, gone[j] if len(gone) else None, grids[k])
-        torch.div(column - value, diagonal[k], out=errors[j])
-        block[j + 1 :].addcmul_(upper[k, k + 1 : stop, :, None], errors[j], value=-1)
-        _correct(block[j + 1 :], block[j : j + 1], moved, slice(k, k + 1), slice(k + 1, stop))
+        torch.div(column - value, diagonal[j], out=errors[j])
+        block[j + 1 :].addcmul_(upper[j, j + 1 :, :, None], errors[j], value=-1)
+        _correct(block[j + 1 :], block[j : j + 1], moved, slice(k, k + 1), slice(k + 1, here.stop))
         block[j] = value
 
 
@@ -267,11 +322,12 @@ def _least(scores: Tensor, share: float) -> Tensor:
     return gone.reshape(scores.transpose(0, 1).shape).transpose(0, 1).contiguous()
 
 
-def _order(hessian: Tensor, *, by_diagonal: bool) -> Tensor:
+def _order(hessian: Hessian, settings: Settings) -> Tensor:
     """The order in which columns are rounded, ``[G, K]``: natural, or by descending diagonal."""
-    if by_diagonal:
-        return torch.argsort(torch.diagonal(hessian, dim1=1, dim2=2), dim=1, descending=True, stable=True)
-    return torch.arange(hessian.shape[2], device=hessian.device).expand(hessian.shape[0], -1)
+    diagonal = hessian.diagonal(dim1=1, dim2=2)
+    if settings.act_order and group_of_pattern(settings.pattern) is None:
+        return torch.argsort(diagonal, dim=1, descending=True, stable=True)
+    return torch.arange(diagonal.shape[1], device=diagonal.device).expand(diagonal.shape)
 
 
 def _rounded(column: Tensor, gone: Tensor | None, grid: Grid | None) -> tuple[Tensor, Tensor]:
@@ -309,7 +365,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
         damping = max(damping, 1e-8) * 10
 
 
-def quadratic_error(delta: Tensor, hessian: Tensor) -> Tensor:
+def quadratic_error(delta: Tensor, hessian: Hessian) -> Tensor:
     """``delta H delta^T`` of every row: ``[G, O, K]``, ``[G, K, K]`` -> ``[G, O]`` float64."""
     wide = delta.double()
     return ((wide @ hessian) * wide).sum(2)
@@ -320,9 +376,10 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     (layer,) = task.layers.values()
     w = task.weight(layer)
     grid = task.grid(layer, w)
-    found = task.moments(layer, settings.rows_per_input, weight=w if settings.match_float else None)
+    few = settings.damping >= LEAST_DAMPING
+    found = task.moments(layer, settings.rows_per_input, weight=w if settings.match_float else None, few=few)
     hessian, rows = found.own, found.rows
-    check_finite(layer, hessian)
+    check_finite(layer, hessian.diagonal(dim1=1, dim2=2))
     check_rows(task.walk, layer, rows, int(w.shape[2]))
     seen = bool(hessian.any())
     target = least_squares(w, found, settings) if settings.match_float and seen else w
@@ -337,7 +394,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
             raise CalibrationError(
                 layer.name, "its inputs are all zero, so that no weight is worth more", "give other data"
             )
-        codes = round_columns(target.clone(), hessian, grid, settings)
+        codes = round_columns(target.clone(), factored(hessian, settings), grid, settings)
         both = [quadratic_error(grid.values(c) - target, hessian).sum() / rows for c in (grid.nearest(w), codes)]
         note = f"{float((codes == 0).float().mean()):.1%} of its weights are zero"
         weight = layer.tensor(grid.values(codes))
@@ -359,7 +416,7 @@ class Problem:
 
     task: Task
     layer: Layer
-    hessian: Tensor
+    hessian: Hessian
     rows: int
     target: Tensor
 
@@ -425,7 +482,7 @@ def better_of(one: tuple[Tensor, Grid], other: tuple[Tensor, Grid], where: Tenso
     return weight, replace(grid, scale=scale, lo=lo, hi=hi)
 
 
-def _note(hessian: Tensor, nearest: Tensor) -> str:
+def _note(hessian: Hessian, nearest: Tensor) -> str:
     """A note on the number of matrices that keep nearest rounding."""
     unseen = int((hessian.diagonal(dim1=1, dim2=2).sum(1) == 0).sum())
     count, kept = len(nearest), int(nearest.sum())
@@ -443,15 +500,17 @@ def least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
     nothing of it would hold on others.
     """
     hessian = found.own
-    diagonal = torch.diagonal(hessian, dim1=1, dim2=2)
-    share = (max(settings.damping, int(w.shape[2]) / found.rows) * diagonal.mean(1, keepdim=True)).expand(
-        diagonal.shape
-    )
-    damped = hessian.clone()
-    torch.diagonal(damped, dim1=1, dim2=2).add_(torch.where(diagonal > 0, share, torch.ones_like(share)))
+    diagonal = hessian.diagonal(dim1=1, dim2=2)
+    share = max(settings.damping, int(w.shape[2]) / found.rows) * diagonal.mean(1, keepdim=True)
     wide = w.double()
     # move from W along what the inputs differ by, so that directions without data stay as they are
     assert found.moved is not None
+    if isinstance(hessian, FewRows):  # D X (X^T X + d I)^-1 = D (X X^T + d I)^-1 X
+        inner = hessian.x @ hessian.x.transpose(1, 2)
+        torch.diagonal(inner, dim1=1, dim2=2).add_(torch.where(share > 0, share, torch.ones_like(share)))
+        return (wide + torch.linalg.solve(inner, found.moved, left=False) @ hessian.x).float()
+    damped = hessian.clone()
+    torch.diagonal(damped, dim1=1, dim2=2).add_(torch.where(diagonal > 0, share, torch.ones_like(diagonal)))
     return (wide + torch.linalg.solve(damped, found.moved.transpose(1, 2)).transpose(1, 2)).float()
 
 
@@ -461,7 +520,7 @@ def solve_asymmetric(task: Task, settings: AsymmetricSettings) -> list[Choice]:
     w = task.weight(layer)
     ones = torch.eye(int(w.shape[2]), device=w.device).expand(len(w), -1, -1)
     found = task.moments(layer, settings.rows_per_input, weight=ones)
-    hessian, drift = found.own, found.moved
+    hessian, drift = found.matrix, found.moved
     assert drift is not None
     check_finite(layer, hessian)
     check_rows(task.walk, layer, found.rows, int(w.shape[2]))
@@ -469,7 +528,7 @@ def solve_asymmetric(task: Task, settings: AsymmetricSettings) -> list[Choice]:
     # of |Q x_q - W x|^2 what weights change: the distance from the weights that come nearest to the float model's outputs
     target = least_squares(w, Moments(hessian, w.double() @ drift, found.rows), plain) if hessian.any() else w
     problem = Problem(task, layer, hessian, found.rows, target)
-    once = cache(lambda: factored(hessian, plain, settings.share * drift))
+    once = cache(lambda: FactoredMatrix(hessian, plain, settings.share * drift))
     return [problem.choice(w, settings.refit, lambda grid: round_columns(w.clone(), once(), grid, plain))]
 
 

@@ -239,19 +239,19 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     grid = Grid.of(encoding, layer, w.device)
     _check_grid(layer, encoding, grid)
     found = task.moments(layer, settings.rows_per_input, weight=w if settings.match_float else None)
-    check_finite(layer, found.own)
+    check_finite(layer, found.matrix)
     check_rows(task.walk, layer, found.rows, int(w.shape[2]))
-    seen = bool(found.own.any())
+    seen = bool(found.matrix.any())
     target = least_squares(w, found, Rounded(settings.damping)) if settings.match_float and seen else w
     inputs = int(w.shape[2])
     size = max(d for d in range(1, settings.vector + 1) if inputs % d == 0)
     entries = max(2, round(settings.entries ** (size / settings.vector)))
-    upper = inverse_factor(found.own, settings.damping).float()
+    upper = inverse_factor(found.matrix, settings.damping).float()
     scale = grid.scale.expand(w.shape)
     ends = float(grid.lo.max()), float(grid.hi.min())
     made = [
         stored_by_vectors(
-            Matrix(target[g], scale[g], found.own[g], upper[g], ends, size), entries, settings.rounds, task.generator
+            Matrix(target[g], scale[g], found.matrix[g], upper[g], ends, size), entries, settings.rounds, task.generator
         )
         for g in range(len(w))
     ]
@@ -259,7 +259,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     after, before = (sum(errors) / found.rows for errors in ([part[1] for part in made], [part[2] for part in made]))
     several = "numbers" if size == 1 else f"vectors of {size}"
     note = f"{entries} {several}: {math.log2(entries) / size:.2f} bits a weight"
-    unseen = int((found.own.diagonal(dim1=1, dim2=2).sum(1) == 0).sum())
+    unseen = int((found.matrix.diagonal(dim1=1, dim2=2).sum(1) == 0).sum())
     if unseen:
         note += f"; {unseen} of {len(w)} matrices saw no input"
     if len(w) == 1 and not isinstance(encoding.granularity, PerBlock):

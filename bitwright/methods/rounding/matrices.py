@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,8 @@ from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntForma
 
 RECURRENT = ("LSTM", "GRU", "RNN")
 _CHUNK = 1 << 24  # numbers of a patch matrix made at once: 64 MiB
+#: from how many columns on, and at what part of them, rows are kept in place of the sum of their products
+_MANY, _FEWER = 1024, 4
 _BLOCKED = 256  # columns from which on half of a symmetric product is worth leaving out
 
 
@@ -365,19 +367,59 @@ def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
     return with_stored_scale(encoding, gathered(grid.scale))
 
 
+class FewRows:
+    """``x^T x`` of rows ``x`` that are far fewer than columns, without the matrix: ``[G, K, K]``.
+
+    Has what rounding asks of the matrix: products from the left, selected matrices and rows, the diagonal.
+
+    Args:
+        x: ``[G, P, K]`` float64.
+        selected: the columns of ``x`` that belong to the rows of the matrix, ``[G, P, R]``; all by default.
+    """
+
+    def __init__(self, x: Tensor, selected: Tensor | None = None) -> None:
+        self.x, self._selected = x, x if selected is None else selected
+
+    def __rmatmul__(self, left: Tensor) -> Tensor:
+        found: Tensor = (left @ self._selected.transpose(1, 2)) @ self.x
+        return found
+
+    def __getitem__(self, at: slice | tuple[slice, Tensor]) -> FewRows:
+        """Some of the matrices, or rows of these."""
+        if isinstance(at, slice):
+            return FewRows(self.x[at])
+        return FewRows(self.x[at[0]], self.x[at[0]][:, :, at[1]])
+
+    def diagonal(self, dim1: int = 1, dim2: int = 2) -> Tensor:
+        """``[G, K]``; ``dim1`` and ``dim2`` as of a tensor."""
+        assert (dim1, dim2) == (1, 2)
+        return self.x.square().sum(1)
+
+    def any(self) -> Tensor:
+        """Whether a number is not zero."""
+        return self.x.any()
+
+
 @dataclass(frozen=True)
 class Moments:
     """Sums over rows of a layer's inputs, float64.
 
     Attributes:
         own: sum of ``x_q x_q^T`` of the quantized inputs, ``[G, K, K]``.
-        moved: ``W`` times the sum of ``(x - x_q) x_q^T`` of float and quantized inputs, ``[G, O, K]``; ``None`` without ``W``.
+        moved: ``W`` times the sum of ``(x - x_q) x_q^T`` of float and quantized inputs, ``[G, O, K]``; of :class:`FewRows`
+            the sum without its last factor, ``[G, O, P]``. ``None`` without ``W``.
         rows: how many.
     """
 
-    own: Tensor
+    own: Tensor | FewRows
     moved: Tensor | None
     rows: int
+
+    @property
+    def matrix(self) -> Tensor:
+        """:attr:`own` where :class:`FewRows` was not asked for."""
+        assert isinstance(self.own, Tensor)
+        return self.own
 
 
 def moments(
@@ -385,6 +427,8 @@ def moments(
     inputs: Iterable[tuple[Tensor, Tensor, float]],
     generator: torch.Generator,
     weight: Tensor | None = None,
+    *,
+    few: bool = False,
 ) -> Moments:
     """The moments of ``(float, quantized, sufficient rows)``; rows are drawn by ``generator``.
 
@@ -395,20 +439,54 @@ def moments(
         inputs: of every batch.
         generator: draws the rows.
         weight: ``W``, ``[G, O, K]``.
+        few: whether rows are kept instead of the matrix where they are at most a quarter of many columns.
     """
+    most_kept = layer.fan_in // _FEWER if few and layer.fan_in >= _MANY else 0
+    parts = (
+        (x_q, x - x_q if weight is not None and x is not x_q else None)
+        for real, quantized, most in inputs
+        for x, x_q in paired_rows(layer, real, quantized, most, generator)
+    )
+    kept: list[_Part] = []
+    count = 0
+    for part in parts:
+        kept.append(part)
+        count += int(part[0].shape[1])
+        if count > most_kept:
+            return _summed(itertools.chain((kept.pop(0) for _ in range(len(kept))), parts), weight)
+    assert kept, layer.name
+    return Moments(FewRows(torch.cat([x for x, _ in kept], 1).double()), _moved_to(weight, kept), count)
+
+
+_Part = tuple[Tensor, Tensor | None]
+"""Rows of quantized inputs, and what the float ones differ from them by, if they do."""
+
+
+def _summed(parts: Iterable[_Part], weight: Tensor | None) -> Moments:
     own: Tensor | None = None
     moved: Tensor | None = None
     count = 0
-    for real, quantized, most in inputs:
-        for x, x_q in paired_rows(layer, real, quantized, most, generator):
-            own = _added(own, gram(x_q).double())
-            count += int(x_q.shape[1])
-            if weight is not None and x is not x_q:
-                moved = _added(moved, _moved(weight, x - x_q, x_q))
-    assert own is not None, layer.name
+    for x, difference in parts:
+        own = _added(own, gram(x).double())
+        count += int(x.shape[1])
+        if weight is not None and difference is not None:
+            moved = _added(moved, _moved(weight, difference, x))
+    assert own is not None
     if weight is not None and moved is None:
         moved = torch.zeros_like(weight, dtype=torch.float64)
     return Moments(own, moved, count)
+
+
+def _moved_to(weight: Tensor | None, kept: Sequence[_Part]) -> Tensor | None:
+    """``W d^T`` of all rows, ``[G, O, P]`` float64; ``d`` is the difference of float and quantized inputs."""
+    if weight is None:
+        return None
+    nothing = weight.new_zeros(1, dtype=torch.float64)
+    parts = [
+        nothing.expand(*weight.shape[:2], x.shape[1]) if d is None else (weight @ d.transpose(1, 2)).double()
+        for x, d in kept
+    ]
+    return torch.cat(parts, 2)
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:

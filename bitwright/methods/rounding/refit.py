@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitwright.methods.rounding.matrices import Grid
+from bitwright.methods.rounding.matrices import FewRows, Grid
 
 _SWEEPS = 6  # over all groups: what later ones gain is below a thousandth of the error
 _CHUNK = 1 << 22  # numbers of rows, or of their systems, that are solved at once: 32 MiB
@@ -31,7 +31,7 @@ def groups_of_columns(grid: Grid, shape: torch.Size) -> Tensor | None:
     return groups if int(index.max()) + 1 == count else None
 
 
-def refitted(grid: Grid, codes: Tensor, target: Tensor, hessian: Tensor) -> tuple[Grid, Tensor]:
+def refitted(grid: Grid, codes: Tensor, target: Tensor, hessian: Tensor | FewRows) -> tuple[Grid, Tensor]:
     """The grid whose values of ``codes`` are closest to ``target``, and the codes in that grid.
 
     Args:
@@ -97,7 +97,7 @@ class _Rows:
         self.grid, self.scale = grid, grid.scale
         self.zero = torch.zeros_like(grid.scale, dtype=torch.float64)
 
-    def solve(self, codes: Tensor, target: Tensor, hessian: Tensor, members: list[Tensor]) -> None:
+    def solve(self, codes: Tensor, target: Tensor, hessian: Tensor | FewRows, members: list[Tensor]) -> None:
         """Minimise over every scale and zero point in turn.
 
         Args:
@@ -150,7 +150,7 @@ class _Rows:
 
 
 def _system(
-    codes: Tensor, target: Tensor, hessian: Tensor, members: list[Tensor], *, offsets: bool
+    codes: Tensor, target: Tensor, hessian: Tensor | FewRows, members: list[Tensor], *, offsets: bool
 ) -> tuple[Tensor, Tensor]:
     """``D^T H D`` and ``D^T H w`` of every row; ``D`` has the codes of a group in a column, then ones of it if ``offsets``.
 

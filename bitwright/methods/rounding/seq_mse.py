@@ -32,7 +32,7 @@ from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.numerics.statistics import rows_of
 from bitwright.errors import ConfigError
 from bitwright.methods.rounding.driver import Choice, Task, check_finite
-from bitwright.methods.rounding.matrices import Grid, Layer, paired_rows
+from bitwright.methods.rounding.matrices import FewRows, Grid, Layer, paired_rows
 
 LossName = Literal["mse", "l1", "sqnr"]
 Symmetry = Literal["symqt", "symfp", "asym"]
@@ -159,8 +159,8 @@ def _fractions(start: Encoding, spec: QuantSpec, count: int) -> Iterator[Encodin
 def _squared(task: Task, layer: Layer, settings: Settings) -> Errors:
     """Squared errors on quantized inputs, from second moments."""
     w = task.weight(layer)
-    moments = task.moments(layer, settings.rows_per_input)
-    check_finite(layer, moments.own)
+    moments = task.moments(layer, settings.rows_per_input, few=True)
+    check_finite(layer, moments.own.diagonal(dim1=1, dim2=2))
     metric = _within_blocks(moments.own, task.encoding(layer), layer)
 
     def errors(encoding: Encoding) -> np.ndarray:
@@ -275,13 +275,25 @@ def _blocks(encoding: Encoding, layer: Layer) -> list[Tensor]:
     return [torch.nonzero(first == block).flatten() for block in first.unique()]
 
 
-def _within_blocks(hessian: Tensor, encoding: Encoding, layer: Layer) -> Callable[[Tensor], Tensor]:
+def _within_blocks(hessian: Tensor | FewRows, encoding: Encoding, layer: Layer) -> Callable[[Tensor], Tensor]:
     """``delta -> delta H``, with ``H`` restricted to blocks where scales cover blocks of inputs."""
-    block = _block_of_input(encoding, layer, hessian.device)
-    if block is None:
+    if not isinstance(encoding.granularity, PerBlock):
         return lambda delta: delta @ hessian
-    cut = hessian * (block[:, :, None] == block[:, None, :])
-    return lambda delta: delta @ cut
+    if isinstance(hessian, Tensor):
+        block = _block_of_input(encoding, layer, hessian.device)
+        assert block is not None
+        cut = hessian * (block[:, :, None] == block[:, None, :])
+        return lambda delta: delta @ cut
+    blocks, x = [block.to(hessian.x.device) for block in _blocks(encoding, layer)], hessian.x
+
+    def product(delta: Tensor) -> Tensor:
+        found = torch.empty_like(delta)
+        for block in blocks:
+            own = x[:, :, block]
+            found[:, :, block] = (delta[:, :, block] @ own.transpose(1, 2)) @ own
+        return found
+
+    return product
 
 
 def _chosen(one: Encoding, other: Encoding, where: np.ndarray) -> Encoding:

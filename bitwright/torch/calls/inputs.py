@@ -77,7 +77,11 @@ def _children(obj: Any) -> list[tuple[str, Any]] | None:
         names = getattr(obj, "_fields", None) or count()  # what a class of the user's calls its length is not asked
         return [(str(n), v) for n, v in zip(names, obj, strict=False)]
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        return [(f.name, getattr(obj, f.name)) for f in dataclasses.fields(obj)]
+        # what is stored, not what a property of the same name computes or refuses
+        held = getattr(obj, "__dict__", {})
+        return [
+            (f.name, held[f.name] if f.name in held else getattr(obj, f.name, None)) for f in dataclasses.fields(obj)
+        ]
     if isinstance(obj, nn.utils.rnn.PackedSequence):
         return [("data", obj.data)]
     return None

@@ -22,7 +22,7 @@ from bitwright.errors import ConfigError
 from bitwright.methods.rounding import gptq
 from bitwright.methods.rounding.driver import _pairs_alone, are_pairs
 from bitwright.methods.rounding.gptq import Settings, inverse_factor, quadratic_error, round_columns
-from bitwright.methods.rounding.matrices import Grid, Layer, gram, grid_encoding, moments, sample_rows
+from bitwright.methods.rounding.matrices import FewRows, Grid, Layer, gram, grid_encoding, moments, sample_rows
 from bitwright.methods.rounding.reconstruct import (
     AdaptiveRounding,
     LearnedDivision,
@@ -122,6 +122,48 @@ def test_the_least_squares_step_makes_up_for_little_noise_that_other_rows_do_not
     moved = gptq.least_squares(w, found, Settings())
     error = [float((w[0] @ unseen[0].t() - v[0] @ unseen[1].t()).square().sum()) for v in (w, moved)]
     assert error[1] < 1.2 * error[0]  # by the damping of the settings alone 1.3 and 5.9 times
+
+
+@pytest.mark.parametrize("damping", [gptq.LEAST_DAMPING, 0.1])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_few_rows_give_what_their_matrix_gives(groups, damping):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(groups, 40, 300, generator=generator) * torch.rand(300, generator=generator)
+    x[:, :, 7] = 0  # a dead column
+    rows, matrix = FewRows(x.double()), (x.double().transpose(1, 2) @ x.double())
+    w = torch.randn(groups, 12, 300, generator=generator)
+    grid = Grid(w.abs().amax(2, keepdim=True) / 7, torch.tensor(-8.0), torch.tensor(7.0))
+    settings, columns = Settings(damping=damping), torch.tensor([3, 7, 200])
+
+    wide = w.double()
+    torch.testing.assert_close(wide @ rows, wide @ matrix)
+    torch.testing.assert_close(wide[:, :, :3] @ rows[:, columns], wide[:, :, :3] @ matrix[:, columns])
+    torch.testing.assert_close(wide[:1] @ rows[0:1], wide[:1] @ matrix[0:1])
+    torch.testing.assert_close(rows.diagonal(dim1=1, dim2=2), matrix.diagonal(dim1=1, dim2=2))
+
+    few, whole = (gptq.factored(hessian, settings) for hessian in (rows, matrix))
+    live = few.order[0] != 7  # of a dead column only the zeros beside its diagonal matter
+    for (here, found), (there, wanted) in zip(few.blocks(64), whole.blocks(64), strict=True):
+        assert here == there
+        torch.testing.assert_close(found[live[here]], wanted[live[here]], rtol=1e-4, atol=1e-5 * float(wanted.max()))
+    codes = [round_columns(w.clone(), factor, grid, settings) for factor in (few, whole)]
+    assert float((codes[0] == codes[1]).float().mean()) > 0.995
+    errors = [float(quadratic_error(grid.values(c) - w, matrix).sum()) for c in (*codes, grid.nearest(w))]
+    assert errors[0] == pytest.approx(errors[1], rel=0.02) and errors[0] < 0.3 * errors[2]
+
+
+@pytest.mark.parametrize(("samples", "kept"), [(256, True), (257, False)])
+def test_rows_are_kept_up_to_a_quarter_of_many_columns(samples, kept):
+    generator = torch.Generator().manual_seed(1)
+    layer = Layer("fc", "fc", "Gemm", {"transB": 1}, (8, 1024), "fc.weight")
+    parts = [(*(torch.randn(n, 1024, generator=generator) for _ in range(2)), n) for n in (100, samples - 100)]
+    w = torch.randn(1, 8, 1024, generator=generator)
+    few, whole = (moments(layer, parts, generator, w, few=few) for few in (True, False))
+    assert isinstance(few.own, FewRows) == kept and few.rows == whole.rows == samples
+    torch.testing.assert_close(w.double() @ few.own, w.double() @ whole.own, rtol=1e-4, atol=1e-2)
+    one, other = (gptq.least_squares(w, found, Settings()) for found in (few, whole))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert isinstance(moments(layer, parts, generator, w).own, torch.Tensor)
 
 
 CANDIDATES = 10
