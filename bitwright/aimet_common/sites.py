@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -334,6 +335,20 @@ class SiteView:
     def freeze_encoding(self) -> None:
         """Keep the range through calibration."""
         self.allow_overwrite(False)
+
+
+@contextmanager
+def activations_in_float(sim: Any) -> Iterator[None]:
+    """Switch the quantizers of activations off and keep their encodings inside the block."""
+    sites = [site for site in sim.quantizers.values() if site.role in ("input", "output")]
+    kept = [(site.quantizer, site.quantizer.enabled, site.quantizer.frozen) for site in sites]
+    for quantizer, _, _ in kept:
+        quantizer.enabled, quantizer.frozen = False, True
+    try:
+        yield
+    finally:
+        for quantizer, enabled, frozen in kept:
+            quantizer.enabled, quantizer.frozen = enabled, frozen
 
 
 def fit_products(sim: Any) -> None:

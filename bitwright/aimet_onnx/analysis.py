@@ -12,9 +12,10 @@ import onnx
 from bitwright.aimet_common.aliases import names_below
 from bitwright.aimet_common.analyzer import QuantAnalyzerBase, RawFiles, Scores, checked, scores_of, write_ranges
 from bitwright.aimet_common.defs import CallbackFunc, QuantScheme
+from bitwright.aimet_common.sites import activations_in_float
 from bitwright.aimet_onnx.float_methods import fold_all_batch_norms_to_weight
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel
-from bitwright.aimet_onnx.utils import build_session, peak_signal_to_noise, proto_of, shown_outputs
+from bitwright.aimet_onnx.utils import build_session, example_feeds, peak_signal_to_noise, proto_of, shown_outputs
 from bitwright.analysis.layer_outputs import layer_values
 from bitwright.analysis.subject import open_subject
 from bitwright.core.files import read_document
@@ -97,12 +98,16 @@ def analyze_per_layer_sensitivity(
     """Node -> what ``eval_fn`` says of a session with only this node's quantizers.
 
     Args:
-        sim: calibrated; as it was afterwards.
+        sim: as it was afterwards; without calibration, of the quantizers of parameters alone.
         eval_fn: function of an ``InferenceSession``.
         filename: of an HTML page about it.
     """
     analyzer = QuantAnalyzer(None, None, eval_fn, eval_fn)
-    return analyzer.perform_per_layer_analysis_by_enabling_quantizers(sim, None, filename)
+    if sim._all_calibrated():
+        return analyzer.perform_per_layer_analysis_by_enabling_quantizers(sim, None, filename)
+    with activations_in_float(sim):
+        sim.compute_encodings([example_feeds(sim._source)])
+        return analyzer.perform_per_layer_analysis_by_enabling_quantizers(sim, None, filename)
 
 
 # ------------------------------------------------------------------------------------ outputs of layers

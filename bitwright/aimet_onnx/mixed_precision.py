@@ -113,7 +113,7 @@ def flip_layers_to_higher_precision(
     percent_to_flip: float = 10.0,
     override_precision: Any = "float16",
 ) -> list[str]:
-    """Give the most sensitive layers a higher precision; what they read and their weights.
+    """Give the most sensitive layers a higher precision: what they read and compute, and their weights.
 
     Args:
         sim: the simulation; changed in place.
@@ -134,9 +134,11 @@ def flip_layers_to_higher_precision(
         raise ConfigError(
             "override_precision", f"{override_precision!r} is not a pair", "give (param_type, activation_type)"
         )
-    weight, activation = (str(qtype.as_qtype(one)) for one in several)
+    weight, activation = (qtype.as_qtype(one) for one in several)
     count = math.ceil(len(layer_sensitivity_dict) * percent_to_flip / 100)
     worst = sorted(layer_sensitivity_dict, key=lambda name: layer_sensitivity_dict[name])[:count]
     if worst:
-        set_precisions(sim, [PrecisionRequest(tuple(worst), activation, weight)], strict=False)
+        set_precisions(sim, [PrecisionRequest(tuple(worst), str(activation), str(weight))], strict=False)
+    for quantizer in (q for name in worst for q in sim.get_op_quantizers(name)[1]):
+        quantizer.set_precision(activation)
     return worst

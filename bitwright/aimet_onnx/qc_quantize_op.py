@@ -20,7 +20,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import find_range_method
-from bitwright.core.numerics.spec import QuantSpec, activation_spec
+from bitwright.core.numerics.spec import QuantSpec, activation_spec, weight_spec
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.encodings.records import check_version
@@ -97,7 +97,10 @@ class QcQuantizeOp(SiteView):
 
     @property
     def _spec(self) -> QuantSpec:
-        return super()._spec if self.sites else self._sim.rules.activation or activation_spec()
+        if self.sites and not self.sites[0].quantizer.derived:
+            return super()._spec
+        rules = self._sim.rules  # an int32 bias has what is asked for of parameters, as in AIMET
+        return (rules.weight or weight_spec()) if self.sites else (rules.activation or activation_spec())
 
     @property
     def _encoding(self) -> Encoding | None:
@@ -293,11 +296,13 @@ class QcQuantizeOp(SiteView):
             return None
         shift = encoding.format.qmin if not isinstance(encoding.format, FloatFormat) and encoding.format.signed else 0
         found = []
+        fixed = self._spec.fixed_range or (None, None)
         for lo, hi, scale, zero in zip(
             encoding.min.ravel(), encoding.max.ravel(), encoding.scale.ravel(), encoding.zero_point.ravel(), strict=True
         ):
             one = TfEncoding()
-            one.min, one.max, one.delta = float(lo), float(hi), float(scale)
+            one.min, one.max = (_as_asked(end, wanted) for end, wanted in zip((lo, hi), fixed, strict=True))
+            one.delta = float(scale)
             one.offset, one.bw = float(shift - int(zero)), encoding.format.bits
             found.append(one)
         return found
@@ -440,6 +445,11 @@ def quantizer_of(name: str, sites: tuple[Site, ...], sim: Any) -> QcQuantizeOp:
     """The view of a tensor's sites, of the kind that its scales ask for."""
     grouped = bool(sites) and grouped_bits(sites[0].quantizer.spec.scale_format) is not None
     return (GroupedBlockQuantizeDequantize if grouped else QcQuantizeOp)(name, sites, sim)
+
+
+def _as_asked(end: Any, wanted: float | None) -> float:
+    """The end of a fixed range as it was asked for, of which a scale in float32 makes a number close by."""
+    return float(end) if wanted is None or not np.isclose(end, wanted, rtol=1e-6) else float(wanted)
 
 
 def _channels_first(values: Any, granularity: Any) -> Any:

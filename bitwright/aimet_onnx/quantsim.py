@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from bitwright.core.graph.operators import block_axes, resolve_granularity
 from bitwright.core.numerics.formats import FloatFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
-from bitwright.errors import ConfigError, EncodingsError, GranularityError
+from bitwright.errors import ConfigError, EncodingsError, GranularityError, ModelError
 from bitwright.export.encodings.of_simulation import exported_names
 from bitwright.export.encodings.read import read_encodings
 from bitwright.export.files.onnx_file import moved_model
@@ -241,6 +242,8 @@ def set_param_type(
 # ------------------------------------------------------------------------------------ the simulation
 
 
+#: operators whose outputs AIMET has no quantizers for: they only move values
+_MOVING = frozenset("Compress Flatten Gather Identity Reshape Shape Split Squeeze Tile Transpose Unsqueeze".split())
 _NOT_GIVEN = object()
 _LEGACY = (
     "dummy_input", "quant_scheme", "rounding_mode", "default_param_bw", "default_activation_bw", "use_symmetric_encodings",
@@ -284,8 +287,10 @@ class QuantizationSimModel(front.QuantizationSimModel):
         given = {"quant_scheme": quant_scheme, "config_file": config_file, "dummy_input": dummy_input,
                  "user_onnx_libs": user_onnx_libs, **dict(zip(_LEGACY, args, strict=False)), **legacy}  # fmt: skip
         unknown = sorted(set(given) - {*_LEGACY, "memory_budget", "threads"})
-        if unknown:
-            raise TypeError(f"QuantizationSimModel has no arguments {unknown}")
+        if unknown or given.get("rounding_mode", "nearest") != "nearest":
+            raise TypeError(f"QuantizationSimModel has no arguments {unknown or ['rounding_mode']}")
+        if (param_type, activation_type) != (int8, int8) and _LEGACY_TYPES & given.keys():
+            raise ModelError("param_type, activation_type", "they replace default_param_bw and the like", "give either")
         for library in given["user_onnx_libs"] or ():
             register_operators(library)
         weights, activations = _formats(param_type, activation_type, given)
@@ -327,11 +332,13 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     @property
     def qc_quantize_op_dict(self) -> dict[str, QcQuantizeOp]:
-        """Tensor name -> its quantizer, which may be off; of every float tensor of the model."""
+        """Tensor name -> its quantizer, which may be off; of every float tensor that is not only moved."""
         held: dict[str, list[Any]] = {}
         for site in self.quantizers.values():
             held.setdefault(site.value, []).append(site)
-        floats = (name for name, value in self.graph.values.items() if value.is_float)
+        moved = {name for op in self.graph.ops if op.type in _MOVING for name in op.outputs}
+        moved -= {site.value for site in self.quantizers.values() if site.enabled}
+        floats = (name for name, value in self.graph.values.items() if value.is_float and name not in moved)
         return {name: quantizer_of(name, tuple(held.get(name, ())), self) for name in floats}
 
     def get_qc_quantize_op(self) -> dict[str, QcQuantizeOp]:
@@ -351,7 +358,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
     @property
     def activation_names(self) -> list[str]:
         """Names of inputs, outputs and what lies between."""
-        return [name for name, value in self.graph.values.items() if value.is_float and not value.is_static]
+        return [name for name in self.qc_quantize_op_dict if not self.graph.values[name].is_static]
 
     @property
     def input_quantizers_name(self) -> list[str]:
@@ -475,13 +482,23 @@ class QuantizationSimModel(front.QuantizationSimModel):
         """Find the encodings on feeds, or by running ``callback(session)``, or ``callback(session, args)``.
 
         The callback is also known as ``forward_pass_callback``.
+
+        Raises:
+            TypeError: neither feeds nor a callback, both, or arguments without a callback.
         """
+        given = forward_pass_callback_args is not _NOT_GIVEN
         if "forward_pass_callback" in options:
+            if inputs is not None:
+                raise TypeError("give compute_encodings feeds or a callback, once")
             inputs = options.pop("forward_pass_callback")
         if not callable(inputs):
+            if given or isinstance(inputs, (int, float)):
+                raise TypeError("give compute_encodings feeds, a callback, or a callback and its arguments")
             super().compute_encodings(inputs, **options)
             return
-        given, callback = forward_pass_callback_args is not _NOT_GIVEN, inputs
+        if given:
+            warnings.warn("give compute_encodings a callback of the session alone", DeprecationWarning, stacklevel=2)
+        callback = inputs
 
         def run(session: Any) -> None:
             callback(session, forward_pass_callback_args) if given else callback(session)
@@ -544,6 +561,9 @@ class QuantizationSimModel(front.QuantizationSimModel):
     def set_and_freeze_param_encodings(self, encoding_path: str | Path | dict[str, Any]) -> None:
         """Take the parameter encodings of a file and keep them through calibration."""
         super().set_and_freeze_param_encodings(encoding_path)
+
+
+_LEGACY_TYPES = {"default_param_bw", "default_activation_bw", "default_data_type"}
 
 
 def _formats(param_type: Any, activation_type: Any, given: dict[str, Any]) -> tuple[Any, Any]:

@@ -212,18 +212,19 @@ OrtInferenceSession = build_session
 def make_psnr_eval_fn(
     fp_session: Any, inputs: Iterable[dict[str, Any]], output_indices: int | list[int] | None = None
 ) -> Callable[[Any], float]:
-    """A function that gives the mean peak signal-to-noise ratio, in dB and 100 at most, of a session against ``fp_session``."""
+    """A function that gives the peak signal-to-noise ratio of a session against ``fp_session``, in dB and 100 at most.
+
+    It is the mean over the inputs, and of several outputs the lowest; of the floating-point ones unless others are chosen.
+    """
     feeds = list(inputs)
     expected = [fp_session.run(None, feed) for feed in feeds]
-    count = len(expected[0]) if expected else 0
-    chosen = range(count) if output_indices is None else np.atleast_1d(output_indices).tolist()
+    floats = [i for i, value in enumerate(expected[0] if expected else ()) if np.asarray(value).dtype.kind == "f"]
+    chosen = floats if output_indices is None else np.atleast_1d(output_indices).tolist()
 
     def evaluate(session: Any) -> float:
-        found = []
-        for feed, wanted in zip(feeds, expected, strict=True):
-            got = session.run(None, feed)
-            found += [peak_signal_to_noise(wanted[i], got[i]) for i in chosen]
-        return float(np.mean(found))
+        outputs = [session.run(None, feed) for feed in feeds]
+        pairs = list(zip(expected, outputs, strict=True))
+        return min(float(np.mean([peak_signal_to_noise(w[i], got[i]) for w, got in pairs])) for i in chosen)
 
     return evaluate
 

@@ -120,6 +120,8 @@ class SiteQuantizer(Described, SiteView, NotOfModel, nn.Module):
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
         """Which of the parameters hold a range, as AIMET writes it."""
+        if torch.onnx.is_in_onnx_export():  # which takes tensors alone
+            return torch.tensor([])  # type: ignore[return-value]
         return dict.fromkeys(self._parameters, torch.tensor(self.is_initialized()))
 
     def _calls(self) -> Iterator[tuple[str, SiteQuantizer]]:

@@ -70,10 +70,14 @@ class EncodingBase(abc.ABC):
         Raises:
             EncodingsError: (a RuntimeError) to integers.
         """
-        made = copy.copy(self)
         if not self.scale.to(*args, **kwargs).is_floating_point():
             raise EncodingsError(type(self).__name__, "scales are not integers", "move it to a floating-point dtype")
-        vars(made).update({k: v.to(*args, **kwargs) for k, v in vars(self).items() if isinstance(v, torch.Tensor)})
+        return self.changed(lambda tensor: tensor.to(*args, **kwargs))
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Self:
+        """A copy whose tensors are what ``change`` makes of them."""
+        made = copy.copy(self)
+        vars(made).update({key: change(v) for key, v in vars(self).items() if isinstance(v, torch.Tensor)})
         return made
 
     @abc.abstractmethod
@@ -262,12 +266,18 @@ _MOVING = {
     getattr(owner, name)
     for owner in (torch.Tensor, torch)
     for name in (
-        "__getitem__ chunk diagonal expand expand_as flatten flip gather index_select masked_select moveaxis movedim narrow "
-        "permute ravel repeat repeat_interleave reshape roll rot90 select split squeeze swapaxes swapdims t take take_along_dim "
-        "tensor_split tile transpose unbind unflatten unfold unsqueeze view view_as"
+        "__getitem__ adjoint as_strided chunk diagonal dsplit expand expand_as flatten flip gather hsplit index_select "
+        "masked_select moveaxis movedim narrow permute ravel repeat repeat_interleave reshape resize roll rot90 select split "
+        "squeeze swapaxes swapdims t take take_along_dim tensor_split tile transpose unbind unflatten unfold unsqueeze view "
+        "view_as vsplit"
     ).split()
     if hasattr(owner, name)
-} | {torch.Tensor.T.__get__, torch.Tensor.mT.__get__}  # type: ignore[attr-defined]
+} | {getattr(torch.Tensor, name).__get__ for name in ("T", "H", "mT", "mH")}
+#: changes in place of the shape or of what autograd knows: the elements stay those that the encoding describes
+_IN_PLACE = {
+    getattr(torch.Tensor, name)
+    for name in "requires_grad_ resize_ resize_as_ share_memory_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
+}
 
 
 def _call_and_forget(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -278,7 +288,7 @@ def _call_and_forget(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     before = [None if traced or x.is_inference() else x._version for x in written]
     result = func(*args, **kwargs)
     for x, version in zip(written, before, strict=True):
-        if version is not None and x._version != version:
+        if func not in _IN_PLACE and version is not None and x._version != version:
             x.encoding = None
     return result
 
@@ -314,17 +324,17 @@ class QuantizedTensorBase(torch.Tensor):
         source = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
             result = _call_and_forget(func, args, kwargs or {})
-        if not isinstance(source, QuantizedTensorBase):
+        if result is source or not isinstance(source, QuantizedTensorBase):
             return result
         encoding = source.encoding
         if func in _CASTING and isinstance(result, torch.Tensor) and result.is_floating_point():
             return _cast(source, result)
-        keeps = func in _KEEPING or (func in _MOVING and encoding is not None and encoding.scale.numel() == 1)
+        if func not in _KEEPING and encoding is not None and encoding.scale.numel() > 1:
+            encoding = None  # which of the scales are of which element is known for the tensor as it was
+        typed = func in _KEEPING or func in _MOVING
 
         def kept(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor):
-                return x
-            if keeps:
+            if typed and isinstance(x, torch.Tensor):
                 return with_encoding(type(source), x, _for_rank(encoding, x.dim()))
             return x.as_subclass(torch.Tensor) if isinstance(x, QuantizedTensorBase) else x
 
@@ -355,16 +365,16 @@ class QuantizedTensorBase(torch.Tensor):
         return with_encoding(type(self), made, encoding)
 
     def clone(self, *, memory_format: torch.memory_format | None = torch.preserve_format) -> Any:
-        """A copy with the same encoding."""
-        return super().clone(memory_format=memory_format)
+        """Copies of the tensor and of its encoding."""
+        return self._with(super().clone(memory_format=memory_format), torch.Tensor.clone)
 
     def detach(self) -> Any:
         """The tensor and its encoding, both detached from the graph."""
-        encoding = copy.copy(self.encoding)
-        if encoding is not None:
-            fields = {key: v.detach() for key, v in vars(encoding).items() if isinstance(v, torch.Tensor)}
-            vars(encoding).update(fields)
-        return with_encoding(type(self), super().detach(), encoding)
+        return self._with(super().detach(), torch.Tensor.detach)
+
+    def _with(self, values: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """``values`` with the encoding of this tensor, changed."""
+        return with_encoding(type(self), values, None if self.encoding is None else self.encoding.changed(change))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = with_encoding(type(self), copy.deepcopy(self._plain(), memo), copy.deepcopy(self.encoding, memo))
@@ -383,11 +393,10 @@ class QuantizedTensorBase(torch.Tensor):
 
 
 def _for_rank(encoding: Any, rank: int) -> Any:
-    """``encoding``; the single scale of one with more axes than the tensor as a number."""
+    """A copy of ``encoding``; the single scale of one with more axes than the tensor as a number."""
     if encoding is None or encoding.scale.dim() <= rank:
-        return encoding
-    made = copy.copy(encoding)
-    vars(made).update({key: v.reshape(()) for key, v in vars(encoding).items() if isinstance(v, torch.Tensor)})
+        return copy.copy(encoding)
+    made = encoding.changed(lambda tensor: tensor.reshape(()))
     made.block_size = None
     return made
 
@@ -441,10 +450,18 @@ class EncodingAnalyzer:
         shape: of the ranges it makes.
         block_size: elements that share a range, axis by axis.
         method: the range method.
+
+    Raises:
+        ConfigError: (a ValueError) ``num_bins`` is not positive; it has no other effect, because histograms grow.
     """
 
-    def __init__(self, shape: tuple[int, ...], block_size: tuple[int, ...] | None, method: RangeMethod) -> None:
-        self.shape, self.block_size, self.method = tuple(shape), block_size, method
+    def __init__(
+        self, shape: tuple[int, ...] | int, block_size: tuple[int, ...] | None, method: RangeMethod, num_bins: int = 1
+    ) -> None:
+        if num_bins < 1:
+            raise ConfigError("num_bins", f"a histogram has no {num_bins} bins", "leave it out: histograms grow")
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.block_size, self.method = block_size, method
         self._seen: Any = None
 
     def _with(self, seen: Statistics | None, tensor: torch.Tensor) -> Statistics:
@@ -504,7 +521,7 @@ class MinMaxEncodingAnalyzer(EncodingAnalyzer):
 
 
 class PercentileEncodingAnalyzer(EncodingAnalyzer):
-    """The range of ``percentile`` percent of the values; ``num_bins`` has no effect, because histograms grow."""
+    """The range of ``percentile`` percent of the values."""
 
     def __init__(
         self,
@@ -513,7 +530,7 @@ class PercentileEncodingAnalyzer(EncodingAnalyzer):
         percentile: float = 100,
         block_size: tuple[int, ...] | None = None,
     ) -> None:
-        super().__init__(shape, block_size, RangeMethod.of("percentile"))
+        super().__init__(shape, block_size, RangeMethod.of("percentile"), num_bins)
         self.set_percentile(percentile)
 
     def set_percentile(self, percentile: float) -> None:
@@ -533,7 +550,7 @@ class PercentileEncodingAnalyzer(EncodingAnalyzer):
 class SqnrEncodingAnalyzer(EncodingAnalyzer):
     """The range of the least squared error, with ``gamma`` times the weight on clipping.
 
-    The numbers of bins and of candidates have no effect: our search is exact on its histogram.
+    The numbers of candidates have no effect: our search is exact on its histogram.
     """
 
     def __init__(
@@ -549,7 +566,7 @@ class SqnrEncodingAnalyzer(EncodingAnalyzer):
         histogram_growth_limit: float | None = None,
         block_size: tuple[int, ...] | None = None,
     ) -> None:
-        super().__init__(shape, block_size, find_range_method("sqnr", {"gamma": float(gamma)}))
+        super().__init__(shape, block_size, find_range_method("sqnr", {"gamma": float(gamma)}), num_bins)
 
 
 class TfEnhancedEncodingAnalyzer(SqnrEncodingAnalyzer):
@@ -641,15 +658,19 @@ def quantize(
     after it.
 
     Returns:
-        Shape of ``tensor``, in the dtype of ``scale``.
+        Shape and dtype of ``tensor``; float64 where float32 cannot hold the codes.
 
     Raises:
         TypeError: no grid, or unknown arguments.
+        EncodingsError: (a RuntimeError) the tensor has a half-precision dtype that does not hold the codes.
         GranularityError: (a ValueError) scale or blocks do not fit the tensor.
     """
     qmin, qmax, rest = split_grid(args, kwargs, ("block_size", "zero_point_shift"))
     codes = functional.quantize(tensor, scale, -offset, qmin, qmax, rest.get("block_size"))
-    return codes if codes.dtype == torch.float64 else codes.to(scale.dtype)
+    ends = torch.tensor([qmin, qmin + 1, qmax - 1, qmax])
+    if tensor.dtype.itemsize < 4 and not torch.equal(ends.to(tensor.dtype).long(), ends):
+        raise EncodingsError("quantize", f"{tensor.dtype} does not hold the codes {qmin} to {qmax}", "give float32")
+    return codes if codes.dtype == torch.float64 else codes.to(tensor.dtype)
 
 
 def dequantize(
@@ -931,6 +952,7 @@ class AffineQuantizerBase(QuantizerBase):
         self._symmetric, self.block_size = bool(rest["symmetric"]), rest.get("block_size")
         analyzer: EncodingAnalyzer | None = rest.get("encoding_analyzer")
         self.encoding_analyzer = analyzer or MinMaxEncodingAnalyzer(self.shape, self.block_size)
+        torch.empty(self.encoding_analyzer.shape, device="meta").expand(self.shape)
         self._overwrite = {"min": True, "max": True}
         self.__dict__["_fresh"] = {}
         self.min = self.max = None
@@ -1102,21 +1124,21 @@ class AffineQuantizerBase(QuantizerBase):
         """State beside the range for the state dict; an empty tensor for torch's older exporter, which takes nothing else."""
         if torch.onnx.is_in_onnx_export():
             return torch.tensor([])
-        return {
-            "symmetric": torch.tensor(self._symmetric),
-            "min_overwrite": torch.tensor(self._overwrite["min"]),
-            "max_overwrite": torch.tensor(self._overwrite["max"]),
-            "initialized": torch.tensor(self.is_initialized()),
-        }
+        ends = {name: torch.tensor(self._is_set(name)) for name in ("min", "max")}
+        frozen = {f"{name}_overwrite": torch.tensor(allowed) for name, allowed in self._overwrite.items()}
+        return {"symmetric": torch.tensor(self._symmetric), **ends, **frozen}
 
     def set_extra_state(self, state: Any) -> None:
         """Restore what :meth:`get_extra_state` returned."""
-        self._symmetric = bool(state["symmetric"])
-        self._overwrite = {"min": bool(state["min_overwrite"]), "max": bool(state["max_overwrite"])}
-        if not state.get("initialized", True):
-            self.min = self.max = None
+        self._symmetric = bool(state.get("symmetric", self._symmetric))
+        for name, allowed in self._overwrite.items():
+            self._overwrite[name] = bool(state.get(f"{name}_overwrite", allowed))
+            if not state.get(name, True):
+                setattr(self, name, None)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        if f"{prefix}min" in state_dict or f"{prefix}max" in state_dict:  # a state may have the range alone
+            state_dict.setdefault(f"{prefix}_extra_state", {})
         for name in ("min", "max"):  # a quantizer without a range gets one
             value = state_dict.get(f"{prefix}{name}")
             if value is not None and not self._is_set(name):
@@ -1219,7 +1241,13 @@ class GroupedBlockQuantizeDequantize(QuantizeDequantize):
                 "use symmetric=True and a decompressed_bw above bitwidth",
             )
         self.decompressed_bw = decompressed_bw
-        self.block_grouping = tuple(block_grouping) if block_grouping is not None else (1,) * len(self.shape)
+        self.block_grouping = (1,) * len(self.shape) if block_grouping is None else tuple(block_grouping)
+        if len(self.block_grouping) != len(self.shape):
+            raise EncodingsError(
+                "block_grouping",
+                f"{self.block_grouping} is not one number for each axis of {self.shape}",
+                "give one per axis",
+            )
 
     @of_place
     def get_per_channel_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:

@@ -165,11 +165,7 @@ def load_encodings(
         found = front.QuantizationSimModel.load_encodings(sim, versioned(source), strict, partial=True)
         refused = [name for name in off if name in found] if strict else []
         if refused:
-            raise EncodingsError(
-                str(source) if isinstance(source, (str, Path)) else "encodings",
-                f"it has encodings for quantizers that are switched off: {', '.join(refused[:5])}",
-                "switch them on before loading, or pass strict=False to leave them off",
-            )
+            raise _switched_off_error(source, refused)
     except BaseException:
         restore()
         raise
@@ -179,6 +175,14 @@ def load_encodings(
         for name in found:
             sim.quantizers[name].frozen = not allow_overwrite
     return found
+
+
+def _switched_off_error(source: Any, names: Sequence[str]) -> EncodingsError:
+    return EncodingsError(
+        str(source) if isinstance(source, (str, Path)) else "encodings",
+        f"it has encodings for quantizers that are switched off: {', '.join(names[:5])}",
+        "switch them on before loading, or pass strict=False to leave them off",
+    )
 
 
 def train_ends(sim: front.QuantizationSimModel, names: Sequence[str], train: bool) -> None:
@@ -726,7 +730,11 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     def set_and_freeze_param_encodings(self, encoding_path: str | Path | dict[str, Any]) -> None:
         """Load the parameter encodings of a file and freeze them: neither calibration nor training changes them."""
+        off, restore = [n for n, site in self.quantizers.items() if not site.enabled], self.quantizers.remember()
         super().set_and_freeze_param_encodings(encoding_path)
+        if refused := [name for name in off if self.quantizers[name].enabled]:
+            restore()
+            raise _switched_off_error(encoding_path, refused)
         train_ends(self, [name for name, site in self.quantizers.items() if site.is_stored and site.frozen], False)
 
     # -- weights
@@ -841,7 +849,7 @@ def _condition(arg: Any) -> Callable[[nn.Module], bool]:
     if callable(arg):
         condition: Callable[[nn.Module], bool] = arg
         return condition
-    raise ConfigError("arg", f"{arg!r} names no modules", "give module types, modules of sim.model, or a condition")
+    raise ModelError("arg", f"{arg!r} names no modules", "give module types, modules of sim.model, or a condition")
 
 
 def set_activation_quantizers_to_float(
@@ -869,11 +877,11 @@ def _blocks(name: str, module: nn.Module, block_size: Any) -> tuple[tuple[int, .
     weight: Any = module.weight
     transposed = isinstance(module, _TRANSPOSED)
     out_axis, in_axis = (1, 0) if transposed else (0, 1)
-    if isinstance(block_size, int):
+    if isinstance(block_size, int) and weight.dim() > 1:
         sizes = [-1] * weight.dim()
         sizes[out_axis], sizes[in_axis] = 1, block_size
     else:
-        sizes = list(block_size)
+        sizes = [block_size, 1] if isinstance(block_size, int) else list(block_size)
         if len(sizes) != weight.dim():
             raise GranularityError(
                 f"{name}.weight", f"block_size {block_size} for a weight of shape {tuple(weight.shape)}",

@@ -256,6 +256,7 @@ def on_grid(shape: tuple[int, ...] = ()) -> torch.Tensor:
     "call",
     [
         lambda t: t.chunk(2)[1], lambda t: torch.split(t, 1)[0], lambda t: t.t(), lambda t: t.mT, lambda t: t.T,
+        lambda t: t.hsplit(3)[2], lambda t: t.as_strided((2, 2), (1, 2)),
         lambda t: torch.gather(t, 1, torch.tensor([[2], [0]])), lambda t: t.tile(2), lambda t: t.unbind()[1],
         lambda t: torch.index_select(t, 1, torch.tensor([1])), lambda t: t.reshape(6), lambda t: t[0, 1], lambda t: t.flip(0),
         lambda t: t.masked_select(t > 1), lambda t: t.tensor_split(2, 1)[0], lambda t: t.rot90(),
@@ -280,6 +281,86 @@ def test_a_tensor_that_is_written_to_has_no_encoding_any_more(change):
     change(values)
     with pytest.raises(RuntimeError, match="the tensor has no encoding"):
         values.quantize()
+
+
+@pytest.mark.parametrize("change", [lambda t: t.t_(), lambda t: t.unsqueeze_(0), lambda t: t.resize_(3, 2)])
+def test_a_tensor_whose_shape_changes_in_place_is_itself_and_keeps_its_encoding(change):
+    values = on_grid()
+    encoding = values.encoding
+    assert change(values) is values and values.encoding is encoding
+
+
+def test_a_change_in_place_returns_the_tensor_and_copies_have_encodings_of_their_own():
+    values = on_grid()
+    twin = values.clone()
+    assert twin.encoding is not values.encoding and twin.encoding.scale is not values.encoding.scale
+    assert values.mul_(2) is values and values.encoding is None and twin.encoding is not None
+
+
+def test_elements_that_are_moved_between_channels_lose_their_encoding_and_keep_their_type():
+    quantizer = Q.affine.QuantizeDequantize((2, 1), 8, True)
+    quantizer.set_range(-1.0, 1.0)
+    moved = quantizer(torch.ones(2, 3)).t()
+    assert type(moved) is Q.DequantizedTensor and moved.encoding is None
+
+
+def test_a_state_of_the_range_alone_is_taken_and_halves_that_were_not_set_stay_so():
+    quantizer, other = (Q.affine.QuantizeDequantize((3,), 8, True) for _ in range(2))
+    quantizer.load_state_dict({"min": torch.full((3,), -2.0), "max": torch.full((3,), 2.0)})
+    assert quantizer.is_initialized() and torch.equal(quantizer.get_max(), quantizer.get_scale() * 127)
+    with torch.no_grad():
+        other.min.mul_(2)
+    other.load_state_dict(other.state_dict())
+    assert not other.is_initialized()
+    with torch.no_grad():
+        other.max.mul_(2)
+    assert other.is_initialized()
+
+
+def test_codes_have_the_dtype_of_the_input_or_an_error():
+    quantizer = Q.affine.Quantize((), 16, False)
+    quantizer.set_range(0.0, 1.0)
+    assert quantizer(torch.rand(3)).dtype == torch.float32
+    with pytest.raises(RuntimeError, match=r"bfloat16 does not hold the codes 0 to 65535"):
+        quantizer(torch.rand(3, dtype=torch.bfloat16))
+
+
+def test_analyzers_of_another_shape_or_without_bins_are_refused():
+    from bitwright.aimet_torch.quantization.encoding_analyzer import MinMaxEncodingAnalyzer, SqnrEncodingAnalyzer
+
+    assert MinMaxEncodingAnalyzer(3).shape == (3,)
+    with pytest.raises(RuntimeError):
+        Q.affine.QuantizeDequantize((2, 3), 8, True, MinMaxEncodingAnalyzer((4,)))
+    with pytest.raises(ValueError, match="a histogram has no 0 bins"):
+        SqnrEncodingAnalyzer((), 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks"), [((), None), ((6, 1), None), ((4,), None), ((6, 2), (-1, 2)), ((3, 4), (2, -1))]
+)
+def test_rows_of_a_quantized_table_have_the_encoding_of_the_table(shape, blocks):
+    from bitwright.aimet_torch.nn import QuantizedEmbedding
+
+    table, rows = QuantizedEmbedding(6, 4), torch.tensor([[0, 5], [2, 2]])
+    quantizer = table.param_quantizers["weight"] = Q.affine.QuantizeDequantize(shape, 8, True, block_size=blocks)
+    table.compute_param_encodings()
+    whole, found = quantizer(table.weight), table(rows)
+    assert torch.equal(found, whole[rows]) and torch.equal(found.quantize(), whole.quantize()[rows])
+
+
+def test_modules_compute_with_values_where_quantizers_give_codes():
+    from bitwright.aimet_torch.nn import QuantizedLinear
+
+    layers = [QuantizedLinear(4, 4) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, found = torch.rand(2, 4), []
+    for layer, kind in zip(layers, (Q.affine.Quantize, Q.affine.QuantizeDequantize), strict=True):
+        layer.input_quantizers[0], layer.output_quantizers[0] = kind((), 8, False), kind((), 8, False)
+        layer.param_quantizers["weight"] = kind((4, 1), 8, True)
+        with layer.compute_encodings():
+            layer(x)
+        found.append(layer(layer.input_quantizers[0](x)))
+    assert type(found[0]) is Q.DequantizedTensor and torch.equal(*found)
 
 
 def test_what_computes_on_tensors_with_encodings_returns_ordinary_ones():
@@ -437,8 +518,12 @@ def test_error_of_an_unknown_module_has_its_classes():
 
     from bitwright.aimet_torch.nn import QuantizationMixin, UnknownModuleError
 
-    with pytest.raises(RuntimeError, match=r"Sequential: .*Remedy: write one under") as caught:
+    with pytest.raises(RuntimeError, match=r"Sequential: .*Remedy: write one") as caught:
         QuantizationMixin.from_module(nn.Sequential(nn.Linear(1, 1)))
+    code = caught.value.generate_code_example()
+    made: dict[str, type] = {"Sequential": type("Sequential", (nn.Module,), {}), "QuantizationMixin": QuantizationMixin}
+    exec(code, made)
+    assert issubclass(made["QuantizedSequential"], QuantizationMixin)
     assert isinstance(caught.value, UnknownModuleError)
     assert (caught.value.module_cls, caught.value.mixin_cls) == (nn.Sequential, QuantizationMixin)
     assert str(UnknownModuleError(nn.Sequential, QuantizationMixin)) == str(caught.value)

@@ -184,3 +184,84 @@ def test_small_calls_on_graphs():
     remove_nodes_with_type("Relu", graph)
     assert [n.op_type for n in graph.node] == ["Conv", "Conv", "Squeeze", "Gemm"]
     assert graph.node[1].input[0] == graph.node[0].output[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        ((0,), {}),
+        ((feeds(), None), {}),
+        ((feeds(),), {"forward_pass_callback": print}),
+        ((), {"forward_pass_callback_args": None}),
+    ],
+)
+def test_calibration_takes_feeds_or_one_callback(args, options):
+    with pytest.raises(TypeError, match="give compute_encodings"):
+        QuantizationSimModel(net()).compute_encodings(*args, **options)
+
+
+def test_a_callback_with_arguments_is_the_older_call():
+    sim = QuantizationSimModel(net())
+    with pytest.warns(DeprecationWarning, match="a callback of the session alone"):
+        sim.compute_encodings(lambda session, given: session.run(None, given), feeds()[0])
+    assert sim.calibrated
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"rounding_mode": "stochastic"}, TypeError), ({"param_type": "int4", "default_param_bw": 4}, RuntimeError)],
+)
+def test_arguments_that_exclude_each_other_are_refused(options, error):
+    with pytest.raises(error):
+        QuantizationSimModel(net(), **options)
+
+
+def test_values_that_are_only_moved_have_no_quantizer_and_biases_the_type_of_parameters():
+    make = helper.make_node
+    nodes = [
+        make("Relu", ["input"], ["r"], "relu"),
+        make("Flatten", ["r"], ["a"], "flatten"),
+        make("Gemm", ["a", "w", "b"], ["output"], "fc"),
+    ]
+    sim = QuantizationSimModel(
+        graph_of(nodes, {"w": (8, 4), "b": (4,)}, {"input": [1, 2, 4]}, [1, 4]), param_type="int4"
+    )
+    table = sim.qc_quantize_op_dict
+    assert set(table) == {"input", "w", "b", "r", "output"} and sim.activation_names == ["input", "r", "output"]
+    for quantizer in table.values():
+        quantizer.enabled = True
+    assert "a" not in sim.qc_quantize_op_dict
+    assert (table["b"].enabled, table["b"].bitwidth) == (False, 4)
+
+
+def test_a_fixed_range_is_told_as_it_was_asked_for():
+    sim = QuantizationSimModel(net())
+    quantizer = next(q for n, q in sim.qc_quantize_op_dict.items() if n == sim.graph.outputs[0])
+    quantizer.set_fixed_encoding_range((0.0, 1.0))
+    sim.compute_encodings(feeds())
+    assert (quantizer.encodings[0].min, quantizer.encodings[0].max) == (0.0, 1.0)
+
+
+def test_sensitivities_without_calibration_are_those_of_weights():
+    from bitwright.aimet_onnx import analyze_per_layer_sensitivity
+
+    sim, seen = QuantizationSimModel(net()), []
+    scores = analyze_per_layer_sensitivity(sim, lambda session: float(seen.append(session) or len(seen)))
+    assert len(scores) == len(seen) > 1
+    assert not any(site.encoding for site in sim.quantizers.values() if site.role in ("input", "output"))
+
+
+def test_the_noise_of_a_model_is_that_of_its_worst_output():
+    from bitwright.aimet_onnx.utils import make_psnr_eval_fn
+
+    class Session:
+        def __init__(self, *outputs):
+            self.outputs = [np.asarray(output) for output in outputs]
+
+        def run(self, names, feeds):
+            return self.outputs
+
+    real = Session(np.ones(4, np.float32), np.ones(4, np.float32), np.arange(4))
+    found = Session(np.full(4, 1.1, np.float32), np.full(4, 1.01, np.float32), np.zeros(4, int))
+    assert make_psnr_eval_fn(real, [{}])(found) == pytest.approx(20, abs=1e-3)
+    assert make_psnr_eval_fn(real, [{}], 1)(found) == pytest.approx(40, abs=1e-2)

@@ -10,6 +10,7 @@ Scales may lie in blocks along any axes: a scale of shape ``(8, 2)`` for a tenso
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -253,6 +254,8 @@ def grouped_scale(scale: torch.Tensor, grouping: Sequence[int], multiples: int) 
     tensor([[0.8000, 0.3000]])
     """
     sizes = [count if size == -1 else size for count, size in zip(scale.shape, grouping, strict=True)]
+    if math.prod(sizes) == 1:  # every block is a group of its own
+        return scale, scale / multiples
     groups = [count // size for count, size in zip(scale.shape, sizes, strict=True)]
     view, broadcast = blocked_shapes(scale.shape, groups, sizes)
     blocks = scale.reshape(view)
