@@ -7,28 +7,22 @@ fitted by least squares to their old results on the data; scores of layers are k
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bitwright.aimet_common.absent import differs
 from bitwright.aimet_common.defs import CompressionScheme, CostMetric, GreedySelectionParameters, RankSelectScheme
-from bitwright.compression.checks import checked_dependencies
-from bitwright.compression.costs import Prices
+from bitwright.compression.by_ratio import ChannelRatios, GreedyRatios, RankRatios
 from bitwright.compression.groups import Dependencies, Group
-from bitwright.compression.importance import Evidence, criterion
-from bitwright.compression.prune import Selector, Widths, apply
-from bitwright.compression.ratios import Scores, greedy, load_scores, measure_scores, monotonic, save_scores
+from bitwright.compression.ratios import Scores
 from bitwright.compression.ratios import checked_score as _checked_score
-from bitwright.compression.reconstruct import Original, estimate_batch_norms, reconstruct
-from bitwright.compression.svd import Factored, LowRankLayer, SvdSpace
-from bitwright.compression.widths import WidthSpace, lost
+from bitwright.compression.svd import SvdSpace
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.methods.front_end import front_end_of
 from bitwright.torch.calls.inputs import model_device
@@ -209,18 +203,10 @@ class ModelCompressor:
             return eval_callback(found, eval_iterations, use_cuda=on_gpu)
 
         baseline = _checked_score(metric, model, "original")
+        example, cost = _inputs(model, input_shape), "macs" if cost_metric is CostMetric.mac else "params"
         if compress_scheme is CompressionScheme.channel_pruning:
-            return _narrowed(model, metric, baseline, _inputs(model, input_shape), cost_metric, parameters, trainer)
-        return _factored(
-            model,
-            metric,
-            baseline,
-            _inputs(model, input_shape),
-            _FORMS[compress_scheme],
-            cost_metric,
-            parameters,
-            trainer,
-        )
+            return _narrowed(model, metric, baseline, example, cost, parameters, trainer)
+        return _factored(model, metric, baseline, example, _FORMS[compress_scheme], cost, parameters, trainer)
 
 
 def _check_parameters(scheme: CompressionScheme, parameters: Any) -> None:
@@ -245,41 +231,56 @@ def _inputs(model: torch.nn.Module, shape: Any) -> Any:
     return torch.rand(*shape, device=device)
 
 
+def _greedy(parameters: SpatialSvdParameters, cost: str) -> GreedyRatios | None:
+    """The search that AIMET's parameters ask for; ``None`` where ratios are given."""
+    if parameters.mode is not SpatialSvdParameters.Mode.auto:
+        return None
+    given = parameters.mode_params.greedy_select_params
+    return GreedyRatios(
+        _checked_ratio("target_comp_ratio", given.target_comp_ratio),
+        cost,
+        int(given.num_comp_ratio_candidates),
+        saved=given.saved_eval_scores_dict,
+        written=SCORES_FILE,
+        fit=given.use_monotonic_fit,
+    )
+
+
+def _ignored(names: Mapping[int, str], parameters: SpatialSvdParameters) -> set[str | None]:
+    return {names.get(id(module)) for module in parameters.mode_params.modules_to_ignore}
+
+
 def _factored(
     model: torch.nn.Module,
     metric: Callable[[Any], float],
     baseline: float,
     example: Any,
     form: str,
-    cost_metric: CostMetric,
+    cost: str,
     parameters: SpatialSvdParameters,
     trainer: Any,
 ) -> tuple[torch.nn.Module, CompressionStats]:
     names = {id(module): name for name, module in model.named_modules()}
     work = copy.deepcopy(model)
     opened = front_end_of(work).open_model(work, None, example, "compress_model", None)
-    cost = "macs" if cost_metric is CostMetric.mac else "params"
-    automatic = parameters.mode is SpatialSvdParameters.Mode.auto
-    params = parameters.mode_params
-    count = int(params.greedy_select_params.num_comp_ratio_candidates) if automatic else 1
-    offered = [k / count for k in range(1, count)]
-    space = SvdSpace(
-        opened, [example], ratios=offered, forms=(form,), cost=cost, multiple=parameters.multiplicity, data_aware=False
-    )  # fmt: skip
-    by_name = {layer.name: layer for layer in space.layers}
+    by = _greedy(parameters, cost)
+    space = RankRatios(opened, example, form, cost, () if by is None else by.offered, parameters.multiplicity)
+    ratios: Mapping[str, float]
     scores: Scores | None = None
-    if automatic:
-        _leave_out(space, {names.get(id(module)) for module in params.modules_to_ignore})
-        ratios, scores = _chosen(space, metric, baseline, params.greedy_select_params, cost)
+    if by is not None:
+        space.leave_out(_ignored(names, parameters))
+        ratios, scores = space.search(metric, baseline, by)
     else:
-        ratios = _asked(space, names, params.list_of_module_comp_ratio_pairs)
-    picked = [_layer(space, by_name[name], ratio) for name, ratio in ratios.items() if ratio < 1]
-    found = [one for one in picked if one is not None]
-    space.put(found)
+        ratios = _asked(space, names, parameters.mode_params.list_of_module_comp_ratio_pairs)
+    layers = {layer.name: layer for layer in space.layers}
+    found = space.put_ratios(ratios)
     opened.view.refresh()
-    for one in found if trainer is not None else ():
-        trainer.train_model(work, work.get_submodule(one.layer), train_flag=True)
-    return work, _statistics(space, found, baseline, _checked_score(metric, work, "compressed"), scores)
+    _train(trainer, work, [one.layer for one in found])
+    saved = {c: sum(getattr(layers[f.layer], c) - getattr(f, c) for f in found) for c in ("macs", "params")}
+    kept = {f.layer: round(getattr(f, cost) / getattr(layers[f.layer], cost), 4) for f in found}
+    left = {c: 1 - saved[c] / max(space.whole[c], 1) for c in saved}
+    parts = {name: kept.get(name, 1.0) for name in layers}
+    return work, _statistics(baseline, _checked_score(metric, work, "compressed"), left, parts, scores)
 
 
 def _narrowed(
@@ -287,103 +288,40 @@ def _narrowed(
     metric: Callable[[Any], float],
     baseline: float,
     example: Any,
-    cost_metric: CostMetric,
+    cost: str,
     parameters: Any,
     trainer: Any,
 ) -> tuple[torch.nn.Module, CompressionStats]:
     """Input channels of convolutions go, with the layers before them; the convolutions are fitted to their old results."""
     names = {id(module): name for name, module in model.named_modules()}
-    channels = _Channels(model, example, parameters)
-    params = parameters.mode_params
-    scores: Scores | None = None
-    if parameters.mode is ChannelPruningParameters.Mode.auto:
-        cost = "macs" if cost_metric is CostMetric.mac else "params"
-        ignored = {names.get(id(module)) for module in params.modules_to_ignore}
-        ratios, scores = channels.greedily(metric, baseline, params.greedy_select_params, cost, ignored)
+    data = _images(parameters.data_loader, parameters.num_reconstruction_samples, model_device(model))
+    channels = ChannelRatios(model, example, data, parameters.multiplicity)
+    by, scores = _greedy(parameters, cost), None
+    if by is not None:
+        ratios, scores = channels.search(metric, baseline, by, _ignored(names, parameters))
     else:
-        ratios = _asked_channels(channels.read, channels.found, names, params.list_of_module_comp_ratio_pairs)
+        pairs = parameters.mode_params.list_of_module_comp_ratio_pairs
+        ratios = _asked_channels(channels.read, channels.found, names, pairs)
     work, kept = channels.cut(ratios)
-    if trainer is not None:
-        for layer in (name for name, part in kept.items() if part < 1):
-            trainer.train_model(work, work.get_submodule(layer), train_flag=True)
+    _train(trainer, work, [name for name, part in kept.items() if part < 1])
     left = channels.prices.left(channels.structure.graph())
-    return work, CompressionStats(
-        f"{baseline:f}",
-        f"{_checked_score(metric, work, 'compressed'):f}",
-        f"{left['params']:f}",
-        f"{left['macs']:f}",
-        [CompressionStats.LayerStats(layer, round(part, 4)) for layer, part in kept.items()],
-        scores,
-    )
+    score, parts = _checked_score(metric, work, "compressed"), {layer: round(part, 4) for layer, part in kept.items()}
+    return work, _statistics(baseline, score, left, parts, scores)
 
 
-class _Channels:
-    """The input channels of the convolutions of a model.
+def _train(trainer: Any, model: torch.nn.Module, layers: Iterable[str]) -> None:
+    for layer in layers if trainer is not None else ():
+        trainer.train_model(model, model.get_submodule(layer), train_flag=True)
 
-    Attributes:
-        read: convolution -> the channels that it reads, where they can be removed.
-    """
 
-    def __init__(self, model: torch.nn.Module, example: Any, parameters: ChannelPruningParameters) -> None:
-        front = front_end_of(model)
-        self.structure, self._example, self._multiple = (
-            front.structured(model, example, None),
-            example,
-            parameters.multiplicity,
-        )
-        self.found = checked_dependencies(self.structure, example)
-        types = {op.name: op.type for op in self.found.graph.ops}
-        self.read = {m.op: group for group in self.found.groups for m in group.readers if types.get(m.op) == "Conv"}
-        self.prices = Prices(self.found.graph)
-        data = _images(parameters.data_loader, parameters.num_reconstruction_samples, model_device(model))
-        self._original = Original(front.structured(model, example, None).view(), data)
-
-    def _selector(self, left_out: Collection[str], ratios: Sequence[float] | None) -> Selector:
-        groups = list({g.name: g for g in self.read.values() if g.name not in left_out}.values())
-        evidence = Evidence(self.found.graph, self.structure.param)
-        scores = {group.name: criterion("l1")(group, evidence) for group in groups}
-        return Selector(self.found, self.prices, groups, scores, widths=Widths(self._multiple), ratios=ratios)
-
-    def greedily(
-        self, metric: Callable[[Any], float], baseline: float, given: GreedySelectionParameters, cost: str,
-        ignored: Collection[str | None],
-    ) -> tuple[dict[str, float], Scores]:  # fmt: skip
-        """Ratios by AIMET's greedy search, and the scores, which are written down."""
-        count = int(given.num_comp_ratio_candidates)
-        left_out = {group.name for layer, group in self.read.items() if layer in ignored}
-        selector = self._selector(left_out, [k / count for k in range(1, count)])
-        space = WidthSpace(self.structure, selector, self._original.batches, self._original, True)
-        first = {group.name: layer for layer, group in reversed(self.read.items())}
-        space.parts = [replace(part, name=first[part.name]) for part in space.parts]
-        scores, used = _scores(space, [part.name for part in space.parts], metric, given)
-
-        def cost_of(ratios: Mapping[str, float]) -> float:
-            return space.cost_of_cut(self._gone(selector, ratios))[cost]
-
-        target = _checked_ratio("target_comp_ratio", given.target_comp_ratio)
-        return greedy(used, cost_of, target * self.prices.whole[cost], baseline), scores
-
-    def _gone(self, selector: Selector, ratios: Mapping[str, float]) -> dict[str, Any]:
-        """Group -> the units that go, so that these parts are left, in multiples."""
-        removed = {}
-        for layer, ratio in ratios.items():
-            group = self.read[layer]
-            left = max(1, round(group.units * ratio / self._multiple) * self._multiple)
-            if left < group.units:
-                removed[group.name] = np.sort(selector.order[group.name][: group.units - left])
-        return removed
-
-    def cut(self, ratios: Mapping[str, float]) -> tuple[torch.nn.Module, dict[str, float]]:
-        """The model with these parts of the inputs of layers, and the part that every layer keeps."""
-        removed = self._gone(self._selector((), None), ratios)
-        if removed:
-            readers, norms = lost(self.found, self.found.cut(removed), [self.found.group(name) for name in removed])
-            apply(self.structure, self.found, removed, self._example)
-            reconstruct(self._original, self.structure.view(), readers, progress=False)
-            estimate_batch_norms(self._original, self.structure.view(), norms)
-            self.structure.refresh()
-        kept = {layer: 1 - len(removed.get(group.name, ())) / group.units for layer, group in self.read.items()}
-        return self.structure.finished(), kept
+def _statistics(
+    baseline: float, score: float, left: Mapping[str, float], parts: Mapping[str, float], scores: Scores | None
+) -> CompressionStats:
+    """Statistics of a model of which these parts of cost are left, in all and by layer."""
+    layers = [CompressionStats.LayerStats(*row) for row in parts.items()]
+    return CompressionStats(
+        f"{baseline:f}", f"{score:f}", f"{left['params']:f}", f"{left['macs']:f}", layers, scores
+    )  # fmt: skip
 
 
 def _images(loader: Iterable[Any], samples: int, device: Any) -> list[Any]:
@@ -430,42 +368,6 @@ def _asked_channels(
     return ratios
 
 
-def _scores(
-    space: Any, names: Sequence[str], metric: Callable[[Any], float], given: GreedySelectionParameters
-) -> tuple[Scores, Scores]:
-    """Scores of every layer at every ratio, read or measured, and written down; and the same made monotonic, if asked."""
-    known = None if given.saved_eval_scores_dict is None else load_scores(given.saved_eval_scores_dict, names)
-    scores = measure_scores(space, metric, known)
-    save_scores(SCORES_FILE, scores)
-    return scores, {name: monotonic(row) for name, row in scores.items()} if given.use_monotonic_fit else scores
-
-
-def _statistics(
-    space: SvdSpace, found: Sequence[Factored], baseline: float, score: float, scores: Scores | None
-) -> CompressionStats:
-    """Statistics of factored layers: cost saved of the whole model, and the fraction that each layer keeps."""
-    by_name = {layer.name: layer for layer in space.layers}
-    saved = {c: sum(getattr(by_name[f.layer], c) - getattr(f, c) for f in found) for c in ("macs", "params")}
-    kept = {f.layer: round(getattr(f, space.cost) / getattr(by_name[f.layer], space.cost), 4) for f in found}
-    return CompressionStats(
-        f"{baseline:f}",
-        f"{score:f}",
-        f"{1 - saved['params'] / max(space.whole['params'], 1):f}",
-        f"{1 - saved['macs'] / max(space.whole['macs'], 1):f}",
-        [CompressionStats.LayerStats(layer.name, kept.get(layer.name, 1.0)) for layer in space.layers],
-        scores,
-    )
-
-
-def _leave_out(space: SvdSpace, ignored: Collection[str | None]) -> None:
-    """Take layers out of the search; what they cost is spent whatever is chosen."""
-    keep = [i for i, layer in enumerate(space.layers) if layer.name not in ignored]
-    left_out = [part for i, part in enumerate(space.parts) if i not in keep]
-    space.layers = [space.layers[i] for i in keep]
-    space.fixed = {n: held + sum(part.options[0].costs[n] for part in left_out) for n, held in space.fixed.items()}
-    space.parts = [space.parts[i] for i in keep]
-
-
 def _asked(space: SvdSpace, names: Mapping[int, str], pairs: Iterable[ModuleCompRatioPair]) -> Mapping[str, float]:
     """Ratios by name of layer, of pairs with a module of ``names``, which has their ids."""
     known = {layer.name for layer in space.layers}
@@ -485,27 +387,3 @@ def _checked_ratio(name: str, ratio: Any) -> float:
     if not isinstance(ratio, (int, float, Decimal)) or not 0 < ratio <= 1:
         raise ConfigError(name, f"{ratio!r} is not a ratio", "write a number above 0, 1 at most")
     return float(ratio)
-
-
-def _layer(space: SvdSpace, layer: LowRankLayer, ratio: float) -> Factored | None:
-    """The layer at a ratio, or at rank 1 where that costs more."""
-    (form,) = space.forms
-    found = layer.at(form, layer.ranks(form, ratio, space.cost, space.multiple))
-    return found if getattr(found, space.cost) < getattr(layer, space.cost) else None
-
-
-def _chosen(
-    space: SvdSpace, metric: Callable[[Any], float], baseline: float, given: GreedySelectionParameters, cost: str
-) -> tuple[Mapping[str, float], Scores]:
-    """Ratios by AIMET's greedy search, and the scores, which are written down."""
-    scores, used = _scores(space, [layer.name for layer in space.layers], metric, given)
-
-    def cost_of(ratios: Mapping[str, float]) -> float:
-        total = space.fixed[cost]
-        for layer in space.layers:
-            made = _layer(space, layer, ratios[layer.name]) if ratios[layer.name] < 1 else None
-            total += getattr(layer if made is None else made, cost)
-        return float(total)
-
-    target = _checked_ratio("target_comp_ratio", given.target_comp_ratio)
-    return greedy(used, cost_of, target * space.whole[cost], baseline), scores
