@@ -55,8 +55,8 @@ class Structure(Protocol):
     def argument(self, op: Op, name: str) -> Any:
         """An argument of the call, an attribute or a constant input; ``None`` where there is none."""
 
-    def equal_pieces(self, op: Op) -> bool:
-        """Whether a split is given a number of pieces or one common length, so that unequal lengths cannot be set."""
+    def equal_pieces(self, op: Op) -> Sequence[Sequence[int]]:
+        """Pieces of a split that one number gives their length, so that unequal lengths cannot be set."""
 
     def filled(self) -> Collection[str]:
         """Constants that hold one number everywhere and are made in the width that is asked for, as zeros to start from."""
@@ -303,6 +303,12 @@ class Dependencies:
         shape = self.graph.values[value].shape
         if len(axes) == len(shape) and all(a is None or len(a) == n for a, n in zip(axes, shape, strict=True)):
             return axes
+        last = axes[-1] if axes else None
+        if last is not None and shape and len(last) == shape[-1] and all(a is None for a in axes[:-1]):
+            return [
+                *self._all_stay(value)[1:],
+                last,
+            ]  # it reads another run of a module, with more or fewer axes in front
         self._stay(axes, f"its shape {shape} is not the one that {op.type} is known to make", op)
         return self._all_stay(value)
 
@@ -832,8 +838,8 @@ class Dependencies:
         if moved is None:
             return self._refuse(op, "moves what the dependency graph cannot follow")
         made = [self._moved(op, i, part, x, shape) for i, part in enumerate(moved)]
-        if op.type == "Split" and self.structure.equal_pieces(op):
-            self._join_pieces(made, len(shape))
+        for pieces in self.structure.equal_pieces(op) if op.type == "Split" else ():
+            self._join_pieces([made[i] for i in pieces], len(shape))
         return made
 
     def _elements(self, op: Op, shape: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[Index] | None:
@@ -846,7 +852,7 @@ class Dependencies:
         return moved if fits else None
 
     def _join_pieces(self, made: Sequence[Axes], rank: int) -> None:
-        """Join the pieces of an equal split, which lose the same positions."""
+        """Join pieces of equal length, which lose the same positions."""
         for axis in range(rank):
             parts = [m[axis] for m in made if len(m) == rank]
             pieces = [p for p in parts if p is not None and parts[0] is not None and len(p) == len(parts[0])]

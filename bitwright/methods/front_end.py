@@ -317,8 +317,8 @@ class Structured(ABC):
         """An argument of the call, an attribute or a constant input; ``None`` where there is none."""
 
     @abstractmethod
-    def equal_pieces(self, op: Op) -> bool:
-        """Whether a split makes pieces of one length and cannot be told others."""
+    def equal_pieces(self, op: Op) -> list[list[int]]:
+        """Pieces of a split that have one length and cannot be told others."""
 
     @abstractmethod
     def filled(self) -> frozenset[str]:

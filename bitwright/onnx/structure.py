@@ -166,9 +166,9 @@ class OnnxStructure(Structured):
         """An attribute."""
         return op.attrs.get(name)
 
-    def equal_pieces(self, op: Op) -> bool:
-        """Never: a Split takes the length of every piece."""
-        return False
+    def equal_pieces(self, op: Op) -> list[list[int]]:
+        """None: a Split takes the length of every piece."""
+        return []
 
     def filled(self) -> frozenset[str]:
         """None: a file holds such constants as arrays, or computes them by ConstantOfShape."""

@@ -329,12 +329,18 @@ class TorchStructure(Structured):
             return call.args[1]  # behind the operands
         return None if row is None else row.bind(call.args, call.kwargs).get(name, call.kwargs.get(name))
 
-    def equal_pieces(self, op: Op) -> bool:
-        """Whether the call is a ``chunk``, or a ``split`` into equal pieces."""
+    def equal_pieces(self, op: Op) -> list[list[int]]:
+        """All of a ``chunk`` or a ``split`` into equal pieces; else those whose length is the same attribute."""
         call = self._calls[op.name]
         name = getattr(call.func, "__name__", "")
         size = call.args[1] if len(call.args) > 1 else next((v for k, v in call.kwargs.items() if k != "dim"), None)
-        return name in ("chunk", "split", "tensor_split") and isinstance(size, int)
+        if name in ("chunk", "split", "tensor_split") and isinstance(size, int):
+            return [list(range(len(op.outputs)))]
+        held: dict[Any, list[int]] = {}
+        for i, length in enumerate(size if isinstance(size, (list, tuple)) else ()):
+            if isinstance(length, Held):
+                held.setdefault(length.place, []).append(i)
+        return [pieces for pieces in held.values() if len(pieces) > 1]
 
     def filled(self) -> frozenset[str]:
         """Constants that a call fills with one number, whose sizes it is given."""

@@ -276,6 +276,46 @@ def test_reasons(tmp_path: Path) -> None:
     ).averaged == ("norm",)
 
 
+def test_pieces_whose_length_is_one_attribute_lose_the_same_positions() -> None:
+    """As in YOLO: one half of a split goes through a block of its own, and one number holds the length of both."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.width = 8
+            self.stem, self.block, self.head = nn.Conv2d(4, 16, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(24, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = list(self.stem(x).split((self.width, self.width), 1))
+            return self.head(torch.cat([*parts, parts[-1] + self.block(parts[-1]).relu()], 1))
+
+    torch.manual_seed(0)
+    model = Halves().eval()
+    structure = front_end_of(model).structured(model, X, None)
+    assert [g.units for g in checked_dependencies(structure, X).groups] == [8]
+    small = bitwright.compress(model, [X], {"macs": 0.6}, widths=1, progress=False).model
+    assert small.stem.out_channels == 2 * small.width == 2 * small.block.in_channels < 16
+
+
+def test_a_module_that_runs_on_values_of_two_ranks() -> None:
+    """A table of a history and of one item: what reads the second run is cut as what reads the first."""
+
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 6)
+            self.one, self.other, self.last = nn.Linear(6, 5), nn.Linear(6, 7), nn.Linear(12, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            both = self.one(self.table(ids)).mean(1), self.other(self.table(ids[:, 0])).relu()
+            return self.last(torch.cat(both, -1))
+
+    torch.manual_seed(0)
+    model, ids = Towers().eval(), torch.randint(9, (4, 3))
+    found = checked_dependencies(front_end_of(model).structured(model, ids, None), ids)
+    assert sorted(g.units for g in found.groups) == [5, 6, 7]
+
+
 def test_a_model_whose_path_depends_on_a_width_is_refused() -> None:
     class Deciding(nn.Module):
         def __init__(self) -> None:
