@@ -272,9 +272,7 @@ def compress(
     if score is not None:
         job = job.from_metric(checked_metric("float", metric_of(score, given.metric_target())))
     timed = not hasattr(model, "state_dict") if milliseconds is None else milliseconds
-    result = job.within_ms(target) if "ms" in target else job.pruned(target)
-    if timed and "ms" not in target:
-        result = job.timed(result)
+    result = job.within_ms(target) if "ms" in target else job.pruned(target, timed=timed)
     result = replace(result, seconds=time.perf_counter() - started)
     if path is not None:
         result.save(path)
@@ -324,11 +322,6 @@ class _Job:
     def _readable(self) -> Any:
         return os.fspath(self.model) if isinstance(self.model, os.PathLike) else self.model
 
-    def timed(self, result: Compressed) -> Compressed:
-        """The result with milliseconds before and after."""
-        ms = changed_ms(self._readable, result.model, self.batches[0])
-        return replace(result, **with_ms(result.before, result.after, ms))
-
     def within_ms(self, target: Mapping[str, float | str]) -> Compressed:
         """Cut, measure, and cut again by the remaining difference to the target."""
         model, example, asked = self._readable, self.batches[0], dict(target)
@@ -345,8 +338,19 @@ class _Job:
         missed = f"{left:.1%} of the ms measured where {wanted:.1%} was asked" if left > wanted else ""
         return replace(result, missed=missed, **with_ms(result.before, result.after, ms))
 
-    def pruned(self, target: Mapping[str, float | str], times: Mapping[str, float] | None = None) -> Compressed:
-        """Prune the model, and fit the rest to the original."""
+    def _costs(
+        self, structure: Structured, model: Any, costs: dict[str, Mapping[str, float]], timed: bool
+    ) -> dict[str, Any]:
+        """Costs before and after; with milliseconds where they are ``timed``."""
+        if not timed:
+            return costs
+        ms = changed_ms(self._readable, model, self.batches[0], structure.narrowed(self.batches[0]))
+        return with_ms(costs["before"], costs["after"], ms)
+
+    def pruned(
+        self, target: Mapping[str, float | str], times: Mapping[str, float] | None = None, timed: bool = False
+    ) -> Compressed:
+        """Prune the model, and fit the rest to the original; ``timed`` measures milliseconds before and after."""
         original, batches = self.original, self.batches
         structure = self._opened(self.in_place)
         samples = max(samples_in(batches[0]), 1)
@@ -393,6 +397,7 @@ class _Job:
         with report.rounded():
             noise = output_noise(structure, judged, wanted)
         model = structure.finished()
+        costs = self._costs(structure, model, {"before": before, "after": after}, timed)
         if self.in_place:
             structure.give_back()
             model = self.model
@@ -400,8 +405,8 @@ class _Job:
             model,
             report.rows,
             report.refused,
-            before,
-            after,
+            costs["before"],
+            costs["after"],
             metrics,
             report.choice,
             fits,

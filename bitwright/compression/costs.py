@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -405,23 +404,36 @@ def measure_ms(model: Any, example: Any, ops: Iterable[str], rounds: int = 15) -
 
 def compare_ms(models: Mapping[str, Any], example: Any, rounds: int = 15) -> dict[str, float]:
     """Name -> milliseconds of each model in ONNX Runtime on one thread, from interleaved runs; the least of each counts."""
+    return _compared({name: (model, example) for name, model in models.items()}, rounds)
+
+
+def _compared(runs: Mapping[str, tuple[Any, Any]], rounds: int) -> dict[str, float]:
+    """:func:`compare_ms` of models that each have their own example."""
     from bitwright.runtimes.onnxruntime import whole_times
 
-    with _files(models, example) as (paths, feeds):
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: Path(folder, f"{i}.onnx") for i, name in enumerate(runs)}
+        feeds = {name: _saved(model, example, paths[name]) for name, (model, example) in runs.items()}
         return whole_times(paths, feeds, rounds=rounds)
 
 
-_FEW = 7  # rounds that tell a model apart that became clearly faster
+_FEW, _MANY = 7, 15  # rounds: the fewer tell a model apart that became clearly faster
 _CHANCE = 1.03  # two measurements of one file differ by as much on a busy machine
 
 
-def changed_ms(before: Any, after: Any, example: Any) -> dict[str, float]:
-    """Milliseconds of a model ``before`` and ``after`` a change; what seems slower is measured again, for longer."""
-    models = {"before": before, "after": after}
-    ms = compare_ms(models, example, _FEW)
+def changed_ms(before: Any, after: Any, example: Any, narrowed: Any = None) -> dict[str, float]:
+    """Milliseconds of a model ``before`` and ``after`` a change; what seems slower is measured again, for longer.
+
+    Args:
+        before, after: modules, which are exported, or ONNX models.
+        example: the input that is run.
+        narrowed: that of the model ``after``, where its recurrent states are narrower.
+    """
+    runs = {"before": (before, example), "after": (after, example if narrowed is None else narrowed)}
+    ms = _compared(runs, _FEW)
     if ms["after"] <= ms["before"]:
         return ms
-    again = compare_ms(models, example)
+    again = _compared(runs, _MANY)
     return {name: min(ms[name], again[name]) for name in ms}
 
 
@@ -446,30 +458,24 @@ def slower(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 def _timed(model: Any, example: Any, ops: Sequence[str], rounds: int) -> Any:
     from bitwright.runtimes.onnxruntime import layer_times
 
-    with _files({"model": model}, example) as (paths, feeds):
-        return layer_times(paths, feeds, ops, rounds=rounds)["model"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        return layer_times({"model": path}, _saved(model, example, path), ops, rounds=rounds)["model"]
 
 
-@contextmanager
-def _files(models: Mapping[str, Any], example: Any) -> Iterator[tuple[dict[str, Path], dict[str, Any]]]:
-    """Name -> file of each model, and the input that all of them take, for the length of a ``with`` block."""
+def _saved(model: Any, example: Any, path: Path) -> dict[str, Any]:
+    """Write a model as one ONNX file, and return the feeds of a run."""
     from bitwright.export.files.onnx_file import save_in_one_file
     from bitwright.onnx import load_model
     from bitwright.onnx.model.data import as_feeds, input_specs
 
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {name: Path(folder, f"{i}.onnx") for i, name in enumerate(models)}
-        feeds: dict[str, Any] = {}
-        for name, model in models.items():
-            if hasattr(model, "state_dict"):
-                from bitwright.torch.simulation.export import export_float
+    if hasattr(model, "state_dict"):
+        from bitwright.torch.simulation.export import export_float
 
-                feeds = export_float(model, example, paths[name])
-            else:
-                loaded = model if hasattr(model, "model") else load_model(model)
-                save_in_one_file(loaded.model, paths[name])
-                feeds = dict(as_feeds(example, input_specs(loaded.model)))
-        yield paths, feeds
+        return dict(export_float(model, example, path))
+    loaded = model if hasattr(model, "model") else load_model(model)
+    save_in_one_file(loaded.model, path)
+    return dict(as_feeds(example, input_specs(loaded.model)))
 
 
 def operator_times(model: Any, graph: Graph, example: Any, rounds: int = 15) -> dict[str, float]:

@@ -17,6 +17,7 @@ Reference: Fang et al. 2023, arXiv:2301.12900, for groups; the atoms and the ind
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -838,8 +839,8 @@ class Dependencies:
         if moved is None:
             return self._refuse(op, "moves what the dependency graph cannot follow")
         made = [self._moved(op, i, part, x, shape) for i, part in enumerate(moved)]
-        for pieces in self.structure.equal_pieces(op) if op.type == "Split" else ():
-            self._join_pieces([made[i] for i in pieces], len(shape))
+        if op.type == "Split":
+            self._join_pieces(op, made, len(shape))
         return made
 
     def _elements(self, op: Op, shape: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[Index] | None:
@@ -851,10 +852,10 @@ class Dependencies:
         fits = moved is not None and all(m.shape == s for m, s in zip(moved, shapes, strict=False))
         return moved if fits else None
 
-    def _join_pieces(self, made: Sequence[Axes], rank: int) -> None:
-        """Join pieces of equal length, which lose the same positions."""
-        for axis in range(rank):
-            parts = [m[axis] for m in made if len(m) == rank]
+    def _join_pieces(self, op: Op, made: Sequence[Axes], rank: int) -> None:
+        """Join pieces whose lengths cannot be told apart, which lose the same positions."""
+        for together, axis in itertools.product(self.structure.equal_pieces(op), range(rank)):
+            parts = [made[i][axis] for i in together if len(made[i]) == rank]
             pieces = [p for p in parts if p is not None and parts[0] is not None and len(p) == len(parts[0])]
             if len(pieces) > 1 and not np.array_equal(pieces[0], pieces[1]):
                 self._joined.extend((pieces[0], other) for other in pieces[1:])

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -383,14 +384,16 @@ def layer_times(
         nodes = {
             name: {node: min(taken) / 1e3 for (node, _), taken in one.times().items()} for name, one in profiled.items()
         }
-    whole = whole_times(files, feeds, rounds=rounds)
+    whole = whole_times(files, dict.fromkeys(files, feeds), rounds=rounds)
     return {name: _attributed(profiled[name].graph, taken, {*layers}, whole[name]) for name, taken in nodes.items()}
 
 
-def whole_times(files: Mapping[str, Path], feeds: Mapping[str, Array], *, rounds: int = _ROUNDS) -> dict[str, float]:
-    """Milliseconds of one run of each file on one thread: all files in turns, the least of each."""
+def whole_times(
+    files: Mapping[str, Path], feeds: Mapping[str, Mapping[str, Array]], *, rounds: int = _ROUNDS
+) -> dict[str, float]:
+    """Milliseconds of one run of each file with its feeds on one thread: all files in turns, the least of each."""
     sessions = {name: new_session(path, session_options()) for name, path in files.items()}
-    steps = {name: (lambda session=session: run_named(session, feeds)) for name, session in sessions.items()}
+    steps = {name: partial(run_named, session, feeds[name]) for name, session in sessions.items()}
     whole = interleaved(steps, rounds=rounds, clock=time.process_time)
     return {name: 1e3 * min(times.rounds) for name, times in whole.items()}
 

@@ -211,7 +211,7 @@ def test_what_became_slower_says_so_first(
     """Narrower layers and factors alike; files are timed by default, modules where it is asked for."""
     model, data = given(net, form, tmp_path)
     timed = None if form == "onnx" else True
-    monkeypatch.setattr(costs, "compare_ms", lambda *given: {"before": 1.0, "after": after})
+    monkeypatch.setattr(costs, "_compared", lambda *given: {"before": 1.0, "after": after})
     narrow = bitwright.compress(
         model, data, {"macs": 0.7}, ranking="uniform", reconstruction=False, milliseconds=timed, progress=False
     )
